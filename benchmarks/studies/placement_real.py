@@ -129,7 +129,7 @@ def profile(cell: Cell, out: Path) -> Path | None:
     path = first / "profile.yaml"
     if not path.exists():
         try:
-            path.write_text(fitted.yaml(fitted.fit(recorded.read(first)), f"measured: {cell.setting}"))
+            path.write_text(fitted.yaml(fitted.fit(recorded.read(first), cell.setting)))
         except recorded.RunError:
             return None
     return path

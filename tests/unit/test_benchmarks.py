@@ -21,12 +21,12 @@ from benchmarks.studies import (
     ranker,
     scheduler,
     simulated_fleet,
-    simulator,
 )
 from benchmarks.studies.regrowth import Regrown, previous_of
 from examples.roads import maps
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.lengths.ranker import LOSSES
+from verl_rhyme.simulation import recorded
 
 
 @pytest.fixture(scope="module")
@@ -195,17 +195,6 @@ def test_forecasts_of_lengths_come_near_to_what_siblings_tell():
     assert abs({row["arm"]: row for row in rows if row["epoch"] == 0}["ours"]["rank_correlation"]) < 0.2
 
 
-def test_the_simulator_predicts_a_recorded_run(monkeypatch):
-    """Fitted on a drafted run, it predicts one of another seed without drafts."""
-    monkeypatch.setattr(simulator, "DRAWS", 4)
-    fit = simulator.fitted.fit(simulator.recorded.read(simulator.LOGS / "fit"))
-    assert fit.steps.step.seconds(1) == pytest.approx(0.075, rel=0.03), "its steps took 75 ms at least"
-    row = simulator.compare("no drafts", simulator.LOGS / "no_drafts", fit, own=True)
-    assert abs(row["step_s_error"]) < 0.1
-    assert abs(row["rollout_s_error"]) < 0.1
-    assert abs(row["bubble_ratio_error"]) < 0.15
-
-
 def test_real_placements_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypatch, capsys):
     ran = []
     figures = {"steps_s": [4.0, 6.0, 5.0], "step_s": 5.0, "tokens_per_s": 100.0, "bubble_ratio": 0.2, "moved": 1}
@@ -266,7 +255,7 @@ def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypa
 
 def test_what_is_wrong_with_a_response_is_found():
     """In the log of a run whose responses went on at other replicas under later versions."""
-    run = simulator.recorded.read(simulator.LOGS / "partial_sticky_group")
+    run = recorded.read(traces.FOLDER / "simulator" / "partial_sticky_group")
     request, trained = run.requests, run.requests["trained"]
     lengths = np.bincount(request["step"][trained], request["response_tokens"][trained])[1:] / 32
     by_step = {step: {"response_length/mean": length} for step, length in enumerate(lengths, 1)}

@@ -29,8 +29,6 @@ def simulate(
 
     try:
         loaded = cluster_file.load(cluster, overrides or [])
-        for line in loaded.unread:
-            print(f"verl-rhyme simulate: {line}", file=sys.stderr)
         rules, drafts = loaded.scenario.rules, max(loaded.scenario.drafts.acceptance) > 1
         load = f"{loaded.total} prompts, {loaded.updates} updates of {rules.batch_prompts}"
         without = "" if drafts else "; without drafts (drafts.acceptance)"
@@ -52,7 +50,7 @@ def _print_simulated(simulation: Simulation, loaded: Loaded, as_json: bool) -> N
     if as_json:
         for step in steps:
             print(json.dumps(summary.row(step)))
-        about = {"sources": loaded.sources, "prompts": loaded.total, "unread": loaded.unread}
+        about = {"sources": loaded.sources, "prompts": loaded.total}
         print(json.dumps({**summary.whole(simulation), **about}))
         return
     table = Table("update", *summary.COLUMNS, box=None, pad_edge=False)
@@ -74,18 +72,14 @@ def profile(
 
     path = run / "profile.yaml" if out is None else out
     try:
-        found = fitted.fit(recorded.read(run))
-        source = f"measured: {run.absolute().name}, {found.run.info.get('engine', 'an unknown engine')}, {found.date}"
+        found = fitted.fit(recorded.read(run), run.absolute().name)
+        profile = fitted.yaml(found)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(fitted.yaml(found, source))
+        path.write_text(profile)
     except (OSError, ValueError) as error:
         print(f"verl-rhyme profile: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    table = Table("", "seconds", "+-", "", box=None, pad_edge=False)
-    for row in fitted.rows(found):
-        table.add_row(*row)
-    Console().print(table, highlight=False)
-    for line in fitted.lines(found):
-        print(line)
-    print(f"{path}: name it as a replica's profile in a cluster file; one beside it that plays this run again:")
-    print(fitted.cluster(found, path), end="")
+    print(profile, end="")
+    for note in found.notes:
+        print(f"verl-rhyme profile: {note}", file=sys.stderr)
+    print(f"\n{path}: name it as a replica's profile in a cluster file", file=sys.stderr)

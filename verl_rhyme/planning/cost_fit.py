@@ -1,21 +1,19 @@
 """The cost model's coefficients, from what a run's servers and trainer told (:mod:`verl_rhyme.planning.cost`).
 
-A request's steps are the integral, over its time in the engine, of ``dt / step_seconds(rows, cached, drafts)``; what
-runs beside it at any time is known from all requests' intervals. Coefficients are those, none below 0, with which each
-request makes as many steps as it did make, by a robust loss. One that the run does not tell stays 0 and says why.
-
-That the drafter learns on line (:mod:`verl_rhyme.drafting.cost`) is the same step without the caches' part, from steps
-that it times itself, with a memory; here nothing has timed a step.
+A request's seconds are those of its steps, each with what ran beside it on average, which is known from all requests'
+intervals, and of the prompts that were computed meanwhile. Coefficients are by least squares of the relative errors,
+none below 0 (``scipy.optimize.nnls``); a request that is far off has as much less weight. What did not vary stays 0: it
+lies in the base.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares
+from scipy.optimize import nnls
 
 from verl_rhyme.planning.cost import StepCost
 
@@ -24,14 +22,11 @@ Ints = npt.NDArray[np.int64]
 
 #: Whole requests below which nothing is fitted.
 LEAST_REQUESTS = 16
-#: Of a step's seconds: standard error of a coefficient's part above which it is not told, unless it is twice that.
-_UNSURE = 0.05
 #: Standard deviation over mean of a column below which it has not varied.
 _VARIES = 0.02
-#: Parts of the run that are left out in turn, for the standard errors.
-_FOLDS = 8
+#: Times that requests are weighed anew.
+_ROUNDS = 5
 _STEP = ("base", "row", "cached", "draft", "drafting")
-_ALL = (*_STEP, "prefill", "delay")
 
 
 class FitError(ValueError):
@@ -83,199 +78,75 @@ class StepFit:
     Attributes:
         step: Of a decode step.
         prefill: Seconds of a computed prompt token.
-        delay: Seconds from a request's last step until its end was told.
-        errors: Standard error of each coefficient that was fitted, by leaving out parts of the run in turn.
-        untold: Coefficients that the run does not tell, and why.
         requests: That were fitted.
         error, worst: Median and ninth decile of the relative error of their seconds.
-        pace: Seconds of a replica's requests as a multiple of the fitted ones, by replica.
     """
 
     step: StepCost
     prefill: float
-    delay: float
-    errors: dict[str, float]
-    untold: dict[str, str]
     requests: int
     error: float
     worst: float
-    pace: dict[int, float]
 
 
 def fit_steps(requests: Requests) -> StepFit:
-    """Coefficients of a replica's step, its prefill and how late ends are told.
+    """Coefficients of a replica's step, and its prefill.
 
     Raises:
         FitError: Fewer than :data:`LEAST_REQUESTS` of them were whole.
     """
     known = np.isfinite(requests.started) & (requests.finished > requests.started) & (requests.steps >= 1)
     requests = requests.of(known)
-    count = int(requests.whole.sum())
-    if count < LEAST_REQUESTS:
+    if (count := int(requests.whole.sum())) < LEAST_REQUESTS:
         raise FitError(
             f"{count} requests that came to their end and tell when they started: at least {LEAST_REQUESTS} are needed"
         )
-    problem = _Problem(requests)
-    untold = problem.constant()
-    names = [name for name in _ALL if name not in untold]
-    while True:
-        theta = problem.solve(names)
-        errors = problem.errors(names)
-        unsure = problem.unsure(names, theta, errors)
-        if unsure is None:
-            break
-        untold[unsure] = "cannot be told from the others' part"
-        names.remove(unsure)
-    found = {**dict.fromkeys(_ALL, 0.0), **dict(zip(names, theta.tolist(), strict=True))}
-    off = problem.off(names, theta)
-    whole = requests.replica[requests.whole]
-    return StepFit(
-        step=StepCost(**{name: found[name] for name in _STEP}),
-        prefill=found["prefill"],
-        delay=found["delay"],
-        errors=dict(zip(names, errors.tolist(), strict=True)),
-        untold=untold,
-        requests=count,
-        error=float(np.median(np.abs(off - 1))),
-        worst=float(np.quantile(np.abs(off - 1), 0.9)),
-        pace={int(replica): float(np.median(off[whole == replica])) for replica in np.unique(whole)},
-    )
+    parts = [requests.of(requests.replica == replica) for replica in np.unique(requests.replica)]
+    pieces = [_pieces(of) for of in parts]
 
+    def whole(values: Iterable[Floats]) -> Floats:
+        """Of the whole requests of all replicas."""
+        return np.concatenate([value[of.whole] for value, of in zip(values, parts, strict=True)])
 
-class _Problem:
-    """Pieces of time in which the same requests run on a replica, and which of them each request was there for."""
-
-    def __init__(self, requests: Requests) -> None:
-        pieces = [_pieces(requests.of(requests.replica == replica)) for replica in np.unique(requests.replica)]
-        whole = [requests.whole[requests.replica == replica] for replica in np.unique(requests.replica)]
-        order = np.argsort(requests.replica, kind="stable")
-        self.seconds = np.concatenate([p.seconds for p in pieces])
-        self.columns = np.concatenate([p.columns for p in pieces])  # [pieces, step coefficients]
-        self.computed = np.concatenate([p.computed for p in pieces])
-        starts = np.cumsum([0, *(len(p.seconds) for p in pieces)])
-        chosen = np.concatenate(whole)
-        self.first = np.concatenate([p.first + start for p, start in zip(pieces, starts, strict=False)])[chosen]
-        self.last = np.concatenate([p.last + start for p, start in zip(pieces, starts, strict=False)])[chosen]
-        self.steps = requests.steps[order][chosen]
-        self.span = (requests.finished - requests.started)[order][chosen]
-        self.replica = requests.replica[order][chosen]
-        self.began = requests.started[order][chosen]
-        self.scale = np.ones(len(self.steps))
-
-    def constant(self) -> dict[str, str]:
-        """Columns that no fit can tell from the base."""
-        untold = {}
-        weight = np.where(self.columns[:, 0] > 0, self.seconds, 0.0)
-        weight = weight * (self.columns[:, 1] > 0)
-        for index, name in enumerate(_STEP[1:], 1):
-            column = self.columns[:, index]
-            mean = np.average(column, weights=weight)
-            deviation = np.sqrt(np.average((column - mean) ** 2, weights=weight))
-            if mean == 0:
-                untold[name] = "nothing was drafted" if name.startswith("draft") else "there were none"
-            elif deviation < _VARIES * mean:
-                untold[name] = "always in it" if name == "drafting" else "always as many"
-        if not self.computed.any():
-            untold["prefill"] = "no prompt was computed"
-        return untold
-
-    def solve(self, names: Sequence[str], left: npt.NDArray[np.bool_] | None = None) -> Floats:
-        """Coefficients; ``left`` are the requests to go by."""
-        left = np.ones(len(self.steps), bool) if left is None else left
-        rate = float(np.median(self.span / self.steps))
-        start = np.array([_START[name] for name in names]) * rate
-        for name, size in (("row", 1), ("cached", 2), ("draft", 3)):
-            if name in names:
-                start[names.index(name)] /= max(1.0, self.columns[:, size].max())
-        if "prefill" in names:
-            start[names.index("prefill")] /= max(1.0, self.computed.max())
-
-        def residual(scaled: Floats) -> Floats:
-            return self._residual(names, scaled * start)[left]
-
-        def jacobian(scaled: Floats) -> Floats:
-            return self._jacobian(names, scaled * start)[left] * start
-
-        scaled = np.ones(len(names))
-        spread = 0.1
-        for _ in range(3):
-            found = least_squares(
-                residual, scaled, jacobian, bounds=(0, np.inf), loss="soft_l1", f_scale=spread, x_scale="jac"
-            )
-            scaled = np.maximum(found.x, 1e-12)
-            spread = max(1e-4, 1.4826 * float(np.median(np.abs(residual(scaled)))))
-        return np.where(scaled > 1e-9, scaled, 0.0) * start
-
-    def errors(self, names: Sequence[str]) -> Floats:
-        """Standard errors: a stretch of the run is left out in turn (jackknife), since neighbours err together."""
-        ranks = np.argsort(np.argsort(self.began))
-        fold = ranks * _FOLDS // len(ranks)
-        each = np.array([self.solve(names, fold != k) for k in range(_FOLDS)])
-        return np.sqrt((_FOLDS - 1) / _FOLDS * ((each - each.mean(axis=0)) ** 2).sum(axis=0))
-
-    def unsure(self, names: Sequence[str], theta: Floats, errors: Floats) -> str | None:
-        """The coefficient that is least sure, if it is not sure enough."""
-        mean = np.average(self.columns, axis=0, weights=np.maximum(self.seconds, 0) * (self.columns[:, 1] > 0))
-        size = {**dict(zip(_STEP, mean, strict=True)), "delay": 0.0, "prefill": 0.0}
-        step = sum(value * size[name] for name, value in zip(names, theta, strict=True))
-        candidates = [
-            (error * size[name], name)
-            for name, value, error in zip(names, theta, errors, strict=True)
-            if name != "base" and error * size[name] > _UNSURE * step and value < 2 * error
-        ]
-        return max(candidates)[1] if candidates else None
-
-    def off(self, names: Sequence[str], theta: Floats) -> Floats:
-        """Of each whole request, its seconds as a multiple of the fitted ones."""
-        return self._made(names, theta)[0] / self.steps
-
-    def _made(self, names: Sequence[str], theta: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-        value = dict(zip(names, theta, strict=True))
-        step = self.columns @ np.array([value.get(name, 0.0) for name in _STEP])
-        step = np.where(self.columns[:, 1] > 0, np.maximum(step, 1e-12), 1.0)
-        free = self.seconds - value.get("prefill", 0.0) * self.computed
-        done = np.concatenate([[0.0], np.cumsum(free / step)])
-        made = done[self.last] - done[self.first] - value.get("delay", 0.0) / step[self.last - 1]
-        return made, step, free, done
-
-    def _residual(self, names: Sequence[str], theta: Floats) -> Floats:
-        # a step more or less at either end says nothing
-        return (self._made(names, theta)[0] - self.steps) / np.sqrt(self.steps**2 + _ENDS * self.steps)
-
-    def _jacobian(self, names: Sequence[str], theta: Floats) -> Floats:
-        _, step, free, _ = self._made(names, theta)
-        late = dict(zip(names, theta, strict=True)).get("delay", 0.0)
-        columns = []
-        for name in names:
-            if name == "delay":
-                columns.append(-1 / step[self.last - 1])
-                continue
-            if name == "prefill":
-                change = -self.computed / step
-            else:
-                change = -free / step**2 * self.columns[:, _STEP.index(name)]
-            done = np.concatenate([[0.0], np.cumsum(change)])
-            column = done[self.last] - done[self.first]
-            if name != "prefill":
-                index = self.last - 1
-                column += late / step[index] ** 2 * self.columns[index, _STEP.index(name)]
-            columns.append(column)
-        return np.stack(columns, axis=1) / np.sqrt(self.steps**2 + _ENDS * self.steps)[:, None]
-
-
-#: Steps' worth of squares by which a request's ends are uncertain, for each step: short ones weigh less.
-_ENDS = 4.0
-#: Where the search begins, as parts of a step's seconds.
-_START = {"base": 0.5, "row": 0.2, "cached": 0.1, "draft": 0.1, "drafting": 0.1, "prefill": 0.1, "delay": 0.1}
+    steps, seconds = whole(of.steps for of in parts), whole(at.within(at.seconds) for at in pieces)
+    computed = whole(at.within(at.computed) for at in pieces)
+    step, prefill, weight = np.eye(1, len(_STEP))[0], 0.0, 1 / seconds
+    for _ in range(_ROUNDS):
+        beside = whole(at.beside(step, prefill) for at in pieces)
+        varies = np.append(True, beside[:, 1:].std(axis=0) >= _VARIES * beside[:, 1:].mean(axis=0))
+        rows = np.column_stack([steps[:, None] * beside * varies, computed])
+        scale = np.maximum(rows.max(axis=0), 1e-12)
+        found, _ = nnls(rows / scale * weight[:, None], seconds * weight)
+        off = np.abs(rows / scale @ found / seconds - 1)
+        spread = max(1e-4, 1.4826 * float(np.median(off)))
+        weight = 1 / seconds / (1 + (off / spread) ** 2) ** 0.25
+        step, prefill = (found / scale)[:-1], float((found / scale)[-1])
+    told = StepCost(**dict(zip(_STEP, step.tolist(), strict=True)))
+    return StepFit(told, prefill, count, float(np.median(off)), float(np.quantile(off, 0.9)))
 
 
 @dataclass(frozen=True)
 class _Pieces:
+    """Of one replica's time, within which the same requests run: what a step has in it, and prompt tokens computed; and
+    which of them each request is there for."""
+
     seconds: Floats
     columns: Floats
     computed: Floats
     first: Ints
     last: Ints
+
+    def within(self, values: Floats) -> Floats:
+        """Of the pieces that each request is there for, summed."""
+        sums = np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
+        return sums[self.last] - sums[self.first]
+
+    def beside(self, step: Floats, prefill: float) -> Floats:
+        """Of each request, what its steps have in them on average, which take such seconds."""
+        took = self.columns @ step
+        free = np.maximum(self.seconds - prefill * self.computed, 0.0)
+        made = np.divide(free, took, out=np.zeros_like(took), where=took > 0)
+        return self.within(self.columns * made[:, None]) / np.maximum(self.within(made), 1e-12)[:, None]
 
 
 def _pieces(requests: Requests) -> _Pieces:
@@ -324,33 +195,3 @@ def _shared(requests: Requests, first: Ints, last: Ints, count: int) -> Floats:
             change[last[i]] -= tokens
             end = int(last[i])
     return np.cumsum(change)[:-1]
-
-
-@dataclass(frozen=True)
-class LineFit:
-    """A robust line: ``at_zero`` + ``slope`` x, neither below 0, and the median relative error."""
-
-    at_zero: float
-    slope: float
-    error: float
-
-
-def fit_line(x: Floats, y: Floats) -> LineFit:
-    """Seconds ``y`` by size ``x``: where they do not clearly grow with the size, the slope is 0."""
-    slope, at_zero = 0.0, float(np.median(y))
-    if len(y) >= _LINE and np.std(x) > _VARIES * abs(float(np.mean(x))):
-        columns = np.stack([x / np.abs(x).max(), np.ones(len(x))], axis=1)
-        spread = max(1e-9, 1.4826 * float(np.median(np.abs(y - at_zero))))
-        found = least_squares(
-            lambda theta: (columns @ theta - y) / spread, [at_zero / 2] * 2, bounds=(0, np.inf), loss="soft_l1"
-        )
-        off = columns @ found.x - y
-        error = np.sqrt(float(off @ off) / (len(y) - 2) / float(((columns[:, 0] - columns[:, 0].mean()) ** 2).sum()))
-        if found.x[0] > _SURE * error:
-            slope, at_zero = float(found.x[0] / np.abs(x).max()), float(found.x[1])
-    told = at_zero + slope * x
-    return LineFit(at_zero, slope, float(np.median(np.abs(told / np.maximum(y, 1e-12) - 1))))
-
-
-#: Points of a line, and standard errors by which its slope is above 0, at least.
-_LINE, _SURE = 4, 3.0

@@ -28,24 +28,12 @@ class StepFile:
 
 
 @dataclass
-class FitFile:
-    """Of a measured profile (``verl-rhyme profile``): when, from how many requests, and the median and ninth decile of
-    the relative error of their seconds."""
-
-    date: str = ""
-    requests: int = 0
-    error: float = 0.0
-    worst: float = 0.0
-
-
-@dataclass
 class ProfileFile:
     """One kind of replica: :class:`~verl_rhyme.planning.cost.ReplicaCost`, where its figures are from, and of a model
     of how many parameters, where that is known."""
 
     source: str = MISSING
     parameters: float | None = None
-    fit: FitFile | None = None
     step: StepFile = field(default_factory=StepFile)
     prefill: float = 0.0
     slots: int = 256

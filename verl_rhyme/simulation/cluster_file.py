@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue
@@ -24,10 +24,9 @@ from verl_rhyme.config.config_tree import ended, parse
 from verl_rhyme.placement import Placement
 from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.planning.profile import profile
-from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, from_folder_of, plain, typed
+from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, plain, typed
 from verl_rhyme.scheduling.rules import Rules, of_options
-from verl_rhyme.simulation import recorded
-from verl_rhyme.simulation.cluster_keys import OPTIONS, ClusterFile, DraftsFile, WorkloadFile
+from verl_rhyme.simulation.cluster_keys import OPTIONS, ClusterFile, WorkloadFile
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Streaming
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
@@ -62,7 +61,6 @@ class Loaded:
         updates: Update batches that they make, or fewer where the file says so.
         sources: Of the profiles' figures.
         total: Prompts of all epochs.
-        unread: What of a recorded run's log was not read, or is not played.
     """
 
     scenario: Scenario
@@ -70,7 +68,6 @@ class Loaded:
     updates: int
     sources: list[str]
     total: int
-    unread: list[str] = field(default_factory=list)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -151,8 +148,8 @@ def _check_bounds(config: ClusterFile, path: Path) -> None:
         raise ClusterError(
             f"{path}: drafts.acceptance is empty: name a pace for each epoch, such as [1, 2], or drop it"
         )
-    told += [(f"drafts.acceptance.{i}", pace, 1) for i, pace in enumerate(config.drafts.acceptance or [])]
-    told += [(f"workload.percentiles.{p}", tokens, 1) for p, tokens in (config.workload.percentiles or {}).items()]
+    told += [(f"drafts.acceptance.{i}", pace, 1) for i, pace in enumerate(config.drafts.acceptance)]
+    told += [(f"workload.percentiles.{p}", tokens, 1) for p, tokens in config.workload.percentiles.items()]
     for key, value, least in told:
         if value is not None and not least <= value < math.inf:
             bound = "finite" if value == math.inf else f"at least {least}"
@@ -178,20 +175,20 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
     ):
         if value not in values:
             raise ClusterError(f"{path}: {name} must be {', '.join(values)}, not {value!r}")
-    work = _recorded(config, path) if config.workload.lengths.run is not None else _made_up(config, path)
-    if small := [i for i, kind in enumerate(rooms) if kind < work.largest]:
+    work = config.workload
+    prompts = _prompts(work, path)
+    largest, total = work.prompt_tokens + work.response_limit, work.prompts * work.epochs
+    if small := [i for i, kind in enumerate(rooms) if kind < largest]:
         raise ClusterError(
             f"{path}: replicas.{small[0]} has room for {rooms[small[0]]:.0f} tokens, and a request may have "
-            f"{work.largest}: set replicas.{small[0]}.room, or shorten the workload"
+            f"{largest}: set replicas.{small[0]}.room, or shorten the workload"
         )
-    updates = work.total // config.batch_prompts
+    updates = total // config.batch_prompts
     if not updates:
-        raise ClusterError(
-            f"{path}: its {work.total} prompts are fewer prompts than batch_prompts={config.batch_prompts}"
-        )
+        raise ClusterError(f"{path}: its {total} prompts are fewer prompts than batch_prompts={config.batch_prompts}")
     updates = updates if config.updates is None else min(updates, config.updates)
     Placement(run.placement.policy or "least_loaded", dict(run.placement.options))  # values that it refuses
-    rules = _rules(config, run, work)
+    rules = _rules(config, run)
     part = run.streaming.part if run.pipeline and config.topology == "separate" else None
     scenario = Scenario(
         replicas=tuple(costs),
@@ -203,7 +200,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         colocated=config.topology == "colocated",
         placement=run.placement.policy or "least_loaded",  # verl's router
         options=dict(run.placement.options),
-        drafts=work.drafts,
+        drafts=_drafts(config),
         limit=config.limit,
         lot=1
         if config.limit is None
@@ -211,72 +208,17 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
     )
-    return Loaded(scenario, work.prompts, updates, sources, work.total, work.unread)
+    return Loaded(scenario, prompts, updates, sources, total)
 
 
-class _Work(NamedTuple):
-    """``total`` prompts over all epochs, of so many samples each, of which none has more than ``largest`` tokens."""
-
-    prompts: Iterable[Prompt]
-    total: int
-    samples: int
-    response_limit: int
-    largest: int
-    drafts: Drafts
-    unread: list[str]
-
-
-def _made_up(config: ClusterFile, path: Path) -> _Work:
-    work = config.workload
-    if work.prompts is None or work.samples is None or work.response_limit is None or work.percentiles is None:
-        names = "prompts", "samples", "response_limit", "percentiles"
-        missing = next(name for name in names if getattr(work, name) is None)
-        raise ClusterError(f"{path}: workload.{missing} is missing (or name a recorded run: workload.lengths.run)")
-    percentiles = by_percentile(work.percentiles, "workload", path)
-    lengths = Lengths(percentiles, work.response_limit, work.alike, work.growth, work.wander)
+def _prompts(work: WorkloadFile, path: Path) -> Iterator[Prompt]:
+    lengths = Lengths(
+        by_percentile(work.percentiles, "workload", path), work.response_limit, work.alike, work.growth, work.wander
+    )
     if not 0 <= work.unseen <= 1:
         raise ClusterError(f"{path}: workload.unseen must be a share, from 0 to 1, not {work.unseen}")
     sizes = work.prompts, work.samples, work.epochs, work.prompt_tokens
-    made = lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen)
-    drafts = _drafts(config.drafts, Drafts())
-    largest = work.prompt_tokens + work.response_limit
-    return _Work(made, work.prompts * work.epochs, work.samples, work.response_limit, largest, drafts, [])
-
-
-def _recorded(config: ClusterFile, path: Path) -> _Work:
-    work = config.workload
-    default = WorkloadFile(work.lengths, response_limit=work.response_limit)
-    if given := [name for name, value in vars(work).items() if value != getattr(default, name)]:
-        raise ClusterError(f"{path}: workload.lengths.run brings its own: drop workload.{', workload.'.join(given)}")
-    if config.drafts.siblings and config.drafts.acceptance is None:
-        raise ClusterError(
-            f"{path}: what siblings help is in the acceptance that workload.lengths.run brings: drop drafts.siblings, "
-            "or set drafts.acceptance"
-        )
-    try:
-        run = recorded.read(from_folder_of(path, str(work.lengths.run)))
-    except recorded.RunError as error:
-        raise ClusterError(
-            f"{path}: workload.lengths.run={work.lengths.run}, which counts from the folder of {path.name}: {error}"
-        ) from error
-    prompts = recorded.prompts(run)
-    samples = max(len(prompt.lengths) for prompt in prompts)
-    longest = max(int(prompt.lengths.max()) for prompt in prompts)
-    drafts = _drafts(config.drafts, recorded.acceptance(run))
-    if config.drafts.acceptance is not None:
-        prompts = [prompt.unpaced() for prompt in prompts]
-    limit = longest if work.response_limit is None else work.response_limit
-    unread = list(run.unread)
-    trained = {*run.requests["uid"][run.requests["trained"] & ~run.requests["validate"]].tolist()}
-    if lost := len(trained) - len(prompts):
-        unread.append(f"{run.folder}: {lost} of {len(trained)} prompts have no length of each sample, and are left out")
-    largest = max(prompt.tokens + int(prompt.lengths.max()) for prompt in prompts)
-    return _Work(prompts, len(prompts), samples, limit, largest, drafts, unread)
-
-
-def _drafts(config: DraftsFile, known: Drafts) -> Drafts:
-    acceptance = known.acceptance if config.acceptance is None else tuple(config.acceptance)
-    return Drafts(acceptance, known.overhead if config.overhead is None else config.overhead, config.siblings)
+    return lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen)
 
 
 def verls_rules(batch_prompts: int, samples: int, *, separate: bool) -> Rules:
@@ -287,18 +229,22 @@ def verls_rules(batch_prompts: int, samples: int, *, separate: bool) -> Rules:
     return replace(rules, max_staleness=VERLS_STALENESS, in_flight=2, start_early=True, separate=True)
 
 
-def _rules(config: ClusterFile, run: RhymeConfig, work: _Work) -> Rules:
+def _drafts(config: ClusterFile) -> Drafts:
+    return Drafts(tuple(config.drafts.acceptance), config.drafts.overhead, config.drafts.siblings)
+
+
+def _rules(config: ClusterFile, run: RhymeConfig) -> Rules:
     """The pipeline's; without ``max_staleness`` verl's own."""
     separate = config.topology == "separate"
     if run.max_staleness is None:
-        return verls_rules(config.batch_prompts, work.samples, separate=separate)
+        return verls_rules(config.batch_prompts, config.workload.samples, separate=separate)
     return of_options(
         run.scheduling,
         run.max_staleness,
         separate=separate,
         batch_prompts=config.batch_prompts,
-        samples=work.samples,
+        samples=config.workload.samples,
         unit=run.scheduling.unit or "group",
         relayed=separate,
-        drafts=max(work.drafts.acceptance) > 1,
+        drafts=max(config.drafts.acceptance) > 1,
     )

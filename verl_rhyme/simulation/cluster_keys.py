@@ -38,24 +38,15 @@ class TrainingFile:
 
 
 @dataclass
-class LengthsFile:
-    """``run``: a run folder, whose prompts and response lengths are played again in their order; paths count from the
-    cluster file."""
-
-    run: str | None = None
-
-
-@dataclass
 class WorkloadFile:
-    """Prompts of an epoch and :class:`~verl_rhyme.simulation.workload.Lengths`, or those of a recorded run."""
+    """Prompts of an epoch and :class:`~verl_rhyme.simulation.workload.Lengths`."""
 
-    lengths: LengthsFile = field(default_factory=LengthsFile)
-    prompts: int | None = None
-    samples: int | None = None
+    prompts: int = MISSING
+    samples: int = MISSING
     epochs: int = 2
     prompt_tokens: int = 512
-    response_limit: int | None = None
-    percentiles: dict[Any, float] | None = None
+    response_limit: int = MISSING
+    percentiles: dict[Any, float] = MISSING
     alike: float = 0.6
     growth: float = 1.0
     wander: float = 0.2
@@ -65,11 +56,10 @@ class WorkloadFile:
 
 @dataclass
 class DraftsFile:
-    """:class:`~verl_rhyme.simulation.scenario.Drafts`; ``null``: a recorded run's own, else 1 and 1.5. What siblings
-    help is in a recorded run's own acceptance, and is not added to that."""
+    """:class:`~verl_rhyme.simulation.scenario.Drafts`."""
 
-    acceptance: list[float] | None = None
-    overhead: float | None = None
+    acceptance: list[float] = field(default_factory=lambda: [1.0])
+    overhead: float = 1.5
     siblings: float = 0.0
 
 

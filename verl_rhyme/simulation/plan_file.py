@@ -20,7 +20,6 @@ from verl_rhyme.planning.sites import Links, Model, Pool
 from verl_rhyme.planning.times import Training, Work
 from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, from_folder_of, read
 from verl_rhyme.simulation import recorded
-from verl_rhyme.simulation.cluster_keys import LengthsFile
 from verl_rhyme.simulation.workload import Lengths
 
 #: Quantiles that stand for a distribution of lengths.
@@ -78,6 +77,13 @@ class LinkFile:
 
     between: list[str] = field(default_factory=list)
     gbps: float = MISSING
+
+
+@dataclass
+class LengthsFile:
+    """``run``: a run folder, whose trained responses' lengths count; its path counts from the file's folder."""
+
+    run: str | None = None
 
 
 @dataclass
@@ -334,12 +340,10 @@ def _work(batch: BatchFile, path: Path) -> Work:
         raise ClusterError(f"{path}: batch.lengths.run brings its own: drop batch.percentiles and batch.response_limit")
     folder = from_folder_of(path, batch.lengths.run)
     try:
-        prompts = recorded.prompts(recorded.read(folder))
+        lengths, tokens = recorded.lengths(recorded.read(folder))
     except recorded.RunError as error:
         raise ClusterError(f"{path}: batch.lengths.run={batch.lengths.run}: {error}") from error
-    lengths = np.concatenate([prompt.lengths for prompt in prompts]).astype(float)
-    tokens = float(np.mean([prompt.tokens for prompt in prompts]))
-    return Work(np.maximum(1.0, lengths), samples, batch.samples, tokens)
+    return Work(lengths, samples, batch.samples, tokens)
 
 
 def _meant(name: str, known: object) -> str:

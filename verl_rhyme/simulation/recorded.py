@@ -1,4 +1,4 @@
-"""A real run as its event log tells it: requests to fit a cost model by, stages, and its responses as a workload."""
+"""A real run as its event log tells it: requests to fit a cost model by, stages, lengths, acceptance lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import numpy.typing as npt
 from verl_rhyme.observability import events
 from verl_rhyme.planning.cost_fit import Requests
 from verl_rhyme.simulation.scenario import AGAIN, Drafts
-from verl_rhyme.simulation.workload import Prompt
 
 Columns = dict[str, npt.NDArray[Any]]
 
@@ -103,7 +102,7 @@ def requests(run: Run) -> Requests:
             "ran with disable_log_stats=true"
         )
     columns = {name: values[known] for name, values in columns.items()}
-    prompt = _numbered(columns["prompt_key"])
+    prompt = _numbered(columns["prompt_key"].tolist())
     whole_prompt = columns["prompt_tokens"].astype(float)
     shared = np.full(prompt.max() + 1, np.inf)
     np.minimum.at(shared, prompt, whole_prompt)
@@ -125,93 +124,22 @@ def requests(run: Run) -> Requests:
     )
 
 
-def prompts(run: Run) -> list[Prompt]:
-    """The groups that were trained, in the order in which they were sent to the engines, with the lengths they had.
-
-    An attempt that was cut short and generated anew under another version would have been longer than it got: it has
-    the median of the run's responses that are.
+def lengths(run: Run) -> tuple[npt.NDArray[np.float64], float]:
+    """Tokens of each trained response, and of a prompt on average.
 
     Raises:
         RunError: No trained response tells its length.
     """
-    kept = ~run.requests["validate"]
-    columns = {name: values[kept] for name, values in run.requests.items()}
-    columns["steps"] = _steps(columns)
-    finished = columns["finished_at"]
-    sent = np.where(np.isfinite(columns["queued_at"]), columns["queued_at"], finished)
-    groups: dict[str, list[int]] = {}
-    for row in np.argsort(finished, kind="stable").tolist():
-        groups.setdefault(str(columns["uid"][row]), []).append(row)
-    lengths = np.sort(columns["response_tokens"][columns["trained"]])
-    found = [(float(sent[rows].min()), p) for rows in groups.values() if (p := _prompt(columns, rows, lengths))]
-    if not found:
-        raise RunError(f"{run.folder}: none of its {len(finished)} requests is of a trained response with a length")
-    told: list[Prompt] = []
-    seen: dict[str, int] = {}
-    for _, prompt in sorted(found, key=lambda entry: entry[0]):
-        epoch = seen[prompt.key] = seen.get(prompt.key, -1) + 1
-        told.append(prompt._replace(epoch=epoch))
-    return told
-
-
-def most_at_a_time(requests: Requests) -> int:
-    """Requests in a replica's slots, but for moments: an end is told a little after the slot has its next one."""
-    most = 1
-    for replica in np.unique(requests.replica):
-        of = requests.replica == replica
-        times = np.concatenate([requests.finished[of], requests.started[of]])
-        order = np.argsort(times, kind="stable")
-        running = np.cumsum(np.repeat([-1, 1], of.sum())[order])[:-1]
-        seconds = np.bincount(running, np.diff(times[order]))[1:]
-        most = max(most, 1 + int(np.flatnonzero(seconds >= _MOMENTS * seconds.sum())[-1]))
-    return most
-
-
-#: Share of a replica's busy time.
-_MOMENTS = 0.05
-
-
-def _prompt(columns: Columns, rows: list[int], lengths: npt.NDArray[Any]) -> Prompt | None:
-    """A group from its requests in the order of time; ``None``: it was not trained, or tells no length."""
-    by_sample: dict[int, list[int]] = {}
-    for row in rows:
-        by_sample.setdefault(int(columns["sample"][row]), []).append(row)
-    final: list[tuple[int, float]] = []
-    under: dict[tuple[int, int], tuple[int, float | None]] = {}
-    for place, number in enumerate(sorted(by_sample)):
-        trained = [row for row in by_sample[number] if columns["trained"][row]]
-        tokens = int(columns["response_tokens"][trained].sum())
-        if not tokens:
-            return None
-        final.append((tokens, _pace(columns, trained)))
-        by_version: dict[int, list[int]] = {}
-        for row in by_sample[number]:
-            by_version.setdefault(int(columns["policy_version_start"][row]), []).append(row)
-        for version, attempt in by_version.items():
-            made = int(columns["response_tokens"][attempt].sum())
-            if not made:
-                continue
-            if set(attempt) <= set(trained):
-                length = tokens
-            elif columns["stop_reason"][attempt[-1]] == "aborted":
-                longer = lengths[np.searchsorted(lengths, made, side="right") :]
-                length = int(np.median(longer)) if len(longer) else made + 1
-            else:
-                length = made
-            under[place, version] = length, _pace(columns, attempt)
-    key = columns["prompt_key"][rows[0]]
-    return Prompt(
-        key=key.hex() if isinstance(key, bytes) else str(columns["uid"][rows[0]]),
-        epoch=0,
-        tokens=int(columns["prompt_tokens"][rows].min()),
-        lengths=np.array([tokens for tokens, _ in final], dtype=np.int64),
-        paces=np.array([pace for _, pace in final]),
-        under=under,
-    )
-
-
-def _pace(columns: Columns, rows: list[int]) -> float:
-    return max(1.0, float(columns["response_tokens"][rows].sum() / columns["steps"][rows].sum()))
+    kept = run.requests["trained"] & ~run.requests["validate"]
+    columns = {name: run.requests[name][kept] for name in ("uid", "sample", "prompt_tokens", "response_tokens")}
+    sample = _numbered([*zip(columns["uid"].tolist(), columns["sample"].tolist(), strict=True)])
+    tokens = np.bincount(sample, columns["response_tokens"])  # one that was moved or resumed has several requests
+    if not tokens.any():
+        raise RunError(f"{run.folder}: none of its {len(kept)} requests is of a trained response with a length")
+    prompt = _numbered(columns["uid"].tolist())
+    prompt_tokens = np.full(prompt.max() + 1, np.inf)
+    np.minimum.at(prompt_tokens, prompt, columns["prompt_tokens"])
+    return tokens[tokens > 0].astype(float), float(prompt_tokens.mean())
 
 
 def _steps(columns: Columns) -> npt.NDArray[np.float64]:
@@ -221,9 +149,9 @@ def _steps(columns: Columns) -> npt.NDArray[np.float64]:
     return np.maximum(np.maximum(plain, np.where(verified > 0, verified + 1, 0)), 1).astype(float)
 
 
-def _numbered(keys: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def _numbered(keys: list[Any]) -> npt.NDArray[np.int64]:
     numbers: dict[Any, int] = {}
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys.tolist()], dtype=np.int64)
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
 def _first_of_its_prompt(columns: Columns, prompt: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

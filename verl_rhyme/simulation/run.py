@@ -200,9 +200,9 @@ class Simulation:
             sample.replica = replica = assignment.replica or self._route(start, attempt, prompt)
             sample.started = max(self._versions[replica], assignment.oldest_version)
             self._under_way[start.name] = sample
-            length, known = prompt.response(attempt.number, self._version)
+            length = int(prompt.lengths[attempt.number])
             text = self._texts[attempt.uid].get(attempt.number, 0) if self.scenario.redrafts else 0
-            drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), length, known, text)
+            drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), length, text)
             request = Request(
                 *(start.name, prompt.key, prompt.tokens, length, sample.kept, assignment.priority, *drafts),
             )

@@ -36,21 +36,18 @@ class Drafts:
         if not 0 <= self.siblings < math.inf:
             raise ValueError(f"siblings must be a share of at least 0, not {self.siblings}")
 
-    def of(
-        self, seen: int, tokens: float, known: float | None = None, text: float = 0.0
-    ) -> tuple[float, float, float, float]:
+    def of(self, seen: int, tokens: float, text: float = 0.0) -> tuple[float, float, float, float]:
         """Tokens a step and draft tokens a step of a response, and what is added to both beside a sibling.
 
         Args:
             seen: Times that its prompt was seen before.
             tokens: Its length.
-            known: Its pace, with what siblings and its own text help.
             text: Tokens of it that were generated before, and are regenerated with that text as draft.
         """
-        pace = self.acceptance[min(seen, len(self.acceptance) - 1)] if known is None else known
-        more = pace * self.siblings if known is None else 0.0
+        pace = self.acceptance[min(seen, len(self.acceptance) - 1)]
+        more = pace * self.siblings
         drafts = (pace - 1) * self.overhead
-        if (text := min(text, tokens)) and known is None:
+        if text := min(text, tokens):
             steps, again = (tokens - text) / pace, text / self.again
             more *= steps / (steps + again)
             pace, drafts = tokens / (steps + again), (drafts * steps + text) / (steps + again)

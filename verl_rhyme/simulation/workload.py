@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -23,28 +22,12 @@ class Prompt(NamedTuple):
         epoch: From 0.
         tokens: Of the prompt.
         lengths: int64[samples], response tokens that each sample will have.
-        paces: float64[samples], tokens a step of each, where they are known (:class:`~verl_rhyme.simulation.run.Drafts`
-            tells them else).
-        under: By sample and policy version, tokens and pace of an attempt that starts under that version, where a run
-            that is played again knows: what is generated anew becomes another response.
     """
 
     key: str
     epoch: int
     tokens: int
     lengths: Ints
-    paces: npt.NDArray[np.float64] | None = None
-    under: Mapping[tuple[int, int], tuple[int, float | None]] = MappingProxyType({})
-
-    def response(self, number: int, version: int) -> tuple[int, float | None]:
-        """Tokens of a sample that starts under this version, and how many a step makes; ``None``: nobody knows."""
-        if (known := self.under.get((number, version))) is not None:
-            return known
-        return int(self.lengths[number]), None if self.paces is None else float(self.paces[number])
-
-    def unpaced(self) -> Prompt:
-        """The same without what is known of paces."""
-        return self._replace(paces=None, under={which: (tokens, None) for which, (tokens, _) in self.under.items()})
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.planning.cost import StepCost
-from verl_rhyme.planning.cost_fit import LEAST_REQUESTS, FitError, Requests, fit_line, fit_steps
+from verl_rhyme.planning.cost_fit import LEAST_REQUESTS, FitError, Requests, fit_steps
 
 COST = StepCost(base=0.02, row=4e-4, cached=2e-6, draft=2e-4, drafting=0.004)
 PREFILL = 2e-5
@@ -77,7 +77,6 @@ def decode(cost, prefill=0.0, count=200, slots=8, seed=0, drafts=True, pause=1.0
 def test_known_coefficients_come_back(cost, seed):
     found = fit_steps(decode(cost, PREFILL, count=400, seed=seed))
     assert found.error < 0.02
-    assert found.pace == pytest.approx({0: 1, 1: 1}, abs=0.02)
     for rows, cached, drafts in ((1, 1000, 0), (4, 5000, 0), (8, 9000, 0), (4, 5000, 12), (8, 9000, 24)):
         assert found.step.seconds(rows, cached, drafts) == pytest.approx(cost.seconds(rows, cached, drafts), rel=0.06)
 
@@ -85,10 +84,8 @@ def test_known_coefficients_come_back(cost, seed):
 def test_each_coefficient_by_itself():
     found = fit_steps(decode(COST, PREFILL, count=2000))
     for name, value in vars(COST).items():
-        assert getattr(found.step, name) == pytest.approx(value, rel=0.15), name
-        assert abs(getattr(found.step, name) - value) < 5 * found.errors[name] + 0.02 * value, name
-    assert found.prefill == pytest.approx(PREFILL, rel=0.25)
-    assert not found.untold
+        assert getattr(found.step, name) == pytest.approx(value, rel=0.05), name
+    assert found.prefill == pytest.approx(PREFILL, rel=0.1)
 
 
 def test_noise_and_requests_that_went_wrong():
@@ -104,16 +101,14 @@ def test_noise_and_requests_that_went_wrong():
     assert found.error < 0.03
 
 
-def test_what_a_run_does_not_tell_stays_0_and_is_said():
+def test_what_a_run_does_not_tell_stays_0():
     plain = fit_steps(decode(StepCost(base=0.02, row=4e-4), drafts=False))
-    assert plain.untold["draft"] == plain.untold["drafting"] == "nothing was drafted"
     assert plain.step.draft == plain.step.drafting == 0
     alone = fit_steps(decode(StepCost(base=0.02), slots=1, drafts=False))
-    assert alone.untold["row"] == "always as many"
     assert alone.step.row == 0
     assert alone.step.base == pytest.approx(0.02, rel=0.01)
     cached = replace(decode(COST, drafts=False), computed=np.zeros(200))
-    assert fit_steps(cached).untold["prefill"] == "no prompt was computed"
+    assert fit_steps(cached).prefill == 0
 
 
 def test_a_part_that_cannot_be_told_from_the_base_is_given_up():
@@ -122,15 +117,6 @@ def test_a_part_that_cannot_be_told_from_the_base_is_given_up():
     found = fit_steps(requests.of(np.argsort(-requests.steps)[:20]))
     step = found.step.seconds(8, float(requests.prompt_tokens.mean() * 8))
     assert step == pytest.approx(0.028, rel=0.2)
-    assert set(found.errors) | set(found.untold) == {*vars(COST), "prefill", "delay"}
-
-
-def test_one_slow_replica_is_told():
-    requests = decode(COST)
-    slow = np.where(requests.replica == 1, 1.5, 1.0)
-    times = {name: getattr(requests, name) * slow for name in ("started", "first_token", "finished")}
-    pace = fit_steps(replace(requests, **times)).pace
-    assert pace[1] / pace[0] == pytest.approx(1.5, rel=0.05)
 
 
 def test_too_few_are_refused():
@@ -140,15 +126,3 @@ def test_too_few_are_refused():
         fit_steps(requests.of(np.arange(15)))
     with pytest.raises(FitError, match="0 requests"):
         fit_steps(replace(requests, started=np.full(16, np.nan)))
-
-
-def test_a_line_has_a_slope_only_where_it_shows():
-    x = np.arange(1.0, 20.0)
-    grows = fit_line(x, 2 + 0.5 * x)
-    assert (grows.slope, grows.at_zero) == (pytest.approx(0.5, rel=0.01), pytest.approx(2, rel=0.02))
-    noise = fit_line(x, 2 + np.random.default_rng(0).uniform(-0.5, 0.5, len(x)))
-    assert (noise.slope, noise.at_zero) == (0, pytest.approx(2, abs=0.3))
-    assert fit_line(x[:2], x[:2]).slope == 0
-    outlier = 2 + 0.5 * x
-    outlier[3] = 100
-    assert fit_line(x, outlier).at_zero + fit_line(x, outlier).slope * 10 == pytest.approx(7, rel=0.1)

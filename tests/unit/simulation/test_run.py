@@ -276,14 +276,13 @@ def test_lengths_that_cannot_be(change, told):
 
 
 def test_regenerated_text_is_drafted_from_itself():
-    """The rest has the pace of its prompt's visits; a recorded pace has both in it."""
+    """The rest has the pace of its prompt's visits."""
     drafts = Drafts(acceptance=(2.0,), overhead=1.5, again=20.0)
     pace, verified, *_ = drafts.of(0, 100)
     assert (pace, verified) == (2, 1.5)
     pace, verified, *_ = drafts.of(0, 100, text=60)
     assert 100 / pace == pytest.approx(40 / 2 + 60 / 20)
     assert verified * 100 / pace == pytest.approx(1.5 * 40 / 2 + 60)
-    assert drafts.of(0, 100, known=4.0, text=60)[0] == 4
     prompts = list(Lengths({50: 100, 90: 250}, limit=400).epochs(32, 4, 1, 20))
     rules = Rules(**BATCH, max_staleness=0, in_flight=2, refill="when_empty")
     seconds = {}
