@@ -352,7 +352,7 @@ def test_one_that_rests_is_out_of_service_and_returns_with_weights(world: World)
     assert left == [("s0", [1])], "it is out of the router before what runs there moves"
     assert world.spares.mend(5) == 0
     assert world.ranks() == [1]
-    assert world.spares.wake(7, first) is first
+    assert world.spares.wake(7) is first
     assert (world.ranks(), Weights.sent) == ([1, 0], [(0, 7)])
     assert ray.get(world.servers.global_load_balancer.capacities.remote()) == {"s0": 4096}
     assert world.spares.wake(7) is None, "nobody rests"
@@ -378,7 +378,7 @@ def test_one_that_dies_while_it_rests_is_replaced_when_it_is_wanted(world: World
     world.spares.rest(first, lambda address: 0)
     assert "replica 0 does not go to rest as it should" in warned[-1]
     assert world.spares.mend(4) == 0
-    assert world.spares.wake(5, first) is None
+    assert world.spares.wake(5) is None
     world.mended(5, [1, 2])
     assert (Weights.sent, world.spares.resting) == ([(2, 5)], [])
 

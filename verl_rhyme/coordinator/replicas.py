@@ -182,12 +182,9 @@ class Spares:
             logger.warning("replica %d does not go to rest as it should: %s", replica.replica_rank, last_line(error))
         return moved
 
-    def wake(self, version: int, replica: Any = None) -> Any:
-        """Let one that rests serve again, with the actor's weights, which are ``version``'s.
-
-        Args:
-            version: Of the policy.
-            replica: The one; ``None``: any, or a new one in the place of one that died.
+    def wake(self, version: int) -> Any:
+        """Let one that rests serve again, with the actor's weights, which are ``version``'s; where none rests, a
+        new one in the place of one that died.
 
         Returns:
             It; ``None``: a new one is being started, which a later :meth:`mend` lets in, or there is no place for one.
@@ -195,14 +192,11 @@ class Spares:
         Raises:
             ReplicaDied: It did not get its weights.
         """
-        if replica is None and self.resting:
-            replica = self.resting[0]
-        if replica is not None:
-            self.resting.remove(replica)
-            if gone := dead([replica]):
-                logger.warning("replica %d, which rested, is gone: %s", replica.replica_rank, gone[replica])
-                end(replica)
-                replica, self.vacant = None, self.vacant + 1
+        replica = self.resting.pop(0) if self.resting else None
+        if replica is not None and (gone := dead([replica])):
+            logger.warning("replica %d, which rested, is gone: %s", replica.replica_rank, gone[replica])
+            end(replica)
+            replica, self.vacant = None, self.vacant + 1
         if replica is None:
             if not self.vacant:
                 return None

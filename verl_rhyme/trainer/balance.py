@@ -11,14 +11,12 @@ Whether anything comes of the advice is :mod:`~verl_rhyme.trainer.reserve`'s.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from statistics import median
 
 import numpy as np
 
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.planning.elastic import Elastic, Limits
-from verl_rhyme.planning.roster import Roster
 from verl_rhyme.planning.times import Work, rollout
 from verl_rhyme.processes.messages import Reply, Setting
 from verl_rhyme.trainer.observers import Observer, Step
@@ -31,15 +29,14 @@ class Balance(Observer):
 
     Args:
         setting: What the coordinator goes by: rules, what a replica costs.
-        roster: How fast each replica is, and which would come or go next; ``None``: they are alike.
         limits: Of the rule.
 
     Attributes:
         advice: What the latest step says: 1, a replica more would do better; -1, one less; 0, neither.
     """
 
-    def __init__(self, setting: Setting, roster: Roster | None = None, limits: Limits | None = None) -> None:
-        self._setting, self._roster = setting, roster
+    def __init__(self, setting: Setting, limits: Limits | None = None) -> None:
+        self._setting = setting
         self._limits = Limits() if limits is None else limits
         self.advice = 0
         self._elastic: Elastic | None = None
@@ -88,11 +85,6 @@ class Balance(Observer):
 
     def _predict(self, replicas: int) -> float:
         assert self._work is not None
-        cost, roster = self._setting.cost, self._roster
-        order = [] if roster is None else roster.order()[:replicas]
-        paces = Counter(map(roster.pace, order)) if roster is not None else Counter[float]()
-        paces[1.0] += replicas - len(order)  # one more than there are
-        fleet = [(cost.slowed(pace * self._scale), np.array([count])) for pace, count in paces.items() if count]
-        return float(
-            rollout(fleet, self._work, self._setting.rules.max_staleness)[0]
-        )  # alone: it is compared with training
+        fleet = [(self._setting.cost.slowed(self._scale), np.array([replicas]))]
+        told = rollout(fleet, self._work, self._setting.rules.max_staleness)  # alone: it is compared with training
+        return float(told[0])

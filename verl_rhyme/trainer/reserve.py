@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, ElasticConfig
 from verl_rhyme.coordinator.replicas import Spares, obstacle
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.planning.elastic import Limits
-from verl_rhyme.planning.roster import Change, Roster
 from verl_rhyme.processes.messages import Serving, Setting
 from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.driver import Driver
@@ -38,7 +37,6 @@ class Reserve(Observer):
         slots: Q of the bubble ratio, of those that serve at the call.
 
     Attributes:
-        roster: Who serves and who rests.
         balance: What advises a change.
 
     Raises:
@@ -58,18 +56,18 @@ class Reserve(Observer):
         replicas = servers.get_replicas()
         if why := obstacle(engine, len(replicas[0].workers)):
             raise ConfigError(f"{CONFIG_PATH}.streaming.elastic.min_replicas: {why}; use the relay, or drop it")
-        self._launched = self._told = len(replicas)
-        try:
-            least = config.min_replicas or 1
-            self.roster = Roster([replica.replica_rank for replica in replicas], least, config.max_replicas)
-        except ValueError as error:
-            raise ConfigError(f"{CONFIG_PATH}.streaming.elastic: {error}; lower min_replicas") from None
-        self.balance = Balance(setting, self.roster, Limits(least, self.roster.most))
+        launched = self._launched = self._told = len(replicas)
+        self._least, self._most = config.min_replicas or 1, min(launched, config.max_replicas or launched)
+        if self._least > self._most:
+            raise ConfigError(
+                f"{CONFIG_PATH}.streaming.elastic.min_replicas={self._least}: there are {launched}; lower it"
+            )
+        self.balance = Balance(setting, Limits(self._least, self._most))
 
     def begin(self, driver: Driver) -> None:
         """Those that are not to serve at the start go to rest; the coordinator is open."""
         self._driver = driver
-        for replica in self._by_rank(self.roster.resting):
+        for replica in self._servers.get_replicas()[self._most :]:
             self._rest(replica)
 
     def on_step(self, step: Step) -> dict[str, float]:
@@ -78,18 +76,14 @@ class Reserve(Observer):
         Raises:
             ReplicaDied: One that was to return did not get its weights.
         """
-        assert step.reply is not None
-        self.observe(step.reply.paces)
+        self.observe()
         metrics = self.balance.on_step(step)
         return metrics | self.act(0 if step.last else self.balance.advice, step.number)
 
-    def observe(self, paces: Mapping[int, float]) -> None:
-        """A step ended, in which a token of a request took so many seconds, by the replica's rank."""
-        servers, resting = self._servers.get_replicas(), self._spares.resting
-        if len(servers) != self._told:  # one died, or serves that had to be started
+    def observe(self) -> None:
+        """A step ended."""
+        if len(self._servers.get_replicas()) != self._told:  # one died, or serves that had to be started
             self._tell()
-        self.roster.look([r.replica_rank for r in servers], [r.replica_rank for r in resting])
-        self.roster.paced(paces)
 
     def act(self, advice: int, version: int) -> dict[str, float]:
         """Carry it out; the actor has the weights of the policy ``version``, which is published.
@@ -104,34 +98,28 @@ class Reserve(Observer):
         Raises:
             ReplicaDied: One that was to return did not get its weights.
         """
-        told = {names.STREAM_REPLICAS: float(len(self.roster.serving))}
+        serving = self._servers.get_replicas()
+        told = {names.STREAM_REPLICAS: float(len(serving))}
         began = time.monotonic()
-        change = self.roster.wants(advice)
-        if change is not None and change.serves and not self._room():  # those that are being started will serve, too
-            return told
-        if change is not None and not change.serves:
-            [replica] = self._by_rank([change.replica])
-            told[names.STREAM_MOVED] = float(self._rest(replica))
-        elif change is not None or (advice > 0 and self._spares.vacant and self._room()):
-            replica = self._spares.wake(version, next(iter(self._by_rank([change.replica])), None) if change else None)
-            if replica is None:  # it is being started
+        if advice > 0 and len(serving) + self._spares.missing < self._most:  # those that start will serve, too
+            replica = self._spares.wake(version)
+            if replica is None:  # none rests: one is being started, or there is no place
                 return told
             self._tell()
+        elif advice < 0 and len(serving) > self._least:
+            replica = serving[-1]
+            told[names.STREAM_MOVED] = float(self._rest(replica))
         else:
             return told
         told[names.STREAM_CHANGE] = time.monotonic() - began
-        self._log(change, replica, told[names.STREAM_CHANGE])
-        self.observe({})
+        what, count = "serves again" if advice > 0 else "rests", len(self._servers.get_replicas())
+        logger.info(
+            "replica %d %s, %d of %d serve now (%.1f s)",
+            *(replica.replica_rank, what, count, self._launched, told[names.STREAM_CHANGE]),
+        )
         return told
 
     # ---- within ----
-
-    def _room(self) -> bool:
-        return len(self.roster.serving) + self._spares.missing < self.roster.most
-
-    def _by_rank(self, ranks: list[int]) -> list[Any]:
-        known = {r.replica_rank: r for r in [*self._servers.get_replicas(), *self._spares.resting]}
-        return [known[rank] for rank in ranks if rank in known]
 
     def _rest(self, replica: Any) -> int:
         return self._spares.rest(replica, lambda address: self._tell(address))
@@ -139,10 +127,3 @@ class Reserve(Observer):
     def _tell(self, leaves: str = "") -> int:
         self._told = len(self._servers.get_replicas())
         return self._driver.serve(Serving(self._told / self._launched, self._slots()), leaves)
-
-    def _log(self, change: Change | None, replica: Any, seconds: float) -> None:
-        what = "rests" if change is not None and not change.serves else "serves again"
-        count = len(self._servers.get_replicas())
-        logger.info(
-            "replica %d %s, %d of %d serve now (%.1f s)", replica.replica_rank, what, count, self._launched, seconds
-        )

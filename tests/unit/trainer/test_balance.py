@@ -6,7 +6,6 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.batches import batch_metrics
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
 from verl_rhyme.planning.elastic import Limits
-from verl_rhyme.planning.roster import Roster
 from verl_rhyme.processes.messages import Reply, Setting
 from verl_rhyme.scheduling.ledger import Harvest, StepCounts
 from verl_rhyme.scheduling.remembered import Batch
@@ -77,22 +76,6 @@ def test_how_long_a_batch_was_whole_before_it_was_taken():
     assert names.STREAM_AHEAD not in batch_metrics(batch, 4, 0.5)
 
 
-def test_a_slow_replica_is_worth_less():
-    """The rule looks at the fleet there would be: one that is four times as slow would hardly help."""
-    told = []
-    for paces in ({}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 4.0}):
-        roster = Roster(range(5))
-        roster.look(range(4), [4])
-        roster.paced(paces)
-        balance = Balance(setting(), roster, Limits(1, 5, window=1))
-        told.append(balance.on_step(step(4, 20.0, 12.0, reply(0.0))))
-        assert balance.advice == told[-1][names.STREAM_ELASTIC] == 1
-        work = [balance._predict(count) for count in (3, 4, 5)]
-        assert work == sorted(work, reverse=True)
-        told[-1] = 1 - work[2] / work[1]
-    assert told[1] < 0.5 * told[0]
-
-
 def test_no_more_than_there_are():
-    balance = Balance(setting(), Roster(range(4)), Limits(1, 4, window=1))
+    balance = Balance(setting(), Limits(1, 4, window=1))
     assert balance.on_step(step(4, 20.0, 12.0, reply(0.0)))[names.STREAM_ELASTIC] == balance.advice == 0

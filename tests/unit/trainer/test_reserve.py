@@ -2,7 +2,9 @@
 
 from types import SimpleNamespace
 
-from verl_rhyme.config import ElasticConfig
+import pytest
+
+from verl_rhyme.config import ConfigError, ElasticConfig
 from verl_rhyme.trainer.reserve import Reserve
 
 
@@ -16,9 +18,30 @@ def test_no_more_return_than_may_serve_with_those_that_are_being_started():
     reserve = Reserve(None, config, SimpleNamespace(get_replicas=lambda: serving), engine, spares, lambda: 8)
     reserve._driver = SimpleNamespace(serve=lambda serving, leaves: 0)
     del serving[2:]
-    reserve.observe({})
+    reserve.observe()
     assert "training/stream/change_s" not in reserve.act(1, 7)
     assert woken
     spares.missing = 0
     assert "training/stream/change_s" in reserve.act(1, 8)
     assert not woken
+
+
+def test_the_last_rests_and_bounds_hold():
+    serving, rested = [SimpleNamespace(replica_rank=rank, workers=[None]) for rank in range(4)], []
+    engine, servers = SimpleNamespace(backend="relay", engine_kwargs={}), SimpleNamespace(get_replicas=lambda: serving)
+
+    def rest(replica, vacate):
+        rested.append(replica.replica_rank)
+        serving.remove(replica)
+        return vacate("address")
+
+    spares = SimpleNamespace(missing=0, rest=rest, wake=lambda version: pytest.fail("as many serve as may"))
+    reserve = Reserve(None, ElasticConfig(2, 3), servers, engine, spares, lambda: 8)
+    reserve.begin(SimpleNamespace(serve=lambda serving, leaves: 5))
+    assert rested == [3]
+    assert reserve.act(1, 1) == {"training/stream/replicas": 3}
+    assert reserve.act(-1, 2)["training/stream/moved"] == 5
+    assert rested == [3, 2]
+    assert reserve.act(-1, 3) == reserve.act(0, 3) == {"training/stream/replicas": 2}
+    with pytest.raises(ConfigError, match=r"elastic.min_replicas=3: there are 2; lower it"):
+        Reserve(None, ElasticConfig(3), servers, engine, spares, lambda: 8)

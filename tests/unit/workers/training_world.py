@@ -239,7 +239,7 @@ class World:
             self.cluster.run(self.queue.clear(ours, TRAIN))
             self.steps = step
             if self.elastic and step < STEPS:
-                self.reserve.observe({})
+                self.reserve.observe()
                 told = self.reserve.act(self.random.choice([-1, -1, 0, 1, 1]), step)
                 self.rested += "training/stream/moved" in told
                 self.returned += "training/stream/change_s" in told and "training/stream/moved" not in told
