@@ -167,10 +167,9 @@ def rollout(
     Returns:
         float64, of the common shape; infinite where there is no replica.
     """
-
     count = np.asarray(count, dtype=float)
     kind, samples = _Kind(cost, work), work.samples / np.maximum(count, 1.0)
-    found = kind.busy(samples) + (kind.longest(samples) + after) / (max_staleness + 1)
+    found = kind.busy(samples) + (kind.longest(samples) + np.asarray(after, dtype=float)) / (max_staleness + 1)
     if max_staleness:
         found = np.maximum(kind.streamed(samples), found)
     return np.where(count > 0, found, np.inf)
