@@ -1,8 +1,8 @@
 """A link between two sites, on one machine: two network namespaces, and what a long way does to what passes.
 
 The product's nodes talk by Ray calls; here the same questions and answers (``weights/receiving.py``, ``sending.py``) go
-over TCP. Bandwidth is the kernel's token bucket (``tc``'s tbf) on a pair of virtual interfaces. Delay, cuts, torn and
-flipped bytes are made by :class:`Wire`, a relay of TCP streams in this process, because the kernel may lack netem;
+over TCP. Bandwidth is the kernel's token bucket (``tc``'s tbf) on a pair of virtual interfaces. Delay and cuts are
+made by :class:`Wire`, a relay of TCP streams in this process, because the kernel may lack netem;
 answers overtake each other on connections of their own. What it cannot do: lose, reorder or duplicate single packets
 below TCP.
 
@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import os
 import pickle
-import random
 import shutil
 import struct
 import subprocess
@@ -83,7 +82,7 @@ class TcpSource:
             return pickle.loads(await self._ask(version, None, None, False))
         except LinkError:
             raise
-        except Exception as error:  # a pickle of flipped bits may raise anything
+        except Exception as error:  # a torn pickle may raise anything
             raise LinkError(f"a damaged answer: {error}") from error
 
     async def chunk(self, version: int, chunk: Chunk, base: Base | None, pack: bool) -> np.ndarray:
@@ -114,14 +113,12 @@ class TcpSource:
 
 @dataclass
 class Wire:
-    """Passes TCP streams on, later than they came, and not always all of them, or as they were.
+    """Passes TCP streams on, later than they came, and not always all of them.
 
     Attributes:
         host: Of the sender.
         port: Of the sender.
         delay_s: One way.
-        flip: Of 64 KiB that come from the sender, the share in which a bit is flipped.
-        tear: The share after which their connection breaks.
         up: Nothing passes else, and connections are refused: the link is cut.
         bytes: That came from the sender.
     """
@@ -129,9 +126,6 @@ class Wire:
     host: str
     port: int
     delay_s: float = 0.0
-    flip: float = 0.0
-    tear: float = 0.0
-    seed: int = 0
     up: bool = True
     bytes: int = 0
     at: int = 0
@@ -141,7 +135,6 @@ class Wire:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Wire]:
         """At ``127.0.0.1:at``."""
-        self._rng = random.Random(self.seed)
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.at = server.sockets[0].getsockname()[1]
         try:
@@ -195,22 +188,12 @@ class Wire:
             while data := await reader.read(1 << 16):
                 if back:
                     self.bytes += len(data)
-                    data = self._spoilt(data)
                 await late.put((loop.time() + self.delay_s, data))
             raise ConnectionError("the other side has closed")
         finally:
             writing.cancel()
             with suppress(asyncio.CancelledError, OSError):
                 await writing
-
-    def _spoilt(self, data: bytes) -> bytes:
-        if self._rng.random() < self.tear:
-            raise ConnectionError("torn")
-        if self._rng.random() < self.flip:
-            spoilt = bytearray(data)
-            spoilt[self._rng.randrange(len(spoilt))] ^= 1 << self._rng.randrange(8)
-            return bytes(spoilt)
-        return data
 
 
 # ---- two sites ----

@@ -191,7 +191,7 @@ async def cuts(seed: int, count: int, root: Path) -> dict[str, Any]:
     model = {f"layer.{n}": (torch.randn(500_000, generator=generator) / 50).to(torch.bfloat16) for n in range(8)}
     first, wrong, done, version, kinds = list[float](), list[str](), 0, 0, Counter[str]()
     with far_link.two_sites(_MBIT) as (name, host), far_link.sender(name, there, host, _PORT):
-        wire = far_link.Wire(host, _PORT, delay_s=0.01, seed=seed)
+        wire = far_link.Wire(host, _PORT, delay_s=0.01)
         async with wire.running():
             while done < count:
                 version += 1

@@ -107,8 +107,7 @@ def _splits(problem: Problem, median: float) -> dict[str, Any]:
     ours = simulated(problem, found.best.train_gpus, found.best.rollout_gpus, median)
 
     def p_gen(n: int) -> float:
-        fleet = [(pool.replicas[4], np.array([2.0 * n]))]
-        return float(rollout(fleet, problem.work)[0])
+        return float(rollout(pool.replicas[4], 2.0 * n, problem.work))
 
     def p_train(n: int) -> float:
         assert pool.training is not None
@@ -173,7 +172,7 @@ def _with_h20(problem: Problem, one: Split) -> Split | None:
     """The same GPUs train, and H20 generate, as many as make the step no longer."""
     [h20] = [pool for pool in problem.pools if pool.kind == "h20"]
     tried = (
-        reckoned(problem, (one.train, one.train_gpus), [(h20, x)], tp, "") for tp in h20.replicas for x in h20.shares(8)
+        reckoned(problem, (one.train, one.train_gpus), (h20, x), tp, "") for tp in h20.replicas for x in h20.shares(8)
     )
     fast = [split for split in tried if split.step <= 1.01 * one.step]
     return min(fast, key=lambda split: split.cost or 0.0, default=None)
@@ -186,8 +185,7 @@ def _ratio(one: Split, two: Split) -> float:
 
 
 def _row(split: Split) -> dict[str, Any]:
-    rollout = {pool.kind: gpus for pool, gpus in split.rollout}
-    of = {"train": split.train_gpus, "rollout": rollout, "tp": split.tp}
+    of = {"train": split.train_gpus, "rollout": {split.rollout.kind: split.rollout_gpus}, "tp": split.tp}
     return {**of, "step_s": round(split.step, 1), "cost_per_1000": round(1000 * (split.cost or 0.0), 2)}
 
 

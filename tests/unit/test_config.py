@@ -69,7 +69,7 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ("scheduling.take", "lodaed", "finished or loaded, not 'lodaed'; did you mean loaded"),
         ("scheduling.refill", 3, "always or when_empty or null, not 3"),
         ("scheduling.at_version", "stop", "continue or finish or regenerate or null"),
-        ("scheduling.order", 1.5, "null, or from 0 to 1"),
+        ("scheduling.order", 0.5, "null, 0 or 1"),
         ("scheduling.lost_after", 0, "above 0"),
         ("scheduling.tool_timeout", -1, "above 0"),
         ("streaming.part", 0, "null, or above 0 and at most 1"),

@@ -28,10 +28,6 @@ _BETTER = 0.99
 def plan(
     cluster: Annotated[Path, typer.Argument(help="Sites, kinds and batch, such as examples/plan/one_site.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the file's.")] = None,
-    profile: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[KIND=]FILE", help="A replica's profile (verl-rhyme profile), in place of a kind's own."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Which GPUs roll out and which train, and which max_staleness is profitable: steps, costs, overrides."""
@@ -39,7 +35,7 @@ def plan(
     from verl_rhyme.simulation import plan_file
 
     try:
-        loaded = plan_file.load(cluster, overrides or [], profile or [])
+        loaded = plan_file.load(cluster, overrides or [])
         told = loaded.problem, loaded.objective, loaded.slowest
         plans = planner.dial(*told) if loaded.max_staleness is None else [planner.plan(*told)]
         found = planner.profitable(plans, loaded.objective)
@@ -55,8 +51,7 @@ def plan(
 def overrides_of(split: Split, max_staleness: int) -> list[str]:
     """What verl and ``+rhyme=full`` are to be told of a split on separate GPUs, as hydra overrides."""
 
-    def nodes(of: str, shares: list[tuple[int, int]]) -> Iterator[str]:
-        gpus, node = sum(share for share, _ in shares), shares[0][1]
+    def nodes(of: str, gpus: int, node: int) -> Iterator[str]:
         yield f"{of}.nnodes={-(-gpus // node)}"
         yield f"{of}.n_gpus_per_node={min(gpus, node)}"
 
@@ -65,11 +60,11 @@ def overrides_of(split: Split, max_staleness: int) -> list[str]:
         "trainer.v1.trainer_mode=separate_async",
         "actor_rollout_ref.hybrid_engine=false",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=relay",
-        *nodes("trainer", [(split.train_gpus, split.train.node)]),
-        *nodes("actor_rollout_ref.rollout", [(gpus, pool.node) for pool, gpus in split.rollout]),
+        *nodes("trainer", split.train_gpus, split.train.node),
+        *nodes("actor_rollout_ref.rollout", split.rollout_gpus, split.rollout.node),
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={split.tp}",
-        f"actor_rollout_ref.rollout.gpu_memory_utilization={min(pool.utilization for pool, _ in split.rollout)}",
-        f"actor_rollout_ref.rollout.max_num_seqs={min(pool.replicas[split.tp].slots for pool, _ in split.rollout)}",
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={split.rollout.utilization}",
+        f"actor_rollout_ref.rollout.max_num_seqs={split.rollout.replicas[split.tp].slots}",
         f"actor_rollout_ref.rollout.custom.rhyme.max_staleness={max_staleness}",
     ]
 
@@ -101,7 +96,7 @@ def _row(split: Split) -> dict[str, Any]:
     return {
         "what": split.what,
         "train": {"pool": split.train.name, "gpus": split.train_gpus},
-        "rollout": [{"pool": pool.name, "gpus": gpus} for pool, gpus in split.rollout],
+        "rollout": {"pool": split.rollout.name, "gpus": split.rollout_gpus},
         "tensor_parallel": split.tp,
         "binds": split.binds,
         "step_s": split.step,
@@ -166,11 +161,11 @@ def _print(plans: Sequence[Plan], found: Plan, loaded: LoadedPlan) -> None:
     least = "step time" if loaded.objective == "time" else "cost of a trained sample"
     print(f"\nmax_staleness={found.max_staleness}, best of {found.looked_at} splits by {least}:")
     print(f"  trainer  {best.train_gpus} GPUs of {best.train.name}")
-    replicas = [f"{gpus} GPUs of {pool.name} ({gpus // best.tp} replicas of {best.tp})" for pool, gpus in best.rollout]
-    print(f"  rollout  {', '.join(replicas)}")
+    gpus = best.rollout_gpus
+    print(f"  rollout  {gpus} GPUs of {best.rollout.name} ({gpus // best.tp} replicas of {best.tp})")
     table = _table("trainer", "rollout", "TP", "step s", "rollout s", "trainer s", "idle", "GPUs", "cost")
     for split in [best, *found.others[: _SHOWN - 1]]:
-        rollout = " + ".join(f"{gpus} {pool.name}" for pool, gpus in split.rollout)
+        rollout = f"{split.rollout_gpus} {split.rollout.name}"
         table.add_row(
             escape(f"{split.train_gpus} {split.train.name}"),
             "the same, in turns" if split.colocated else escape(rollout),

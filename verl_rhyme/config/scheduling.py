@@ -76,7 +76,7 @@ class SchedulingConfig:
         )
         allowed = "null, or at least 0 and below 1"
         require(self.put_off is None or 0 <= self.put_off < 1, "scheduling.put_off", self.put_off, allowed)
-        require(self.order is None or 0 <= self.order <= 1, "scheduling.order", self.order, "null, or from 0 to 1")
+        require(self.order in (None, 0, 1), "scheduling.order", self.order, "null, 0 or 1")
         for name in ("lost_after", "tool_timeout"):
             require(getattr(self, name) > 0, f"scheduling.{name}", getattr(self, name), "above 0 (seconds)")
 

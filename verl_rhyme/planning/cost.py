@@ -99,7 +99,12 @@ class ReplicaCost:
         Args:
             pace: Tokens a decoding step, at least 1.
             overhead: Draft tokens verified for each token gained.
+
+        Raises:
+            ValueError: Neither is possible.
         """
+        if not (1 <= pace < math.inf and 0 <= overhead < math.inf):
+            raise ValueError(f"drafts.acceptance must be at least 1 and drafts.overhead 0, not {pace} and {overhead}")
         if pace == 1:
             return self
         step = self.step

@@ -51,11 +51,6 @@ class Profile(NamedTuple):
     name: str
 
 
-def shipped() -> dict[str, float | None]:
-    """Profiles in :data:`PROFILES`, with the parameters of their models."""
-    return {file.stem: read(ProfileFile, file).parameters for file in sorted(PROFILES.glob("*.yaml"))}
-
-
 def profile(name: str, beside: Path | None = None) -> Profile:
     """A kind of replica.
 

@@ -80,12 +80,6 @@ class Pool:
         whole = range(self.node, self.gpus + 1, self.node)
         return [*within, *(gpus for gpus in whole if not gpus % unit)]
 
-    def why_not_whole(self, tp: int) -> str:
-        """Why all of it cannot generate beside GPUs of another pool; empty where it can."""
-        if self.gpus % self.node or self.gpus % tp:
-            return f"all of {self.name} beside another pool: {self.gpus} GPUs are no whole nodes of replicas of {tp}"
-        return ""
-
     def fits(self, one: int, other: int) -> bool:
         """Two such shares fit side by side."""
         if one + other <= min(self.node, self.gpus):
@@ -134,10 +128,10 @@ class Links:
 
     speeds: Mapping[frozenset[str], float] = field(default_factory=dict)
 
-    def seconds(self, home: str, sites: set[str], size: float) -> float | None:
-        """Until a version of so many bytes is at all these sites, each by its own link; ``None``: there is no link."""
-        found = [self.speeds.get(frozenset((home, site))) or None for site in sites - {home}]
-        return None if None in found else max((size / speed for speed in found if speed), default=0.0)
+    def seconds(self, one: str, other: str, size: float) -> float | None:
+        """Until a version of so many bytes is at the other site; ``None``: there is no link."""
+        speed = self.speeds.get(frozenset((one, other)), 0.0)
+        return 0.0 if one == other else size / speed if speed else None
 
 
 def _gb(size: float) -> str:

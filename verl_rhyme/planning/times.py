@@ -15,13 +15,12 @@ On-policy the two overlap only as far as parts of a batch are finished before it
 
 Colocated engines stop while the actor trains, so that F is outside: ``T = W + L / (k + 1) + F``.
 
-All replicas are taken to get as much as they can do in equal time. ``python -m benchmarks.studies.allocation`` and
+``python -m benchmarks.studies.allocation`` and
 ``tests/unit/simulation/test_allocation_times.py`` hold it against the simulator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,9 +31,6 @@ from scipy.special import ndtri
 from verl_rhyme.planning.cost import ReplicaCost
 
 Floats = npt.NDArray[np.float64]
-
-#: Halvings of the interval in which a mixed fleet's time is looked for, and points of its kinds' curves.
-_HALVINGS, _POINTS = 40, 256
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,8 @@ class Work:
     def __post_init__(self) -> None:
         if not (len(self.lengths) and np.min(self.lengths) > 0 and self.samples >= 1 and self.group >= 1):
             raise ValueError("a batch needs samples, and each of them a token")
+        if not 0 <= self.prompt_tokens < np.inf:
+            raise ValueError(f"prompt_tokens must be at least 0, not {self.prompt_tokens}")
 
     @cached_property
     def mean(self) -> float:
@@ -154,33 +152,27 @@ def _highest(count: Floats) -> Floats:
 
 
 def rollout(
-    fleet: Sequence[tuple[ReplicaCost, npt.ArrayLike]], work: Work, max_staleness: int = 0, after: float = 0.0
+    cost: ReplicaCost, count: npt.ArrayLike, work: Work, max_staleness: int = 0, after: npt.ArrayLike = 0.0
 ) -> Floats:
     """Seconds that a step takes at least because of rollout: ``P_gen`` of Algorithm 1 (StreamRL, arXiv:2504.15930,
     section 4.2), with the bound of staleness in it.
 
     Args:
-        fleet: Kinds of replica, and how many there are of each: float64[...], all of one shape.
+        cost: Of a replica.
+        count: float64[...], how many there are.
         work: An update batch.
         max_staleness: Bound k, in policy versions.
-        after: Seconds from the collection of a batch to engines with its policy (F).
+        after: Seconds from the collection of a batch to engines with its policy (F), float64[...].
 
     Returns:
-        float64, of the counts' shape; infinite where there is no replica.
+        float64, of the common shape; infinite where there is no replica.
     """
-
-    def seconds(kind: _Kind, samples: Floats) -> Floats:
-        due = kind.busy(samples) + (kind.longest(samples) + after) / (max_staleness + 1)
-        return np.maximum(kind.streamed(samples), due) if max_staleness else due
-
-    counts = [np.asarray(count, dtype=float) for _, count in fleet]
-    total = np.sum(counts, axis=0)
-    kinds = [_Kind(cost, work) for cost, _ in fleet]
-    if len(kinds) == 1:
-        found = seconds(kinds[0], work.samples / np.maximum(total, 1.0))
-    else:
-        found = _level(kinds, counts, work.samples, seconds)
-    return np.where(total > 0, found, np.inf)
+    count = np.asarray(count, dtype=float)
+    kind, samples = _Kind(cost, work), work.samples / np.maximum(count, 1.0)
+    found = kind.busy(samples) + (kind.longest(samples) + np.asarray(after, dtype=float)) / (max_staleness + 1)
+    if max_staleness:
+        found = np.maximum(kind.streamed(samples), found)
+    return np.where(count > 0, found, np.inf)
 
 
 def step(rolled_out: Floats, tokens: Floats, fixed: float, on_policy: bool) -> Floats:
@@ -197,23 +189,9 @@ def step(rolled_out: Floats, tokens: Floats, fixed: float, on_policy: bool) -> F
     return np.maximum(rolled_out, tokens + fixed)
 
 
-def slots(fleet: Sequence[tuple[ReplicaCost, npt.ArrayLike]], work: Work) -> Floats:
+def slots(cost: ReplicaCost, count: npt.ArrayLike, work: Work) -> Floats:
     """The same of an unbounded staleness: all tokens through slots that are always full."""
-    return rollout(fleet, work, 1 << 30)
-
-
-def _level(kinds: Sequence[_Kind], counts: Sequence[Floats], samples: int, seconds: object) -> Floats:
-    """The time in which the kinds together do all samples, each as many as it can."""
-    some = np.geomspace(1e-3, samples, _POINTS)
-    curves = [np.maximum.accumulate(seconds(kind, some)) for kind in kinds]  # type: ignore[operator]
-    low, high = np.zeros_like(counts[0]), np.full_like(counts[0], max(curve[-1] for curve in curves))
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        done = sum(
-            count * np.interp(middle, curve, some, left=0.0) for count, curve in zip(counts, curves, strict=True)
-        )
-        low, high = np.where(done < samples, middle, low), np.where(done < samples, high, middle)
-    return high
+    return rollout(cost, count, work, 1 << 30)
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
-import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import yaml
-from omegaconf import MISSING, BooleanNode, FloatNode, IntegerNode, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 
 class ClusterError(ValueError):
@@ -59,7 +56,7 @@ def typed(kind: type[Any], tree: Mapping[str, Any], path: Path) -> Any:
     """A ``kind`` of a mapping.
 
     Args:
-        kind: A dataclass; what has ``MISSING`` as its default must be told before it is read.
+        kind: A dataclass; what has ``MISSING`` as its default must be told.
         tree: The file's.
         path: Of the file.
 
@@ -67,7 +64,6 @@ def typed(kind: type[Any], tree: Mapping[str, Any], path: Path) -> Any:
         ClusterError: It has other keys or types.
     """
     with _told_with_its_key(path):
-        _check_shape(kind, tree, "", path)
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), tree))
 
 
@@ -75,8 +71,6 @@ def typed(kind: type[Any], tree: Mapping[str, Any], path: Path) -> Any:
 def _told_with_its_key(path: Path) -> Iterator[None]:
     try:
         yield
-    except ClusterError:
-        raise
     except MissingMandatoryValue as error:
         raise ClusterError(f"{path}: {error.full_key} is missing") from error
     except (OmegaConfBaseException, ValueError) as error:
@@ -116,54 +110,3 @@ def _override(tree: Any, override: str, path: Path) -> None:
         ) from error
     except Exception as error:  # the YAML parser's have no common name
         raise ClusterError(f"{path}: {override} is no YAML: {' '.join(str(error).split())}") from error
-
-
-_LIST_SUCH_AS = {
-    "replicas": "[{count: 4, profile: NAME}]",
-    "kinds": "[{name: h800, memory: 80e9}]",
-    "sites": "[{name: here, kind: h800, gpus: 64}]",
-    "links": "[{between: [east, west], gbps: 80}]",
-    "profiles": "[qwen2.5-32b-h800-tp4]",
-    "between": "[east, west]",
-}
-_SINGLE: dict[Any, tuple[type[Any], str]] = {
-    int: (IntegerNode, "a whole number"),
-    float: (FloatNode, "a number"),
-    bool: (BooleanNode, "true or false"),
-}
-
-
-def _check_shape(kind: Any, value: Any, key: str, path: Path) -> None:
-    """See that keys are known, and mappings, lists and single values where they belong, all the way down."""
-    if isinstance(kind, types.UnionType):
-        if value is None:
-            return
-        [kind] = set(get_args(kind)) - {types.NoneType}
-    fields = get_type_hints(kind) if is_dataclass(kind) else {}
-    if kind is Any or value == MISSING:
-        return
-    if fields or get_origin(kind) is dict:
-        if not isinstance(value, dict):
-            keys = f" of {', '.join(fields)}" if fields else ""
-            raise ClusterError(f"{path}: {key} must be a mapping{keys}, such as {{KEY: VALUE}}, not {value!r}")
-        for name, each in value.items() if fields else ():
-            inner = f"{key}.{name}" if key else name
-            if name not in fields:
-                near = difflib.get_close_matches(str(name), fields, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(fields)}"
-                raise ClusterError(f"{path}: unknown key {inner}: {hint}")
-            _check_shape(fields[name], each, inner, path)
-    elif get_origin(kind) is list:
-        if not isinstance(value, list):
-            such = _LIST_SUCH_AS.get(key.rpartition(".")[2], "[1, 2]")
-            raise ClusterError(f"{path}: {key} must be a list such as {such}, not {value!r}")
-        for i, each in enumerate(value):
-            _check_shape(get_args(kind)[0], each, f"{key}.{i}", path)
-    elif isinstance(value, dict | list):
-        raise ClusterError(f"{path}: {key} must be a single value, not {value!r}")
-    elif kind in _SINGLE:
-        node, what = _SINGLE[kind]
-        try:
-            node(value, is_optional=False)
-        except ValidationError as error:
-            raise ClusterError(f"{path}: {key} must be {what}, not {value!r}") from error

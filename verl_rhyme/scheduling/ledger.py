@@ -249,7 +249,7 @@ class Ledger:
         self._prompts, self._tally = {}, Tally(self._tally.unit)
         self._numbers = [saved["number"] for saved in state["prompts"]]
         for saved in state["prompts"]:
-            samples = [_loaded(sample) for sample in saved["samples"]]
+            samples = [Sample(**sample) for sample in saved["samples"]]
             self._prompts[saved["uid"]] = Prompt(**{**saved, "samples": samples})
             self._tally.changed(self._prompts[saved["uid"]])
         self.put_off = {}
@@ -277,8 +277,3 @@ def _saved(sample: Sample) -> dict[str, Any]:
         "first_version": sample.first_version,
         "attempt": sample.attempt,
     }
-
-
-def _loaded(saved: dict[str, Any]) -> Sample:
-    """Older states have no attempt, and count interruptions."""
-    return Sample(saved["state"], saved["tokens"], saved["first_version"], saved.get("attempt", 0))

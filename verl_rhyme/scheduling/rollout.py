@@ -349,20 +349,20 @@ class Rollout:
             Prompts whose data are gone, which others replace.
         """
         self.scheduler.load_state_dict(state)
-        self._failed, self._filtered = state.get("failed", 0), Counter(dict(state.get("filtered", [])))
-        self._stock = dict([*state.get("stock", []), *handed])
+        self._failed, self._filtered = state["failed"], Counter(dict(state["filtered"]))
+        self._stock = dict([*state["stock"], *handed])
         self.scheduler.batches_left = batches_left
         load_size = self._whole_updates(self.scheduler.load_size())  # nothing was trained since
         recovery = Recovery(self.scheduler, self._remembered, evidence)
         gone = recovery.load(self._stock, prompts, load_size)
         self._failed += len(gone)
-        recovery.remember(state.get("reports", evidence))  # older states do not say whose
+        recovery.remember(state["reports"])
         self.publish(version, batches_left)
         for attempt in recovery.place(bool(self._filters)):
             self._waste(attempt.sample)
             if evidence[attempt.name].running:
                 self._abandoned.append(attempt.name)
-        self._remembered.empty = {sample_of(name) for name in state.get("empty", []) if self.may_train(name)}
+        self._remembered.empty = {sample_of(name) for name in state["empty"] if self.may_train(name)}
         if self._filters:
             recovery.recall_scores()
             for uid in [prompt.uid for prompt in self.scheduler.ledger]:

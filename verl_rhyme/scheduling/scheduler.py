@@ -451,8 +451,8 @@ class Scheduler:
         self.version, self._owed = state["version"], state["owed"]
         self._promised = {}  # whoever was promised them asks again
         self._training = state["training"]
-        self._expected.extend(state.get("expected", ()))  # older states have none
-        self._sorted, self._own_round = sorted(self._expected), self.rules.rounds and state.get("own_round", False)
+        self._expected.extend(state["expected"])
+        self._sorted, self._own_round = sorted(self._expected), self.rules.rounds and state["own_round"]
         self.ledger.load_state_dict(state["ledger"])
 
     def restore(

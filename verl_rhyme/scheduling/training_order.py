@@ -1,4 +1,4 @@
-"""The order in which an update batch is trained: from sorted by length to shuffled, balanced over the ranks.
+"""The order in which an update batch is trained: sorted by length or shuffled, balanced over the ranks.
 
 verl gives each data-parallel rank one contiguous part of the batch and cuts each part into mini-batches, so that the
 k-th mini-batch is the k-th piece of every part (``verl/workers/engine_workers.py``, ``train_mini_batch``).
@@ -10,22 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 
-def mixed_ranks(lengths: npt.ArrayLike, sortedness: float, rng: np.random.Generator) -> np.ndarray:
-    """A permutation between sorted by length and shuffled.
+def by_length(lengths: npt.ArrayLike, rng: np.random.Generator, shuffled: bool = False) -> np.ndarray:
+    """int64[N], indices, shortest first; ``rng`` decides among equal lengths, or ``shuffled`` among all.
 
     Args:
         lengths: int[N], tokens of each trajectory.
-        sortedness: 1: shortest first; 0: a uniformly random order; between: ranks by length and random ranks, mixed.
-        rng: Decides among equal lengths, too.
-
-    Returns:
-        int64[N], indices in their new order.
+        rng: As told.
+        shuffled: Not by length.
     """
-    count = len(np.asarray(lengths))
-    chance = rng.permutation(count)
-    ranks = np.empty(count)
-    ranks[np.lexsort((chance, np.asarray(lengths)))] = np.arange(count)
-    return np.lexsort((chance, sortedness * ranks + (1 - sortedness) * chance))
+    chance = rng.permutation(len(np.asarray(lengths)))
+    return chance if shuffled else np.lexsort((chance, np.asarray(lengths)))
 
 
 def arrange(order: npt.ArrayLike, tokens: npt.ArrayLike, ranks: int, mini_batch: int) -> np.ndarray:

@@ -8,7 +8,6 @@ its own (:mod:`verl_rhyme.planning.profile`).
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
@@ -34,19 +33,10 @@ from verl_rhyme.simulation.workload import Lengths, Prompt
 _SECTIONS = tuple(dict.fromkeys(option.name.partition(".")[0] for option in OPTIONS))
 #: verl's bound of its separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
 VERLS_STALENESS = 7
-#: What numbers must be at least, by key; all are finite.
+#: What whole numbers must be at least, by key.
 _LEAST = {
-    "limit": 1,
-    "updates": 1,
-    "batch_prompts": 1,
-    "workload.prompts": 1,
-    "workload.samples": 1,
-    "workload.epochs": 1,
-    "workload.prompt_tokens": 1,
-    "workload.response_limit": 1,
-    "workload.growth": 0,
-    "workload.seed": 0,
-    "drafts.overhead": 1,
+    **dict.fromkeys(("limit", "updates", "batch_prompts", "workload.prompts", "workload.samples"), 1),
+    **{"workload.epochs": 1, "workload.prompt_tokens": 1, "workload.seed": 0},
 }
 
 
@@ -136,23 +126,15 @@ def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
 
 
 def _check_bounds(config: ClusterFile, path: Path) -> None:
-    told: list[tuple[str, float | None, float]] = [
-        (key, attrgetter(key)(config), least) for key, least in _LEAST.items()
-    ]
-    for i, kind in enumerate(config.replicas):
-        told += [(f"replicas.{i}.{name}", getattr(kind, name), 1) for name in ("count", "slots")]
-        if kind.room != math.inf:
-            told.append((f"replicas.{i}.room", kind.room, 1))
-    if config.drafts.acceptance == []:
+    if not config.drafts.acceptance:
         raise ClusterError(
             f"{path}: drafts.acceptance is empty: name a pace for each epoch, such as [1, 2], or drop it"
         )
-    told += [(f"drafts.acceptance.{i}", pace, 1) for i, pace in enumerate(config.drafts.acceptance)]
-    told += [(f"workload.percentiles.{p}", tokens, 1) for p, tokens in config.workload.percentiles.items()]
+    told = [(key, attrgetter(key)(config), least) for key, least in _LEAST.items()]
+    told += [(f"replicas.{i}.count", kind.count, 1) for i, kind in enumerate(config.replicas)]
     for key, value, least in told:
-        if value is not None and not least <= value < math.inf:
-            bound = "finite" if value == math.inf else f"at least {least}"
-            raise ClusterError(f"{path}: {key} must be {bound}, not {value}")
+        if value is not None and value < least:
+            raise ClusterError(f"{path}: {key} must be at least {least}, not {value}")
 
 
 def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:

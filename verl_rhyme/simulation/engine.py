@@ -103,7 +103,6 @@ class Engine:
         self._users: dict[Hashable, int] = {}  # of a prefix
         self._kept: OrderedDict[Hashable, None] = OrderedDict()
         self._count = self._front = 0
-        self._paused = False
 
     # ---- what there is ----
 
@@ -176,23 +175,13 @@ class Engine:
         self._queue, self._queued = [], {}
         return taken
 
-    def pause(self, now: float) -> None:
-        """It stands still until :meth:`resume`: what runs keeps its slots and tokens."""
-        self._advance(now)
-        self._paused = True
-
-    def resume(self, now: float) -> None:
-        """Undo :meth:`pause`."""
-        self._advance(now)
-        self._paused = False
-
     def forget(self) -> None:
         """The cached prefixes are those of other weights."""
         self._kept.clear()
 
     def next_event(self) -> float:
         """When the next request is done, or gives way, unless something happens before; infinite if never."""
-        if self._paused or not self._running:
+        if not self._running:
             return math.inf
         steps = math.inf
         while self._ends:
@@ -209,8 +198,6 @@ class Engine:
     def step(self, now: float) -> Iterator[Request]:
         """Let time pass until ``now``, at most :meth:`next_event`: those that are done by then."""
         self._advance(now)
-        if self._paused:
-            return
         while self._ends and self._ends[0][0] <= self._steps + _ROUNDING:
             _, order, name = heapq.heappop(self._ends)
             run = self._running.get(name)
@@ -240,7 +227,7 @@ class Engine:
         if passed <= 0:
             return
         self._now = now
-        if self._paused or not self._running:
+        if not self._running:
             return
         stalled = min(passed, self._stall)
         self._stall -= stalled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from omegaconf.errors import MissingMandatoryValue
 from scipy.special import ndtri
 
 from verl_rhyme.planning.planner import Objective, Problem
-from verl_rhyme.planning.profile import Profile, profile, shipped
+from verl_rhyme.planning.profile import Profile, profile
 from verl_rhyme.planning.sites import Links, Model, Pool
 from verl_rhyme.planning.times import Training, Work
 from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, from_folder_of, read
@@ -140,20 +140,19 @@ class LoadedPlan:
     sources: dict[str, str]
 
 
-def load(path: Path, overrides: Sequence[str] = (), profiles: Sequence[str] = ()) -> LoadedPlan:
+def load(path: Path, overrides: Sequence[str] = ()) -> LoadedPlan:
     """Read it.
 
     Args:
         path: Of the YAML.
         overrides: ``key.in.it=value``; an element of a list has its number as key, from 0 on.
-        profiles: ``FILE`` or ``KIND=FILE``: in place of the profile that a kind has for that tensor parallel size.
 
     Raises:
         ClusterError: It cannot be read, or says what cannot be.
     """
     config: PlanFile = read(PlanFile, path, overrides)
     try:
-        return _loaded(config, path, profiles)
+        return _loaded(config, path)
     except ClusterError:
         raise
     except MissingMandatoryValue as error:
@@ -162,16 +161,14 @@ def load(path: Path, overrides: Sequence[str] = (), profiles: Sequence[str] = ()
         raise ClusterError(f"{path}: {error}") from error
 
 
-def _loaded(config: PlanFile, path: Path, profiles: Sequence[str]) -> LoadedPlan:
+def _loaded(config: PlanFile, path: Path) -> LoadedPlan:
     _check(config, path)
     kinds = _by_name(config.kinds, path)
-    measured = _measured(profiles, kinds, path)
     sources: dict[str, str] = {}
     costs = {}
     for i, (name, kind) in enumerate(kinds.items()):
-        own = {tp: of for tp, of in _profiles(kind.profiles, path).items() if tp not in measured.get(name, {})}
-        _check_model(config.model.parameters, own.values(), name, f"kinds.{i}", path)
-        given = {**own, **measured.get(name, {})}
+        given = _profiles(kind.profiles, path)
+        _check_model(config.model.parameters, given.values(), f"kinds.{i}", path)
         drafts = config.drafts
         costs[name] = {tp: of.cost.drafted(drafts.acceptance, drafts.overhead) for tp, of in given.items()}
         sources |= {f"{name}, tensor parallel size {tp}": of.source for tp, of in sorted(given.items())}
@@ -185,8 +182,8 @@ def _loaded(config: PlanFile, path: Path, profiles: Sequence[str]) -> LoadedPlan
         kind = kinds[site.kind]
         if site.rollout and not costs[site.kind]:
             raise ClusterError(
-                f"{path}: {site.kind} is to generate at {site.name} and has no profile: name some in its profiles, "
-                f"give --profile {site.kind}=FILE (verl-rhyme profile makes one), or set sites.{i}.rollout=false"
+                f"{path}: {site.kind} is to generate at {site.name} and has no profile: name some in its profiles "
+                f"(verl-rhyme profile makes one), or set sites.{i}.rollout=false"
             )
         training = Training(**vars(kind.training)) if kind.training is not None and site.training else None
         of = kind.gpus_per_node, kind.memory, kind.price, kind.utilization
@@ -210,39 +207,6 @@ def _check(config: PlanFile, path: Path) -> None:
             raise ClusterError(f"{path}: {name} is empty: name at least one")
     if config.objective not in ("time", "cost"):
         raise ClusterError(f"{path}: objective must be time or cost, not {config.objective!r}")
-    bounds: list[tuple[str, float | None, float]] = [
-        ("sync", config.sync, 0),
-        ("copy", config.copy, 0),
-        ("slowest", config.slowest, 0),
-        ("batch.prompts", config.batch.prompts, 1),
-        ("batch.samples", config.batch.samples, 1),
-        ("batch.prompt_tokens", config.batch.prompt_tokens, 0),
-        ("batch.response_limit", config.batch.response_limit, 1),
-        ("max_staleness", config.max_staleness, 0),
-        ("drafts.acceptance", config.drafts.acceptance, 1),
-        ("drafts.overhead", config.drafts.overhead, 0),
-        *((f"sites.{i}.gpus", site.gpus, 1) for i, site in enumerate(config.sites)),
-    ]
-    positive: list[tuple[str, float]] = [
-        ("model.parameters", config.model.parameters),
-        ("model.weight_bytes", config.model.weight_bytes),
-    ]
-    for i, kind in enumerate(config.kinds):
-        bounds += [(f"kinds.{i}.gpus_per_node", kind.gpus_per_node, 1), (f"kinds.{i}.price", kind.price, 0)]
-        positive.append((f"kinds.{i}.memory", kind.memory))
-        if not 0 < kind.utilization <= 1:
-            raise ClusterError(f"{path}: kinds.{i}.utilization must be above 0 and at most 1, not {kind.utilization}")
-        if (training := kind.training) is not None:
-            of = f"kinds.{i}.training"
-            positive.append((f"{of}.token", training.token))
-            bounds += [(f"{of}.update", training.update, 0), (f"{of}.reserve", training.reserve, 0)]
-            bounds.append((f"{of}.copy_gpus", training.copy_gpus, 1))
-    for key, value, least in bounds:
-        if value is not None and not least <= value < math.inf:
-            raise ClusterError(f"{path}: {key} must be at least {least} and finite, not {value}")
-    for key, size in positive:
-        if not 0 < size < math.inf:
-            raise ClusterError(f"{path}: {key} must be above 0 and finite, not {size}")
 
 
 def _by_name(kinds: list[KindFile], path: Path) -> dict[str, KindFile]:
@@ -254,62 +218,31 @@ def _by_name(kinds: list[KindFile], path: Path) -> dict[str, KindFile]:
     return named
 
 
-def _check_model(parameters: float, profiles: Iterable[Profile], kind: str, where: str, path: Path) -> None:
+def _check_model(parameters: float, profiles: Iterable[Profile], where: str, path: Path) -> None:
     """Profiles are of the model that is planned for.
 
     Raises:
         ClusterError: One says that it is of another.
     """
     for found in profiles:
-        if found.parameters is None or _alike(parameters, found.parameters):
-            continue
-        known = [name for name, has in shipped().items() if has and kind in name and _alike(parameters, has)]
-        there = f" (there are {', '.join(known)})" if known else ""
-        raise ClusterError(
-            f"{path}: {where}: profile {found.name} is of a model of {_short(found.parameters)} parameters, and "
-            f"model.parameters={_short(parameters)}: name one of this model in {where}.profiles{there}, or measure one "
-            f"(verl-rhyme profile); {where}.training.token is a model's, too"
-        )
+        if found.parameters is not None and not 1 / _ALIKE < parameters / found.parameters < _ALIKE:
+            raise ClusterError(
+                f"{path}: {where}: profile {found.name} is of a model of {found.parameters:.3g} parameters, and "
+                f"model.parameters={parameters:.3g}: name one of this model in {where}.profiles, or measure one "
+                f"(verl-rhyme profile); {where}.training.token is a model's, too"
+            )
 
 
-def _alike(one: float, other: float) -> bool:
-    return 1 / _ALIKE < one / other < _ALIKE
-
-
-def _short(parameters: float) -> str:
-    return f"{parameters / 1e9:g}e9"
-
-
-def _profiles(named: Sequence[str], beside: Path | None) -> dict[int, Profile]:
+def _profiles(named: Sequence[str], beside: Path) -> dict[int, Profile]:
     """By tensor parallel size, one each."""
     found: dict[int, Profile] = {}
     for name in named:
         each = profile(name, beside)
-        cost = each.cost
-        if cost.gpus in found:
+        if (tp := each.cost.gpus) in found:
             raise ClusterError(
-                ("" if beside is None else f"{beside}: ")
-                + f"profiles {', '.join(named)}: two are of tensor parallel size {cost.gpus} (their gpus): drop one"
+                f"{beside}: profiles {', '.join(named)}: two are of tensor parallel size {tp} (their gpus): drop one"
             )
-        found[cost.gpus] = each
-    return found
-
-
-def _measured(given: Sequence[str], kinds: Mapping[str, KindFile], path: Path) -> dict[str, dict[int, Profile]]:
-    """Profiles of the command line, by kind; their paths count from where we are."""
-    found: dict[str, dict[int, Profile]] = {}
-    for each in given:
-        name, equals, file = each.partition("=")
-        if not equals:
-            bare = [kind for kind in kinds if not kinds[kind].profiles] or list(kinds)
-            if len(bare) > 1:
-                raise ClusterError(
-                    f"{path}: --profile {each} is of which kind? Say --profile KIND={each}, KIND of {', '.join(kinds)}"
-                )
-            name, file = bare[0], each
-        elif name not in kinds:
-            raise ClusterError(f"{path}: --profile {each}: {name} is no kind: {_meant(name, kinds)}")
-        found.setdefault(name, {}).update(_profiles([file], None))
+        found[tp] = each
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,14 +59,14 @@ class Lengths:
     def __post_init__(self) -> None:
         points = sorted(self.percentiles.items())
         rising = all(a[1] < b[1] for a, b in itertools.pairwise(points))
-        if len(points) < 2 or not rising or not all(0 < p < 100 and tokens > 0 for p, tokens in points):
+        if len(points) < 2 or not rising or not all(0 < p < 100 and 0 < tokens < math.inf for p, tokens in points):
             raise ValueError(
                 f"percentiles must be two or more, between 0 and 100, with rising tokens, not {dict(self.percentiles)}"
             )
         for name in ("alike", "wander"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
-        if self.limit < 1 or not self.growth > 0:
+        if self.limit < 1 or not 0 < self.growth < math.inf:
             raise ValueError(f"limit must be at least 1 and growth above 0, not {self.limit} and {self.growth}")
 
     def at(self, place: npt.NDArray[np.float64]) -> Ints:

@@ -85,6 +85,5 @@ class Balance(Observer):
 
     def _predict(self, replicas: int) -> float:
         assert self._work is not None
-        fleet = [(self._setting.cost.slowed(self._scale), np.array([replicas]))]
-        told = rollout(fleet, self._work, self._setting.rules.max_staleness)  # alone: it is compared with training
-        return float(told[0])
+        cost, bound = self._setting.cost.slowed(self._scale), self._setting.rules.max_staleness
+        return float(rollout(cost, replicas, self._work, bound))  # alone: it is compared with training

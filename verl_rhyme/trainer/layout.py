@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.scheduling.training_order import arrange, mixed_ranks, sortedness
+from verl_rhyme.scheduling.training_order import arrange, by_length, sortedness
 
 
 def lay_out(
@@ -39,7 +39,7 @@ def with_padding_spread(tags: Sequence[dict[str, Any]], order: float, rng: np.ra
     padding = np.array([tag.get("is_padding", False) for tag in tags], dtype=bool)
     real, fill = np.flatnonzero(~padding), np.flatnonzero(padding)
     lengths = np.array([tags[index]["response_len"] for index in real])
-    found = real[mixed_ranks(lengths, order, rng)]
+    found = real[by_length(lengths, rng, shuffled=not order)]
     return np.insert(found, (np.arange(len(fill)) * len(found) // max(1, len(fill))), fill)
 
 

@@ -49,7 +49,7 @@ def test_lengths_that_grow_add_units_and_lengths_that_shrink_take_them_away():
 
     def seconds(units, step):
         work = Work(np.full(100, lengths(step)), 4096)
-        return float(rollout([(COST, np.array([units]))], work)[0])
+        return float(rollout(COST, units, work))
 
     now = [0]
     elastic = Elastic(lambda k: seconds(k, now[0]), 4, Limits(window=2, rest=1, most=32))
@@ -70,7 +70,7 @@ def test_lengths_that_grow_add_units_and_lengths_that_shrink_take_them_away():
 def test_where_the_tail_is_the_floor_nothing_is_added():
     """By the rule as published any delta is at least a saving of nothing."""
     floor = Work(np.array([100.0] * 99 + [20000.0]), 64)
-    elastic = Elastic(lambda k: float(rollout([(COST, np.array([k]))], floor)[0]), 8, Limits(window=1))
+    elastic = Elastic(lambda k: float(rollout(COST, k, floor)), 8, Limits(window=1))
     advice = elastic.observe(110.0, 10.0)
     assert advice.change == 0
     assert advice.delta > advice.saving

@@ -492,30 +492,6 @@ def test_what_is_too_old_for_the_policy_that_is_current_is_not_trained(mode):
     assert [start.predecessor for start in again.fill()] == ([None, None] if mode is PARTIAL else ["a_0", "a_1"])
 
 
-def test_a_state_of_earlier_rules_is_read():
-    """As ``rhyme_sorted.json`` was written before there was tail batching."""
-    text = {"first_version": 2, "interruptions": 0, "attempt": 0}
-    samples = [{"state": "finished", "tokens": 5, **text}, {"state": "pending", "tokens": 3, **text}]
-    prompts = [{"uid": "a", "number": 7, "samples": samples, "waited": 1}]
-    state = {
-        "version": 2,
-        "owed": 1,
-        "training": False,
-        "ledger": {"loaded": 9, "prompts": prompts},
-        "reports": ["a_0", "a_1"],
-    }
-    evidence = {"a_0": Evidence("generated", 5, 2, stored=True), "a_1": Evidence("interrupted", 3, 2)}
-    again, _ = reopened(None, evidence, version=2, state=state, mode=PARTIAL)
-    assert states(again) == ["finished", "pending"]
-    assert (again.scheduler.version, again.scheduler.ledger.loaded) == (2, 9)
-    told = again.state_dict()
-    assert (told["version"], told["owed"], told["reports"]) == (2, 1, ["a_0", "a_1"])
-    [start] = again.fill()
-    assert (start.predecessor, start.partial) == ("a_1", True)
-    prompt = again.scheduler.ledger.prompt("a")
-    assert (prompt.number, prompt.waited, prompt.samples[1].first_version) == (7, 1, 2)
-
-
 def test_scores_are_taken_up_so_that_groups_are_filtered_by_all_of_them():
     made = rollout(prompts=[("a", 2), ("b", 2)], filters="acc")
     tell(made, generated("a_0"), finished("a_0", 0.0))

@@ -3,22 +3,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rhyme.scheduling.training_order import arrange, mixed_ranks, sortedness
+from verl_rhyme.scheduling.training_order import arrange, by_length, sortedness
 
 
 def lengths_of(count, seed=0):
     return np.random.default_rng(seed).integers(1, 10_000, count)
 
 
-def test_the_knob_goes_from_shuffled_to_sorted():
+def test_shortest_come_first_or_all_are_shuffled():
     lengths = lengths_of(400)
-    measured = [
-        np.mean([sortedness(lengths[mixed_ranks(lengths, s, np.random.default_rng(i))]) for i in range(20)])
-        for s in (0.0, 0.25, 0.5, 0.75, 1.0)
-    ]
-    assert measured == sorted(measured)
-    assert abs(measured[0]) < 0.05
-    assert measured[-1] == 1
+    orders = [by_length(lengths, np.random.default_rng(i), shuffled=True) for i in range(20)]
+    assert abs(np.mean([sortedness(lengths[order]) for order in orders])) < 0.05
+    assert sortedness(lengths[by_length(lengths, np.random.default_rng(0))]) == 1
 
 
 @pytest.mark.parametrize(
@@ -29,14 +25,14 @@ def test_only_pairs_that_differ_are_in_an_order(lengths, wanted):
     assert sortedness(lengths) == pytest.approx(wanted)
 
 
-@given(st.lists(st.integers(1, 50), max_size=60), st.floats(0, 1), st.integers(0, 5))
-def test_it_is_a_permutation(lengths, knob, seed):
-    order = mixed_ranks(lengths, knob, np.random.default_rng(seed))
+@given(st.lists(st.integers(1, 50), max_size=60), st.booleans(), st.integers(0, 5))
+def test_it_is_a_permutation(lengths, shuffled, seed):
+    order = by_length(lengths, np.random.default_rng(seed), shuffled)
     assert sorted(order.tolist()) == list(range(len(lengths)))
 
 
 def test_equal_lengths_are_shuffled():
-    orders = {tuple(mixed_ranks([5] * 6, 1.0, np.random.default_rng(seed)).tolist()) for seed in range(50)}
+    orders = {tuple(by_length([5] * 6, np.random.default_rng(seed)).tolist()) for seed in range(50)}
     assert len(orders) > 25
 
 

@@ -60,7 +60,7 @@ def test_a_step_takes_as_long_as_simulated(bound, cost, replicas, token):
     """Siblings are alike, so that the longest of a batch is shorter than that of as many independent draws."""
     given = problem(cost, bound, token)
     [pool] = given.pools
-    told = split(given, (pool, 6), [(pool, replicas)], 1, "").step
+    told = split(given, (pool, 6), (pool, replicas), 1, "").step
     assert told == pytest.approx(simulated(cost, bound, token, replicas, 6), rel=0.15)
 
 

@@ -48,7 +48,7 @@ def test_the_coordinator_places_by_expected_lengths(placement, wanted):
         (None, 8, "token-mean", 1.0),  # one mini-batch: its order changes nothing
         (None, 2, "token-mean", 0.0),
         (None, 2, "seq-mean-token-mean", 1.0),
-        (0.5, 2, "token-mean", 0.5),
+        (1.0, 2, "token-mean", 1.0),
         (None, 8, "seq-mean-token-sum-norm", 0.0),  # each micro-batch is divided by its longest
         (1.0, 8, "seq-mean-token-sum-norm", 1.0),
     ],

@@ -20,7 +20,8 @@ from tensordict import TensorDict
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from verl_rhyme.agent_loop import agent_loop, reports, stored_attempts
+from verl_rhyme.agent_loop import recall, reports, stored_attempts
+from verl_rhyme.agent_loop import worker as worker_module
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, current
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
@@ -43,7 +44,7 @@ from verl_rhyme.weights import manager
 from verl_rhyme.weights.delivery import Delivery
 from verl_rhyme.weights.manager import RelayManager
 
-_Worker = agent_loop.SessionAgentLoopWorker.__ray_metadata__.modified_class
+_Worker = worker_module.SessionAgentLoopWorker.__ray_metadata__.modified_class
 
 SAMPLES, BATCH, STEPS, REPLICAS, WORKERS = 3, 3, 6, 2, 3
 #: Of every prompt.
@@ -431,8 +432,8 @@ class Engine:
         self.asleep = False
 
     async def generate(self, request_id, prompt_ids, sampling_params, rhyme, **_):
-        if not await self.gate.enter(request_id, rhyme["version"]):
-            return self._output([], "aborted", rhyme)
+        if not await self.gate.enter(request_id, rhyme["assignment"].oldest_version):
+            return self._output([], "aborted", rhyme, prompt_ids)
         try:
             return await self._generate(request_id, prompt_ids, sampling_params, rhyme)
         finally:
@@ -444,7 +445,7 @@ class Engine:
     async def _generate(self, request_id, prompt_ids, sampling_params, rhyme):
         while self.stopped:
             if self.rejecting:
-                return self._output([], "aborted", rhyme)
+                return self._output([], "aborted", rhyme, prompt_ids)
             await self.open.wait()
         clock, world, pace = asyncio.get_running_loop(), self.world, 0.25
         if self.asleep:
@@ -465,9 +466,9 @@ class Engine:
             name = len(world.tokens)
             world.tokens[name] = Token(uid, number, turn, place, self.version)
             said.append(name)
-        return self._output(said, "aborted" if cut.done() else "completed", rhyme)
+        return self._output(said, "aborted" if cut.done() else "completed", rhyme, prompt_ids)
 
-    def _output(self, made, reason, meta):
+    def _output(self, made, reason, meta, prompt_ids):
         now = asyncio.get_running_loop().time()
         record = RequestRecord(
             id=f"{len(self.world.tokens)}/{now}",
@@ -480,7 +481,7 @@ class Engine:
             started_at=now,
             first_token_at=now,
             finished_at=now,
-            prompt_tokens=meta["prompt_tokens"],
+            prompt_tokens=len(prompt_ids),
             response_tokens=len(made),
             policy_version_start=self.version,
             policy_version_end=self.version,
@@ -771,9 +772,10 @@ def install(world, monkeypatch):
     monkeypatch.setattr(reports, "tq", tq)
     monkeypatch.setattr(coordinator, "tq", tq)
     monkeypatch.setattr(stored_attempts, "tq", tq)
-    monkeypatch.setattr(agent_loop, "tq", SimpleNamespace(async_kv_batch_get=tensors))
+    for module in (recall, worker_module):
+        monkeypatch.setattr(module, "tq", SimpleNamespace(async_kv_batch_get=tensors))
     monkeypatch.setattr(reports, "list_of_dict_to_tensordict", lambda rows: rows)
-    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+    monkeypatch.setattr(worker_module._AgentLoopWorker, "_agent_loop_postprocess", store)
     for module in (coordinator, crew, driver_module):
         monkeypatch.setattr(module, "ray", ray)
     for module in (replicas, replica_start, manager):

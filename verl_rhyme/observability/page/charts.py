@@ -152,7 +152,7 @@ def lengths(run: Run, index: int) -> str | None:
         axes.fill_between(middle, least, most, color=colour, alpha=0.18, linewidth=0)
         axes.plot(middle, median, color=colour, linewidth=1.8)
     axes.plot([low, high], [low, high], **_IDEAL)
-    return _svg(axes, "predicted against real response lengths")
+    return _svg(axes, f"predicted against real response lengths of {run.name}")
 
 
 def at_matched_lengths(
@@ -232,7 +232,7 @@ def _svg(axes: Axes, title: str) -> str:
     written = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 11}):
         nothing = dict.fromkeys(("Date", "Format", "Type", "Creator"))
-        axes.figure.savefig(written, format="svg", metadata=nothing)  # type: ignore[arg-type]
+        axes.figure.savefig(written, format="svg", metadata=nothing)  # type: ignore[arg-type, union-attr]
     content = written.getvalue().partition("</style>")[2].partition("</defs>")[2].rpartition("</svg>")[0]
     content = re.sub(r'<g id="[^"]*"', "<g", content).replace("xlink:href", "href")
     content = re.sub(r"font[a-z-]*: [^;\"]*(; )?", "", content)  # the page's own
