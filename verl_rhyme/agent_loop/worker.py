@@ -263,7 +263,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         if not trajectory["validate"]:
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
-        with _at_work(_of_sample(self, trajectory, int(kwargs["session_id"])), self._tool_timeout, kwargs):
+        with _at_work(_of_sample(int(kwargs["session_id"])), self._tool_timeout, kwargs):
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:

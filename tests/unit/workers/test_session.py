@@ -153,7 +153,7 @@ def test_a_client_that_resumes_does_so_within_the_turn(monkeypatch):
         )
         output = attempt(client, session)
         assert [meta.attempt for _, _, meta, _ in client.requests] == [0, 1, 2]
-        assert [meta.prompt_tokens for _, _, meta, _ in client.requests] == [3, 6, 10]
+        assert [len(prompt) for prompt, *_ in client.requests] == [3, 6, 10]
         assert [meta.assignment.left(meta.before)[0] for _, _, meta, _ in client.requests] == [9, 6, 2]
         assert session.turns[0].tokens.tolist() == [*range(100, 100 + BUDGET)]
         assert (session.turns[0].first_version, session.turns[0].version, len(session.records)) == (0, 2, 3)
@@ -256,7 +256,7 @@ def test_sessions_of_concurrent_tasks_are_their_own():
     async def one(number):
         sessions.enter(sample(partial=False, assignment=Assignment(priority=number)))
         await asyncio.sleep(random.random() / 100)
-        return sessions.current().priority
+        return sessions.current().assignment.priority
 
     async def run():
         return await asyncio.gather(*(one(number) for number in range(20)))
