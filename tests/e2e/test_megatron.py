@@ -34,7 +34,7 @@ def run(world, script="engine_steps", **settings):
         for rank in range(world)
     ]
     try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=400)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
