@@ -268,8 +268,8 @@ def test_who_is_slow_with_the_weights_is_waited_for(replica: Replica, sender: An
 class Kept(PlacementRouter):
     """Remembers how much each holds."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(config={"policy": "least_loaded"}, **given)
+    def __init__(self, servers: dict[str, Any]) -> None:
+        super().__init__(servers, {"policy": "least_loaded"})
 
     def report_capacity(self, server_id: str, kv_tokens: int) -> None:
         super().report_capacity(server_id, kv_tokens)

@@ -105,7 +105,7 @@ class LengthPredictor:
     def _told(self, prompt: str) -> list[int]:
         """By a ranker; empty where none told."""
         word = self._words.get(prompt)
-        return [] if word is None else [max(1, round(math.exp(min(word + self._bias, math.log(self.limit)))))]
+        return [] if word is None else [round(math.exp(min(max(0.0, word + self._bias), math.log(self.limit))))]
 
     def _typical(self, prompts: Mapping[str, int]) -> list[int]:
         """Lengths that stand for those of all prompts, where one of these needs them: evenly spaced by their rank."""

@@ -20,7 +20,7 @@ class Quality:
     """Collects groups, each with what was expected before it began, and tells how good that was."""
 
     def __init__(self) -> None:
-        self._groups: deque[tuple[Floats, Floats, bool, bool]] = deque()
+        self._groups: deque[tuple[Floats, ...]] = deque()
         self._count = 0
 
     def add(self, expected: float, lengths: Sequence[int], seen: bool, ranked: bool) -> None:
@@ -32,10 +32,11 @@ class Quality:
             seen: Something was known of the prompt.
             ranked: It was known by a ranker's word alone.
         """
-        self._groups.append((np.full(len(lengths), expected), np.array(lengths, np.float64), seen, ranked))
+        alike = (np.full(len(lengths), float(value)) for value in (expected, seen, ranked))
+        self._groups.append((np.array(lengths, np.float64), *alike))
         self._count += len(lengths)
-        while self._count - len(self._groups[0][1]) >= _KEPT:
-            self._count -= len(self._groups.popleft()[1])
+        while self._count - len(self._groups[0][0]) >= _KEPT:
+            self._count -= len(self._groups.popleft()[0])
 
     def take(self) -> dict[str, float]:
         """Of all since the last call: ``rank_correlation``; ``mean_ratio``, expected length over length; ``seen``, the
@@ -43,17 +44,14 @@ class Quality:
         Empty when there was nothing."""
         if not self._groups:
             return {}
-        expected, lengths = (np.concatenate([group[i] for group in self._groups]) for i in (0, 1))
-        sizes = [len(group[1]) for group in self._groups]
-        seen, ranked = (float(np.average([float(group[i]) for group in self._groups], weights=sizes)) for i in (2, 3))
+        lengths, expected, seen, ranked = map(np.concatenate, zip(*self._groups, strict=True))
         self._groups.clear()
         self._count = 0
-        ratio = float(expected.mean() / lengths.mean())
         return {
             "rank_correlation": rank_correlation(expected, lengths),
-            "mean_ratio": ratio,
-            "seen": seen,
-            "ranked": ranked,
+            "mean_ratio": float(expected.mean() / lengths.mean()),
+            "seen": float(seen.mean()),
+            "ranked": float(ranked.mean()),
         }
 
 
