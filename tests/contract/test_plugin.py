@@ -50,15 +50,15 @@ import verl, verl_rhyme.plugin
 from verl.plugin.platform import get_platform
 from verl.workers.engine import EngineRegistry
 from verl.checkpoint_engine import CheckpointEngineRegistry
-from verl.trainer.ppo.v1 import get_trainer_cls, PPOTrainerSync
+from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.workers.rollout import get_rollout_class
+from verl_rhyme.trainer.registry import TRAINERS
 assert verl_rhyme.plugin.FAILURES == []
 assert type(get_platform()).__name__ == "PlatformCPU"
 assert EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__ == "FSDPEngineWithLMHead"
 assert CheckpointEngineRegistry.get("relay").__name__ == "RelayCheckpointEngine"
 assert get_rollout_class("vllm").__name__ == "RhymeServerAdapter"
-sync = get_trainer_cls("sync")
-assert issubclass(sync, PPOTrainerSync) and sync.__name__ == "RhymeTrainerSync", sync
+assert all(get_trainer_cls(mode) is trainer for mode, trainer in TRAINERS.items())
 """
     forks.python(code)
 

@@ -122,7 +122,7 @@ def test_simulate_prints_a_table():
         ("updates=[1", "updates=[1 is no YAML: while parsing"),
         ("replicas.0.room=9000", "replicas.0 has room for 9000 tokens, and a request may have "),
         ("limit=0", "limit must be at least 1, not 0"),
-        ("workload.growth=.inf", "growth above 0, not 8192 and inf"),
+        ("workload.growth=.inf", "growth above 0, not 20480 and inf"),
         ("replicas=[{count: 1, profile: qwen2.5-32b-h100}]", "did you mean qwen2.5-32b-h"),
         ("replicas=[{count: 1}]", "missing"),
         ("training.logprobs=2", "training.logprobs must be a share, from 0 to 1, not 2.0"),

@@ -103,7 +103,7 @@ def test_4096_gpus_at_two_sites_in_seconds():
     began = time.process_time()
     found = plan(loaded.problem, loaded.objective, loaded.slowest)
     assert time.process_time() - began < 20  # two, on one core
-    assert 2048 < found.best.gpus <= 4096
+    assert 2000 < found.best.gpus <= 4096, "of one site, or of both"
 
 
 @pytest.mark.parametrize(
