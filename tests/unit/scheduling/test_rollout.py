@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import random
 
 import pytest
 
@@ -559,29 +558,6 @@ def test_a_load_has_as_many_prompts_after_a_death_though_some_were_replaced_befo
     assert (len(again.scheduler.ledger), again.wanted()) == (8, 0)
 
 
-def test_a_load_that_was_begun_in_part_is_completed_after_a_death():
-    made = Rollout(Rules(4, 8, **{**ON_POLICY, "in_flight": 2}))
-    made.publish(0, 10)
-    state = made.state_dict()
-    handed = [(f"p{i}", 2) for i in range(8)]
-    again = Rollout(made.rules, generation=1)
-    again.restore(state, 0, 10, {"p1_0": Evidence(running=True)}, {uid for uid, _ in handed}, handed)
-    again.fill()
-    assert (len(again.scheduler.ledger), again.wanted()) == (8, 0)
-
-
-def test_what_is_left_in_stock_begins_a_load_and_is_not_all_of_it():
-    """Prompts come in chunks: where one was replaced some are left over, when the next load begins."""
-    made = Rollout(Rules(4, 8, **{**ON_POLICY, "in_flight": 2}))
-    made.publish(0, 10)
-    made.hand([("left over", 2)])
-    made.fill()
-    assert made.wanted() == 7
-    made.hand([(f"p{i}", 2) for i in range(8)])
-    made.fill()
-    assert (len(made.scheduler.ledger), made.wanted()) == (8, 0)
-
-
 def test_a_text_whose_reward_is_lost_is_gone_on_from_only_while_it_may_be_trained():
     """Its worker died with it, and then the coordinator: as old as it is, the ledger is to know."""
     made = rollout(PARTIAL)
@@ -607,33 +583,6 @@ def test_what_the_next_batch_waits_for_starts_whatever_else_has_begun():
             rollout.scheduler.ledger.start(uid, number, 0)
     assert [start.name for start in rollout.fill()] == ["a_0", "a_1"]
     assert rollout.fill() == []
-
-
-@pytest.mark.parametrize(
-    ("prompts", "samples", "staleness", "limit"), [(16, 8, 1, 64), (4, 16, 1, 32), (16, 8, 3, 128)]
-)
-@pytest.mark.parametrize("unit", ["group", "trajectory"])
-@pytest.mark.parametrize("take", ["finished", "loaded"])
-def test_every_batch_is_full_and_nothing_is_left(prompts, samples, staleness, limit, unit, take):
-    rules = Rules(prompts, prompts * samples, max_staleness=staleness, unit=unit, take=take, separate=True)
-    lengths, uids, updates = random.Random(0), itertools.count(), 24
-    rollout, sizes, running = Rollout(rules), [], {}
-    rollout.publish(0, updates)
-    while len(sizes) < updates:
-        rollout.hand([(f"p{next(uids)}", samples) for _ in range(rollout.wanted())])
-        running |= {start.name: lengths.lognormvariate(0, 1) for start in rollout.fill(limit)}
-        if rollout.scheduler.ready():
-            sizes.append(len(rollout.take().attempts))
-            rollout.publish(len(sizes), updates - len(sizes))
-            continue
-        shortest = min(running, key=running.__getitem__)
-        passed = running.pop(shortest)
-        running = {name: left - passed for name, left in running.items()}
-        rollout.ended(Ended(shortest, "generated", 10, rollout.scheduler.version))
-        rollout.ended(Ended(shortest, "finished"))
-    assert set(sizes) == {prompts * samples}
-    assert not len(rollout.scheduler.ledger)
-    assert rollout.scheduler.step.stale == 0
 
 
 def stream(prompts=4, samples=2, **rules):

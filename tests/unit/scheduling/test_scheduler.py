@@ -56,22 +56,6 @@ def test_surplus_is_stale_on_policy_and_else_kept(bound, stale):
     assert built.ready() == (not stale)
 
 
-def test_no_prompt_is_loaded_before_all_are_consumed():
-    built = scheduler(in_flight=2)
-    for version, uid in enumerate(("p0", "p1")):
-        assert built.loadable() == 0
-        built.begin(version)
-        built.dispatch() if version else None
-        finish(built, uid, 5, 5, version=version)
-        built.harvest()
-        for _, number in [("p1", 0), ("p1", 1)] if version == 0 else []:
-            built.interrupt("p1", number, 3, 0)
-    assert built.loadable() == 2
-    for left in (1, 0):
-        built.begin(2, left)
-        assert built.loadable() == left
-
-
 def test_a_dropped_prompt_wastes_what_might_have_been_trained_and_nothing_twice():
     built = scheduler(unit="trajectory")
     finish(built, "p1", 5, 6)
@@ -324,12 +308,6 @@ def test_the_oldest_batch_starts_first_in_it_the_longest_expected():
     assert [uid for uid, _ in built.dispatch()] == ["long", "short", "unknown", "later"]
 
 
-def test_a_fraction_of_a_batch_may_be_in_flight():
-    built = Scheduler(Rules(4, 8, max_staleness=1, in_flight=1.5))
-    built.begin(0)
-    assert built.loadable() == 6
-
-
 def test_no_more_is_started_than_the_updates_within_the_bound_can_train():
     built = scheduler(max_staleness=1, **FINISHING)
     assert running(built) == ["p0", "p1"]
@@ -338,20 +316,6 @@ def test_no_more_is_started_than_the_updates_within_the_bound_can_train():
     assert built.dispatch() == []  # p0 fills the one update that may train what the old policy says
     built.begin(1)
     assert built.dispatch() == [("p2", 0), ("p2", 1)]
-
-
-def test_what_would_be_too_stale_at_the_next_update_is_waited_for():
-    built = scheduler(max_staleness=1, **FINISHING)
-    finish(built, "p1", 3, 3)
-    built.harvest()
-    assert built.begin(1) == []  # p0 runs on
-    built.dispatch()
-    finish(built, "p2", 3, 3, version=1)
-    assert not built.enough()
-    finish(built, "p0", 9, 9, version=0)
-    batch = built.harvest()
-    assert batch.samples == [("p0", 0), ("p0", 1)]
-    assert batch.staleness == [1, 1]
 
 
 def test_what_the_next_batches_could_not_all_take_is_waited_for_before():
