@@ -223,7 +223,7 @@ def _longest_copy(text, context, future, limit):
 
 def adaptive(floor: float, epochs: int = 4) -> Rhyme:
     """Ours, which drafts what is accepted with a probability of ``floor`` at least, whatever verifying costs."""
-    return Rhyme(DraftingConfig(floor=floor, weigh_cost=False, tail_weight=1.0), epochs)
+    return Rhyme(DraftingConfig(floor=floor, weigh_cost=False), epochs)
 
 
 #: Arms by name; every call makes a fresh one.

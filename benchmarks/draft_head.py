@@ -119,7 +119,7 @@ class Both(Rhyme):
 
     def __init__(self, floor: float, learning: Learning) -> None:
         self.learning = learning
-        config = DraftingConfig(floor=floor, weigh_cost=False, tail_weight=1.0)
+        config = DraftingConfig(floor=floor, weigh_cost=False)
         super().__init__(config, make=lambda *args: AdaptiveDrafter(*args, head=learning))
 
     def start(self, response: Response) -> None:
@@ -186,7 +186,7 @@ def main(
         arms = [one for one in arms if not arm or one[0] in arm]
         for name, f, p in arms:
             learning = Learning(states, temperature, p)
-            config = DraftingConfig(floor=f, weigh_cost=False, tail_weight=1.0)
+            config = DraftingConfig(floor=f, weigh_cost=False)
             made = Rhyme(config) if name == "text" else {"head": HeadAlone, "both": Both}[name](f, learning)
             tallies = replay(steps, made)
             for epochs, part in (("first", [tallies[0]]), ("later", [t for e, t in tallies.items() if e])):

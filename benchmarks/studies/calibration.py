@@ -34,7 +34,7 @@ class Watched(Rhyme):
     """Ours, and what became of every token that it drafted."""
 
     def __init__(self) -> None:
-        super().__init__(DraftingConfig(floor=0.02, weigh_cost=False, tail_weight=1.0))
+        super().__init__(DraftingConfig(floor=0.02, weigh_cost=False))
         self.predicted: list[np.ndarray] = []
         self.observed: list[np.ndarray] = []
         self._reach: dict[str, np.ndarray] = {}

@@ -72,7 +72,7 @@ class Watched(Rhyme):
     """
 
     def __init__(self, likeliest: dict[str, np.ndarray] | None) -> None:
-        super().__init__(DraftingConfig(floor=FLOOR, weigh_cost=False, tail_weight=1.0))
+        super().__init__(DraftingConfig(floor=FLOOR, weigh_cost=False))
         self._likeliest, self._sources, self._length = likeliest, Known(), dict[str, int]()
         self.reasons: Counter[tuple[int, str]] = Counter()
         self.known: dict[str, np.ndarray] = {}

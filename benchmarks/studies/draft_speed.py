@@ -55,7 +55,7 @@ def responses(rng: np.random.Generator, source: list[Response], tokens: int, ste
 
 def rhyme(history: list[Response], floor: float) -> Rhyme:
     """Our drafter, knowing a history."""
-    arm = Rhyme(DraftingConfig(floor=floor, weigh_cost=False, tail_weight=1.0), epochs=1 << 30)
+    arm = Rhyme(DraftingConfig(floor=floor, weigh_cost=False), epochs=1 << 30)
     arm.end_step(history)
     return arm
 

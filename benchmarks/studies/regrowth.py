@@ -110,7 +110,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="one trace, three shares")] = False,
 ) -> None:
     """Replay each trace's second epoch as responses that are generated anew."""
-    config = DraftingConfig(weigh_cost=False, tail_weight=1.0)
+    config = DraftingConfig(weigh_cost=False)
     names = ["qwen2-t1"] if quick else sorted(path.stem for path in traces.FOLDER.glob("*.parquet"))
     for trace in names:
         steps = [step for step in traces.load(traces.FOLDER / f"{trace}.parquet") if step[0].epoch < 2]

@@ -70,11 +70,6 @@ class DraftingConfig:
         "8192 tokens at 152k entries in bf16.",
     )
     weigh_cost: bool = option(True, "Draft only what is profitable by the measured cost of a step (policy=adaptive).")
-    tail_weight: float = option(
-        2.0,
-        "Worth of a draft token of the request expected to finish last, at most, where a mean request's is worth 1 "
-        "(policy=adaptive).",
-    )
     plan_threads: int | None = option(
         None,
         "Threads that plan a batch's drafts; null: half of an engine worker's cores, 4 at most (policy=adaptive).",
@@ -103,7 +98,6 @@ class DraftingConfig:
         check(self.plan_threads is None or self.plan_threads >= 1, "plan_threads", "null or at least 1")
         check(self.logits_memory >= 1 << 20, "logits_memory", "at least 1048576 (1 MiB)")
         check(0 < self.floor < 1, "floor", "above 0 and below 1")
-        check(1 <= self.tail_weight <= 100, "tail_weight", "from 1 to 100")
         check(1 << 10 <= self.live_tokens <= 1 << 30, "live_tokens", "from 2**10 to 2**30")
         check(self.head != "", "head", "null, new, or a file")
         check(self.head is None or self.policy == "adaptive", "head", "null with drafting.policy=paper")

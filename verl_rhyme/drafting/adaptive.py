@@ -29,7 +29,7 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels
 from verl_rhyme.drafting.arrays import SlotArrays
-from verl_rhyme.drafting.budget import grant, least, tail_weights
+from verl_rhyme.drafting.budget import grant, least
 from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
 from verl_rhyme.drafting.guesses import NO_GUESSES, Guesser, HeadGate
 from verl_rhyme.drafting.histories import PENDING, Get, Histories, Source
@@ -40,7 +40,6 @@ from verl_rhyme.drafting.regrowth import Regrowth
 from verl_rhyme.drafting.threads import OneThread, Threads
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
-from verl_rhyme.lengths.earlier import EarlierLengths
 
 #: After so many steps in a row whose plans did not pay, plans are made only every so many steps: planning costs, too.
 #: Not those from a previous text, which cost next to nothing.
@@ -85,9 +84,7 @@ class AdaptiveDrafter:
         self._threads = threads or OneThread()
         self._head, self._gate, self._headed = head, HeadGate(), False
         self._slots = _slot_arrays(max(1, slots), config.max_tokens)
-        self._began = np.full(max(1, slots), -1, dtype=np.int64)  # tokens at a request's first step, or -1
         self._counts = np.zeros((max(1, slots), 4), dtype=np.int64)  # of RequestCounts: drafted to headed
-        self._earlier = EarlierLengths(max(1, slots))
         self._live = LiveTexts(config.live_tokens, max(1, slots))
         self._regrowth = Regrowth(max(1, slots))
         self._model = confidence.prior()
@@ -128,7 +125,6 @@ class AdaptiveDrafter:
         slots.block[slot] = -1
         slots.owner[slot] = self._texts
         self._texts += 1
-        self._began[slot] = -1
         self._counts[slot] = 0
         self._planned_at[slot] = self._steps
         if history is PENDING:
@@ -160,7 +156,7 @@ class AdaptiveDrafter:
         self._steps += 1
         row, lengths = np.asarray(done.rows, dtype=np.int32), np.asarray(done.lengths, dtype=np.int64)
         said = kernels.take_in(self._live.arrays, self._slots, self._model, ids, row, done.tokens, lengths)
-        weigh, weights = self._config.weigh_cost and self.cost.ready, self._weights(ids, lengths)
+        weigh = self._config.weigh_cost and self.cost.ready
         explores = weigh and self._steps % EXPLORE_EVERY == 0
         budget = max(0, done.budget)
         limits = np.minimum(done.limits, budget).astype(np.int64)
@@ -171,7 +167,7 @@ class AdaptiveDrafter:
         if not (self._refused >= REST_AFTER and self._steps % REST_EVERY):
             floors = np.full(rows, self._config.floor)
             if weigh and not explores:
-                np.maximum(floors, least(self.cost.coefficients, rows) / weights, out=floors)
+                np.maximum(floors, least(self.cost.coefficients, rows), out=floors)
             within = self._within(budget, ids, limits)
             state = ids, row, done.tokens, lengths, within, floors, draft, reach, planned
             if self._head is not None and self._head.steps:
@@ -192,11 +188,11 @@ class AdaptiveDrafter:
             planned,
         )
         self._slots.headed[ids[regrown]] = False
-        granted = grant(reach, planned, budget, self.cost.coefficients if weigh else None, weights)
+        granted = grant(reach, planned, budget, self.cost.coefficients if weigh else None)
         if explores:
             # Of several sizes: what drafting costs at all is then told from what a token costs.
             more = max(rows, self._config.max_tokens) >> self._steps // EXPLORE_EVERY % 3
-            granted = grant(reach, planned, min(budget, int(granted.sum()) + more), None, weights)
+            granted = grant(reach, planned, min(budget, int(granted.sum()) + more), None)
         elif weigh and promising[~regrown].any():
             self._refused = 0 if granted[~regrown].any() else self._refused + 1
         self._last = reach, granted
@@ -284,11 +280,6 @@ class AdaptiveDrafter:
         self._forget(request)
         return RequestCounts(drafted, accepted, verified, live.history_hit, reverified, headed)
 
-    def _weights(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        began = self._began
-        began[ids] = np.where(began[ids] < 0, lengths, began[ids])
-        return tail_weights(self._earlier.remaining(ids, lengths - began[ids]), self._config.tail_weight)
-
     def _draw_on(self, history: PromptHistory | None, key: bytes, slots: Iterable[int]) -> None:
         """Requests of a prompt draft from its history from now on."""
         # Texts that the history has by now are no siblings any more: the group's number changes with it.
@@ -317,13 +308,11 @@ class AdaptiveDrafter:
         slots.history_size[slot] = 0
         self._histories.pop(slot, None)
         if history is None or not len(history.suffixes):
-            self._earlier.set(slot, ())
             return
         arrays = history.tokens, history.suffixes, history.confidence, history.first_tokens
         self._histories[slot] = arrays
         slots.history[slot] = [array.__array_interface__["data"][0] for array in arrays]
         slots.history_size[slot] = len(history.tokens), len(history.suffixes), len(history.first_tokens)
-        self._earlier.set(slot, history.lengths)
 
     def _forget(self, request: str) -> None:
         live = self._requests.pop(request, None)
@@ -346,10 +335,8 @@ class AdaptiveDrafter:
         self._slots = _slot_arrays(2 * count, self._config.max_tokens)
         for new_array, old_array in zip(self._slots, old, strict=True):
             new_array[:count] = old_array
-        self._began = np.concatenate([self._began, np.full(count, -1, dtype=np.int64)])
         self._planned_at = np.concatenate([self._planned_at, np.zeros(count, dtype=np.int64)])
         self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._earlier.grow()
         self._regrowth.grow()
         self._free = list(range(count, 2 * count))[::-1]
 

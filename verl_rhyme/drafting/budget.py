@@ -9,9 +9,6 @@ A token's value is the probability that it is reached and accepted. Where verify
 memory) that is all of them; where every token costs its share (a wide batch, a CPU) only the sure ones, or none: the
 switch-off is a result, and the drafter then rests (:data:`verl_rhyme.drafting.adaptive.REST_AFTER`). At the optimum the
 last token granted satisfies ``v >= c * rate``, the marginal rule.
-
-A step ends with its last request, so a token of a request that will run long is worth more than one of a request that
-will soon be done: values are weighted by :func:`tail_weights`.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ def grant(
     planned: np.ndarray,
     budget: int,
     cost: tuple[float, float, float, float] | None = None,
-    weights: np.ndarray | None = None,
 ) -> np.ndarray:
     """Choose the draft tokens of a batch: those of most value, wherever they are.
 
@@ -40,14 +36,11 @@ def grant(
         budget: Tokens for all.
         cost: Seconds of a step, of a row, of a draft token, and of drafting at all; grants no more than pay. ``None``:
             as many as the budget allows.
-        weights: float64[B], what a token of each row is worth; default: 1.
 
     Returns:
         int64[B], tokens granted; together at most ``min(budget, sum(planned))``, and just that without a cost.
     """
-    if weights is None:
-        weights = np.ones(len(planned))
-    return _grant(reach, planned, budget, cost or _FREE, weights)
+    return _grant(reach, planned, budget, cost or _FREE)
 
 
 def least(cost: tuple[float, float, float, float], rows: int) -> float:
@@ -61,7 +54,7 @@ def least(cost: tuple[float, float, float, float], rows: int) -> float:
 
 
 @njit(cache=True, nogil=True)
-def _grant(reach, planned, budget, cost, weights):
+def _grant(reach, planned, budget, cost):
     a, b, c, d = cost
     rows = len(planned)
     granted = np.zeros(rows, dtype=np.int64)
@@ -74,7 +67,7 @@ def _grant(reach, planned, budget, cost, weights):
     n = 0
     for i in range(rows):
         for k in range(planned[i]):
-            values[n], row[n] = -reach[i, k] * weights[i], i
+            values[n], row[n] = -reach[i, k], i
             n += 1
     # Stable: within a row the earlier token comes first, so each row keeps a beginning.
     order = np.argsort(values, kind="mergesort")
@@ -89,30 +82,3 @@ def _grant(reach, planned, budget, cost, weights):
     for k in range(best):
         granted[row[order[k]]] += 1
     return granted
-
-
-@njit(cache=True, nogil=True)
-def tail_weights(remaining, most):
-    """What a token of each request is worth by how much it has to go, that of the mean request being 1.
-
-    Args:
-        remaining: float64[B], tokens each is expected to have to go (:mod:`verl_rhyme.lengths.earlier`); NaN where
-            nothing is known.
-        most: At least 1; 1 weighs nothing.
-
-    Returns:
-        float64[B], from ``1 / most`` to ``most``; 1 where nothing is known.
-    """
-    rows = len(remaining)
-    weights = np.ones(rows)
-    total, known = 0.0, 0
-    for i in range(rows):
-        if not np.isnan(remaining[i]):
-            total += remaining[i]
-            known += 1
-    if total <= 0:
-        return weights
-    for i in range(rows):
-        if not np.isnan(remaining[i]):
-            weights[i] = min(max(remaining[i] * known / total, 1 / most), most)
-    return weights

@@ -47,11 +47,6 @@ class EarlierLengths:
         known.sort()
         self._counts[row] = len(latest)
 
-    def grow(self) -> None:
-        """Twice the rows; nothing is known of the new ones."""
-        self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
-        self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-
     def remaining(self, rows: np.ndarray, emitted: np.ndarray) -> np.ndarray:
         """What each response is expected to have to go; with ``emitted`` added, its final length.
 

@@ -162,50 +162,6 @@ def test_predicted_acceptance_is_the_observed_one():
     assert expected == pytest.approx(observed, rel=0.15)
 
 
-@pytest.mark.parametrize("slots", [1, 8])
-def test_a_scarce_budget_serves_the_request_predicted_to_finish_last(slots):
-    """Two prompts whose responses begin alike; with one slot, the drafter grows while they run."""
-    text = np.random.default_rng(6).permutation(500)
-
-    def granted(**config):
-        engine = Engine(make({KEY: history(text[:60]), OTHER_KEY: history(text)}, slots, live_tokens=1 << 10, **config))
-        engine.start("gone", [1, 2], OTHER_KEY)  # leaves its slot to the next one
-        engine.step({"gone": text[:5].tolist()}, budget=0)
-        engine.finish("gone")
-        for name, key in (("short", KEY), ("long", OTHER_KEY)):
-            engine.start(name, [1] * 1500, key)  # a prompt is no part of the response
-        for i in range(20):
-            drafts = engine.step({name: [int(text[i])] for name in ("short", "long")}, limit=8, budget=8)
-        return {name: len(draft) for name, draft in drafts.items()}
-
-    assert granted(tail_weight=1.0) == {"short": 4, "long": 4}
-    weighted = granted(tail_weight=2.0)
-    assert weighted["long"] > 4 > weighted["short"]
-    assert sum(weighted.values()) == 8
-
-
-def test_a_slot_forgets_the_lengths_of_the_prompt_before():
-    """Beside a prompt of which nothing is known, in a slot of which much was, the only known one is worth as much."""
-    period = np.random.default_rng(7).permutation(500)[:10]
-
-    def granted(**config):
-        engine = Engine(
-            make({KEY: history([*period] * 6), OTHER_KEY: history(range(500))}, live_tokens=1 << 10, **config)
-        )
-        engine.start("gone", [1, 2], OTHER_KEY)
-        engine.step({"gone": [7]}, budget=0)
-        engine.finish("gone")
-        for name, key in (("unknown", b"n" * 16), ("known", KEY)):
-            engine.start(name, [1, 2], key)
-        for i in range(40):
-            drafts = engine.step({name: [int(period[i % 10])] for name in ("unknown", "known")}, limit=8, budget=8)
-        return drafts
-
-    drafts = granted(tail_weight=2.0)
-    assert all(drafts.values())
-    assert drafts == granted(tail_weight=1.0)
-
-
 def test_limits_budget_and_vocabulary():
     drafter = AdaptiveDrafter(DraftingConfig(max_tokens=8), {KEY: history(range(100))}.get, 8, vocabulary=50)
     engine = Engine(drafter)

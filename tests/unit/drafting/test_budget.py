@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.drafting.budget import grant, least, tail_weights
+from verl_rhyme.drafting.budget import grant, least
 from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
-from verl_rhyme.lengths.earlier import EarlierLengths
 
 FREE, DEAR = (8e-3, 1e-5, 0.0, 0.0), (1e-9, 1e-4, 1e-4, 0.0)
 
@@ -35,13 +34,12 @@ def test_what_is_worth_less_than_the_least_is_never_granted(data):
     """So it need not be planned: the grants are the same without it."""
     rows = data.draw(st.lists(st.lists(st.floats(0.01, 1.0), max_size=6), min_size=1, max_size=6))
     cost = tuple(data.draw(st.tuples(*[st.floats(0, 1e-2)] * 4)))
-    weights = np.array(data.draw(st.lists(st.floats(0.5, 2), min_size=len(rows), max_size=len(rows))))
     reach = np.zeros((len(rows), 6))
     for i, row in enumerate(rows):
         reach[i, : len(row)] = np.cumprod(row)
     planned = np.array([len(row) for row in rows])
-    kept = np.minimum(planned, (reach * weights[:, None] >= least(cost, len(rows))).sum(1))
-    assert grant(reach, kept, 20, cost, weights).tolist() == grant(reach, planned, 20, cost, weights).tolist()
+    kept = np.minimum(planned, (reach >= least(cost, len(rows))).sum(1))
+    assert grant(reach, kept, 20, cost).tolist() == grant(reach, planned, 20, cost).tolist()
 
 
 def spread(values, rows):
@@ -82,65 +80,11 @@ def test_is_never_expected_to_be_slower_than_no_draft(a, b, c, drafting, rows, p
     assert rates[k] >= rates[0] * (1 - 1e-9)
 
 
-def weights_of(past, generated, most):
-    """The weights of requests whose prompts had responses of these lengths."""
-    earlier = EarlierLengths(len(past))
-    for row, lengths in enumerate(past):
-        earlier.set(row, lengths)
-    return tail_weights(earlier.remaining(np.arange(len(past)), np.array(generated)), most)
-
-
 @pytest.mark.parametrize("cost", [(0.0, 0.0, 1e-3, 0.0), (0.0, 0.0, 0.0, 1e-3), (0.0, 0.0, 1e-3, 1e-3), (0.0,) * 4])
 def test_where_all_steps_drafted_one_without_drafts_is_taken(cost):
     """A fit to steps that all drafted may leave nothing to one without; its cost is learnt by taking it."""
     reach = np.full((3, 4), 0.9)
     assert grant(reach, np.full(3, 4), 100, cost).tolist() == [0, 0, 0]
-
-
-def test_the_request_that_will_finish_last_is_served_first():
-    reach = np.tile(0.5 ** np.arange(1, 5), (3, 1))
-    planned = np.full(3, 4)
-    past, generated = [[100, 110], [400, 440], []], [50, 50, 50]
-    weights = weights_of(past, generated, 2.0)
-    assert weights[2] == 1, "nothing is known of it"
-    assert 0.5 <= weights[0] < 1 < weights[1] <= 2
-    granted = grant(reach, planned, 4, weights=weights)
-    assert granted[1] > granted[2] >= granted[0]
-    assert (weights_of(past, generated, 1.0) == 1).all()
-
-
-def test_a_request_longer_than_any_before_it_is_expected_to_go_on():
-    weights = weights_of([[100], [100]], [300, 95], 2.0)
-    assert weights[0] > weights[1]
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=20), st.floats(1, 10))
-def test_weights_stay_in_their_bounds(requests, most):
-    past = [[length] * (length % 4) for length, _ in requests]
-    weights = weights_of(past, [generated for _, generated in requests], most)
-    assert np.isfinite(weights).all()
-    assert (weights >= 1 / most - 1e-12).all()
-    assert (weights <= most + 1e-12).all()
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.lists(st.integers(0, 90), max_size=5), st.integers(0, 100)), min_size=1, max_size=20),
-    st.floats(1, 10),
-)
-def test_weights_are_what_is_left_over_the_mean_of_it(requests, most):
-    left = []
-    for lengths, generated in requests:
-        excess = [length - generated for length in lengths if length > generated]
-        left.append((sum(excess) / len(excess) if excess else generated / 2) if lengths else None)
-    known = [one for one in left if one is not None]
-    weights = weights_of([lengths for lengths, _ in requests], [generated for _, generated in requests], most)
-    if not sum(known):
-        assert (weights == 1).all()
-        return
-    expected = [1 if one is None else min(max(one * len(known) / sum(known), 1 / most), most) for one in left]
-    assert weights == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("sizes", [(8, 160), (60, 100), (76, 84)])

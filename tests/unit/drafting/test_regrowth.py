@@ -21,7 +21,7 @@ class Engine:
     """Requests that each follow a path of their own; a draft token is accepted where it is on the path."""
 
     def __init__(self, slots=4, rows=16, vocabulary=1 << 20, **config):
-        config = {"weigh_cost": False, "tail_weight": 1.0, "live_tokens": 1 << 10, **config}
+        config = {"weigh_cost": False, "live_tokens": 1 << 10, **config}
         self.drafter = AdaptiveDrafter(DraftingConfig(**config), lambda key: None, slots, vocabulary)
         self.tokens = np.zeros((rows, WIDTH), np.int32)
         self.free = list(range(rows))

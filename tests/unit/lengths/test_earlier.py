@@ -21,13 +21,10 @@ def directly(lengths, emitted):
 @settings(max_examples=200)
 @given(st.data())
 def test_agrees_with_the_definition_on_every_row(data):
-    """Rows filled, filled again, emptied and grown; asked in any order, some twice."""
+    """Rows filled, filled again and emptied; asked in any order, some twice."""
     earlier, known = EarlierLengths(3), [[], [], []]
     response = st.lists(st.integers(0, 50) | st.integers(0, 131_072), max_size=LATEST + 9)
     for lengths in data.draw(st.lists(response, max_size=8)):
-        if data.draw(st.integers(0, 3)) == 0 and len(known) < 20:
-            earlier.grow()
-            known += [[] for _ in known]
         row = data.draw(st.integers(0, len(known) - 1))
         earlier.set(row, np.array(lengths, dtype=np.int32))
         known[row] = lengths
