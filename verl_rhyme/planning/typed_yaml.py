@@ -61,20 +61,24 @@ def typed(kind: type[Any], tree: Mapping[str, Any], path: Path) -> Any:
     Raises:
         ClusterError: It has other keys or types.
     """
+    made = OmegaConf.structured(kind)
+    for key, value in tree.items():
+        with _told_with_its_key(path, str(key)):
+            made.merge_with({key: value})
     with _told_with_its_key(path):
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), tree))
+        return OmegaConf.to_object(made)
 
 
 @contextlib.contextmanager
-def _told_with_its_key(path: Path) -> Iterator[None]:
+def _told_with_its_key(path: Path, within: str = "") -> Iterator[None]:
     try:
         yield
     except MissingMandatoryValue as error:
         raise ClusterError(f"{path}: {error.full_key} is missing") from error
     except (OmegaConfBaseException, ValueError) as error:
-        where = getattr(error, "full_key", None)
-        what = str(error).partition("\n")[0]
-        raise ClusterError(f"{path}: {where + ': ' if where else ''}{what}") from error
+        where = str(getattr(error, "full_key", None) or "")
+        keys = [within, where] if not where.startswith(within) else [where]  # OmegaConf's is within a list's element
+        raise ClusterError(": ".join([str(path), *filter(None, keys), str(error).partition("\n")[0]])) from error
 
 
 def by_percentile(told: Mapping[Any, float], of: str, path: Path) -> dict[float, float]:

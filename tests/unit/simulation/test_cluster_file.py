@@ -115,7 +115,7 @@ def test_simulate_prints_a_table():
         ("topolgy=separate", "unknown key topolgy: did you mean topology?"),
         ("scheduling.in_fligt=2", "unknown key scheduling.in_fligt: did you mean scheduling.in_flight?"),
         ("preset=ful", "preset must be histospec, full, sorted, histopipe, stream, off, not 'ful'; did you mean full?"),
-        ("replicas.0.count=x", "count: Value 'x' of type 'str' could not be converted to Integer"),
+        ("replicas.0.count=x", "replicas: count: Value 'x' of type 'str' could not be converted to Integer"),
         ("replicas=[3]", "replicas[0]: Invalid type assigned: int is not a subclass of ReplicasFile"),
         ("replicas.7.count=4", "such as replicas.0.count=4"),
         ("replicas.0.cuont=4", "Key 'cuont' not in 'ReplicasFile'"),
@@ -166,4 +166,7 @@ def test_a_file_that_is_none(tmp_path):
         load(path)
     path.write_text("- 1")
     with pytest.raises(ClusterError, match="is no YAML mapping of keys"):
+        load(path)
+    path.write_text("replicas: {count: 1}")
+    with pytest.raises(ClusterError, match=r"cluster.yaml: replicas: Cannot merge DictConfig with ListConfig"):
         load(path)
