@@ -12,7 +12,7 @@ class RequestRecord:
     columns of the event log (``events.REQUESTS``), which derives them from here.
 
     Times are seconds since the epoch, NaN when it never came to that. What the drafter did, ``drafted_tokens`` to
-    ``head_seconds``, is told after the response, by id (``workers.request.DRAFT_COUNTS``).
+    ``head_seconds``, is told after the response, by id (``processes.request.DRAFT_COUNTS``).
     """
 
     id: str

@@ -77,7 +77,7 @@ class Ended(NamedTuple):
         status: See :data:`Status`.
         tokens: Response tokens it has, with those it went on from.
         first_version: Policy version of the oldest of them; ``None`` without any.
-        records: What the servers said of its requests, one mapping each (``workers.request.RequestRecord``).
+        records: What the servers said of its requests, one mapping each (``processes.request.RequestRecord``).
         scores: ``finished``: for each of its trajectories what groups are filtered by; empty where none are.
         error: ``failed``, ``lost``: why.
         empty: ``finished``: the agent loop gave no trajectory; its group does without.

@@ -11,7 +11,7 @@ from verl_rhyme.scheduling.ledger import Harvest, StepCounts
 
 #: A sample: uid of its prompt, number in the group.
 Name = tuple[str, int]
-#: What a server said of a request (``workers.request.RequestRecord``).
+#: What a server said of a request (``processes.request.RequestRecord``).
 Record = dict[str, Any]
 
 
