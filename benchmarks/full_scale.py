@@ -17,7 +17,7 @@ are of three or four updates, tail batching has a long round after two short one
 
 Every row has a ``fingerprint``: a hash of what the ``--quick`` run of all arms with drafts gives with the code that
 made the row. ``--table`` fails where rows of ``results/full_scale.jsonl`` have another fingerprint than today's code,
-or where the table of ``docs/full_scale.md`` is not the table of these rows. To make them again:
+or where the table of ``docs/studies/full_scale.md`` is not the table of these rows. To make them again:
 
     python -m benchmarks.full_scale --json > benchmarks/results/full_scale.jsonl
     python -m benchmarks.full_scale --table
@@ -509,7 +509,7 @@ def main(
         print(table(recorded()))
         if old := {row["commit"] for row in recorded() if row["fingerprint"] != fingerprint()}:
             raise SystemExit(f"{RESULTS.name} has rows of other code ({old}): make them again")
-        if table(recorded()) not in (document := ROOT / "docs" / "full_scale.md").read_text():
+        if table(recorded()) not in (document := ROOT / "docs" / "studies" / "full_scale.md").read_text():
             raise SystemExit(f"{document} has another table: replace it by this one")
         return
     commit()  # of the code that runs, whatever is changed meanwhile

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a GPU is to decide, in one command: docs/gpu_check.md. Started again, it goes on with the parts that are left.
+# What a GPU is to decide, in one command: docs/studies/gpu_check.md. Started again, it goes on with the parts that are left.
 #   bash benchmarks/gpu_check.sh [--quick] [--only PART] [--again] [--out FOLDER]
 # PYTHON names the interpreter; it needs torch, and each part tells what else is missing.
 set -euo pipefail

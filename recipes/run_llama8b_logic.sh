@@ -5,7 +5,7 @@
 #   TRAIN_FILE=$DATA_DIR/kk-train.parquet   VAL_FILE=$DATA_DIR/kk-test.parquet
 #   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
 #   more arguments are hydra overrides: bash recipes/run_llama8b_logic.sh trainer.total_training_steps=20
-# Values: recipes/config/llama8b_logic.yaml. Data, several nodes, comparison: docs/recipes.md.
+# Values: recipes/config/llama8b_logic.yaml. Data, several nodes, comparison: recipes/README.md.
 set -euo pipefail
 
 RECIPE=llama8b_logic

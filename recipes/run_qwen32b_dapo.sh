@@ -5,7 +5,7 @@
 #   TRAIN_FILE=$DATA_DIR/dapo-math-17k.parquet   VAL_FILE: files of $DATA_DIR/eval
 #   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
 #   more arguments are hydra overrides: bash recipes/run_qwen32b_dapo.sh trainer.total_training_steps=20
-# Values: recipes/config/qwen32b_dapo.yaml. Data, several nodes, comparison: docs/recipes.md.
+# Values: recipes/config/qwen32b_dapo.yaml. Data, several nodes, comparison: recipes/README.md.
 set -euo pipefail
 
 RECIPE=qwen32b_dapo

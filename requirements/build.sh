@@ -17,7 +17,7 @@ venv="$root/.venv-gpu" python="$root/.venv-gpu/bin/python"
 tell() { echo "verl-rhyme: $*"; }
 refuse() {
   tell "$*" >&2
-  echo "  What to do instead: docs/recipes.md, Start." >&2
+  echo "  What to do instead: recipes/README.md, Start." >&2
   exit 1
 }
 
@@ -146,7 +146,7 @@ for name in "${missing[@]}"; do
   else
     wanted "$name" > "$venv/.$name.failed"
     tail -n 5 "$log" >&2
-    tell "$name could not be built, see $log; or take verl's image: docs/recipes.md, Start" >&2
+    tell "$name could not be built, see $log; or take verl's image: recipes/README.md, Start" >&2
     status=1
   fi
 done

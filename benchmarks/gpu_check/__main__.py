@@ -1,4 +1,4 @@
-"""What a GPU is to decide about this project, in at most 40 minutes, part by part: docs/gpu_check.md.
+"""What a GPU is to decide about this project, in at most 40 minutes, part by part: docs/studies/gpu_check.md.
 
     bash benchmarks/gpu_check.sh [--quick] [--only PART ...] [--again] [--out FOLDER]
 

@@ -160,7 +160,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="the first two epochs")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
 ) -> None:
-    """Replay traces and print why drafts end, and the ceilings (docs/real_model.md says how to read them)."""
+    """Replay traces and print why drafts end, and the ceilings (docs/studies/real_model.md says how to read them)."""
     if policy is not None and not (policy / "config.json").exists():
         raise typer.BadParameter(f"--policy: {policy} is no model folder")
     for path in files:

@@ -126,7 +126,7 @@ def test_a_part_is_fetched_once(queue, holds):
     assert set(given[-1]) >= {"old_log_probs", "ref_log_prob", "advantages", "log_probs"}
     masks = [stage["response_mask"].values().sum().item() for stage in given]
     assert masks == [2 * R, 2 * R, 0], "the mask was written anew"
-    # docs/streaming.md, "What a stage fetches"
+    # docs/studies/streaming.md, "What a stage fetches"
     offsets = 24 * 12  # of nested tensors: three numbers a field, for both rows
     if holds:
         counts = fetching.metrics()

@@ -203,7 +203,7 @@ class TestBuild:
         code, out, err = checkout.run("gpu", RHYME_BUILD="transformer-engine")
         assert (code, out) == (0, f"made {checkout.root}/.venv-gpu\n")
         assert "no nvcc in .venv-gpu" in err
-        assert "docs/recipes.md" in err
+        assert "recipes/README.md" in err
 
     def script(self, checkout: Checkout, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -745,7 +745,7 @@ def test_a_yaml_of_your_own_that_does_not_compose_says_why(tmp_path, text, told)
 
 
 def test_a_yaml_of_your_own_selects_a_system_as_the_document_says(tmp_path):
-    """Both ways of ``docs/recipes.md``, from a folder with a space in its name."""
+    """Both ways of ``recipes/README.md``, from a folder with a space in its name."""
     folder = tmp_path / "my configs"
     folder.mkdir()
     (folder / "mine.yaml").write_text(OWN)
@@ -763,7 +763,12 @@ ROOT = Path(__file__).parents[2]
 
 def documented():
     """Of README and docs the verl commands that are whole but for the user's own arguments (``...``) at the end."""
-    for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for file in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/papers/*.md"),
+        *ROOT.glob("recipes/*.md"),
+    ):
         text = file.read_text().replace("\\\n", " ")
         for command in re.findall(r"^ {4,}python -m verl\.trainer\.main_ppo (\+rhyme=.*)", text, re.M):
             arguments = command.partition("#")[0].removesuffix("...").split()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 #: verl's own image for vLLM 0.24.0 (its docker/README.md), which has all of it.
 IMAGE = "verlai/verl:vllm024.latest"
 
-_ELSEWHERE = f", or take {IMAGE}: docs/recipes.md, Start"
+_ELSEWHERE = f", or take {IMAGE}: recipes/README.md, Start"
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class SchedulingConfig:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """Replicas that rest while generation is ahead of training, and return when it falls behind (docs/planning.md)."""
+    """Replicas that rest while generation is ahead of training, and return when it lags (docs/papers/streamrl.md)."""
 
     min_replicas: int | None = option(
         None, "Replicas that generate, at least; null: all always do. All are launched, and some of them rest."

@@ -1,7 +1,7 @@
 """Which token each row of a batch's logits draws: by whose noise, and from the distribution that its request asks for.
 
 The noise is keyed by request and position (:mod:`verl_rhyme.sampling.noise`). A request may carry its key, to meet the
-same noise when it is generated anew (``docs/coupling.md``); one with a ``seed`` is keyed by it; any other by its id.
+same noise when regenerated (``docs/studies/coupling.md``); one with a ``seed`` is keyed by it; any other by its id.
 
 What a request asks for beside a temperature goes through vLLM's own processors first, a few rows at a time.
 

@@ -162,7 +162,7 @@ def _little(arm: Mapping[str, Any]) -> str | None:
     if (share := last.get("accepted_share")) is None or not last["history_hit_rate"]:
         return None
     line = metrics.little_from_drafts(share, 1.0, last["entropy"])
-    return None if line is None else f"in its last epoch {line}; what to expect of which entropy: docs/real_model.md"
+    return None if line is None else f"in its last epoch {line}; what to expect of which entropy: docs/drafting.md"
 
 
 def _headed(arm: Mapping[str, Any]) -> str | None:

@@ -1,6 +1,6 @@
 """How long an update takes on a fleet of replicas and on GPUs that train, in closed form: what the planner goes by.
 
-Two floors explain a step (docs/planning.md, "How long a step takes"). With ``max_staleness`` k, T seconds a step:
+Two bounds explain a step (docs/studies/planner.md). With ``max_staleness`` k and T seconds a step:
 
 - **rollout**: ``T >= W + (L + F) / (k + 1)``. W: seconds of linear work of an update per replica (rows, drafts,
   caches, prompts), which does not depend on the order in which responses end, since a decode step of R rows with C

@@ -3,8 +3,8 @@
 Tokens are drawn as ``argmax_v logits[v] + g[v]`` with standard Gumbel noise g, which is a draw from ``softmax(logits)``
 (Gumbel, 1954; Maddison et al., 2014, arXiv:1411.0030). The noise is Philox4x32-10 (Salmon et al., *Parallel random
 numbers: as easy as 1, 2, 3*, SC 2011) of (key; vocabulary block, position), so that it has no state: whoever draws
-that position of that request again, in any batch, after any interruption, meets the same noise. ``docs/coupling.md``
-says what this is for, and which keys may be used when.
+that position of that request again, in any batch, after any interruption, meets the same noise.
+``docs/studies/coupling.md`` says what this is for, and which keys may be used when.
 
 A uniform has 32 bits, u = (w + 1/2) 2**-32, and the output distribution is exact up to that resolution: what is less
 likely than 1e-10 may never be drawn. Where nobody will draw again, one uniform of 53 bits serves a row

@@ -1,5 +1,4 @@
-"""Keys of a cluster file, as docs/simulation.md tells them to users: those of cluster and workload, and the run's own
-options (docs/options.md)."""
+"""Keys of a cluster file (docs/studies/simulation.md): cluster, workload, the run's own options (docs/options.md)."""
 
 from __future__ import annotations
 

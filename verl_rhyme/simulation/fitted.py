@@ -86,7 +86,7 @@ def yaml(fitted: Fitted) -> str:
         around["drafts"] = {"acceptance": paces, "overhead": _digits(fitted.drafts.overhead)}
     comment = "".join(f"#   {line}\n" for line in OmegaConf.to_yaml(around).splitlines())
     return (
-        "# Measured by verl-rhyme profile. Seconds each; docs/simulation.md says of what.\n"
+        "# Measured by verl-rhyme profile. Seconds each; docs/studies/simulation.md says of what.\n"
         f"# The same run's trainer, for a cluster file:\n{comment}{OmegaConf.to_yaml(profile)}"
     )
 

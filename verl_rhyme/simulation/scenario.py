@@ -10,7 +10,7 @@ from verl_rhyme.observability.metrics import fillable_slots
 from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 
-#: Tokens a step of a regenerated response's own text as draft, verified in long runs (docs/coupling.md).
+#: Tokens a step of a regenerated response's own text as draft, verified in long runs (docs/studies/coupling.md).
 AGAIN = 20.0
 
 

@@ -3,7 +3,7 @@
 All are lossless. An update changes few bf16 numbers, and these in their last bits. So the exclusive or of two versions,
 as 16-bit words, is nearly all zeros: where few words changed, their places go as gaps from one to the next, with the
 bits that changed; else all words. High and low bytes of words, which have little in common, are put apart (two
-*planes*), and zstandard (RFC 8878) packs what came of it. Measured: docs/weights.md.
+*planes*), and zstandard (RFC 8878) packs what came of it. Measured: docs/studies/weights.md.
 """
 
 from __future__ import annotations
