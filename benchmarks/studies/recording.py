@@ -182,6 +182,7 @@ def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
     from verl_rhyme.history_writer.history_service import HistoryService
     from verl_rhyme.observability.events import EventLog
     from verl_rhyme.trainer.draft_counts import DraftCounts
+    from verl_rhyme.trainer.observers import Step
     from verl_rhyme.trainer.recorder import Recorder
 
     ray.init(num_cpus=8, include_dashboard=False, object_store_memory=max(1 << 28, 12 * samples * tokens))
@@ -217,7 +218,7 @@ def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
             found.append(figures)
             tq.kv_clear(keys=keys, partition_id="train")
         if arm != ARMS[0]:
-            told = recorder.take_metrics(rollout_s=1.0)
+            told = recorder.on_step(Step(1, 1.0, 1.0))
             assert told["rollout/history/errors"] == 0
             assert told["rollout/history/responses"] == STEPS * samples
             recorder.close()

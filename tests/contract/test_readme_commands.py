@@ -1,4 +1,4 @@
-"""README's commands for the run scripts, one after another in one checkout, in the order in which they stand there.
+"""The quickstart's commands for the run scripts, one after another in one checkout, in the order of the page.
 
 The scripts, their folders, verl's configuration and the reports are real. Training is a stand-in that leaves what a
 training leaves. With RHYME_SLOW=1 all commands run, once with the stand-in and once training for an epoch or two.
@@ -18,10 +18,10 @@ from tests.conftest import ONLY_SLOW
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow  # each starts a script, which starts Pythons
 
-#: Of README's recipes for GPUs only what SMOKE=1 cuts down runs here.
+#: Of the recipes for GPUs only what SMOKE=1 cuts down runs here.
 COMMANDS = [
     command
-    for line in (ROOT / "README.md").read_text().splitlines()
+    for line in (ROOT / "docs" / "quickstart.md").read_text().splitlines()
     if (command := line.partition("#")[0].strip())
     and line.startswith("    ")
     and re.search(r"\bbash recipes/run_", command)
@@ -54,7 +54,7 @@ with open(run / "metrics.jsonl", "w") as file:
 """
 
 
-def test_readme_has_the_commands():
+def test_the_quickstart_has_the_commands():
     assert len([command for command in COMMANDS if "run_tiny_cpu" in command]) >= 8
     assert any("SMOKE=1" in command for command in COMMANDS)
 
@@ -132,7 +132,7 @@ FIRST = next(command for command in COMMANDS if "run_tiny_cpu" in command)
 
 @pytest.fixture
 def trained(checkout):
-    """The folder of the run of README's first command."""
+    """The folder of the run of the first command."""
     assert start(checkout, FIRST).returncode == 0
     return checkout / "runs" / "tiny_cpu" / "histospec-qwen2-fsdp-sync"
 

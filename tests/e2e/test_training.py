@@ -71,7 +71,8 @@ def test_trains_drafts_and_reports(trained):
         *(
             "discarded_tokens",
             "reverified_tokens",
-            "headed_tokens",
+            "drafted_by_source",
+            "accepted_by_source",
             "waiting_max",
             "migrated",
             "length_rank_correlation",
@@ -81,6 +82,7 @@ def test_trains_drafts_and_reports(trained):
     assert first["history_hit_rate"] == 0
     assert second["history_hit_rate"] >= MOSTLY
     assert second["accept_length"] > 1
+    assert first["accepted_by_source"]["history"] == 0 < second["accepted_by_source"]["history"]
     assert 0 < second["accept_rate"] <= 1
     assert 0 < second["accepted_share"] < 1
     assert second["entropy"] > 0

@@ -163,6 +163,9 @@ def _print(plans: Sequence[Plan], found: Plan, loaded: LoadedPlan) -> None:
     print(f"  trainer  {best.train_gpus} GPUs of {best.train.name}")
     gpus = best.rollout_gpus
     print(f"  rollout  {gpus} GPUs of {best.rollout.name} ({gpus // best.tp} replicas of {best.tp})")
+    for pool in loaded.problem.pools:
+        if pool.name not in (best.train.name, best.rollout.name):
+            print(f"  idle     {pool.gpus} GPUs of {pool.name}: training and rollout use one pool each")
     table = _table("trainer", "rollout", "TP", "step s", "rollout s", "trainer s", "idle", "GPUs", "cost")
     for split in [best, *found.others[: _SHOWN - 1]]:
         rollout = f"{split.rollout_gpus} {split.rollout.name}"

@@ -35,7 +35,7 @@ from verl_rhyme.drafting.guesses import NO_GUESSES, Guesser, HeadGate
 from verl_rhyme.drafting.histories import PENDING, Get, Histories, Source
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, MAX_OCCURRENCES, N_INPUTS
 from verl_rhyme.drafting.live_texts import LiveTexts
-from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
+from verl_rhyme.drafting.policy import SOURCES, DecodeStep, RequestCounts
 from verl_rhyme.drafting.regrowth import Regrowth
 from verl_rhyme.drafting.threads import OneThread, Threads
 from verl_rhyme.history import suffix_index
@@ -84,7 +84,7 @@ class AdaptiveDrafter:
         self._threads = threads or OneThread()
         self._head, self._gate, self._headed = head, HeadGate(), False
         self._slots = _slot_arrays(max(1, slots), config.max_tokens)
-        self._counts = np.zeros((max(1, slots), 4), dtype=np.int64)  # of RequestCounts: drafted to headed
+        self._counts = np.zeros((max(1, slots), 3), dtype=np.int64)  # drafted, accepted, verify steps
         self._live = LiveTexts(config.live_tokens, max(1, slots))
         self._regrowth = Regrowth(max(1, slots))
         self._model = confidence.prior()
@@ -125,7 +125,7 @@ class AdaptiveDrafter:
         slots.block[slot] = -1
         slots.owner[slot] = self._texts
         self._texts += 1
-        self._counts[slot] = 0
+        self._counts[slot] = slots.by_source[slot] = 0
         self._planned_at[slot] = self._steps
         if history is PENDING:
             self._attach(slot, None)
@@ -152,10 +152,12 @@ class AdaptiveDrafter:
         ids = self._slots_of(tuple(done.requests))
         verified = drafted > 0
         kept = np.where(verified, accepted, 0)
-        self._counts[ids] += np.stack([drafted, kept, verified, self._named(ids, kept)], axis=1)
+        self._counts[ids] += np.stack([drafted, kept, verified], axis=1)
         self._steps += 1
         row, lengths = np.asarray(done.rows, dtype=np.int32), np.asarray(done.lengths, dtype=np.int64)
-        said = kernels.take_in(self._live.arrays, self._slots, self._model, ids, row, done.tokens, lengths)
+        said = kernels.take_in(
+            self._live.arrays, self._slots, self._model, ids, row, done.tokens, lengths, drafted, kept
+        )
         weigh = self._config.weigh_cost and self.cost.ready
         explores = weigh and self._steps % EXPLORE_EVERY == 0
         budget = max(0, done.budget)
@@ -187,7 +189,7 @@ class AdaptiveDrafter:
             reach,
             planned,
         )
-        self._slots.headed[ids[regrown]] = False
+        self._slots.source[ids[regrown]] = kernels.PREVIOUS
         granted = grant(reach, planned, budget, self.cost.coefficients if weigh else None)
         if explores:
             # Of several sizes: what drafting costs at all is then told from what a token costs.
@@ -199,12 +201,6 @@ class AdaptiveDrafter:
         self._threads.later(partial(kernels.count, self._live.arrays.counts, *said))
         flat, ends = draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
-
-    def _named(self, ids: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """Of the accepted tokens of each row, those that the head alone had named."""
-        if not self._headed:
-            return np.zeros(len(ids), dtype=np.int64)
-        return (self._slots.headed[ids] & (np.arange(self._config.max_tokens) < accepted[:, None])).sum(axis=1)
 
     def _slots_of(self, requests: tuple[str, ...]) -> np.ndarray:
         """int32[B]; of the same requests as at the last step without looking each of them up."""
@@ -276,9 +272,10 @@ class AdaptiveDrafter:
         if live is None:
             return RequestCounts()
         reverified = self._regrowth.reverified(live.slot)
-        drafted, accepted, verified, headed = self._counts[live.slot].tolist()
+        drafted, accepted, verified = self._counts[live.slot].tolist()
+        by_source = self._slots.by_source[live.slot, : len(SOURCES)].T.ravel().tolist()
         self._forget(request)
-        return RequestCounts(drafted, accepted, verified, live.history_hit, reverified, headed)
+        return RequestCounts(drafted, accepted, verified, live.history_hit, reverified, *by_source)
 
     def _draw_on(self, history: PromptHistory | None, key: bytes, slots: Iterable[int]) -> None:
         """Requests of a prompt draft from its history from now on."""
@@ -359,7 +356,8 @@ def _slot_arrays(slots: int, longest: int) -> SlotArrays:
         candidates=np.zeros(slots, dtype=np.int32),
         candidate=np.zeros((slots, MAX_CANDIDATES), dtype=np.int32),
         candidate_inputs=np.zeros((slots, MAX_CANDIDATES, N_INPUTS), dtype=np.float32),
-        headed=np.zeros((slots, longest), dtype=np.bool_),
+        source=np.zeros((slots, longest), dtype=np.int8),
+        by_source=np.zeros((slots, len(SOURCES) + 1, 2), dtype=np.int32),
         walkers=np.zeros(slots, dtype=np.int32),
         walker=np.zeros((slots, MAX_OCCURRENCES, 3), dtype=np.int64),
     )

@@ -47,7 +47,8 @@ class SlotArrays(NamedTuple):
     candidates: np.ndarray  # int32[slots], candidates of the first token
     candidate: np.ndarray  # int32[slots, MAX_CANDIDATES]
     candidate_inputs: np.ndarray  # float32[slots, MAX_CANDIDATES, N_INPUTS]
-    headed: np.ndarray  # bool[slots, K], of planned tokens: the draft head alone named it
+    source: np.ndarray  # int8[slots, K], the first source that proposed the token, see policy.SOURCES
+    by_source: np.ndarray  # int32[slots, len(SOURCES), 2], verified draft tokens, and accepted ones
     # Where a walk that goes position by position stands.
     walkers: np.ndarray  # int32[slots], occurrences that agree with the draft so far
     walker: np.ndarray  # int64[slots, MAX_OCCURRENCES, 3], position, source and match of each

@@ -48,7 +48,8 @@ MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP
 #: Candidates of a draft token.
 _MAX_DISTINCT = 2 * MAX_OCCURRENCES
 
-HISTORY, SIBLING, OWN, ALL = range(4)
+#: In the order of :data:`verl_rhyme.drafting.policy.SOURCES`; the last is the request's previous text.
+HISTORY, SIBLING, OWN, ALL, HEADS, PREVIOUS = range(6)
 SOURCES = 4
 #: Match lengths (tokens) at which a new class of occurrences begins, beside 1.
 TIERS = (3, 5, 9, 17)
@@ -153,7 +154,7 @@ def _prefetch(typing_context, array, index):
 
 
 @njit(cache=True, nogil=True)
-def take_in(live, slots, model, ids, rows, tokens, lengths):
+def take_in(live, slots, model, ids, rows, tokens, lengths, drafted, accepted):
     """Learn from what a step sampled, and add it to the live texts.
 
     Args:
@@ -162,6 +163,7 @@ def take_in(live, slots, model, ids, rows, tokens, lengths):
         rows: int32[B], their rows of ``tokens``.
         tokens: int32[rows, positions], prompt and response of each request so far.
         lengths: int64[B], tokens of each.
+        drafted, accepted: int64[B], draft tokens that the step verified, and those that it accepted.
 
     Returns:
         What :func:`count` is to count: int32[k], the new tokens of each row, each row's after the context that they
@@ -180,10 +182,14 @@ def take_in(live, slots, model, ids, rows, tokens, lengths):
     said = np.empty(size, dtype=np.int32)
     live, slots, model = _borrowed(live), _borrowed(slots), _borrowed(model)
     ids, rows, tokens, lengths = _borrowed((ids, rows, tokens, lengths))
+    drafted, accepted = _borrowed((drafted, accepted))
     size = 0
     for b in range(len(ids)):
         slot = ids[b]
         text = tokens[rows[b]]
+        for d in range(drafted[b]):
+            slots.by_source[slot, slots.source[slot, d], 0] += 1
+            slots.by_source[slot, slots.source[slot, d], 1] += d < accepted[b]
         known, length = min(slots.length[slot], lengths[b]), lengths[b]
         if slots.planned_at[slot] == known and known < length:
             _learn(slots, model, slot, text[known:length])
@@ -705,7 +711,7 @@ def _plan(
         reach[planned] = reached
         token = candidates[best]
         slots.draft[slot, planned] = token
-        slots.headed[slot, planned] = best >= of_text
+        slots.source[slot, planned] = HEADS if best >= of_text else _first_source(votes, best)
         slots.weight_set[slot, planned] = weight_set
         slots.bin[slot, planned] = bin
         slots.planned[slot] = planned + 1
@@ -733,6 +739,15 @@ def _plan(
             slots.walker[slot, i, 1] = scratch.source[i]
             slots.walker[slot, i, 2] = scratch.match[i]
     return planned
+
+
+@njit(cache=True, nogil=True)
+def _first_source(votes, j):
+    """The first source with a vote for candidate ``j``."""
+    for k in range(_N_VOTES):
+        if votes[j, k]:
+            return k // N_TIERS
+    return ALL
 
 
 @njit(cache=True, nogil=True)

@@ -10,6 +10,10 @@ import numpy as np
 
 from verl_rhyme.history.record import PromptHistory
 
+#: Sources of draft tokens: earlier responses of the prompt, other samples of its group, the request's own text, other
+#: prompts' texts, the draft head. A token that several sources propose counts for the first of them.
+SOURCES = ("history", "siblings", "own", "others", "head")
+
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
@@ -20,7 +24,8 @@ class RequestCounts:
         verify_steps: Steps that verified a draft; tokens per verify step are ``1 + accepted / verify_steps``.
         history_hit: Its prompt had a history.
         reverified: Accepted tokens that were drafted from the request's previous text.
-        headed: Accepted tokens that no text had, and the draft head named.
+        drafted_history, ..., accepted_head: ``drafted`` and ``accepted`` by source (:data:`SOURCES`), without tokens
+            from the request's previous text.
     """
 
     drafted: int = 0
@@ -28,7 +33,16 @@ class RequestCounts:
     verify_steps: int = 0
     history_hit: bool = False
     reverified: int = 0
-    headed: int = 0
+    drafted_history: int = 0
+    drafted_siblings: int = 0
+    drafted_own: int = 0
+    drafted_others: int = 0
+    drafted_head: int = 0
+    accepted_history: int = 0
+    accepted_siblings: int = 0
+    accepted_own: int = 0
+    accepted_others: int = 0
+    accepted_head: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ is this thread's as well. On a node that does not record, a history is read once
 from __future__ import annotations
 
 import logging
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -42,6 +43,7 @@ class HistoryLoader:
         self._asked: dict[bytes, int] = {}
         self._due: dict[bytes, int] = {}  # whose copy is not there yet
         self._reading: dict[bytes, Future[PromptHistory | None]] = {}
+        self._looked_at = -math.inf
         self._failed = 0
 
     @property
@@ -75,9 +77,11 @@ class HistoryLoader:
 
     def ready(self) -> list[tuple[bytes, PromptHistory | None]]:
         """Prompts whose history was read since the last call, each with it; none without one is left out."""
-        for key, asked in [due for due in self._due.items() if self._arrived(*due)]:
-            self._begin(key, asked)
-            del self._due[key]
+        if self._due and (now := time.monotonic()) >= self._looked_at + _POLL_S:
+            self._looked_at = now
+            for key, asked in [due for due in self._due.items() if self._arrived(*due)]:
+                self._begin(key, asked)
+                del self._due[key]
         read = [key for key, reading in self._reading.items() if reading.done()]
         return [(key, self._reading.pop(key).result()) for key in read]
 
@@ -100,7 +104,11 @@ class HistoryLoader:
 
     def _begin(self, key: bytes, asked: int) -> None:
         assert self._pool is not None
-        self._reading[key] = self._pool.submit(self._read, key, asked)
+        try:
+            self._reading[key] = self._pool.submit(self._read, key, asked)
+        except RuntimeError:  # no thread can start
+            self._reading[key] = Future()
+            self._reading[key].set_result(self._read(key, asked))
 
     def _arrived(self, key: bytes, asked: int) -> bool:
         return not asked or self._copies is None or self._copies.arrived(key, asked)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import time
@@ -18,6 +19,8 @@ from pathlib import Path
 
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.ownership import OWNER_FILE, NotOurs, Owner, is_ours, is_user_folder, lock, make_private
+
+logger = logging.getLogger(__name__)
 
 _LOCK = "writer.lock"
 _IN_USE = "in_use.lock"
@@ -158,7 +161,11 @@ def remove_dead(base: Path, keep: Collection[Path]) -> None:
     shared = is_user_folder(base.parent)
     for file in base.parent.glob(f"*/*/{OWNER_FILE}") if shared else base.glob(f"*/{OWNER_FILE}"):
         folder = file.parent
-        if folder not in keep and is_ours(folder) and (folder / _LOCK).exists() and Owner.of(folder) is not None:
+        of = Owner.of(folder)
+        if folder not in keep and is_ours(folder) and (folder / _LOCK).exists() and of is not None:
+            if of.is_foreign():  # alive or not, which only its own host can find out
+                logger.warning("%s belongs to a run on %s and stays; delete it if that run has ended", folder, of.host)
+                continue
             with suppress(HistoryError, OSError):
                 _remove(folder)
 

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import owner
+from verl_rhyme.history.share import available_memory
 from verl_rhyme.history.store import HistoryError
 from verl_rhyme.history_writer.history_copies import fetchers
 from verl_rhyme.history_writer.history_writer import (
@@ -117,6 +118,13 @@ class HistoryService:
                 bound = self._answer(self._writer.bound.remote(), _TIMEOUT_S)
                 self._config = replace(self._config, max_bytes=bound)
                 logger.info("history.max_bytes: %.2f GiB, half of the free disk or memory", bound / (1 << 30))
+                if bound > (free := available_memory()):
+                    logger.warning(
+                        "the history may grow to %.1f GiB, but %.1f GiB of memory are free next to models and engines: "
+                        "if %s is a RAM disk, set history.max_bytes",
+                        *(size / (1 << 30) for size in (bound, free)),
+                        self._folder,
+                    )
         except HistoryError:
             raise
         except Exception as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
 #: Earlier responses of a prompt that tell how long the next ones will be: the latest ones.
 LATEST = 64
@@ -19,7 +18,7 @@ LATEST = 64
 class EarlierLengths:
     """Lengths of earlier responses, in rows: one for each running request, or for each prompt, as the caller counts.
 
-    A state machine; all rows of a batch are answered by one call of compiled code.
+    A state machine.
 
     Args:
         rows: Rows to begin with; nothing is known of any.
@@ -60,21 +59,8 @@ class EarlierLengths:
         Raises:
             IndexError: A row that is not there.
         """
-        return _remaining(self._lengths, self._counts, rows, emitted)
-
-
-@njit(cache=True, nogil=True, boundscheck=True)
-def _remaining(lengths, counts, rows, emitted):
-    expected = np.full(len(rows), np.nan)
-    for i in range(len(rows)):
-        row, done = rows[i], emitted[i]
-        count = counts[row]
-        excess, first = 0, count  # ``first``: the least of those that were longer
-        while first > 0 and lengths[row, first - 1] > done:
-            first -= 1
-            excess += lengths[row, first] - done
-        if first < count:
-            expected[i] = excess / (count - first)
-        elif count:
-            expected[i] = 0.5 * done
-    return expected
+        known, counts = self._lengths[rows], self._counts[rows]
+        longer = (np.arange(LATEST) < counts[:, None]) & (known > emitted[:, None])
+        count, excess = longer.sum(axis=1), np.where(longer, known - emitted[:, None], 0).sum(axis=1)
+        beyond = np.where(counts > 0, 0.5 * emitted, np.nan)
+        return np.where(count > 0, excess / np.maximum(count, 1), beyond)

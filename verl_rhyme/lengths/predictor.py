@@ -20,6 +20,8 @@ from verl_rhyme.lengths.earlier import LATEST, EarlierLengths
 
 #: Responses of all prompts that tell of one of which nothing is known; share of a new group in a ranker's bias.
 _ALL, _NEW = 1024, 0.1
+#: Share of a group of lengths in the growth over earlier ones. Small: the groups of a batch that end first are short.
+_GROWING = 1 / 256
 #: Quantile of the lengths that a response will hardly exceed.
 _MOST = 0.9
 
@@ -49,6 +51,7 @@ class LengthPredictor:
         self._all: deque[int] = deque([max(1, limit // 4)], _ALL)
         self._words: dict[str, float] = {}  # a ranker's: log lengths of prompts never answered
         self._ranker, self._bias = 0, 0.0
+        self._growth = 0.0  # mean log ratio of new lengths to the known ones of their prompt
 
     def __len__(self) -> int:
         """Prompts of which something is known."""
@@ -77,6 +80,9 @@ class LengthPredictor:
         if (word := self._words.pop(prompt, None)) is not None:
             self._bias += _NEW * (float(np.log(np.maximum(lengths, 1)).mean()) - word - self._bias)
         known = self._known.setdefault(prompt, array("i"))
+        if known:
+            ratio = max(1.0, sum(lengths) / len(lengths)) / max(1.0, sum(known) / len(known))
+            self._growth += _GROWING * (math.log(ratio) - self._growth)
         known.extend(lengths)
         del known[:-LATEST]
         self._all.extend(lengths)
@@ -93,14 +99,18 @@ class LengthPredictor:
         """
         rows = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         lengths, p90, typical = EarlierLengths(max(1, len(rows))), np.zeros(len(rows)), self._typical(rows)
+        growth = np.where([prompt in self._known for prompt in rows], math.exp(self._growth), 1.0)
         for prompt, row in rows.items():
-            known = [*self._known.get(prompt, ()), *(ended or {}).get(prompt, ())] or self._told(prompt) or typical
+            before = [*self._known.get(prompt, ())] or self._told(prompt) or typical
+            known = [*before, *(ended or {}).get(prompt, ())]
             lengths.set(row, known)
             p90[row] = sorted(known)[int(_MOST * len(known))]  # np.quantile takes twenty times as long
         of = np.fromiter((rows[prompt] for prompt in prompts), np.int64, len(prompts))
         emitted = np.broadcast_to(np.asarray(emitted, np.int64), of.shape)
-        expected = (emitted + lengths.remaining(of, emitted)).clip(1, self.limit)
-        return Forecast(expected.astype(np.int64), np.maximum(expected, p90[of]).clip(1, self.limit).astype(np.int64))
+        remaining = growth[of] * lengths.remaining(of, (emitted / growth[of]).astype(np.int64))
+        expected = (emitted + remaining).clip(1, self.limit)
+        p90 = np.maximum(expected, (growth * p90)[of]).clip(1, self.limit)
+        return Forecast(expected.astype(np.int64), p90.astype(np.int64))
 
     def _told(self, prompt: str) -> list[int]:
         """By a ranker; empty where none told."""
@@ -117,7 +127,7 @@ class LengthPredictor:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON."""
-        words = {"ranked": self._words, "ranker": self._ranker, "bias": self._bias}
+        words = {"ranked": self._words, "ranker": self._ranker, "bias": self._bias, "growth": self._growth}
         return {
             "lengths": {prompt: known.tolist() for prompt, known in self._known.items()},
             "all": [*self._all],
@@ -133,4 +143,5 @@ class LengthPredictor:
         known = {prompt: array("i", lengths) for prompt, lengths in state["lengths"].items()}
         every = deque(map(int, state["all"]), _ALL)
         self._words, self._ranker, self._bias = dict(state["ranked"]), int(state["ranker"]), float(state["bias"])
+        self._growth = float(state["growth"])
         self._known, self._all = known, every

@@ -205,9 +205,10 @@ def read_responses(folder: str | os.PathLike[str]) -> pa.Table:
 def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """What :meth:`EventLog.describe` kept; empty when there is nothing readable."""
     try:
-        return json.loads((Path(folder) / INFO_FILE).read_text())  # type: ignore[no-any-return]
+        info = json.loads((Path(folder) / INFO_FILE).read_text())
     except (OSError, ValueError):
         return {}
+    return info if isinstance(info, dict) else {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from verl_rhyme.drafting.policy import SOURCES
+
 from . import metrics, steps
 from .errors import last_error
 from .phases import Phases
@@ -76,8 +78,8 @@ def _drafting(data: Mapping[str, Any], value: Any) -> list[str]:
     )
     if drafted and verified and accepted is not None:
         parts += [f"{1 + accepted / verified:.1f} tokens/step", f"{accepted / drafted:.0%} accepted"]
-        if accepted and (headed := value(metrics.SPEC_HEADED)):
-            parts.append(f"{headed / accepted:.0%} of these from the draft head")
+        if shares := metrics.shares({name: value(metrics.SPEC_SOURCES[f"accepted_{name}"]) for name in SOURCES}):
+            parts[-1] += f" ({shares})"
     elif value(metrics.SPEC_ACCEPT_LENGTH):
         parts.append(f"{value(metrics.SPEC_ACCEPT_LENGTH):.1f} tokens/step")
         if (rate := value(metrics.SPEC_ACCEPT_RATE)) is not None:

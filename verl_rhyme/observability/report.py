@@ -150,8 +150,8 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
     for name, arm in zip(names, arms, strict=True):
         if (little := _little(arm)) is not None:
             console.print(f"{name}: {little}", highlight=False, markup=False, soft_wrap=True)
-        if headed := _headed(arm):
-            console.print(f"{name}: {headed}", highlight=False, markup=False, soft_wrap=True)
+        if sources := _sources(arm):
+            console.print(f"{name}: {sources}", highlight=False, markup=False, soft_wrap=True)
     if "rollout_speedup_warm" in summary:
         console.print(_gain(summary), highlight=False, markup=False)
 
@@ -165,13 +165,11 @@ def _little(arm: Mapping[str, Any]) -> str | None:
     return None if line is None else f"in its last epoch {line}; what to expect of which entropy: docs/drafting.md"
 
 
-def _headed(arm: Mapping[str, Any]) -> str | None:
-    """What the draft head gave in an arm's last epoch."""
-    last = arm["epochs"][-1] if arm["epochs"] else {}
-    if not (headed := last.get("headed_tokens")) or not last["accepted_share"] or not last["tokens"]:
-        return None
-    share = headed / (last["accepted_share"] * last["tokens"])
-    return f"in its last epoch {share:.0%} of the accepted tokens came from the draft head alone"
+def _sources(run: Mapping[str, Any]) -> str:
+    """Return where the draft tokens of a run's last epoch come from; empty where that is unknown."""
+    last = run["epochs"][-1] if run["epochs"] else {}
+    drafted, accepted = (metrics.shares(last.get(f"{kind}_by_source", {})) for kind in ("drafted", "accepted"))
+    return f"draft tokens of the last epoch: {drafted}; accepted: {accepted}" if accepted else ""
 
 
 def _table(arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:

@@ -35,8 +35,17 @@ class RequestRecord:
     history_hit: bool = False
     #: Accepted ones that an interrupted response had said before.
     reverified_tokens: int = 0
-    #: Accepted ones that no text had, and the draft head named.
-    headed_tokens: int = 0
+    #: Draft tokens, and accepted ones, by source (``drafting.policy.SOURCES``).
+    drafted_history: int = 0
+    drafted_siblings: int = 0
+    drafted_own: int = 0
+    drafted_others: int = 0
+    drafted_head: int = 0
+    accepted_history: int = 0
+    accepted_siblings: int = 0
+    accepted_own: int = 0
+    accepted_others: int = 0
+    accepted_head: int = 0
     #: Of the engine's drafter since it was last asked; of all requests then, told with one of them.
     draft_errors: int = 0
     #: The same.

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from verl_rhyme.config import STOCK_ARM
+from verl_rhyme.drafting.policy import SOURCES
 
 from . import events, metrics, steps
 from .page.run import Run, load
@@ -56,7 +57,8 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
     (accepted/drafted), ``history_hit_rate`` (share of requests whose prompt had a history),
     ``useful_tokens_per_s``, ``bubble_ratio``, ``staleness_mean`` and ``staleness_max`` of its groups, and of the
     pipeline ``discarded_tokens`` (generated and not trained),
-    ``reverified_tokens`` (of them, drafted and accepted again), ``waiting_max`` (updates that passed a prompt by),
+    ``reverified_tokens`` (of them, drafted and accepted again), ``drafted_by_source`` and ``accepted_by_source``
+    (draft tokens by :data:`~verl_rhyme.drafting.policy.SOURCES`), ``waiting_max`` (updates that passed a prompt by),
     ``migrated`` (responses moved to another replica), ``length_rank_correlation`` (of lengths with their
     forecasts); ``None`` for what is unknown.
     """
@@ -106,6 +108,8 @@ def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple
         raise ReportError(f"there is no folder {folder}: give the run's, with metrics.jsonl or checkpoints in it")
     metrics_path = folder / METRICS_FILE
     events_path = Path(events_folder or _find_events(folder))
+    if not metrics_path.exists() and (above := folder.parent / METRICS_FILE).exists():
+        warnings.warn(f"{above} is not read: give {folder.parent} for rewards and times", stacklevel=2)
     log = events.read_log(events_path)
     by_step = steps.merge(
         steps.from_metrics(metrics_path),
@@ -212,7 +216,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         **_staleness(rows),
         "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
         "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
-        "headed_tokens": _count(rows, metrics.SPEC_HEADED),
+        **{f"{kind}_by_source": _by_source(rows, kind) for kind in ("drafted", "accepted")},
         "waiting_max": int(max(waiting)) if waiting else None,
         "migrated": _count(rows, metrics.PLACEMENT_MOVED),
         "length_rank_correlation": _mean(rows, metrics.LENGTH_CORRELATION, weight=metrics.REQUESTS),
@@ -226,6 +230,10 @@ def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
         "staleness_mean": _mean(rows, *_STALENESS_MEAN, weight=metrics.STALENESS_GROUPS),
         "staleness_max": int(max(greatest)) if greatest else None,
     }
+
+
+def _by_source(rows: Sequence[Mapping[str, Any]], kind: str) -> dict[str, int | None]:
+    return {source: _count(rows, metrics.SPEC_SOURCES[f"{kind}_{source}"]) for source in SOURCES}
 
 
 def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int | None:

@@ -116,7 +116,10 @@ def fit_steps(requests: Requests) -> StepFit:
         varies = np.append(True, beside[:, 1:].std(axis=0) >= _VARIES * beside[:, 1:].mean(axis=0))
         rows = np.column_stack([steps[:, None] * beside * varies, computed])
         scale = np.maximum(rows.max(axis=0), 1e-12)
-        found, _ = nnls(rows / scale * weight[:, None], seconds * weight)
+        try:
+            found, _ = nnls(rows / scale * weight[:, None], seconds * weight)
+        except RuntimeError as error:  # too many iterations
+            raise FitError(f"no cost model fits these requests: {error}") from error
         off = np.abs(rows / scale @ found / seconds - 1)
         spread = max(1e-4, 1.4826 * float(np.median(off)))
         weight = 1 / seconds / (1 + (off / spread) ** 2) ** 0.25

@@ -203,7 +203,9 @@ def plan(problem: Problem, objective: Objective = "time", slowest: float = np.in
     if not found:
         if looked_at:
             refused.insert(
-                0, f"no step takes {slowest:.0f} s or less, the fastest {fastest:.0f} s: allow more, or add GPUs"
+                0,
+                f"no step takes {slowest:.0f} s or less, the fastest {fastest:.0f} s: allow more, or add GPUs "
+                "(training and rollout use one pool each)",
             )
         raise NoSplit("no split is possible:\n" + "\n".join(f"- {why}" for why in dict.fromkeys(refused)))
     enough = (1 + WORTH) * least * (1 + 1e-9)  # rounding

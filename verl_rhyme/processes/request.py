@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verl_rhyme.drafting.policy import SOURCES
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 
@@ -33,7 +34,7 @@ DRAFT_COUNTS = {
     "verify_steps": "verify_steps",
     "history_hit": "history_hit",
     "reverified": "reverified_tokens",
-    "headed": "headed_tokens",
+    **{f"{kind}_{source}": f"{kind}_{source}" for kind in ("drafted", "accepted") for source in SOURCES},
     "draft_errors": "draft_errors",
     "draft_seconds": "draft_seconds",
     "head_updates": "head_updates",

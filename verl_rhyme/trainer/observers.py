@@ -1,7 +1,7 @@
 """What follows a run and decides nothing about what is trained: history, event log, length ranker, balance.
 
-The trainer holds them in one list and calls each at the same points of a step. An observer that fails reports it and
-lets the step go on.
+The trainer holds them in one list and calls each at the same points of a step. Recorder and ranker handle their own
+failures: a counter and one warning, and the step goes on.
 """
 
 from __future__ import annotations

@@ -86,8 +86,10 @@ class Recorder(Observer):
     def on_step(self, step: Step) -> dict[str, float]:
         """Metrics of the step, and of what was recorded since the last one."""
         self._steps += 1
+        metrics: dict[str, float] = {}
         with self._lock:
-            return self._take_metrics(step.rollout_s)
+            self._guarded(lambda: metrics.update(self._take_metrics(step.rollout_s)))
+        return metrics or {names.HISTORY_ERRORS: float(self._errors)}
 
     def save(self, folder: str) -> None:
         """A snapshot of the history, after what was started."""

@@ -238,7 +238,7 @@ def _micro_batches(config: Any, reference: bool) -> Iterator[int]:
         yield int(config.actor.ppo_micro_batch_size_per_gpu)
     for of in (config.rollout, config.ref) if reference else (config.rollout,):
         if not of.log_prob_use_dynamic_bsz:
-            yield int(of.log_prob_micro_batch_size_per_gpu)
+            yield int(of.log_prob_micro_batch_size_per_gpu or 1)  # null: a reference within the actor (LoRA)
 
 
 def _in_turn(config: Any) -> int:

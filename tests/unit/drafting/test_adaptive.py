@@ -87,11 +87,14 @@ def test_continues_the_prompts_history():
     counts = engine.follow("a", list(range(200, 400)))
     assert len(counts) < 40, "200 tokens that stood in the history took too many steps"
     drafted, accepted = map(sum, zip(*counts, strict=True))
-    assert engine.finish("a") == RequestCounts(drafted, accepted, sum(d > 0 for d, _ in counts), history_hit=True)
+    found = engine.finish("a")
+    assert (found.drafted, found.accepted, found.verify_steps) == (drafted, accepted, sum(d > 0 for d, _ in counts))
+    assert found.history_hit
+    assert (found.drafted_history, found.accepted_history) == (drafted, accepted)
     assert engine.drafter.finish("a") == RequestCounts()
 
 
-@pytest.mark.parametrize(("key", "source"), [(KEY, "sibling"), (OTHER_KEY, "other prompt")])
+@pytest.mark.parametrize(("key", "source"), [(KEY, "siblings"), (OTHER_KEY, "others")])
 def test_learns_from_what_runs_beside_it(key, source):
     engine = Engine(make())
     text = np.random.default_rng(0).integers(0, 500, 300).tolist()
@@ -99,8 +102,10 @@ def test_learns_from_what_runs_beside_it(key, source):
     assert sum(d for d, _ in engine.follow("first", text)) < 100
     engine.start("second", [1, 2], key)
     counts = engine.follow("second", text)
-    assert len(counts) < 60, f"the {source}'s text was not drafted from"
-    assert engine.finish("second").history_hit is False
+    assert len(counts) < 60, f"no drafts from {source}"
+    found = engine.finish("second")
+    assert found.history_hit is False
+    assert getattr(found, f"accepted_{source}") > 0.5 * found.accepted > 0
 
 
 def test_learns_from_its_own_text():

@@ -190,7 +190,7 @@ def test_text_leads_on_from_the_heads_tokens():
     assert found[3:4] == [4]
 
 
-def test_accepted_tokens_that_the_head_alone_named_are_counted():
+def test_draft_tokens_are_counted_by_their_source():
     head = Scripted(lambda position, latest: {0: 50, 1: 2, 2: 3}[position])
     drafter = AdaptiveDrafter(
         DraftingConfig(floor=0.01, weigh_cost=False), lambda key: None, slots=1, vocabulary=100, head=head
@@ -200,7 +200,10 @@ def test_accepted_tokens_that_the_head_alone_named_are_counted():
     one = np.ones(1, dtype=np.int64)
     draft = drafter.step(DecodeStep(["a"], 0 * one, tokens, 8 * one, [0], [0], 8 * one, 100))[0]
     drafter.step(DecodeStep(["a"], 0 * one, tokens, 12 * one, [len(draft)], [3], 8 * one, 100))
-    assert drafter.finish("a").headed == 2, "50 and 2; that 3 follows 2 is in the text"
+    counts = drafter.finish("a")
+    assert draft == [50, 2, 3, 4]
+    assert (counts.drafted_head, counts.accepted_head) == (2, 2), "50 and 2; that 3 follows 2 is in the text"
+    assert (counts.drafted_own, counts.accepted_own) == (2, 1)
 
 
 def test_rows_that_end_early_are_not_asked_again():

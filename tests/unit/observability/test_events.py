@@ -24,6 +24,7 @@ from verl_rhyme.observability.events import (
     read_stages,
     to_numpy,
 )
+from verl_rhyme.observability.metrics import SPEC_SOURCES
 
 
 def requests(count: int, **changes: object) -> dict[str, object]:
@@ -47,7 +48,7 @@ def requests(count: int, **changes: object) -> dict[str, object]:
         "verify_steps": 2,
         "history_hit": [i % 2 == 0 for i in range(count)],
         "reverified_tokens": 3,
-        "headed_tokens": 1,
+        **dict.fromkeys(SPEC_SOURCES, 1),
         "draft_errors": 0,
         "draft_seconds": 0.25,
         "head_updates": 2,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from verl_rhyme.cli import app
+from verl_rhyme.drafting.policy import SOURCES
 from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability import report, steps
 from verl_rhyme.observability.events import EventLog
@@ -116,7 +117,8 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
         "staleness_max": 0,
         "discarded_tokens": None,
         "reverified_tokens": None,
-        "headed_tokens": None,
+        "drafted_by_source": dict.fromkeys(SOURCES),
+        "accepted_by_source": dict.fromkeys(SOURCES),
         "waiting_max": None,
         "length_rank_correlation": None,
         "migrated": None,
@@ -222,14 +224,16 @@ def test_compare_is_a_ratio_of_medians_with_its_spread() -> None:
         compare(summary("x", [4]), summary("x", [2]))
 
 
-def test_what_the_draft_head_gave_is_told_where_it_gave_something() -> None:
-    epoch = {"headed_tokens": 10, "accepted_share": 0.5, "tokens": 100}
-    assert report._headed({"epochs": [{}, epoch]}) == (
-        "in its last epoch 20% of the accepted tokens came from the draft head alone"
+def test_the_report_names_the_sources_of_draft_tokens() -> None:
+    epoch = {
+        "drafted_by_source": {"history": 300, "siblings": 0, "own": 99, "others": 1, "head": None},
+        "accepted_by_source": {"history": 100, "siblings": 0, "own": 0, "others": 0, "head": 0},
+    }
+    assert report._sources({"epochs": [{}, epoch]}) == (
+        "draft tokens of the last epoch: history 75%, own 25%; accepted: history 100%"
     )
-    for lacking in ({"headed_tokens": 0}, {"headed_tokens": None}, {"accepted_share": None}, {"tokens": None}):
-        assert report._headed({"epochs": [epoch | lacking]}) is None
-    assert report._headed({"epochs": []}) is None
+    assert report._sources({"epochs": [epoch | {"accepted_by_source": dict.fromkeys(SOURCES)}]}) == ""
+    assert report._sources({"epochs": [{}]}) == report._sources({"epochs": []}) == ""
 
 
 def main(arguments: list[str]) -> int:

@@ -60,7 +60,8 @@ def columns() -> dict[str, np.ndarray]:
         "accepted_tokens": np.array([0, 5, 40, 500]),
         "verify_steps": np.array([0, 5, 10, 10]),
         "reverified_tokens": np.array([0, 3, 7, 400]),
-        "headed_tokens": np.array([0, 1, 2, 300]),
+        "drafted_own": np.array([0, 2, 3, 400]),
+        "accepted_head": np.array([0, 1, 2, 300]),
         "draft_errors": np.array([0, 2, 0, 7]),
         "draft_seconds": np.array([0.0, 0.5, 0.25, 9.0]),
         "head_updates": np.array([0, 3, 1, 50]),
@@ -81,6 +82,8 @@ def test_step_metrics() -> None:
     assert data[m.SPEC_DRAFTED] == 50
     assert data[m.SPEC_ACCEPTED] == 45
     assert data[m.SPEC_REVERIFIED] == 10
+    assert (data["rollout/spec/drafted/own"], data["rollout/spec/accepted/head"]) == (5, 3)
+    assert "rollout/spec/accepted/own" not in data
     assert data[m.SPEC_ACCEPT_RATE] == pytest.approx((0 + 0.5 + 1.0) / 3)
     assert data[m.SPEC_ACCEPT_LENGTH] == pytest.approx((0 + 2.0 + 5.0) / 3)
     assert data[m.SPEC_ERRORS] == 2
