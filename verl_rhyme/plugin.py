@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import wrapt
 
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 #: When this module of verl has been imported ... call this function of ours (without arguments).
 REGISTRATIONS: tuple[tuple[str, str], ...] = (
-    ("omegaconf", "verl_rhyme.plugin:register_interpolations"),
+    ("omegaconf", "verl_rhyme.checks.resolvers:register"),
     ("verl.plugin.platform.platform_manager", "verl_rhyme.platforms.cpu:register_platform"),
     ("verl.workers.engine.fsdp.transformer_impl", "verl_rhyme.platforms.cpu:register_fsdp_engines"),
     ("verl.workers.engine.megatron.transformer_impl", "verl_rhyme.platforms.megatron_cpu:register"),
@@ -30,8 +29,6 @@ REGISTRATIONS: tuple[tuple[str, str], ...] = (
     ("verl.trainer.ppo.v1", "verl_rhyme.trainer.registry:register"),
 )
 
-#: Functions of :mod:`.checks.interpolations`: ``${rhyme.NAME:...}`` in YAML.
-INTERPOLATIONS = ("if_separate", "preset", "quotient", "rollout_is")
 #: What could not be done in this process, one line each.
 FAILURES: list[str] = []
 
@@ -52,21 +49,6 @@ def _hook(function: str) -> Callable[[ModuleType], None]:
             _report(function)
 
     return call
-
-
-def register_interpolations() -> None:
-    """Let YAML of this process interpolate ``${rhyme.NAME:...}``; the first one that does imports the config."""
-    from omegaconf import OmegaConf
-
-    def resolver(name: str) -> Callable[..., Any]:
-        def resolve(*arguments: Any, _root_: Any) -> Any:
-            module = importlib.import_module("verl_rhyme.checks.interpolations")
-            return getattr(module, name)(*arguments, root=_root_)
-
-        return resolve
-
-    for name in INTERPOLATIONS:
-        OmegaConf.register_new_resolver(f"rhyme.{name}", resolver(name), replace=True)
 
 
 def _load() -> None:

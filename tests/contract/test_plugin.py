@@ -236,3 +236,9 @@ logging.getLogger("verl_rhyme.coordinator.coordinator").warning("sample %d is lo
 @FORKS
 def test_disabled_rhyme_launches_verls_own_server_and_our_warnings_are_heard_beside_vllm(forks):
     assert forks.python(SERVER).stderr.count("sample 7 is lost") == 1
+
+
+def test_other_hydra_programs_are_left_alone() -> None:
+    """Hydra loads the search path in every program of the environment; our patches are verl's alone."""
+    code = "import sys, hydra_plugins.verl_rhyme.search_path; sys.exit('verl_rhyme.plugin' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -11,7 +11,7 @@ from unittest import mock
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import plugin
+from verl_rhyme.checks import resolvers
 from verl_rhyme.checks.preflight.compose import compose
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def composed(*arguments: str) -> Any:
 def verl_config(preset: str, *changes: str) -> Any:
     """As much of verl's config as our checks read, with a preset; ``off`` is none. Without hydra, which takes a
     second."""
-    plugin.register_interpolations()
+    resolvers.register()
     tree = OmegaConf.create(
         {
             "actor_rollout_ref": {"rollout": {"name": "vllm", "calculate_log_probs": True}, "actor": {}},
