@@ -46,7 +46,7 @@ from verl_rhyme.config.config_tree import parse
 from verl_rhyme.config.presets import tree
 from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
 from verl_rhyme.planning.planner import plan
-from verl_rhyme.scheduling.ledger import Harvest
+from verl_rhyme.scheduling.ledger import Collected
 from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules, Unit, of_options
 from verl_rhyme.simulation import cluster_file, plan_file
 from verl_rhyme.simulation.run import Simulation
@@ -271,10 +271,10 @@ def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any
 def _scenario(arm: Arm, like: Scenario, lengths: np.ndarray) -> Scenario:
     """What runs on a slice's costs."""
     rules = arm.rules(like.rules.batch_prompts, like.rules.batch_samples // like.rules.batch_prompts)
-    streaming, limit, lot = None, None, 1
+    streaming, limit, min_starts = None, None, 1
     if arm.preset:  # as the pipeline has it in training
         fitting = _fitting(like, lengths)
-        limit, lot = int(OVERSUBSCRIPTION * fitting), max(1, fitting // 2)
+        limit, min_starts = int(OVERSUBSCRIPTION * fitting), max(1, fitting // 2)
         part = StreamingConfig().part
         streaming = Streaming(max(1, int((part or 1) * rules.batch_samples))) if arm.separate else None
     return replace(
@@ -285,7 +285,7 @@ def _scenario(arm: Arm, like: Scenario, lengths: np.ndarray) -> Scenario:
         placement=arm.rhyme.placement.policy or "least_loaded",
         drafts=DRAFTS if arm.drafts else Drafts(),
         limit=limit,
-        lot=lot,
+        min_starts=min_starts,
     )
 
 
@@ -300,8 +300,8 @@ def _fitting(scenario: Scenario, lengths: np.ndarray) -> int:
     return sum(min(cost.slots, int(cost.room / held)) for cost in scenario.replicas)
 
 
-def _run(scenario: Scenario, prompts: Sequence[Prompt], updates: int) -> tuple[list[Step], list[Harvest]]:
-    simulation, harvests = Simulation(scenario, prompts), list[Harvest]()
+def _run(scenario: Scenario, prompts: Sequence[Prompt], updates: int) -> tuple[list[Step], list[Collected]]:
+    simulation, harvests = Simulation(scenario, prompts), list[Collected]()
     take = simulation.rollout.take
 
     def noted() -> Any:
@@ -321,7 +321,7 @@ def _run(scenario: Scenario, prompts: Sequence[Prompt], updates: int) -> tuple[l
     return simulation.steps, harvests[:updates]
 
 
-def _figures(steps: list[Step], harvests: list[Harvest], parts: int) -> dict[str, Any]:
+def _figures(steps: list[Step], harvests: list[Collected], parts: int) -> dict[str, Any]:
     """Figures of updates one after another."""
     seconds = steps[-1].ended - steps[0].began
     staleness = np.concatenate([harvest.staleness for harvest in harvests])
@@ -366,7 +366,7 @@ def _floors(scenario: Scenario, at: Setting, training: int, steps: list[Step]) -
     rollout = work * at.gpus / at.tp / at.parts / len(scenario.replicas)
     trainer = scenario.training.token * (tokens + PROMPT * samples) + scenario.training.update + scenario.held
     alone = float(cost.alone(PROMPT, scenario.response_limit))
-    between = statistics.mean(step.ended - step.harvested for step in steps)
+    between = statistics.mean(step.ended - step.collected for step in steps)
     longest = rollout + (alone + between) / (scenario.rules.max_staleness + 1)
     split = max(rollout, trainer)
     return {**found, "split_s": round(split, 1), "longest_s": round(max(split, longest), 1)}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check import engines, models
-from benchmarks.gpu_check.telling import asked, tell
+from benchmarks.gpu_check.reporting import asked, report
 
 #: Tokens of two runs, whose difference is of decoding alone.
 SHORT, LONG, PROMPT = 16, 144, 128
@@ -59,7 +59,7 @@ def measure(arm: str, small: bool) -> None:
         for rows in widths:
             ms = step_ms(llm, rows, rounds)
             middle, spread = round(statistics.median(ms), 3), [round(min(ms), 3), round(max(ms), 3)]
-            tell(arm=arm, model=size, rows=rows, step_ms=middle, step_ms_range=spread)
+            report(arm=arm, model=size, rows=rows, step_ms=middle, step_ms_range=spread)
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
     if chosen.one:
         measure(chosen.one, chosen.quick)
     else:
-        engines.each("benchmarks.gpu_check.asynchronous", ARMS, tell)
+        engines.each("benchmarks.gpu_check.asynchronous", ARMS, report)
 
 
 if __name__ == "__main__":

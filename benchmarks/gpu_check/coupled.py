@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_check import engines, models
-from benchmarks.gpu_check.telling import asked, device, tell
+from benchmarks.gpu_check.reporting import asked, device, report
 
 #: Requests that are compared, their tokens.
 PROBES, LENGTH = 8, 128
@@ -70,7 +70,7 @@ def measure(small: bool, invariant: bool) -> None:
         for rows in widths:
             tokens, taken = generate(llm, rows, length)
             same = (tokens == alone).cumprod(1).sum(1)
-            tell(
+            report(
                 arm=INVARIANT if invariant else PLAIN,
                 model=size,
                 rows=rows,
@@ -90,8 +90,8 @@ def main() -> None:
     arms = dict(ARMS)
     if device().type != "cuda":
         del arms[INVARIANT]
-        tell(arm=INVARIANT, skipped="vLLM's batch-invariant kernels are for GPUs")
-    engines.each("benchmarks.gpu_check.coupled", arms, tell)
+        report(arm=INVARIANT, skipped="vLLM's batch-invariant kernels are for GPUs")
+    engines.each("benchmarks.gpu_check.coupled", arms, report)
 
 
 if __name__ == "__main__":

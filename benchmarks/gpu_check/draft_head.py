@@ -11,7 +11,7 @@ import time
 import numpy as np
 import torch
 
-from benchmarks.gpu_check.telling import VOCABULARY, device, milliseconds, quick, tell
+from benchmarks.gpu_check.reporting import VOCABULARY, device, milliseconds, quick, report
 from verl_rhyme.drafting.guesses import HEAD_BUFFER, MOST_TOKENS
 from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows
 from verl_rhyme.drafting.head_guesser import HeadGuesser
@@ -60,7 +60,7 @@ def main() -> None:
         trainer.add(torch.randn(len(said), hidden, device=at), said, -1 - np.arange(len(said)))
         update = milliseconds(lambda: trainer.update(rows, 1.0), 2 if small else 20)  # noqa: B023
         for batch in (4,) if small else (1, 64, 256):
-            tell(
+            report(
                 model=name,
                 rows=batch,
                 guesses_ms=round(guesses_ms(head, rows, batch, 2 if small else 50), 3),

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.telling import device
+from benchmarks.gpu_check.reporting import device
 
 #: For vLLM on a CPU; what is set already stays.
 _CPU = {

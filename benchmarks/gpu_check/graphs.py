@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from benchmarks.gpu_check import engines
-from benchmarks.gpu_check.telling import asked, tell
+from benchmarks.gpu_check.reporting import asked, report
 
 MODES = ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 WIDTHS, ROUNDS = (8, 64), 3
@@ -25,7 +25,7 @@ def measure(mode: str) -> None:
             runs = [rollout.once(cell_of(rows), engine, history) for _ in range(ROUNDS + 1)][1:]
             speeds = sorted(run["tokens"] / run["seconds"] for run in runs)
             steps = sorted(1e3 * (run["seconds"] - run["draft_seconds"]) / run["steps"] for run in runs)
-            tell(
+            report(
                 mode=mode,
                 rows=rows,
                 tokens_per_s=round(speeds[len(speeds) // 2], 1),
@@ -39,7 +39,7 @@ def main() -> None:
     if chosen.one:
         measure(chosen.one)
     else:
-        engines.each("benchmarks.gpu_check.graphs", {mode: {} for mode in MODES}, tell)
+        engines.each("benchmarks.gpu_check.graphs", {mode: {} for mode in MODES}, report)
 
 
 if __name__ == "__main__":

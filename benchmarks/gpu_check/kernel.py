@@ -11,7 +11,7 @@ import time
 import torch
 
 from benchmarks.gpu_check import philox
-from benchmarks.gpu_check.telling import VOCABULARY, device, quick, tell
+from benchmarks.gpu_check.reporting import VOCABULARY, device, quick, report
 from verl_rhyme.engine import draw_kernel
 
 #: Rows that float64 takes at a time.
@@ -56,7 +56,7 @@ def check(rows: int, vocabulary: int, dtype: torch.dtype, raw: bool) -> None:
         error = max(error, float((logprobs[of].double() - expected).abs().max()))
         least = given[of].gather(1, tokens[of, None])
         ranked &= bool(((given[of] >= least).sum(-1) == ranks[of]).all())
-    tell(
+    report(
         rows=rows,
         vocabulary=vocabulary,
         dtype=str(dtype).removeprefix("torch."),

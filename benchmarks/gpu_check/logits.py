@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu_check import philox
 from benchmarks.gpu_check.models import config, made
-from benchmarks.gpu_check.telling import device, quick, tell
+from benchmarks.gpu_check.reporting import device, quick, report
 
 #: Texts that are compared, and tokens before the first that is.
 TEXTS, PROMPT = 8, 32
@@ -55,7 +55,7 @@ def compare(size: str, rows: int, alone: torch.Tensor, among: torch.Tensor) -> N
         drawn += int(((a + noise).argmax(-1) == (b + noise).argmax(-1)).sum())
         peak += float(a.softmax(-1).max(-1).values.sum())
     count = texts * steps
-    tell(
+    report(
         model=size,
         rows=rows,
         positions=count,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check import engines, models
-from benchmarks.gpu_check.telling import asked, device, tell
+from benchmarks.gpu_check.reporting import asked, device, report
 
 ARMS: dict[str, dict[str, Any]] = {
     "stock": {},
@@ -75,13 +75,13 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as top:
         path = models.delta_net(Path(top) / "model", ENTRIES)
-        engines.each("benchmarks.gpu_check.recurrent", {arm: {"GPU_CHECK_FOLDER": top} for arm in ARMS}, tell)
+        engines.each("benchmarks.gpu_check.recurrent", {arm: {"GPU_CHECK_FOLDER": top} for arm in ARMS}, report)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device())
         for arm in ARMS:
             if (file := Path(top) / f"{arm}.json").exists():
                 gaps = behind(model, json.loads(file.read_text()))
                 far = int((gaps > 1).any(1).sum())
-                tell(arm=arm, rows=ROWS, tokens=TOKENS, most_behind=round(float(gaps.max()), 3), rows_over_1=far)
+                report(arm=arm, rows=ROWS, tokens=TOKENS, most_behind=round(float(gaps.max()), 3), rows_over_1=far)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from benchmarks.gpu_check import engines
-from benchmarks.gpu_check.telling import asked, device, quick, tell
+from benchmarks.gpu_check.reporting import asked, device, quick, report
 
 STOCK, V2 = "stock", "stock, V2 runner"
 #: Variables of each arm.
@@ -99,7 +99,7 @@ def measure(arm: str, small: bool) -> None:
                 if run.get("cost"):
                     told["step_cost_us"] = [round(1e6 * part, 1) for part in run["cost"]]
                 told |= run.get("head", {})  # since the start
-            tell(
+            report(
                 arm=arm,
                 rows=rows,
                 tokens_per_s=round(statistics.median(speeds), 1),
@@ -123,7 +123,7 @@ def main() -> None:
     arms = dict(ARMS)
     if device().type != "cuda":
         del arms[V2]  # vLLM's CPU platform has it not
-    engines.each("benchmarks.gpu_check.replay", arms, tell, at_once=_fit())
+    engines.each("benchmarks.gpu_check.replay", arms, report, at_once=_fit())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu_check.kernel import logits_of
-from benchmarks.gpu_check.telling import VOCABULARY, device, milliseconds, quick, tell
+from benchmarks.gpu_check.reporting import VOCABULARY, device, milliseconds, quick, report
 from verl_rhyme.engine import draw_kernel
 
 
@@ -45,7 +45,7 @@ def measure(rows: int, vocabulary: int, rounds: int) -> None:
             torch.cuda.reset_peak_memory_stats()
             call()
             memory = torch.cuda.max_memory_allocated() - before
-        tell(arm=arm, rows=rows, vocabulary=vocabulary, ms=round(taken, 4), mib=round(memory / 2**20, 1))
+        report(arm=arm, rows=rows, vocabulary=vocabulary, ms=round(taken, 4), mib=round(memory / 2**20, 1))
 
 
 def main() -> None:

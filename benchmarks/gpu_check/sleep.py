@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check import engines, models
-from benchmarks.gpu_check.telling import device, quick, tell
+from benchmarks.gpu_check.reporting import device, quick, report
 
 
 def free_gib() -> float:
@@ -51,7 +51,7 @@ def main() -> None:
         llm.wake_up(tags=["kv_cache"])
         woken = time.perf_counter()
         after = greedy(llm, rows, length)
-        tell(
+        report(
             model=size,
             same_twice_awake=before == again,
             same_after_sleep=before == after,

@@ -3,7 +3,7 @@
     python -m benchmarks.real_sizes routing [--json] [--quick] [--replicas N ...] [--arm NAME ...] [--steps N]
         [--epochs N]
 
-The real router and coordinator with all they drive (forecasts, placement, crew, reports), over real asyncio; engines
+The real router and coordinator with all they drive (forecasts, placement, pool, reports), over real asyncio; engines
 are simulated in virtual time (:mod:`benchmarks.real_sizes.routing_world`): a 32B model over four H800s each, reckoned,
 every sample a token a step, whoever its neighbours are: what siblings save is not in these seconds. Updates of 512
 prompts x 16 samples, on engines that share the actor's GPUs; responses log-normal among prompts and within each, 4,000

@@ -1,6 +1,6 @@
 """A run of many replicas, of which router and coordinator are the real ones: for :mod:`benchmarks.real_sizes.routing`.
 
-Coordinator, crew, reports, router, placement, forecasts and rules are a run's own, driven by asyncio
+Coordinator, pool, reports, router, placement, forecasts and rules are a run's own, driven by asyncio
 (:mod:`benchmarks.real_sizes.virtual`). Agent loop workers and the trainer ask of them what real ones do; engines are
 :class:`verl_rhyme.simulation.engine.Engine`, which decode in virtual time.
 """
@@ -26,7 +26,7 @@ from verl_rhyme.agent_loop.reports import Reports
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import PLACEMENTS
-from verl_rhyme.coordinator import coordinator, crew
+from verl_rhyme.coordinator import coordinator, worker_pool
 from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.placement import Move
@@ -279,7 +279,7 @@ class World:
         with contextlib.ExitStack() as stack:
             for module in (coordinator, stored_attempts):
                 stack.enter_context(mock.patch.object(module, "tq", self.queue))
-            for module in (coordinator, crew):
+            for module in (coordinator, worker_pool):
                 stack.enter_context(mock.patch.object(module, "ray", ray))
             stack.enter_context(mock.patch.object(coordinator, "keep_audible"))
             stack.enter_context(mock.patch.object(coordinator, "time", SimpleNamespace(time=self.clock.time)))
@@ -299,7 +299,7 @@ class World:
             rules=rules,
             filters=None,
             limit=slots,
-            lot=1,
+            min_starts=1,
             slots=slots,
             lost_after=60.0,
             room=room,

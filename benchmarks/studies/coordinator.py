@@ -119,7 +119,7 @@ class Trainer:
         rules = of_options(
             SchedulingConfig(), staleness, batch_prompts=batch, samples=SAMPLES, separate=self.topology.separate
         )
-        setting = Setting(rules=rules, filters=None, limit=slots, lot=1, slots=slots, lost_after=60.0)
+        setting = Setting(rules=rules, filters=None, limit=slots, min_starts=1, slots=slots, lost_after=60.0)
         coordinator.Coordinator = ProbedCoordinator  # type: ignore[misc]
         self.driver = CountedDriver(setting, self.load, lambda: [])
         self.loaded = 0

@@ -101,7 +101,7 @@ def trained_lengths(
             _, first = kept.pop(sample)
             if scheduler.interrupt(*sample, tokens, first if tokens else None) and tokens:
                 kept[sample] = tokens, first
-        updates.append(scheduler.harvest().lengths)
+        updates.append(scheduler.collect().lengths)
     return updates, drawn, engine
 
 

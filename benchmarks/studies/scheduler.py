@@ -99,7 +99,7 @@ class Run:
             for sample, began in self.running.items():
                 self.interrupt(sample, int(self.clock - began), version)
             self.running.clear()
-        self.timed("harvest", scheduler.harvest)
+        self.timed("harvest", scheduler.collect)
 
     def ended(self) -> bool:
         """The next response ends, and the reward of an earlier one comes; whether it is enough."""

@@ -156,9 +156,9 @@ class SimulatedWorker(SessionAgentLoopWorker.__ray_metadata__.modified_class):  
         await asyncio.gather(*(self._reports.send(ended) for ended in told))
         await asyncio.gather(*(self._reports.send(Ended(start.name, "finished")) for start in starts))
 
-    async def _tell(self, session: Session, status: Any) -> None:
+    async def _report(self, session: Session, status: Any) -> None:
         self.freed.append(time.time())
-        await super()._tell(session, status)
+        await super()._report(session, status)
 
     async def _run_agent_loop(
         self, sampling_params: Any, trajectory: Any, *, session_id: int, agent_name: str, trace: bool, **prompt: Any

@@ -19,8 +19,8 @@ from verl.utils import tensordict_utils as tu
 from verl_rhyme.agent_loop import agent_loop
 from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopManager, SessionAgentLoopManager
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker
-from verl_rhyme.coordinator import crew as module
-from verl_rhyme.coordinator.crew import Crew
+from verl_rhyme.coordinator import worker_pool as module
+from verl_rhyme.coordinator.worker_pool import WorkerPool
 from verl_rhyme.scheduling.attempts import Start
 
 pytestmark = [
@@ -93,17 +93,17 @@ def cluster():
 
 
 class Watched:
-    """A crew, and who was told to be lost."""
+    """A pool, and who was told to be lost."""
 
     def __init__(self, moods, patience_s=30.0):
         self.lost, self.workers = [], [Worker.remote(mood) for mood in moods]
-        self.crew = Crew(self.workers, None, patience_s, self._lost)
+        self.pool = WorkerPool(self.workers, None, patience_s, self._lost)
 
     def _lost(self, sessions, why):
         self.lost += sessions
 
     def start(self, *numbers, prompt="p"):
-        self.crew.start([Start(f"{prompt}_{number}") for number in numbers], 1)
+        self.pool.start([Start(f"{prompt}_{number}") for number in numbers], 1)
 
     async def about(self, *expected):
         """Wait until that is what the workers are about: Ray keeps no order among messages to an async actor."""
@@ -121,14 +121,14 @@ class Watched:
 
 async def test_samples_of_a_prompt_go_to_the_worker_that_is_about_least():
     watched = Watched(["well", "well"])
-    assert await watched.crew.join() == {}
+    assert await watched.pool.join() == {}
     watched.start(0, 1, 2, prompt="a")
     watched.start(0, prompt="b")
     watched.start(0, 1, prompt="c")
     await watched.about(["a_0", "a_1", "a_2"], ["b_0", "c_0", "c_1"])
-    watched.crew.abandon(["a_1", "c_0"])
+    watched.pool.abandon(["a_1", "c_0"])
     await watched.about(["a_0", "a_2"], ["b_0", "c_1"])
-    again = Crew(watched.workers, None, 30.0, watched._lost)
+    again = WorkerPool(watched.workers, None, 30.0, watched._lost)
     assert set(await again.join()) == {"a_0", "a_2", "b_0", "c_1"}
     assert again.knows("a_0")
     assert not again.knows("a_1")
@@ -137,18 +137,18 @@ async def test_samples_of_a_prompt_go_to_the_worker_that_is_about_least():
 @pytest.mark.parametrize("mood", ["dies", "hangs"])
 async def test_what_a_worker_that_is_gone_was_about_is_lost_and_others_get_the_next(mood):
     watched = Watched([mood], patience_s=1.0 if mood == "hangs" else 30.0)
-    await watched.crew.join()
+    await watched.pool.join()
     watched.start(0, 1)
     await watched.until(lambda: watched.lost)
     assert sorted(watched.lost) == ["p_0", "p_1"]
-    assert len(watched.crew) == 0, "others are wanted"
-    assert not watched.crew.knows("p_0")
+    assert len(watched.pool) == 0, "others are wanted"
+    assert not watched.pool.knows("p_0")
 
 
 async def test_a_worker_that_dies_between_two_messages_is_noticed(monkeypatch):
     monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
     watched = Watched(["well", "well"])
-    await watched.crew.join()
+    await watched.pool.join()
     watched.start(0, prompt="a")
     watched.start(0, prompt="b")
     await watched.about(["a_0"], ["b_0"])
@@ -158,25 +158,25 @@ async def test_a_worker_that_dies_between_two_messages_is_noticed(monkeypatch):
     ray.kill(first if await first.attempts.remote() == ["a_0"] else second)
     await watched.until(lambda: watched.lost)
     assert watched.lost == ["a_0"]
-    assert len(watched.crew) == 1
-    watched.crew.close()
+    assert len(watched.pool) == 1
+    watched.pool.close()
 
 
 async def test_what_a_worker_does_not_know_of_is_lost_and_the_worker_stays(monkeypatch):
     monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
     watched = Watched(["forgets"])
-    await watched.crew.join()
+    await watched.pool.join()
     watched.start(0)
     await watched.until(lambda: watched.lost)
     assert watched.lost == ["p_0"]
-    assert len(watched.crew) == 1
-    watched.crew.close()
+    assert len(watched.pool) == 1
+    watched.pool.close()
 
 
 async def test_one_that_still_starts_is_waited_for_and_one_that_cannot_is_left_out():
     watched = Watched(["cannot start", "starts late"], patience_s=1.0)
-    await watched.crew.join()
-    assert len(watched.crew) == 1
+    await watched.pool.join()
+    assert len(watched.pool) == 1
     watched.start(0)
     del watched.workers[0]
     await watched.about(["p_0"])

@@ -122,7 +122,7 @@ def test_they_work_one_after_another(checkout, trains):
             summary = json.loads(Path(summaries[-1]).read_text())
             words = dict(word.split("=", 1) for word in command.partition(" bash ")[0].split() if "=" in word)
             arm = words.get("RHYME", "histospec") + (f"-k{words['STALENESS']}" if "STALENESS" in words else "")
-            assert list(summary.get("arms", [summary["arm"]] if "arm" in summary else [])) == (
+            assert list(summary.get("runs", [summary["run"]] if "run" in summary else [])) == (
                 ["off", "histospec"] if "COMPARE=1" in command else [arm]
             )
 
@@ -144,7 +144,7 @@ def test_again_and_further(checkout, trained):
     assert again.returncode == 0
     assert "already finished: 20 of 20 steps" in again.stdout
     assert not trainings(again)
-    assert json.loads((trained / "summary.json").read_text())["arm"] == "histospec"
+    assert json.loads((trained / "summary.json").read_text())["run"] == "histospec"
     further = start(checkout, f"{FIRST} trainer.total_training_steps=24")
     assert trainings(further) == [[str(trained / "checkpoints"), 20, 24]]
     assert "resuming after step 20 of 24" in further.stdout

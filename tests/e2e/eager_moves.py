@@ -5,11 +5,11 @@ Whether one gains by it depends on how fast the machine is; that a moved one is 
 
 from collections.abc import Iterator, Mapping
 
-from verl_rhyme.coordinator import moving
+from verl_rhyme.coordinator import migrations
 from verl_rhyme.placement import Move, Progress
 from verl_rhyme.placement.histopipe import HistoPipe
 
-moving._MOVE_S = 0.2  # responses of the tiny world take a second or two
+migrations._MOVE_S = 0.2  # responses of the tiny world take a second or two
 _gaining = HistoPipe.moves
 
 

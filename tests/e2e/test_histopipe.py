@@ -38,7 +38,7 @@ def test_samples_are_placed_and_moved(tmp_path, mode):
     whole_run.finish(whole_run.start(tmp_path, *SMALL, *keep, **run), tmp_path)
     staleness = int(apart)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["arm"] == ("histopipe-finish" if apart else "histopipe-k0") + "-groups_2-tail_1"
+    assert summary["run"] == ("histopipe-finish" if apart else "histopipe-k0") + "-groups_2-tail_1"
     assert all(-1 <= epoch["length_rank_correlation"] <= 1 for epoch in summary["epochs"])
     assert summary["staleness_max"] <= staleness
     moved = sum(epoch["migrated"] for epoch in summary["epochs"])

@@ -51,7 +51,7 @@ def coupled(tmp_path_factory):
 class TestOnPolicy:
     def test_reports_what_it_cost(self, coupled):
         summary = json.loads((coupled / "summary.json").read_text())
-        assert summary["arm"] == "full-k0"
+        assert summary["run"] == "full-k0"
         assert summary["staleness_max"] == summary["staleness_mean"] == 0
         for epoch in summary["epochs"]:
             assert 1 <= epoch["waiting_max"] <= BATCH + 2, "none waits for longer than a batch of those put off takes"

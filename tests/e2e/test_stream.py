@@ -33,7 +33,7 @@ def test_batches_are_trained_in_parts(tmp_path, preset, staleness, engine):
     run["MODE"] = "separate_async"
     whole_run.finish(whole_run.start(tmp_path, *SMALL, **run), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["arm"] == preset
+    assert summary["run"] == preset
     assert summary["staleness_max"] <= staleness
     steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
     assert len(steps) == EPOCHS * PROMPTS // BATCH
@@ -65,7 +65,7 @@ def test_all_parts_work_together(tmp_path):
     placed = (f"{RHYME}.placement.policy=histopipe", *MOVES)
     whole_run.finish(whole_run.start(tmp_path, *SMALL, *placed, **run), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["arm"] == "full-k2-histopipe-groups_2-tail_1"
+    assert summary["run"] == "full-k2-histopipe-groups_2-tail_1"
     assert 1 <= summary["staleness_max"] <= 2
     assert 0.5 <= summary["staleness_mean"] <= 1.2, "about one version, with two batches in flight"
     steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]

@@ -61,8 +61,8 @@ def trained(engine, tmp_path_factory):
 def test_trains_drafts_and_reports(trained):
     run_dir, output = trained
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert set(summary) == {"arm", "epochs", "bubble_slots", "engine", "versions", "staleness_mean", "staleness_max"}
-    assert summary["arm"] == "histospec"
+    assert set(summary) == {"run", "epochs", "bubble_slots", "engine", "versions", "staleness_mean", "staleness_max"}
+    assert summary["run"] == "histospec"
     assert len(summary["epochs"]) == EPOCHS
     first, second = summary["epochs"][:2]
     assert set(first) == {

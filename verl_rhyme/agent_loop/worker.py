@@ -247,7 +247,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             raise
         except BaseException as error:  # agent loops may pack an interruption into others (ExceptionGroup)
             if session.interrupted or isinstance(error, Interrupted):
-                await self._tell(session, "interrupted")
+                await self._report(session, "interrupted")
                 return
             if not isinstance(error, Exception):
                 raise
@@ -301,7 +301,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         kwargs["session_id"] = int(session.name.rpartition("_")[2])
         # Before the reward is computed: the engine need not run on for that.
         with session.deadline.paused():
-            await self._tell(session, "generated")
+            await self._report(session, "generated")
         report = {"tokens": session.tokens, "first_version": session.first_version, "records": _records(session)}
         if outputs:
             outputs[0].extra_fields[REPORT] = report
@@ -310,7 +310,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         if self._filter_metric is not None:
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
 
-    async def _tell(self, session: Session, status: Status) -> None:
+    async def _report(self, session: Session, status: Status) -> None:
         """What the coordinator is to know, and, in TransferQueue, what the next attempt may begin with."""
         records = _records(session)
         left = {"turns": [turn.to_dict() for turn in session.left], "records": records}

@@ -3,7 +3,7 @@
 ``${rhyme.if_separate:A,B}``
     A where ``trainer.v1.trainer_mode=separate_async``, else B.
 ``${rhyme.preset:}``
-    What the run is called (:mod:`verl_rhyme.config.arms`).
+    What the run is called (:mod:`verl_rhyme.config.run_name`).
 ``${rhyme.quotient:A,B}``
     A whole number of times that B is in A.
 ``${rhyme.rollout_is:}``
@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl_rhyme.config import config_tree
-from verl_rhyme.config.arms import arm_name
+from verl_rhyme.config.run_name import run_name
 from verl_rhyme.scheduling.rules import of_config
 
 
@@ -25,7 +25,7 @@ def if_separate(separate: Any, colocated: Any, *, root: Any) -> Any:
 
 def preset(*, root: Any) -> str:
     try:
-        return arm_name(config_tree.from_verl(root))
+        return run_name(config_tree.from_verl(root))
     except ValueError:  # start-up and preflight report it
         return "invalid"
 

@@ -52,7 +52,7 @@ __all__ = [
     "PRESETS",
     "RANKERS",
     "SINGLE_ESTIMATORS",
-    "STOCK_ARM",
+    "STOCK",
     "TOPOLOGIES",
     "ConfigError",
     "DraftingConfig",
@@ -77,4 +77,4 @@ __all__ = [
 ]
 
 #: The arm of a run without rhyme.
-STOCK_ARM = "off"
+STOCK = "off"

@@ -23,9 +23,9 @@ import transfer_queue as tq
 
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN, evidence, trajectories
-from verl_rhyme.coordinator.crew import Crew
-from verl_rhyme.coordinator.leftovers import Leftovers
-from verl_rhyme.coordinator.moving import Moving
+from verl_rhyme.coordinator.worker_pool import WorkerPool
+from verl_rhyme.coordinator.cleanup import Cleanup
+from verl_rhyme.coordinator.migrations import Migrations
 from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.batches import (
@@ -55,7 +55,7 @@ _LOOK_S = 20.0
 #: Seconds between two looks at the clock while a batch settles.
 _TICK_S = 0.05
 #: How often all agent loop workers may fail to start before the run ends.
-_CREWS = 5
+_OPENINGS = 5
 #: Of an error's text, the latest.
 _ERROR_CHARS = 4000
 
@@ -69,16 +69,16 @@ class Coordinator:
         tq.init()
         gc.freeze()  # half a million imported objects, which the collector would stop all to look through
         self._openings = 0
-        self._opened: tuple[Setting, Rollout, Crew] | None = None
+        self._opened: tuple[Setting, Rollout, WorkerPool] | None = None
         self._early: list[Ended] = []
         self._dispatching = False
         self._error: Exception | None = None
         self._complained_at: float | None = None  # when it was last logged what a batch waits for
         self._lost_starts = LostStarts()
-        self._crewless = 0  # how often in a row no worker started
+        self._without_workers = 0  # how often in a row no worker started
         self._changes: set[asyncio.Future[None]] = set()
-        self._leftovers = Leftovers()
-        self._moving: Moving | None = None
+        self._cleanup = Cleanup()
+        self._migrations: Migrations | None = None
 
     # ---- the trainer's ----
 
@@ -98,21 +98,21 @@ class Coordinator:
         if self._opened is not None:
             self._opened[2].close()
             self._opened = None  # what is reported meanwhile is not that rollout's any more
-        if self._moving is not None:
-            self._moving.close()
+        if self._migrations is not None:
+            self._migrations.close()
         rollout = Rollout(setting.rules, setting.filters, before.generation)
         self._expectations = expectations = Expectations(setting.response_limit)
         if before.lengths is not None:
             expectations.load_state_dict(before.lengths)
         rollout.scheduler.version = before.version
         me = ray.get_runtime_context().current_actor
-        crew = Crew(workers, me, setting.lost_after, self._lost)
-        running = await crew.join()
+        pool = WorkerPool(workers, me, setting.lost_after, self._lost)
+        running = await pool.join()
         listing = await tq.async_kv_list() or {}
-        self._still(opening, crew)
+        self._still(opening, pool)
         if before.state is not None:
             known, prompts = await evidence(listing, set(running)), set(listing.get(PROMPTS, ()))
-            self._still(opening, crew)
+            self._still(opening, pool)
             now = before.version, before.batches_left
             handed = [prompt[:2] for prompt in before.handed]
             for uid in rollout.restore(before.state, *now, known, prompts, handed):
@@ -121,41 +121,41 @@ class Coordinator:
             rollout.expect(expectations.hand({p.uid: p.key for p in before.handed if rollout.needs_prompt(p.uid)}))
         placement = None if setting.placement is None else Placement(*setting.placement, cost=setting.cost)
         self._dispatch = Dispatch(rollout, self._lengths, placement, expectations.prompt_tokens)
-        self._moving = Moving(
+        self._migrations = Migrations(
             self._dispatch, setting.router, self._move, lambda: self._open[2].where(), lambda: self._dispatching
         )
-        await self._moving.look()
-        self._still(opening, crew)
+        await self._migrations.look()
+        self._still(opening, pool)
         self._dispatch.take_up(running)
-        self._opened, self._error = (setting, rollout, crew), None
-        self._moving.begin()
+        self._opened, self._error = (setting, rollout, pool), None
+        self._migrations.begin()
         self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
-        self._leftovers.forget()
+        self._cleanup.forget()
         self._lost_starts = LostStarts()
         self._slots = SlotAccount(setting.slots, time.time() if running else None)
         if before.serving is not None:
             self._serve(before.serving)
-        crew.abandon([name for name in running if not rollout.may_train(name)])
+        pool.abandon([name for name in running if not rollout.may_train(name)])
         if fresh:
             # Waited for: who dies before it is done is opened as fresh again.
-            await self._leftovers.clear(rollout, listing, keep=set())
+            await self._cleanup.clear(rollout, listing, keep=set())
             self._still(opening)
         early, self._early = self._early, []
         await self.ended(early)
-        self._lost([a.name for a in rollout.attempts() if not crew.knows(a.name)], "their worker died meanwhile")
+        self._lost([a.name for a in rollout.attempts() if not pool.knows(a.name)], "their worker died meanwhile")
         return self._state()
 
     async def add_workers(self, workers: list[Any]) -> None:
         """Others in the place of those that are gone."""
-        (setting, rollout, crew), opening = self._open, self._openings
-        crew.close()
-        crew = Crew(workers, ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
-        await crew.join()
-        self._still(opening, crew)
-        self._crewless = 0 if len(crew) else self._crewless + 1
-        if self._crewless == _CREWS:
-            raise RuntimeError(f"no agent loop worker starts, {_CREWS} times over:\n{crew.start_error[-_ERROR_CHARS:]}")
-        self._opened = setting, rollout, crew
+        (setting, rollout, pool), opening = self._open, self._openings
+        pool.close()
+        pool = WorkerPool(workers, ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
+        await pool.join()
+        self._still(opening, pool)
+        self._without_workers = 0 if len(pool) else self._without_workers + 1
+        if self._without_workers == _OPENINGS:
+            raise RuntimeError(f"no agent loop worker starts, {_OPENINGS} times over:\n{pool.start_error[-_ERROR_CHARS:]}")
+        self._opened = setting, rollout, pool
         self._go()
 
     async def hand(self, prompts: list[Handed]) -> None:
@@ -172,8 +172,8 @@ class Coordinator:
     async def publish(self, version: int, batches_left: int) -> Wants:
         """The engines run under the policy ``version`` from now on; so many update batches are left."""
         rollout, opening = self._open[1], self._openings
-        self._leftovers.after_batch(rollout)
-        await self._errands.look()
+        self._cleanup.after_batch(rollout)
+        await self._open_migrations.look()
         self._still(opening)
         rollout.publish(version, batches_left)
         self._slots.go(time.time())
@@ -192,20 +192,20 @@ class Coordinator:
         Returns:
             How many samples did.
         """
-        errands = self._errands
+        migrations = self._open_migrations
         self._serve(serving)
         if leaves:
-            moved = await errands.vacate(leaves)
+            moved = await migrations.vacate(leaves)
         else:
             moved = 0
-            await errands.look()
+            await migrations.look()
         self._go()
         return moved
 
     async def pause(self) -> None:
         """Start nothing until :meth:`publish`: the engines are about to get new weights."""
         if self._opened is not None:
-            self._leftovers.after_batch(self._opened[1])
+            self._cleanup.after_batch(self._opened[1])
             self._slots.hold(time.time())
         self._dispatching = False
 
@@ -221,7 +221,7 @@ class Coordinator:
             RuntimeError: The rollout cannot go on; the message says why.
         """
         rollout, clock, opening = self._open[1], asyncio.get_running_loop().time, self._openings
-        await self._errands.look()  # some may have been replaced
+        await self._open_migrations.look()  # some may have been replaced
         self._still(opening)
         began = clock()
         self._complained_at = self._complained_at or began
@@ -272,7 +272,7 @@ class Coordinator:
         taken = time.time()
         on = self._slots.take(taken, running), taken
         batch = rollout.take()
-        for sample, tokens in zip(batch.harvest.samples, batch.harvest.lengths, strict=True):
+        for sample, tokens in zip(batch.collected.samples, batch.collected.lengths, strict=True):
             self._expectations.generated(*sample, tokens)  # some were told to a coordinator before this one
         answered = self._expectations.keep(rollout.needs_prompt)
         self._dispatch.keep(rollout.needs_prompt)
@@ -280,8 +280,8 @@ class Coordinator:
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         self._still(opening)
         keys, tags = _stored(batch.attempts, listing)
-        dropped = self._leftovers.dropped(rollout, listing, set(batch.attempts))
-        self._leftovers.taken(listing, keys)
+        dropped = self._cleanup.dropped(rollout, listing, set(batch.attempts))
+        self._cleanup.taken(listing, keys)
         self._go()
         return Reply(
             keys=keys,
@@ -317,11 +317,11 @@ class Coordinator:
         if self._opened is None:
             self._early += reports
             return
-        _, rollout, crew = self._opened
+        _, rollout, pool = self._opened
         for report in reports:
             self._watch_starts(report)
             if report.status != "generated":
-                crew.ended(report.name)
+                pool.ended(report.name)
             self._dispatch.ended(report.name, report.tokens if report.status == "generated" else None)
             try:
                 told = rollout.ended(report)
@@ -334,7 +334,7 @@ class Coordinator:
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:
                 self._fail(error)
-        self._leftovers.reports(rollout.take_obsolete())
+        self._cleanup.reports(rollout.take_obsolete())
         self._go()
 
     # ---- within ----
@@ -344,43 +344,43 @@ class Coordinator:
         return {**state, "capacity": self._capacity.state, "expectations": self._expectations.under_way}
 
     @property
-    def _open(self) -> tuple[Setting, Rollout, Crew]:
+    def _open(self) -> tuple[Setting, Rollout, WorkerPool]:
         if self._opened is None:
             raise NotOpen("the coordinator was started anew")
         return self._opened
 
-    def _still(self, opening: int, crew: Crew | None = None) -> None:
+    def _still(self, opening: int, pool: WorkerPool | None = None) -> None:
         """After a wait: who asked may have lost touch, and opened it anew; then all that is here is another rollout's.
 
         Args:
             opening: Which one it was before.
-            crew: One that is nobody's yet, and would watch its workers, and tell of what they lost, for ever.
+            pool: One that is nobody's yet, and would watch its workers, and tell of what they lost, for ever.
 
         Raises:
             NotOpen: That is so.
         """
         if opening != self._openings:
-            if crew is not None:
-                crew.close()
+            if pool is not None:
+                pool.close()
             raise NotOpen("the coordinator was opened anew")
 
     @property
-    def _errands(self) -> Moving:
-        if self._opened is None or self._moving is None:
+    def _open_migrations(self) -> Migrations:
+        if self._opened is None or self._migrations is None:
             raise NotOpen("the coordinator was started anew")
-        return self._moving
+        return self._migrations
 
     def _go(self) -> None:
         """Start what may be started, end what is abandoned, and tell those who wait that something changed."""
-        setting, rollout, crew = self._open
+        setting, rollout, pool = self._open
         if self._error is None:
             try:
-                if self._dispatching and len(crew):
+                if self._dispatching and len(pool):
                     limit = self._capacity.limit
-                    lot = max(1, setting.lot * limit // setting.limit)
-                    starts = self._dispatch.fill(limit, lot)
-                    self._errands.tell_errors()
-                    crew.start(starts, rollout.scheduler.version + 1)
+                    min_starts = max(1, setting.min_starts * limit // setting.limit)
+                    starts = self._dispatch.fill(limit, min_starts)
+                    self._open_migrations.report_errors()
+                    pool.start(starts, rollout.scheduler.version + 1)
                     self._slots.handed((start.name for start in starts), time.time())
                 self._abandon()
             except Exception as error:
@@ -400,11 +400,11 @@ class Coordinator:
 
     def _abandon(self) -> None:
         """End what nobody waits for."""
-        _, rollout, crew = self._open
+        _, rollout, pool = self._open
         abandoned = rollout.take_abandoned()
         for name in abandoned:
             self._dispatch.ended(name)
-        crew.abandon(abandoned)
+        pool.abandon(abandoned)
 
     def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         return self._expectations.lengths([uid for uid, _ in samples], had)
@@ -428,8 +428,8 @@ class Coordinator:
         self._go()
 
     def _wants(self) -> Wants:
-        _, rollout, crew = self._open
-        return Wants(rollout.wanted(), not len(crew))
+        _, rollout, pool = self._open
+        return Wants(rollout.wanted(), not len(pool))
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:

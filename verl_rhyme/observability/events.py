@@ -134,20 +134,20 @@ class EventLog:
         """Log the responses of one step; as :meth:`append_requests`, with the columns of :data:`RESPONSES`."""
         self._append("responses", step, epoch, columns)
 
-    def describe(self, step: int, arm: str, **info: Any) -> None:
+    def describe(self, step: int, run: str, **info: Any) -> None:
         """Keep facts of the run that the report needs, as JSON; :func:`read_info` reads them.
 
         Args:
             step: The first step of this start of the run.
-            arm: What the run is from this step on; earlier starts keep theirs, see :func:`arms_of`.
+            run: What the run is from this step on; earlier starts keep theirs, see :func:`runs_of`.
             **info: ``engine``, ``slots`` (Q of ``metrics.bubble_ratio``), ``rollout`` (its stage); later ones replace
                 earlier ones.
         """
         before = read_info(self.folder)
-        arms = [[first, name] for first, name in arms_of(before) if first < step]
-        if not arms or arms[-1][1] != arm:
-            arms.append([step, arm])
-        self._write(INFO_FILE, json.dumps({**before, **info, "arms": arms}, indent=2).encode())
+        runs = [[first, name] for first, name in runs_of(before) if first < step]
+        if not runs or runs[-1][1] != run:
+            runs.append([step, run])
+        self._write(INFO_FILE, json.dumps({**before, **info, "runs": runs}, indent=2).encode())
 
     def _append(self, kind: str, step: int, epoch: int, columns: Mapping[str, Any], validation: bool = False) -> None:
         batch = _record_batch(_SCHEMAS[kind], {**columns, "step": step, "epoch": epoch})
@@ -227,13 +227,13 @@ def read_log(folder: str | os.PathLike[str]) -> Log:
     return Log(path, read_requests(path), read_stages(path), read_info(path))
 
 
-def arms_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """(first step, arm) of the starts of a run that changed its arm, oldest first; empty where nothing is known.
+def runs_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """(first step, run) of the starts of a run that changed its run, oldest first; empty where nothing is known.
 
     Args:
         info: Of :func:`read_info`.
     """
-    return [(step, arm) for step, arm in info.get("arms", [])]
+    return [(step, run) for step, run in info.get("runs", [])]
 
 
 def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:

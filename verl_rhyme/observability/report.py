@@ -72,7 +72,7 @@ def report(
 
 def _other_slots(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """That bubble ratios are shares of other numbers of slots; of a stock run nobody knows."""
-    slots = {summary["arm"]: summary["bubble_slots"] for summary in summaries}
+    slots = {summary["run"]: summary["bubble_slots"] for summary in summaries}
     if None in slots.values() or len(set(slots.values())) == 1:
         return []
     told = ", ".join(f"{arm} {count}" for arm, count in slots.items())
@@ -106,7 +106,7 @@ def _told_apart(runs: Sequence[Run]) -> list[str]:
             break
     for run, name in zip(runs, names, strict=True):
         run.name = f"{arm} ({name})"
-    return [f"both runs are named {arm}: here they are {first.name} and {second.name}; --arm names the first"]
+    return [f"both runs are named {arm}: here they are {first.name} and {second.name}; --name names the first"]
 
 
 def _traces(runs: Sequence[Run], out: Path, step: int | None) -> list[Path]:
@@ -140,7 +140,7 @@ def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> Path:
 def show(summary: Mapping[str, Any], console: Console) -> None:
     """Print the table per epoch, and the gain where there are two arms: RUN comes first, as in the page."""
     arms = _arms(summary)[::-1]
-    names = [str(arm["arm"]) for arm in arms]
+    names = [str(arm["run"]) for arm in arms]
     table = _table(arms, names)
     if len(names) > 1 and console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
         for letter, name in zip("AB", names, strict=True):
@@ -178,8 +178,8 @@ def _table(arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
     shares_shown = ("accepted", "history", "bubble")
     stale = any(row["staleness_max"] for arm in arms for row in arm["epochs"])
     names_shown = (*numbers_shown, *shares_shown, *(["stale\n(max)"] if stale else []))
-    for name in ("epoch", *(["arm"] if len(arms) > 1 else []), *names_shown):
-        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
+    for name in ("epoch", *(["run"] if len(arms) > 1 else []), *names_shown):
+        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
     for number in sorted({row["epoch"] for arm in arms for row in arm["epochs"]}):
         rows = [(name, row) for name, arm in zip(names, arms, strict=True) for row in arm["epochs"]]
         for at, (name, row) in enumerate((name, row) for name, row in rows if row["epoch"] == number):
@@ -189,7 +189,7 @@ def _table(arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
 
 
 def _arms(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return list(summary["arms"].values()) if "arms" in summary else [summary]
+    return list(summary["runs"].values()) if "runs" in summary else [summary]
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -215,7 +215,7 @@ def _gain(summary: Mapping[str, Any]) -> str:
         low, high = summary[f"{name}_spread"]
         return f"{summary[name]:.2f}x ({low:.2f}-{high:.2f})"
 
-    off, on = summary["arms"]
+    off, on = summary["runs"]
     if summary["rollout_speedup_warm"] is None and summary["tokens_per_s_speedup_warm"] is None:
         return f"{on} against {off}: speeds are compared from epoch {FIRST_WARM_EPOCH} on, which not both runs have"
     return (

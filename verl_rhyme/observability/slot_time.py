@@ -177,7 +177,7 @@ def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool
     last = max(float(finished.max()), float(ended.max(initial=0.0)))
     steps = _Steps.of(columns)
     if runs_on and steps:
-        windows = _between_harvests(started, steps)
+        windows = _between_batches(started, steps)
     else:
         windows = _between_trainings(started, finished, requests["step"][rows], steps)
     edges, reason = _reasons(columns, windows, steps, started, runs_on, last)
@@ -197,10 +197,10 @@ def running(started: Array, finished: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class _Steps:
-    """By step, in their order: when its batch was harvested, and when the engines had the weights."""
+    """By step, in their order: when its batch was collected, and when the engines had the weights."""
 
     numbers: Array
-    harvested: Array
+    collected: Array
     synced: Array
 
     def __len__(self) -> int:
@@ -209,22 +209,22 @@ class _Steps:
     @classmethod
     def of(cls, stages: Columns) -> _Steps:
         gen, sync, step = (stages["stage"] == name for name in (_GEN, _SYNC, _STEP))
-        numbers, harvested, synced = [], [], []
+        numbers, collected, synced = [], [], []
         for number in np.unique(stages["step"][gen]):
             mine = stages["step"] == number
             done = float(stages["ended"][mine & gen].max())
             ends = stages["ended"][mine & sync] if (mine & sync).any() else stages["ended"][mine & step]
             numbers.append(int(number))
-            harvested.append(done)
+            collected.append(done)
             synced.append(max(done, float(ends.max(initial=done))))
-        return cls(np.array(numbers), np.array(harvested), np.array(synced))
+        return cls(np.array(numbers), np.array(collected), np.array(synced))
 
 
 def _between_trainings(started: Array, finished: Array, step: Array, steps: _Steps) -> list[Window]:
     """Engines stand still from harvest to sync, so a request belongs to the rollout whose half of that time it ends in:
     clocks of nodes may differ."""
     if len(steps):
-        borders = (steps.harvested + steps.synced) / 2
+        borders = (steps.collected + steps.synced) / 2
         phase = np.searchsorted(borders, finished)
         numbers = np.append(steps.numbers, steps.numbers[-1] + 1)  # of which only the requests may have been logged
     else:
@@ -239,11 +239,11 @@ def _between_trainings(started: Array, finished: Array, step: Array, steps: _Ste
     return windows
 
 
-def _between_harvests(started: Array, steps: _Steps) -> list[Window]:
+def _between_batches(started: Array, steps: _Steps) -> list[Window]:
     ordered = np.sort(started)
-    begins = np.concatenate([ordered[:1], steps.harvested[:-1]])
+    begins = np.concatenate([ordered[:1], steps.collected[:-1]])
     windows = []
-    for number, began, ended in zip(steps.numbers, begins, steps.harvested, strict=True):
+    for number, began, ended in zip(steps.numbers, begins, steps.collected, strict=True):
         if ended > began:
             at = np.searchsorted(ordered, ended, side="right")
             last_start = float(ordered[at - 1]) if at else began
@@ -269,9 +269,9 @@ def _reasons(
     else:
         held = []
         ordered = np.sort(started)
-        for harvested, synced in zip(steps.harvested, steps.synced, strict=True):
+        for collected, synced in zip(steps.collected, steps.synced, strict=True):
             at = np.searchsorted(ordered, synced)
-            held.append((max(harvested, float(ordered[at - 1]) if at else harvested), synced, TRAINING))
+            held.append((max(collected, float(ordered[at - 1]) if at else collected), synced, TRAINING))
         strips = [*rollout, *held, *syncing]
     edges = np.unique([0.0, last, *(t for begin, end, _ in strips for t in (begin, end))])
     reason = np.full(len(edges) - 1, OTHER, dtype=np.int8)

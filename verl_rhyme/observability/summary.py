@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from verl_rhyme.config import STOCK_ARM
+from verl_rhyme.config import STOCK
 from verl_rhyme.drafting.policy import SOURCES
 
 from . import events, metrics, steps
@@ -47,7 +47,7 @@ class ReportError(ValueError):
 
 
 def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: steps.Steps) -> dict[str, Any]:
-    """``{"arm", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"}``. Staleness is
+    """``{"run", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"}``. Staleness is
     that of a trained group's oldest token, in policy versions, over all groups of the run; of a run without the
     pipeline and without an event log that of trajectories, as verl logs it. ``bubble_slots`` are those that bubble
     ratios are shares of (:func:`~verl_rhyme.observability.metrics.fillable_slots`), ``None`` where nobody told. The
@@ -68,7 +68,7 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
     logged = any(metrics.SPEC_DRAFTED in data for data in by_step.values())
     versions = _versions()
     return {
-        "arm": arm or _logged_arm(info) or _marked_arm(folder) or ("histospec" if logged else STOCK_ARM),
+        "run": arm or _logged_run(info) or _marked_run(folder) or ("histospec" if logged else STOCK),
         "epochs": [_epoch(number, rows) for number, rows in sorted(by_epoch.items())],
         **_staleness(list(by_step.values())),
         "bubble_slots": info.get("slots"),
@@ -140,7 +140,7 @@ def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
     """Two summaries side by side.
 
     Returns:
-        ``{"arms": {arm: summary}, "rollout_speedup_warm", "tokens_per_s_speedup_warm", ..._spread}``: the ratio of
+        ``{"runs": {arm: summary}, "rollout_speedup_warm", "tokens_per_s_speedup_warm", ..._spread}``: the ratio of
         the median rollout seconds per epoch, and of the median response tokens per rollout second (the arms' lengths
         differ), over the epochs from the second on that both arms have. Above 1 is faster. A spread is the least and
         the greatest ratio of the same epoch in both arms; ``None`` without such epochs.
@@ -148,12 +148,12 @@ def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ReportError: Both arms have one name.
     """
-    if off["arm"] == on["arm"]:
-        raise ReportError(f"both arms are named {on['arm']!r}; give the stock run first, or name them with --arm")
+    if off["run"] == on["run"]:
+        raise ReportError(f"both arms are named {on['arm']!r}; give the stock run first, or name them with --name")
     seconds = _paired(off, on, lambda row: row["rollout_s"])
     speed = [(after, before) for before, after in _paired(off, on, tokens_per_s)]
     return {
-        "arms": {off["arm"]: dict(off), on["arm"]: dict(on)},
+        "runs": {off["run"]: dict(off), on["run"]: dict(on)},
         **_speedup("rollout_speedup_warm", seconds),
         **_speedup("tokens_per_s_speedup_warm", speed),
     }
@@ -169,15 +169,15 @@ def _find_events(run: Path) -> Path:
     return below[0]
 
 
-def _logged_arm(info: Mapping[str, Any]) -> str:
-    arms = events.arms_of(info)
+def _logged_run(info: Mapping[str, Any]) -> str:
+    arms = events.runs_of(info)
     return ", ".join([arms[0][1], *(f"from step {step} {arm}" for step, arm in arms[1:])]) if arms else ""
 
 
-def _marked_arm(run: Path) -> str | None:
+def _marked_run(run: Path) -> str | None:
     """What the marker of the checkpoint folder says, of a run without an event log."""
     try:
-        return str(json.loads(next(run.glob(f"*/{MARKER_FILE}")).read_text())["arm"])
+        return str(json.loads(next(run.glob(f"*/{MARKER_FILE}")).read_text())["run"])
     except (StopIteration, OSError, ValueError, LookupError):
         return None
 

@@ -61,7 +61,7 @@ class Setting:
         rules: The scheduler's.
         filters: The metric by which groups are dropped whose trajectories all have one score; ``None``: none are.
         limit: Samples that the engines are given at a time.
-        lot: How many are started together at least; fewer where the engines are given fewer.
+        min_starts: How many are started together at least; fewer where the engines are given fewer.
         slots: Q of the bubble ratio.
         lost_after: Seconds without an answer after which an agent loop worker is given up.
         room: Tokens of KV cache that the samples may take together; ``None`` where nobody knows.
@@ -75,7 +75,7 @@ class Setting:
     rules: Rules
     filters: str | None
     limit: int
-    lot: int
+    min_starts: int
     slots: int
     lost_after: float
     room: int | None = None

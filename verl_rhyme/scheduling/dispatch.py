@@ -83,9 +83,9 @@ class Dispatch:
             if room and self.placement.fleet.room(name) != room:
                 self.placement.report(name, room)
 
-    def fill(self, limit: int | None = None, lot: int = 1) -> list[Start]:
+    def fill(self, limit: int | None = None, min_starts: int = 1) -> list[Start]:
         """:meth:`Rollout.fill`, with what is expected of each, and where it is to run."""
-        starts = self.rollout.fill(limit, lot)
+        starts = self.rollout.fill(limit, min_starts)
         if not starts:  # as after most events
             return starts
         chosen = self._choose([Attempt.named(start.name).sample for start in starts])

@@ -3,7 +3,7 @@
 The texts themselves lie with whoever made them; this is the ledger. A sample is pending, running, generated (its reward
 is not known yet), finished or trained, and goes from one to the next by the methods of :class:`Ledger` alone,
 which refuse what cannot be: no sample is lost, started twice or trained twice. Beside it, what a step comes to: its
-:class:`Harvest` and its :class:`StepCounts`.
+:class:`Collected` and its :class:`StepCounts`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from verl_rhyme.scheduling.tally import Tally
 
 
 @dataclass(frozen=True)
-class Harvest:
+class Collected:
     """One update batch.
 
     Attributes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_rhyme.scheduling.attempts import Attempt
-from verl_rhyme.scheduling.ledger import Harvest, StepCounts
+from verl_rhyme.scheduling.ledger import Collected, StepCounts
 
 #: A sample: uid of its prompt, number in the group.
 Name = tuple[str, int]
@@ -32,7 +32,7 @@ class Batch:
         filtered: By their common score, how many groups were dropped since the last batch.
     """
 
-    harvest: Harvest
+    collected: Collected
     attempts: list[str]
     version: int
     trained: list[Record]

@@ -118,11 +118,11 @@ class Rollout:
             found += [Attempt(p.uid, number, s.attempt) for p, number, s in self.scheduler.ledger.samples(state)]
         return found
 
-    def fill(self, limit: int | None = None, lot: int = 1) -> list[Start]:
+    def fill(self, limit: int | None = None, min_starts: int = 1) -> list[Start]:
         """Load what may be loaded of the stock, start what may be started (:meth:`Scheduler.dispatch`)."""
         self.stock_up()
         rules, starts = self.rules, []
-        started = self.scheduler.dispatch(limit, lot)
+        started = self.scheduler.dispatch(limit, min_starts)
         versions = self.scheduler.oldest_versions(uid for uid, _ in started)
         for (uid, number), version in zip(started, versions, strict=True):
             prompt = self.scheduler.ledger.prompt(uid)
@@ -251,14 +251,14 @@ class Rollout:
         return [attempt.name for attempt in attempts if attempt.sample not in empty]
 
     def take(self) -> Batch:
-        """The update batch (:meth:`Scheduler.harvest`).
+        """The update batch (:meth:`Scheduler.collect`).
 
         Raises:
             Hopeless: There is no trajectory in it.
         """
         ledger, version = self.scheduler.ledger, self.scheduler.version
         finished = {(p.uid, number): s.attempt for p, number, s in ledger.samples("finished")}
-        harvest = self.scheduler.harvest()
+        collected = self.scheduler.collect()
         for staleness in harvest.staleness:  # looked at once more before anything is trained
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
@@ -270,7 +270,7 @@ class Rollout:
             self._whole.pop(uid, None)
         counts, self.scheduler.step = self.scheduler.step, StepCounts()
         batch = Batch(
-            harvest=harvest,
+            collected=collected,
             attempts=[Attempt(*sample, finished[sample]).name for sample in stored],
             version=version,
             trained=trained,

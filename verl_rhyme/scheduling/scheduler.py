@@ -5,7 +5,7 @@ What holds at all times (:mod:`verl_rhyme.scheduling.rules` has the terms):
 - At most n update batches of prompts are in flight. They are loaded, and start, when a policy is published.
 - The oldest batch goes first, in it the prompts expected longest (:mod:`.admission`).
 - What runs at a new version continues under it; each token keeps its version and log-probability.
-- Whole groups are trained as they finish; an update batch is the first of them (:mod:`.harvest`).
+- Whole groups are trained as they finish; an update batch is the first of them (:mod:`.collection`).
 - An update waits only for what would otherwise exceed ``max_staleness``; what exceeds it all the same is regenerated.
 
 On-policy more than one batch may start as well; what an update passed by is regenerated. With ``Rules.rounds`` (tail
@@ -30,8 +30,8 @@ from itertools import islice
 from typing import Any
 
 from verl_rhyme.scheduling.admission import startable
-from verl_rhyme.scheduling.harvest import awaits, batch, promisable, suffices
-from verl_rhyme.scheduling.ledger import Harvest, Ledger, StepCounts
+from verl_rhyme.scheduling.collection import awaits, batch, promisable, suffices
+from verl_rhyme.scheduling.ledger import Collected, Ledger, StepCounts
 from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Sample, State
 
@@ -50,10 +50,10 @@ class Scheduler:
         generate(...), finish(...), drop(...) ...   until enough(); abandon(...) what is lost, fail(...) till hopeless()
         interrupt(...), finish(...) ...             once the engines were stopped, until settled()
         give_up() -> attempts not waited for
-        harvest()                                   the update batch, if ready(); else on with dispatch()
+        collect()                                   the update batch, if ready(); else on with dispatch()
 
     Where engines do not stop (``Rules.stops``), events, ``progress(...)`` and ``dispatch()`` go on at all times, also
-    between ``harvest()`` and ``begin()``, and a batch is collected once it is enough(), settled() and ready(). New
+    between ``collect()`` and ``begin()``, and a batch is collected once it is enough(), settled() and ready(). New
     weights may reach engines, and what they interrupt may report, before ``begin()`` or after.
 
     Raises:
@@ -160,15 +160,15 @@ class Scheduler:
             if tokens >= longest > self._sorted[0]:
                 self.ledger.postpone(uid)
 
-    def dispatch(self, limit: int | None = None, lot: int = 1) -> list[tuple[str, int]]:
+    def dispatch(self, limit: int | None = None, min_starts: int = 1) -> list[tuple[str, int]]:
         """Start pending samples, in the order in which the engine should take them (:mod:`.admission`).
 
         Args:
             limit: Samples that may run at a time, those included that do already; ``None``: all.
-            lot: Start none before so many may be started: each start is a message.
+            min_starts: Start none before so many may be started: each start is a message.
         """
         room = None if limit is None else limit - self.running
-        if (room is not None and room < lot) or not self.ledger.tally.samples["pending"]:
+        if (room is not None and room < min_starts) or not self.ledger.tally.samples["pending"]:
             return []
         started = list(islice(startable(self.rules, self.ledger, self._training), room))
         for uid, number in started:
@@ -297,7 +297,7 @@ class Scheduler:
     def enough(self, rewarded: bool = False) -> bool:
         """The engines may be stopped: a batch is full, or holds enough tokens, and nothing that must not wait runs.
 
-        (Where engines run on, it may be harvested as soon as it is :meth:`settled`.) Never while the policy is trained.
+        (Where engines run on, it may be collected as soon as it is :meth:`settled`.) Never while the policy is trained.
 
         Args:
             rewarded: Count only what has its reward, which may yet drop a prompt.
@@ -356,8 +356,8 @@ class Scheduler:
         """The update batch may be taken."""
         return self.enough(rewarded=True)
 
-    def harvest(self) -> Harvest:
-        """Take the update batch (:mod:`.harvest`).
+    def collect(self) -> Collected:
+        """Take the update batch (:mod:`.collection`).
 
         Raises:
             ValueError: It is not :meth:`ready`.
@@ -367,7 +367,7 @@ class Scheduler:
         taken = batch(self.rules, self.ledger, self.version, "finished", promised=self._promised)
         taken.sort(key=lambda at: at[0].samples[at[1]].tokens)
         samples = [prompt.samples[number] for prompt, number in taken]
-        harvest = Harvest(
+        collected = Collected(
             samples=[(prompt.uid, number) for prompt, number in taken],
             lengths=[sample.tokens for sample in samples],
             waited=[prompt.waited for prompt, _ in taken],

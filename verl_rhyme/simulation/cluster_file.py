@@ -177,7 +177,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         options=dict(run.placement.options),
         drafts=_drafts(config),
         limit=config.limit,
-        lot=1
+        min_starts=1
         if config.limit is None
         else max(1, (config.limit - sum(cost.slots for cost in costs)) // 2),  # training's
         forecasts=config.forecasts,  # type: ignore[arg-type]

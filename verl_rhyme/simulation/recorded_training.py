@@ -46,8 +46,8 @@ def training(run: Run) -> TrainingCost:
     tokens, update, logprobs, sync, reward, start = [], [], [], [], [], []
     for step in whole:
         stages = found[step]
-        harvested = max(stage.ended for stage in stages if stage.name == "gen")
-        if any(stage.ended < harvested for stage in stages if stage.name in TRAINING_STAGES):
+        collected = max(stage.ended for stage in stages if stage.name == "gen")
+        if any(stage.ended < collected for stage in stages if stage.name in TRAINING_STAGES):
             raise RunError(f"{run.folder}: its updates came in parts: profile a run with streaming.part=null")
         of = run.requests["trained"] & ~run.requests["validate"] & (run.requests["step"] == step)
         tokens.append(float((run.requests["prompt_tokens"] + run.requests["response_tokens"])[of].sum()))
@@ -56,8 +56,8 @@ def training(run: Run) -> TrainingCost:
             logprobs.append(_spent(stages, *_LOGPROBS) / trained)
         if np.isfinite(finished := run.requests["finished_at"][of]).any():
             last = float(np.nanmax(finished))
-            if last >= harvested - _spent(stages, "gen"):  # else the batch was there before the trainer was
-                reward.append(harvested - last)
+            if last >= collected - _spent(stages, "gen"):  # else the batch was there before the trainer was
+                reward.append(collected - last)
         if synced := [stage.ended for stage in stages if stage.name == "update_weights"]:
             sync.append(_spent(stages, "update_weights"))
             after = started[np.searchsorted(started, max(synced)) :]

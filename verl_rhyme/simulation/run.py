@@ -167,7 +167,7 @@ class Simulation:
         if self._stopped:
             return
         self._hand()
-        starts = self.dispatch.fill(self.scenario.limit, self.scenario.lot)
+        starts = self.dispatch.fill(self.scenario.limit, self.scenario.min_starts)
         if starts:
             self._start(starts)
 
@@ -338,15 +338,15 @@ class Simulation:
         bubble = self._occupancy.take()
         batch = self.rollout.take()
         self._training = True
-        self.trained, stale = batch.harvest.lengths, batch.harvest.group_staleness
-        ahead = self.cluster.now - max(self._latest.get(uid, 0.0) for uid, _ in batch.harvest.samples)
+        self.trained, stale = batch.collected.lengths, batch.collected.group_staleness
+        ahead = self.cluster.now - max(self._latest.get(uid, 0.0) for uid, _ in batch.collected.samples)
         self.expectations.keep(self.rollout.needs_prompt)
         self.dispatch.keep(self.rollout.needs_prompt)
-        tokens = sum(batch.harvest.lengths)
-        harvested, began = self.cluster.now, self._began
-        prompts = sum(self._loaded[uid].tokens for uid, _ in batch.harvest.samples)
+        tokens = sum(batch.collected.lengths)
+        collected, began = self.cluster.now, self._began
+        prompts = sum(self._loaded[uid].tokens for uid, _ in batch.collected.samples)
         seconds, parts, rest = self._trainer.update(tokens + prompts)
-        for uid in {uid for uid, _ in batch.harvest.samples}:
+        for uid in {uid for uid, _ in batch.collected.samples}:
             if uid not in scheduler.ledger:
                 del self._loaded[uid], self._open[uid], self._texts[uid]
                 self._latest.pop(uid, None)
@@ -355,7 +355,7 @@ class Simulation:
             self._began = self.cluster.now
             self.steps.append(
                 Step(
-                    *(batch.version, began, harvested, self._began, tokens, len(batch.harvest.samples)),
+                    *(batch.version, began, collected, self._began, tokens, len(batch.collected.samples)),
                     *(batch.counts.wasted_tokens, bubble, len(stale), fmean(stale), max(stale)),
                     self.expectations.measures(),
                     parts=parts,

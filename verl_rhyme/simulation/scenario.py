@@ -73,7 +73,7 @@ class Scenario:
         placement: Policy and options (:data:`~verl_rhyme.placement.POLICIES`).
         drafts: What drafting gains.
         limit: Samples that are given to the engines at a time; ``None``: all that may start.
-        lot: So many more are given at once, or none.
+        min_starts: So many more are given at once, or none.
         forecasts: What placement and order go by. ``history``: what the predictor expects; ``oracle``: the lengths
             there will be; ``none``: nothing.
         response_limit: Tokens a response can have.
@@ -88,7 +88,7 @@ class Scenario:
     options: dict[str, Any] = field(default_factory=dict)
     drafts: Drafts = field(default_factory=Drafts)
     limit: int | None = None
-    lot: int = 1
+    min_starts: int = 1
     forecasts: Literal["history", "oracle", "none"] = "history"
     response_limit: int = 1 << 20
 
@@ -134,7 +134,7 @@ class Step:
 
     Attributes:
         version: The policy that it trains.
-        began, harvested, ended: Seconds: the last update's end, the harvest, this one's end.
+        began, collected, ended: Seconds: the last update's end, the harvest, this one's end.
         tokens, samples: Trained.
         wasted: Tokens made and not to be trained.
         bubble: Bubble ratio, from the last harvest to this one with engines that run on, else of the rollout alone.
@@ -148,7 +148,7 @@ class Step:
 
     version: int
     began: float
-    harvested: float
+    collected: float
     ended: float
     tokens: int
     samples: int
@@ -183,4 +183,4 @@ class Step:
 
     @property
     def rollout(self) -> float:
-        return self.harvested - self.began
+        return self.collected - self.began

@@ -54,10 +54,10 @@ def whole(simulation: Simulation) -> dict[str, Any]:
     span = steps[-1].ended - steps[0].began
     weights = np.array([step.rollout for step in steps])
     if not simulation.scenario.rests:  # a step's ratio is of all time since the harvest before
-        weights = np.diff([steps[0].began, *(step.harvested for step in steps)])
+        weights = np.diff([steps[0].began, *(step.collected for step in steps)])
     held = simulation.scenario.held
     parts, waited = (sum(getattr(step, name) for step in steps) for name in ("in_parts", "waited"))
-    synced = sum(min(held, step.ended - step.harvested) for step in steps)
+    synced = sum(min(held, step.ended - step.collected) for step in steps)
     times = {"waiting": waited, "parts": parts, "training": span - waited - parts - synced, "weights": synced}
     return {
         "updates": len(steps),

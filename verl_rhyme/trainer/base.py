@@ -19,7 +19,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.config import config_tree
-from verl_rhyme.config.arms import arm_name
+from verl_rhyme.config.run_name import run_name
 from verl_rhyme.history.ownership import user_folder
 from verl_rhyme.history_writer.history_service import HistoryService, tokenizer_namespace
 from verl_rhyme.observability.audible import keep_audible
@@ -135,7 +135,7 @@ class RhymeTrainerMixin(PPOTrainer):
             gpus = rollout.tensor_model_parallel_size * rollout.get("pipeline_model_parallel_size", 1)
             replica = {"slots": rollout.max_num_seqs, "room": min(rooms.values(), default=0), "gpus": gpus}
             about = {"slots": self._bubble_slots, "rollout": self._rollout_stage, "replica": replica}
-            self._event_log.describe(step, arm=arm_name(self._rhyme), engine=engine, **about)
+            self._event_log.describe(step, run=run_name(self._rhyme), engine=engine, **about)
 
     # ---- replicas and their router ----
 

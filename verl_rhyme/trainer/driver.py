@@ -30,11 +30,11 @@ class Driver:
     Args:
         setting: The run's.
         load: Fetches so many prompts (or a few more) and stores their data in TransferQueue's ``PROMPTS``.
-        crew: Makes other agent loop workers when all are gone.
+        pool: Makes other agent loop workers when all are gone.
     """
 
-    def __init__(self, setting: Setting, load: Callable[[int], list[Handed]], crew: Callable[[], list[Any]]) -> None:
-        self._setting, self._load, self._crew = setting, load, crew
+    def __init__(self, setting: Setting, load: Callable[[int], list[Handed]], make_workers: Callable[[], list[Any]]) -> None:
+        self._setting, self._load, self._make_workers = setting, load, make_workers
         self._actor = coordinator.start()
         self._workers: list[Any] = []
         self._state: dict[str, Any] | None = None  # of the last batch
@@ -123,7 +123,7 @@ class Driver:
 
     def _supply(self, wants: Wants) -> None:
         if wants.workers:
-            self._workers = self._crew()
+            self._workers = self._make_workers()
             self._ask("add_workers", self._workers)
         if wants.prompts:
             prompts = self._load(wants.prompts)

@@ -217,7 +217,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             rules=self.rules,
             filters=self._filters,
             limit=limit,
-            lot=max(1, (limit - slots) // 2),  # half of what queues up at the engines
+            min_starts=max(1, (limit - slots) // 2),  # half of what queues up at the engines
             slots=self.fillable_slots,
             lost_after=self._rhyme.scheduling.lost_after,
             room=self._cache_room(),

@@ -49,11 +49,11 @@ class Ranking(Observer):
 
     def on_prompts(self, prompts: Mapping[str, Any], driver: Driver) -> None:
         """As soon as their lengths are predicted, the ranker reports them to the coordinator."""
-        self._tell("announce", {key: messages for key, messages in prompts.items() if key}, driver.coordinator)
+        self._send("announce", {key: messages for key, messages in prompts.items() if key}, driver.coordinator)
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
         """The ranker learns from the lengths of the prompts that left."""
-        self._tell("learn", reply.answered)
+        self._send("learn", reply.answered)
 
     def on_step(self, step: Step) -> dict[str, float]:
         """How often it was trained, and what failed, as far as that is known."""
@@ -81,7 +81,7 @@ class Ranking(Observer):
     def close(self) -> None:
         ray.kill(self._actor)
 
-    def _tell(self, method: str, what: Mapping[str, Any], *arguments: Any) -> None:
+    def _send(self, method: str, what: Mapping[str, Any], *arguments: Any) -> None:
         self._look()
         if not what:
             return

@@ -83,7 +83,7 @@ class Reserve(Observer):
     def observe(self) -> None:
         """A step ended."""
         if len(self._servers.get_replicas()) != self._told:  # one died, or serves that had to be started
-            self._tell()
+            self._report()
 
     def act(self, advice: int, version: int) -> dict[str, float]:
         """Carry it out; the actor has the weights of the policy ``version``, which is published.
@@ -105,7 +105,7 @@ class Reserve(Observer):
             replica = self._spares.wake(version)
             if replica is None:  # none rests: one is being started, or there is no place
                 return told
-            self._tell()
+            self._report()
         elif advice < 0 and len(serving) > self._least:
             replica = serving[-1]
             told[names.STREAM_MOVED] = float(self._rest(replica))
@@ -122,8 +122,8 @@ class Reserve(Observer):
     # ---- within ----
 
     def _rest(self, replica: Any) -> int:
-        return self._spares.rest(replica, lambda address: self._tell(address))
+        return self._spares.rest(replica, lambda address: self._report(address))
 
-    def _tell(self, leaves: str = "") -> int:
+    def _report(self, leaves: str = "") -> int:
         self._told = len(self._servers.get_replicas())
         return self._driver.serve(Serving(self._told / self._launched, self._slots()), leaves)

@@ -352,7 +352,7 @@ def claim(root: Path = SHARED_MEMORY, heir_of: str | None = None) -> Folder:
         while (held := lock(_lock_of(folder), create=True)) is None:
             time.sleep(0.001)  # who looks for left-overs has it for a moment: it is not signed, and stays
         Owner.here("").sign(held)  # and it is held until this process ends
-        _remove_leftovers(root)
+        _remove_remains(root)
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise WeightsError(
@@ -391,7 +391,7 @@ def _dead(folder: Path) -> int | None:
     return held
 
 
-def _remove_leftovers(root: Path) -> None:
+def _remove_remains(root: Path) -> None:
     for folder in left_behind(root):
         try:
             if is_ours(folder):

@@ -94,7 +94,7 @@ class Relay:
         self._forget(version)
         self._remove(version)
         self._gone.discard(version)
-        await self._tell()
+        await self._notify()
         for delivery in self._deliveries.values():
             delivery.forget(version)
 
@@ -124,7 +124,7 @@ class Relay:
         parts = self._folder.parts(version)
         self._here[version], self._told[version] = set(all_chunks(parts)), parts
         self._wanted[version] = identity(parts)
-        await self._tell()
+        await self._notify()
         return self._wanted[version]
 
     async def revive(self, version: int, wanted: str) -> bool:
@@ -184,7 +184,7 @@ class Relay:
                 self._folder.remove(other)
         self._forget(version)
         self._gone.discard(version)
-        await self._tell()
+        await self._notify()
         if await self.revive(version, wanted):
             return
         receiver: Receiver | None = None
@@ -205,7 +205,7 @@ class Relay:
                     self._told.pop(version, None)
                     self._here.pop(version, None)  # what came stays in the folder, and is not sent again
                     self._gone.add(version)
-                    await self._tell()
+                    await self._notify()
                     raise
                 logger.warning("weights %d are fetched from another node: %s", version, last_line(error))
 
@@ -215,11 +215,11 @@ class Relay:
         if here:
             logger.warning("weights %d: the transfer goes on, %d chunks are here", version, len(here))
         self._here[version], self._told[version] = here, parts
-        await self._tell()
+        await self._notify()
 
         async def kept(chunk: Chunk) -> None:
             self._here[version].add(chunk)
-            await self._tell()
+            await self._notify()
 
         return Receiver(self._folder, version, transfer, kept, self._patience)
 
@@ -292,7 +292,7 @@ class Relay:
                 delivery.forget(version)
         self._wanted[version] = wanted
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 

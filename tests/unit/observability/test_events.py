@@ -18,7 +18,7 @@ from verl_rhyme.observability.events import (
     REQUESTS,
     STAGES,
     EventLog,
-    arms_of,
+    runs_of,
     read_info,
     read_requests,
     read_stages,
@@ -251,15 +251,15 @@ def test_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         log = EventLog(tmp_path / "file" / "events")
         log.append_requests(1, 0, requests(3))
-        log.describe(1, arm="histospec")
+        log.describe(1, run="histospec")
     assert len(caplog.records) == 1
     assert log.lost_rows == 3
 
 
 def test_description_is_kept_and_extended(tmp_path: Path) -> None:
-    EventLog(tmp_path).describe(1, arm="histospec", slots=32)
-    EventLog(tmp_path).describe(1, arm="histospec", engine="vllm 0.24.0")
-    assert read_info(tmp_path) == {"arms": [[1, "histospec"]], "slots": 32, "engine": "vllm 0.24.0"}
+    EventLog(tmp_path).describe(1, run="histospec", slots=32)
+    EventLog(tmp_path).describe(1, run="histospec", engine="vllm 0.24.0")
+    assert read_info(tmp_path) == {"runs": [[1, "histospec"]], "slots": 32, "engine": "vllm 0.24.0"}
     (tmp_path / "run.json").write_text("{broken")
     assert read_info(tmp_path) == {}
 
@@ -285,11 +285,11 @@ def test_each_start_keeps_its_arm_but_for_steps_that_were_overtaken(tmp_path: Pa
         (11, "coupled"),
         (17, "histospec"),
     ):
-        EventLog(tmp_path).describe(step, arm=arm)
-    assert arms_of(read_info(tmp_path)) == [(1, "histospec"), (9, "coupled"), (17, "histospec")]
-    EventLog(tmp_path).describe(1, arm="undrafted")  # from the beginning
-    assert arms_of(read_info(tmp_path)) == [(1, "undrafted")]
-    assert arms_of({}) == []
+        EventLog(tmp_path).describe(step, run=arm)
+    assert runs_of(read_info(tmp_path)) == [(1, "histospec"), (9, "coupled"), (17, "histospec")]
+    EventLog(tmp_path).describe(1, run="undrafted")  # from the beginning
+    assert runs_of(read_info(tmp_path)) == [(1, "undrafted")]
+    assert runs_of({}) == []
 
 
 def test_equal_texts_are_one_object_and_null_is_none(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def write_run(folder: Path, arm: str, speed: float = 1.0, steps: int = 6, predic
         tokens = np.minimum(rng.lognormal(4.5, 0.6, PER_STEP).astype(int) + 1, 400)
         started = now + rng.random(PER_STEP)
         finished = started + tokens / (20 * speed)
-        harvest = float(finished.max()) + 0.1
+        collected = float(finished.max()) + 0.1
         columns: dict[str, Any] = {
             "uid": [str(k // 4) for k in range(PER_STEP)],
             "prompt_key": [bytes(15) + bytes([k // 4]) for k in range(PER_STEP)],

@@ -54,7 +54,7 @@ def on(tmp_path: Path) -> Path:
     ]
     write_metrics(tmp_path / "on" / "metrics.jsonl", rows)
     log = EventLog(tmp_path / "on" / "checkpoints" / "events")
-    log.describe(1, arm="histospec", slots=4, engine="vllm test")
+    log.describe(1, run="histospec", slots=4, engine="vllm test")
     for step in range(1, 9):
         write_events(log, step, warm=step > 2)
         gen = {"stage": ["gen"], "started_at": [10.0 * step], "duration_s": [4.0 if step <= 2 else 2.0]}
@@ -86,18 +86,18 @@ def write_events(log: EventLog, step: int, warm: bool, validate: bool = False) -
 
 def test_without_an_event_log_the_folders_marker_names_the_arm(off: Path) -> None:
     (off / "checkpoints").mkdir()
-    (off / "checkpoints" / "run.json").write_text('{"arm": "sorted-partial", "mode": "rhyme_sorted"}')
-    assert read(off).summary["arm"] == "sorted-partial"
+    (off / "checkpoints" / "run.json").write_text('{"run": "sorted-partial", "mode": "rhyme_sorted"}')
+    assert read(off).summary["run"] == "sorted-partial"
     (off / "checkpoints" / "run.json").write_text("half a fi")
-    assert read(off).summary["arm"] == "off"
+    assert read(off).summary["run"] == "off"
 
 
 def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
     summary = read(off).summary
     assert set(summary) == {
-        *("arm", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"),
+        *("run", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"),
     }
-    assert summary["arm"] == "off"
+    assert summary["run"] == "off"
     assert summary["versions"]["numpy"] == np.__version__
     assert [row["epoch"] for row in summary["epochs"]] == [1, 2, 3, 4]
     first = summary["epochs"][0]
@@ -127,7 +127,7 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
 
 def test_events_complete_the_metrics(on: Path) -> None:
     summary = read(on).summary
-    assert (summary["arm"], summary["engine"]) == ("histospec", "vllm test")
+    assert (summary["run"], summary["engine"]) == ("histospec", "vllm test")
     cold, warm = summary["epochs"][:2]
     assert (cold["accept_length"], cold["accept_rate"], cold["history_hit_rate"]) == (1.0, 0.0, 0.0)
     assert (warm["accept_length"], warm["accept_rate"], warm["history_hit_rate"]) == (2.5, 0.6, 1.0)
@@ -138,10 +138,10 @@ def test_events_complete_the_metrics(on: Path) -> None:
 
 def test_a_run_resumed_as_another_arm_names_both(on: Path) -> None:
     log = EventLog(on / "checkpoints" / "events")
-    log.describe(3, arm="histospec")
-    assert read(on).summary["arm"] == "histospec"
-    log.describe(5, arm="histospec-undrafted")
-    assert read(on).summary["arm"] == "histospec, from step 5 histospec-undrafted"
+    log.describe(3, run="histospec")
+    assert read(on).summary["run"] == "histospec"
+    log.describe(5, run="histospec-undrafted")
+    assert read(on).summary["run"] == "histospec, from step 5 histospec-undrafted"
 
 
 def test_no_bubble_without_the_useful_tokens_beside_it(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_unknown_is_null_not_a_guess(tmp_path: Path) -> None:
 
 def test_compare_takes_warm_epochs_only(off: Path, on: Path) -> None:
     result = compare(read(off).summary, read(on).summary)
-    assert list(result["arms"]) == ["off", "histospec"]
+    assert list(result["runs"]) == ["off", "histospec"]
     assert result["rollout_speedup_warm"] == 2.0
     assert result["rollout_speedup_warm_spread"] == [2.0, 2.0]
     assert result["tokens_per_s_speedup_warm"] == 2.5
@@ -212,7 +212,7 @@ def test_stock_engines_that_run_on_generate_all_through_a_step(off: Path) -> Non
 def test_compare_is_a_ratio_of_medians_with_its_spread() -> None:
     def summary(arm: str, seconds: list[float]) -> dict[str, Any]:
         rows = [{"epoch": at, "rollout_s": s, "tokens": 100} for at, s in enumerate(seconds, 1)]
-        return {"arm": arm, "epochs": rows}
+        return {"run": arm, "epochs": rows}
 
     result = compare(summary("off", [99, 4, 6, 10]), summary("x", [1, 2, 4, 2]))
     assert result["rollout_speedup_warm"] == 6 / 2
@@ -244,12 +244,12 @@ def main(arguments: list[str]) -> int:
 
 
 def test_command_writes_and_names_its_files(on: Path) -> None:
-    command = [sys.executable, "-m", "verl_rhyme.cli", "report", str(on), "--arm", "mine"]
+    command = [sys.executable, "-m", "verl_rhyme.cli", "report", str(on), "--name", "mine"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     named = [on / name for name in ("summary.json", "report.html")]
     assert done.stdout.splitlines()[-2:] == [str(path) for path in named]
-    assert json.loads((on / "summary.json").read_text())["arm"] == "mine"
+    assert json.loads((on / "summary.json").read_text())["run"] == "mine"
     assert "2.50" in done.stdout
     assert "60%" in done.stdout
     assert "<h1>mine</h1>" in (on / "report.html").read_text()
@@ -259,7 +259,7 @@ def test_command_compares(off: Path, on: Path, capfd, tmp_path: Path) -> None:
     assert main([str(on), str(off), "--out", str(tmp_path / "both")]) == 0
     shown = capfd.readouterr().out
     result = json.loads((tmp_path / "both" / "summary.json").read_text())
-    assert list(result["arms"]) == ["off", "histospec"]
+    assert list(result["runs"]) == ["off", "histospec"]
     assert result["rollout_speedup_warm"] == 2.0
     assert "rollout speed 2.00x (2.00-2.00)" in " ".join(shown.split())
     assert [line.split()[:2] for line in shown.splitlines() if line.split()[:1] == ["1"]] == [["1", "histospec"]]
@@ -283,7 +283,7 @@ def test_the_logged_ratio_goes_before_the_event_logs(on: Path) -> None:
 
 def test_the_table_of_two_with_long_names_fits_into_80_columns(off: Path, on: Path, capfd, tmp_path: Path) -> None:
     name = "sorted-partial-rolling-loaded-longest (a folder [of] mine)"
-    assert main([str(on), str(off), "--out", str(tmp_path), "--arm", name]) == 0
+    assert main([str(on), str(off), "--out", str(tmp_path), "--name", name]) == 0
     table = capfd.readouterr().out.partition("against")[0].splitlines()
     assert f"A  {name}" in table
     assert max(map(len, table)) <= 80
@@ -319,7 +319,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(on: Path, capfd, tmp_p
     status, lines = told(capfd, on, tmp_path / "again")
     assert (status, len(lines)) == (0, 1)
     assert "both runs are named histospec: here they are histospec (on) and histospec (again)" in lines[0]
-    assert list(json.loads((on / "summary.json").read_text())["arms"]) == ["histospec (again)", "histospec (on)"]
+    assert list(json.loads((on / "summary.json").read_text())["runs"]) == ["histospec (again)", "histospec (on)"]
     status, lines = told(capfd, on, on)
     assert (status, len(lines)) == (1, 1)
     assert "are one run" in lines[0]

@@ -140,8 +140,8 @@ def mortal(kind):
                 assert self.scheduler.loadable() == dead.loadable()
                 assert self.scheduler.enough() >= dead.enough()  # what runs may be older than is known
 
-        def harvest(self):
-            super().harvest()
+        def collect(self):
+            super().collect()
             self.save()
 
     return Mortal

@@ -254,7 +254,7 @@ def test_a_sample_without_a_trajectory_is_absent_from_its_group_as_in_verl():
     assert made.scheduler.enough()
     batch = made.take()
     assert batch.attempts == ["a_0", "a_2"]
-    assert len(batch.harvest.samples) == 3
+    assert len(batch.collected.samples) == 3
     assert batch.failed == 0
     made = rollout(filters=True, prompts=[("a", 3)])
     tell(made, generated("a_0"), Ended("a_1", "generated"), generated("a_2"))

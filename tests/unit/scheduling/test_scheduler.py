@@ -40,7 +40,7 @@ def test_of_finished_groups_the_first_loaded_are_trained_sorted_by_length():
     built = scheduler()
     finish(built, "p2", 9, 11)
     finish(built, "p0", 30, 20)
-    batch = built.harvest()
+    batch = built.collect()
     assert batch.samples == [("p0", 1), ("p0", 0)]
     assert batch.lengths == [20, 30]
 
@@ -50,7 +50,7 @@ def test_surplus_is_stale_on_policy_and_else_kept(bound, stale):
     built = scheduler(max_staleness=bound)
     finish(built, "p0", 30, 30)
     finish(built, "p2", 9, 9)
-    built.harvest()
+    built.collect()
     assert built.begin(1) == stale
     assert built.step.wasted_tokens == 9 * len(stale)
     assert built.ready() == (not stale)
@@ -59,7 +59,7 @@ def test_surplus_is_stale_on_policy_and_else_kept(bound, stale):
 def test_a_dropped_prompt_wastes_what_might_have_been_trained_and_nothing_twice():
     built = scheduler(unit="trajectory")
     finish(built, "p1", 5, 6)
-    assert built.harvest().lengths == [5, 6]
+    assert built.collect().lengths == [5, 6]
     built.interrupt("p0", 0, 100, 0), built.interrupt("p0", 1, 30, 0)
     assert built.step.wasted_tokens == 130
     built.begin(1)
@@ -75,7 +75,7 @@ def test_a_trained_sample_of_a_prompt_that_fails_later_is_not_wasted():
     built = scheduler(unit="trajectory")
     built.generate("p0", 0, 500, 0), built.finish("p0", 0)
     built.generate("p1", 0, 600, 0), built.finish("p1", 0)
-    assert built.harvest().lengths == [500, 600]
+    assert built.collect().lengths == [500, 600]
     built.fail("p0")
     assert built.step.wasted_tokens == 0
 
@@ -155,7 +155,7 @@ def test_where_single_trajectories_are_trained_from_prompts_that_fail_it_goes_on
     for number in range(0, 3 * FAILURES, 2):
         finish(built, f"p{number}", 5)
         finish(built, f"p{number + 1}", 5)
-        built.harvest()
+        built.collect()
         built.begin(0)
         built.fail(f"p{number}")
         built.fail(f"p{number + 1}")
@@ -166,7 +166,7 @@ def test_where_single_trajectories_are_trained_from_prompts_that_fail_it_goes_on
 def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
     built = scheduler()
     finish(built, "p0", 5, 5)
-    built.harvest()
+    built.collect()
     built.interrupt("p1", 0, 0, None)
     built.interrupt("p1", 1, 20, 0)
     built.interrupt("p2", 0, 30, 0)
@@ -181,7 +181,7 @@ def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
     [
         (lambda c: finish(c, "p0", 5) or c.finish("p0", 0), "cannot become finished: it is finished"),
         (lambda c: c.load("p0", 2), "p0 is loaded already"),
-        (lambda c: c.harvest(), "ask ready"),
+        (lambda c: c.collect(), "ask ready"),
         (lambda c: c.ledger.start("p0", 0), "cannot become running: it is running"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_full_batch_does_not_wait_for_rewards_of_others():
         built.generate("p1", number, 9, 0)
         built.interrupt("p2", number, 3, 0)
     assert built.settled(0.0)
-    assert built.harvest().samples == [("p0", 0), ("p0", 1)]
+    assert built.collect().samples == [("p0", 0), ("p0", 1)]
 
 
 def test_an_earlier_response_is_not_passed_by_because_its_reward_is_slow():
@@ -242,7 +242,7 @@ def test_an_earlier_response_is_not_passed_by_because_its_reward_is_slow():
     built.finish("p0", 0)
     built.finish("p0", 1)
     assert built.settled(0.0)
-    assert built.harvest().samples == [("p0", 0), ("p0", 1)]
+    assert built.collect().samples == [("p0", 0), ("p0", 1)]
 
 
 def test_an_attempt_that_may_still_ask_the_engines_is_waited_for_though_the_batch_is_full():
@@ -270,7 +270,7 @@ def test_a_response_whose_reward_comes_after_the_update_is_regenerated_on_policy
     built = scheduler(max_staleness=bound)
     finish(built, "p0", 5, 5)
     built.generate("p1", 0, 7, 0)
-    built.harvest()
+    built.collect()
     assert built.begin(1) == ([("p1", 0)] if bound == 0 else [])
     assert built.ledger.prompt("p1").samples[0].state == state
 
@@ -278,7 +278,7 @@ def test_a_response_whose_reward_comes_after_the_update_is_regenerated_on_policy
 def test_a_response_without_tokens_is_the_current_policys():
     built = scheduler()
     finish(built, "p0", 0, 0, version=None)
-    batch = built.harvest()
+    batch = built.collect()
     assert batch.lengths == [0, 0]
     assert batch.staleness == [0, 0]
 
@@ -291,7 +291,7 @@ def test_no_prompt_begins_between_a_batch_and_its_policy_unless_they_start_early
         built = scheduler(max_staleness=2, in_flight=2, refill="always", start_early=early, **SEPARATE)
         built.interrupt("p1", 0, 3, 0)
         finish(built, "p0", 5, 5)
-        built.harvest()
+        built.collect()
         load(built)
         assert built.dispatch() == [("p1", 0)] + [("p2", 0), ("p2", 1)] * early, "what has begun goes on"
         built.begin(1)
@@ -312,7 +312,7 @@ def test_no_more_is_started_than_the_updates_within_the_bound_can_train():
     built = scheduler(max_staleness=1, **FINISHING)
     assert running(built) == ["p0", "p1"]
     finish(built, "p1", 3, 3)
-    assert built.harvest().samples == [("p1", 0), ("p1", 1)]
+    assert built.collect().samples == [("p1", 0), ("p1", 1)]
     assert built.dispatch() == []  # p0 fills the one update that may train what the old policy says
     built.begin(1)
     assert built.dispatch() == [("p2", 0), ("p2", 1)]
@@ -322,17 +322,17 @@ def test_what_the_next_batches_could_not_all_take_is_waited_for_before():
     """Two of three old prompts are left and each fits into one of the two batches that may train them."""
     built = scheduler(max_staleness=2, **{**FINISHING, "in_flight": 4})
     finish(built, "p1", 3, 3)
-    built.harvest()
+    built.collect()
     built.begin(1)
     assert built.dispatch() == [("p3", 0), ("p3", 1)]
     finish(built, "p3", 1, 1, version=1)
     assert not built.enough(), "p0 and p2 would be left for one batch"
     finish(built, "p2", 9, 9)
-    assert built.harvest().samples == [("p2", 0), ("p2", 1)]
+    assert built.collect().samples == [("p2", 0), ("p2", 1)]
     built.begin(2)
     assert not built.enough()
     finish(built, "p0", 9, 9)
-    assert built.harvest().staleness == [2, 2]
+    assert built.collect().staleness == [2, 2]
     assert built.begin(3) == []
 
 
@@ -341,7 +341,7 @@ def test_what_is_promised_leaves_room_for_single_trajectories_that_are_due():
     built = scheduler(2, **{**SEPARATE, "max_staleness": 1, "in_flight": 2, "refill": "always", "unit": "trajectory"})
     finish(built, "p2", 3, 3)
     finish(built, "p3", 3, 3)
-    built.harvest()
+    built.collect()
     built.begin(1)
     built.generate("p0", 0, 3, 0)
     built.finish("p0", 0)
@@ -355,7 +355,7 @@ def test_what_is_promised_leaves_room_for_single_trajectories_that_are_due():
     assert built.promise(["p0", "p4"]) == ["p0"]
     built.generate("p1", 0, 9, 0)
     built.finish("p1", 0)
-    assert {("p0", 0), ("p0", 1), ("p1", 0)} <= set(built.harvest().samples)
+    assert {("p0", 0), ("p0", 1), ("p1", 0)} <= set(built.collect().samples)
 
 
 def test_where_more_is_due_than_a_batch_holds_the_rest_is_not_waited_for():
@@ -368,12 +368,12 @@ def test_where_more_is_due_than_a_batch_holds_the_rest_is_not_waited_for():
 def test_a_request_that_only_queued_is_as_young_as_its_first_token():
     built = scheduler(max_staleness=1, **FINISHING)
     finish(built, "p1", 3, 3)
-    built.harvest()
+    built.collect()
     built.begin(1)
     built.dispatch()
     finish(built, "p2", 3, 3, version=1)
     assert all(built.progress("p0", number, None) for number in range(2))
-    assert built.harvest().samples == [("p2", 0), ("p2", 1)]
+    assert built.collect().samples == [("p2", 0), ("p2", 1)]
     assert built.begin(2) == []
 
 
@@ -405,7 +405,7 @@ def test_a_replica_may_answer_with_a_version_as_old_as_the_bound_allows():
     built = scheduler(max_staleness=1, take="loaded", in_flight=None, refill="always", **SEPARATE)
     assert built.oldest_versions(["p0", "p1"]) == [0, 0]  # p1 is trained by version 1 at the earliest
     finish(built, "p0", 3, 3)
-    built.harvest()
+    built.collect()
     assert built.oldest_versions(["p1"]) == [0]
     built.load("p2", 2)
     assert built.oldest_versions(["p1", "p2"]) == [0, 1], "p2 is trained by version 2, which is not there yet"
@@ -430,14 +430,14 @@ def test_a_batch_waits_for_the_rewards_of_the_first_but_for_nothing_that_runs():
     assert not built.settled(0.0)
     assert built.settled(30.0)
     assert built.give_up() == []
-    assert built.harvest().samples == [("p1", 0), ("p1", 1)]
+    assert built.collect().samples == [("p1", 0), ("p1", 1)]
 
 
 @pytest.mark.parametrize("bound", [0, 1])
 def test_no_batch_is_taken_before_the_policy_is_new(bound):
     built = scheduler(max_staleness=bound, separate=True)
     finish(built, "p0", 5, 5)
-    built.harvest()
+    built.collect()
     finish(built, "p1", 5, 5)
     assert not built.enough()
     assert not built.ready()
@@ -483,7 +483,7 @@ def test_what_an_update_passed_by_waits_for_a_round_in_which_nothing_else_runs()
         for uid in finished:
             built.generate(uid, 0, 5, version)
             built.finish(uid, 0)
-        built.harvest()
+        built.collect()
         for uid in started - set(finished):
             built.interrupt(uid, 0, 3, version)
         return started

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from worlds import SAMPLES, Separate, World
 
 from verl_rhyme.scheduling.admission import startable
-from verl_rhyme.scheduling.harvest import awaits, suffices
+from verl_rhyme.scheduling.collection import awaits, suffices
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY
 from verl_rhyme.scheduling.scheduler import Scheduler
@@ -119,8 +119,8 @@ def checked(kind):
             super().event()
             check(self.scheduler)
 
-        def harvest(self):
-            super().harvest()
+        def collect(self):
+            super().collect()
             check(self.scheduler)
             restored = Scheduler(self.rules)
             restored.load_state_dict(json.loads(json.dumps(self.scheduler.state_dict())))
@@ -165,7 +165,7 @@ def lines_of_an_event(samples, **rules):
         scheduler.enough()
         scheduler.finish(*started[-1])
         scheduler.enough(rewarded=True)
-        assert scheduler.dispatch(samples // 2, lot=2) == []
+        assert scheduler.dispatch(samples // 2, min_starts=2) == []
     finally:
         sys.settrace(before)
     return lines

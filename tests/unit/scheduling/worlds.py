@@ -32,9 +32,9 @@ class World:
 
     def run(self):
         while self.left and (self.scheduler.loadable() or len(self.scheduler.ledger)):
-            self.until_harvest()
+            self.until_collected()
 
-    def until_harvest(self):
+    def until_collected(self):
         while True:
             self.fill()
             scheduler = self.scheduler
@@ -42,7 +42,7 @@ class World:
             if scheduler.enough() and scheduler.settled(self.random.choice([0.0, 30.0])):
                 assert scheduler.give_up() == []
                 if scheduler.ready():
-                    return self.harvest()
+                    return self.collect()
             self.event()
 
     def fill(self):
@@ -131,9 +131,9 @@ class World:
             if sample in place:
                 place.remove(sample)
 
-    def harvest(self):
+    def collect(self):
         self.left -= 1
-        batch = self.scheduler.harvest()
+        batch = self.scheduler.collect()
         self.staleness += batch.staleness
         assert batch.samples
         assert batch.lengths == sorted(batch.lengths) == [len(self.text[sample]) for sample in batch.samples]
@@ -199,8 +199,8 @@ class Separate(World):
         if sample in self.cut:
             self.cut.remove(sample)
 
-    def harvest(self):
-        super().harvest()
+    def collect(self):
+        super().collect()
         self.cut = [sample for sample in self.cut if sample[0] not in self.dropped]
 
 
@@ -221,7 +221,7 @@ class Stopping:
         self.attempts = set()
         self.kept = {}  # tokens of an earlier attempt that this one began with
         self.limit = self.random.choice([None, 1, 2, 7])
-        self.lot = self.random.randint(1, self.limit or 1)
+        self.min_starts = self.random.randint(1, self.limit or 1)
 
     def step(self, batches_left=None):
         scheduler = self.scheduler
@@ -250,7 +250,7 @@ class Stopping:
                 break
             rewarded = True
             self.fill()  # a reward failed, or is long in coming: on with it
-        batch = scheduler.harvest()
+        batch = scheduler.collect()
         self.check(batch)
         self.version += 1
         return batch
@@ -270,9 +270,9 @@ class Stopping:
         rewarded = copy.deepcopy(scheduler)
         for sample in late:
             rewarded.finish(*sample)
-        batch = rewarded.harvest().samples if rewarded.ready() else []
+        batch = rewarded.collect().samples if rewarded.ready() else []
         if settled:
-            assert batch == (copy.deepcopy(scheduler).harvest().samples if scheduler.ready() else [])
+            assert batch == (copy.deepcopy(scheduler).collect().samples if scheduler.ready() else [])
         elif scheduler.ready():
             assert set(late) & set(batch), "waits for the reward of a sample that is not of the batch"
         else:
@@ -288,9 +288,9 @@ class Stopping:
                 if self.random.random() < 0.9:
                     self.scheduler.expect(f"p{self.loads}", self.random.randint(1, LONGEST))
                 self.loads += 1
-        started = self.scheduler.dispatch(self.limit, self.lot)
+        started = self.scheduler.dispatch(self.limit, self.min_starts)
         left = any(not prompt.put_off for prompt, _, _ in self.scheduler.ledger.samples("pending"))
-        assert not started or len(started) >= self.lot or not left, "a message for less than a lot"
+        assert not started or len(started) >= self.min_starts or not left, "a message for less than a min_starts"
         for sample in started:
             if not self.rules.continues or not self.text.get(sample):
                 self.text[sample] = []

@@ -65,7 +65,7 @@ def write(folder: Path, steps: list[Step], segments: list[tuple[str, Segment]], 
         columns = {"stage": list(stages), "started_at": [START + began for began, _ in stages.values()]}
         log.append_stages(step.version + 1, epoch, {**columns, "duration_s": [s for _, s in stages.values()]})
     replica = {"slots": 8, "room": 4096, "gpus": 2}
-    log.describe(1, arm="histospec", engine="virtual", slots=16, rollout="gen", replica=replica)
+    log.describe(1, run="histospec", engine="virtual", slots=16, rollout="gen", replica=replica)
 
 
 @pytest.fixture(scope="module")

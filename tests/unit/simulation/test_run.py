@@ -67,7 +67,7 @@ def test_every_sample_is_trained_once(mode, room):
     made = sum(engine.made for engine in simulation.cluster.engines.values())
     assert made == pytest.approx(sum(step.tokens + step.wasted for step in steps), rel=0.01)
     for before, after in itertools.pairwise(steps):
-        assert before.began <= before.harvested < before.ended == after.began
+        assert before.began <= before.collected < before.ended == after.began
     assert all(0 <= step.bubble <= 1 for step in steps)
     for replica in simulation.cluster.engines:  # nobody is in two slots, or more than there are
         own = sorted((s.began, s.ended) for name, s in segments if name == replica)

@@ -57,7 +57,7 @@ def test_every_token_is_trained_once_and_none_too_late(prompts, staleness, strea
         assert sum(part.tokens for part in step.parts) + step.rest == step.tokens + 32 * 20
         assert all(part.samples >= min(streaming.samples, 32) and part.samples % 4 == 0 for part in step.parts)
         assert 0 <= step.early <= 1
-        borders = [step.began, *(at for part in step.parts for at in part[:2]), step.harvested, step.ended]
+        borders = [step.began, *(at for part in step.parts for at in part[:2]), step.collected, step.ended]
         assert borders == sorted(borders), "the trainer does one thing at a time, parts before the batch is taken"
         assert step.waited >= -1e-9
 
@@ -93,7 +93,7 @@ def test_a_part_and_the_rest_in_closed_form():
     cost = ReplicaCost(StepCost(base=0.01), slots=1)
     rules = stream(0, batch_prompts=2, batch_samples=2)
     prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300))]
-    for token, update, through, harvested, ended in (
+    for token, update, through, collected, ended in (
         (1e-2, True, 1 + 0.5 + 1.1, 3.0, 3.0 + 3.1 + 2.0),
         (1e-2, False, 1 + 0.5 + 1.1 / 4, 3.0, 3.0 + 3.1 + 3 / 4 * 1.1 + 2.0),
         (1e-1, True, 1 + 0.5 + 11, 12.5, 12.5 + 31 + 2.0),  # it is longer at the part than the batch takes
@@ -104,8 +104,8 @@ def test_a_part_and_the_rest_in_closed_form():
         [part] = step.parts
         assert part[:3] == (pytest.approx(1.0), pytest.approx(through), 1)
         assert (part.tokens, step.rest, step.early) == (110, 310, 0.5)
-        assert (step.harvested, step.ended) == (pytest.approx(harvested), pytest.approx(ended))
-        assert step.waited == pytest.approx(harvested - (through - 1.0))
+        assert (step.collected, step.ended) == (pytest.approx(collected), pytest.approx(ended))
+        assert step.waited == pytest.approx(collected - (through - 1.0))
         assert step.bubble == pytest.approx(1 - 400 / 600), "of the rollout, not of the wait for the part"
 
 

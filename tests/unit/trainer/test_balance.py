@@ -7,7 +7,7 @@ from verl_rhyme.observability.batches import batch_metrics
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
 from verl_rhyme.planning.elastic import Limits
 from verl_rhyme.processes.messages import Reply, Setting
-from verl_rhyme.scheduling.ledger import Harvest, StepCounts
+from verl_rhyme.scheduling.ledger import Collected, StepCounts
 from verl_rhyme.scheduling.remembered import Batch
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import balance as module
@@ -19,7 +19,7 @@ RULES = Rules(8, 64, max_staleness=1, separate=True)
 
 def setting():
     cost = ReplicaCost(StepCost(base=1e-3, row=1e-3), slots=64)
-    return Setting(rules=RULES, filters=None, limit=128, lot=1, slots=128, lost_after=60.0, cost=cost)
+    return Setting(rules=RULES, filters=None, limit=128, min_starts=1, slots=128, lost_after=60.0, cost=cost)
 
 
 def reply(ahead, tokens=400):
@@ -69,7 +69,7 @@ def test_without_overlap_nothing_is_told_and_errors_stop_nothing():
 def test_how_long_a_batch_was_whole_before_it_was_taken():
     record = {"policy_version_end": 0, "response_tokens": 5, "started_at": 100.0, "finished_at": 110.0}
     later = {**record, "finished_at": 114.0}
-    harvest = Harvest(samples=[("a", 0)], lengths=[5], waited=[0], staleness=[0])
+    collected = Collected(samples=[("a", 0)], lengths=[5], waited=[0], staleness=[0])
     batch = Batch(harvest, ["a_0"], 0, [record, later], [], [], StepCounts(), 0, 0, {})
     assert batch_metrics(batch, 4, 0.5, taken=120.0)[names.STREAM_AHEAD] == 6.0
     assert batch_metrics(batch, 4, 0.5, taken=113.0)[names.STREAM_AHEAD] == 0.0  # clocks of two machines

@@ -83,7 +83,7 @@ class Run:
                 rollout.ended(Ended(attempt.name, "generated", self.random.randint(1, 40), version))
             else:
                 rollout.ended(Ended(attempt.name, "finished"))
-        self.trained += rollout.take().harvest.samples
+        self.trained += rollout.take().collected.samples
         self.step += 1
 
 

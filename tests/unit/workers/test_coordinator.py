@@ -1,6 +1,6 @@
 """Exactly once: whatever dies, each prompt's samples are trained once in a lineage of weights, or told as dropped.
 
-Coordinator, crew, driver, agent loop workers, sessions and client are the real ones (:mod:`training_world`). Each
+Coordinator, pool, driver, agent loop workers, sessions and client are the real ones (:mod:`training_world`). Each
 schedule is a short run of its own, of rules, data and deaths that its seed says; a failure names the seed.
 """
 

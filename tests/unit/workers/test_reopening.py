@@ -10,7 +10,7 @@ from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.processes.messages import Before, NotOpen
 
 
-class Crew:
+class WorkerPool:
     """While it waits for its workers the coordinator is opened anew."""
 
     made: ClassVar[list] = []
@@ -36,8 +36,8 @@ def opened(monkeypatch):
     monkeypatch.setattr(
         coordinator, "ray", SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(current_actor=None))
     )
-    monkeypatch.setattr(coordinator, "Crew", Crew)
-    monkeypatch.setattr(Crew, "made", [])
+    monkeypatch.setattr(coordinator, "WorkerPool", WorkerPool)
+    monkeypatch.setattr(WorkerPool, "made", [])
     for name in ("Rollout", "Expectations"):
         monkeypatch.setattr(coordinator, name, lambda *_: SimpleNamespace(scheduler=SimpleNamespace()))
     return Coordinator()
@@ -46,11 +46,11 @@ def opened(monkeypatch):
 SETTING = SimpleNamespace(rules=None, filters=None, response_limit=1, lost_after=1.0)
 
 
-async def test_the_crew_of_an_opening_that_came_too_late_watches_nobody(opened):
+async def test_the_pool_of_an_opening_that_came_too_late_watches_nobody(opened):
     with pytest.raises(NotOpen):
         await opened.open(SETTING, [opened], Before(None, [], 0, 1, 1, None, None), False)
-    [crew] = Crew.made
-    assert crew.closed
+    [pool] = WorkerPool.made
+    assert pool.closed
     assert opened._opened is None
 
 
@@ -59,8 +59,8 @@ async def test_nor_do_workers_that_came_too_late(opened):
     opened._opened = SETTING, None, before
     with pytest.raises(NotOpen):
         await opened.add_workers([opened])
-    [crew] = Crew.made
-    assert crew.closed
+    [pool] = WorkerPool.made
+    assert pool.closed
     assert opened._opened[2] is before
 
 
@@ -82,8 +82,8 @@ async def test_what_is_asked_of_a_rollout_changes_nothing_of_the_one_opened_sinc
         give_up=lambda: done.append("taken"),
     )
     opened._opened = SETTING, rollout, None
-    opened._moving = SimpleNamespace(look=look)
-    opened._leftovers = SimpleNamespace(after_batch=lambda _: None)
+    opened._migrations = SimpleNamespace(look=look)
+    opened._cleanup = SimpleNamespace(after_batch=lambda _: None)
     with pytest.raises(NotOpen):
         await getattr(opened, question[0])(*question[1:])
     assert (done, opened._dispatching) == ([], False)

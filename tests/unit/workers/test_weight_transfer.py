@@ -345,7 +345,7 @@ class TestReceiver:
             await fetched(far, 1, BadLink(near, other), LONG)
         assert far.versions() == [0]
 
-    async def test_leftovers_of_another_version_of_that_number_are_not_taken_for_it(self, tmp_path):
+    async def test_cleanup_of_another_version_of_that_number_are_not_taken_for_it(self, tmp_path):
         near, far = store(tmp_path / "near", 1, some_files(1)), store(tmp_path / "far", 0, [b"0"])
         long = [b"x" * 30 * CHUNK, some_files(1)[1], b"third"]
         left = parts_of(long)

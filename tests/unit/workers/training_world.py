@@ -1,4 +1,4 @@
-"""A run in a make-believe cluster: the real coordinator, crew, driver, agent loop workers, sessions and client.
+"""A run in a make-believe cluster: the real coordinator, pool, driver, agent loop workers, sessions and client.
 
 Engines, rewards and the training itself are made up. Things die at random; what is trained is checked as it is.
 """
@@ -26,7 +26,7 @@ from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, current
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import ElasticConfig
-from verl_rhyme.coordinator import coordinator, crew, replica_start, replicas
+from verl_rhyme.coordinator import coordinator, worker_pool, replica_start, replicas
 from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.coordinator.replicas import Spares
 from verl_rhyme.engine.gate import Gate
@@ -776,7 +776,7 @@ def install(world, monkeypatch):
         monkeypatch.setattr(module, "tq", SimpleNamespace(async_kv_batch_get=tensors))
     monkeypatch.setattr(reports, "list_of_dict_to_tensordict", lambda rows: rows)
     monkeypatch.setattr(worker_module._AgentLoopWorker, "_agent_loop_postprocess", store)
-    for module in (coordinator, crew, driver_module):
+    for module in (coordinator, worker_pool, driver_module):
         monkeypatch.setattr(module, "ray", ray)
     for module in (replicas, replica_start, manager):
         monkeypatch.setattr(module, "ray", ray)

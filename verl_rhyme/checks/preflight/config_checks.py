@@ -16,7 +16,7 @@ from verl_rhyme.checks.preflight import compose
 from verl_rhyme.checks.preflight.architecture import Architecture
 from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
 from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, config_tree, training_order
-from verl_rhyme.config.arms import arm_name
+from verl_rhyme.config.run_name import run_name
 from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.weights import BACKEND as RELAY
 
@@ -52,7 +52,7 @@ def rhyme(config: Any) -> Iterator[Check]:
 
 
 def _what(tree: RhymeConfig, config: Any) -> str:
-    rules, name = of_config(config, tree), arm_name(tree)
+    rules, name = of_config(config, tree), run_name(tree)
     if rules is not None:
         name += " on separate engines" if rules.separate else " on colocated engines"
     told = [name, f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}"]

@@ -21,7 +21,7 @@ from omegaconf import ListConfig, OmegaConf
 
 from verl_rhyme.checks.doctor import FAIL, OK, Check
 from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig, config_tree
-from verl_rhyme.config.arms import arm_name
+from verl_rhyme.config.run_name import run_name
 from verl_rhyme.observability import steps
 from verl_rhyme.observability.progress import LOGGER_VARIABLE
 
@@ -53,7 +53,7 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
     """
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     rhyme = config_tree.from_verl(config)
-    run = {"arm": arm_name(rhyme, switches=False), "mode": _mode(rhyme, config)}
+    run = {"run": run_name(rhyme, switches=False), "mode": _mode(rhyme, config)}
     run["engine"] = str(actor.strategy)
     if run["engine"].startswith("fsdp"):  # one file a rank
         run["training GPUs"] = str(int(trainer.nnodes) * int(trainer.n_gpus_per_node))
@@ -77,7 +77,7 @@ def name(config: Any, notes: Mapping[str, str] | None = None) -> str:
     rhyme = config_tree.from_verl(config)
     model = Path(str(config.actor_rollout_ref.model.path)).name
     engine = str(config.actor_rollout_ref.actor.strategy).removesuffix("2")  # of FSDP there is one engine in V1
-    parts = [arm_name(rhyme), model, engine, _mode(rhyme, config)]
+    parts = [run_name(rhyme), model, engine, _mode(rhyme, config)]
     parts += [f"{value}_{what}" for what, value in (notes or {}).items()]
     return re.sub(r"[^A-Za-z0-9._@%+-]+", "_", "-".join(parts))  # of a path that hydra reads without quotes
 

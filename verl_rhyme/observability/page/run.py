@@ -44,11 +44,11 @@ class Run:
     @property
     def name(self) -> str:
         """Its arm, or what tells it apart from another of the same."""
-        return str(self.summary["arm"])
+        return str(self.summary["run"])
 
     @name.setter
     def name(self, name: str) -> None:
-        self.summary["arm"] = name
+        self.summary["run"] = name
 
     @property
     def epochs(self) -> Sequence[Mapping[str, Any]]:

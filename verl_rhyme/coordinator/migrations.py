@@ -1,4 +1,4 @@
-"""Which replicas serve, and which samples are better off on another one: the coordinator's errands for its dispatch."""
+"""Which replicas serve, and which samples are better off on another one: the coordinator's migrations for its dispatch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOVE_S = 2.0
 _ANSWER_S = 20.0
 
 
-class Moving:
+class Migrations:
     """One for an opened coordinator.
 
     Args:
-        dispatch: Whose errands these are.
+        dispatch: Whose migrations these are.
         router: A ``PlacementRouter``; ``None``: verl's, which does not say who serves.
         moves: Orders moves, by attempts' names.
         where: At which replicas attempts run, by their names; empty where that is not known.
@@ -94,7 +94,7 @@ class Moving:
         await self.look()
         return len(moved)
 
-    def tell_errors(self) -> None:
+    def report_errors(self) -> None:
         """A plan that failed is told, once: samples start all the same."""
         placement = self._dispatch.placement
         if placement is not None and placement.errors and not self._warned:

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_rhyme.config import PRESETS, config_tree, presets
-from verl_rhyme.config.arms import arm_name
+from verl_rhyme.config.run_name import run_name
 
 
 def rhyme(preset, **changes):
@@ -13,7 +13,7 @@ def rhyme(preset, **changes):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_called_after_itself(preset):
     tree = None if preset == "off" else rhyme(preset)
-    assert (arm_name(tree), arm_name(tree, switches=False)) == (preset, preset)
+    assert (run_name(tree), run_name(tree, switches=False)) == (preset, preset)
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_a_preset_is_called_after_itself(preset):
 )
 def test_what_differs_is_in_the_name(preset, changes, name, run):
     tree = rhyme(preset, **changes)
-    assert (arm_name(tree), arm_name(tree, switches=False)) == (name, run)
+    assert (run_name(tree), run_name(tree, switches=False)) == (name, run)

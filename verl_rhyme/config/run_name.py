@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from verl_rhyme.config import PIPELINES, STOCK_ARM, RhymeConfig, config_tree, presets
+from verl_rhyme.config import PIPELINES, STOCK, RhymeConfig, config_tree, presets
 
 #: Sections that change which samples an update trains, or where they are made.
 _SCHEDULE = ("max_staleness", "scheduling", "streaming", "placement")
@@ -17,7 +17,7 @@ _SWITCHES = ("drafting", "sampling", "lengths")
 _PATIENCE = ("scheduling.tool_timeout", "scheduling.lost_after")
 
 
-def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
+def run_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
     """What a run is called in its folder's name and marker, in loggers, event log and reports.
 
     The preset whose schedule is the nearest, then what differs from it: ``full-k2-no_policy-no_drafting``. Where
@@ -28,7 +28,7 @@ def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
         switches: Tell also what changes no sample's distribution and may be switched from one start to the next.
     """
     if rhyme is None:
-        return STOCK_ARM
+        return STOCK
     has = dict(_leaves(rhyme.to_dict()))
     near = PIPELINES if rhyme.pipeline else ("histospec",)
     usual = {name: dict(_leaves(_preset(name).to_dict())) for name in near}

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _ROLL_CALL_S = 10.0
 
 
-class Crew:
+class WorkerPool:
     """Sends starts to the workers, and finds what got lost with them.
 
     A worker that died, or does not answer, is given up: killed, for one that only hangs must not come back with what
@@ -138,7 +138,7 @@ class Crew:
         except (RayActorError, asyncio.TimeoutError) as error:  # in Python 3.10 not the builtin
             self._give_up(worker, error)
         except Exception as error:
-            self._tell_lost([start.name for start in starts], f"a worker could not start them: {error}")
+            self._report_lost([start.name for start in starts], f"a worker could not start them: {error}")
         finally:
             self._unsure.difference_update(start.name for start in starts)
 
@@ -153,7 +153,7 @@ class Crew:
                 return
             missing = (asked - set(found)) & self._about.get(worker, set())
             if missing:
-                self._tell_lost(sorted(missing), "the worker that was to start them does not know them")
+                self._report_lost(sorted(missing), "the worker that was to start them does not know them")
 
     def _give_up(self, worker: Any, error: BaseException) -> None:
         about = self._about.pop(worker, None)
@@ -162,9 +162,9 @@ class Crew:
         why = first_line(error) if str(error) else f"no answer for {self._patience_s:.0f} s"
         logger.warning("an agent loop worker is given up, its samples start again elsewhere: %s", why)
         ray.kill(worker)
-        self._tell_lost(sorted(about), "their agent loop worker is gone")
+        self._report_lost(sorted(about), "their agent loop worker is gone")
 
-    def _tell_lost(self, names: list[str], why: str) -> None:
+    def _report_lost(self, names: list[str], why: str) -> None:
         for name in names:
             self.ended(name)
         self._lost(names, why)

@@ -15,7 +15,7 @@ import torch
 VOCABULARY = 152_064
 
 
-def tell(**figures: Any) -> None:
+def report(**figures: Any) -> None:
     """A row, at once."""
     print(json.dumps(figures), flush=True)
 

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 
-from verl_rhyme.coordinator import moving as module
-from verl_rhyme.coordinator.moving import Moving
+from verl_rhyme.coordinator import migrations as module
+from verl_rhyme.coordinator.migrations import Migrations
 from verl_rhyme.placement import Move
 
 
@@ -36,7 +36,7 @@ class _Dispatch:
 
 def _look(moves):
     dispatch, ordered = _Dispatch(moves), []
-    moving = Moving(dispatch, None, ordered.append, dict, lambda: True)
+    moving = Migrations(dispatch, None, ordered.append, dict, lambda: True)
     moving._servers = {"a": _Server(7), "b": _Server(RuntimeError("dead"))}
     asyncio.run(moving._move({"a": ["0_0_1", "0_1_1"], "b": ["1_0_1"], "gone": ["2_0_1"]}))
     assert dispatch.told == {"0_0_1": 7, "0_1_1": 7}, "who is dead or gone says nothing"
@@ -44,7 +44,7 @@ def _look(moves):
 
 
 def test_a_look_is_one_line_and_each_move_one_for_who_asks(caplog):
-    caplog.set_level(logging.DEBUG, "verl_rhyme.coordinator.moving")
+    caplog.set_level(logging.DEBUG, "verl_rhyme.coordinator.migrations")
     _look([Move("0_0_1", "c", "saves 3 s of 9 s"), Move("0_1_1", "d", "saves 2 s of 6 s")])
     info = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert info == ["2 samples go on at another replica; the first, 0_0_1 at c: saves 3 s of 9 s"]
@@ -65,7 +65,7 @@ def _vacate(looks):
             raise found
         return found
 
-    moving = Moving(dispatch, None, ordered.extend, where, lambda: True)
+    moving = Migrations(dispatch, None, ordered.extend, where, lambda: True)
     return asyncio.run(moving.vacate("a")), [move[:2] for move in ordered]
 
 

@@ -1,7 +1,7 @@
 import asyncio
 
-from verl_rhyme.coordinator import crew as crews
-from verl_rhyme.coordinator.crew import Crew
+from verl_rhyme.coordinator import worker_pool as pools
+from verl_rhyme.coordinator.worker_pool import WorkerPool
 from verl_rhyme.scheduling.attempts import Start
 
 
@@ -29,28 +29,28 @@ class Worker:
 
 
 def _lost(worker, forget=False):
-    """What a crew tells as lost of two attempts, over several roll calls."""
+    """What a pool tells as lost of two attempts, over several roll calls."""
     found = []
 
     async def drive():
-        crew = Crew([worker], None, 5.0, lambda sessions, why: found.extend(sessions))
-        await crew.join()
-        crew.start([Start("a_0"), Start("a_1")], 1)
+        pool = WorkerPool([worker], None, 5.0, lambda sessions, why: found.extend(sessions))
+        await pool.join()
+        pool.start([Start("a_0"), Start("a_1")], 1)
         await asyncio.sleep(0.1)
         if forget:
             worker.about.remove("a_1")
         await asyncio.sleep(0.1)
-        crew.close()
+        pool.close()
 
     asyncio.run(drive())
     return found
 
 
 def test_a_question_that_overtakes_a_start_loses_nothing(monkeypatch):
-    monkeypatch.setattr(crews, "_ROLL_CALL_S", 0.01)
+    monkeypatch.setattr(pools, "_ROLL_CALL_S", 0.01)
     assert _lost(Worker(slow_s=0.08)) == []
 
 
 def test_what_a_worker_got_and_does_not_know_is_lost(monkeypatch):
-    monkeypatch.setattr(crews, "_ROLL_CALL_S", 0.01)
+    monkeypatch.setattr(pools, "_ROLL_CALL_S", 0.01)
     assert _lost(Worker(slow_s=0.0), forget=True) == ["a_1"]

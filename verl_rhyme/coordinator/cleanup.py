@@ -23,7 +23,7 @@ class Needs(Protocol):
     def needs_turns(self, name: str) -> bool: ...
 
 
-class Leftovers:
+class Cleanup:
     """Takes them out of the queue, one lot after another, beside whatever else is done."""
 
     def __init__(self) -> None:
