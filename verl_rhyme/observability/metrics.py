@@ -32,7 +32,7 @@ VERL_STALENESS_MAX = "training/off_policy/trajectory_staleness_worst/max"
 SPEC_ACCEPT_RATE = "rollout/spec_accept_rate"
 SPEC_ACCEPT_LENGTH = "rollout/spec_accept_length"
 
-# Ours.
+# Names of verl-rhyme.
 BUBBLE_RATIO = "rollout/bubble_ratio"
 USEFUL_TOKENS_PER_S = "rollout/useful_tokens_per_s"
 REQUESTS = "rollout/requests"

@@ -128,15 +128,15 @@ def session_processes(session: int) -> list[int]:
         except OSError:
             return []
         return [-session]
-    found = []
+    members = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError):
                 # pid (name) state ppid pgrp session ...; the name may contain ")"
                 fields = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()
                 if int(fields[3]) == session and fields[0] not in "ZX":
-                    found.append(int(entry))
-    return found
+                    members.append(int(entry))
+    return members
 
 
 def _is_resource_tracker(pid: int) -> bool:

@@ -45,7 +45,7 @@ def test_bubble_ratio_of_known_cases() -> None:
     ("started", "finished", "slots", "message"),
     [([0], [1], 0, "at least 1"), ([0], [1, 2], 1, "shape"), ([3], [1], 1, "end before they start")],
 )
-def test_bubble_ratio_checks_its_arguments(started: list[float], finished: list[float], slots: int, message: str) -> None:
+def test_bubble_ratio_checks_arguments(started: list[float], finished: list[float], slots: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         m.bubble_ratio(started, finished, slots)
 

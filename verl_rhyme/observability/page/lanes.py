@@ -105,7 +105,7 @@ def detail(
     begin: float,
     end: float,
     title: str,
-    about: Callable[[int], tuple[str, bool]],
+    describe: Callable[[int], tuple[str, bool]],
     origin: float = 0.0,
 ) -> tuple[str, int]:
     """Draw each request as a bar in its slot, as far as space permits; return the SVG and the number of replicas shown.
@@ -115,7 +115,7 @@ def detail(
         begin: First second shown.
         end: Last second shown.
         title: Title for screen readers.
-        about: Function from a row of the event log to its description and whether it was trained.
+        describe: Function from a row of the event log to its description and whether it was trained.
         origin: Zero of the time axis.
     """
     requests = measured.requests
@@ -148,7 +148,7 @@ def detail(
         high = row * bars.lanes
         for at, slot, until in zip(bars.rows.tolist(), bars.lane.tolist(), bars.ends.tolist(), strict=True):
             started, finished = max(begin, requests["started"][at]), min(end, until)
-            description, trained = about(int(requests["row"][at]))
+            description, trained = describe(int(requests["row"][at]))
             width = max(0.0, finished - started - apart)
             place = f'x="{started:.6g}" y="{svg.number(top + row * slot)}" width="{width:.4g}"'
             faint = "" if trained else ' class="lost"'

@@ -114,14 +114,15 @@ def match(first: list[Point], second: list[Point], first_warm_epoch: int) -> Mat
             if point.epoch >= first_warm_epoch:
                 mine.setdefault(math.floor(math.log(point.length, WIDTH)), []).append(point.speed)
         binned.append(mine)
-    ours, theirs = binned
+    first_bins, second_bins = binned
     bins = [
-        Bin(WIDTH**k, WIDTH ** (k + 1), len(ours[k]), len(theirs[k]), median(ours[k]), median(theirs[k]))
-        for k in sorted(ours.keys() & theirs.keys())
+        Bin(WIDTH**k, WIDTH ** (k + 1), len(one), len(other), median(one), median(other))
+        for k in sorted(first_bins.keys() & second_bins.keys())
+        for one, other in [(first_bins[k], second_bins[k])]
     ]
     alone = (
-        sum(len(speeds) for k, speeds in ours.items() if k not in theirs),
-        sum(len(speeds) for k, speeds in theirs.items() if k not in ours),
+        sum(len(speeds) for k, speeds in first_bins.items() if k not in second_bins),
+        sum(len(speeds) for k, speeds in second_bins.items() if k not in first_bins),
     )
     weights = [min(b.first, b.second) for b in bins]
     ratio = None

@@ -174,7 +174,7 @@ def _chosen(windows: Sequence[Window], step: int | None) -> Window | None:
 def _described(run: Run) -> Callable[[int], tuple[str, bool]]:
     columns = run.requests
 
-    def about(row: int) -> tuple[str, bool]:
+    def describe(row: int) -> tuple[str, bool]:
         key = columns["prompt_key"][row]
         prompt = key.hex()[:8] if isinstance(key, bytes) else "?"
         predicted = f" ({run.predicted[row]:.0f} predicted)" if run.predicted[row] > 0 else ""
@@ -184,7 +184,7 @@ def _described(run: Run) -> Callable[[int], tuple[str, bool]]:
         text = f"{name}: {columns['response_tokens'][row]} tokens{predicted}, {seconds:.2f} s"
         return f"{text}, {columns['stop_reason'][row]}{why}", bool(columns["trained"][row])
 
-    return about
+    return describe
 
 
 def lengths(runs: Sequence[Run]) -> Iterator[str]:
