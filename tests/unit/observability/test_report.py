@@ -358,7 +358,7 @@ def test_a_run_without_events_lacks_only_its_lanes(off: Path, capfd) -> None:
 
 def test_a_missing_step_is_reported(on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(on), "--step", "99", "--out", str(tmp_path)]) == 0
-    assert "no rollout of step 99 was logged; steps 1 to 8 are available" in " ".join(capsys.readouterr().err.split())
+    assert "no rollout of step 99 was logged; steps 1 to 9 are available" in " ".join(capsys.readouterr().err.split())
     assert main([str(on), "--out", str(tmp_path)]) == 0
     assert "no rollout of step" not in capsys.readouterr().err
 
