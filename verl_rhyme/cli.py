@@ -1,4 +1,4 @@
-"""The command line: ``verl-rhyme COMMAND``. One function is one command."""
+"""Command line ``verl-rhyme COMMAND``, with one function per command."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ for _command in (simulate, profile, plan):
 app.add_typer(ranker_command.app, name="ranker")
 
 _Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="-- ARGS...", help="As for python -m verl.trainer.main_ppo.")
+    list[str] | None, typer.Argument(metavar="-- ARGS...", help="Arguments of python -m verl.trainer.main_ppo.")
 ]
 _Notes = Annotated[
-    list[str] | None, typer.Option("--note", metavar="NAME=VALUE", help="What else makes this run another than others.")
+    list[str] | None,
+    typer.Option("--note", metavar="NAME=VALUE", help="Further setting that distinguishes this run from others."),
 ]
 
-#: Exit status of ``verl-rhyme claim`` for a run that has nothing left to do.
+#: Exit status of ``verl-rhyme claim`` for a finished run.
 FINISHED = 3
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -61,13 +62,13 @@ def _main(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    history_dir: Annotated[str | None, typer.Option(help="The folder you set as history.dir.")] = None,
+    history_dir: Annotated[str | None, typer.Option(help="History folder (option history.dir).")] = None,
 ) -> None:
-    """Check versions, plugin, every seam and patch, platform, disk and shared memory; exit 1 if anything fails."""
-    # vLLM, verl and torch talk a lot while they are imported; what matters of it is in the findings.
+    """Check versions, plugin, patches, platform, disk and shared memory; exit 1 if a check fails."""
+    # Imports of vLLM, verl and torch log much; the checks report what matters.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not as_json:
-        print("verl-rhyme: looking at the installed verl and vLLM, 20 to 45 s", file=sys.stderr, flush=True)
+        print("verl-rhyme: checking the installed verl and vLLM, 20 to 45 s", file=sys.stderr, flush=True)
     with _silenced():
         from verl_rhyme.checks.doctor import examine
 
@@ -88,15 +89,15 @@ def preflight(
     arguments: _Arguments = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the resolved config, and as YAML comments the estimate and findings."),
+        typer.Option("--dry-run", help="Print the resolved config, with estimate and findings as YAML comments."),
     ] = False,
     note: _Notes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check a run before it starts: config, data, model, GPUs, memory, disk; exit 1 if anything fails.
+    """Check a run before it starts: config, data, model, GPUs, memory, disk; exit 1 if a check fails.
 
-    A dry run needs neither GPU, data nor model: what this machine lacks is a warning there. It exits 1 if the config
-    would stop the run anywhere, or if its folder holds another run's checkpoints.
+    A dry run needs neither GPU, data nor model: if this machine lacks them, it only warns. It exits 1 if the config
+    would fail on any machine, or if the run folder contains another run's checkpoints.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -106,54 +107,54 @@ def preflight(
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not (as_json or dry_run):
-        print("verl-rhyme: looking at the run and at what is installed, 20 to 45 s", file=sys.stderr, flush=True)
+        print("verl-rhyme: checking the run and the installed packages, 20 to 45 s", file=sys.stderr, flush=True)
     try:
         with _silenced():
             config = compose(arguments or [])
             from verl_rhyme.checks.preflight.checks import examine as examine_run
 
-            found = examine_run(config, dry_run=dry_run, notes=_pairs(note))
+            result = examine_run(config, dry_run=dry_run, notes=_pairs(note))
     except (ConfigError, ValueError, OmegaConfBaseException) as error:
-        told = str(error).partition("\n    full_key:")[0]
-        if (key := told.removeprefix("Missing mandatory value: ")) != told:
-            told += f" -> set {key}={'vllm' if key == 'actor_rollout_ref.rollout.name' else 'VALUE'}"
+        message = str(error).partition("\n    full_key:")[0]
+        if (key := message.removeprefix("Missing mandatory value: ")) != message:
+            message += f" -> set {key}={'vllm' if key == 'actor_rollout_ref.rollout.name' else 'VALUE'}"
         if as_json:
-            print(json.dumps({"version": __version__, "ok": False, "error": told}, indent=2))
-        print(f"verl-rhyme preflight: {told}", file=sys.stderr)
+            print(json.dumps({"version": __version__, "ok": False, "error": message}, indent=2))
+        print(f"verl-rhyme preflight: {message}", file=sys.stderr)
         raise typer.Exit(1) from error
     from verl_rhyme.checks.preflight.estimate import lines
 
-    estimated = lines(found.estimate, found.plan, found.machine.gpu_source) if found.estimate else []
+    estimated = lines(result.estimate, result.plan, result.machine.gpu_source) if result.estimate else []
     if as_json:
         report = {
             "version": __version__,
-            "ok": not found.failed,
-            "checks": [check.to_dict() for check in found.checks],
-            "estimate": found.estimate.to_dict() if found.estimate else None,
+            "ok": not result.failed,
+            "checks": [check.to_dict() for check in result.checks],
+            "estimate": result.estimate.to_dict() if result.estimate else None,
         }
         if dry_run:
             report["config"] = OmegaConf.to_container(config)
         print(json.dumps(report, indent=2))
     else:
-        amiss = sum(check.status != "ok" for check in found.checks)  # they stand first
-        findings, fine = found.checks[:amiss], found.checks[amiss:]
+        count = sum(check.status != "ok" for check in result.checks)  # findings come first
+        findings, passed = result.checks[:count], result.checks[count:]
         if dry_run:
             print(OmegaConf.to_yaml(config), end="")
-            print("\n".join(f"# {line}" for line in (*map(_line, findings), *estimated, *map(_line, fine))))
+            print("\n".join(f"# {line}" for line in (*map(_line, findings), *estimated, *map(_line, passed))))
         else:
             _print_table(findings)
             print("".join(f"{line}\n" for line in estimated), end="")
-            _print_table(fine)
-            _print_counts(found.checks)
-    if found.failed:
+            _print_table(passed)
+            _print_counts(result.checks)
+    if result.failed:
         if dry_run and not as_json:
-            print("\n".join(f"verl-rhyme preflight: {line}" for line in _failures(found.checks)), file=sys.stderr)
+            print("\n".join(f"verl-rhyme preflight: {line}" for line in _failures(result.checks)), file=sys.stderr)
         raise typer.Exit(1)
 
 
 @app.command()
 def run_name(arguments: _Arguments = None, note: _Notes = None) -> None:
-    """Print what the run scripts call a run's folder: preset and what differs from it, model, engine, mode."""
+    """Print the folder name of a run in the run scripts: preset and changed options, model, engine, mode."""
     from verl_rhyme.checks.preflight import run_folder
     from verl_rhyme.checks.preflight.compose import compose
     from verl_rhyme.config import ConfigError
@@ -170,14 +171,14 @@ def run_name(arguments: _Arguments = None, note: _Notes = None) -> None:
 @app.command()
 def claim(
     arguments: _Arguments = None,
-    check: Annotated[bool, typer.Option("--check", help="Look for what fails a dry run first.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Run the checks of a dry run first.")] = False,
     note: _Notes = None,
 ) -> None:
-    """Mark a run's checkpoint folder as its own, before it starts; the run scripts call it.
+    """Claim the checkpoint folder of a run before it starts; the run scripts call this command.
 
-    Metrics that an earlier start left are set aside, for verl's logger would empty their file.
+    Metrics of an earlier start are renamed, because verl's logger would truncate their file.
 
-    Exits 1, and says why, if the folder is another run's or cannot be written, and 3 if the run is finished.
+    Exits 1 with an error if the folder belongs to another run or cannot be written, and 3 if the run is finished.
     """
     from verl_rhyme.checks.preflight import run_folder
     from verl_rhyme.checks.preflight.checks import examine
@@ -209,8 +210,8 @@ def claim(
     step, total = run_folder.latest_step(folder), run_folder.total_steps(config)
     if step is not None and total is not None and step >= total:
         print(
-            f"already finished: {step} of {total} steps, {folder}; to go on raise EPOCHS (trainer.total_epochs), "
-            "to begin anew choose another RUN_DIR"
+            f"already finished: {step} of {total} steps, {folder}; to continue, raise EPOCHS (trainer.total_epochs); "
+            "to start again, choose another RUN_DIR"
         )
         raise typer.Exit(FINISHED)
     if step is not None:
@@ -218,7 +219,7 @@ def claim(
     try:
         run_folder.set_metrics_aside(config)
     except OSError as error:
-        print(f"verl-rhyme: cannot set earlier metrics aside ({error}): choose another RUN_DIR", file=sys.stderr)
+        print(f"verl-rhyme: cannot rename earlier metrics ({error}): choose another RUN_DIR", file=sys.stderr)
         raise typer.Exit(1) from error
 
 
@@ -255,7 +256,7 @@ def _print_table(checks: list[Check]) -> None:
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Send the process's output and errors elsewhere, C libraries' too; an exception shows what was held back."""
+    """Hide the output and errors of the process, including those of C libraries; an exception shows them."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
@@ -279,7 +280,7 @@ def _silenced() -> Iterator[None]:
 
 @app.command()
 def options(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of objects.")] = False) -> None:
-    """List every option, its default and what it does; docs/options.md has the same."""
+    """List all options with defaults and descriptions, as in docs/options.md."""
     from verl_rhyme import config
 
     listed = config.options()
@@ -288,58 +289,58 @@ def options(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON l
         return
     for title, public in (("for users", True), ("for experts", False)):
         table = Table(f"option ({title})", "default", box=None, pad_edge=False)
-        table.add_column("what it does", overflow="fold")
+        table.add_column("description", overflow="fold")
         for option in listed:
             if option.public is public:
                 default = option.default if isinstance(option.default, str) else json.dumps(option.default)
                 table.add_row(option.name, escape(default), escape(option.help))
         Console().print(table)
-    print(f"All are below {config.CONFIG_PATH}; docs/options.md lists the presets, too")
+    print(f"All options are below {config.CONFIG_PATH}; docs/options.md also lists the presets")
 
 
 @app.command()
 def report(
     run: Annotated[str, typer.Argument(help="Run folder of a training run.")],
-    other: Annotated[str | None, typer.Argument(help="Run folder to hold it against, such as the stock run.")] = None,
-    out: Annotated[str | None, typer.Option(help="Where the files go; default: the run folder.")] = None,
-    events: Annotated[str | None, typer.Option(help="Event log of RUN, where it is not below the run folder.")] = None,
-    arm: Annotated[str | None, typer.Option(help="Name of RUN; default: what its log says.")] = None,
+    other: Annotated[str | None, typer.Argument(help="Run folder to compare with, such as the stock run.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder for the files; default: the run folder.")] = None,
+    events: Annotated[str | None, typer.Option(help="Event log of RUN, if it is not below the run folder.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of RUN; default: from its log.")] = None,
     step: Annotated[
-        int | None, typer.Option(help="Whose rollout the page shows request by request, and the trace alone.")
+        int | None, typer.Option(help="Step whose rollout the page shows by request; limits the trace to it.")
     ] = None,
     perfetto: Annotated[
         bool,
         typer.Option(
             "--perfetto",
-            help="Write trace.json, too; Perfetto opens it. 370 bytes a request: give --step in a long run.",
+            help="Also write trace.json for Perfetto. It takes 370 bytes per request: give --step for a long run.",
         ),
     ] = False,
 ) -> None:
-    """Table, summary.json and report.html of a run, or of two side by side."""
+    """Write table, summary.json and report.html of a run, or of two runs to compare."""
     from verl_rhyme.observability import report as reports
 
-    raise typer.Exit(reports.report(run, other, out, events, arm, step, perfetto))
+    raise typer.Exit(reports.report(run, other, out, events, name, step, perfetto))
 
 
 @app.command()
 def history(
-    path: Annotated[Path, typer.Argument(help="A history folder, or a checkpoint's global_step_N.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a store.")] = False,
+    path: Annotated[Path, typer.Argument(help="History folder, or global_step_N of a checkpoint.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per store.")] = False,
 ) -> None:
-    """What a history holds: prompts, responses, tokens, bytes, vocabulary."""
+    """Show the contents of a history: prompts, responses, tokens, bytes, vocabulary."""
     from verl_rhyme.history import inspection
     from verl_rhyme.history.environment import Damaged
 
     try:
         for folder in inspection.find(path):
-            found = inspection.inspect(folder)
+            contents = inspection.inspect(folder)
             if as_json:
-                print(json.dumps(asdict(found)))
+                print(json.dumps(asdict(contents)))
                 continue
             print(
-                f"{found.folder}\n  {found.prompts} prompts, {found.responses} responses, {found.tokens} tokens, "
-                f"{found.bytes / 1e6:.1f} MB, vocabulary {found.namespace}"
-                + (f", {found.corrupt} prompts damaged" if found.corrupt else "")
+                f"{contents.folder}\n  {contents.prompts} prompts, {contents.responses} responses, "
+                f"{contents.tokens} tokens, {contents.bytes / 1e6:.1f} MB, vocabulary {contents.namespace}"
+                + (f", {contents.corrupt} prompts damaged" if contents.corrupt else "")
             )
     except (OSError, ValueError, Damaged) as error:
         where = "" if str(path) in str(error) else f"{path}: "

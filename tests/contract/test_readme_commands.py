@@ -121,9 +121,9 @@ def test_they_work_one_after_another(checkout, trains):
             summaries = [line for line in result.stdout.replace("\n/", "\n /").split() if line.endswith("summary.json")]
             summary = json.loads(Path(summaries[-1]).read_text())
             words = dict(word.split("=", 1) for word in command.partition(" bash ")[0].split() if "=" in word)
-            arm = words.get("RHYME", "histospec") + (f"-k{words['STALENESS']}" if "STALENESS" in words else "")
+            name = words.get("RHYME", "histospec") + (f"-k{words['STALENESS']}" if "STALENESS" in words else "")
             assert list(summary.get("runs", [summary["run"]] if "run" in summary else [])) == (
-                ["off", "histospec"] if "COMPARE=1" in command else [arm]
+                ["off", "histospec"] if "COMPARE=1" in command else [name]
             )
 
 
@@ -154,7 +154,7 @@ def test_again_and_further(checkout, trained):
 def test_another_run_is_refused_its_folder(checkout, trained):
     before = tree(trained)
     for settings, told in (
-        ({"RHYME": "off"}, "arm histospec there, off here"),
+        ({"RHYME": "off"}, "run histospec there, off here"),
         ({"MODEL": "llama"}, "model models/qwen2 there, models/llama here"),
         ({"ENGINE": "megatron"}, "engine fsdp2 there, megatron here"),
         ({"MODE": "colocate_async"}, "mode sync there, colocate_async here"),

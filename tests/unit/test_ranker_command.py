@@ -1,4 +1,4 @@
-"""``verl-rhyme ranker``: from a run's log and from a history with its data; what it refuses."""
+"""``verl-rhyme ranker``: data from a run's log or a history, and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_world" / "models" / "
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run folder whose log has responses to 64 prompts, in two steps."""
+    """Run folder whose log has responses to 64 prompts, in two steps."""
     folder, known = tmp_path_factory.mktemp("run"), world(64)
     log = EventLog(folder / "checkpoints" / "events")
     for step in (1, 2):
@@ -43,7 +43,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory) -> tuple[Path, Path]:
-    """A history of 32 puzzles, and their data file."""
+    """History of 32 puzzles, and their data file."""
     folder = tmp_path_factory.mktemp("history")
     file = data.write(folder, "train", 40, seed=0)
     tokens = ranker_data._tokenized([file], TOKENIZER, "prompt")
@@ -59,82 +59,82 @@ def history(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "h", file
 
 
-def told(*arguments: object) -> str:
+def output_of(*arguments: object) -> str:
     result = CliRunner().invoke(app, ["ranker", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
-def refused(*arguments: object) -> str:
+def error_of(*arguments: object) -> str:
     result = CliRunner().invoke(app, ["ranker", *map(str, arguments)])
     assert result.exit_code == 1, result.output
     assert "Traceback" not in result.output
     return result.output
 
 
-def test_a_run_tells_prompts_and_lengths(run) -> None:
-    known, found = world(64), ranker_data.read(run)
-    assert {tuple(p) for p in found.prompts} == {tuple(p) for p in known.prompts}
-    assert sum(map(len, found.lengths)) == sum(map(len, known.lengths))
-    assert np.concatenate(found.lengths).sum() == np.concatenate(known.lengths).sum()
+def test_prompts_and_lengths_from_a_run(run) -> None:
+    known, pairs = world(64), ranker_data.read(run)
+    assert {tuple(p) for p in pairs.prompts} == {tuple(p) for p in known.prompts}
+    assert sum(map(len, pairs.lengths)) == sum(map(len, known.lengths))
+    assert np.concatenate(pairs.lengths).sum() == np.concatenate(known.lengths).sum()
 
 
-def test_a_history_and_its_data_tell_them_too(history) -> None:
+def test_prompts_and_lengths_from_a_history_and_its_data(history) -> None:
     folder, file = history
-    found = ranker_data.read(folder, [file], TOKENIZER)
-    assert len(found) == 32
+    pairs = ranker_data.read(folder, [file], TOKENIZER)
+    assert len(pairs) == 32
     row = pq.read_table(file).slice(0, 1).to_pylist()[0]
-    policys = AutoTokenizer.from_pretrained(TOKENIZER)
-    key = data_key({"raw_prompt": row["prompt"], "extra_info": row["extra_info"]}, template_label(policys))
-    assert bytes.fromhex(key) in ranker_data._tokenized([file], TOKENIZER, "prompt"), "as a run finds it"
-    for prompt, lengths in zip(found.prompts, found.lengths, strict=True):
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    key = data_key({"raw_prompt": row["prompt"], "extra_info": row["extra_info"]}, template_label(tokenizer))
+    assert bytes.fromhex(key) in ranker_data._tokenized([file], TOKENIZER, "prompt"), "the key of a run"
+    for prompt, lengths in zip(pairs.prompts, pairs.lengths, strict=True):
         assert lengths.tolist() == [len(prompt), len(prompt) + 1]
     assert len(pq.read_table(file)) == 40
 
 
 @pytest.mark.parametrize("kind", [("--boosting",), ("--epochs", "2", "--loss", "margin")])
 def test_train_and_evaluate(run, tmp_path, kind) -> None:
-    row = json.loads(told("train", run, "--out", tmp_path / "r", "--json", *kind))
+    row = json.loads(output_of("train", run, "--out", tmp_path / "r", "--json", *kind))
     assert row["prompts"] == 51
     assert row["measured_on"] == 13
-    again = json.loads(told("evaluate", run, tmp_path / "r", "--json"))
-    assert again["measured_on"] == 13  # those that were left out, and no others
+    again = json.loads(output_of("evaluate", run, tmp_path / "r", "--json"))
+    assert again["measured_on"] == 13  # exactly the held-out prompts
     assert again["share_20"] == row["share_20"]
-    assert json.loads(told("evaluate", run, tmp_path / "r", "--all", "--json"))["measured_on"] == 64
-    assert "13 prompts that it was not trained on" in told("evaluate", run, tmp_path / "r")
+    assert json.loads(output_of("evaluate", run, tmp_path / "r", "--all", "--json"))["measured_on"] == 64
+    assert "13 unseen prompts" in output_of("evaluate", run, tmp_path / "r")
 
 
-def test_it_begins_with_a_model(history, tmp_path) -> None:
+def test_training_starts_from_a_model(history, tmp_path) -> None:
     folder, file = history
     source = (folder, "--data", file, "--tokenizer", TOKENIZER)
-    output = told("train", *source, "--out", tmp_path / "r", "--model", TOKENIZER, "--epochs", 1, "--rate", 1e-4)
+    output = output_of("train", *source, "--out", tmp_path / "r", "--model", TOKENIZER, "--epochs", 1, "--rate", 1e-4)
     assert "20% of responses" in output
     assert "trained on 26 prompts" in output
 
 
-def test_what_is_wrong_is_told(run, history, tmp_path) -> None:
+def test_error_messages(run, history, tmp_path) -> None:
     out = ("--out", tmp_path / "r")
     folder, file = history
-    assert "is no folder" in refused("train", tmp_path / "none", *out)
-    assert "events.responses=true" in refused("train", tmp_path, *out)
-    assert "--data" in refused("train", folder, *out)
-    assert "no column wrong" in refused(
+    assert "is not a folder" in error_of("train", tmp_path / "none", *out)
+    assert "events.responses=true" in error_of("train", tmp_path, *out)
+    assert "--data" in error_of("train", folder, *out)
+    assert "cannot read column wrong" in error_of(
         "train", folder, "--data", file, "--tokenizer", TOKENIZER, "--column", "wrong", *out
     )
-    assert "--tokenizer" in refused("train", folder, "--data", file, "--tokenizer", tmp_path, *out)
-    assert "config.json" in refused("train", run, "--model", tmp_path, *out)
-    assert "listwise" in refused("train", run, "--loss", "lambda", *out)
-    assert "--test" in refused("train", run, "--test", 2, *out)
-    assert "no length ranker" in refused("evaluate", run, tmp_path)
+    assert "--tokenizer" in error_of("train", folder, "--data", file, "--tokenizer", tmp_path, *out)
+    assert "config.json" in error_of("train", run, "--model", tmp_path, *out)
+    assert "listwise" in error_of("train", run, "--loss", "lambda", *out)
+    assert "--test" in error_of("train", run, "--test", 2, *out)
+    assert "no length ranker" in error_of("evaluate", run, tmp_path)
     other = data.write(tmp_path, "test", 8, seed=3)
-    assert "another run's data" in refused("train", folder, "--data", other, "--tokenizer", TOKENIZER, *out)
+    assert "another run's data" in error_of("train", folder, "--data", other, "--tokenizer", TOKENIZER, *out)
     source = (folder, "--data", file, "--tokenizer", TOKENIZER)
-    assert "--template" in refused("train", *source, "--template", "[1]", *out)
-    assert "no JSON" in refused("train", *source, "--template", "{", *out)
+    assert "--template" in error_of("train", *source, "--template", "[1]", *out)
+    assert "not JSON" in error_of("train", *source, "--template", "{", *out)
     another = json.dumps({"chat_template": "{{ messages[0].content }} again"})
-    assert "apply_chat_template_kwargs" in refused("train", *source, "--template", another, *out)
+    assert "apply_chat_template_kwargs" in error_of("train", *source, "--template", another, *out)
 
 
-def test_pairs_that_are_none_are_refused() -> None:
+def test_pairs_without_lengths_are_an_error() -> None:
     with pytest.raises(ValueError, match="without a length"):
         Pairs([np.ones(2, np.int32)], [np.zeros(0, np.int32)])

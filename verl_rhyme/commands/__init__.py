@@ -1,4 +1,4 @@
-"""The commands of ``verl-rhyme`` that have a file of their own; ``cli.py`` lists all.
+"""Commands of ``verl-rhyme`` in separate modules; ``cli.py`` lists all commands.
 
 Process: the command's. Engines: transformers.
 """

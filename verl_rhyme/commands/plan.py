@@ -1,4 +1,4 @@
-"""``verl-rhyme plan``: which GPUs roll out and which train, and which bound of staleness is profitable."""
+"""``verl-rhyme plan``: division of GPUs between rollout and training, and the profitable bound on staleness."""
 
 from __future__ import annotations
 
@@ -17,43 +17,45 @@ if TYPE_CHECKING:
     from verl_rhyme.planning.planner import Objective, Plan, Split
     from verl_rhyme.simulation.plan_file import LoadedPlan
 
-#: Rows of the table.
+#: Most rows of the table.
 _SHOWN = 8
-#: Columns of a terminal that the table wants.
+#: Minimum width of the tables in characters.
 _WIDTH = 104
-#: Of a step, by which turns on the same GPUs have to be faster to be recommended.
+#: Most step time of colocated training, as a share of that on separate GPUs, to be recommended.
 _BETTER = 0.99
 
 
 def plan(
-    cluster: Annotated[Path, typer.Argument(help="Sites, kinds and batch, such as examples/plan/one_site.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the file's.")] = None,
+    cluster: Annotated[Path, typer.Argument(help="File of sites, GPUs and batch: see examples/plan/one_site.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the file's values.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Which GPUs roll out and which train, and which max_staleness is profitable: steps, costs, overrides."""
+    """Divide GPUs between rollout and training and find the profitable max_staleness: steps, costs, overrides."""
     from verl_rhyme.planning import planner
     from verl_rhyme.simulation import plan_file
 
     try:
         loaded = plan_file.load(cluster, overrides or [])
-        told = loaded.problem, loaded.objective, loaded.slowest
-        plans = planner.dial(*told) if loaded.max_staleness is None else [planner.plan(*told)]
-        found = planner.profitable(plans, loaded.objective)
+        task = loaded.problem, loaded.objective, loaded.slowest
+        plans = planner.dial(*task) if loaded.max_staleness is None else [planner.plan(*task)]
+        best = planner.profitable(plans, loaded.objective)
     except (OSError, ValueError) as error:
         print(f"verl-rhyme plan: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     if as_json:
-        print(json.dumps(_report(plans, found, loaded), indent=2))
+        print(json.dumps(_report(plans, best, loaded), indent=2))
     else:
-        _print(plans, found, loaded)
+        _print(plans, best, loaded)
 
 
 def overrides_of(split: Split, max_staleness: int) -> list[str]:
-    """What verl and ``+rhyme=full`` are to be told of a split on separate GPUs, as hydra overrides."""
+    """Return the hydra overrides of verl and ``+rhyme=full`` for a split on separate GPUs."""
 
-    def nodes(of: str, gpus: int, node: int) -> Iterator[str]:
-        yield f"{of}.nnodes={-(-gpus // node)}"
-        yield f"{of}.n_gpus_per_node={min(gpus, node)}"
+    def nodes(section: str, gpus: int, node: int) -> Iterator[str]:
+        yield f"{section}.nnodes={-(-gpus // node)}"
+        yield f"{section}.n_gpus_per_node={min(gpus, node)}"
 
     return [
         "+rhyme=full",
@@ -69,11 +71,11 @@ def overrides_of(split: Split, max_staleness: int) -> list[str]:
     ]
 
 
-def _report(plans: Sequence[Plan], found: Plan, loaded: LoadedPlan) -> dict[str, Any]:
+def _report(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> dict[str, Any]:
     return {
         "objective": loaded.objective,
-        "max_staleness": found.max_staleness,
-        "why": _why(plans, found, loaded.objective),
+        "max_staleness": chosen.max_staleness,
+        "why": _why(plans, chosen, loaded.objective),
         "dial": [
             {
                 "max_staleness": plan.max_staleness,
@@ -83,11 +85,11 @@ def _report(plans: Sequence[Plan], found: Plan, loaded: LoadedPlan) -> dict[str,
             }
             for plan in plans
         ],
-        "best": _row(found.best),
-        "overrides": overrides_of(found.best, found.max_staleness),
-        "compared": [_row(split) for split in found.others],
-        "looked_at": found.looked_at,
-        "refused": found.refused,
+        "best": _row(chosen.best),
+        "overrides": overrides_of(chosen.best, chosen.max_staleness),
+        "compared": [_row(split) for split in chosen.others],
+        "looked_at": chosen.looked_at,
+        "refused": chosen.refused,
         "sources": loaded.sources,
     }
 
@@ -112,38 +114,39 @@ def _row(split: Split) -> dict[str, Any]:
 
 
 def _mean_staleness(bound: int) -> float:
-    """Of trained groups, with as many batches in flight as ``full`` has (Little's law)."""
+    """Return the mean staleness of trained groups with the batches in flight of ``full`` (Little's law)."""
     from verl_rhyme.scheduling.rules import Rules
 
     return Rules(1, 1, max_staleness=bound).batches - 1
 
 
-def _why(plans: Sequence[Plan], found: Plan, objective: Objective) -> str:
-    """Why a bound of staleness is the one."""
+def _why(plans: Sequence[Plan], chosen: Plan, objective: Objective) -> str:
+    """Return the reason for the chosen bound on staleness."""
     from verl_rhyme.planning.planner import PROFIT, value
 
     if len(plans) == 1:
-        return f"max_staleness={found.max_staleness}, as given"
+        return f"max_staleness={chosen.max_staleness}, as given"
     measure = "tokens/s" if objective == "time" else "samples for the price"
     first, best = plans[0], min(plans, key=lambda plan: value(plan.best, objective))
     before, after = (
-        min((of.best, *filter(None, [of.turns])), key=lambda split: value(split, objective)) for of in (first, found)
+        min((plan.best, *filter(None, [plan.turns])), key=lambda split: value(split, objective))
+        for plan in (first, chosen)
     )
     gain = value(before, objective) / value(after, objective)
-    most = value(found.best, objective) / value(best.best, objective) - 1
-    told = f"max_staleness={found.max_staleness} is profitable: "
-    if found is not first:
-        where = ", in turns on the same GPUs" if before.colocated else ""
-        told += f"{gain:.2f} times the {measure} of max_staleness={first.max_staleness}{where}; "
+    most = value(chosen.best, objective) / value(best.best, objective) - 1
+    reason = f"max_staleness={chosen.max_staleness} is profitable: "
+    if chosen is not first:
+        where = ", colocated" if before.colocated else ""
+        reason += f"{gain:.2f} times the {measure} of max_staleness={first.max_staleness}{where}; "
     if most < 0.01:
-        return told + f"more gains nothing, for the step stands on: {found.best.binds}"
-    return told + f"more gains {most:.0%} at most (below {PROFIT:.0%}, at max_staleness={best.max_staleness})"
+        return reason + f"larger bounds gain nothing, because the step is limited by: {chosen.best.binds}"
+    return reason + f"larger bounds gain at most {most:.0%} (below {PROFIT:.0%}, at max_staleness={best.max_staleness})"
 
 
-def _print(plans: Sequence[Plan], found: Plan, loaded: LoadedPlan) -> None:
-    best = found.best
+def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
+    best = chosen.best
     table = _table(
-        "max_staleness", "rollout + trainer GPUs", "binds", "step s", "tokens/s", "mean staleness", "colocated"
+        "max_staleness", "rollout + trainer GPUs", "limit", "step s", "tokens/s", "mean staleness", "colocated"
     )
     for plan in plans:
         table.add_row(
@@ -156,10 +159,10 @@ def _print(plans: Sequence[Plan], found: Plan, loaded: LoadedPlan) -> None:
             "" if plan.turns is None else f"{plan.turns.step:.0f}",
         )
     _show(table)
-    print("colocated: step s of rollout and training in turns on the same GPUs")
-    print(_why(plans, found, loaded.objective))
+    print("colocated: step s if rollout and training take turns on the same GPUs")
+    print(_why(plans, chosen, loaded.objective))
     least = "step time" if loaded.objective == "time" else "cost of a trained sample"
-    print(f"\nmax_staleness={found.max_staleness}, best of {found.looked_at} splits by {least}:")
+    print(f"\nmax_staleness={chosen.max_staleness}, best of {chosen.looked_at} splits by {least}:")
     print(f"  trainer  {best.train_gpus} GPUs of {best.train.name}")
     gpus = best.rollout_gpus
     print(f"  rollout  {gpus} GPUs of {best.rollout.name} ({gpus // best.tp} replicas of {best.tp})")
@@ -167,11 +170,11 @@ def _print(plans: Sequence[Plan], found: Plan, loaded: LoadedPlan) -> None:
         if pool.name not in (best.train.name, best.rollout.name):
             print(f"  idle     {pool.gpus} GPUs of {pool.name}: training and rollout use one pool each")
     table = _table("trainer", "rollout", "TP", "step s", "rollout s", "trainer s", "idle", "GPUs", "cost")
-    for split in [best, *found.others[: _SHOWN - 1]]:
+    for split in [best, *chosen.others[: _SHOWN - 1]]:
         rollout = f"{split.rollout_gpus} {split.rollout.name}"
         table.add_row(
             escape(f"{split.train_gpus} {split.train.name}"),
-            "the same, in turns" if split.colocated else escape(rollout),
+            "colocated" if split.colocated else escape(rollout),
             str(split.tp),
             *(f"{seconds:.0f}" for seconds in (split.step, split.rolled_out, split.trained)),
             f"{split.train_idle:.0%}",
@@ -179,33 +182,33 @@ def _print(plans: Sequence[Plan], found: Plan, loaded: LoadedPlan) -> None:
             "" if split.cost is None else f"{1000 * split.cost:.2f}",
         )
     _show(table)
-    if hidden := found.others[_SHOWN - 1 :]:
-        print(f"and {len(hidden)} more (--json has all)")
-    print("rollout s, trainer s: seconds that each allows a step; idle: share of a step in which the trainer waits")
+    if hidden := chosen.others[_SHOWN - 1 :]:
+        print(f"and {len(hidden)} more (all with --json)")
+    print("rollout s, trainer s: minimum step seconds by each; idle: share of a step in which the trainer waits")
     print(
         "cost: of 1000 trained samples, in the currency of the prices"
         if best.cost is not None
-        else "no prices: no cost"
+        else "no cost: the file contains no prices"
     )
     if best.transfer:
-        print(f"a version is {best.transfer:.0f} s on its way between the sites")
-    turns = found.turns
+        print(f"the transfer of a policy version between the sites takes {best.transfer:.0f} s")
+    turns = chosen.turns
     if turns is not None and turns.step < _BETTER * best.step and loaded.objective == "time":
         print(
-            f"in turns on the same {turns.gpus} GPUs a step takes {turns.step:.0f} s: +rhyme=full "
+            f"colocated on {turns.gpus} GPUs, a step takes {turns.step:.0f} s: +rhyme=full "
             "trainer.v1.trainer_mode=colocate_async"
         )
-    for why in found.refused:
+    for why in chosen.refused:
         print(f"not possible: {why}")
     for what, source in loaded.sources.items():
-        print(f"what steps cost on {what}: {source}")
+        print(f"source of step costs on {what}: {source}")
     print("overrides:")
-    for line in overrides_of(best, found.max_staleness):
+    for line in overrides_of(best, chosen.max_staleness):
         print(f"  {line}")
 
 
 def _table(*columns: str) -> Table:
-    """Numbers right-aligned, all but the first two columns."""
+    """Return a table whose columns, except the first two, are right-aligned numbers."""
     table = Table(box=None, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, no_wrap=True, justify="left" if i < 2 else "right")

@@ -1,7 +1,7 @@
-"""What a length ranker is trained on, from where runs leave it: prompts' token ids and the lengths of their responses.
+"""Training data of a length ranker: token ids of prompts, and the lengths of their responses.
 
-A history knows lengths by prompt key and no prompts: the data set has these, of which the key is made together with the
-policy's chat template (:mod:`verl_rhyme.history.keys`). A run that logged its responses has both.
+A history contains lengths by prompt key, but no prompts. The prompts come from the data set; their keys also depend on
+the policy's chat template (:mod:`verl_rhyme.history.keys`). A run with logged responses has both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verl_rhyme.observability import events
 
 
 class DataError(ValueError):
-    """There is nothing to train on; the message says why, and what to give."""
+    """Source without usable training data; the message says why and what to give."""
 
 
 def read(
@@ -31,54 +31,54 @@ def read(
     column: str = "prompt",
     template: Mapping[str, Any] = MappingProxyType({}),
 ) -> Pairs:
-    """Prompts and lengths.
+    """Read prompts and lengths.
 
     Args:
-        source: A history folder or a checkpoint's ``global_step_N``; or a run folder whose event log has responses.
-        data: Of a history: the run's data files (parquet, as verl's ``data.train_files``).
-        tokenizer: Of a history: the policy's folder.
-        column: Of ``data``, with the messages of each prompt.
-        template: Of a history: options of the chat template (``data.apply_chat_template_kwargs``).
+        source: History folder, ``global_step_N`` of a checkpoint, or run folder whose event log has responses.
+        data: Data files of the run, for a history (parquet, as in verl's ``data.train_files``).
+        tokenizer: Folder of the policy, for a history.
+        column: Column of ``data`` with the messages of each prompt.
+        template: Options of the chat template, for a history (``data.apply_chat_template_kwargs``).
 
     Raises:
-        DataError: Nothing there, or nothing that fits.
+        DataError: The source has no data, or none that matches ``data``.
     """
     if not source.is_dir():
-        raise DataError(f"{source} is no folder: give a run's, its history's or a checkpoint's global_step_N")
+        raise DataError(f"{source} is not a folder: give a run, its history or a checkpoint's global_step_N")
     if (log := _event_log(source)) is not None and not data:
         return _logged(log)
     try:
         folders = list(inspection.find(source))
     except FileNotFoundError as error:
         raise DataError(
-            f"{source}: no history in it, and no responses of a run: train with "
+            f"{source} contains neither a history nor logged responses: train with "
             "actor_rollout_ref.rollout.custom.rhyme.events.responses=true, or give a checkpoint's global_step_N"
         ) from error
     if not data or tokenizer is None:
         raise DataError(
-            f"{source}: a history knows prompts by their keys alone: name the run's data (--data train.parquet) and "
-            "its policy's folder (--tokenizer)"
+            f"{source} is a history, which contains only keys of prompts: give the run's data (--data train.parquet) "
+            "and the policy's folder (--tokenizer)"
         )
     lengths: dict[bytes, np.ndarray] = {}
-    for folder in folders:  # nodes of a checkpoint hold the same
+    for folder in folders:  # a checkpoint has one for each node, with equal contents
         try:
             lengths |= inspection.lengths(folder)
         except environment.Damaged as error:
             raise DataError(f"{folder}: {error}") from error
     prompts = _tokenized(data, tokenizer, column, template)
-    found = joined(prompts, {key: of.tolist() for key, of in lengths.items()})
-    if not len(found):
+    pairs = joined(prompts, {key: counts.tolist() for key, counts in lengths.items()})
+    if not len(pairs):
         raise DataError(
             f"none of the {len(prompts)} prompts of {', '.join(map(str, data))} is among the {len(lengths)} of "
-            f"{source}: it is another run's data, or {tokenizer} another policy's tokenizer, or its chat template has "
-            "other options (--template: the run's data.apply_chat_template_kwargs)"
+            f"{source}: --data may be another run's data, --tokenizer {tokenizer} another policy's, or the chat "
+            "template may have other options (set --template to the run's data.apply_chat_template_kwargs)"
         )
-    return found
+    return pairs
 
 
 def _event_log(source: Path) -> Path | None:
-    found = [source, *sorted(source.glob("events")), *sorted(source.glob("*/events"))]
-    return next((path for path in found if any(path.glob("responses-*.arrow"))), None)
+    folders = [source, *sorted(source.glob("events")), *sorted(source.glob("*/events"))]
+    return next((path for path in folders if any(path.glob("responses-*.arrow"))), None)
 
 
 def _logged(folder: Path) -> Pairs:
@@ -86,7 +86,7 @@ def _logged(folder: Path) -> Pairs:
         warnings.simplefilter("always")
         table = events.read_responses(folder)
     if not len(table):
-        raise DataError(f"{folder}: no response in it can be read")
+        raise DataError(f"{folder}: no readable response in the event log")
     prompts: dict[bytes, Any] = {}
     lengths: dict[bytes, list[int]] = {}
     sizes = np.diff(table["tokens"].combine_chunks().offsets.to_numpy())
@@ -102,7 +102,7 @@ def _logged(folder: Path) -> Pairs:
 def _tokenized(
     data: Iterable[Path], folder: Path, column: str, template: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[bytes, Sequence[int]]:
-    """Token ids of a data set's prompts, by key."""
+    """Return the token ids of a data set's prompts, by key."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from transformers import AutoTokenizer
@@ -110,8 +110,8 @@ def _tokenized(
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise DataError(f"--tokenizer {folder}: transformers finds none there: {error}") from error
-    found: dict[bytes, Sequence[int]] = {}
+        raise DataError(f"--tokenizer {folder}: transformers cannot load a tokenizer: {error}") from error
+    prompts: dict[bytes, Sequence[int]] = {}
     label = template_label(tokenizer, options=template)
     for file in data:
         try:
@@ -120,12 +120,12 @@ def _tokenized(
             rows = table[column].to_pylist()
             extras = table[extra[0]].to_pylist() if extra else [None] * len(rows)
         except (OSError, pa.ArrowInvalid, KeyError) as error:
-            raise DataError(f"--data {file}: no column {column} of a parquet file can be read: {error}") from error
+            raise DataError(f"--data {file}: cannot read column {column} of a parquet file: {error}") from error
         for messages, extra_info in zip(rows, extras, strict=True):
             ids = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template
             )
             tools = {name: (extra_info or {}).get(name) for name in ("tools_kwargs", "interaction_kwargs")}
             key = data_key({"raw_prompt": messages, "extra_info": extra_info, **tools}, label)
-            found[bytes.fromhex(key)] = ids
-    return found
+            prompts[bytes.fromhex(key)] = ids
+    return prompts

@@ -1,4 +1,4 @@
-"""``verl-rhyme simulate``: a run in virtual time; ``verl-rhyme profile``: what a machine costs, as it is read there."""
+"""``verl-rhyme simulate``: a run in virtual time; ``verl-rhyme profile``: step costs of a machine, for simulate."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    cluster: Annotated[Path, typer.Argument(help="A cluster file, such as examples/simulate/dapo32b.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the file's.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a step, and one of them all.")] = False,
+    cluster: Annotated[Path, typer.Argument(help="Cluster file, such as examples/simulate/dapo32b.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the file's values.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per step, then a summary.")] = False,
 ) -> None:
-    """A run in virtual time, with the scheduler, placement and length predictor of training."""
+    """Simulate a run in virtual time, with the scheduler, placement and length predictor of training."""
     from rich.progress import Progress
 
     from verl_rhyme.simulation import cluster_file
@@ -30,12 +32,12 @@ def simulate(
     try:
         loaded = cluster_file.load(cluster, overrides or [])
         rules, drafts = loaded.scenario.rules, max(loaded.scenario.drafts.acceptance) > 1
-        load = f"{loaded.total} prompts, {loaded.updates} updates of {rules.batch_prompts}"
+        size = f"{loaded.total} prompts, {loaded.updates} training steps of {rules.batch_prompts}"
         without = "" if drafts else "; without drafts (drafts.acceptance)"
-        print(f"verl-rhyme simulate: {load}; rules in force: {rules.summary}{without}", file=sys.stderr)
+        print(f"verl-rhyme simulate: {size}; rules in force: {rules.summary}{without}", file=sys.stderr)
         simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates)
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("updates", total=loaded.updates)
+            task = progress.add_task("training steps", total=loaded.updates)
             simulation.run(lambda step: progress.update(task, completed=step.version + 1))
     except (OSError, ValueError, RuntimeError) as error:
         print(f"verl-rhyme simulate: {error}", file=sys.stderr)
@@ -50,36 +52,36 @@ def _print_simulated(simulation: Simulation, loaded: Loaded, as_json: bool) -> N
     if as_json:
         for step in steps:
             print(json.dumps(summary.row(step)))
-        about = {"sources": loaded.sources, "prompts": loaded.total}
-        print(json.dumps({**summary.whole(simulation), **about}))
+        inputs = {"sources": loaded.sources, "prompts": loaded.total}
+        print(json.dumps({**summary.whole(simulation), **inputs}))
         return
-    table = Table("update", *summary.COLUMNS, box=None, pad_edge=False)
+    table = Table("step", *summary.COLUMNS, box=None, pad_edge=False)
     for step in steps:
         table.add_row(str(step.version + 1), *summary.cells(step))
     Console().print(table)
     for line in summary.lines(simulation):
         print(line)
     for source in loaded.sources:
-        print(f"what steps cost: {source}")
+        print(f"source of step costs: {source}")
 
 
 def profile(
-    run: Annotated[Path, typer.Argument(help="Folder of a run; a short one is enough.")],
-    out: Annotated[Path | None, typer.Option(help="Where the profile goes; default: RUN/profile.yaml.")] = None,
+    run: Annotated[Path, typer.Argument(help="Run folder; a short run is enough.")],
+    out: Annotated[Path | None, typer.Option(help="File for the profile; default: RUN/profile.yaml.")] = None,
 ) -> None:
-    """What a run's own event log tells of its machine: a profile that simulate reads, with its error."""
+    """Fit a profile of a machine, with its error, to the event log of a run; simulate reads it."""
     from verl_rhyme.simulation import fitted, recorded
 
     path = run / "profile.yaml" if out is None else out
     try:
-        found = fitted.fit(recorded.read(run), run.absolute().name)
-        profile = fitted.yaml(found)
+        fit = fitted.fit(recorded.read(run), run.absolute().name)
+        profile = fitted.yaml(fit)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(profile)
     except (OSError, ValueError) as error:
         print(f"verl-rhyme profile: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     print(profile, end="")
-    for note in found.notes:
+    for note in fit.notes:
         print(f"verl-rhyme profile: {note}", file=sys.stderr)
-    print(f"\n{path}: name it as a replica's profile in a cluster file", file=sys.stderr)
+    print(f"\n{path}: set it as the profile of a replica in a cluster file", file=sys.stderr)

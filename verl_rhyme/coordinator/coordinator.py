@@ -23,9 +23,9 @@ import transfer_queue as tq
 
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN, evidence, trajectories
-from verl_rhyme.coordinator.worker_pool import WorkerPool
 from verl_rhyme.coordinator.cleanup import Cleanup
 from verl_rhyme.coordinator.migrations import Migrations
+from verl_rhyme.coordinator.worker_pool import WorkerPool
 from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.batches import (
@@ -154,7 +154,9 @@ class Coordinator:
         self._still(opening, pool)
         self._without_workers = 0 if len(pool) else self._without_workers + 1
         if self._without_workers == _OPENINGS:
-            raise RuntimeError(f"no agent loop worker starts, {_OPENINGS} times over:\n{pool.start_error[-_ERROR_CHARS:]}")
+            raise RuntimeError(
+                f"no agent loop worker starts, {_OPENINGS} times over:\n{pool.start_error[-_ERROR_CHARS:]}"
+            )
         self._opened = setting, rollout, pool
         self._go()
 

@@ -1,4 +1,4 @@
-"""What a run did: the event log, the metrics computed from it, the live progress line and the final report.
+"""Event log, metrics, live progress line and final report of a training run.
 
 Process: the trainer and the command's. Engines: none.
 """

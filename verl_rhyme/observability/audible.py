@@ -1,4 +1,4 @@
-"""Our warnings reach the log of a run, whatever else was imported."""
+"""Log handler that keeps the package's warnings visible."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 
 
 def keep_audible() -> None:
-    """Give this package's loggers a handler of their own, once in a process.
+    """Add a handler to the ``verl_rhyme`` logger, once per process.
 
-    vLLM imports a package (model_hosting_container_standards) that lifts root logger and handlers to ERROR; verl keeps
-    its own loggers audible in the same way.
+    vLLM imports a package (model_hosting_container_standards) that raises the root logger and its handlers to ERROR.
+    verl protects its loggers in the same way.
     """
     logger = logging.getLogger("verl_rhyme")
     if logger.handlers:

@@ -1,4 +1,4 @@
-"""Metrics of an update batch, from what the coordinator knows of it."""
+"""Metrics of a training batch, computed by the coordinator."""
 
 from __future__ import annotations
 
@@ -13,75 +13,76 @@ from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.remembered import Batch, Record
 
-#: Of a request that tells how fast its replica is.
+#: Minimum response length of a request that measures the speed of its replica.
 _ENOUGH_TOKENS = 8
 
 
 class SlotAccount:
-    """The bubble ratio from harvest to harvest of a rollout that goes on while the actor trains, as the event log tells
-    it later (:mod:`~verl_rhyme.observability.slot_time`).
+    """Bubble ratio from one batch collection to the next, where rollout continues while the actor trains.
 
-    What ended tells when it ran. What still runs at a harvest has told nothing yet: it is taken to have come to an
-    engine as fast as the fastest of those that ended, to have had the slots that were left, for no engine lets one
-    stand empty while something waits, and to have stood still while the engines got weights.
+    The event log gives the same ratio later (:mod:`~verl_rhyme.observability.slot_time`). Finished requests have
+    recorded their times. For running requests the account assumes three things. A request reaches its engine as fast as
+    the fastest finished one. It occupies a free slot, because no engine leaves a slot empty while a request waits. It
+    pauses while the engines receive weights.
 
-    Times are seconds since the Unix epoch, as the engines' are.
+    Times are in seconds since the Unix epoch, as in the engines.
 
     Args:
-        slots: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`; where it changes between two harvests, the
-            latest counts.
-        since: From when on; ``None``: the first request's start.
+        slots: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`; if it changes between two collections, the
+            latest value counts.
+        since: Start of the first interval; ``None``: the first request's start.
     """
 
     def __init__(self, slots: int, since: float | None = None) -> None:
         self.slots, self._since = slots, since
-        self._handed: dict[str, float] = {}  # when attempts were
-        self._ran: list[tuple[float, float, float]] = []  # queued, started, finished
-        self._held: list[tuple[float, float]] = []
-        self._holding: float | None = None
+        self._sent_at: dict[str, float] = {}  # by name of the attempt
+        self._finished: list[tuple[float, float, float]] = []  # queued, started, finished
+        self._syncs: list[tuple[float, float]] = []
+        self._sync_began: float | None = None
 
     def handed(self, names: Iterable[str], now: float) -> None:
-        """These attempts are on their way to the engines."""
-        self._handed.update(dict.fromkeys(names, now))
+        """Record that attempts were sent to the engines."""
+        self._sent_at.update(dict.fromkeys(names, now))
 
     def ran(self, records: Iterable[Record]) -> None:
-        """These requests ended."""
-        self._ran += [(r.get("queued_at", np.nan), r["started_at"], r["finished_at"]) for r in records]
+        """Add finished requests."""
+        self._finished += [(r.get("queued_at", np.nan), r["started_at"], r["finished_at"]) for r in records]
 
     def hold(self, now: float) -> None:
-        """The engines are about to get weights."""
-        self._holding = now if self._holding is None else self._holding
+        """Record that a weight update of the engines begins."""
+        self._sync_began = now if self._sync_began is None else self._sync_began
 
     def go(self, now: float) -> None:
-        """They have them."""
-        if self._holding is not None:
-            self._held.append((self._holding, now))
-        self._holding = None
+        """Record that the engines have the new weights."""
+        if self._sync_began is not None:
+            self._syncs.append((self._sync_began, now))
+        self._sync_began = None
 
     def take(self, now: float, running: Collection[str]) -> float:
-        """The ratio from the last call until now, where these attempts have not ended."""
-        queued, started, finished = np.array(self._ran, dtype=np.float64).reshape(-1, 3).T
+        """Return the ratio from the last call until now; ``running`` names the unfinished attempts."""
+        queued, started, finished = np.array(self._finished, dtype=np.float64).reshape(-1, 3).T
         known = np.isfinite(started) & np.isfinite(finished)
         queued, started, finished = queued[known], started[known], np.maximum(started, finished)[known]
         since = float(started.min(initial=now)) if self._since is None else self._since
         waits = (started - queued)[np.isfinite(queued)].clip(min=0.0)
         wait = float(waits.min()) if len(waits) else 0.0
-        unknown = np.sort([self._handed.get(name, since - wait) + wait for name in running])
-        held = np.array([*self._held, *([] if self._holding is None else [(self._holding, now)])]).reshape(-1, 2)
+        unknown = np.sort([self._sent_at.get(name, since - wait) + wait for name in running])
+        open_sync = [] if self._sync_began is None else [(self._sync_began, now)]
+        syncs = np.array([*self._syncs, *open_sync]).reshape(-1, 2)
 
-        cuts = np.unique(np.concatenate([[since, now], started, finished, unknown, held.ravel()]).clip(since, now))
+        cuts = np.unique(np.concatenate([[since, now], started, finished, unknown, syncs.ravel()]).clip(since, now))
         at = cuts[:-1]
         busy, waiting = (_below(starts, at) for starts in (started, unknown))
         busy -= _below(finished, at)
-        waiting[_below(held[:, 0], at) > _below(held[:, 1], at)] = 0
+        waiting[_below(syncs[:, 0], at) > _below(syncs[:, 1], at)] = 0
         idle = float(np.dot((self.slots - busy - waiting).clip(0, self.slots), np.diff(cuts)))
-        self._since, self._ran, self._held = now, [], []
-        self._handed = {name: when for name in running if (when := self._handed.get(name)) is not None}
+        self._since, self._finished, self._syncs = now, [], []
+        self._sent_at = {name: when for name in running if (when := self._sent_at.get(name)) is not None}
         return idle / (self.slots * (now - since)) if now > since else 0.0
 
 
 class Occupancy:
-    """The bubble ratio where each change in what runs is told at once, as in a simulation.
+    """Bubble ratio where every change of the number of running requests is reported at once, as in a simulation.
 
     Args:
         slots: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
@@ -92,28 +93,28 @@ class Occupancy:
         self._slots, self._now, self._running, self._busy, self._room = slots, now, 0, 0.0, 0.0
 
     def at(self, now: float, running: int) -> None:
-        """So many requests run in slots from now on."""
+        """Record the number of running requests from ``now`` on."""
         passed = now - self._now
         self._busy += passed * min(self._running, self._slots)
         self._room += passed * self._slots
         self._now, self._running = now, running
 
     def take(self) -> float:
-        """The ratio from the last call until the latest :meth:`at`."""
+        """Return the ratio from the last call until the latest :meth:`at`."""
         busy, room = self._busy, self._room
         self._busy = self._room = 0.0
         return 1.0 - busy / room if room > 0 else 0.0
 
 
 def forecast_metrics(expectations: Expectations) -> dict[str, float]:
-    """``rollout/lengths/*``, of the groups that were completed since the last call: what forecasts were worth."""
+    """Return ``rollout/lengths/*``: accuracy of the forecasts for groups completed since the last call."""
     measures = expectations.measures()
     failed = {names.LENGTH_ERRORS: float(expectations.errors)} if expectations.errors else {}
     return {**{names.LENGTHS + name: value for name, value in measures.items()}, **failed}
 
 
 def placement_metrics(dispatch: Dispatch) -> dict[str, float]:
-    """``rollout/placement/*`` since the last call, where the coordinator places samples."""
+    """Return ``rollout/placement/*`` since the last call; empty if the coordinator does not place samples."""
     if dispatch.placement is None:
         return {}
     moved, dispatch.moved = dispatch.moved, 0
@@ -124,16 +125,16 @@ def placement_metrics(dispatch: Dispatch) -> dict[str, float]:
 def batch_metrics(
     batch: Batch, slots: int, bubble: float | None = None, taken: float | None = None
 ) -> dict[str, float]:
-    """``training/sorted/*``, ``training/staleness/*`` and the bubble ratio
+    """Return ``training/sorted/*``, ``training/staleness/*`` and the bubble ratio
     (:func:`~verl_rhyme.observability.metrics.bubble_ratio`).
 
     Args:
-        batch: As it was taken.
+        batch: Collected batch.
         slots: Q of the bubble ratio.
-        bubble: Where it cannot be told from what ended (:class:`SlotAccount`).
-        taken: When it was, where rollout goes on while the actor trains: seconds since the Unix epoch.
+        bubble: Bubble ratio, where finished requests alone do not give it (:class:`SlotAccount`).
+        taken: Time of collection in seconds since the Unix epoch, where rollout continues while the actor trains.
     """
-    harvest, counts = batch.harvest, batch.counts
+    collected, counts = batch.collected, batch.counts
     metrics: dict[str, Any] = {
         names.SORTED_DISCARDED: counts.wasted_tokens,
         names.SORTED_INTERRUPTED: counts.interrupted,
@@ -141,12 +142,12 @@ def batch_metrics(
         names.SORTED_ABANDONED: counts.abandoned,
         names.SORTED_LOADED: counts.loaded,
         names.SORTED_DROPPED: counts.dropped,
-        names.SORTED_WAITING_MEAN: np.mean(harvest.waited),
-        names.SORTED_WAITING_MAX: max(harvest.waited),
-        names.SORTED_TRAINED: sum(harvest.lengths),
+        names.SORTED_WAITING_MEAN: np.mean(collected.waited),
+        names.SORTED_WAITING_MAX: max(collected.waited),
+        names.SORTED_TRAINED: sum(collected.lengths),
         names.SORTED_LEFT: batch.left,
         **names.staleness_metrics(
-            harvest.group_staleness,
+            collected.group_staleness,
             [batch.version - record["policy_version_end"] for record in batch.trained],
             [record["response_tokens"] for record in batch.trained],
         ),
@@ -162,15 +163,15 @@ def batch_metrics(
 
 
 def replica_paces(records: Iterable[Record]) -> dict[int, float]:
-    """Seconds of a token of a request by the replica's rank: the median of its requests that ended."""
+    """Return seconds per token of a request by replica: the median over its finished requests."""
     seconds: dict[int, list[float]] = defaultdict(list)
     for record in records:
         span, tokens = record["finished_at"] - record["first_token_at"], record["response_tokens"] - 1
         if tokens >= _ENOUGH_TOKENS and np.isfinite(span) and span > 0:
             seconds[record["replica"]].append(span / tokens)
-    return {replica: float(np.median(found)) for replica, found in seconds.items()}
+    return {replica: float(np.median(paces)) for replica, paces in seconds.items()}
 
 
 def _below(times: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """int64[len(at)]: how many of some times have come."""
+    """Count the ``times`` up to each of ``at``: int64[len(at)]."""
     return np.searchsorted(np.sort(times), at, side="right")

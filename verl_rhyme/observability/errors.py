@@ -1,4 +1,4 @@
-"""Finds what went wrong in the mixed output of Ray, verl and vLLM, or in an error, in a line."""
+"""Cause of a failure, from the mixed log of Ray, verl and vLLM or from an exception."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Only this much of the end of a log is read, in bytes.
+#: Bytes read from the end of a log.
 TAIL_BYTES = 4 << 20
 
-#: Lines of a traceback to show: its end says what and where.
+#: Lines shown from the end of a traceback.
 SHOWN_LINES = 16
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -23,7 +23,7 @@ _NAMED_EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit)(?:\([\
 _OF_A_TASK = re.compile(r"^[\w.]*RayTaskError\((\w+)\)")
 _ERROR_LINE = re.compile(r"\b(?:[A-Za-z]*(?:Error|Exception)\b|error:|Killed\b|No space left on device)")
 
-#: What other processes say when the one that failed takes them down.
+#: Exceptions of processes that fail because another process failed.
 _AFTERMATH = re.compile(
     r"^(?:\S*\.)?(?:ActorDiedError|ActorUnavailableError|RayActorError|WorkerCrashedError|OwnerDiedError|KeyboardInterrupt"
     r"|SystemExit|BrokenPipeError|ConnectionResetError|EOFError|CancelledError|EngineDeadError)\b"
@@ -31,12 +31,12 @@ _AFTERMATH = re.compile(
 
 
 def first_line(error: BaseException) -> str:
-    """Of its text; its type where it says nothing."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def last_line(error: BaseException) -> str:
-    """As :func:`first_line`, for an error of another process, which has a traceback before what it says."""
+    """Return the last line of an error's message; errors of other processes begin with a traceback."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
@@ -52,13 +52,13 @@ class _Traceback:
     exception: str = ""
 
     @property
-    def telling(self) -> bool:
+    def is_cause(self) -> bool:
         return not self.ignored and bool(self.exception) and not _AFTERMATH.match(self.exception)
 
 
 @dataclass
 class _Origin:
-    """The lines of one process, which Ray mixes with those of others."""
+    """Tracebacks of one process, whose lines Ray mixes with those of other processes."""
 
     open: _Traceback | None = None
     before: str = ""
@@ -69,7 +69,7 @@ class _Origin:
             self.open = _Traceback([], ignored=self.before.startswith("Exception ignored in"))
             self.done.append(self.open)
         elif self.open is not None and line and not line[0].isspace():
-            # Ray's exception is followed by the remote frames and the remote exception, which it names.
+            # The remote frames and the remote exception follow Ray's exception, which names the latter.
             remote = _OF_A_TASK.match(self.open.exception)
             if (
                 _EXCEPTION.match(line)
@@ -86,11 +86,13 @@ class _Origin:
 
 
 def last_error(log: str | os.PathLike[str], begin: int = 0) -> list[str]:
-    """The end of the last traceback that tells the cause; else the last lines that name an error; else the last lines.
+    """Return the end of the last traceback that shows a cause.
+
+    Without one, return the last lines that name an error, or else the last lines.
 
     Args:
         log: Output of a training run.
-        begin: Where this run's part of the file begins, in bytes.
+        begin: Offset of this run's part of the file, in bytes.
 
     Returns:
         At most :data:`SHOWN_LINES` lines without Ray's and vLLM's prefixes.
@@ -114,9 +116,9 @@ def last_error(log: str | os.PathLike[str], begin: int = 0) -> list[str]:
         if line.strip():
             plain.append(line)
     tracebacks = sorted((t for o in origins.values() for t in o.done if t.exception), key=lambda t: t.end)
-    telling = [t for t in tracebacks if t.telling]
-    if telling or tracebacks:
-        lines = (telling or tracebacks)[-1].lines
+    causes = [t for t in tracebacks if t.is_cause]
+    if causes or tracebacks:
+        lines = (causes or tracebacks)[-1].lines
         return lines if len(lines) <= SHOWN_LINES else ["...", *lines[-(SHOWN_LINES - 1) :]]
     named = [line for line in plain if _ERROR_LINE.search(line)]
     return (named or plain or ["(the log is empty)"])[-SHOWN_LINES // 2 :]

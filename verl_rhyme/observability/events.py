@@ -1,11 +1,11 @@
-"""The event log: one row per request and one per stage of a step, and, where asked for, one per response with
-its tokens; Arrow files in the run folder.
+"""Event log: Arrow files in the run folder, with a row per request, a row per stage of a step and optionally a row per
+response with its tokens.
 
-Each flush is one small file, written under another name and then renamed: a run killed at any moment leaves earlier
-files whole. Every opened log is a new session, numbered in the file names. Where a later session begins at step k
-(it resumed from the checkpoint before k), readers drop all that earlier sessions logged from k on: those steps are
-no part of the model any more, and nothing is counted twice. Validation, which a resumed run may repeat before its
-first step, overtakes only earlier validation of the same step.
+Each flush writes one small file under a temporary name and renames it, so a killed run leaves earlier files intact.
+Every opened log is a new session, numbered in the file names. If a later session begins at step k (it resumed from the
+checkpoint before k), readers drop the rows of earlier sessions from step k on. Those steps no longer belong to the
+model, and no step counts twice. A resumed run may repeat validation before its first step; this replaces only earlier
+validation of the same step.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def _type(field: dataclasses.Field) -> pa.DataType:
     return _OTHER_TYPES.get(field.name) or _TYPES[str(field.type).removesuffix(" | None")]
 
 
-#: One row per request: the server's :class:`RequestRecord`, and what became of the response. Times are
-#: seconds since the Unix epoch; ``*_at`` is null where it never happened. ``step`` is the one that trained the response
-#: (or validated it), ``epoch`` counts from 0 as verl's does.
+#: One row per request: the server's :class:`RequestRecord` and the fate of the response. Times are in seconds since the
+#: Unix epoch; ``*_at`` is null if the event never happened. ``step`` is the step that trained (or validated) the
+#: response; ``epoch`` counts from 0, as in verl.
 REQUESTS = pa.schema(
     [
         ("step", pa.int64()),
@@ -63,7 +63,7 @@ STAGES = pa.schema(
     ]
 )
 
-#: One row per response that was trained: what a replay of the run needs (``benchmarks/``). Off unless asked for.
+#: One row per trained response, for replays of the run (``benchmarks/``). Off by default.
 RESPONSES = pa.schema(
     [
         ("step", pa.int64()),
@@ -79,18 +79,18 @@ RESPONSES = pa.schema(
 )
 
 _SCHEMAS = {"requests": REQUESTS, "stages": STAGES, "responses": RESPONSES}
-#: Arms, engine and slots, for the report. Not the ``run.json`` beside the checkpoints.
+#: Names of the run, engine and slots, for the report. Not the ``run.json`` of the checkpoint folder.
 INFO_FILE = "run.json"
 _FILE = re.compile(r"(requests|validation|stages|responses)-(\d+)-(\d+)-(\d+)\.arrow")
 
 
 class EventLog:
-    """Writes the log. Not for use by several processes at once: the trainer is the one writer.
+    """Writer of the event log. Only one process may write: the trainer.
+
+    A full or read-only disk causes one warning and lost events, but never ends the run. The next flush tries again.
 
     Args:
-        folder: Made when missing. A folder with an earlier run's events is continued, see the module.
-
-    A full or read-only disk costs one warning and the events, never the run; the next flush tries again.
+        folder: Folder of the log, created if missing. Events of an earlier run in it are continued (see the module).
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -100,7 +100,7 @@ class EventLog:
         self._files = 0
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for unfinished in self.folder.glob(".*.tmp"):  # of a run that was killed while it wrote
+            for unfinished in self.folder.glob(".*.tmp"):  # left by a run that was killed during a write
                 unfinished.unlink()
             self._session = 1 + max((session for _, _, session, _, _ in _files(self.folder)), default=0)
         except OSError as error:
@@ -108,12 +108,12 @@ class EventLog:
             self._warn(error)
 
     def append_requests(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
-        """Log requests of one step: may be called several times for a step.
+        """Log requests of one step; several calls per step are allowed.
 
         Args:
             step: Trainer step, from 1.
-            epoch: From 0, as verl counts.
-            columns: Name of :data:`REQUESTS` to a sequence or array of shape [requests], or to one value for all
+            epoch: Epoch from 0, as in verl.
+            columns: Columns of :data:`REQUESTS` by name: a sequence or array of shape [requests], or one value for all
                 rows. Missing columns are null. ``prompt_key`` takes 16 bytes or 32 hex digits.
 
         Raises:
@@ -127,21 +127,21 @@ class EventLog:
         self._append("requests", step, epoch, columns, validation=bool(np.all(columns.get("validate", False))))
 
     def append_stages(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
-        """Log stages of one step; as :meth:`append_requests`, with the columns of :data:`STAGES`."""
+        """Log stages of one step, with the columns of :data:`STAGES`; see :meth:`append_requests`."""
         self._append("stages", step, epoch, columns)
 
     def append_responses(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
-        """Log the responses of one step; as :meth:`append_requests`, with the columns of :data:`RESPONSES`."""
+        """Log responses of one step, with the columns of :data:`RESPONSES`; see :meth:`append_requests`."""
         self._append("responses", step, epoch, columns)
 
     def describe(self, step: int, run: str, **info: Any) -> None:
-        """Keep facts of the run that the report needs, as JSON; :func:`read_info` reads them.
+        """Write facts about the run that the report needs as JSON; :func:`read_info` reads them.
 
         Args:
-            step: The first step of this start of the run.
-            run: What the run is from this step on; earlier starts keep theirs, see :func:`runs_of`.
-            **info: ``engine``, ``slots`` (Q of ``metrics.bubble_ratio``), ``rollout`` (its stage); later ones replace
-                earlier ones.
+            step: First step of this start of the run.
+            run: Name of the run from this step on; earlier starts keep theirs (:func:`runs_of`).
+            **info: ``engine``, ``slots`` (Q of ``metrics.bubble_ratio``) and ``rollout`` (the stage that lasts as long
+                as rollout); later values replace earlier ones.
         """
         before = read_info(self.folder)
         runs = [[first, name] for first, name in runs_of(before) if first < step]
@@ -177,33 +177,33 @@ class EventLog:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "event log: cannot write to %s (%s); training goes on without its events. "
-                "Free space there or set actor_rollout_ref.rollout.custom.rhyme.events.dir",
+                "event log: cannot write to %s (%s); training continues without these events. "
+                "Free disk space or set actor_rollout_ref.rollout.custom.rhyme.events.dir to another folder",
                 self.folder,
                 error,
             )
 
 
 def read_requests(folder: str | os.PathLike[str]) -> pa.Table:
-    """All requests of a run in the order of their steps, schema :data:`REQUESTS`.
+    """Read all requests of a run, ordered by step: schema :data:`REQUESTS`.
 
-    An unreadable file is left out with a warning; a missing folder is an empty table.
+    Unreadable files are skipped with a warning; a missing folder gives an empty table.
     """
     return _read(Path(folder), "requests")
 
 
 def read_stages(folder: str | os.PathLike[str]) -> pa.Table:
-    """All stages of a run, schema :data:`STAGES`; see :func:`read_requests`."""
+    """Read all stages of a run: schema :data:`STAGES`; see :func:`read_requests`."""
     return _read(Path(folder), "stages")
 
 
 def read_responses(folder: str | os.PathLike[str]) -> pa.Table:
-    """All logged responses of a run, schema :data:`RESPONSES`; see :func:`read_requests`."""
+    """Read all logged responses of a run: schema :data:`RESPONSES`; see :func:`read_requests`."""
     return _read(Path(folder), "responses")
 
 
 def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What :meth:`EventLog.describe` kept; empty when there is nothing readable."""
+    """Read the facts that :meth:`EventLog.describe` wrote; empty if they are missing or unreadable."""
     try:
         info = json.loads((Path(folder) / INFO_FILE).read_text())
     except (OSError, ValueError):
@@ -213,7 +213,7 @@ def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """A run's log, read once: tables of :data:`REQUESTS` and :data:`STAGES`, and :func:`read_info`."""
+    """Event log of a run in memory: tables of :data:`REQUESTS` and :data:`STAGES`, and :func:`read_info`."""
 
     folder: Path
     requests: pa.Table
@@ -222,23 +222,25 @@ class Log:
 
 
 def read_log(folder: str | os.PathLike[str]) -> Log:
-    """All that the report needs."""
+    """Read the parts of the log that the report needs."""
     path = Path(folder)
     return Log(path, read_requests(path), read_stages(path), read_info(path))
 
 
 def runs_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """(first step, run) of the starts of a run that changed its run, oldest first; empty where nothing is known.
+    """Return (first step, name) for every name a run had, oldest first; empty if unknown.
 
     Args:
-        info: Of :func:`read_info`.
+        info: Result of :func:`read_info`.
     """
-    return [(step, run) for step, run in info.get("runs", [])]
+    return [(step, name) for step, name in info.get("runs", [])]
 
 
 def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
-    """Columns as numpy arrays: null becomes NaN in float columns, 0 in integers, False in booleans. Equal texts are one
-    object."""
+    """Convert columns to numpy arrays: null becomes NaN in float columns, 0 in integers, False in booleans.
+
+    Equal texts are one object.
+    """
     columns = {}
     for field in table.schema:
         column = table[field.name]
@@ -254,8 +256,10 @@ def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
 
 
 def groups_of(table: pa.Table) -> np.ndarray:
-    """int64[N]: requests of one number are of one prompt of a step; one without a ``uid`` has a number of its own,
-    below 0."""
+    """Return a group number for each request, int64[N]: equal numbers mean the same prompt of a step.
+
+    Each request without a ``uid`` gets a unique number below 0.
+    """
     uids = table["uid"].dictionary_encode().unify_dictionaries().combine_chunks().indices.to_numpy(zero_copy_only=False)
     return np.where(np.isnan(uids), -1 - np.arange(len(uids)), uids).astype(np.int64)
 
@@ -290,20 +294,20 @@ def _is_column(value: Any) -> bool:
 
 
 def _files(folder: Path) -> list[tuple[str, int, int, int, Path]]:
-    """(kind, step, session, number, path) of every complete file."""
-    found = []
+    """List (kind, step, session, number, path) of every complete file."""
+    files = []
     for entry in os.scandir(folder):
         if match := _FILE.fullmatch(entry.name):
             kind, step, session, number = match.groups()
-            found.append((kind, int(step), int(session), int(number), Path(entry.path)))
-    return found
+            files.append((kind, int(step), int(session), int(number), Path(entry.path)))
+    return files
 
 
 def _live_files(folder: Path, kind: str) -> list[Path]:
-    """Files of ``kind``, or of validation with the requests, that no later session has overtaken; by step, then age."""
+    """List files of ``kind`` that no later session replaced, by step, then age; requests include validation."""
     files = _files(folder)
     begins: dict[int, int] = {}
-    validated: dict[int, int] = {}  # step to the last session that validated it
+    validated: dict[int, int] = {}  # by step, the last session that validated it
     for file_kind, step, session, _, _ in files:
         if file_kind == "validation":
             validated[step] = max(session, validated.get(step, session))
@@ -323,18 +327,18 @@ def _read(folder: Path, kind: str) -> pa.Table:
     tables = [schema.empty_table()]
     for path in _live_files(folder, kind) if folder.is_dir() else ():
         try:
-            # Read, not mapped: a file cut short while mapped would be a bus error. Full validation, because
-            # a damaged offset would otherwise be followed out of the buffer.
+            # Read, not mapped: truncating a mapped file would raise a bus error. Full validation, because a damaged
+            # offset could otherwise point out of the buffer.
             table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
             table.validate(full=True)
             tables.append(_conform(table, schema))
         except (OSError, pa.ArrowException, ValueError) as error:
-            warnings.warn(f"event log: {path} is unreadable and left out ({error})", stacklevel=3)
+            warnings.warn(f"event log: {path} is unreadable and is skipped ({error})", stacklevel=3)
     return pa.concat_tables(tables)
 
 
 def _conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """A file of another version: its missing columns are null, its unknown ones are dropped."""
+    """Convert a file of another version: missing columns become null, unknown ones are dropped."""
     return pa.table(
         [
             table[field.name].cast(field.type) if field.name in table.schema.names else pa.nulls(len(table), field.type)

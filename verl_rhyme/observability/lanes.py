@@ -1,4 +1,4 @@
-"""Spans laid out so that none lies over another."""
+"""Layout of time spans in lanes without overlap."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import numpy as np
 def pack(
     began: np.ndarray, ended: np.ndarray, most: float = np.inf, overlap: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A lane for each span: the free one with the lowest number, as an engine gives slots away.
+    """Assign each span to the free lane with the lowest number, as an engine assigns slots.
+
+    An engine reuses a slot shortly before the last response has left it. So, if all lanes are taken, a span may start
+    in the lane that becomes free next and truncate the span in it.
 
     Args:
         began, ended: Seconds, float64[N].
-        most: Where so many lanes are taken, a span may begin in the one that is free next, and cut short what is there,
-        overlap: by so many seconds at most. An engine gives a slot away a moment before a response has left it.
+        most: Number of lanes from which on spans may be truncated.
+        overlap: Most seconds by which a span is truncated.
 
     Returns:
-        Lanes, int64[N], from 0, and the ends, of which some were cut short.
+        Lanes, int64[N], from 0, and the ends after truncation, float64[N].
     """
     lanes, ends = np.zeros(len(began), dtype=np.int64), ended.copy()
     free: list[int] = []

@@ -1,4 +1,4 @@
-"""Metric names and the pure functions behind them; verl's own names where they exist."""
+"""Names of metrics (verl's where they exist) and pure functions that compute them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ EPOCH = "training/epoch"  # counted from 0
 REWARD_MEAN = "critic/score/mean"
 REWARD_MEAN_AFTER_KL = "critic/rewards/mean"
 FILTERED_GROUPS = "training/filter_groups/evicted_samples"  # groups, in spite of the name
-FAILED_PROMPTS = "training/rollout_failure/evicted_samples"  # in our modes prompts
+FAILED_PROMPTS = "training/rollout_failure/evicted_samples"  # prompts in verl-rhyme's trainer modes
 TIMING = "timing_s/"
 GEN_S = "timing_s/gen"
-#: Of a step in which rollout does not only last as long as the trainer waits for it; else see GEN_S.
+#: Seconds of rollout in a step, where rollout runs longer than the trainer waits for it (otherwise GEN_S).
 ROLLOUT_S = "rollout/seconds"
 STEP_S = "timing_s/step"
 HISTORY_UPDATE_S = "timing_s/history_update"
@@ -28,13 +28,13 @@ GEN_MS_PER_TOKEN = "timing_per_token_ms/gen"
 TOTAL_TOKENS = "perf/total_num_tokens"  # prompts and responses
 PROMPT_LENGTH_MEAN = "prompt_length/mean"
 RESPONSE_LENGTH_MEAN = "response_length/mean"
-#: By trajectory, of its oldest token; of runs without the pipeline.
+#: Staleness of the oldest token of each trajectory, in runs without the pipeline.
 VERL_STALENESS_MEAN = "training/off_policy/trajectory_staleness_worst/mean"
 VERL_STALENESS_MAX = "training/off_policy/trajectory_staleness_worst/max"
 SPEC_ACCEPT_RATE = "rollout/spec_accept_rate"
 SPEC_ACCEPT_LENGTH = "rollout/spec_accept_length"
 
-# Ours.
+# Names of verl-rhyme.
 BUBBLE_RATIO = "rollout/bubble_ratio"
 USEFUL_TOKENS_PER_S = "rollout/useful_tokens_per_s"
 REQUESTS = "rollout/requests"
@@ -70,9 +70,9 @@ SPEC_HEAD_UPDATES = "rollout/spec/head_updates"
 SPEC_HEAD_LOSS = "rollout/spec/head_loss"
 SPEC_HEAD_S = "rollout/spec/head_s"
 SPEC_ALARM = "rollout/spec/alarm"
-ENTROPY = "rollout/entropy"  # nats per token: minus the mean log-prob of what was sampled
-VERL_ENTROPY = "actor/entropy"  # as loss_agg_mode has it: by the token with token-mean, verl's default
-HISTORY = "rollout/history"  # what the store says of itself stands below it
+ENTROPY = "rollout/entropy"  # nats per token: minus the mean log-prob of the sampled tokens
+VERL_ENTROPY = "actor/entropy"  # aggregated by loss_agg_mode: per token with token-mean, verl's default
+HISTORY = "rollout/history"  # prefix of the history store's statistics
 HISTORY_ERRORS = "rollout/history/errors"
 HISTORY_UNTRAINED = "rollout/history/untrained"
 HISTORY_HIT_RATE = "rollout/history/hit_rate"
@@ -107,37 +107,37 @@ STREAM_MOVED = "training/stream/moved"
 STREAM_CHANGE = "training/stream/change_s"
 SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
 
-#: Drafts that give a smaller share of the tokens are hardly worth their planning.
+#: Share of the tokens below which drafts are hardly worth their cost.
 LITTLE = 0.1
 
 
 def fillable_slots(request_slots: int, samples: int) -> int:
-    """``Q`` of :func:`bubble_ratio`: the request slots that a run can fill, one number for the whole run.
+    """Return ``Q`` of :func:`bubble_ratio`: the request slots that a run can fill, the same for all its steps.
 
-    An engine larger than the run leaves slots empty that no schedule could fill, and that cost nobody a token.
+    Engines larger than the run have slots that no schedule can fill; these cost no tokens.
 
     Args:
-        request_slots: Of all engines that serve together (replicas * max_num_seqs).
-        samples: The most that may be started and not yet finished at a time. A sample has one request at a time.
+        request_slots: Request slots of all engines together (replicas * max_num_seqs).
+        samples: Most samples in flight at a time. A sample has one request at a time.
     """
     return max(1, min(request_slots, samples))
 
 
 def bubble_ratio(started: npt.ArrayLike, finished: npt.ArrayLike, slots: int) -> float:
-    """Share of the rollout's request slots that stood idle. To be read beside :func:`useful_tokens_per_s`: a bubble can
-    be cut by throwing work away.
+    """Return the idle share of the request slots during rollout.
 
     ``sum_k (Q - r_k) dt_k / (Q sum_k dt_k)``: ``Q`` slots, ``r_k`` of them running during the interval ``dt_k``
     between two consecutive starts or ends (SortedRL, section 2). The span is [first start, last end]; an interval
-    with more requests than slots counts as full.
+    with more requests than slots counts as full. Read it together with :func:`useful_tokens_per_s`: wasted tokens
+    fill slots, too.
 
     Args:
-        started: Seconds, float, shape [requests]. Requests with a non-finite time are left out.
-        finished: Same clock and shape, not before ``started``.
+        started: Start times in seconds, float, shape [requests]. Requests with a non-finite time are ignored.
+        finished: End times by the same clock, same shape, not before ``started``.
         slots: ``Q``, the same in every step of a run: :func:`fillable_slots`.
 
     Returns:
-        In [0, 1]; 0.0 when nothing ran.
+        Ratio in [0, 1]; 0.0 if no request ran.
 
     Raises:
         ValueError: ``slots`` is below 1, the shapes differ, or a request ends before it starts.
@@ -162,51 +162,51 @@ def bubble_ratio(started: npt.ArrayLike, finished: npt.ArrayLike, slots: int) ->
 
 
 def useful_tokens_per_s(trained_tokens: float, rollout_s: float) -> float:
-    """Response tokens that reached the trainer per second of rollout; 0.0 when no time passed."""
+    """Return trained response tokens per second of rollout; 0.0 if no time passed."""
     return trained_tokens / rollout_s if rollout_s > 0 else 0.0
 
 
 def staleness_metrics(groups: npt.ArrayLike, requests: npt.ArrayLike, tokens: npt.ArrayLike) -> dict[str, float]:
-    """``training/staleness/*`` of an update: policy versions between what is trained and the policy it trains.
+    """Return ``training/staleness/*`` of a training step: policy versions between tokens and the policy they train.
 
     Args:
         groups: Staleness of each trained group's oldest token, shape [groups].
-        requests: Staleness of each trained request, whose tokens are of one version; shape [requests].
+        requests: Staleness of each trained request, whose tokens have one version; shape [requests].
         tokens: Response tokens of each request, same shape.
 
     Returns:
-        Metric name to value; what no group or no token tells is left out.
+        Metric name to value, without metrics that have no data.
     """
     of_groups, of_requests = np.asarray(groups, dtype=np.float64), np.asarray(requests, dtype=np.float64)
-    made = np.asarray(tokens, dtype=np.float64)
-    found: dict[str, float] = {}
+    weights = np.asarray(tokens, dtype=np.float64)
+    metrics: dict[str, float] = {}
     if len(of_groups):
         mean, greatest = float(of_groups.mean()), float(of_groups.max())
-        found = {STALENESS_MEAN: mean, STALENESS_MAX: greatest, STALENESS_GROUPS: float(len(of_groups))}
-    if made.sum() > 0:
-        mean, greatest = float(np.average(of_requests, weights=made)), float(of_requests[made > 0].max())
-        found |= {TOKEN_STALENESS_MEAN: mean, TOKEN_STALENESS_MAX: greatest}
-    return found
+        metrics = {STALENESS_MEAN: mean, STALENESS_MAX: greatest, STALENESS_GROUPS: float(len(of_groups))}
+    if weights.sum() > 0:
+        mean, greatest = float(np.average(of_requests, weights=weights)), float(of_requests[weights > 0].max())
+        metrics |= {TOKEN_STALENESS_MEAN: mean, TOKEN_STALENESS_MAX: greatest}
+    return metrics
 
 
 def accept_rate(drafted: npt.ArrayLike, accepted: npt.ArrayLike) -> float:
-    """Mean over requests of accepted/drafted, 0 where nothing was drafted: verl's ``rollout/spec_accept_rate``."""
+    """Return verl's ``rollout/spec_accept_rate``: the mean over requests of accepted/drafted, 0 without drafts."""
     draft, accept = np.asarray(drafted, dtype=np.float64), np.asarray(accepted, dtype=np.float64)
     return float(np.mean(np.divide(accept, draft, out=np.zeros_like(draft), where=draft > 0)))
 
 
 def accept_length(accepted: npt.ArrayLike, verify_steps: npt.ArrayLike) -> float:
-    """Mean over requests of 1 + accepted/verify steps, 0 where there were none: ``rollout/spec_accept_length``."""
+    """Return ``rollout/spec_accept_length``: the mean over requests of 1 + accepted/verify steps, 0 without steps."""
     accept, verify = np.asarray(accepted, dtype=np.float64), np.asarray(verify_steps, dtype=np.float64)
     return float(np.mean(np.where(verify > 0, 1.0 + accept / np.maximum(verify, 1), 0.0)))
 
 
-#: Columns of a request that tell what all of an engine's drafting did since the request before it that tells.
+#: Columns of drafter statistics: those of a whole engine, since the last request that carried them.
 DRAFTER = ("draft_errors", "draft_seconds", "head_updates", "head_loss", "head_seconds")
 
 
 def drafter_metrics(totals: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of the sums of :data:`DRAFTER`; those of a draft head where it was trained."""
+    """Return metrics from the sums of the :data:`DRAFTER` columns; the draft head's only if it was trained."""
     metrics = {SPEC_ERRORS: totals["draft_errors"], SPEC_DRAFT_S: totals["draft_seconds"]}
     if updates := totals.get("head_updates"):
         metrics |= {
@@ -218,13 +218,13 @@ def drafter_metrics(totals: Mapping[str, float]) -> dict[str, float]:
 
 
 def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, rollout_s: float) -> dict[str, float]:
-    """All metrics of one step's rollout that its requests tell.
+    """Return the metrics of one step's rollout, computed from its requests.
 
     Args:
         requests: Columns of the event log (:data:`verl_rhyme.observability.events.REQUESTS`), each of shape
-            [requests]. Validation requests are left out; what a missing column would tell is left out too.
-        slots: See :func:`bubble_ratio`; ``None`` where unknown: no bubble ratio then.
-        rollout_s: Seconds the step's rollout took (verl's ``timing_s/gen``).
+            [requests]. Validation requests are ignored, and metrics of missing columns are left out.
+        slots: Q of :func:`bubble_ratio`; ``None``: no bubble ratio.
+        rollout_s: Duration of the step's rollout in seconds (verl's ``timing_s/gen``).
 
     Returns:
         Metric name to value. ``rollout/spec_accept_*`` are verl's means over requests; the totals below
@@ -252,7 +252,7 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
     if has("started_at", "finished_at"):
         started, finished = columns["started_at"].astype(np.float64), columns["finished_at"].astype(np.float64)
         if slots is not None:
-            # Clocks of two nodes may differ by more than a short request lasts: no reason to lose the step.
+            # Clocks of two nodes may differ by more than the length of a short request.
             metrics[BUBBLE_RATIO] = bubble_ratio(started, np.maximum(started, finished), slots)
         if has("queued_at"):
             queue = started - columns["queued_at"].astype(np.float64)
@@ -279,7 +279,7 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
 
 
 def response_tokens(metrics: Mapping[str, Any]) -> float | None:
-    """Response tokens of a step from verl's metrics, which do not log them: ``None`` where they can't be known."""
+    """Derive a step's response tokens from verl's metrics, which do not log them; ``None`` if unknown."""
     seconds, per_token = finite(metrics, GEN_S), finite(metrics, GEN_MS_PER_TOKEN)
     if seconds and per_token:
         return float(round(seconds * 1000.0 / per_token))
@@ -301,27 +301,27 @@ def shares(counts: Mapping[str, Any]) -> str:
 
 
 def little_from_drafts(accepted: float | None, tokens: float | None, nats: float | None) -> str | None:
-    """What to say of drafts from history that give next to no tokens; ``None`` of others, and of what is not known.
+    """Return a note on drafts from history that yield few tokens; ``None`` for other drafts or missing values.
 
     Args:
-        accepted: Draft tokens that were accepted.
-        tokens: Response tokens, these among them.
-        nats: The policy's entropy, by the token.
+        accepted: Accepted draft tokens.
+        tokens: Response tokens, including the accepted ones.
+        nats: Entropy of the policy per token.
     """
     if accepted is None or not tokens or accepted >= LITTLE * tokens:
         return None
     at = "" if nats is None else f" at an entropy of {nats:.2f} nats per token"
-    return f"drafts gave {accepted / tokens:.0%} of the tokens{at}"
+    return f"drafts yielded {accepted / tokens:.0%} of the tokens{at}"
 
 
 def rollout_s(metrics: Mapping[str, Any]) -> float | None:
-    """Seconds of a step in which rollout ran: all of it where it goes on while the actor trains."""
+    """Return the seconds of rollout in a step: the whole step if rollout continues while the actor trains."""
     seconds = finite(metrics, ROLLOUT_S)
     return finite(metrics, GEN_S) if seconds is None else seconds
 
 
 def finite(metrics: Mapping[str, Any], name: str) -> float | None:
-    """``metrics[name]`` as a float; ``None`` where it is missing, null or not finite."""
+    """Return ``metrics[name]`` as a float; ``None`` if it is missing, null or not finite."""
     value = metrics.get(name)
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)

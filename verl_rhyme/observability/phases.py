@@ -1,4 +1,4 @@
-"""What a starting run waits for, read from what Ray, verl and vLLM say in its log."""
+"""Start-up phase of a run, read from the lines of Ray, verl and vLLM in its log."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MARKS = (
     (r"all initialize finished, ready to fit", "vLLM takes over the trainer's weights"),
     (r"Creating file logger at ", "validation before training"),
     (r"Training Progress:", "the agent loop workers start and import verl"),
-    (r"AgentLoopWorker\w* pid=.*Using dataset class", "the first step: rollout{of}, then the update"),
+    (r"AgentLoopWorker\w* pid=.*Using dataset class", "the first step: rollout{of}, then training"),
 )
 
-#: Pattern in a line of the log, and what is waited for from there on; in the order in which a run comes by them.
+#: Pattern of a log line and the phase that begins there, in the order of a start.
 MARKS = tuple((re.compile(pattern), phase) for pattern, phase in _MARKS)
 
 FIRST = "Python, and verl reads the configuration"
@@ -32,11 +32,11 @@ _BATCH = re.compile(r"'train_batch_size': (\d+)")
 
 
 class Phases:
-    """Follows a log and keeps the furthest of :data:`MARKS` that it came by.
+    """Follower of a log that keeps the furthest of the :data:`MARKS` reached.
 
     Args:
-        log: May appear late.
-        begin: Where this run's part of it begins, in bytes.
+        log: Log file; may appear late.
+        begin: Offset of this run's part of the file, in bytes.
     """
 
     def __init__(self, log: str | os.PathLike[str], begin: int = 0) -> None:
@@ -46,7 +46,7 @@ class Phases:
         self._of = ""
 
     def poll(self) -> str:
-        """What is waited for now."""
+        """Return the current phase."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._offset)
@@ -63,6 +63,6 @@ class Phases:
                     self._seen[number] = match.expand(phase)
         reached = sorted(self._seen)
         last = len(MARKS) - 1
-        if reached[-2:] != [last - 1, last]:  # validation starts the agent loop workers, too, before the first step
+        if reached[-2:] != [last - 1, last]:  # validation before the first step starts agent loop workers, too
             reached = [number for number in reached if number != last]
         return self._seen[reached[-1]].replace("{of}", self._of) if reached else FIRST

@@ -1,10 +1,10 @@
-"""Runs a training command quietly: its output to a log, one readable line per step and a bar to the terminal.
+"""Runner of a training command: output to a log, one readable line per step and a progress bar to the terminal.
 
 ``python -m verl_rhyme.observability.progress --metrics RUN/metrics.jsonl --log RUN/train.log --total-steps N -- CMD``
 
-The command runs in a session of its own and gets ``VERL_FILE_LOGGER_PATH``; its steps are read from there, so
-``trainer.logger`` must contain ``file``. Interrupts reach the whole session, and when the command is over nothing of
-that session is left. The exit status is the command's (128 + n for signal n).
+The command runs in a separate session with ``VERL_FILE_LOGGER_PATH`` set. Steps are read from that file, so
+``trainer.logger`` must contain ``file``. Interrupts reach the whole session, and no process of the session outlives the
+command. The exit status is the command's (128 + n for signal n).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from .supervise import Supervised
 LOGGER_VARIABLE = "VERL_FILE_LOGGER_PATH"
 POLL_S = 0.2
 
-#: Without a terminal a silent stretch of this many seconds is broken by one line: while the run starts, and later.
+#: Seconds of silence after which a line is printed without a terminal: during the start, and later.
 STARTING_HEARTBEAT_S, HEARTBEAT_S = 10.0, 30.0
 
 
 def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None) -> str:
-    """One line a person can read for one step's metrics; what is missing is left out.
+    """Return a readable line for the metrics of a step; missing metrics are left out.
 
     Args:
-        step: From 1; 0 for the validation before training.
+        step: Step from 1; 0 for the validation before training.
         data: Metric name to value, as verl logs them.
-        total_steps: Of the whole training, where known.
+        total_steps: Steps of the training run, if known.
     """
 
     def value(name: str) -> float | None:
@@ -60,7 +60,7 @@ def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None
     if tokens is not None and seconds:
         count = f"{tokens:,.0f}".replace(",", " ")
         parts.append(f"{count} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tok/s)")
-        bubble = value(metrics.BUBBLE_RATIO)  # never without the tokens per second
+        bubble = value(metrics.BUBBLE_RATIO)  # misleading without the tokens per second
     parts += _drafting(data, value)
     parts += _dropped(value)
     if bubble is not None:
@@ -93,7 +93,7 @@ def _drafting(data: Mapping[str, Any], value: Any) -> list[str]:
 
 
 def _staleness(value: Any) -> list[str]:
-    """Nothing of a step that was on-policy."""
+    """Return the staleness of a step; empty if the step was on-policy."""
     for mean, greatest in (
         (metrics.STALENESS_MEAN, metrics.STALENESS_MAX),
         (metrics.VERL_STALENESS_MEAN, metrics.VERL_STALENESS_MAX),
@@ -107,7 +107,7 @@ def _dropped(value: Any) -> list[str]:
     parts = []
     if groups := value(metrics.FILTERED_GROUPS):
         score = value(metrics.FILTERED_SCORE)
-        why = "one score each" + ("" if score is None else f" (mean {score:.2f})")
+        why = "equal scores" + ("" if score is None else f" (mean {score:.2f})")
         parts.append(f"{groups:.0f} group{'s' if groups > 1 else ''} dropped: {why}")
     if failed := value(metrics.FAILED_PROMPTS):
         parts.append(f"{failed:.0f} prompt{'s' if failed > 1 else ''} failed")
@@ -115,18 +115,18 @@ def _dropped(value: Any) -> list[str]:
 
 
 class MetricsFollower:
-    """Reads what is appended to verl's metrics file, whole lines only; the file may appear late or start anew."""
+    """Reader of lines appended to verl's metrics file; the file may appear late or be truncated."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._offset = 0
 
     def skip(self) -> None:
-        """Leave out what is there: an earlier start's, until the file is emptied."""
+        """Skip the present lines, which belong to an earlier start, until the file is truncated."""
         self._offset = self.path.stat().st_size if self.path.exists() else 0
 
     def poll(self) -> list[tuple[int, dict[str, Any]]]:
-        """(step, metrics) of the lines completed since the last call."""
+        """Return (step, metrics) of the lines completed since the last call."""
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
@@ -142,12 +142,12 @@ class MetricsFollower:
 
 
 class Display:
-    """A bar on a terminal, plain lines elsewhere."""
+    """Progress bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console, total_steps: int | None) -> None:
         self._console = console
         self._total = total_steps
-        self._began = self._spoke = time.monotonic()
+        self._began = self._printed_at = time.monotonic()
         self._step = 0
         self._first: tuple[int, float] | None = None
         columns = (
@@ -172,7 +172,7 @@ class Display:
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self._spoke = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def step(self, step: int, data: Mapping[str, Any]) -> None:
         """Show a finished step."""
@@ -186,26 +186,26 @@ class Display:
 
     @property
     def starting(self) -> bool:
-        """No step of the training is finished."""
+        """Whether no training step has finished yet."""
         return not self._step
 
     def tick(self, phase: str) -> None:
-        """Say what a run waits for that has not been heard of for long.
+        """Show what a run is doing if it has printed nothing for long.
 
         Args:
-            phase: Of :class:`~verl_rhyme.observability.phases.Phases`; for a run that is starting.
+            phase: Phase of a starting run, from :class:`~verl_rhyme.observability.phases.Phases`.
         """
         if self._bar and self._task is not None:
             if self.starting:
                 self._bar.update(self._task, description=phase)
             return
         now = time.monotonic()
-        if now - self._spoke >= (STARTING_HEARTBEAT_S if self.starting else HEARTBEAT_S):
-            doing = f"starting: {phase}" if self.starting else f"in step {self._step + 1}: rollout, then the update"
+        if now - self._printed_at >= (STARTING_HEARTBEAT_S if self.starting else HEARTBEAT_S):
+            doing = f"starting: {phase}" if self.starting else f"in step {self._step + 1}: rollout, then training"
             self.line(f"{doing}, {_duration(now - self._began)} since the start")
 
     def _seconds_left(self, step: int) -> float | None:
-        """From the steps since the first one seen, which pays for all warming up."""
+        """Estimate from the steps after the first one, which includes all warm-up."""
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)
@@ -216,11 +216,7 @@ class Display:
 
 
 def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int | None, console: Console) -> int:
-    """Run ``command`` to its end, see the module.
-
-    Returns:
-        Its exit status.
-    """
+    """Run ``command`` to its end (see the module) and return its exit status."""
     metrics_file.parent.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     aside = steps.set_aside(metrics_file)
@@ -232,7 +228,7 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
     with child, Display(console, total_steps) as display:
         display.line(f"starting verl, Ray and vLLM (about a minute); log: {log}")
         if aside:
-            display.line(f"metrics of the run before are kept in {aside}")
+            display.line(f"metrics of the previous run were moved to {aside}")
         while child.wait(POLL_S) is None:
             for step, data in follower.poll():
                 display.step(step, data)
@@ -245,9 +241,7 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
     status = child.status
     if status and not child.interrupted:
         why = ", killed: out of memory?" if status == 128 + signal.SIGKILL else ""
-        console.print(
-            f"training failed (exit status {status}{why}); the end of {log} says:", markup=False, highlight=False
-        )
+        console.print(f"training failed (exit status {status}{why}); error from {log}:", markup=False, highlight=False)
         for text in last_error(log, log_begin):
             console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
     elif child.interrupted:
@@ -265,9 +259,9 @@ def _duration(seconds: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verl_rhyme.observability.progress", description=__doc__)
-    parser.add_argument("--metrics", type=Path, required=True, help="where verl's file logger shall write")
-    parser.add_argument("--log", type=Path, required=True, help="takes the command's output, appended")
-    parser.add_argument("--total-steps", type=int, help="steps of the whole training")
+    parser.add_argument("--metrics", type=Path, required=True, help="file for verl's file logger")
+    parser.add_argument("--log", type=Path, required=True, help="file to append the command's output to")
+    parser.add_argument("--total-steps", type=int, help="number of training steps")
     parser.add_argument("command", nargs="+", help="the training command, after --")
     options = parser.parse_args(arguments)
     return run(options.command, options.metrics, options.log, options.total_steps, Console())

@@ -1,4 +1,4 @@
-"""A run's table, ``summary.json`` and page, for one run or for two side by side."""
+"""Report of one run or two: table, ``summary.json`` and page."""
 
 from __future__ import annotations
 
@@ -30,87 +30,87 @@ def report(
     other: str | None = None,
     out: str | None = None,
     events: str | None = None,
-    arm: str | None = None,
+    name: str | None = None,
     step: int | None = None,
     perfetto: bool = False,
 ) -> int:
-    """``verl-rhyme report``, whose arguments these are; its exit status."""
+    """Run ``verl-rhyme report`` with its arguments and return the exit status."""
     console = Console()
-    told: list[str] = []
+    notes: list[str] = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            runs = [read(folder, arm, events)]
+            runs = [read(folder, name, events)]
             if other is not None:
                 runs.append(read(other))
-                told += _told_apart(runs)
+                notes += _rename_equal(runs)
         except (ReportError, OSError) as error:
-            _tell([str(error)])
+            _print_notes([str(error)])
             return 1
-    told += [line for run in runs if (line := _no_step(run, step))]
+    notes += [line for run in runs if (line := _missing_step(run, step))]
     to = Path(out or runs[0].folder)
     try:
         summaries = [run.summary for run in runs]
         summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
-        told += _other_slots(summaries)
+        notes += _unequal_slots(summaries)
         paths = [write(summary, to), document.write(runs, to, FIRST_WARM_EPOCH, step)]
         if perfetto:
             paths += _traces(runs, to, step)
     except ReportError as error:
-        _tell([*told, str(error)])
+        _print_notes([*notes, str(error)])
         return 1
     except OSError as error:
-        _tell([*told, f"cannot write to {to} ({error.strerror or error}): give --out a folder that can be written"])
+        _print_notes([*notes, f"cannot write to {to} ({error.strerror or error}): set --out to a writable folder"])
         return 1
     problems = [problem for run in runs for problem in run.problems]
-    _tell([*dict.fromkeys([*told, *(str(warning.message) for warning in warned), *problems])])
+    _print_notes([*dict.fromkeys([*notes, *(str(warning.message) for warning in warned), *problems])])
     show(summary, console)
     for path in paths:
         console.print(str(path), highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
-def _other_slots(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """That bubble ratios are shares of other numbers of slots; of a stock run nobody knows."""
+def _unequal_slots(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a note if the runs' bubble ratios refer to unequal numbers of slots (unknown in stock runs)."""
     slots = {summary["run"]: summary["bubble_slots"] for summary in summaries}
     if None in slots.values() or len(set(slots.values())) == 1:
         return []
-    told = ", ".join(f"{arm} {count}" for arm, count in slots.items())
-    return [f"bubble ratios are of the slots that a run can fill, which differ ({told}): they do not compare"]
+    counts = ", ".join(f"{name} {count}" for name, count in slots.items())
+    return [f"bubble ratios are not comparable: the runs can fill different numbers of request slots ({counts})"]
 
 
-def _no_step(run: Run, step: int | None) -> str:
-    """What is wrong with a step that was asked for; empty where nothing is."""
+def _missing_step(run: Run, step: int | None) -> str:
+    """Return a note if the requested step has no rollout; otherwise ""."""
     windows = [] if run.slot_time is None else run.slot_time.windows
     steps = [window.step for window in windows]
     if step is None or not steps or step in steps:
         return ""
-    return f"{run.name}: no rollout of step {step} was logged; there are those of {min(steps)} to {max(steps)}"
+    return f"{run.name}: no rollout of step {step} was logged; steps {min(steps)} to {max(steps)} are available"
 
 
-def _told_apart(runs: Sequence[Run]) -> list[str]:
-    """Runs of one arm get the names of their folders beside it.
+def _rename_equal(runs: Sequence[Run]) -> list[str]:
+    """Append folder names to the names of two runs with the same name; return a note.
 
     Raises:
-        ReportError: They are one run.
+        ReportError: Both are the same run.
     """
     first, second = runs
     if first.name != second.name:
         return []
     if first.folder.resolve() == second.folder.resolve():
-        raise ReportError(f"{first.folder} and {second.folder} are one run: give another to hold it against")
-    arm = first.name
+        raise ReportError(f"{first.folder} and {second.folder} are the same run: give another run to compare with")
+    name = first.name
     for depth in range(1, 1 + max(len(run.folder.resolve().parts) for run in runs)):
-        names = ["/".join(run.folder.resolve().parts[-depth:]) for run in runs]
-        if names[0] != names[1]:
+        folders = ["/".join(run.folder.resolve().parts[-depth:]) for run in runs]
+        if folders[0] != folders[1]:
             break
-    for run, name in zip(runs, names, strict=True):
-        run.name = f"{arm} ({name})"
-    return [f"both runs are named {arm}: here they are {first.name} and {second.name}; --name names the first"]
+    for run, folder in zip(runs, folders, strict=True):
+        run.name = f"{name} ({folder})"
+    return [f"both runs are named {name}: here they are {first.name} and {second.name}; --name names the first"]
 
 
 def _traces(runs: Sequence[Run], out: Path, step: int | None) -> list[Path]:
-    """A file for each run that has an event log, of all of it or of one step."""
+    """Write a trace for each run with an event log, of the whole run or of one step; return the paths."""
     paths = []
     for run in runs:
         if run.slot_time is not None:
@@ -124,13 +124,13 @@ def _of_step(columns: Mapping[str, np.ndarray], step: int | None) -> Mapping[str
     return columns if step is None else {name: values[columns["step"] == step] for name, values in columns.items()}
 
 
-def _tell(problems: Sequence[str]) -> None:
-    for problem in problems:
-        print(f"verl-rhyme report: {problem}", file=sys.stderr)
+def _print_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"verl-rhyme report: {note}", file=sys.stderr)
 
 
 def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> Path:
-    """Write a summary, of one run or a comparison; its path."""
+    """Write the summary of a run or of a comparison; return its path."""
     path = Path(out) / SUMMARY_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
@@ -138,31 +138,31 @@ def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> Path:
 
 
 def show(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the table per epoch, and the gain where there are two arms: RUN comes first, as in the page."""
-    arms = _arms(summary)[::-1]
-    names = [str(arm["run"]) for arm in arms]
-    table = _table(arms, names)
+    """Print the table per epoch, and the speedup of two runs: the first run comes first, as in the page."""
+    runs = _runs(summary)[::-1]
+    names = [str(run["run"]) for run in runs]
+    table = _table(runs, names)
     if len(names) > 1 and console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
         for letter, name in zip("AB", names, strict=True):
             console.print(f"{letter}  {name}", highlight=False, markup=False, soft_wrap=True)
-        table = _table(arms, list("AB"))
+        table = _table(runs, list("AB"))
     console.print(table)
-    for name, arm in zip(names, arms, strict=True):
-        if (little := _little(arm)) is not None:
-            console.print(f"{name}: {little}", highlight=False, markup=False, soft_wrap=True)
-        if sources := _sources(arm):
+    for name, run in zip(names, runs, strict=True):
+        if (low_yield := _low_yield(run)) is not None:
+            console.print(f"{name}: {low_yield}", highlight=False, markup=False, soft_wrap=True)
+        if sources := _sources(run):
             console.print(f"{name}: {sources}", highlight=False, markup=False, soft_wrap=True)
     if "rollout_speedup_warm" in summary:
-        console.print(_gain(summary), highlight=False, markup=False)
+        console.print(_speedups(summary), highlight=False, markup=False)
 
 
-def _little(arm: Mapping[str, Any]) -> str | None:
-    """Of an arm whose drafts give next to nothing in its last epoch: that, and what to do."""
-    last = arm["epochs"][-1] if arm["epochs"] else {}
+def _low_yield(run: Mapping[str, Any]) -> str | None:
+    """Return a note if drafts yield few tokens in the last epoch of a run."""
+    last = run["epochs"][-1] if run["epochs"] else {}
     if (share := last.get("accepted_share")) is None or not last["history_hit_rate"]:
         return None
     line = metrics.little_from_drafts(share, 1.0, last["entropy"])
-    return None if line is None else f"in its last epoch {line}; what to expect of which entropy: docs/drafting.md"
+    return None if line is None else f"in its last epoch {line}; for the yield by entropy see docs/drafting.md"
 
 
 def _sources(run: Mapping[str, Any]) -> str:
@@ -172,23 +172,23 @@ def _sources(run: Mapping[str, Any]) -> str:
     return f"draft tokens of the last epoch: {drafted}; accepted: {accepted}" if accepted else ""
 
 
-def _table(arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
+def _table(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     numbers_shown = ("reward", "rollout\nseconds", "tokens", "tokens\nper s", "tokens\nper step")
     shares_shown = ("accepted", "history", "bubble")
-    stale = any(row["staleness_max"] for arm in arms for row in arm["epochs"])
+    stale = any(row["staleness_max"] for run in runs for row in run["epochs"])
     names_shown = (*numbers_shown, *shares_shown, *(["stale\n(max)"] if stale else []))
-    for name in ("epoch", *(["run"] if len(arms) > 1 else []), *names_shown):
+    for name in ("epoch", *(["run"] if len(runs) > 1 else []), *names_shown):
         table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
-    for number in sorted({row["epoch"] for arm in arms for row in arm["epochs"]}):
-        rows = [(name, row) for name, arm in zip(names, arms, strict=True) for row in arm["epochs"]]
+    for number in sorted({row["epoch"] for run in runs for row in run["epochs"]}):
+        rows = [(name, row) for name, run in zip(names, runs, strict=True) for row in run["epochs"]]
         for at, (name, row) in enumerate((name, row) for name, row in rows if row["epoch"] == number):
-            lead = [str(number) if at == 0 else "", *([escape(name)] if len(arms) > 1 else [])]
+            lead = [str(number) if at == 0 else "", *([escape(name)] if len(runs) > 1 else [])]
             table.add_row(*lead, *_cells(row)[: len(names_shown)])
     return table
 
 
-def _arms(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _runs(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(summary["runs"].values()) if "runs" in summary else [summary]
 
 
@@ -208,7 +208,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _gain(summary: Mapping[str, Any]) -> str:
+def _speedups(summary: Mapping[str, Any]) -> str:
     def factor(name: str) -> str:
         if summary[name] is None:
             return "unknown"
@@ -217,7 +217,7 @@ def _gain(summary: Mapping[str, Any]) -> str:
 
     off, on = summary["runs"]
     if summary["rollout_speedup_warm"] is None and summary["tokens_per_s_speedup_warm"] is None:
-        return f"{on} against {off}: speeds are compared from epoch {FIRST_WARM_EPOCH} on, which not both runs have"
+        return f"{on} against {off}: no speedup, because it needs epoch {FIRST_WARM_EPOCH} or later in both runs"
     return (
         f"{on} against {off}, epochs from {FIRST_WARM_EPOCH} on, medians (least-greatest): "
         f"rollout speed {factor('rollout_speedup_warm')}, tokens per second {factor('tokens_per_s_speedup_warm')}"

@@ -1,4 +1,4 @@
-"""One request, as the rollout server saw it."""
+"""Record of a request, made by the rollout server."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class RequestRecord:
-    """Made by the server, kept by the client with its sample, logged by the trainer: its fields, but for the id, are
-    columns of the event log (``events.REQUESTS``), which derives them from here.
+    """Record of one request.
 
-    Times are seconds since the epoch, NaN when it never came to that. What the drafter did, ``drafted_tokens`` to
-    ``head_seconds``, is told after the response, by id (``processes.request.DRAFT_COUNTS``).
+    The server creates it, the client keeps it with its sample, and the trainer logs it. All fields except ``id`` are
+    columns of the event log (``events.REQUESTS``), which derives its schema from this class.
+
+    Times are in seconds since the Unix epoch, NaN if the event never happened. The drafter's counts, ``drafted_tokens``
+    to ``head_seconds``, arrive after the response, by id (``processes.request.DRAFT_COUNTS``).
     """
 
     id: str
@@ -33,9 +35,9 @@ class RequestRecord:
     accepted_tokens: int = 0
     verify_steps: int = 0
     history_hit: bool = False
-    #: Accepted ones that an interrupted response had said before.
+    #: Accepted tokens that an interrupted response had already generated.
     reverified_tokens: int = 0
-    #: Draft tokens, and accepted ones, by source (``drafting.policy.SOURCES``).
+    #: Draft tokens and accepted tokens by source (``drafting.policy.SOURCES``).
     drafted_history: int = 0
     drafted_siblings: int = 0
     drafted_own: int = 0
@@ -46,17 +48,17 @@ class RequestRecord:
     accepted_own: int = 0
     accepted_others: int = 0
     accepted_head: int = 0
-    #: Of the engine's drafter since it was last asked; of all requests then, told with one of them.
+    #: Errors of the engine's drafter since its last report; those of all requests are reported with one of them.
     draft_errors: int = 0
-    #: The same.
+    #: Drafting time, reported like ``draft_errors``.
     draft_seconds: float = 0.0
-    #: The same, of the training of its draft head: updates, the sum of their losses, seconds.
+    #: Training of the draft head, reported like ``draft_errors``: updates, sum of their losses, seconds.
     head_updates: int = 0
     head_loss: float = 0.0
     head_seconds: float = 0.0
-    #: Tokens that its response was predicted to add when it was sent; ``None`` without a prediction.
+    #: Predicted response tokens of this request when it was sent; ``None`` without a prediction.
     predicted_tokens: int | None = None
-    #: Why the coordinator wanted it at its replica, in a few words; empty where the router decided.
+    #: Short reason why the coordinator placed the request at its replica; empty if the router decided.
     reason: str = ""
     stop_reason: str
 

@@ -1,12 +1,13 @@
-"""When slots were filled, and why those stood empty that did: the bubble ratio, told apart.
+"""Slot time by reason: when request slots were busy, and why they were idle.
 
-A moment has one reason, which holds for every slot that is empty then, on any replica. Rollout is a window of time:
+Each moment has one reason, which applies to every idle slot of every replica. A rollout is a window of time:
 
 - Engines that stop while the actor trains (``rollout`` stage ``gen``): from the first start to the last end of the
-  requests that ran between two trainings; what :func:`~verl_rhyme.observability.metrics.bubble_ratio` says of these.
-- Engines that run on (``step``): from harvest to harvest, a harvest being the end of verl's stage ``gen``.
+  requests between two trainings, as in :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
+- Engines that continue during training (``step``): from one batch collection to the next. A batch is collected at the
+  end of verl's stage ``gen``.
 
-All functions are pure: numpy arrays and seconds come in.
+All functions are pure functions of numpy arrays and seconds.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ Array = npt.NDArray[Any]
 Columns = Mapping[str, Array]
 
 BUSY, TAIL, STARVED, SYNC, TRAINING, OTHER = range(6)
-#: By their numbers, as the page and its tables name them.
+#: Names of the reasons on the page, by number.
 REASONS = ("busy", "tail", "starved", "weight sync", "training", "other")
 DEFINITIONS = {
     "busy": "A request runs in the slot.",
-    "tail": "Rollout is on, and everything of the batch has been started: others of it still run, and there is nothing "
-    "left to start before the batch is collected.",
-    "starved": "Rollout is on and something of the batch has yet to start, but the slot is empty: the work waits at "
-    "another replica, for room in a KV cache, for its turn, or has not been handed out.",
-    "weight sync": "Weights are on their way from the trainer to the engines.",
-    "training": "The actor trains (log-probs, advantages, updates), and the engines sleep, or may start nothing before "
-    "the new weights.",
-    "other": "Neither: start-up, the time before a rollout's first request and after its last, rewards, validation, "
+    "tail": "All requests of the batch have started. Some still run, and no request is left to start before the batch "
+    "is collected.",
+    "starved": "Requests of the batch have yet to start, but the slot is empty: they wait at another replica, for KV "
+    "cache, for their turn, or have not been sent.",
+    "weight sync": "Weights are being transferred from the trainer to the engines.",
+    "training": "The actor trains (log-probs, advantages, updates). The engines sleep, or may start no request before "
+    "they have the new weights.",
+    "other": "All other time: start-up, before a rollout's first request and after its last, rewards, validation, "
     "checkpoints.",
 }
-#: verl's stages that stand for training.
+#: verl's stages that count as training.
 TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 _STEP, _GEN, _SYNC = "step", "gen", "update_weights"
-#: A pause of a run (it was stopped and resumed) is this share of all its time, and this many seconds, at least.
+#: Minimum length of a pause (the run was stopped and resumed): share of the run's time, and seconds.
 _PAUSE_SHARE, _PAUSE_S = 0.05, 20.0
-#: Of its part of the slots, what a replica may seem to run.
+#: Most requests that a replica may seem to run, as a multiple of its share of the slots.
 _FULL = 1.2
 
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of rollout: seconds, and the last start within it."""
+    """Window of rollout: its bounds and the last start of a request in it, in seconds."""
 
     step: int
     began: float
@@ -58,31 +59,32 @@ class Window:
     idle: tuple[float, ...] = ()
 
     def bubble(self, slots: int) -> float:
-        """Of the window: idle over all slot seconds."""
+        """Return the bubble ratio of the window: idle over all slot seconds."""
         span = slots * (self.ended - self.began)
         return sum(self.idle) / span if span > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class SlotTime:
-    """A run's slots over time. Seconds count from its first event; pauses between two starts are cut out.
+    """Slots of a run over time. Seconds count from the first event; pauses between two starts are cut out.
 
     Attributes:
-        slots: Q of the bubble ratio; where the run does not tell, the most requests that ran at a time.
-        told: The run told ``slots``.
+        slots: Q of the bubble ratio; if the run did not log it, the most requests that ran at a time.
+        logged: Whether the run logged ``slots``.
         replicas: Numbers of the replicas, [R].
-        requests: Columns of those that ran, [N], by start: ``replica`` (0 to R - 1), ``started``, ``finished``,
-            ``row`` (of the event log's table).
-        edges, reason: float64[k + 1], int8[k]: why a slot was empty in each stretch, had it been.
-        windows: Of rollout.
-        shares: float64[6], of all slot seconds, by :data:`REASONS`.
+        requests: Columns of the requests that ran, [N], by start: ``replica`` (0 to R - 1), ``started``, ``finished``,
+            ``row`` (in the event log's table).
+        edges: Bounds of the intervals, float64[k + 1].
+        reason: Reason of idle slots in each interval, int8[k].
+        windows: Windows of rollout.
+        shares: Shares of all slot seconds by :data:`REASONS`, float64[6].
         stages: Columns ``step``, ``stage``, ``started``, ``ended``.
-        pauses: Where pauses were cut out.
-        origin: Seconds since the Unix epoch (or of a simulation) of the first event.
+        pauses: Times at which pauses were cut out.
+        origin: Time of the first event in seconds since the Unix epoch (or of a simulation).
     """
 
     slots: int
-    told: bool
+    logged: bool
     replicas: Array
     requests: dict[str, Array]
     edges: Array
@@ -99,7 +101,7 @@ class SlotTime:
 
     @property
     def rollout_shares(self) -> Array:
-        """float64[6]: of the slot seconds of rollout windows alone. All but the first sum up to the bubble ratio."""
+        """Shares of the slot seconds of rollout windows, float64[6]. All but the first sum to the bubble ratio."""
         seconds = np.zeros(len(REASONS))
         for window in self.windows:
             seconds[BUSY] += window.busy
@@ -108,12 +110,12 @@ class SlotTime:
 
     @property
     def bubble(self) -> float:
-        """Of all rollout."""
+        """Bubble ratio over all windows."""
         return float(self.rollout_shares[1:].sum())
 
     @cached_property
     def by_replica(self) -> list[Array]:
-        """Places in the columns of ``requests``, for each replica, by start."""
+        """Indices into the columns of ``requests`` for each replica, by start."""
         replica = self.requests["replica"]
         order = np.argsort(replica, kind="stable")
         return np.split(order, np.searchsorted(replica[order], np.arange(1, len(self.replicas))))
@@ -123,8 +125,11 @@ class SlotTime:
         return [self._measured_slots(mine) for mine in self.by_replica]
 
     def lane_slots(self, replica: int) -> float:
-        """Height of a replica's lane: its equal part of the slots, or what it filled for a twentieth of the time in
-        which it ran anything, if that is more: where loads differ, replicas may have other parts."""
+        """Return the height of a replica's lane: its equal share of the slots.
+
+        Replicas may have unequal shares. So, if it is clearly more, the height is what the replica filled for a
+        twentieth of its busy time.
+        """
         return self._lane_slots[replica]
 
     def _measured_slots(self, mine: Array) -> float:
@@ -133,27 +138,27 @@ class SlotTime:
         order = np.argsort(counts[:-1])
         spent = np.cumsum(np.where(counts[:-1] > 0, np.diff(times), 0.0)[order])
         often = float(counts[:-1][order][np.searchsorted(spent, 0.95 * spent[-1])]) if spent.any() else 1.0
-        # A response leaves a moment after its slot was given away: a little more than all is not another part.
+        # An engine reuses a slot shortly before the last response has left it, so slightly more is no larger share.
         return often if often > _FULL * share else share
 
     def occupied(self, replica: int, edges: Array) -> Array:
-        """float64[k]: requests that ran at a replica, mean over each stretch between ``edges`` [k + 1]."""
+        """Return the mean number of running requests of a replica between ``edges`` [k + 1]: float64[k]."""
         mine = self.by_replica[replica]
         total = _busy_until(self.requests["started"][mine], self.requests["finished"][mine], edges)
         return np.diff(total) / np.maximum(np.diff(edges), 1e-12)
 
 
 def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool) -> SlotTime | None:
-    """Slots over time.
+    """Compute slot time from the event log.
 
     Args:
-        requests: Columns of ``events.REQUESTS``; validation is left out, as is what never ran.
+        requests: Columns of ``events.REQUESTS``; validation and requests that never ran are ignored.
         stages: Columns of ``events.STAGES``.
-        slots: Q; ``None`` where unknown.
-        runs_on: Engines go on while the actor trains.
+        slots: Q of the bubble ratio; ``None`` if unknown.
+        runs_on: Whether engines continue while the actor trains.
 
     Returns:
-        ``None`` where no request ran.
+        Slot time; ``None`` if no request ran.
     """
     ran = ~requests["validate"] & np.isfinite(requests["started_at"]) & np.isfinite(requests["finished_at"])
     rows = np.flatnonzero(ran)
@@ -162,7 +167,7 @@ def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool
     rows = rows[np.argsort(requests["started_at"][rows], kind="stable")]
     started = requests["started_at"][rows].astype(np.float64)
     finished = np.maximum(started, requests["finished_at"][rows])
-    kept = np.isfinite(stages["started_at"]) & (stages["duration_s"] >= 0)  # a batch may be ready at once
+    kept = np.isfinite(stages["started_at"]) & (stages["duration_s"] >= 0)  # a ready batch takes 0 s
     stage = {name: values[kept] for name, values in stages.items()}
     began, ended = stage["started_at"].astype(np.float64), stage["started_at"] + stage["duration_s"]
 
@@ -189,7 +194,7 @@ def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool
 
 
 def running(started: Array, finished: Array) -> tuple[Array, Array]:
-    """Times at which requests start or end, float64[2N], and how many run from each on, int[2N]."""
+    """Return the times of starts and ends, float64[2N], and the running requests from each on, int[2N]."""
     times = np.concatenate([started, finished])
     order = np.argsort(times, kind="stable")
     return times[order], np.cumsum(np.repeat([1, -1], len(started))[order])
@@ -197,7 +202,7 @@ def running(started: Array, finished: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class _Steps:
-    """By step, in their order: when its batch was collected, and when the engines had the weights."""
+    """Times of each step: when its batch was collected, and when the engines had the weights."""
 
     numbers: Array
     collected: Array
@@ -221,12 +226,15 @@ class _Steps:
 
 
 def _between_trainings(started: Array, finished: Array, step: Array, steps: _Steps) -> list[Window]:
-    """Engines stand still from harvest to sync, so a request belongs to the rollout whose half of that time it ends in:
-    clocks of nodes may differ."""
+    """Return the windows of engines that stop while the actor trains.
+
+    Engines are idle from the collection of a batch to the weight sync. Windows are divided in the middle of that time,
+    because clocks of nodes may differ.
+    """
     if len(steps):
         borders = (steps.collected + steps.synced) / 2
         phase = np.searchsorted(borders, finished)
-        numbers = np.append(steps.numbers, steps.numbers[-1] + 1)  # of which only the requests may have been logged
+        numbers = np.append(steps.numbers, steps.numbers[-1] + 1)  # an unfinished step has requests but no stages
     else:
         numbers, phase = np.unique(step, return_inverse=True)
     order = np.argsort(phase, kind="stable")
@@ -254,7 +262,7 @@ def _between_batches(started: Array, steps: _Steps) -> list[Window]:
 def _reasons(
     stages: Columns, windows: list[Window], steps: _Steps, started: Array, runs_on: bool, last: float
 ) -> tuple[Array, Array]:
-    """Stretches of one reason each; what is painted later lies over what is painted earlier."""
+    """Divide time into intervals of one reason each; later spans overwrite earlier ones."""
     rollout = [(window.began, window.last_start, STARVED) for window in windows]
     rollout += [(window.last_start, window.ended, TAIL) for window in windows]
     within = np.isin(stages["stage"], TRAINING_STAGES)
@@ -281,7 +289,7 @@ def _reasons(
 
 
 def _counted(measured: SlotTime, times: Array, counts: Array) -> SlotTime:
-    """With the slot seconds of each reason, of the whole and of each window."""
+    """Add the slot seconds by reason, in total and for each window."""
     borders = [t for window in measured.windows for t in (window.began, window.ended)]
     cuts = np.unique(np.concatenate([measured.edges, times, borders]))
     middle = np.searchsorted(times, cuts[:-1], side="right") - 1
@@ -302,7 +310,7 @@ def _counted(measured: SlotTime, times: Array, counts: Array) -> SlotTime:
 
 
 def _busy_until(started: Array, finished: Array, at: Array) -> Array:
-    """Request seconds that have passed at each time, float64[k]: exact, whatever the width of bins."""
+    """Return the request seconds up to each time, float64[k]: exact for bins of any width."""
 
     def passed(times: Array) -> Array:
         times = np.sort(times)
@@ -314,7 +322,7 @@ def _busy_until(started: Array, finished: Array, at: Array) -> Array:
 
 
 def _pauses(began: Array, ended: Array) -> tuple[Any, list[float], float]:
-    """How to cut out stretches in which nothing happened at all; where they were; the first moment."""
+    """Return a function that cuts pauses out of times, the places of the pauses, and the time of the first event."""
     order = np.argsort(began)
     began, reached = began[order], np.maximum.accumulate(ended[order])
     origin, span = float(began[0]), float(reached[-1] - began[0])

@@ -1,4 +1,4 @@
-"""One dictionary of metrics per step, from the event log and from verl's ``file`` logger alike."""
+"""Metrics by step, from the event log and from verl's ``file`` logger."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from . import events, metrics, slot_time
 #: Step number (from 1) to metric name to value.
 Steps = dict[int, dict[str, Any]]
 
-#: verl's ``file`` logger's, in a run folder.
+#: File of verl's ``file`` logger in a run folder.
 METRICS_FILE = "metrics.jsonl"
-#: Below a run folder, where the recipes have hydra write a run's config.
+#: Config that hydra writes below a run folder, in the recipes.
 CONFIG_FILE = Path("hydra", ".hydra", "config.yaml")
 
-#: Mean reward of a step by the event log; verl's metrics have other names for it.
+#: Mean reward of a step from the event log; verl's metrics have other names for it.
 EVENT_REWARD = "events/reward_mean"
 
 
 def parse_lines(lines: Iterable[bytes | str], source: object) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Lines of verl's ``file`` logger, ``{"step": int, "data": {name: value}}``; others warn and are left out."""
+    """Parse lines of verl's ``file`` logger, ``{"step": int, "data": {name: value}}``; skip others with a warning."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -35,11 +35,11 @@ def parse_lines(lines: Iterable[bytes | str], source: object) -> Iterator[tuple[
             row = json.loads(line)
             yield int(row["step"]), dict(row["data"])
         except (ValueError, KeyError, TypeError) as error:
-            warnings.warn(f"{source}, line {number} is no metrics line and is left out ({error})", stacklevel=2)
+            warnings.warn(f"{source}, line {number} is not a line of metrics and is skipped ({error})", stacklevel=2)
 
 
 def metric_files(path: str | os.PathLike[str]) -> list[Path]:
-    """``metrics.jsonl`` and what :func:`set_aside` made of its predecessors, oldest first."""
+    """List ``metrics.jsonl`` and the earlier files renamed by :func:`set_aside`, oldest first."""
     current = Path(path)
     name = re.compile(re.escape(current.stem) + r"-(\d+)" + re.escape(current.suffix))
     siblings = sorted(current.parent.iterdir()) if current.parent.is_dir() else []
@@ -48,7 +48,7 @@ def metric_files(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def set_aside(path: str | os.PathLike[str]) -> Path | None:
-    """Rename an earlier run's metrics, since verl's logger empties the file when a run resumes; the new name."""
+    """Rename an earlier run's metrics and return the new path: verl's logger truncates the file on resume."""
     current = Path(path)
     if not current.is_file() or current.stat().st_size == 0:
         return None
@@ -59,9 +59,9 @@ def set_aside(path: str | os.PathLike[str]) -> Path | None:
 
 
 def from_metrics(path: str | os.PathLike[str]) -> Steps:
-    """Training steps in verl's metrics file and its set-aside predecessors.
+    """Read the training steps of verl's metrics file and the renamed earlier files.
 
-    A later file that begins at step k replaces all that earlier ones say of k and after it.
+    A later file that begins at step k replaces steps from k on in earlier files.
     """
     steps: Steps = {}
     for file in metric_files(path):
@@ -75,12 +75,12 @@ def from_metrics(path: str | os.PathLike[str]) -> Steps:
 
 
 def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
-    """The same metrics computed from the event log.
+    """Compute the same metrics from the event log.
 
     Args:
-        log: Of a run.
-        slots: See :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
-        rollout: The stage that lasts as long as a step's rollout.
+        log: Event log of a run.
+        slots: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
+        rollout: Stage that lasts as long as a step's rollout.
     """
     steps: Steps = {}
     stages = events.to_numpy(log.stages)
@@ -121,7 +121,7 @@ def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
 
 
 def _staleness(version: int, rows: dict[str, Any], trained: Any) -> dict[str, float]:
-    """``training/staleness/*`` of a step that trained the policy ``version``, by its trained requests."""
+    """Compute ``training/staleness/*`` of a step that trained policy ``version`` from its trained requests."""
     stale = version - rows["policy_version_end"][trained]
     groups, group = np.unique(rows["group"][trained], return_inverse=True)
     oldest = np.full(len(groups), stale.min())
@@ -130,10 +130,9 @@ def _staleness(version: int, rows: dict[str, Any], trained: Any) -> dict[str, fl
 
 
 def merge(logged: Steps, computed: Steps) -> Steps:
-    """What verl logged, completed by what the events tell of the same steps.
+    """Merge verl's metrics with those of the event log; verl's take precedence.
 
-    Steps that only the events know are kept when nothing was logged at all: otherwise they are steps that were
-    not finished.
+    Steps that only the event log has are unfinished, so they are dropped unless verl logged nothing at all.
     """
     if not logged:
         return dict(sorted(computed.items()))

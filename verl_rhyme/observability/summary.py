@@ -1,8 +1,8 @@
-"""The figures of a run: its summary, and what one run gained over another.
+"""Summary of a run, and comparison of two runs.
 
-Both arms of a comparison are read from what verl logs of each (rollout seconds are its ``timing_s/gen``, but of stock
-``separate_async``, which generates throughout, whole steps); the event log adds what only it knows. What can't be known
-is null, never a guess.
+Both runs of a comparison are read from verl's metrics; the event log adds what verl does not log. Rollout seconds are
+verl's ``timing_s/gen``, except in stock ``separate_async``, which generates throughout: there they are whole steps.
+Unknown values are null, never estimates.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .page.run import Run, load
 
 METRICS_FILE = steps.METRICS_FILE
 EVENTS_FOLDER = "events"
-#: In a checkpoint folder, whose it is (``checks/preflight/run_folder.py``).
+#: File in a checkpoint folder that names its run (``checks/preflight/run_folder.py``).
 MARKER_FILE = "run.json"
-#: Epochs before this one are cold: nothing is in the history yet.
+#: First warm epoch; earlier ones are cold, because the history is still empty.
 FIRST_WARM_EPOCH = 2
 
-#: Ours, by group, and verl's, by trajectory.
+#: Names of verl-rhyme (by group) and of verl (by trajectory).
 _STALENESS_MEAN = metrics.STALENESS_MEAN, metrics.VERL_STALENESS_MEAN
 _STALENESS_MAX = metrics.STALENESS_MAX, metrics.VERL_STALENESS_MAX
 _REWARDS = metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD
@@ -43,24 +43,25 @@ Value = Callable[[Mapping[str, Any]], "float | None"]
 
 
 class ReportError(ValueError):
-    """A run folder has nothing to report; the message says what was looked for and where."""
+    """Run folder without data to report; the message names the missing files."""
 
 
-def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: steps.Steps) -> dict[str, Any]:
-    """``{"run", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"}``. Staleness is
-    that of a trained group's oldest token, in policy versions, over all groups of the run; of a run without the
-    pipeline and without an event log that of trajectories, as verl logs it. ``bubble_slots`` are those that bubble
-    ratios are shares of (:func:`~verl_rhyme.observability.metrics.fillable_slots`), ``None`` where nobody told. The
-    arm of a run that was resumed as another one names them all, "histospec, from step 9 histospec-undrafted". An
-    epoch has ``epoch`` (from 1), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens
-    trained), ``accept_length`` (1 + accepted/verify steps; 1.0 when nothing was drafted), ``accept_rate``
-    (accepted/drafted), ``history_hit_rate`` (share of requests whose prompt had a history),
-    ``useful_tokens_per_s``, ``bubble_ratio``, ``staleness_mean`` and ``staleness_max`` of its groups, and of the
-    pipeline ``discarded_tokens`` (generated and not trained),
-    ``reverified_tokens`` (of them, drafted and accepted again), ``drafted_by_source`` and ``accepted_by_source``
-    (draft tokens by :data:`~verl_rhyme.drafting.policy.SOURCES`), ``waiting_max`` (updates that passed a prompt by),
-    ``migrated`` (responses moved to another replica), ``length_rank_correlation`` (of lengths with their
-    forecasts); ``None`` for what is unknown.
+def _summary(folder: Path, name: str | None, info: Mapping[str, Any], by_step: steps.Steps) -> dict[str, Any]:
+    """Return the summary of a run; unknown values are ``None``.
+
+    - ``run``: Name of the run. A run resumed under another name has both: "histospec, from step 9
+      histospec-undrafted".
+    - ``staleness_mean``, ``staleness_max``: Staleness of the oldest token of each trained group, in policy versions,
+      over all groups of the run. Without the pipeline and an event log: that of trajectories, as verl logs it.
+    - ``bubble_slots``: Slots of the bubble ratios (:func:`~verl_rhyme.observability.metrics.fillable_slots`).
+    - ``engine``, ``versions``: Engine of the run, and versions of the installed packages.
+    - ``epochs``: A dictionary per epoch with ``epoch`` (from 1), ``reward_mean``, ``rollout_s`` (sum over its steps),
+      ``tokens`` (trained response tokens), ``accept_length`` (1 + accepted/verify steps; 1.0 without drafts),
+      ``accept_rate`` (accepted/drafted), ``history_hit_rate`` (share of requests whose prompt had a history),
+      ``useful_tokens_per_s``, ``bubble_ratio``, and ``staleness_mean`` and ``staleness_max`` of its groups. The
+      pipeline adds ``discarded_tokens`` (generated but not trained), ``reverified_tokens`` (of these, drafted and
+      accepted again), ``drafted_by_source`` and ``accepted_by_source`` (draft tokens), ``waiting_max`` (training steps that skipped a prompt), ``migrated`` (responses moved to another
+      replica) and ``length_rank_correlation`` (of lengths with their forecasts).
     """
     by_epoch: dict[int, list[dict[str, Any]]] = {}
     for data in by_step.values():
@@ -68,7 +69,7 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
     logged = any(metrics.SPEC_DRAFTED in data for data in by_step.values())
     versions = _versions()
     return {
-        "run": arm or _logged_run(info) or _marked_run(folder) or ("histospec" if logged else STOCK),
+        "run": name or _logged_run(info) or _marked_run(folder) or ("histospec" if logged else STOCK),
         "epochs": [_epoch(number, rows) for number, rows in sorted(by_epoch.items())],
         **_staleness(list(by_step.values())),
         "bubble_slots": info.get("slots"),
@@ -78,34 +79,34 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
 
 
 def read(
-    run: str | os.PathLike[str], arm: str | None = None, events_folder: str | os.PathLike[str] | None = None
+    run: str | os.PathLike[str], name: str | None = None, events_folder: str | os.PathLike[str] | None = None
 ) -> Run:
-    """A run for the page, its summary among it (:func:`_summary`). What was warned of is among its problems, too.
+    """Read a run for the page, with its summary (:func:`_summary`). Warnings are added to its problems.
 
     Args:
         run: Run folder.
-        arm: Name of the arm; by default what the event log says of itself, or the marker of the checkpoint folder.
-        events_folder: Default ``events`` in the run folder or in a folder of it (the checkpoints').
+        name: Name of the run; default: from the event log or the marker of the checkpoint folder.
+        events_folder: Event log; default: ``events`` in the run folder or in a folder of it (the checkpoint folder).
 
     Raises:
-        ReportError: Neither metrics nor events of any training step.
+        ReportError: The folder has neither metrics nor events of a training step.
     """
     folder = Path(run)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         log, by_step = _logged(folder, events_folder)
-    warned = list(dict.fromkeys(str(warning.message) for warning in told))
-    for message in warned:
+    messages = list(dict.fromkeys(str(warning.message) for warning in caught))
+    for message in messages:
         warnings.warn(message, stacklevel=2)
-    found = load(folder, _summary(folder, arm, log.info, by_step), by_step, log)
-    found.problems[:0] = warned
-    return found
+    loaded = load(folder, _summary(folder, name, log.info, by_step), by_step, log)
+    loaded.problems[:0] = messages
+    return loaded
 
 
 def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple[events.Log, steps.Steps]:
-    """The event log, and metrics by step."""
+    """Read the event log and the metrics by step."""
     if not folder.is_dir():
-        raise ReportError(f"there is no folder {folder}: give the run's, with metrics.jsonl or checkpoints in it")
+        raise ReportError(f"no such folder: {folder}; give a run folder that contains metrics.jsonl or checkpoints")
     metrics_path = folder / METRICS_FILE
     events_path = Path(events_folder or _find_events(folder))
     if not metrics_path.exists() and (above := folder.parent / METRICS_FILE).exists():
@@ -117,8 +118,8 @@ def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple
     )
     if not by_step:
         raise ReportError(
-            f"{folder}: no finished training step in {metrics_path} or {events_path}; "
-            "did the training start, with trainer.logger containing 'file'? Its log may say more"
+            f"{folder}: no finished training step in {metrics_path} or {events_path}; did the training start, with "
+            "'file' in trainer.logger? See its log"
         )
     if not any(metrics.ROLLOUT_S in data for data in by_step.values()) and _runs_on(folder):
         for data in by_step.values():
@@ -128,7 +129,7 @@ def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple
 
 
 def _runs_on(run: Path) -> bool:
-    """Stock verl's engines generate all through a step, of which ``timing_s/gen`` is only what the trainer waited."""
+    """Whether this is a stock ``separate_async`` run, where ``timing_s/gen`` is only the time the trainer waited."""
     try:
         config = yaml.safe_load((run / steps.CONFIG_FILE).read_text())
         return bool(config["trainer"]["v1"]["trainer_mode"] == "separate_async")
@@ -137,19 +138,19 @@ def _runs_on(run: Path) -> bool:
 
 
 def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
-    """Two summaries side by side.
+    """Compare the summaries of two runs.
 
     Returns:
-        ``{"runs": {arm: summary}, "rollout_speedup_warm", "tokens_per_s_speedup_warm", ..._spread}``: the ratio of
-        the median rollout seconds per epoch, and of the median response tokens per rollout second (the arms' lengths
-        differ), over the epochs from the second on that both arms have. Above 1 is faster. A spread is the least and
-        the greatest ratio of the same epoch in both arms; ``None`` without such epochs.
+        ``{"runs": {name: summary}, "rollout_speedup_warm", "tokens_per_s_speedup_warm", ..._spread}``: the ratios of
+        the median rollout seconds per epoch, and of the median response tokens per rollout second (lengths may differ),
+        over the warm epochs of both runs. Above 1 is faster. A spread is the least and the greatest ratio of an epoch.
+        All are ``None`` without such epochs.
 
     Raises:
-        ReportError: Both arms have one name.
+        ReportError: Both runs have the same name.
     """
     if off["run"] == on["run"]:
-        raise ReportError(f"both arms are named {on['arm']!r}; give the stock run first, or name them with --name")
+        raise ReportError(f"both runs are named {on['run']!r}; name one of them with --name")
     seconds = _paired(off, on, lambda row: row["rollout_s"])
     speed = [(after, before) for before, after in _paired(off, on, tokens_per_s)]
     return {
@@ -160,22 +161,22 @@ def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_events(run: Path) -> Path:
-    """The event log lies below ``trainer.default_local_dir``, which is the run folder or one in it."""
-    own, below = run / EVENTS_FOLDER, sorted(run.glob(f"*/{EVENTS_FOLDER}"))
-    if own.is_dir() or not below:
-        return own
+    """Return the event log below ``trainer.default_local_dir``, which is the run folder or a folder in it."""
+    direct, below = run / EVENTS_FOLDER, sorted(run.glob(f"*/{EVENTS_FOLDER}"))
+    if direct.is_dir() or not below:
+        return direct
     if len(below) > 1:
-        raise ReportError(f"{run} has several runs below it: name one of {', '.join(str(p.parent) for p in below)}")
+        raise ReportError(f"{run} contains several runs: give one of {', '.join(str(p.parent) for p in below)}")
     return below[0]
 
 
 def _logged_run(info: Mapping[str, Any]) -> str:
-    arms = events.runs_of(info)
-    return ", ".join([arms[0][1], *(f"from step {step} {arm}" for step, arm in arms[1:])]) if arms else ""
+    names = events.runs_of(info)
+    return ", ".join([names[0][1], *(f"from step {step} {name}" for step, name in names[1:])]) if names else ""
 
 
 def _marked_run(run: Path) -> str | None:
-    """What the marker of the checkpoint folder says, of a run without an event log."""
+    """Return the run named by the marker of the checkpoint folder, for runs without an event log."""
     try:
         return str(json.loads(next(run.glob(f"*/{MARKER_FILE}")).read_text())["run"])
     except (StopIteration, OSError, ValueError, LookupError):
@@ -193,13 +194,13 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     counted = all(metrics.finite(row, metrics.SPEC_ACCEPTED) is not None for row in rows)
     if verified:
         length: float | None = 1.0 + accepted / verified
-    else:  # nothing drafted, or counted by verl alone (it says 0 for nothing)
+    else:  # no drafts, or counted by verl alone, which logs 0 without drafts
         length = _mean(rows, metrics.SPEC_ACCEPT_LENGTH, weight=metrics.REQUESTS) or 1.0
     rate = accepted / drafted if drafted else _mean(rows, metrics.SPEC_ACCEPT_RATE, weight=metrics.REQUESTS)
     waiting = [v for row in rows if (v := metrics.finite(row, metrics.SORTED_WAITING_MAX)) is not None]
     total, trained_total = _total(tokens), _total(trained)
     useful = metrics.useful_tokens_per_s(trained_total, rollout_s) if rollout_s and trained_total else None
-    timed = all(metrics.ROLLOUT_S in row for row in rows)  # runs of before did not log it, and stock verl does not
+    timed = all(metrics.ROLLOUT_S in row for row in rows)  # stock verl and earlier versions do not log it
     bubble = _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.ROLLOUT_S if timed else metrics.GEN_S)
     return {
         "epoch": number,
@@ -212,7 +213,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "entropy": _mean(rows, metrics.ENTROPY, weight=metrics.TRAINED_TOKENS),
         "history_hit_rate": _mean(rows, metrics.HISTORY_HIT_RATE, weight=metrics.REQUESTS),
         "useful_tokens_per_s": useful,
-        "bubble_ratio": None if useful is None else bubble,  # never without it
+        "bubble_ratio": None if useful is None else bubble,  # misleading without useful_tokens_per_s
         **_staleness(rows),
         "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
         "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
@@ -224,7 +225,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Mean over the trained groups of some steps, and the greatest; policy versions."""
+    """Return mean and maximum staleness over the trained groups of some steps, in policy versions."""
     greatest = [value for row in rows if (value := _first(row, *_STALENESS_MAX)) is not None]
     return {
         "staleness_mean": _mean(rows, *_STALENESS_MEAN, weight=metrics.STALENESS_GROUPS),
@@ -242,13 +243,13 @@ def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int | None:
 
 
 def _total(values: Sequence[float | None]) -> float | None:
-    """The sum, or ``None`` where a step's value is missing: part of an epoch is not the epoch."""
+    """Return the sum; ``None`` if the value of a step is missing, because a partial sum would mislead."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], *names: str, weight: str) -> float | None:
-    """Mean over steps of the first metric of ``names`` each has, weighted where every step has the weight."""
+    """Return the mean over steps of the first of ``names`` that each has, weighted if all steps have the weight."""
     known = [(value, metrics.finite(row, weight)) for row in rows if (value := _first(row, *names)) is not None]
     if not known:
         return None
@@ -267,14 +268,14 @@ def tokens_per_s(row: Mapping[str, Any]) -> float | None:
 
 
 def _paired(off: Mapping[str, Any], on: Mapping[str, Any], value: Value) -> list[tuple[float, float]]:
-    """(off, on) of each warm epoch in which both arms know the value."""
+    """Return (off, on) for each warm epoch in which both runs have the value."""
     after = {row["epoch"]: value(row) for row in on["epochs"]}
     pairs = [(value(row), after.get(row["epoch"])) for row in off["epochs"] if row["epoch"] >= FIRST_WARM_EPOCH]
     return [(a, b) for a, b in pairs if a and b]
 
 
 def _speedup(name: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Median over median, and the spread of the single ratios, of (numerator, denominator) pairs."""
+    """Return the ratio of medians, and the spread of ratios, of (numerator, denominator) pairs."""
     if not pairs:
         return {name: None, f"{name}_spread": None}
     numerators, denominators = zip(*pairs, strict=True)
@@ -286,10 +287,10 @@ def _speedup(name: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _VERSIONED:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

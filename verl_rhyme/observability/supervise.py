@@ -1,4 +1,4 @@
-"""A command in a session of its own that leaves nothing behind."""
+"""Command in a separate session that leaves no process behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 #: Seconds between an interrupt and the kill.
 GRACE_S = 15.0
 
-#: Seconds that what outlives the command itself (Ray's daemons) has to end by itself.
+#: Seconds for processes that outlive the command (Ray's daemons) to end by themselves.
 LINGER_S = 5.0
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -25,26 +25,25 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Supervised:
-    """Starts ``command`` and passes SIGINT, SIGTERM and SIGHUP on to its process group.
+    """Running command whose process group receives SIGINT, SIGTERM and SIGHUP.
 
-    SIGHUP stays ignored where it was (under ``nohup`` a run outlives its terminal).
+    SIGHUP stays ignored if it was ignored before (under ``nohup`` a run outlives its terminal).
 
-    A command that has not ended :data:`GRACE_S` after the first signal, or at the second one, is killed with its
-    whole session. Ray and vLLM put processes into groups of their own, but never into sessions of their own.
-    Use as a context manager, in the main thread.
+    The whole session is killed :data:`GRACE_S` after the first signal, or at the second one. Ray and vLLM start
+    separate process groups, but never separate sessions. Use as a context manager, in the main thread.
 
     Args:
         command: Program and arguments.
-        log: Takes standard output and error, appended.
-        environment: Of the command.
+        log: File to which standard output and error are appended.
+        environment: Environment of the command.
 
     Raises:
-        OSError: The command can't be started.
+        OSError: The command cannot be started.
     """
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.interrupted = False
-        #: Something to tell the user; the reader clears it.
+        #: Message for the user; the reader clears it.
         self.notice: str | None = None
         self._kill_at: float | None = None
         with log.open("ab") as output:
@@ -76,7 +75,7 @@ class Supervised:
                 signal.signal(number, handler)
 
     def wait(self, timeout: float) -> int | None:
-        """The exit status, or ``None`` when the command still runs after ``timeout`` seconds."""
+        """Return the exit status, or ``None`` if the command still runs after ``timeout`` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
             return self.status
@@ -86,7 +85,7 @@ class Supervised:
 
     @property
     def status(self) -> int:
-        """Exit status of the ended command as a shell gives it: 128 + n after signal n."""
+        """Exit status of the finished command, as in a shell: 128 + n after signal n."""
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
@@ -94,7 +93,7 @@ class Supervised:
         again = self.interrupted
         self.interrupted = True
         self._kill_at = time.monotonic() + (0 if again else GRACE_S)
-        self.notice = None if again else f"stopping (at most {GRACE_S:.0f} s; once more to kill) ..."
+        self.notice = None if again else f"stopping (at most {GRACE_S:.0f} s; interrupt again to kill) ..."
         self._send(signal.Signals(number))
 
     def _send(self, number: signal.Signals) -> None:
@@ -102,14 +101,14 @@ class Supervised:
             os.killpg(self._process.pid, number)
 
     def _sweep(self) -> None:
-        """End what the command left running."""
+        """End the processes that the command left running."""
         deadline = time.monotonic() + LINGER_S
         while session_processes(self._process.pid) and time.monotonic() < deadline:
             time.sleep(0.1)
         self._kill_session()
 
     def _kill_session(self) -> None:
-        """Kill all but Python's resource trackers at first: those remove shared memory once their users are gone."""
+        """Kill Python's resource trackers last: they remove shared memory when its users are gone."""
         for spare_trackers in (True, False):
             left = session_processes(self._process.pid)
             killed = [pid for pid in left if not (spare_trackers and _is_resource_tracker(pid))]
@@ -122,22 +121,22 @@ class Supervised:
 
 
 def session_processes(session: int) -> list[int]:
-    """Process ids of a session, zombies left out. Without /proc: what is left of the process group, as its id."""
+    """List the process ids of a session, without zombies; without /proc, the process group's id if it is alive."""
     if not sys.platform.startswith("linux"):
         try:
             os.killpg(session, 0)
         except OSError:
             return []
         return [-session]
-    found = []
+    members = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError):
-                # pid (name) state ppid pgrp session ...; the name may hold anything
+                # pid (name) state ppid pgrp session ...; the name may contain ")"
                 fields = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()
                 if int(fields[3]) == session and fields[0] not in "ZX":
-                    found.append(int(entry))
-    return found
+                    members.append(int(entry))
+    return members
 
 
 def _is_resource_tracker(pid: int) -> bool:
@@ -152,10 +151,10 @@ def _child_setup() -> Callable[[], None]:
     parent = os.getpid()
 
     def setup() -> None:
-        # A shell starts background jobs with SIGINT ignored, and Python would then ignore it too.
+        # A shell starts background jobs with SIGINT ignored, which Python would inherit.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # end with us, also when we are killed
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # end with the parent, even if it is killed
             if os.getppid() != parent:
                 os._exit(1)
 

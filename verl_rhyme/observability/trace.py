@@ -1,5 +1,5 @@
-"""A run as Chrome trace JSON, which Perfetto opens: a process for each replica, a lane for each of its slots, and the
-trainer's stages in a process of their own."""
+"""Trace of a run as Chrome trace JSON for Perfetto: a process per replica with a lane per slot, and one process with
+the trainer's stages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _TRAINER = "trainer"
 
 
 def write(path: Path, requests: Mapping[str, np.ndarray], stages: Mapping[str, np.ndarray]) -> None:
-    """Write the file, an event a line.
+    """Write the trace file, an event per line.
 
     Args:
-        path: Overwritten.
-        requests, stages: Columns of ``events.REQUESTS`` and ``events.STAGES``.
+        path: Trace file, overwritten.
+        requests: Columns of ``events.REQUESTS``.
+        stages: Columns of ``events.STAGES``.
     """
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
@@ -30,10 +31,11 @@ def write(path: Path, requests: Mapping[str, np.ndarray], stages: Mapping[str, n
 
 
 def spans(requests: Mapping[str, np.ndarray], stages: Mapping[str, np.ndarray]) -> Iterator[dict[str, Any]]:
-    """The events: names of processes and lanes, and complete spans, in whole microseconds since the first of them.
+    """Yield the trace events: names of processes and lanes, and complete spans in whole microseconds.
 
-    What never ran or took no time is left out. No two spans of a lane overlap. Numbers of processes and lanes begin at
-    1, and no two lanes have the same, whatever their process: Perfetto takes them for threads of one machine.
+    Times count from the first span. Spans without a duration are left out, and spans of a lane do not overlap. Numbers
+    of processes and lanes begin at 1. No two lanes share a number, even in different processes, because Perfetto takes
+    lanes for threads of one machine.
     """
     ran = np.isfinite(requests["started_at"]) & np.isfinite(requests["finished_at"])
     rows = np.flatnonzero(ran & (requests["finished_at"] > requests["started_at"]))
@@ -53,35 +55,35 @@ def spans(requests: Mapping[str, np.ndarray], stages: Mapping[str, np.ndarray]) 
         for slot in range(int(lanes.max()) + 1):
             yield _named("thread_name", pid, first_lane + slot, f"slot {slot}")
         for at, lane in zip(mine.tolist(), lanes.tolist(), strict=True):
-            name, about = _request(requests, int(rows[at]))
-            yield _span(pid, first_lane + lane, name, int(start[at]), int(end[at]), about)
+            name, details = _request(requests, int(rows[at]))
+            yield _span(pid, first_lane + lane, name, int(start[at]), int(end[at]), details)
         first_lane += int(lanes.max()) + 1
     if len(timed):
         pid, first = len(replicas) + 1, len(rows)
         yield from _process(pid, _TRAINER, first_lane)
         names = stages["stage"][timed].astype(str)
-        whole = names == "step"  # all else lies within it
+        whole = names == "step"  # spans all other stages
         mine, until = start[first:], end[first:]
         lanes = np.zeros(len(timed), dtype=np.int64)
         lanes[whole], _ = pack(mine[whole], until[whole])
         lanes[~whole] = 1 + lanes.max() + pack(mine[~whole], until[~whole])[0]
         for at, lane in enumerate(lanes.tolist()):
-            about = {name: int(stages[name][timed[at]]) for name in ("step", "epoch")}
-            name = f"{names[at]} {about['step']}"
-            yield _span(pid, first_lane + lane, name, int(start[first + at]), int(end[first + at]), about)
+            details = {name: int(stages[name][timed[at]]) for name in ("step", "epoch")}
+            name = f"{names[at]} {details['step']}"
+            yield _span(pid, first_lane + lane, name, int(start[first + at]), int(end[first + at]), details)
 
 
 def _request(requests: Mapping[str, np.ndarray], row: int) -> tuple[str, dict[str, Any]]:
     key = requests["prompt_key"][row]
     prompt = key.hex() if isinstance(key, bytes) else "?"
     counts = ("step", "sample", "attempt", "prompt_tokens", "response_tokens", "accepted_tokens", "drafted_tokens")
-    about: dict[str, Any] = {name: int(requests[name][row]) for name in counts}
-    about |= {name: bool(requests[name][row]) for name in ("trained", "validate")}
-    about |= {"prompt": prompt, "ended": str(requests["stop_reason"][row] or "?")}
+    details: dict[str, Any] = {name: int(requests[name][row]) for name in counts}
+    details |= {name: bool(requests[name][row]) for name in ("trained", "validate")}
+    details |= {"prompt": prompt, "ended": str(requests["stop_reason"][row] or "?")}
     queued = requests["started_at"][row] - requests["queued_at"][row]
     if np.isfinite(queued):
-        about["queued_s"] = round(float(queued), 6)
-    return f"{prompt[:8]}-{about['sample']}", about
+        details["queued_s"] = round(float(queued), 6)
+    return f"{prompt[:8]}-{details['sample']}", details
 
 
 def _process(pid: int, name: str, lane: int) -> Iterator[dict[str, Any]]:
@@ -93,5 +95,5 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
 
 
-def _span(pid: int, lane: int, name: str, start: int, end: int, about: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "pid": pid, "tid": lane, "ts": start, "dur": end - start, "args": about}
+def _span(pid: int, lane: int, name: str, start: int, end: int, details: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "pid": pid, "tid": lane, "ts": start, "dur": end - start, "args": details}

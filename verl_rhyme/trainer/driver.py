@@ -33,7 +33,9 @@ class Driver:
         pool: Makes other agent loop workers when all are gone.
     """
 
-    def __init__(self, setting: Setting, load: Callable[[int], list[Handed]], make_workers: Callable[[], list[Any]]) -> None:
+    def __init__(
+        self, setting: Setting, load: Callable[[int], list[Handed]], make_workers: Callable[[], list[Any]]
+    ) -> None:
         self._setting, self._load, self._make_workers = setting, load, make_workers
         self._actor = coordinator.start()
         self._workers: list[Any] = []

@@ -1,4 +1,4 @@
-"""An error in one line, also where it says nothing."""
+"""One-line summaries of errors, even if the message is empty."""
 
 import pytest
 

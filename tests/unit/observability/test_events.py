@@ -1,4 +1,4 @@
-"""The event log: survives kills, damage and a full disk, and counts nothing twice."""
+"""Event log: it survives kills, damage and a full disk, and no step counts twice."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from verl_rhyme.observability.events import (
     REQUESTS,
     STAGES,
     EventLog,
-    runs_of,
     read_info,
     read_requests,
     read_stages,
+    runs_of,
     to_numpy,
 )
 from verl_rhyme.observability.metrics import SPEC_SOURCES
@@ -62,7 +62,7 @@ def requests(count: int, **changes: object) -> dict[str, object]:
     return {**columns, **changes}
 
 
-def test_rows_come_back(tmp_path: Path) -> None:
+def test_rows_are_read_as_written(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events")
     log.append_requests(1, 0, requests(5))
     log.append_stages(1, 0, {"stage": ["gen", "update_actor"], "started_at": [1.0, 3.0], "duration_s": [2.0, 4.0]})
@@ -80,7 +80,7 @@ def test_rows_come_back(tmp_path: Path) -> None:
     assert stages["duration_s"].to_pylist() == [2.0, 4.0]
 
 
-def test_missing_columns_are_null_and_bytes_keys_are_taken(tmp_path: Path) -> None:
+def test_missing_columns_are_null_and_keys_may_be_bytes(tmp_path: Path) -> None:
     EventLog(tmp_path).append_requests(
         1, 0, {"uid": ["a"], "prompt_key": [b"k" * 16], "started_at": np.array([np.nan])}
     )
@@ -109,7 +109,7 @@ def test_wrong_columns_are_errors(tmp_path: Path, columns: dict[str, object], me
     assert len(read_requests(tmp_path)) == 0
 
 
-def test_empty_append_and_missing_folder_are_no_rows(tmp_path: Path) -> None:
+def test_empty_append_and_missing_folder_give_no_rows(tmp_path: Path) -> None:
     EventLog(tmp_path / "a").append_requests(1, 0, requests(0))
     assert len(read_requests(tmp_path / "a")) == 0
     assert len(read_requests(tmp_path / "nowhere")) == 0
@@ -149,7 +149,7 @@ def test_validation_before_a_resumed_step_drops_no_training(tmp_path: Path) -> N
     assert columns["step"][columns["validate"]].tolist() == [2] * 3
 
 
-def test_truncated_and_corrupt_files_are_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_truncated_and_corrupt_files_are_skipped_with_a_warning(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
     for step in (1, 2, 3, 4):
         log.append_requests(step, 0, requests(10))
@@ -157,7 +157,7 @@ def test_truncated_and_corrupt_files_are_left_out_with_a_warning(tmp_path: Path)
     one.write_bytes(one.read_bytes()[:-100])
     two.write_bytes(b"not arrow at all")
     three.write_bytes(b"")
-    with pytest.warns(UserWarning, match="unreadable and left out") as caught:
+    with pytest.warns(UserWarning, match="unreadable and is skipped") as caught:
         table = read_requests(tmp_path)
     assert len(caught) == 3
     assert set(table["step"].to_pylist()) == {4}
@@ -213,10 +213,10 @@ def test_kill_9_loses_no_flushed_row(tmp_path: Path) -> None:
             writer.stdout.readline()
             time.sleep(float(rng.uniform(0.05, 0.3)))
             os.kill(writer.pid, signal.SIGKILL)
-            told = [int(line) for line in writer.stdout.read().splitlines() if line]
+            printed = [int(line) for line in writer.stdout.read().splitlines() if line]
         steps = read_requests(folder)["step"].to_pylist()
         assert len(steps) == 64 * max(steps)
-        assert max(steps) >= max(told, default=1)
+        assert max(steps) >= max(printed, default=1)
         EventLog(folder)
         assert not list(folder.glob(".*"))
 
@@ -236,7 +236,7 @@ print(log.lost_rows, read_requests(sys.argv[1])["uid"].to_pylist())
 """
 
 
-def test_full_disk_is_one_warning(tmp_path: Path) -> None:
+def test_a_full_disk_causes_one_warning(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
     )
@@ -246,7 +246,7 @@ def test_full_disk_is_one_warning(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_created_causes_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     with caplog.at_level(logging.WARNING):
         log = EventLog(tmp_path / "file" / "events")
@@ -276,8 +276,8 @@ def test_512_rows_cost_little(tmp_path: Path) -> None:
     assert statistics.median(seconds) < 0.010
 
 
-def test_each_start_keeps_its_arm_but_for_steps_that_were_overtaken(tmp_path: Path) -> None:
-    for step, arm in (
+def test_each_start_keeps_its_name_until_its_steps_are_replaced(tmp_path: Path) -> None:
+    for step, name in (
         (1, "histospec"),
         (5, "histospec"),
         (9, "coupled"),
@@ -285,7 +285,7 @@ def test_each_start_keeps_its_arm_but_for_steps_that_were_overtaken(tmp_path: Pa
         (11, "coupled"),
         (17, "histospec"),
     ):
-        EventLog(tmp_path).describe(step, run=arm)
+        EventLog(tmp_path).describe(step, run=name)
     assert runs_of(read_info(tmp_path)) == [(1, "histospec"), (9, "coupled"), (17, "histospec")]
     EventLog(tmp_path).describe(1, run="undrafted")  # from the beginning
     assert runs_of(read_info(tmp_path)) == [(1, "undrafted")]

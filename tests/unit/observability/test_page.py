@@ -1,4 +1,4 @@
-"""The page: one file that needs no other, with every figure its runs have data for; and the timeline for Perfetto."""
+"""Page: one self-contained file with every figure for which the runs have data; and the trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from verl_rhyme.observability.summary import read
 REPLICAS, PER_STEP = 3, 24
 
 
-def write_run(folder: Path, arm: str, speed: float = 1.0, steps: int = 6, predicted: bool = True) -> Path:
-    """A run of three replicas that stop while the actor trains; two steps an epoch."""
-    rng = np.random.default_rng(len(arm))
+def write_run(folder: Path, name: str, speed: float = 1.0, steps: int = 6, predicted: bool = True) -> Path:
+    """Write a run of three replicas that stop while the actor trains, with two steps per epoch."""
+    rng = np.random.default_rng(len(name))
     log = EventLog(folder / "events")
-    log.describe(1, arm, slots=12, engine="vllm test", rollout="gen")
+    log.describe(1, name, slots=12, engine="vllm test", rollout="gen")
     lines, now = [], 1.7e9
     for step in range(1, steps + 1):
         epoch = (step - 1) // 2
@@ -58,8 +58,8 @@ def write_run(folder: Path, arm: str, speed: float = 1.0, steps: int = 6, predic
             "validate": False,
         }
         log.append_requests(step, epoch, columns)
-        parts = {"gen": (now, harvest), "update_actor": (harvest, harvest + 3), "step": (now, harvest + 4)}
-        parts["update_weights"] = (harvest + 3, harvest + 4)
+        parts = {"gen": (now, collected), "update_actor": (collected, collected + 3), "step": (now, collected + 4)}
+        parts["update_weights"] = (collected + 3, collected + 4)
         log.append_stages(
             step,
             epoch,
@@ -73,13 +73,13 @@ def write_run(folder: Path, arm: str, speed: float = 1.0, steps: int = 6, predic
             m.EPOCH: epoch,
             m.REWARD_MEAN: 0.1 * step,
             **{m.TIMING + name: end - begin for name, (begin, end) in parts.items()},
-            m.GEN_MS_PER_TOKEN: 1000.0 * (harvest - now) / int(tokens.sum()),
+            m.GEN_MS_PER_TOKEN: 1000.0 * (collected - now) / int(tokens.sum()),
             m.RESPONSE_LENGTH_MEAN: float(tokens.mean()),
             m.REQUESTS: PER_STEP,
             m.LENGTH_CORRELATION: 0.6,
         }
         lines.append(json.dumps({"step": step, "data": data}))
-        now = harvest + 4
+        now = collected + 4
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -90,8 +90,8 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
     return write_run(folder / "fast", "fast", speed=2.0), write_run(folder / "slow", "slow", predicted=False)
 
 
-class Outside(HTMLParser):
-    """What a page would fetch, and whether its elements are closed."""
+class Checker(HTMLParser):
+    """Parser that collects what a page would fetch, and checks that its elements are closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ class Outside(HTMLParser):
         self._open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        named = [str(given[name]) for name in ("src", "href", "xlink:href", "data") if name in given]
-        self.fetched += [name for name in named if not name.startswith("#")]  # of the page itself
-        if given.get("id"):
-            self.ids.append(str(given["id"]))
+        attributes = dict(attrs)
+        links = [str(attributes[name]) for name in ("src", "href", "xlink:href", "data") if name in attributes]
+        self.fetched += [link for link in links if not link.startswith("#")]
+        if attributes.get("id"):
+            self.ids.append(str(attributes["id"]))
         if tag not in ("meta", "br", "link"):
             self._open.append(tag)
 
@@ -116,7 +116,7 @@ class Outside(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         assert self._open.pop() == tag
 
-    def check(self, page: str) -> Outside:
+    def check(self, page: str) -> Checker:
         self.feed(page)
         assert self._open == []
         return self
@@ -126,22 +126,22 @@ def page_of(*folders: Path) -> str:
     return document.page([read(folder) for folder in folders], 2)
 
 
-def test_one_file_needs_no_other(runs) -> None:
+def test_the_page_is_self_contained(runs) -> None:
     page = page_of(*runs)
-    found = Outside().check(page)
-    assert found.fetched == []
+    checked = Checker().check(page)
+    assert checked.fetched == []
     assert "@import" not in page
     assert not re.findall(r"url\((?!#)", page)
-    assert len(found.ids) == len(set(found.ids))
-    assert page == page_of(*runs), "the same runs, the same page"
+    assert len(checked.ids) == len(set(checked.ids))
+    assert page == page_of(*runs), "equal runs give equal pages"
 
 
-def test_every_figure_is_there_and_is_sound_xml(runs) -> None:
+def test_every_figure_is_present_and_valid_xml(runs) -> None:
     page = page_of(*runs)
     wanted = {"lanes-1", "lanes-2", "bubbles-1", "requests-1", "lengths-1", "rank"}
     wanted |= {"accepted", "rate", "stages-1", "stages-2", "reward", "useful", "length", "matched"}
-    assert wanted <= set(Outside().check(page).ids)
-    assert "lengths-2" not in Outside().check(page).ids, "of the second run nothing was predicted"
+    assert wanted <= set(Checker().check(page).ids)
+    assert "lengths-2" not in Checker().check(page).ids, "the second run has no predictions"
     pictures = re.findall(r"(<svg xmlns=.*?</svg>)(?:</div>)?<div class=\"tools\">", page, re.S)
     assert len(pictures) == page.count("<figure ")
     for picture in pictures:
@@ -153,10 +153,10 @@ def test_every_figure_is_there_and_is_sound_xml(runs) -> None:
         assert not [v for v in numbers if not np.isfinite(float(v))]
 
 
-def test_why_requests_are_where_they_are(runs) -> None:
+def test_reasons_of_placement(runs) -> None:
     page = page_of(runs[0])
     count = PER_STEP // 3
-    assert page.count("; there for: length group &lt;2&gt; of 2</title>") == count, "of one rollout"
+    assert page.count("; placed by: length group &lt;2&gt; of 2</title>") == count, "one rollout is shown"
     rows = re.findall(r'<tr><td class="text">([^<]*)</td><td>(\d+)</td><td>\d*</td><td>[^<]*</td></tr>', page)
     assert [row for row in rows if "length group" in row[0] or "history" in row[0] or "router" in row[0]] == [
         ("length group &lt;2&gt; of 2", str(count)),
@@ -165,7 +165,7 @@ def test_why_requests_are_where_they_are(runs) -> None:
     ]
 
 
-def test_the_numbers_it_tells_are_the_logs(runs) -> None:
+def test_numbers_agree_with_the_log(runs) -> None:
     run = read(runs[0])
     assert run.slot_time is not None
     page = page_of(runs[0])
@@ -179,26 +179,26 @@ def test_the_numbers_it_tells_are_the_logs(runs) -> None:
         assert window.bubble(12) == pytest.approx(bubble, abs=1e-6)
 
 
-def test_what_names_say_is_text_and_never_markup(tmp_path) -> None:
+def test_names_are_escaped(tmp_path) -> None:
     page = page_of(write_run(tmp_path / "run", "<script>alert(1)</script>&", steps=2))
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in page
-    Outside().check(page)
+    Checker().check(page)
 
 
-def test_a_single_step_without_anything_else_is_a_page(tmp_path) -> None:
+def test_a_single_step_gives_a_page(tmp_path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": {m.EPOCH: 0, m.REWARD_MEAN: 0.5}}) + "\n")
-    Outside().check(page_of(tmp_path))
+    Checker().check(page_of(tmp_path))
 
 
-def test_a_large_run_is_a_small_page(tmp_path) -> None:
-    """Lanes are binned, bars and dots are bounded: the page hardly grows with requests."""
+def test_the_page_of_a_large_run_is_small(tmp_path) -> None:
+    """Lanes are binned, and bars and dots are limited, so the page hardly grows with requests."""
     page = page_of(write_run(tmp_path / "run", "many", steps=200))
     assert len(page) < 1_000_000
 
 
-def test_speeds_are_compared_at_equal_lengths_only() -> None:
-    """The first run's responses are shorter, which alone makes it no faster."""
+def test_speeds_are_compared_only_at_equal_lengths() -> None:
+    """Shorter responses alone do not make the first run faster."""
 
     def curve(length: float) -> float:
         return 1e5 / length
@@ -206,15 +206,15 @@ def test_speeds_are_compared_at_equal_lengths_only() -> None:
     first = [Point(length, 2 * curve(length), 2) for length in (100, 100, 120, 60)]
     second = [Point(length, curve(length), 2) for length in (100, 120, 121, 300, 310)]
     cold = [Point(100, 1e9, 1)]
-    found = matched.match(first + cold, second + cold, 2)
-    assert [(b.first, b.second) for b in found.bins] == [(2, 1), (1, 2)]
-    assert found.ratio == pytest.approx(2.0, rel=0.02)
-    assert found.unmatched == (1, 2)
+    compared = matched.match(first + cold, second + cold, 2)
+    assert [(b.first, b.second) for b in compared.bins] == [(2, 1), (1, 2)]
+    assert compared.ratio == pytest.approx(2.0, rel=0.02)
+    assert compared.unmatched == (1, 2)
     assert matched.match(first, [Point(1000, 1.0, 2)], 2).ratio is None
 
 
-def test_of_a_sorted_rollout_a_load_is_one_point() -> None:
-    """Its first update has the seconds of what the others train."""
+def test_steps_of_one_batch_of_prompts_are_one_point() -> None:
+    """In a sorted rollout, the first step includes the seconds of tokens that later steps train."""
 
     def step(loaded: int, seconds: float, dropped: int = 0) -> dict[str, float]:
         return {
@@ -228,18 +228,18 @@ def test_of_a_sorted_rollout_a_load_is_one_point() -> None:
 
     run = [step(8, 7.0), step(0, 1.0), step(2, 2.0, dropped=2), step(8, 4.0, dropped=1), step(1, 4.0), step(0, 2.0)]
     unfinished = [step(8, 90.0)]
-    found = matched.points(dict(enumerate([*run, *unfinished], 1)))
-    assert [(point.length, point.speed) for point in found] == [(10, 30.0), (10, 30.0)]
+    points = matched.points(dict(enumerate([*run, *unfinished], 1)))
+    assert [(point.length, point.speed) for point in points] == [(10, 30.0), (10, 30.0)]
     stock = [{name: value for name, value in data.items() if "sorted" not in name} for data in run]
     assert len(matched.points(dict(enumerate(stock, 1)))) == 6
 
 
-def test_the_timeline_is_sound(runs, tmp_path) -> None:
+def test_the_trace_is_valid(runs, tmp_path) -> None:
     run = read(runs[0])
     trace.write(tmp_path / "trace.json", run.requests, run.stages)
-    found = json.loads((tmp_path / "trace.json").read_text(), parse_constant=pytest.fail)
+    written = json.loads((tmp_path / "trace.json").read_text(), parse_constant=pytest.fail)
     lanes, names, owners = defaultdict(list), {}, defaultdict(set)
-    for event in found["traceEvents"]:
+    for event in written["traceEvents"]:
         assert {"ph", "pid", "tid", "ts", "name"} <= set(event)
         assert all(isinstance(event[key], int) and event[key] >= 0 for key in ("pid", "tid", "ts"))
         assert min(event["pid"], event["tid"]) > 0, "Perfetto takes 0 for the idle thread of all processes"
@@ -251,18 +251,18 @@ def test_the_timeline_is_sound(runs, tmp_path) -> None:
             assert isinstance(event["dur"], int)
             assert event["dur"] >= 0
             lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    assert all(len(pids) == 1 for pids in owners.values()), "Perfetto takes them for threads of one machine"
+    assert all(len(pids) == 1 for pids in owners.values()), "Perfetto takes lanes for threads of one machine"
     assert {names["process_name", pid]["name"] for pid, _ in lanes} == {
         "trainer",
         *(f"replica {k}" for k in range(REPLICAS)),
     }
     assert sum(map(len, lanes.values())) == 6 * PER_STEP + 6 * 4
     for spans in lanes.values():
-        assert all(a[1] <= b[0] for a, b in pairwise(sorted(spans))), "one lies over another"
+        assert all(a[1] <= b[0] for a, b in pairwise(sorted(spans))), "spans overlap"
 
 
-def test_a_response_of_several_requests_is_as_long_as_all_of_them(tmp_path) -> None:
-    """One moved twice, one was generated anew, one ran through; of the last no prediction was made."""
+def test_a_response_is_as_long_as_all_its_requests(tmp_path) -> None:
+    """One response migrates twice, one is regenerated, one runs through, and one has no prediction."""
     log = EventLog(tmp_path / "events")
     log.describe(1, "moved", slots=4)
     rows = [("a", 0, 0, 90, 10, True), ("b", 0, 0, 70, 5, False), ("a", 0, 1, 80, 20, True), ("a", 1, 0, 50, 40, True)]

@@ -1,4 +1,4 @@
-"""What a starting run waits for, from lines that Ray, verl and vLLM print (a test in tests/e2e holds them to it)."""
+"""Phases of a starting run, from log lines of Ray, verl and vLLM (tests/e2e checks that they still print these)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from verl_rhyme.observability.phases import FIRST, Phases
 
-#: (line of a log, what is waited for from there on); of runs of recipes/run_tiny_cpu.sh.
+#: (log line, phase that begins there), from runs of recipes/run_tiny_cpu.sh.
 STARTING = [
     ("UserWarning: Disabled critic as algorithm.adv_estimator != gae.", FIRST),
     ("ray init kwargs: {'num_cpus': 16, 'runtime_env': {}}", "Ray's cluster"),
@@ -31,7 +31,7 @@ STARTING = [
     ),
     ("(TaskRunnerV1 pid=9) INFO:x:all initialize finished, ready to fit", "vLLM takes over the trainer's weights"),
 ]
-FIRST_STEP = "the first step: rollout of 16 prompts, then the update"
+FIRST_STEP = "the first step: rollout of 16 prompts, then training"
 AGENTS = "\x1b[36m(AgentLoopWorkerTQ pid=13)\x1b[0m Using dataset class: RLHFDataset"
 LOGGER = "\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m Creating file logger at /run/metrics.jsonl"
 TRAINING = "\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m Training Progress:   0%|          | 0/1 [00:00<?, ?it/s]"
@@ -47,19 +47,19 @@ VALIDATION = "validation before training"
     ],
     ids=["at once", "after validation"],
 )
-def test_every_phase_is_told(tmp_path: Path, end: list[tuple[str, str]]) -> None:
+def test_every_phase_is_reported(tmp_path: Path, end: list[tuple[str, str]]) -> None:
     log = tmp_path / "train.log"
     log.write_text("an earlier run: ray init kwargs: {}\n")
     phases = Phases(log, begin=log.stat().st_size)
-    for line, told in [*STARTING, *end]:
+    for line, phase in [*STARTING, *end]:
         with log.open("a") as file:
             file.write(line[:20])
             file.flush()
             before = phases.poll()
             file.write(line[20:] + "\n")
-        assert told in phases.poll(), line
-        assert before != phases.poll() or told in before, "half a line is none"
+        assert phase in phases.poll(), line
+        assert before != phases.poll() or phase in before, "an incomplete line does not count"
 
 
-def test_a_log_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_a_log_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert Phases(tmp_path / "train.log").poll() == FIRST

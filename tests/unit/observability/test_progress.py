@@ -1,4 +1,4 @@
-"""The supervised run, with real processes, and the lines it prints."""
+"""Supervised run with real processes, and its printed lines."""
 
 from __future__ import annotations
 
@@ -60,34 +60,34 @@ def test_step_line_leaves_out_what_is_missing() -> None:
     assert step_line(3, {m.BUBBLE_RATIO: 0.2}) == "step 3"
 
 
-def test_a_step_line_tells_the_staleness_of_what_was_not_on_policy() -> None:
-    verls = {m.VERL_STALENESS_MEAN: 2.0, m.VERL_STALENESS_MAX: 4.0}
-    ours = {m.STALENESS_MEAN: 0.96, m.STALENESS_MAX: 2.0}
-    assert step_line(3, {**verls, **ours}) == "step 3 | staleness 1.0 (max 2)"
-    assert step_line(3, {**ours, m.STALENESS_MAX: 0.0, **verls}) == "step 3"
-    assert step_line(3, verls) == "step 3 | staleness 2.0 (max 4)"
+def test_step_line_shows_staleness_of_off_policy_steps() -> None:
+    trajectories = {m.VERL_STALENESS_MEAN: 2.0, m.VERL_STALENESS_MAX: 4.0}
+    groups = {m.STALENESS_MEAN: 0.96, m.STALENESS_MAX: 2.0}
+    assert step_line(3, {**trajectories, **groups}) == "step 3 | staleness 1.0 (max 2)"
+    assert step_line(3, {**groups, m.STALENESS_MAX: 0.0, **trajectories}) == "step 3"
+    assert step_line(3, trajectories) == "step 3 | staleness 2.0 (max 4)"
 
 
-def test_a_step_line_says_what_was_dropped_and_why() -> None:
+def test_step_line_shows_dropped_groups_and_prompts() -> None:
     dropped = {m.FILTERED_GROUPS: 40.0, m.FILTERED_SCORE: 0.25, m.FAILED_PROMPTS: 3.0}
-    assert step_line(3, dropped) == "step 3 | 40 groups dropped: one score each (mean 0.25), 3 prompts failed"
-    assert step_line(3, {m.FILTERED_GROUPS: 1.0}) == "step 3 | 1 group dropped: one score each"  # verl's own modes
+    assert step_line(3, dropped) == "step 3 | 40 groups dropped: equal scores (mean 0.25), 3 prompts failed"
+    assert step_line(3, {m.FILTERED_GROUPS: 1.0}) == "step 3 | 1 group dropped: equal scores"  # in verl's trainer modes
     assert step_line(3, {m.FILTERED_GROUPS: 0.0, m.FAILED_PROMPTS: 0.0}) == "step 3"
 
 
-def test_a_step_line_says_that_drafts_give_little_and_at_which_entropy() -> None:
-    little = {**FULL, m.SPEC_ACCEPTED: 61.0, m.GEN_MS_PER_TOKEN: 1.0}  # of 4100 tokens
-    share = "drafts gave 1% of the tokens"
-    assert f"98% with history, {share} |" in step_line(12, little)
-    assert "nats" not in step_line(12, {**little, m.VERL_ENTROPY: 2.44}), "it may be by the sequence"
-    recorded = {**little, m.ENTROPY: 2.19}
+def test_step_line_shows_a_low_yield_of_drafts_and_the_entropy() -> None:
+    low = {**FULL, m.SPEC_ACCEPTED: 61.0, m.GEN_MS_PER_TOKEN: 1.0}  # of 4100 tokens
+    share = "drafts yielded 1% of the tokens"
+    assert f"98% with history, {share} |" in step_line(12, low)
+    assert "nats" not in step_line(12, {**low, m.VERL_ENTROPY: 2.44}), "verl's may be per sequence"
+    recorded = {**low, m.ENTROPY: 2.19}
     assert f"{share} at an entropy of 2.19 nats per token |" in step_line(12, recorded)
     for other in ({m.SPEC_ACCEPTED: 2000.0}, {m.SPEC_DRAFTED: 0.0, m.SPEC_ACCEPTED: 0.0}, {m.HISTORY_HIT_RATE: 0.0}):
-        assert "drafts gave" not in step_line(12, {**recorded, **other})
+        assert "drafts yielded" not in step_line(12, {**recorded, **other})
 
 
-def test_the_waiting_lines_say_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(1000))  # a second at each look
+def test_heartbeat_lines_show_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))  # each call takes a second
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     out = io.StringIO()
     with progress.Display(Console(file=out, width=200), 8) as display:
@@ -104,7 +104,7 @@ def test_the_waiting_lines_say_what_is_waited_for(monkeypatch: pytest.MonkeyPatc
     starting = [line for line in waiting if line.startswith("starting: ")]
     assert starting[0].startswith("starting: starting Ray, 1")
     assert starting[-1].startswith("starting: vLLM's engines start, ")
-    assert all(line.startswith("in step 2: rollout, then the update, ") for line in waiting[len(starting) :])
+    assert all(line.startswith("in step 2: rollout, then training, ") for line in waiting[len(starting) :])
     assert len(starting) > 2 * (len(waiting) - len(starting)) > 0
 
 
@@ -127,7 +127,7 @@ def test_follower_reads_whole_lines_once(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('ta": {"a": 2}}\n')
     assert follower.poll() == [(2, {"a": 2})]
-    path.write_text('{"step": 9, "data": {}}\n')  # verl's logger starts the file anew
+    path.write_text('{"step": 9, "data": {}}\n')  # verl's logger truncates the file
     assert follower.poll() == [(9, {})]
 
 
@@ -170,12 +170,12 @@ def test_last_error_is_the_cause_not_the_aftermath(tmp_path: Path) -> None:
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1] == "ValueError: train_batch_size must divide"
     assert 'File "trainer.py", line 3, in run' in lines[-3]
-    # Only this run's part counts: what follows hydra's hint is aftermath, and better than nothing.
+    # Only this run's part counts. It has no cause, so an error of the aftermath is shown.
     lines = last_error(log, begin=RAY_LOG.index("(EngineCore"))
     assert lines[-1].startswith("TypeError") or lines[-1].startswith("ray.exceptions.ActorDiedError")
 
 
-def test_last_error_keeps_what_an_exception_of_any_name_says(tmp_path: Path) -> None:
+def test_last_error_shows_exceptions_of_any_name(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text(
         "Traceback (most recent call last):\n"
@@ -214,7 +214,7 @@ def test_last_error_without_traceback(tmp_path: Path) -> None:
     assert last_error(log)[-1] == "RecursionError: deep"
 
 
-# ---- the whole command ----
+# ---- the command ----
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -223,7 +223,7 @@ def log(step, **data):
         file.write(json.dumps({"step": step, "data": data}) + "\\n")
 """
 
-#: A command with a child that ignores polite signals and left the process group, as Ray's daemons do.
+#: A command with a child that ignores signals and has left the process group, like Ray's daemons.
 STUBBORN = (
     PRELUDE
     + """
@@ -265,7 +265,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def pids(run: Path) -> list[int]:
-    """The processes that STUBBORN names in its log, waited for."""
+    """Wait for the process ids that STUBBORN prints to its log, and return them."""
     for _ in range(300):
         if (run / "train.log").exists():
             for line in (run / "train.log").read_text().splitlines():
@@ -282,11 +282,11 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(found: list[int], seconds: float) -> bool:
+def gone(processes: list[int], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while any(map(alive, found)) and time.monotonic() < deadline:
+    while any(map(alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not any(map(alive, found))
+    return not any(map(alive, processes))
 
 
 def test_steps_are_printed_and_output_goes_to_the_log(start: Start, tmp_path: Path) -> None:
@@ -315,14 +315,14 @@ def test_failure_passes_status_and_shows_the_error_of_this_run(start: Start, tmp
     assert "first run" not in output
 
 
-def test_command_killed_by_a_signal_is_128_plus_it(start: Start) -> None:
+def test_exit_status_after_a_signal_is_128_plus_its_number(start: Start) -> None:
     process = start("import os; os.kill(os.getpid(), 9)")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 137
     assert "out of memory?" in output
 
 
-def test_metrics_of_the_run_before_are_kept(start: Start, tmp_path: Path) -> None:
+def test_metrics_of_the_previous_run_are_kept(start: Start, tmp_path: Path) -> None:
     for _ in range(2):
         assert start(f"{PRELUDE}\nlog(1, a=1)").wait(60) == 0
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
@@ -332,14 +332,14 @@ def test_metrics_of_the_run_before_are_kept(start: Start, tmp_path: Path) -> Non
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_the_whole_session(start: Start, tmp_path: Path, number: signal.Signals) -> None:
     process = start(STUBBORN + "time.sleep(600)")
-    found = pids(tmp_path / "run")
-    assert set(found) <= set(session_processes(found[0]))
+    processes = pids(tmp_path / "run")
+    assert set(processes) <= set(session_processes(processes[0]))
     process.send_signal(number)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert "training interrupted" in output
-    assert gone(found, 1)
-    assert session_processes(found[0]) == []
+    assert gone(processes, 1)
+    assert session_processes(processes[0]) == []
 
 
 def test_under_nohup_a_run_outlives_its_terminal(start: Start, tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_second_interrupt_kills(start: Start, tmp_path: Path) -> None:
     process = start(
         STUBBORN + "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]\nprint('deaf', flush=True)\ntime.sleep(600)"
     )
-    found = pids(tmp_path / "run")
+    processes = pids(tmp_path / "run")
     while "deaf" not in (tmp_path / "run" / "train.log").read_text():
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -370,21 +370,21 @@ def test_second_interrupt_kills(start: Start, tmp_path: Path) -> None:
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 128 + signal.SIGKILL
-    assert gone(found, 1)
+    assert gone(processes, 1)
 
 
 def test_crash_leaves_no_process(start: Start, tmp_path: Path) -> None:
     process = start(STUBBORN + "os.kill(os.getpid(), 9)")
-    found = pids(tmp_path / "run")
+    processes = pids(tmp_path / "run")
     assert process.wait(30) == 137
-    assert gone(found, 1)
+    assert gone(processes, 1)
 
 
 def test_the_command_ends_when_its_supervisor_is_killed(start: Start, tmp_path: Path) -> None:
     process = start(PRELUDE + "print('pids', os.getpid(), flush=True); time.sleep(600)")
-    found = pids(tmp_path / "run")
+    processes = pids(tmp_path / "run")
     os.kill(process.pid, signal.SIGKILL)
-    assert gone(found, 5)
+    assert gone(processes, 5)
 
 
 SHARED = (

@@ -1,4 +1,4 @@
-"""The report, from what verl logs, from the event log and from both."""
+"""Report from verl's metrics, from the event log and from both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl_rhyme.observability.summary import ReportError, compare, read
 
 
 def stock(step: int, epoch: int, **changes: Any) -> dict[str, Any]:
-    """What stock verl logs of a step, as far as the report reads it."""
+    """Return the metrics of stock verl for a step that the report reads."""
     data = {
         m.EPOCH: epoch,
         m.REWARD_MEAN: 0.1 * step,
@@ -47,7 +47,7 @@ def off(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def on(tmp_path: Path) -> Path:
-    """Drafting from epoch 2 on: twice as fast, with more tokens; the event log knows the drafts."""
+    """Run with drafting from epoch 2 on: twice as fast, with more tokens and drafts in the event log."""
     rows = [
         stock(step, (step - 1) // 2, **({m.GEN_S: 2.0, m.GEN_MS_PER_TOKEN: 2000.0 / 1000} if step > 2 else {}))
         for step in range(1, 9)
@@ -84,7 +84,7 @@ def write_events(log: EventLog, step: int, warm: bool, validate: bool = False) -
     )
 
 
-def test_without_an_event_log_the_folders_marker_names_the_arm(off: Path) -> None:
+def test_without_an_event_log_the_folders_marker_names_the_run(off: Path) -> None:
     (off / "checkpoints").mkdir()
     (off / "checkpoints" / "run.json").write_text('{"run": "sorted-partial", "mode": "rhyme_sorted"}')
     assert read(off).summary["run"] == "sorted-partial"
@@ -92,7 +92,7 @@ def test_without_an_event_log_the_folders_marker_names_the_arm(off: Path) -> Non
     assert read(off).summary["run"] == "off"
 
 
-def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
+def test_a_stock_run_is_reported_from_its_metrics(off: Path) -> None:
     summary = read(off).summary
     assert set(summary) == {
         *("run", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"),
@@ -136,7 +136,7 @@ def test_events_complete_the_metrics(on: Path) -> None:
     assert warm["useful_tokens_per_s"] == 1600 / 4.0
 
 
-def test_a_run_resumed_as_another_arm_names_both(on: Path) -> None:
+def test_a_run_resumed_under_another_name_has_both(on: Path) -> None:
     log = EventLog(on / "checkpoints" / "events")
     log.describe(3, run="histospec")
     assert read(on).summary["run"] == "histospec"
@@ -144,14 +144,14 @@ def test_a_run_resumed_as_another_arm_names_both(on: Path) -> None:
     assert read(on).summary["run"] == "histospec, from step 5 histospec-undrafted"
 
 
-def test_no_bubble_without_the_useful_tokens_beside_it(tmp_path: Path) -> None:
-    silent = {m.GEN_S: None, m.GEN_MS_PER_TOKEN: None}
-    write_metrics(tmp_path / "metrics.jsonl", [stock(1, 0, **{m.BUBBLE_RATIO: 0.1, **silent})])
+def test_no_bubble_ratio_without_the_useful_tokens(tmp_path: Path) -> None:
+    missing = {m.GEN_S: None, m.GEN_MS_PER_TOKEN: None}
+    write_metrics(tmp_path / "metrics.jsonl", [stock(1, 0, **{m.BUBBLE_RATIO: 0.1, **missing})])
     (epoch,) = read(tmp_path).summary["epochs"]
     assert (epoch["useful_tokens_per_s"], epoch["bubble_ratio"]) == (None, None)
 
 
-def test_events_alone_and_validation_left_out(tmp_path: Path) -> None:
+def test_events_alone_without_validation(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events")
     for step in (1, 2):
         log.append_stages(step, 0, {"stage": ["gen", "gen", "save_checkpoint"], "duration_s": [1.0, 3.0, 9.0]})
@@ -167,18 +167,18 @@ def test_resumed_run_counts_no_step_twice(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, [stock(step, 0, **{m.GEN_S: 1.0}) for step in (1, 2, 3, 4)])
     assert steps.set_aside(path) == tmp_path / "metrics-001.jsonl"
-    # Resumed from step 2; killed in the middle of a line.
+    # Resumed from step 2; killed while writing a line.
     write_metrics(path, [{"step": 2, "data": {"val-core/x": 1.0}}, stock(3, 0, **{m.GEN_S: 10.0})])
     with path.open("a") as file:
         file.write('{"step": 4, "data": {"timing_s/')
     assert steps.set_aside(path) == tmp_path / "metrics-002.jsonl"
-    path.touch()  # a run that did nothing
+    path.touch()  # a run without steps
     with pytest.warns(UserWarning, match=r"metrics-002.jsonl, line 3"):
         (epoch,) = read(tmp_path).summary["epochs"]
     assert epoch["rollout_s"] == 1.0 + 1.0 + 10.0
 
 
-def test_unknown_is_null_not_a_guess(tmp_path: Path) -> None:
+def test_unknown_values_are_null(tmp_path: Path) -> None:
     broken = {m.REWARD_MEAN: None, m.GEN_MS_PER_TOKEN: None}
     write_metrics(tmp_path / "metrics.jsonl", [stock(1, 0), stock(2, 0, **broken), stock(3, 1, **broken)])
     part, nothing = read(tmp_path).summary["epochs"]
@@ -186,7 +186,7 @@ def test_unknown_is_null_not_a_guess(tmp_path: Path) -> None:
     assert (nothing["tokens"], nothing["reward_mean"], nothing["useful_tokens_per_s"]) == (None, None, None)
 
 
-def test_compare_takes_warm_epochs_only(off: Path, on: Path) -> None:
+def test_compare_uses_only_warm_epochs(off: Path, on: Path) -> None:
     result = compare(read(off).summary, read(on).summary)
     assert list(result["runs"]) == ["off", "histospec"]
     assert result["rollout_speedup_warm"] == 2.0
@@ -195,8 +195,8 @@ def test_compare_takes_warm_epochs_only(off: Path, on: Path) -> None:
     assert result["tokens_per_s_speedup_warm_spread"] == [2.5, 2.5]
 
 
-def test_stock_engines_that_run_on_generate_all_through_a_step(off: Path) -> None:
-    """Of such a step ``timing_s/gen`` is what the trainer waited; rhyme's own log says how long it was."""
+def test_rollout_of_stock_separate_async_lasts_whole_steps(off: Path) -> None:
+    """Its ``timing_s/gen`` is only the time the trainer waited."""
     rows = [stock(step, (step - 1) // 2, **{m.STEP_S: 20.0}) for step in range(1, 9)]
     write_metrics(off / "metrics.jsonl", rows)
     assert read(off).summary["epochs"][1]["rollout_s"] == 8.0
@@ -210,9 +210,9 @@ def test_stock_engines_that_run_on_generate_all_through_a_step(off: Path) -> Non
 
 
 def test_compare_is_a_ratio_of_medians_with_its_spread() -> None:
-    def summary(arm: str, seconds: list[float]) -> dict[str, Any]:
+    def summary(name: str, seconds: list[float]) -> dict[str, Any]:
         rows = [{"epoch": at, "rollout_s": s, "tokens": 100} for at, s in enumerate(seconds, 1)]
-        return {"run": arm, "epochs": rows}
+        return {"run": name, "epochs": rows}
 
     result = compare(summary("off", [99, 4, 6, 10]), summary("x", [1, 2, 4, 2]))
     assert result["rollout_speedup_warm"] == 6 / 2
@@ -220,7 +220,7 @@ def test_compare_is_a_ratio_of_medians_with_its_spread() -> None:
     cold = compare(summary("off", [4]), summary("x", [2]))
     assert cold["rollout_speedup_warm"] is None
     assert cold["rollout_speedup_warm_spread"] is None
-    with pytest.raises(ReportError, match="both arms are named 'x'"):
+    with pytest.raises(ReportError, match="both runs are named 'x'"):
         compare(summary("x", [4]), summary("x", [2]))
 
 
@@ -237,18 +237,18 @@ def test_the_report_names_the_sources_of_draft_tokens() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status of ``verl-rhyme report``."""
+    """Return the exit status of ``verl-rhyme report``."""
     with pytest.raises(SystemExit) as ended:
         app(["report", *arguments])
     return int(ended.value.code or 0)
 
 
-def test_command_writes_and_names_its_files(on: Path) -> None:
+def test_command_writes_and_lists_its_files(on: Path) -> None:
     command = [sys.executable, "-m", "verl_rhyme.cli", "report", str(on), "--name", "mine"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    named = [on / name for name in ("summary.json", "report.html")]
-    assert done.stdout.splitlines()[-2:] == [str(path) for path in named]
+    files = [on / name for name in ("summary.json", "report.html")]
+    assert done.stdout.splitlines()[-2:] == [str(path) for path in files]
     assert json.loads((on / "summary.json").read_text())["run"] == "mine"
     assert "2.50" in done.stdout
     assert "60%" in done.stdout
@@ -263,25 +263,25 @@ def test_command_compares(off: Path, on: Path, capfd, tmp_path: Path) -> None:
     assert result["rollout_speedup_warm"] == 2.0
     assert "rollout speed 2.00x (2.00-2.00)" in " ".join(shown.split())
     assert [line.split()[:2] for line in shown.splitlines() if line.split()[:1] == ["1"]] == [["1", "histospec"]]
-    assert "<h1>histospec beside off</h1>" in (tmp_path / "both" / "report.html").read_text()
+    assert "<h1>histospec vs. off</h1>" in (tmp_path / "both" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("slots", [4, 8, None])
-def test_bubbles_of_other_numbers_of_slots_are_told_apart(on: Path, off: Path, slots) -> None:
-    """The drafted run's event log tells 4; a stock run has none."""
-    arms = [read(on).summary, read(off).summary]
-    assert [arm["bubble_slots"] for arm in arms] == [4, None]
-    lines = report._other_slots([arms[0], {**arms[1], "bubble_slots": slots}])
-    assert any("which differ (histospec 4, off 8): they do not compare" in line for line in lines) == (slots == 8)
+def test_bubble_ratios_with_unequal_slots_are_noted(on: Path, off: Path, slots) -> None:
+    """The event log of the drafted run has 4 slots; a stock run has none."""
+    summaries = [read(on).summary, read(off).summary]
+    assert [summary["bubble_slots"] for summary in summaries] == [4, None]
+    notes = report._unequal_slots([summaries[0], {**summaries[1], "bubble_slots": slots}])
+    assert any("different numbers of request slots (histospec 4, off 8)" in note for note in notes) == (slots == 8)
 
 
-def test_the_logged_ratio_goes_before_the_event_logs(on: Path) -> None:
+def test_the_logged_bubble_ratio_takes_precedence(on: Path) -> None:
     write_metrics(on / "metrics.jsonl", [stock(step, 0, **{m.BUBBLE_RATIO: 0.25}) for step in range(1, 9)])
     assert read(on).summary["epochs"][0]["bubble_ratio"] == 0.25
-    assert read(on / "checkpoints").summary["epochs"][0]["bubble_ratio"] != 0.25, "the event log's"
+    assert read(on / "checkpoints").summary["epochs"][0]["bubble_ratio"] != 0.25, "from the event log"
 
 
-def test_the_table_of_two_with_long_names_fits_into_80_columns(off: Path, on: Path, capfd, tmp_path: Path) -> None:
+def test_the_table_of_two_runs_with_long_names_fits_into_80_columns(off: Path, on: Path, capfd, tmp_path: Path) -> None:
     name = "sorted-partial-rolling-loaded-longest (a folder [of] mine)"
     assert main([str(on), str(off), "--out", str(tmp_path), "--name", name]) == 0
     table = capfd.readouterr().out.partition("against")[0].splitlines()
@@ -291,68 +291,68 @@ def test_the_table_of_two_with_long_names_fits_into_80_columns(off: Path, on: Pa
     assert {"2.50", "60%"} <= set(warm)
 
 
-def told(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
-    """Exit status and the lines on standard error."""
+def run_report(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
+    """Return the exit status and the lines on standard error."""
     status = main([*map(str, arguments)])
     return status, capfd.readouterr().err.splitlines()
 
 
-def test_folder_without_a_run_is_one_clear_error(capfd, tmp_path: Path) -> None:
-    for folder, why in ((tmp_path, "no finished training step"), (tmp_path / "nowhere", "there is no folder")):
-        status, lines = told(capfd, folder)
+def test_a_folder_without_a_run_gives_one_error(capfd, tmp_path: Path) -> None:
+    for folder, why in ((tmp_path, "no finished training step"), (tmp_path / "nowhere", "no such folder")):
+        status, lines = run_report(capfd, folder)
         assert (status, len(lines)) == (1, 1)
         assert why in lines[0]
 
 
-def test_a_folder_of_several_runs_asks_which(capfd, on: Path, tmp_path: Path) -> None:
+def test_a_folder_of_several_runs_is_an_error(capfd, on: Path, tmp_path: Path) -> None:
     for name in ("one", "other"):
         shutil.copytree(on / "checkpoints", tmp_path / "runs" / name)
-    code, lines = told(capfd, tmp_path / "runs")
+    code, lines = run_report(capfd, tmp_path / "runs")
     assert code != 0
-    assert "has several runs below it: name one of" in lines[0]
+    assert "contains several runs: give one of" in lines[0]
     assert str(tmp_path / "runs" / "other") in lines[0]
     assert not list((tmp_path / "runs").glob("summary.json"))
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(on: Path, capfd, tmp_path: Path) -> None:
+def test_runs_of_one_name_get_the_names_of_their_folders(on: Path, capfd, tmp_path: Path) -> None:
     shutil.copytree(on, tmp_path / "again")
-    status, lines = told(capfd, on, tmp_path / "again")
+    status, lines = run_report(capfd, on, tmp_path / "again")
     assert (status, len(lines)) == (0, 1)
     assert "both runs are named histospec: here they are histospec (on) and histospec (again)" in lines[0]
     assert list(json.loads((on / "summary.json").read_text())["runs"]) == ["histospec (again)", "histospec (on)"]
-    status, lines = told(capfd, on, on)
+    status, lines = run_report(capfd, on, on)
     assert (status, len(lines)) == (1, 1)
-    assert "are one run" in lines[0]
+    assert "are the same run" in lines[0]
 
 
-def test_a_torn_file_costs_its_rows_alone(on: Path, capfd) -> None:
+def test_a_truncated_file_loses_only_its_rows(on: Path, capfd) -> None:
     last = sorted((on / "checkpoints" / "events").glob("requests-*"))[-1]
     last.write_bytes(last.read_bytes()[:-100])
-    status, lines = told(capfd, on)
+    status, lines = run_report(capfd, on)
     assert (status, len(lines)) == (0, 1)
     assert f"{last} is unreadable" in lines[0]
     assert "Replicas over time" in (on / "report.html").read_text()
 
 
-def test_where_nothing_can_be_written_it_says_where_to(off: Path, capfd) -> None:
+def test_an_error_names_a_folder_that_is_not_writable(off: Path, capfd) -> None:
     (off / "file").touch()
-    status, lines = told(capfd, off, "--out", off / "file" / "x")
+    status, lines = run_report(capfd, off, "--out", off / "file" / "x")
     assert status == 1
-    assert f"cannot write to {off / 'file' / 'x'} (Not a directory): give --out a folder" in lines[-1]
+    assert f"cannot write to {off / 'file' / 'x'} (Not a directory): set --out to a writable folder" in lines[-1]
 
 
-def test_missing_stages_are_told(on: Path, capfd) -> None:
+def test_missing_stages_are_reported(on: Path, capfd) -> None:
     for path in (on / "checkpoints" / "events").glob("stages-*"):
         path.unlink()
-    status, lines = told(capfd, on)
+    status, lines = run_report(capfd, on)
     assert (status, len(lines)) == (0, 1)
     why = "has no stages (stages-*.arrow): training and weight sync count as other"
     assert why in lines[0]
     assert why in (on / "report.html").read_text()
 
 
-def test_a_run_without_events_has_all_but_its_lanes(off: Path, capfd) -> None:
-    status, lines = told(capfd, off)
+def test_a_run_without_events_lacks_only_its_lanes(off: Path, capfd) -> None:
+    status, lines = run_report(capfd, off)
     assert (status, len(lines)) == (0, 1)
     assert "has no event log" in lines[0]
     page = (off / "report.html").read_text()
@@ -360,16 +360,16 @@ def test_a_run_without_events_has_all_but_its_lanes(off: Path, capfd) -> None:
     assert "Reward, speed and length" in page
 
 
-def test_a_step_that_is_not_there_is_told(on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_step_is_reported(on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(on), "--step", "99", "--out", str(tmp_path)]) == 0
-    assert "no rollout of step 99 was logged; there are those of" in " ".join(capsys.readouterr().err.split())
+    assert "no rollout of step 99 was logged; steps 1 to 9 are available" in " ".join(capsys.readouterr().err.split())
     assert main([str(on), "--out", str(tmp_path)]) == 0
-    assert "was logged; there are" not in capsys.readouterr().err
+    assert "no rollout of step" not in capsys.readouterr().err
 
 
 def test_the_trace_of_one_step(on: Path, capfd) -> None:
-    for arguments, steps_there in (([], set(range(1, 9))), (["--step", "3"], {3})):
-        assert told(capfd, on, "--perfetto", *arguments) == (0, [])
+    for arguments, traced in (([], set(range(1, 9))), (["--step", "3"], {3})):
+        assert run_report(capfd, on, "--perfetto", *arguments) == (0, [])
         spans = [event for event in json.loads((on / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
-        assert {event["args"]["step"] for event in spans} == steps_there
-        assert len(spans) == 5 * len(steps_there)
+        assert {event["args"]["step"] for event in spans} == traced
+        assert len(spans) == 5 * len(traced)

@@ -1,4 +1,4 @@
-"""Why slots are empty: shares that add up, and agree with the bubble ratio, for engines that stop and that run on."""
+"""Reasons of idle slots: shares sum to one and agree with the bubble ratio, in both kinds of rollout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_STAGES = {"step": np.zeros(0, int), "stage": np.zeros(0, str), "started_at": 
 
 
 def requests(*rows: tuple[int, int, float, float], **changes: Any) -> dict[str, np.ndarray]:
-    """Of (step, replica, started, finished)."""
+    """Return columns from rows of (step, replica, started, finished)."""
     step, replica, started, finished = (np.array(column) for column in zip(*rows, strict=True))
     validate = np.zeros(len(step), dtype=bool)
     columns = {"step": step, "replica": replica, "started_at": started, "finished_at": finished, "validate": validate}
@@ -25,13 +25,13 @@ def requests(*rows: tuple[int, int, float, float], **changes: Any) -> dict[str, 
 
 
 def stages(*rows: tuple[int, str, float, float]) -> dict[str, np.ndarray]:
-    """Of (step, name, begin, end)."""
+    """Return columns from rows of (step, name, begin, end)."""
     step, name, begin, end = (np.array(column) for column in zip(*rows, strict=True))
     return {"step": step, "stage": name, "started_at": begin.astype(float), "duration_s": (end - begin).astype(float)}
 
 
 def steps_of(count: int, runs_on: bool = False) -> dict[str, np.ndarray]:
-    """Steps of 20 s from 0 on: rollout for 10, training for 6, sync for 2, something else for 2."""
+    """Return steps of 20 s from 0 on: rollout for 10 s, training for 6, weight sync for 2, other for 2."""
     rows = []
     for k in range(count):
         at = 20 * k
@@ -40,8 +40,8 @@ def steps_of(count: int, runs_on: bool = False) -> dict[str, np.ndarray]:
     return stages(*rows)
 
 
-def test_engines_that_stop() -> None:
-    """Two replicas of two slots: one starts late, and one request runs alone at the end."""
+def test_engines_that_stop_during_training() -> None:
+    """Two replicas with two slots: one starts late, and one request runs alone at the end."""
     ran = requests((1, 0, 1, 5), (1, 0, 1, 9), (1, 1, 1, 5), (1, 1, 3, 5))
     found = measure(ran, steps_of(1), 4, runs_on=False)
     assert found is not None
@@ -54,29 +54,29 @@ def test_engines_that_stop() -> None:
     assert found.occupied(1, np.array([0.0, 2.0, 4.0])).tolist() == [0.5, 1.5]
 
 
-def test_engines_that_run_on() -> None:
-    """From harvest to harvest; what may not start while the actor trains waits for it."""
+def test_engines_that_continue_during_training() -> None:
+    """Windows last from one collection to the next; requests held back during training wait for its end."""
     ran = requests((1, 0, 0, 10), (2, 0, 12, 29), (2, 0, 20, 30))
     found = measure(ran, steps_of(2), 2, runs_on=True)
     assert found is not None
     assert [(w.began, w.ended) for w in found.windows] == [(0, 10), (10, 30)]
     first, second = found.windows
     assert (first.busy, first.idle[TAIL - 1]) == (10, 10)
-    # 10 to 12 nothing had started yet: starved; then held until the weights are there at 18, but for the sync; after it
-    # the slot waits for what starts at 20, and nothing does after that.
-    waited = dict(zip(REASONS[1:], second.idle, strict=True))
+    # From 10 to 12 no request has started: starved. Then starts are held until the weights arrive at 18, with the sync
+    # at the end. After it the slot waits for the request that starts at 20, the last one.
+    idle = dict(zip(REASONS[1:], second.idle, strict=True))
     expected = {"starved": 2 * 2 + 2, "training": 4, "weight sync": 2, "tail": 1, "other": 0}
-    assert waited == pytest.approx(expected)
+    assert idle == pytest.approx(expected)
     assert second.bubble(2) == pytest.approx(1 - (17 + 10) / 40)
 
 
 times = st.tuples(
     st.integers(1, 4), st.integers(0, 2), st.floats(0, 9), st.floats(0.01, 1)
-)  # step, replica, and parts of its rollout
+)  # step, replica, start and duration in its rollout
 
 
 @given(st.lists(times, min_size=1, max_size=40), st.integers(1, 12))
-def test_shares_add_up_and_windows_have_the_bubble_ratio(drawn, slots) -> None:
+def test_shares_sum_to_one_and_windows_have_the_bubble_ratio(drawn, slots) -> None:
     rows = [(step, replica, 20.0 * (step - 1) + at, 20.0 * (step - 1) + at + part) for step, replica, at, part in drawn]
     ran = requests(*rows)
     for runs_on in (False, True):
@@ -95,14 +95,14 @@ def test_shares_add_up_and_windows_have_the_bubble_ratio(drawn, slots) -> None:
     assert len(alone.windows) == len(set(ran["step"].tolist()))
 
 
-def test_clocks_of_nodes_may_differ_by_less_than_training_lasts() -> None:
+def test_clocks_of_nodes_may_differ_by_less_than_the_training_time() -> None:
     ran = requests((1, 0, 1, 5), (1, 1, 1, 12), (2, 0, 21, 25), (2, 1, 19, 26))
     found = measure(ran, steps_of(2), 2, runs_on=False)
     assert found is not None
     assert [(w.step, w.began, w.ended) for w in found.windows] == [(1, 1, 12), (2, 19, 26)]
 
 
-def test_a_step_whose_stages_are_lost_has_a_window_of_its_own() -> None:
+def test_a_step_without_stages_has_a_separate_window() -> None:
     ran = requests((1, 0, 1, 9), (2, 0, 21, 29), (3, 0, 41, 49))
     found = measure(ran, steps_of(2), 2, runs_on=False)
     assert found is not None
@@ -121,17 +121,17 @@ def test_a_pause_between_two_starts_of_the_run_is_cut_out() -> None:
     assert [(w.began, w.ended) for w in found.windows] == [(1.0, 9.0), (21.0, 29.0)]
 
 
-def test_what_never_ran_and_validation_do_not_count() -> None:
+def test_validation_and_requests_that_never_ran_do_not_count() -> None:
     ran = requests((1, 0, 1, 5), (1, 0, np.nan, 5), (1, 0, 1, 9))
     ran["validate"][2] = True
     found = measure(ran, steps_of(1), None, runs_on=False)
     assert found is not None
-    assert (found.slots, found.told, len(found.requests["row"])) == (1, False, 1)
+    assert (found.slots, found.logged, len(found.requests["row"])) == (1, False, 1)
     assert measure(requests((1, 0, np.nan, np.nan)), NO_STAGES, 4, runs_on=False) is None
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 3)), min_size=1, max_size=40), st.integers(1, 6))
-def test_no_span_lies_over_another_in_its_lane(drawn, most) -> None:
+def test_spans_of_a_lane_do_not_overlap(drawn, most) -> None:
     began = np.array([at for at, _ in drawn])
     ended = began + np.array([length for _, length in drawn])
     for lanes, ends in (pack(began, ended), pack(began, ended, most, 0.5)):

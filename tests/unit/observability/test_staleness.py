@@ -1,4 +1,4 @@
-"""Staleness by group and by token: of a batch as the scheduler takes it, of the event log, and of the summary."""
+"""Staleness by group and by token: of a collected batch, of the event log and of the summary."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def staleness(data: dict[str, float]) -> dict[str, float]:
 
 
 def crossing(unit: Unit) -> dict[str, float]:
-    """Metrics of two groups: of the first one sample ran across a version (30 tokens before, 10 after), three are of
-    10 tokens and of the policy that is trained."""
+    """Return metrics of two groups. One sample of the first group spans two versions (30 tokens before, 10 after); the
+    three other samples have 10 tokens of the policy that is trained."""
     rules = Rules(batch_prompts=2, batch_samples=4, max_staleness=1, unit=unit, separate=True)
     rollout = Rollout(rules)
     rollout.publish(0, None)
@@ -52,7 +52,7 @@ def test_a_group_is_as_stale_as_its_oldest_token() -> None:
     assert crossing("trajectory") == pytest.approx({"mean": 0.25, "max": 1.0, "groups": 4.0, **tokens})
 
 
-def test_on_policy_it_is_logged_too() -> None:
+def test_on_policy_staleness_is_logged_as_zero() -> None:
     rollout = Rollout(Rules(batch_prompts=1, batch_samples=2, max_staleness=0))
     rollout.publish(7, None)
     rollout.hand([("a", 2)])
@@ -65,7 +65,7 @@ def test_on_policy_it_is_logged_too() -> None:
     }
 
 
-def test_the_event_log_tells_the_same(tmp_path: Path) -> None:
+def test_the_event_log_gives_the_same_staleness(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events")
     columns = {
         "uid": ["a", "a", "a", "b", "b", "c"],
@@ -84,7 +84,7 @@ def write(folder: Path, *rows: dict[str, float]) -> Path:
     return folder
 
 
-def test_the_summary_is_of_groups_not_of_steps(tmp_path: Path) -> None:
+def test_the_summary_weights_steps_by_groups(tmp_path: Path) -> None:
     sizes = ((0.0, 0, 8), (1.0, 1, 8), (2.0, 3, 24), (0.0, 0, 8))
     rows = [{m.STALENESS_MEAN: mean, m.STALENESS_MAX: most, m.STALENESS_GROUPS: many} for mean, most, many in sizes]
     summary = read(write(tmp_path, *rows)).summary
@@ -92,19 +92,19 @@ def test_the_summary_is_of_groups_not_of_steps(tmp_path: Path) -> None:
     assert [(row["staleness_mean"], row["staleness_max"]) for row in summary["epochs"]] == [(0.5, 1), (1.5, 3)]
 
 
-def test_without_the_pipeline_it_is_that_of_verls_trajectories(tmp_path: Path) -> None:
+def test_without_the_pipeline_staleness_is_that_of_trajectories(tmp_path: Path) -> None:
     summary = read(write(tmp_path, *[{m.VERL_STALENESS_MEAN: 1.5, m.VERL_STALENESS_MAX: 4.0}] * 2, {})).summary
     assert (summary["staleness_mean"], summary["staleness_max"]) == (1.5, 4)
-    assert summary["epochs"][1]["staleness_max"] is None, "nobody told"
+    assert summary["epochs"][1]["staleness_max"] is None, "not logged"
 
 
-def test_the_page_shows_it_beside_the_bubble_ratio(tmp_path: Path) -> None:
+def test_the_page_shows_staleness_in_its_table_and_a_curve(tmp_path: Path) -> None:
     pages = []
     for stale in (0, 1):
         folder = tmp_path / str(stale)
         folder.mkdir()
         rows = [{m.STALENESS_MEAN: 0.75 * stale, m.STALENESS_MAX: 2.0 * stale, m.STALENESS_GROUPS: 8.0}] * 4
         pages.append(document.page([read(write(folder, *rows))], 2))
-    assert all("<th>staleness, mean</th><th>at most</th>" in page for page in pages)
+    assert all("<th>staleness, mean</th><th>staleness, max</th>" in page for page in pages)
     assert pages[1].count("<td>0.75</td><td>2</td>") == 2, "both epochs"
-    assert ['id="staleness"' in page for page in pages] == [False, True], "a curve, where there is something to see"
+    assert ['id="staleness"' in page for page in pages] == [False, True], "on-policy runs have no curve"

@@ -1,4 +1,4 @@
-"""Step metrics against brute force."""
+"""Step metrics compared with brute force."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size
 
 
 def brute_force(spans: list[tuple[int, int]], slots: int) -> float:
-    """The definition, second by second: times are whole seconds."""
+    """Compute the bubble ratio by its definition, second by second, from whole seconds."""
     begin, end = min(a for a, _ in spans), max(b for _, b in spans)
     idle = 0
     for second in range(begin, end):
@@ -24,7 +24,7 @@ def brute_force(spans: list[tuple[int, int]], slots: int) -> float:
 
 
 @given(intervals, st.integers(1, 25))
-def test_bubble_ratio_is_its_definition(pairs: list[tuple[int, int]], slots: int) -> None:
+def test_bubble_ratio_agrees_with_its_definition(pairs: list[tuple[int, int]], slots: int) -> None:
     spans = [(min(p), max(p)) for p in pairs]
     started, finished = np.array(spans, dtype=np.float64).T
     ratio = m.bubble_ratio(started, finished, slots)
@@ -45,7 +45,7 @@ def test_bubble_ratio_of_known_cases() -> None:
     ("started", "finished", "slots", "message"),
     [([0], [1], 0, "at least 1"), ([0], [1, 2], 1, "shape"), ([3], [1], 1, "end before they start")],
 )
-def test_bubble_ratio_refuses_nonsense(started: list[float], finished: list[float], slots: int, message: str) -> None:
+def test_bubble_ratio_checks_arguments(started: list[float], finished: list[float], slots: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         m.bubble_ratio(started, finished, slots)
 
@@ -97,7 +97,7 @@ def test_step_metrics() -> None:
     assert all(type(value) is float for value in data.values())
 
 
-def test_unknown_is_left_out() -> None:
+def test_unknown_metrics_are_left_out() -> None:
     rows = columns()
     del rows["drafted_tokens"], rows["history_hit"], rows["reverified_tokens"]
     data = m.step_metrics(rows, slots=None, rollout_s=10.0)
@@ -123,8 +123,8 @@ def test_response_tokens_from_what_verl_logs() -> None:
     assert m.response_tokens({m.GEN_S: 2.0, m.RESPONSE_LENGTH_MEAN: float("nan")}) is None
 
 
-def test_where_engines_run_on_only_what_is_in_a_slot_counts() -> None:
-    """Two slots, four samples handed out at 0, of which each takes a second to come to its engine."""
+def test_slot_account_counts_requests_in_slots() -> None:
+    """Two slots; four samples are sent at 0, and each takes a second to reach its engine."""
     account = SlotAccount(2)
 
     def ended(started: float, finished: float) -> None:
@@ -133,13 +133,13 @@ def test_where_engines_run_on_only_what_is_in_a_slot_counts() -> None:
     account.handed("abcd", 0.0)
     ended(1.0, 5.0)
     ended(1.0, 3.0)
-    # From 1 on, when the first starts: "c" has the other slot from 3 on, "d" waits, and has its slot at 5.
+    # The first request starts at 1. "c" gets a slot at 3, and "d" waits until 5.
     assert account.take(9.0, ["c", "d"]) == 0.0
     ended(3.0, 10.0)
     account.hold(11.0)
     account.go(13.0)
-    # "c" to 10, and "d" but for the two seconds without weights; what ran before 9 counted before.
+    # From 9 on: "c" runs until 10, "d" except for two seconds of weight update.
     assert account.take(19.0, ["d"]) == pytest.approx(1 - (1 + 8) / 20)
-    assert account.take(29.0, ["e"]) == 0.5  # nobody told when it was handed out
+    assert account.take(29.0, ["e"]) == 0.5  # its time of sending is unknown
     assert account.take(39.0, []) == 1.0
     assert account.take(39.0, []) == 0.0

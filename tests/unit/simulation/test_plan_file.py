@@ -93,8 +93,8 @@ def test_drafts_make_a_step_shorter():
 
 
 def test_where_nothing_overlaps_turns_are_recommended():
-    assert "in turns on the same 128 GPUs a step takes" in run("max_staleness=0").stdout
-    assert "in turns on the same 128" not in run("max_staleness=1").stdout
+    assert "colocated on 128 GPUs, a step takes" in run("max_staleness=0").stdout
+    assert "colocated on 128 GPUs" not in run("max_staleness=1").stdout
 
 
 def test_4096_gpus_at_two_sites_in_seconds():

@@ -26,7 +26,7 @@ from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, current
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import ElasticConfig
-from verl_rhyme.coordinator import coordinator, worker_pool, replica_start, replicas
+from verl_rhyme.coordinator import coordinator, replica_start, replicas, worker_pool
 from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.coordinator.replicas import Spares
 from verl_rhyme.engine.gate import Gate

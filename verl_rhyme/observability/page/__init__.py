@@ -1,1 +1,1 @@
-"""The report's page: one HTML file that needs nothing else, with figures as inline SVG."""
+"""Page of the report: one self-contained HTML file with figures as inline SVG."""

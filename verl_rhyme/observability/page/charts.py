@@ -1,4 +1,4 @@
-"""The page's charts: curves over epochs and steps, stacked bars, scatters. Each is an SVG, or ``None`` without data."""
+"""Charts of the page: curves, stacked bars and scatters. Each is an SVG, or ``None`` without data."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from verl_rhyme.observability.slot_time import REASONS
 
 Points = Sequence[tuple[float, float]]
 
-#: Bars of a chart at most: more steps share one. A line of more points has no dots.
+#: Most bars of a chart; more steps share bars. Lines of more points have no dots.
 _BARS = 120
-#: Dots of a scatter at most: a sample of more.
+#: Most dots of a scatter; of more points a sample is drawn.
 DOTS = 1000
-#: Of a chart, in points.
+#: Size of a chart in points.
 WIDTH, HEIGHT = 460, 250
 
 _SHEET = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-#: The light theme's colours by their names in the style sheet; a chart has the names, and so follows the theme.
+#: Colours of the light theme by their names in the style sheet. Charts use the names, so they follow the theme.
 COLOURS: dict[str, str] = dict(re.findall(r"--(\w+): (#\w{6});", _SHEET.partition("@media")[0]))
 _DASHES = (0, (2.8, 1.7))
 _IDEAL: dict[str, Any] = {"color": COLOURS["soft"], "linewidth": 1, "linestyle": (0, (2, 3))}
 
-#: What a step's seconds go to, with verl's timers.
+#: Stages of a step, with verl's timers.
 STAGES = (
     ("rollout", ("gen",)),
     ("rewards, log-probs", ("reward", "old_log_prob", "ref", "values", "adv")),
@@ -43,9 +43,9 @@ STAGES = (
     ("weight sync", ("update_weights", "switch_to_trainer", "switch_wait", "switch_to_rollout")),
     ("checkpoint, validation", ("save_checkpoint", "testing")),
 )
-#: The rest of a step.
+#: Name of the rest of a step.
 REST = "rest"
-#: Names of the colours of :data:`STAGES` and of the rest.
+#: Colour names of :data:`STAGES` and the rest.
 STAGE_COLOURS = ("busy", "logp", "check", "sync", "tail", "rest")
 
 
@@ -57,13 +57,15 @@ def curve(
     low: float | None = None,
     high: float | None = None,
 ) -> str | None:
-    """A line with dots for each run that has points.
+    """Draw a line with dots for each run that has points.
 
     Args:
-        runs: With their points, in the order of their colours.
-        y, x: What the axes measure, with units.
-        write: How ticks of y are written.
-        low, high: Ends of y; by default those of the points.
+        runs: Runs with their points, in the order of the colours.
+        y: Label of the y axis with its unit.
+        x: Label of the x axis with its unit.
+        write: Format of the y ticks.
+        low: Lower end of y; default: that of the points.
+        high: Upper end of y; default: that of the points.
     """
     if not any(points for _, points in runs):
         return None
@@ -75,7 +77,7 @@ def curve(
 
 
 def reward(runs: Sequence[Run]) -> str | None:
-    """By step, thin, with the means of epochs over it."""
+    """Draw the reward by step as a thin line, with the means of epochs."""
     lines = [(run, run.by_step(metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)) for run in runs]
     if not any(points for _, points in lines):
         return None
@@ -90,18 +92,18 @@ def reward(runs: Sequence[Run]) -> str | None:
 
 
 def stages(run: Run, top: float | None = None) -> str | None:
-    """Seconds of each step by :data:`STAGES`, stacked; ``top`` is the axis' end, where runs share one."""
+    """Draw the seconds of each step by :data:`STAGES`, stacked; ``top`` is the end of a y axis that runs share."""
     rows = stage_seconds(run)
     if not rows:
         return None
-    axes = _axes("training step", "seconds a step", whole=True)
+    axes = _axes("training step", "seconds per step", whole=True)
     highest = _stack(axes, rows, STAGE_COLOURS)
     axes.set_ylim(0.0, top or 1.05 * highest)
-    return _svg(axes, f"where the steps' time of {run.name} goes")
+    return _svg(axes, f"step time of {run.name} by stage")
 
 
 def stage_seconds(run: Run) -> list[tuple[int, list[float]]]:
-    """(step, seconds of each stage and of the rest) of the steps that tell how long they took."""
+    """Return (step, seconds of each stage and of the rest) for steps with a logged duration."""
     rows = []
     for step, data in run.steps.items():
         whole = metrics.finite(data, metrics.STEP_S)
@@ -113,9 +115,9 @@ def stage_seconds(run: Run) -> list[tuple[int, list[float]]]:
 
 
 def bubbles(run: Run) -> str | None:
-    """Of each rollout, the parts of its slot seconds by reason."""
+    """Draw the shares of each rollout's slot time by reason."""
     measured = run.slot_time
-    if measured is None or not measured.told:
+    if measured is None or not measured.logged:
         return None
     rows = []
     for window in measured.windows:
@@ -131,12 +133,12 @@ def bubbles(run: Run) -> str | None:
 
 
 def lengths(run: Run, index: int) -> str | None:
-    """Predicted against real lengths, with the real ones' quantiles by predicted length."""
+    """Draw predicted against actual lengths, with quantiles of actual lengths by predicted length."""
     predicted, real = run.lengths()
     if len(predicted) < 2:
         return None
     low, high = max(1.0, min(predicted.min(), real.min()) * 0.9), max(predicted.max(), real.max()) * 1.1
-    axes, colour = _axes("predicted length (tokens)", "real length (tokens)"), COLOURS["ab"[index]]
+    axes, colour = _axes("predicted length (tokens)", "actual length (tokens)"), COLOURS["ab"[index]]
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1e4 * low else (1,)))
@@ -152,13 +154,13 @@ def lengths(run: Run, index: int) -> str | None:
         axes.fill_between(middle, least, most, color=colour, alpha=0.18, linewidth=0)
         axes.plot(middle, median, color=colour, linewidth=1.8)
     axes.plot([low, high], [low, high], **_IDEAL)
-    return _svg(axes, f"predicted against real response lengths of {run.name}")
+    return _svg(axes, f"predicted against actual response lengths of {run.name}")
 
 
 def at_matched_lengths(
-    runs: Sequence[Run], points: Sequence[list[matched.Point]], found: matched.Matched
+    runs: Sequence[Run], points: Sequence[list[matched.Point]], comparison: matched.Matched
 ) -> str | None:
-    """Speed against mean length of each step, with the bins that are compared."""
+    """Draw speed against mean length for each step, with the compared bins."""
     if any(not each for each in points):
         return None
     axes = _axes("mean response length of the step (tokens)", "tokens per second of rollout")
@@ -169,22 +171,23 @@ def at_matched_lengths(
             _line(axes, mine, index, dots=True, linestyle="", markerfacecolor=fill, markeredgewidth=1.2 * cold)
     axes.set_ylim(0.0, 1.08 * max(point.speed for each in points for point in each))
     low, high = axes.get_xlim()
-    for b in found.bins:
+    for b in comparison.bins:
         left, right = max(b.low, low), min(b.high, high)
         axes.axvspan(left, right, facecolor=COLOURS["wash"], edgecolor=COLOURS["rule"], linewidth=0.5, zorder=0)
         for index, speed in enumerate((b.first_speed, b.second_speed)):
             _line(axes, [(left, speed), (right, speed)], index)
     axes.set_xlim(low, high)
-    return _svg(axes, "tokens a second by mean response length, a dot a step")
+    return _svg(axes, "tokens per second by mean response length, one dot per step")
 
 
 def _axes(x: str, y: str, write: Callable[[float], str] = short, whole: bool = False) -> Axes:
-    """Of an empty chart.
+    """Return the axes of an empty chart.
 
     Args:
-        x, y: What the axes measure, with units.
-        write: How ticks of y are written.
-        whole: Ticks of x are whole numbers.
+        x: Label of the x axis with its unit.
+        y: Label of the y axis with its unit.
+        write: Format of the y ticks.
+        whole: Whether x ticks are whole numbers.
     """
     figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
     figure.patch.set_visible(False)
@@ -207,14 +210,14 @@ def _axes(x: str, y: str, write: Callable[[float], str] = short, whole: bool = F
 
 
 def _line(axes: Axes, points: Points, index: int, dots: bool = False, **style: Any) -> None:
-    """Through some points, in the colour of a run; the second run's is dashed, and its dots are squares."""
-    given = {"color": COLOURS["ab"[index]], "linewidth": 1.8, "linestyle": _DASHES if index else "-"}
+    """Draw a line in the colour of a run; the second run's is dashed, with squares as dots."""
+    defaults = {"color": COLOURS["ab"[index]], "linewidth": 1.8, "linestyle": _DASHES if index else "-"}
     marks = {"marker": "os"[index], "markersize": 6, "markeredgewidth": 0} if dots else {}
-    axes.plot([x for x, _ in points], [y for _, y in points], clip_on=False, **{**given, **marks, **style})
+    axes.plot([x for x, _ in points], [y for _, y in points], clip_on=False, **{**defaults, **marks, **style})
 
 
 def _stack(axes: Axes, rows: Sequence[tuple[int, list[float]]], colours: Sequence[str]) -> float:
-    """Bars of some steps each, at most :data:`_BARS`; the height of the highest."""
+    """Draw at most :data:`_BARS` stacked bars of one or more steps each; return the greatest height."""
     each = -(-len(rows) // _BARS)
     shared = [rows[at : at + each] for at in range(0, len(rows), each)]
     edges = [*(mine[0][0] - 0.5 for mine in shared), rows[-1][0] + 0.5]
@@ -228,14 +231,14 @@ def _stack(axes: Axes, rows: Sequence[tuple[int, list[float]]], colours: Sequenc
 
 
 def _svg(axes: Axes, title: str) -> str:
-    """The chart as an element of the page; the same chart is the same text."""
-    written = io.StringIO()
+    """Return the chart as an element of the page; equal charts give equal text."""
+    output = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 11}):
         nothing = dict.fromkeys(("Date", "Format", "Type", "Creator"))
-        axes.figure.savefig(written, format="svg", metadata=nothing)  # type: ignore[arg-type, union-attr]
-    content = written.getvalue().partition("</style>")[2].partition("</defs>")[2].rpartition("</svg>")[0]
+        axes.figure.savefig(output, format="svg", metadata=nothing)  # type: ignore[arg-type, union-attr]
+    content = output.getvalue().partition("</style>")[2].partition("</defs>")[2].rpartition("</svg>")[0]
     content = re.sub(r'<g id="[^"]*"', "<g", content).replace("xlink:href", "href")
-    content = re.sub(r"font[a-z-]*: [^;\"]*(; )?", "", content)  # the page's own
+    content = re.sub(r"font[a-z-]*: [^;\"]*(; )?", "", content)  # the page sets fonts
     for name, colour in COLOURS.items():
         content = content.replace(colour, f"var(--{name})")
     return picture(re.sub(r"\n *", "\n", content), WIDTH, HEIGHT, title)

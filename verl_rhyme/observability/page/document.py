@@ -1,4 +1,4 @@
-"""The page as one file. No clock: the same runs make the same page."""
+"""Page as one file. It contains no time of writing, so equal runs give equal pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl_rhyme.observability.page.run import Run
 
 PAGE_FILE = "report.html"
 _HERE = Path(__file__).parent
-#: An origin of time after this is a date; before it, it is a simulation's.
+#: Smallest origin of time that is a date; smaller ones are a simulation's.
 _DATES_BEGIN = 1e9
 
 
@@ -21,10 +21,10 @@ def write(runs: Sequence[Run], out: Path, first_warm_epoch: int, step: int | Non
     """Write the page.
 
     Args:
-        runs: One, or two to be held beside each other, under different names.
-        out: Folder.
-        first_warm_epoch: Epochs before it do not count where speeds are compared.
-        step: Whose requests are shown one by one; by default one from the middle.
+        runs: One run, or two with different names to compare.
+        out: Folder of the page.
+        first_warm_epoch: First epoch that counts in comparisons of speed.
+        step: Step whose requests are shown one by one; default: one from the middle.
     """
     path = out / PAGE_FILE
     path.write_text(page(runs, first_warm_epoch, step), encoding="utf-8")
@@ -32,8 +32,8 @@ def write(runs: Sequence[Run], out: Path, first_warm_epoch: int, step: int | Non
 
 
 def page(runs: Sequence[Run], first_warm_epoch: int, step: int | None = None) -> str:
-    """The page's HTML; see :func:`write`."""
-    name = escape(" beside ".join(run.name for run in runs))
+    """Return the page's HTML; see :func:`write`."""
+    name = escape(" vs. ".join(run.name for run in runs))
     body = [
         *sections.problems(runs),
         *sections.epochs(runs),
@@ -43,7 +43,7 @@ def page(runs: Sequence[Run], first_warm_epoch: int, step: int | None = None) ->
         *sections.drafting(runs),
         *sections.step_time(runs),
         *sections.training(runs),
-        *sections.beside(runs, first_warm_epoch),
+        *sections.comparison(runs, first_warm_epoch),
     ]
     style, script = ((_HERE / file).read_text(encoding="utf-8") for file in ("page.css", "page.js"))
     return (

@@ -1,4 +1,4 @@
-"""Replicas over time: a lane each, how full its slots were, and why what stood empty did."""
+"""Lanes of replicas over time: filled slots, and reasons of idle slots."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from verl_rhyme.observability.page import svg
 from verl_rhyme.observability.slot_time import REASONS, SYNC, TRAINING, TRAINING_STAGES, SlotTime
 
 WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 84, 52, 8, 40
-#: Lanes at most; more replicas than that share them.
+#: Most lanes; more replicas share lanes.
 LANES = 64
-#: Stretches of time that all lanes of a figure are divided into, and one of them at most.
+#: Most time bins of all lanes of a figure together, and of one lane.
 _ALL_BINS, _BINS = 160_000, 24_000
 #: Height of the trainer's lane.
 _TRAINER = 12.0
-#: Rows of bars at most, and bars; else replicas are left out.
+#: Most rows of bars, and most bars; further replicas are left out.
 ROWS, BARS = 320, 6000
 
 
-#: Name, seconds, and the longest span that is told in it.
+#: Unit of time, its seconds, and the longest span that is shown in it.
 _UNITS = (("s", 1.0, 1800.0), ("min", 60.0, 4 * 3600.0), ("h", 3600.0, float("inf")))
-#: Of the figure's time: by so much a bar may seem to lie over the next one in its slot.
+#: Largest overlap of two bars of a slot that is cut off, as a share of the figure's time.
 _OVERLAP = 0.05
-#: Between two bars, in the figure's units.
+#: Gap between two bars, in the figure's units.
 _APART = 1.2
 
 
 @dataclass(frozen=True)
 class _Bars:
-    """A replica's requests: their rows, the slots they are shown in, and their ends."""
+    """Requests of a replica: their rows, the slots that show them, and their ends."""
 
     replica: int
     rows: np.ndarray
@@ -52,14 +52,15 @@ def reason_class(code: int) -> str:
 def overview(
     measured: SlotTime, begin: float, end: float, title: str, scale: float | None = None, origin: float = 0.0
 ) -> str:
-    """All lanes, from ``begin`` to ``end``: requests that run over slots as an area, on the reasons' colours.
+    """Draw all lanes from ``begin`` to ``end``: the share of filled slots as an area over the reasons' colours.
 
     Args:
-        measured: The run.
-        begin, end: Seconds of it.
-        title: For screen readers.
-        scale: Seconds that the width stands for, where another figure is to have the same; ``end - begin`` if more.
-        origin: From when on the axis counts.
+        measured: Slot time of the run.
+        begin: First second shown.
+        end: Last second shown.
+        title: Title for screen readers.
+        scale: Seconds that the width covers, to match another figure; at least ``end - begin``.
+        origin: Zero of the time axis.
     """
     groups = np.array_split(np.arange(len(measured.replicas)), min(LANES, len(measured.replicas)))
     height = float(max(9, min(110, 260 // len(groups) + 4)))
@@ -82,7 +83,7 @@ def overview(
         svg.tag("rect", x=begin, y=k * (height + gap) - gap, width=end - begin, height=gap, class_="gap")
         for k in range(1, count)
     ]
-    # Areas count in bins: the plot's own unit is seconds.
+    # Areas are drawn in bins, the rest of the plot in seconds.
     plot = _strips(measured, begin, end, full) + "".join(spaces)
     if trainer:
         plot += f'<g transform="translate(0 {svg.number(full + gap)})">{trainer}</g>'
@@ -104,20 +105,24 @@ def detail(
     begin: float,
     end: float,
     title: str,
-    about: Callable[[int], tuple[str, bool]],
+    describe: Callable[[int], tuple[str, bool]],
     origin: float = 0.0,
 ) -> tuple[str, int]:
-    """Each request of a stretch as a bar in the slot it had, as far as there is room; the replicas that are shown.
+    """Draw each request as a bar in its slot, as far as space permits; return the SVG and the number of replicas shown.
 
     Args:
-        measured, begin, end, title, origin: As of :func:`overview`.
-        about: Of a row of the event log: what to say of it, and whether it was trained.
+        measured: Slot time of the run.
+        begin: First second shown.
+        end: Last second shown.
+        title: Title for screen readers.
+        describe: Function from a row of the event log to its description and whether it was trained.
+        origin: Zero of the time axis.
     """
     requests = measured.requests
-    here = (requests["finished"] > begin) & (requests["started"] < end)
+    visible = (requests["finished"] > begin) & (requests["started"] < end)
     by_replica: list[_Bars] = []
     for replica, mine in enumerate(measured.by_replica):
-        rows = mine[here[mine]]
+        rows = mine[visible[mine]]
         if len(rows):
             lane, ends = pack(
                 requests["started"][rows],
@@ -126,7 +131,7 @@ def detail(
                 _OVERLAP * (end - begin),
             )
             by_replica.append(_Bars(replica, rows, lane, ends))
-    by_replica.sort(key=lambda bars: (-bars.ends.max(), bars.replica))  # who ended last is who the others waited for
+    by_replica.sort(key=lambda bars: (-bars.ends.max(), bars.replica))  # the others waited for the last replica
     chosen: list[_Bars] = []
     height = count = 0
     for bars in by_replica:
@@ -136,18 +141,18 @@ def detail(
         chosen.append(bars)
     chosen.sort(key=lambda bars: bars.replica)
     total = sum(bars.lanes for bars in chosen)
-    apart = _APART * (end - begin) / WIDTH  # so that a bar can be told from the next one in its slot
+    apart = _APART * (end - begin) / WIDTH  # separates consecutive bars of a slot
     row = max(1.5, min(9.0, 560 / max(1, total)))
     top, parts, names, spaces = 0.0, [], [], []
     for bars in chosen:
         high = row * bars.lanes
         for at, slot, until in zip(bars.rows.tolist(), bars.lane.tolist(), bars.ends.tolist(), strict=True):
             started, finished = max(begin, requests["started"][at]), min(end, until)
-            told, trained = about(int(requests["row"][at]))
+            description, trained = describe(int(requests["row"][at]))
             width = max(0.0, finished - started - apart)
             place = f'x="{started:.6g}" y="{svg.number(top + row * slot)}" width="{width:.4g}"'
             faint = "" if trained else ' class="lost"'
-            bar = f'<rect {place} height="{svg.number(row * 0.88)}"{faint}><title>{escape(told)}</title></rect>'
+            bar = f'<rect {place} height="{svg.number(row * 0.88)}"{faint}><title>{escape(description)}</title></rect>'
             parts.append(bar)
         names.append(
             svg.label(_LEFT - 8.0, _TOP + top + high / 2 + 3.5, _name(measured, bars.replica), text_anchor="end")
@@ -161,31 +166,31 @@ def detail(
 
 
 def legend() -> str:
-    """Of the colours."""
+    """Return the legend of the colours."""
     keys = "".join(f'<span><i class="{reason_class(code)}"></i>{REASONS[code]}</span>' for code in range(len(REASONS)))
     return f'<div class="legend">{keys}</div>'
 
 
 def _strips(measured: SlotTime, begin: float, end: float, height: float) -> str:
-    """Why a slot is empty, of every replica at once: one strip over all lanes for each stretch."""
-    found: list[tuple[float, float, int]] = []
+    """Draw the reasons of idle slots: one strip over all lanes for each interval."""
+    strips: list[tuple[float, float, int]] = []
     first, last = np.searchsorted(measured.edges, [begin, end])
     for k in range(max(0, first - 1), min(len(measured.reason), last + 1)):
         left, right = max(begin, measured.edges[k]), min(end, measured.edges[k + 1])
         if right > left:
             why = int(measured.reason[k])
-            if found and found[-1][2] == why and found[-1][1] == left:
-                found[-1] = (found[-1][0], right, why)
+            if strips and strips[-1][2] == why and strips[-1][1] == left:
+                strips[-1] = (strips[-1][0], right, why)
             else:
-                found.append((left, right, why))
+                strips.append((left, right, why))
     return "".join(
         f'<rect x="{a:.6g}" y="0" width="{b - a:.4g}" height="{svg.number(height)}" class="{reason_class(why)}"/>'
-        for a, b, why in found
+        for a, b, why in strips
     )
 
 
 def _trainer(measured: SlotTime, begin: float, end: float) -> str:
-    """What the trainer does, where it trains while rollout is on; nothing elsewhere, for the strips tell it all."""
+    """Draw the trainer's lane if it trains during rollout; otherwise return "", because the strips show the same."""
     stages = measured.stages
     gen = stages["stage"] == "gen"
     rollout = dict(zip(stages["step"][gen].tolist(), stages["ended"][gen].tolist(), strict=True))
@@ -202,7 +207,7 @@ def _trainer(measured: SlotTime, begin: float, end: float) -> str:
 
 
 def _area(filled: np.ndarray, height: float) -> str:
-    """A stepped area, in bins: one command a change."""
+    """Draw a stepped area in bins: one command per change."""
     tops = np.round(height * (1 - np.clip(filled, 0, 1)), 1)
     changes = np.flatnonzero(np.concatenate([[True], tops[1:] != tops[:-1]]))
     ends = np.append(changes[1:], len(tops))
@@ -211,7 +216,7 @@ def _area(filled: np.ndarray, height: float) -> str:
 
 
 def _mean_in_rollout(measured: SlotTime, group: np.ndarray, slots: float) -> float:
-    """Part of the slots of some replicas that was filled while rollout was on."""
+    """Return the filled share of a group's slots during rollout."""
     edges = np.unique([t for window in measured.windows for t in (window.began, window.ended)])
     if len(edges) < 2:
         return 0.0
@@ -234,7 +239,7 @@ def _lane_name(measured: SlotTime, group: np.ndarray) -> str:
 
 
 def _figure(plot: str, names: str, begin: float, end: float, height: float, title: str, origin: float) -> str:
-    """Labels around a plot that has seconds as its unit, so that zooming is another view box."""
+    """Add labels around a plot whose unit is seconds, so that zooming only changes its view box."""
     span = end - begin
     width = float(WIDTH - _LEFT - _RIGHT)
     unit, size = next((u, s) for u, s, longest in _UNITS if span <= longest)

@@ -1,10 +1,10 @@
-"""Two runs compared where their responses are equally long.
+"""Comparison of two runs at equal response lengths.
 
-Seconds a step fall when responses get shorter, whatever was done to the engine. So steps are put into bins by their
-mean response length, each bin a tenth wide, and only what lies in one bin is compared: the medians of the tokens a
-second in both runs. The first epoch is left out, as in the summary: there is no history yet. Of a sorted rollout,
-which trains in one step what it may have generated in the one before, a load (what was loaded together) is one point.
-Where prompts are loaded as others leave each step is, with what it trains in place of what it made.
+Steps get faster when responses get shorter, whatever was done to the engine. So steps are binned by mean response
+length, with bins 10% wide, and speeds are compared within a bin: the medians of tokens per second of both runs. The
+first epoch is left out, as in the summary, because the history is still empty. A sorted rollout may train tokens in a
+later step than it generated them, so the steps that train one batch of loaded prompts form one point. If prompts are
+loaded continuously, each step is a point and counts the tokens it trains.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from verl_rhyme.observability import metrics, steps
 
-#: A bin's upper end over its lower one.
+#: Ratio of a bin's upper end to its lower end.
 WIDTH = 1.1
 
 
 @dataclass(frozen=True)
 class Point:
-    """A step, or a load: its mean response length in tokens, and response tokens per second of rollout."""
+    """Step, or steps of one batch of loaded prompts: mean response length in tokens, response tokens per second."""
 
     length: float
     speed: float
@@ -32,7 +32,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Bin:
-    """Steps of equal mean response length, of both runs: [low, high) tokens, how many, their median tokens a second."""
+    """Steps of both runs with mean length in [low, high) tokens: their numbers and median tokens per second."""
 
     low: float
     high: float
@@ -43,19 +43,18 @@ class Bin:
 
     @property
     def ratio(self) -> float:
-        """How many times the second's speed the first one has."""
+        """Speed of the first run over that of the second."""
         return self.first_speed / self.second_speed
 
 
 @dataclass(frozen=True)
 class Matched:
-    """The comparison.
+    """Comparison of two runs.
 
     Attributes:
-        bins: Those that have steps of both runs.
-        unmatched: Warm steps of the first and of the second that no step of the other is like.
-        ratio: Geometric mean of the bins' ratios, weighted by the steps of the run that has fewer there; ``None``
-            without bins.
+        bins: Bins with steps of both runs.
+        unmatched: Numbers of warm steps of the first and second run in other bins.
+        ratio: Geometric mean of the bins' ratios, weighted by the smaller number of steps; ``None`` without bins.
     """
 
     bins: list[Bin]
@@ -64,38 +63,38 @@ class Matched:
 
 
 def points(by_step: steps.Steps) -> list[Point]:
-    """Of the steps that tell enough; of a load all must."""
-    found = []
-    for load in _loads(by_step):
-        tokens, seconds = [metrics.response_tokens(data) for data in load], [metrics.rollout_s(data) for data in load]
-        lengths = [_length(data) for data in load]
+    """Return the points of steps with the necessary metrics; all steps of a point must have them."""
+    points = []
+    for group in _steps_by_loading(by_step):
+        tokens, seconds = [metrics.response_tokens(data) for data in group], [metrics.rollout_s(data) for data in group]
+        lengths = [_length(data) for data in group]
         if all(tokens) and all(seconds) and all(lengths):
             total = sum(filter(None, tokens))
             responses = sum(count / length for count, length in zip(tokens, lengths, strict=True) if count and length)
-            epoch = int(load[0][metrics.EPOCH]) + 1
-            found.append(Point(total / responses, total / sum(filter(None, seconds)), epoch))
-    return found
+            epoch = int(group[0][metrics.EPOCH]) + 1
+            points.append(Point(total / responses, total / sum(filter(None, seconds)), epoch))
+    return points
 
 
-def _loads(by_step: steps.Steps) -> list[list[Mapping[str, Any]]]:
-    """Steps, together where they train one load; the last load only if it has as many as the one before.
+def _steps_by_loading(by_step: steps.Steps) -> list[list[Mapping[str, Any]]]:
+    """Group the steps that train one batch of loaded prompts; drop the last group if it has fewer than the one before.
 
-    A load begins where more prompts were loaded than may take the place of dropped ones, of this step or of earlier
-    ones of the load: what is dropped at a step's end is replaced in the next.
+    A group begins when more prompts are loaded than can replace dropped ones of this step or earlier steps of the
+    group. Prompts dropped at the end of a step are replaced in the next.
     """
-    found: list[list[Mapping[str, Any]]] = []
+    groups: list[list[Mapping[str, Any]]] = []
     owed = 0.0
     for data in by_step.values():
         loaded = metrics.finite(data, metrics.SORTED_LOADED)
         dropped = metrics.finite(data, metrics.SORTED_DROPPED) or 0.0
         owed += dropped
-        if loaded is None or loaded > owed or not found:
-            found.append([])
-            owed = dropped  # how many of these were replaced at once is not told
+        if loaded is None or loaded > owed or not groups:
+            groups.append([])
+            owed = dropped  # some of these may have been replaced at once, which is not logged
         else:
             owed -= loaded
-        found[-1].append(data)
-    return found[:-1] if len(found) > 1 and len(found[-1]) < len(found[-2]) else found
+        groups[-1].append(data)
+    return groups[:-1] if len(groups) > 1 and len(groups[-1]) < len(groups[-2]) else groups
 
 
 def _length(data: Mapping[str, Any]) -> float | None:
@@ -107,22 +106,23 @@ def _length(data: Mapping[str, Any]) -> float | None:
 
 
 def match(first: list[Point], second: list[Point], first_warm_epoch: int) -> Matched:
-    """Compare two runs' points; see the module."""
+    """Compare the points of two runs; see the module."""
     binned: list[dict[int, list[float]]] = []
-    for found in (first, second):
+    for points_of_run in (first, second):
         mine: dict[int, list[float]] = {}
-        for point in found:
+        for point in points_of_run:
             if point.epoch >= first_warm_epoch:
                 mine.setdefault(math.floor(math.log(point.length, WIDTH)), []).append(point.speed)
         binned.append(mine)
-    ours, theirs = binned
+    first_bins, second_bins = binned
     bins = [
-        Bin(WIDTH**k, WIDTH ** (k + 1), len(ours[k]), len(theirs[k]), median(ours[k]), median(theirs[k]))
-        for k in sorted(ours.keys() & theirs.keys())
+        Bin(WIDTH**k, WIDTH ** (k + 1), len(one), len(other), median(one), median(other))
+        for k in sorted(first_bins.keys() & second_bins.keys())
+        for one, other in [(first_bins[k], second_bins[k])]
     ]
     alone = (
-        sum(len(speeds) for k, speeds in ours.items() if k not in theirs),
-        sum(len(speeds) for k, speeds in theirs.items() if k not in ours),
+        sum(len(speeds) for k, speeds in first_bins.items() if k not in second_bins),
+        sum(len(speeds) for k, speeds in second_bins.items() if k not in first_bins),
     )
     weights = [min(b.first, b.second) for b in bins]
     ratio = None

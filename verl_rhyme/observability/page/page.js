@@ -1,5 +1,5 @@
 "use strict";
-// Zoom: drag over the lanes. Export: each figure as an SVG file of its own. The page is whole without either.
+// Zoom: drag over the lanes. Export: each figure as an SVG file. The page is complete without scripts.
 const ticks = (low, high, count) => {
   const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.999);
@@ -37,7 +37,7 @@ for (const svg of document.querySelectorAll("svg.lanes")) {
   };
   let from = null, shade = null;
   svg.addEventListener("pointerdown", (event) => {
-    if (event.pointerType !== "mouse" || event.button) return; // a finger scrolls
+    if (event.pointerType !== "mouse" || event.button) return; // touch scrolls
     from = at(event);
     shade = make("rect", { x: from, y: top, width: 0, height, class: "select" });
     svg.append(shade);

@@ -1,4 +1,4 @@
-"""A run as the page needs it: what it logged, and what of that is missing."""
+"""Logged data of a run, for the page."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from verl_rhyme.observability.slot_time import SlotTime
 
 @dataclass
 class Run:
-    """One run.
+    """Run with its logged data.
 
     Attributes:
-        folder: Where it lies.
-        summary: Of ``summary.read``, which names its fields.
+        folder: Run folder.
+        summary: Summary from ``summary.read``, which documents its fields.
         steps: Metrics by step.
-        requests, stages: Columns of its event log; empty without one.
-        predicted: float64[N], tokens that each request was predicted to add; NaN where nothing was.
-        prompt: int64[N], requests of one number are of one prompt of a step.
-        slot_time: Its slots over time; ``None`` where the log does not tell.
-        problems: What is missing, a sentence each.
+        requests: Columns of the event log's requests; empty without a log.
+        stages: Columns of the event log's stages; empty without a log.
+        predicted: Predicted tokens of each request, float64[N]; NaN without a prediction.
+        prompt: Group number of each request, int64[N]; equal numbers mean the same prompt of a step.
+        slot_time: Slots over time; ``None`` if the log has no times.
+        runs_on: Whether engines continue while the actor trains.
+        problems: Missing data, one sentence each.
     """
 
     folder: Path
@@ -43,7 +45,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Its arm, or what tells it apart from another of the same."""
+        """Name of the run, unique in the report."""
         return str(self.summary["run"])
 
     @name.setter
@@ -52,31 +54,34 @@ class Run:
 
     @property
     def epochs(self) -> Sequence[Mapping[str, Any]]:
-        """Rows of its summary."""
+        """Epochs of the summary."""
         return self.summary["epochs"]
 
     def by_epoch(self, name: str) -> list[tuple[float, float]]:
-        """(epoch from 1, mean over its steps) of a metric, weighted by requests where all steps tell of them."""
-        found: dict[int, list[tuple[float, float]]] = {}
+        """Return (epoch from 1, mean over its steps) of a metric, weighted by requests where they are logged."""
+        weighted: dict[int, list[tuple[float, float]]] = {}
         for data in self.steps.values():
             value = metrics.finite(data, name)
             if value is not None:
                 weight = metrics.finite(data, metrics.REQUESTS) or 1.0
-                found.setdefault(int(data[metrics.EPOCH]) + 1, []).append((value, weight))
+                weighted.setdefault(int(data[metrics.EPOCH]) + 1, []).append((value, weight))
         return [
             (float(epoch), float(np.average([v for v, _ in values], weights=[w for _, w in values])))
-            for epoch, values in sorted(found.items())
+            for epoch, values in sorted(weighted.items())
         ]
 
     def by_step(self, *names: str) -> list[tuple[float, float]]:
-        """(step, value) of the first of some metrics that each step has."""
+        """Return (step, value) of the first of the named metrics that each step has."""
         rows = ((step, [metrics.finite(data, name) for name in names]) for step, data in self.steps.items())
-        found = ((step, next((v for v in values if v is not None), None)) for step, values in rows)
-        return [(float(step), value) for step, value in found if value is not None]
+        firsts = ((step, next((v for v in values if v is not None), None)) for step, values in rows)
+        return [(float(step), value) for step, value in firsts if value is not None]
 
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of the trained responses that were predicted when their first request was sent, and those they had: of
-        all requests of a response, for one that moves or is interrupted takes several."""
+        """Return predicted and actual tokens of the trained responses that have a prediction.
+
+        A migrated or interrupted response takes several requests. The prediction is that of its first request; the
+        actual tokens are those of all its requests.
+        """
         return self._lengths
 
     @cached_property
@@ -84,10 +89,10 @@ class Run:
         if not self.requests:
             return np.zeros(0), np.zeros(0)
         rows = np.flatnonzero(self.requests["trained"])
-        of = (self.requests["step"][rows], self.prompt[rows], self.requests["sample"][rows])
-        order = np.lexsort((self.requests["started_at"][rows], self.requests["attempt"][rows], *of))
+        keys = (self.requests["step"][rows], self.prompt[rows], self.requests["sample"][rows])
+        order = np.lexsort((self.requests["started_at"][rows], self.requests["attempt"][rows], *keys))
         rows = rows[order]
-        begins = np.any([np.diff(part[order], prepend=-2) != 0 for part in of], axis=0)
+        begins = np.any([np.diff(key[order], prepend=-2) != 0 for key in keys], axis=0)
         real = np.bincount(np.cumsum(begins) - 1, self.requests["response_tokens"][rows])
         first = rows[begins]
         known = np.isfinite(self.predicted[first]) & (self.predicted[first] > 0) & (real > 0)
@@ -96,11 +101,11 @@ class Run:
 
 
 def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: events.Log) -> Run:
-    """What a run logged, beside its summary; what cannot be read is one of its problems, not an error."""
+    """Build a run from its summary and event log; missing data becomes one of its problems, not an error."""
     run = Run(folder, summary, by_step)
     events_folder, table, info = log.folder, log.requests, log.info
     if not events_folder.is_dir():
-        run.problems.append(f"{folder} has no event log (events/ beside its checkpoints), so there are no lanes")
+        run.problems.append(f"{folder} has no event log (events/ next to its checkpoints), so there are no lanes")
         return run
     if not table.num_rows:
         run.problems.append(f"the event log {events_folder} has no requests, so there are no lanes")
@@ -112,13 +117,13 @@ def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: event
     slots = info.get("slots")
     if slots is None:
         run.problems.append(
-            f"{events_folder / events.INFO_FILE} does not tell the request slots: lanes are as high as the most that "
-            "ran at a time, and there is no bubble ratio"
+            f"{events_folder / events.INFO_FILE} does not contain the request slots: lanes are as high as the most "
+            "requests that ran at a time, and there is no bubble ratio"
         )
     if not log.stages.num_rows:
         run.problems.append(
             f"the event log {events_folder} has no stages (stages-*.arrow): training and weight sync count as other, "
-            "and rollouts are told apart by the steps of their requests alone"
+            "and rollouts are separated only by the steps of their requests"
         )
     run.slot_time = slot_time.measure(run.requests, run.stages, slots, run.runs_on)
     if run.slot_time is None:

@@ -1,4 +1,4 @@
-"""The page's sections, each a few lines of HTML around its figures; none where there is nothing to show."""
+"""Sections of the page: HTML around figures. A section without data is left out."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from verl_rhyme.observability.page.run import Run
 from verl_rhyme.observability.page.svg import percent
 from verl_rhyme.observability.slot_time import DEFINITIONS, REASONS, SlotTime, Window
 
-#: Name, SVG if there is one, caption.
+#: Name, SVG or ``None``, caption.
 Figure = tuple[str, str | None, str]
 
-#: Columns of the table by epoch, with how each is written.
+#: Columns of the table by epoch: key, title and format.
 _TABLE = (
     ("reward_mean", "mean reward", ".3f"),
     ("rollout_s", "rollout (s)", ".1f"),
@@ -27,27 +27,27 @@ _TABLE = (
     ("useful_tokens_per_s", "useful tokens/s", ".0f"),
     ("bubble_ratio", "bubble ratio", ".1%"),
     ("staleness_mean", "staleness, mean", ".2f"),
-    ("staleness_max", "at most", "d"),
+    ("staleness_max", "staleness, max", "d"),
     ("accept_length", "acceptance length", ".2f"),
     ("history_hit_rate", "with history", ".0%"),
 )
 
 
-#: Reasons of placement that are told, and replicas that are named for each.
+#: Most reasons of placement in the table, and most replicas named for each.
 _REASONS, _NAMED = 12, 4
-#: Rollouts; more than that are too narrow in the lanes of the whole run to see what happens in them.
+#: Most rollouts that are readable in the lanes of the whole run.
 _MANY = 12
 
 
 def problems(runs: Sequence[Run]) -> Iterator[str]:
-    told = [(run, problem) for run in runs for problem in run.problems]
-    if told:
-        items = "".join(f"<li>{escape(run.name)}: {escape(problem)}</li>" for run, problem in told)
-        yield f'<div class="problems"><b>What is missing here</b><ul>{items}</ul></div>'
+    listed = [(run, problem) for run in runs for problem in run.problems]
+    if listed:
+        items = "".join(f"<li>{escape(run.name)}: {escape(problem)}</li>" for run, problem in listed)
+        yield f'<div class="problems"><b>Missing data</b><ul>{items}</ul></div>'
 
 
 def epochs(runs: Sequence[Run]) -> Iterator[str]:
-    """The table, a row an epoch and run."""
+    """Yield the table with a row per epoch and run."""
     columns = [c for c in _TABLE if any(row.get(c[0]) is not None for run in runs for row in run.epochs)]
     head = ["epoch", *(["run"] if len(runs) > 1 else [])], [title for _, title, _ in columns]
     rows = []
@@ -55,12 +55,12 @@ def epochs(runs: Sequence[Run]) -> Iterator[str]:
         mine = [(run, row) for run in runs for row in run.epochs if row["epoch"] == number]
         for at, (run, row) in enumerate(mine):
             lead = [str(number) if at == 0 else "", *([run.name] if len(runs) > 1 else [])]
-            rows.append((lead, [_written(row.get(key), form) for key, _, form in columns]))
+            rows.append((lead, [_formatted(row.get(key), form) for key, _, form in columns]))
     yield _table(*head, rows) + _note(words.TABLE)
 
 
 def timeline(runs: Sequence[Run]) -> Iterator[str]:
-    """Lanes of each run on one scale, and what their colours mean and come to."""
+    """Yield the lanes of each run on one scale, with the definitions and shares of the reasons."""
     known = [(run, run.slot_time) for run in runs if run.slot_time is not None]
     if not known:
         return
@@ -68,7 +68,7 @@ def timeline(runs: Sequence[Run]) -> Iterator[str]:
     scale = max(measured.ended for _, measured in known)
     for at, (run, measured) in enumerate(known):
         picture = lanes.overview(measured, 0.0, measured.ended, f"Replicas of {run.name} over time", scale)
-        height = words.ITS_SLOTS if measured.told else words.THEIR_MOST
+        height = words.ITS_SLOTS if measured.logged else words.MOST_REQUESTS
         caption = words.LANES.format(name=escape(run.name), height=height)
         if measured.pauses:
             caption += words.PAUSES.format(count=len(measured.pauses))
@@ -88,7 +88,7 @@ def timeline(runs: Sequence[Run]) -> Iterator[str]:
 def _shares(known: Sequence[tuple[Run, SlotTime]]) -> str:
     rows = []
     for run, measured in known:
-        bubble = _written(measured.bubble if measured.told else None, ".3f")
+        bubble = _formatted(measured.bubble if measured.logged else None, ".3f")
         rows.append(([run.name, "of rollout"], [*_parts(measured.rollout_shares), bubble, _logged_bubble(run)]))
         rows.append((["", "of all time"], [*_parts(measured.shares), "", ""]))
     return _table(["run", "share of slot time"], [*REASONS, "bubble ratio", "logged"], rows) + _note(words.SHARES)
@@ -99,16 +99,16 @@ def _parts(shares: Iterable[float]) -> list[str]:
 
 
 def _logged_bubble(run: Run) -> str:
-    """Weighted as the rollouts are that were measured, so that both agree where they are of one kind."""
+    """Return the logged bubble ratio, weighted by the measured rollouts, so that both ratios are comparable."""
     assert run.slot_time is not None
     spans = {window.step: window.ended - window.began for window in run.slot_time.windows}
-    said = [(value, spans.get(int(step), 0.0)) for step, value in run.by_step(metrics.BUBBLE_RATIO)]
-    total = sum(span for _, span in said)
-    return _written(sum(value * span for value, span in said) / total if total else None, ".3f")
+    logged = [(value, spans.get(int(step), 0.0)) for step, value in run.by_step(metrics.BUBBLE_RATIO)]
+    total = sum(span for _, span in logged)
+    return _formatted(sum(value * span for value, span in logged) / total if total else None, ".3f")
 
 
 def requests(runs: Sequence[Run], step: int | None) -> Iterator[str]:
-    """A rollout, request by request; in a long run its neighbours, in lanes, before it."""
+    """Yield a rollout request by request; in a long run, preceded by the lanes of its neighbours."""
     figures = []
     for at, run in enumerate(runs):
         measured = run.slot_time
@@ -139,31 +139,31 @@ def requests(runs: Sequence[Run], step: int | None) -> Iterator[str]:
 
 
 def _reasons(run: Run, measured: SlotTime, window: Window) -> Iterator[str]:
-    """Why a rollout's requests were where they were, the commonest first."""
+    """Yield the reasons of placement of a rollout's requests, the most frequent first."""
     ran = measured.requests
-    here = (ran["finished"] > window.began) & (ran["started"] < window.ended)
-    rows, replicas = ran["row"][here], ran["replica"][here]
+    inside = (ran["finished"] > window.began) & (ran["started"] < window.ended)
+    rows, replicas = ran["row"][inside], ran["replica"][inside]
     why = np.array([run.requests["reason"][row] or "" for row in rows], dtype=object)
-    told = Counter(reason for reason in why if reason)
-    if not told:
+    counts = Counter(reason for reason in why if reason)
+    if not counts:
         return
     table = []
-    for reason, count in told.most_common(_REASONS):
+    for reason, count in counts.most_common(_REASONS):
         mine = why == reason
         names = ", ".join(str(name) for name in np.unique(measured.replicas[replicas[mine]])[:_NAMED])
         more = len(np.unique(replicas[mine])) - _NAMED
         tokens = run.requests["response_tokens"][rows[mine]].mean()
         table.append(([reason], [f"{count:,}", f"{tokens:,.0f}", names + (f" and {more} more" if more > 0 else "")]))
-    if others := sum(told.values()) - sum(count for _, count in told.most_common(_REASONS)):
-        table.append((["other reasons, each of fewer requests"], [f"{others:,}", "", ""]))
-    if unplaced := len(why) - sum(told.values()):
+    if others := sum(counts.values()) - sum(count for _, count in counts.most_common(_REASONS)):
+        table.append((["other reasons with fewer requests each"], [f"{others:,}", "", ""]))
+    if unplaced := len(why) - sum(counts.values()):
         table.append((["none: the router decided"], [f"{unplaced:,}", "", ""]))
-    head = [f"{run.name}, step {window.step}: why a request was at its replica"]
+    head = [f"{run.name}, step {window.step}: reason of placement"]
     yield _table(head, ["requests", "mean tokens", "replicas"], table)
 
 
 def _chosen(windows: Sequence[Window], step: int | None) -> Window | None:
-    """The rollout of a step; without one the middle of those that took more than half as long as the longest."""
+    """Return the rollout of a step; by default the middle one of those longer than half the longest."""
     if step is not None:
         return next((window for window in windows if window.step == step), None)
     longest = max((window.ended - window.began for window in windows), default=0.0)
@@ -174,20 +174,21 @@ def _chosen(windows: Sequence[Window], step: int | None) -> Window | None:
 def _described(run: Run) -> Callable[[int], tuple[str, bool]]:
     columns = run.requests
 
-    def about(row: int) -> tuple[str, bool]:
+    def describe(row: int) -> tuple[str, bool]:
         key = columns["prompt_key"][row]
         prompt = key.hex()[:8] if isinstance(key, bytes) else "?"
         predicted = f" ({run.predicted[row]:.0f} predicted)" if run.predicted[row] > 0 else ""
         seconds = columns["finished_at"][row] - columns["started_at"][row]
-        why = f"; there for: {columns['reason'][row]}" if columns["reason"][row] else ""
-        told = f"prompt {prompt}, sample {columns['sample'][row]}: {columns['response_tokens'][row]} tokens{predicted}"
-        return f"{told}, {seconds:.2f} s, {columns['stop_reason'][row]}{why}", bool(columns["trained"][row])
+        why = f"; placed by: {columns['reason'][row]}" if columns["reason"][row] else ""
+        name = f"prompt {prompt}, sample {columns['sample'][row]}"
+        text = f"{name}: {columns['response_tokens'][row]} tokens{predicted}, {seconds:.2f} s"
+        return f"{text}, {columns['stop_reason'][row]}{why}", bool(columns["trained"][row])
 
-    return about
+    return describe
 
 
 def lengths(runs: Sequence[Run]) -> Iterator[str]:
-    """How well they were predicted: response by response where the log tells, by epoch where the metrics do."""
+    """Yield the accuracy of predicted lengths: by response from the event log, by epoch from the metrics."""
     figures: list[Figure] = []
     for at, run in enumerate(runs):
         predicted, real = run.lengths()
@@ -205,7 +206,7 @@ def lengths(runs: Sequence[Run]) -> Iterator[str]:
 def drafting(runs: Sequence[Run]) -> Iterator[str]:
     accepted = [(run, _column(run, "accept_length")) for run in runs]
     if all(value == 1.0 for _, points in accepted for _, value in points):
-        accepted = []  # nobody drafted
+        accepted = []  # no drafts
     rates = [(run, _column(run, "accept_rate")) for run in runs]
     figures = (
         ("accepted", charts.curve(accepted, "acceptance length (tokens)"), words.ACCEPTANCE_LENGTH),
@@ -216,7 +217,7 @@ def drafting(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def step_time(runs: Sequence[Run]) -> Iterator[str]:
-    """Stacked stages, of both runs on one scale; the few slowest of many steps are cut off."""
+    """Yield the stacked stages of the runs on one scale, which cuts off the slowest 2% of many steps."""
     sums = [sum(parts) for run in runs for _, parts in charts.stage_seconds(run)]
     if not sums:
         return
@@ -234,7 +235,7 @@ def step_time(runs: Sequence[Run]) -> Iterator[str]:
         )
         for at, run in enumerate(runs)
     )
-    yield f"<h2>Where a step's time goes</h2><div class=legend>{keys}</div>" + _pair(figures)
+    yield f"<h2>Step time by stage</h2><div class=legend>{keys}</div>" + _pair(figures)
 
 
 def training(runs: Sequence[Run]) -> Iterator[str]:
@@ -253,32 +254,32 @@ def training(runs: Sequence[Run]) -> Iterator[str]:
         yield "<h2>Reward, speed and length</h2>" + shown
 
 
-def beside(runs: Sequence[Run], first_warm_epoch: int) -> Iterator[str]:
-    """Two runs at matched lengths."""
+def comparison(runs: Sequence[Run], first_warm_epoch: int) -> Iterator[str]:
+    """Yield the comparison of two runs at matched lengths."""
     if len(runs) != 2:
         return
     points = [matched.points(run.steps) for run in runs]
-    found = matched.match(points[0], points[1], first_warm_epoch)
+    compared = matched.match(points[0], points[1], first_warm_epoch)
     names = [escape(run.name) for run in runs]
-    yield f"<h2>Side by side, at matched lengths</h2><p>{words.MATCHED}</p>"
-    if found.ratio is None:
+    yield f"<h2>Speed at matched lengths</h2><p>{words.MATCHED}</p>"
+    if compared.ratio is None:
         yield f"<p><b>{words.UNMATCHED}</b></p>"
     else:
-        ratios = [b.ratio for b in found.bins]
+        ratios = [b.ratio for b in compared.bins]
         spread = {"low": min(ratios), "high": max(ratios), "bins": len(ratios)}
-        told = words.RATIO.format(first=names[0], second=names[1], ratio=found.ratio)
-        around = words.SPREAD.format(**spread, alone=found.unmatched[0], other=found.unmatched[1])
-        yield f"<p><b>{told}</b> {around}.</p>"
+        ratio = words.RATIO.format(first=names[0], second=names[1], ratio=compared.ratio)
+        around = words.SPREAD.format(**spread, alone=compared.unmatched[0], other=compared.unmatched[1])
+        yield f"<p><b>{ratio}</b> {around}.</p>"
         head = [f"{what}, {run.name}" for what in ("steps", "tokens/s") for run in runs]
         rows = [
             (
                 [f"{b.low:.0f} to {b.high:.0f}"],
                 [str(b.first), str(b.second), f"{b.first_speed:.0f}", f"{b.second_speed:.0f}", f"{b.ratio:.2f}"],
             )
-            for b in found.bins
+            for b in compared.bins
         ]
         yield _table(["mean length (tokens)"], [*head, "ratio"], rows)
-    yield _pair([("matched", charts.at_matched_lengths(runs, points, found), words.SCATTER)], runs)
+    yield _pair([("matched", charts.at_matched_lengths(runs, points, compared), words.SCATTER)], runs)
 
 
 def _column(run: Run, name: str) -> Points:
@@ -286,7 +287,7 @@ def _column(run: Run, name: str) -> Points:
 
 
 def _pair(figures: Iterable[Figure], runs: Sequence[Run] = ()) -> str:
-    """Figures in two columns, under a legend of the runs where these are two; empty without any."""
+    """Return figures in two columns, below a legend if there are two runs; empty without figures."""
     shown = [_figure(name, picture, caption) for name, picture, caption in figures if picture]
     if not shown:
         return ""
@@ -296,19 +297,19 @@ def _pair(figures: Iterable[Figure], runs: Sequence[Run] = ()) -> str:
 
 
 def _figure(name: str, picture: str, caption: str, wide: bool = False) -> str:
-    """Lanes are wide: they scroll on a narrow screen, and can be zoomed."""
-    reset = '<button class="reset" hidden>see all</button>' if wide else ""
+    """Return a figure with its caption; wide figures (lanes) scroll on narrow screens and can be zoomed."""
+    reset = '<button class="reset" hidden>reset zoom</button>' if wide else ""
     tools = f'<div class="tools">{reset}<button class="export" hidden>save as SVG</button></div>'
     body = f'<div class="wide">{picture}</div>' if wide else picture
     return f'<figure id="{name}">{body}{tools}<figcaption>{caption}</figcaption></figure>'
 
 
 def _table(texts: Sequence[str], numbers: Sequence[str], rows: Sequence[tuple[Sequence[str], Sequence[str]]]) -> str:
-    """Columns of text, then of numbers; a rule above each row whose first cell says something."""
+    """Return a table of text columns, then number columns, with a rule above rows whose first cell is not empty."""
 
     def cells(tag: str, lead: Sequence[str], values: Sequence[str]) -> str:
-        told = "".join(f'<{tag} class="text">{escape(text)}</{tag}>' for text in lead)
-        return told + "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values)
+        first = "".join(f'<{tag} class="text">{escape(text)}</{tag}>' for text in lead)
+        return first + "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values)
 
     groups = any(not lead[0] for lead, _ in rows)
     body = "".join(
@@ -323,7 +324,7 @@ def _note(text: str) -> str:
     return f'<p class="about">{text}</p>'
 
 
-def _written(value: Any, form: str) -> str:
+def _formatted(value: Any, form: str) -> str:
     if value is None:
         return "–"
     return format(int(value) if form.endswith("d") else value, form).replace(",", "\u202f")

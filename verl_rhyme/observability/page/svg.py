@@ -1,4 +1,4 @@
-"""SVG as text. Colours are classes of the page's style sheet, so that they follow its theme."""
+"""SVG as text. Colours are classes of the page's style sheet, so they follow its theme."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from html import escape
 
 
 def number(value: float) -> str:
-    """As short as a hundredth of a unit needs."""
+    """Format a number with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value else "0"
 
 
 def tag(name: str, content: str = "", **attributes: object) -> str:
-    """An element; ``class_`` is ``class``, underscores are hyphens, numbers are shortened."""
+    """Return an element; ``class_`` becomes ``class``, underscores become hyphens, floats are rounded."""
     parts = [name]
     for key, value in attributes.items():
-        told = number(value) if isinstance(value, float) else str(value)
-        parts.append(f'{key.rstrip("_").replace("_", "-")}="{escape(told)}"')
+        text = number(value) if isinstance(value, float) else str(value)
+        parts.append(f'{key.rstrip("_").replace("_", "-")}="{escape(text)}"')
     return f"<{' '.join(parts)}>{content}</{name}>" if content else f"<{' '.join(parts)}/>"
 
 
@@ -25,7 +25,7 @@ def label(x: float, y: float, text: str, class_: str = "tick", **attributes: obj
 
 
 def short(value: float) -> str:
-    """A number for an axis: ``12k``, ``0.05``, ``3``."""
+    """Format a number for an axis: ``12k``, ``0.05``, ``3``."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return _signed(f"{value / (1e3 if unit == 'k' else size):.4g}{unit}")
@@ -41,7 +41,7 @@ def percent(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers within [low, high], about ``count``."""
+    """Return about ``count`` round numbers within [low, high]."""
     span = high - low
     if not span > 0:
         return [low]
@@ -53,7 +53,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def picture(content: str, width: float, height: float, title: str, class_: str = "chart") -> str:
-    """An SVG element that fills its column."""
+    """Return an SVG element that fills its column."""
     box = f"0 0 {number(float(width))} {number(float(height))}"
     named = f"<title>{escape(title)}</title>"
     return (
