@@ -221,7 +221,7 @@ def test_a_client_of_another_kind_is_refused() -> None:
 
     class Derived(RhymeLLMServerClient): ...
 
-    with pytest.raises(TypeError, match=r"no rhyme client for Theirs; derive yours .*RhymeLLMServerClient"):
+    with pytest.raises(TypeError, match=r"client class Theirs is not supported; derive it from .*RhymeLLMServerClient"):
         rhymed(Theirs(config()))
     derived = Derived(config())
     assert not derived._patient

@@ -40,7 +40,7 @@ def test_a_trainer_that_waits_is_told_of_a_replica_more(monkeypatch):
     assert [found[names.STREAM_ELASTIC] for found in seen] == [0, 0, 0, 1, 1]
     assert seen[-1][names.STREAM_BEHIND] == pytest.approx(12.0)
     assert len(told) == 1
-    assert told[0].startswith("4 replicas: one more would do better (generation +12.0 s against training")
+    assert told[0].startswith("4 replicas: one more would be better (generation +12.0 s against training")
 
 
 def test_a_batch_that_is_whole_long_before_is_a_replica_too_many():

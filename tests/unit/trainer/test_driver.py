@@ -60,7 +60,7 @@ def test_it_is_opened_again_with_all_that_was_told_and_starts_nothing(driver):
 def test_a_question_that_kills_it_again_and_again_ends_the_run(driver):
     made, _ = driver(dies=range(2, 100, 2))
     made.open([], None, version=0)
-    with pytest.raises(RuntimeError, match=r"8 times at one question \(state\).* goes on from the last checkpoint"):
+    with pytest.raises(RuntimeError, match=r"8 times in one call \(state\).* continues from the last checkpoint"):
         made.state()
 
 
@@ -72,5 +72,5 @@ def test_one_that_takes_long_to_start_is_waited_for(driver, monkeypatch):
     assert made.reopened == 1
     monkeypatch.setattr(module, "_START_S", -1.0)
     actor.dies = set(range(1000))
-    with pytest.raises(RuntimeError, match=r"did not start within .* goes on from the last checkpoint"):
+    with pytest.raises(RuntimeError, match=r"did not start within .* continues from the last checkpoint"):
         made.state()

@@ -46,7 +46,7 @@ def test_the_last_rests_and_bounds_hold():
     assert reserve.act(-1, 2)["training/stream/moved"] == 5
     assert rested == [3, 2]
     assert reserve.act(-1, 3) == reserve.act(0, 3) == {"training/stream/replicas": 2}
-    with pytest.raises(ConfigError, match=r"elastic.min_replicas=3: there are 2; lower it"):
+    with pytest.raises(ConfigError, match=r"elastic.min_replicas=3: the run has only 2; lower it"):
         Reserve(None, ElasticConfig(3), servers, engine, spares, lambda: 8)
 
 

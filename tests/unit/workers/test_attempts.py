@@ -242,7 +242,7 @@ async def test_a_filter_by_what_the_reward_does_not_give_says_so(monkeypatch):
     worker._filter_metric = "score"
     await worker.start(first(0))
     assert worker.reports["a_0"].status == "failed"
-    assert "metric=score: the reward function gives ['acc']" in worker.reports["a_0"].error
+    assert "metric=score: the reward function returns ['acc']" in worker.reports["a_0"].error
 
 
 @pytest.mark.parametrize("score", [None, float("nan"), float("inf"), 0.5, True])

@@ -47,9 +47,9 @@ def test_a_look_is_one_line_and_each_move_one_for_who_asks(caplog):
     caplog.set_level(logging.DEBUG, "verl_rhyme.coordinator.migrations")
     _look([Move("0_0_1", "c", "saves 3 s of 9 s"), Move("0_1_1", "d", "saves 2 s of 6 s")])
     info = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert info == ["2 samples go on at another replica; the first, 0_0_1 at c: saves 3 s of 9 s"]
+    assert info == ["2 samples continue on another replica; the first, 0_0_1 on c: saves 3 s of 9 s"]
     debug = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
-    assert debug == ["0_0_1 goes on at c: saves 3 s of 9 s", "0_1_1 goes on at d: saves 2 s of 6 s"]
+    assert debug == ["0_0_1 continues on c: saves 3 s of 9 s", "0_1_1 continues on d: saves 2 s of 6 s"]
     caplog.clear()
     _look([])
     assert not caplog.records
