@@ -183,7 +183,7 @@ class TestFolder:
         claim(tmp_path)
         assert same(theirs, 1)
 
-    def test_nothing_goes_through_a_link(self, tmp_path):
+    def test_links_are_not_followed(self, tmp_path):
         (tmp_path / "root").mkdir()
         target = tmp_path / "global_step_10"
         target.mkdir()
