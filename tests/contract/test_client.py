@@ -122,7 +122,7 @@ class Worker:
 
 @ACTORS
 @pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
-def test_server_and_router_are_told_what_each_needs(servers: list[Any], balancer: Any, theirs: type) -> None:
+def test_server_and_router_get_the_request_metadata(servers: list[Any], balancer: Any, theirs: type) -> None:
     client = rhymed(theirs(config(), load_balancer_handle=balancer))
     results = ray.get(Worker.remote(client).run.remote(), timeout=60)
     key = prompt_key(PROMPT).hex()
@@ -168,7 +168,7 @@ class Ours(RhymeAgentLoopWorker.__ray_metadata__.modified_class):  # type: ignor
 
 @ACTORS
 @pytest.mark.parametrize("validate", [False, True])
-async def test_in_verls_own_modes_each_request_has_its_samples_number(
+async def test_without_the_pipeline_requests_have_their_sample_number(
     servers: list[Any], balancer: Any, monkeypatch: pytest.MonkeyPatch, validate: bool
 ) -> None:
     async def put(**_: Any) -> None: ...
@@ -188,7 +188,7 @@ async def test_in_verls_own_modes_each_request_has_its_samples_number(
 
 @pytest.mark.parametrize("interruptible", [False, True])
 @pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
-def test_what_verls_client_is_ours_is_too(theirs: type, interruptible: bool) -> None:
+def test_client_keeps_the_state_of_verls_client(theirs: type, interruptible: bool) -> None:
     more = {"only_hybrid": True} if theirs is FullyAsyncLLMServerClient else {}
     given = theirs(config(), load_balancer_handle="handle", **more)
     given.tokenizer = "verl sets it where responses are traced"
@@ -204,7 +204,7 @@ def test_what_verls_client_is_ours_is_too(theirs: type, interruptible: bool) -> 
 
 
 @ACTORS
-async def test_verls_loop_stands_above_the_attempts(cluster: None) -> None:
+async def test_verls_resume_loop_wraps_the_attempts(cluster: None) -> None:
     stopping = ray.remote(num_cpus=0)(Server).remote(2)
     alone = ray.remote(Watched).remote({"s": stopping})
     client = rhymed(FullyAsyncLLMServerClient(config(), load_balancer_handle=alone))
@@ -216,7 +216,7 @@ async def test_verls_loop_stands_above_the_attempts(cluster: None) -> None:
     assert len({kwargs[FIELD]["key"] for kwargs in asked}) == 1
 
 
-def test_a_client_of_another_kind_is_refused() -> None:
+def test_client_of_another_class_is_rejected() -> None:
     class Theirs(LLMServerClient): ...
 
     class Derived(RhymeLLMServerClient): ...
@@ -231,7 +231,7 @@ def test_a_client_of_another_kind_is_refused() -> None:
 
 
 @ACTORS
-async def test_workers_that_say_nothing_are_remembered_by_request_for_a_while(
+async def test_tasks_without_session_are_remembered_by_request_id(
     servers: list[Any], balancer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients, "_MAX_STRANGERS", 3)
@@ -293,7 +293,7 @@ async def test_requests_of_dead_replicas_go_to_another(servers: list[Any], verls
 
 
 @ACTORS
-async def test_each_has_a_name_of_its_own_where_verl_gives_all_the_same(servers: list[Any], verls: Any) -> None:
+async def test_requests_have_unique_ids_in_deterministic_mode(servers: list[Any], verls: Any) -> None:
     asked_of(servers)
     await balanced(verls, well=servers[0])
     theirs = config()
@@ -358,7 +358,7 @@ class Cut(Server):
 
 @ACTORS
 @pytest.mark.parametrize("there", ["well", "gone"])
-async def test_a_response_goes_on_at_another_replica(cluster: None, servers: list[Any], there: str) -> None:
+async def test_response_continues_on_another_replica(cluster: None, servers: list[Any], there: str) -> None:
     """With what it has: tokens, log-probs, versions and the rest of its budget. One that is gone is as good as none."""
     cut = ray.remote(num_cpus=0)(Cut).remote(0)
     balancer = ray.remote(PlacementRouter).remote({"cut": cut})
@@ -400,7 +400,7 @@ async def test_a_response_goes_on_at_another_replica(cluster: None, servers: lis
 
 
 @ACTORS
-async def test_an_abort_that_nobody_asked_for_ends_the_attempt(cluster: None) -> None:
+async def test_unexpected_abort_ends_the_attempt(cluster: None) -> None:
     cut = ray.remote(num_cpus=0)(Cut).remote(0)
     balancer = ray.remote(PlacementRouter).remote({"cut": cut})
     client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
@@ -419,7 +419,7 @@ async def test_an_abort_that_nobody_asked_for_ends_the_attempt(cluster: None) ->
 
 
 @ACTORS
-async def test_who_is_abandoned_leaves_nothing_behind(verls: Any) -> None:
+async def test_abandoned_call_leaves_no_request_behind(verls: Any) -> None:
     """Neither a request in the engine nor one in the router's count, wherever it was."""
     slow = ray.remote(num_cpus=0)(Slow).remote()
     await balanced(verls, slow=slow)
@@ -440,7 +440,7 @@ async def test_who_is_abandoned_leaves_nothing_behind(verls: Any) -> None:
 
 
 @ACTORS
-async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(servers: list[Any], verls: Any) -> None:
+async def test_requests_wait_for_new_replicas_if_the_trainer_starts_them(servers: list[Any], verls: Any) -> None:
     await balanced(verls, process=None)
     with pytest.raises(RuntimeError, match="No available servers"):
         await sample(rhymed(LLMServerClient(config(), load_balancer_handle=verls)), 0)
@@ -452,7 +452,7 @@ async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(ser
 
 
 @ACTORS
-async def test_an_error_of_a_server_that_lives_is_the_requests_own(verls: Any) -> None:
+async def test_error_of_a_living_server_is_raised(verls: Any) -> None:
     await balanced(verls, bug=None)
     with pytest.raises(ValueError, match="no such option"):
         await sample(rhymed(LLMServerClient(config(), load_balancer_handle=verls)), 0)

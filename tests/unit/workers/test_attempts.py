@@ -83,7 +83,7 @@ def first(number, predecessor=None):
     return Start(Attempt("a", number).name, predecessor, partial=True)
 
 
-async def test_an_attempt_is_known_from_the_start_until_it_has_been_reported():
+async def test_attempt_is_listed_until_it_has_been_reported():
     async def run(worker, params, session_id, prompt):
         raise Interrupted
 
@@ -96,7 +96,7 @@ async def test_an_attempt_is_known_from_the_start_until_it_has_been_reported():
     assert {key: told.status for key, told in worker.reports.items()} == {"a_0": "interrupted", "a_1": "interrupted"}
 
 
-async def test_an_abandoned_attempt_ends_without_a_word_and_alone():
+async def test_abandoned_attempt_ends_alone_without_a_report():
     release = asyncio.Event()
 
     async def run(worker, params, session_id, prompt):
@@ -116,7 +116,7 @@ async def test_an_abandoned_attempt_ends_without_a_word_and_alone():
     assert list(worker.reports) == ["a_0"]
 
 
-async def test_one_whose_report_fails_is_known_no_longer(caplog):
+async def test_attempt_whose_report_fails_is_not_listed(caplog):
     async def run(worker, params, session_id, prompt):
         raise Interrupted
 
@@ -128,7 +128,7 @@ async def test_one_whose_report_fails_is_known_no_longer(caplog):
     assert "could not be reported" in caplog.text
 
 
-async def test_where_the_end_of_generation_cannot_be_told_the_sample_has_not_failed(monkeypatch):
+async def test_unreported_end_of_generation_is_no_failure(monkeypatch):
     """A coordinator that is long in coming back is no fault of the prompt."""
 
     async def run(worker, params, session_id, prompt):
@@ -143,7 +143,7 @@ async def test_where_the_end_of_generation_cannot_be_told_the_sample_has_not_fai
     assert worker.told == []
 
 
-async def test_each_attempt_reports_under_its_own_name_and_its_agent_loop_sees_the_sample():
+async def test_attempt_reports_its_name_and_agent_loop_gets_the_sample_number():
     async def run(worker, params, session_id, prompt):
         assert session_id == current().sample == 2
         assert params == {}
@@ -154,7 +154,7 @@ async def test_each_attempt_reports_under_its_own_name_and_its_agent_loop_sees_t
     assert list(worker.reports) == [again] != ["a_2"]
 
 
-async def test_what_earlier_attempts_left_comes_in_one_message_and_what_is_missing_is_begun_anew(queue):
+async def test_earlier_turns_are_fetched_at_once_and_missing_ones_start_over(queue):
     """Of 16 samples that start again together, one whose text is gone takes no other's along."""
     met = {}
 
@@ -176,7 +176,7 @@ async def test_what_earlier_attempts_left_comes_in_one_message_and_what_is_missi
     assert met == {0: [[0, 7]], 1: [], 2: [[2, 7]]}
 
 
-async def test_without_the_prompts_data_the_coordinator_is_told_that_it_is_lost(monkeypatch):
+async def test_attempts_without_prompt_data_are_reported(monkeypatch):
     async def gone(**kwargs):
         raise ConnectionError("no queue")
 
@@ -189,7 +189,7 @@ async def test_without_the_prompts_data_the_coordinator_is_told_that_it_is_lost(
     )
 
 
-async def test_one_that_is_abandoned_while_its_data_come_never_starts(monkeypatch, queue):
+async def test_attempt_abandoned_while_its_data_are_fetched_never_starts(monkeypatch, queue):
     release, ran = asyncio.Event(), []
 
     async def run(worker, params, session_id, prompt):
@@ -212,7 +212,7 @@ async def test_one_that_is_abandoned_while_its_data_come_never_starts(monkeypatc
 
 
 @pytest.mark.parametrize(("metric", "scores"), [("reward", [0.5, 0.5]), ("acc", [1.0, 1.0]), (None, [])])
-async def test_with_its_reward_it_is_finished_and_tells_what_groups_are_filtered_by(monkeypatch, metric, scores):
+async def test_finished_report_has_the_scores_for_group_filters(monkeypatch, metric, scores):
     async def store(self, output, validate, **kwargs):
         for trajectory in output:
             trajectory.reward_score = 0.5
@@ -230,7 +230,7 @@ async def test_with_its_reward_it_is_finished_and_tells_what_groups_are_filtered
     assert worker.told[1].scores == scores
 
 
-async def test_a_filter_by_what_the_reward_does_not_give_says_so(monkeypatch):
+async def test_missing_filter_metric_is_an_error(monkeypatch):
     async def store(self, output, validate, **kwargs):
         output.extra_fields["reward_extra_info"] = {"acc": 1}
 
@@ -246,7 +246,7 @@ async def test_a_filter_by_what_the_reward_does_not_give_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize("score", [None, float("nan"), float("inf"), 0.5, True])
-async def test_a_reward_that_is_no_number_fails_its_sample_before_it_is_stored(monkeypatch, score):
+async def test_reward_that_is_not_finite_fails_the_sample_before_storing(monkeypatch, score):
     """One NaN makes the advantages of its whole group NaN, and verl skips an update with such a gradient; without any
     reward, the update would miss the column. Metrics other than the reward may be what they like."""
     stored = []
@@ -280,7 +280,7 @@ async def test_a_reward_that_is_no_number_fails_its_sample_before_it_is_stored(m
 
 
 @pytest.mark.parametrize("several", [False, True])
-async def test_an_answer_without_generation_is_stored_with_the_version_it_was_made_under(monkeypatch, several):
+async def test_trajectory_without_generation_gets_the_current_version(monkeypatch, several):
     stored = []
 
     async def store(self, output, validate, **kwargs):
@@ -301,7 +301,7 @@ async def test_an_answer_without_generation_is_stored_with_the_version_it_was_ma
     assert versions[1:] == ([{"min_global_steps": 3, "max_global_steps": 1}] if several else [])
 
 
-async def test_a_finished_response_that_is_regenerated_is_drafted_from_its_trajectory(monkeypatch, queue):
+async def test_regenerated_response_is_drafted_from_its_trajectory(monkeypatch, queue):
     """Its tokens of each turn, without what tools answered; one that is gone takes no other's along."""
     stored = {"a_0_0": ([5, 6, 9, 9, 7], [1, 1, 0, 0, 1]), "a_1_0": ([8], [1])}
 
@@ -324,7 +324,7 @@ async def test_a_finished_response_that_is_regenerated_is_drafted_from_its_traje
     assert met == {0: [[5, 6], [7]], 1: [[8]], 2: []}
 
 
-async def test_a_failure_is_reported_with_the_end_of_its_text():
+async def test_failure_report_has_the_end_of_the_error_text():
     """A remote error has a long traceback before its message."""
 
     async def run(worker, params, session_id, prompt):
@@ -338,7 +338,7 @@ async def test_a_failure_is_reported_with_the_end_of_its_text():
     assert len(told.error) <= 1000
 
 
-async def test_an_agent_loop_without_a_trajectory_costs_its_sample_only():
+async def test_agent_loop_without_a_trajectory_affects_only_its_sample():
     """verl's own worker stores nothing then."""
 
     async def run(worker, params, session_id, prompt):
@@ -361,7 +361,7 @@ async def interrupt(session_id):
         raise Interrupted
 
 
-async def test_an_agent_loop_that_goes_on_after_an_interruption_stores_nothing(monkeypatch):
+async def test_agent_loop_that_continues_after_an_interruption_stores_nothing(monkeypatch):
     stored = []
 
     async def store(self, output, validate, **kwargs):
@@ -382,7 +382,7 @@ async def test_an_agent_loop_that_goes_on_after_an_interruption_stores_nothing(m
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio has no task groups")
-async def test_an_interruption_in_a_group_of_tasks_is_one():
+async def test_interruption_in_an_exception_group_is_recognised():
     async def run(worker, params, session_id, prompt):
         async with asyncio.TaskGroup() as group:
             group.create_task(interrupt(session_id))
@@ -393,7 +393,7 @@ async def test_an_interruption_in_a_group_of_tasks_is_one():
     assert worker.reports["a_0"].status == "interrupted"
 
 
-async def test_a_tool_or_a_reward_that_never_answers_ends_its_sample_alone(monkeypatch):
+async def test_tool_or_reward_without_an_answer_fails_only_its_sample(monkeypatch):
     async def hang(self, output, validate, **kwargs):
         await asyncio.Event().wait()
 
@@ -423,7 +423,7 @@ async def test_a_tool_or_a_reward_that_never_answers_ends_its_sample_alone(monke
         assert "scheduling.tool_timeout" in error
 
 
-async def test_one_that_is_abandoned_while_its_tool_is_busy_has_not_failed():
+async def test_attempt_abandoned_during_a_tool_call_is_no_failure():
     async def run(worker, params, session_id, prompt):
         await asyncio.Event().wait()
 
@@ -435,7 +435,7 @@ async def test_one_that_is_abandoned_while_its_tool_is_busy_has_not_failed():
     assert worker.told == []
 
 
-async def test_in_verls_own_modes_too(monkeypatch):
+async def test_tool_timeout_applies_without_the_pipeline(monkeypatch):
     """verl counts it as a session that failed."""
 
     async def hang(self, sampling_params, trajectory, **kwargs):

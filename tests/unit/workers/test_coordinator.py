@@ -21,7 +21,7 @@ FOUND = {"full 1 separate": [240]}  # a coordinator died as it opened: padding o
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.timeout(3600 if SLOW else 120)
-def test_whatever_dies_all_is_trained_once(mode, monkeypatch):
+def test_every_sample_is_trained_once_despite_deaths(mode, monkeypatch):
     seeds = range(SCHEDULES)
     if not SLOW:  # others for each mode
         seeds = [10_000 + zlib.crc32(mode.encode()) % 10_000 + number for number in seeds] + FOUND.get(mode, [])
@@ -38,13 +38,13 @@ def test_whatever_dies_all_is_trained_once(mode, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_where_nothing_dies_nothing_starts_again(mode, monkeypatch):
+def test_without_deaths_nothing_starts_again(mode, monkeypatch):
     world = simulate(mode, 5, 0, monkeypatch)
     assert (world.runs, world.reopened, world.deaths) == (1, 0, [])
     assert (world.parts > 0) == world.streams, "no part came before its batch"
 
 
-def test_replicas_rest_and_return_and_nothing_is_lost(monkeypatch):
+def test_nothing_is_lost_when_replicas_rest_and_wake(monkeypatch):
     """No request runs at one that rests, and one that returns has the current weights: the world looks."""
     worlds = [simulate(mode, seed, 0, monkeypatch) for mode in MODES if "elastic" in mode for seed in range(10)]
     assert all(world.deaths == [] for world in worlds)

@@ -27,7 +27,7 @@ def cases():
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
-def test_it_draws_what_the_cpu_draws(cases):
+def test_draws_equal_the_cpus(cases):
     *drawn, _ = cases
     assert len(drawn) == 12
     for case in drawn:
@@ -36,7 +36,7 @@ def test_it_draws_what_the_cpu_draws(cases):
     assert sum(case["same"] for case in drawn) >= sum(case["rows"] for case in drawn) - 1
 
 
-def test_its_log_probabilities_and_ranks_are_right(cases):
+def test_log_probs_and_ranks_are_right(cases):
     *drawn, masked = cases
     for case in drawn:
         assert case["logprob_error"] < 5e-5, case
@@ -72,7 +72,7 @@ for kernel, signature, constants in (
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_it_compiles_for_a_gpu_that_is_not_here(capability, tmp_path):
+def test_kernel_compiles_for_other_gpus(capability, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", _COMPILE, str(capability)],
@@ -85,7 +85,7 @@ def test_it_compiles_for_a_gpu_that_is_not_here(capability, tmp_path):
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["_draw", "_combine", "_rank"]
 
 
-def test_batches_of_any_width_need_no_further_compilation(monkeypatch):
+def test_other_batch_widths_do_not_recompile(monkeypatch):
     """It would take seconds, on each rank, while requests wait."""
     import torch
     from triton.backends.compiler import GPUTarget

@@ -31,7 +31,7 @@ FIRST = {"input_ids": nested(), "response_mask": nested(), "multi_modal_inputs":
 BYTES = 2 * (8 * 8 + 3 * 8) + 4 * 4  # two fields of 8 tokens, their offsets, and an image
 
 
-def test_a_stage_has_what_an_earlier_one_fetched_and_what_is_new():
+def test_stage_joins_held_rows_with_new_fields():
     held = HeldRows()
     assert JOIN not in held.joined(sent(KEEP, **FIRST)).keys()  # noqa: SIM118
     mask = nested(start=7)
@@ -46,7 +46,7 @@ def test_a_stage_has_what_an_earlier_one_fetched_and_what_is_new():
     assert held.counts() == (0, 0)
 
 
-def test_data_of_no_part_pass():
+def test_data_without_a_part_are_unchanged():
     held = HeldRows()
     data = sent(**FIRST)
     assert held.joined(data) is data
@@ -54,7 +54,7 @@ def test_data_of_no_part_pass():
 
 
 @pytest.mark.parametrize(("kept", "asked", "rows"), [(None, 1, 2), (1, 2, 2), (1, 1, 3)])
-def test_other_rows_are_never_taken(kept, asked, rows):
+def test_rows_of_another_part_are_an_error(kept, asked, rows):
     held = HeldRows()
     if kept is not None:
         held.joined(sent(KEEP, kept, **FIRST))
@@ -62,7 +62,7 @@ def test_other_rows_are_never_taken(kept, asked, rows):
         held.joined(sent(JOIN, asked, rows=rows))
 
 
-def test_actor_and_reference_of_a_process_have_them_together(monkeypatch):
+def test_actor_and_reference_share_the_rows(monkeypatch):
     """As verl makes them where the engines are apart: two workers in one process."""
     monkeypatch.setattr(actor, "ROWS", HeldRows())
     got = []

@@ -50,7 +50,7 @@ def tokens(base, node):
     return None if history is None else history.response(0).tolist()
 
 
-def test_two_writers_below_one_base_leave_each_other_alone(tmp_path):
+def test_two_writers_below_one_base_do_not_interfere(tmp_path):
     writers = [writer(tmp_path, node) for node in NODES]
     for token, opened in enumerate(writers):
         assert opened.open() == os.getpid()
@@ -62,7 +62,7 @@ def test_two_writers_below_one_base_leave_each_other_alone(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_who_records_comes_after_rays_other_processes(tmp_path):
+def test_recording_has_a_lower_priority_than_rays_processes(tmp_path):
     """Ray starts each of them with a niceness of 15, and takes none of that back for a user who is not root."""
     found = []
 
@@ -91,7 +91,7 @@ def left_by_a_killed_run(base):
         process.send_signal(signal.SIGKILL)
 
 
-def test_what_this_users_killed_runs_left_on_the_node_goes(shared):
+def test_folders_of_killed_runs_are_removed(shared):
     """Whatever checkpoint folder they had: on a preempting cluster it may never be used again here."""
     left_by_a_killed_run(shared / "killed")
     opened = writer(shared / "mine", NODES[0])
@@ -101,7 +101,7 @@ def test_what_this_users_killed_runs_left_on_the_node_goes(shared):
     assert not list(shared.iterdir())
 
 
-def test_a_run_whose_writer_alone_died_keeps_its_history(shared):
+def test_history_survives_the_death_of_its_writer(shared):
     """Its engines read on, and its next writer takes the folder over."""
     left_by_a_killed_run(shared / "living")
     reader = HistoryReader(node_history_dir(str(shared / "living"), NODES[0]), "vocabulary")
@@ -117,7 +117,7 @@ def test_a_run_whose_writer_alone_died_keeps_its_history(shared):
     opened.close()
 
 
-def test_runs_of_a_folder_of_the_users_own_are_left_alone(tmp_path):
+def test_users_own_history_dir_is_not_cleaned(tmp_path):
     """``history.dir`` may lie among anything."""
     left_by_a_killed_run(tmp_path / "other")
     opened = writer(tmp_path / "mine", NODES[0])
@@ -126,7 +126,7 @@ def test_runs_of_a_folder_of_the_users_own_are_left_alone(tmp_path):
     assert tokens(tmp_path / "other", NODES[0]) == [5, 6]
 
 
-def test_the_users_folder_is_private_all_the_way_and_no_link(shared, tmp_path):
+def test_users_folder_is_private_and_not_a_link(shared, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     shared.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(HistoryError, match=r"is a link.*history\.dir"):
@@ -155,7 +155,7 @@ def sharing(tmp_path, monkeypatch):
     opened.close()
 
 
-def test_what_changed_since_is_sent_and_nothing_else(sharing):
+def test_only_changed_values_are_sent(sharing):
     assert sharing.values({KEY: b""}) == {KEY: None}, "it opens the store itself"
     record(sharing, 3)
     answers = sharing.values({KEY: b"", b"other" + bytes(11): b""})
@@ -171,7 +171,7 @@ def test_what_changed_since_is_sent_and_nothing_else(sharing):
     assert len(sharing.values({KEY: version_of(later)})[KEY]) == 0, "nothing is kept of it any more"
 
 
-def test_an_answer_and_what_stays_shared_are_bounded(sharing, monkeypatch):
+def test_answers_and_shared_values_are_bounded(sharing, monkeypatch):
     keys = [bytes([i]) * 16 for i in range(8)]
     text = np.arange(2000, dtype=np.int32)
     sharing.record([[Trajectory(key, text + i, 1.0, 0, 0, 0) for i, key in enumerate(keys)]], 1)
@@ -189,7 +189,7 @@ def test_an_answer_and_what_stays_shared_are_bounded(sharing, monkeypatch):
     assert [int(PromptHistory.decode(found[key]).response(0)[0]) for key in keys] == list(range(8))
 
 
-def test_nats_are_counted_of_the_responses_whose_log_probs_are_known(sharing):
+def test_nats_are_counted_for_responses_with_log_probs(sharing):
     text = np.arange(3, dtype=np.int32)
     known = np.array([-0.5, -1.5, 0.0], np.float32)
     group = [Trajectory(KEY, text, 1.0, 0, 0, 0, known), Trajectory(KEY, text, 1.0, 0, 0, 1, None)]

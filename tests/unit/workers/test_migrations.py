@@ -43,7 +43,7 @@ def _look(moves):
     assert ordered == [moves]
 
 
-def test_a_look_is_one_line_and_each_move_one_for_who_asks(caplog):
+def test_moves_are_one_info_line_and_one_debug_line_each(caplog):
     caplog.set_level(logging.DEBUG, "verl_rhyme.coordinator.migrations")
     _look([Move("0_0_1", "c", "saves 3 s of 9 s"), Move("0_1_1", "d", "saves 2 s of 6 s")])
     info = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
@@ -69,7 +69,7 @@ def _vacate(looks):
     return asyncio.run(moving.vacate("a")), [move[:2] for move in ordered]
 
 
-def test_what_runs_at_one_that_rests_goes_wherever_the_router_says(monkeypatch):
+def test_samples_of_a_resting_replica_move_where_the_router_decides(monkeypatch):
     monkeypatch.setattr(module, "_STRAY_S", 0.0)
     looks = [{"0_0_1": "a", "1_0_1": "b"}, {"0_0_1": "a", "2_0_1": "a", "1_0_1": "b"}, {"0_0_1": "a", "2_0_1": "b"}]
     moved = [("0_0_1", ""), ("2_0_1", "")]  # the first is between two requests: it stays there until its next

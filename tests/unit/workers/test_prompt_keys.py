@@ -108,7 +108,7 @@ def row(text="find x", **columns):
 
 @pytest.mark.parametrize("validate", [False, True])
 @pytest.mark.parametrize("worker", [RhymeAgentLoopWorker, SessionAgentLoopWorker])
-def test_requests_are_known_by_the_data_on_any_day(worker, validate, monkeypatch):
+def test_prompt_key_does_not_depend_on_the_date(worker, validate, monkeypatch):
     today, stored = answered(worker, row(), validate)
     monkeypatch.setattr(f"{__name__}.DATE", [25, 11])
     tomorrow, _ = answered(worker, row(), validate)
@@ -121,7 +121,7 @@ def test_requests_are_known_by_the_data_on_any_day(worker, validate, monkeypatch
     assert set(nothing) == {prompt_key(DATE).hex()}, "without data by its token ids"
 
 
-def test_lengths_are_known_by_the_same_key():
+def test_lengths_use_the_same_key():
     rows = [
         row("find x", extra_info={"index": 1}, tools_kwargs={}),
         row("find y", extra_info={"tool_selection": ["search"]}, tools_kwargs={"search": {"create_kwargs": {"k": 3}}}),

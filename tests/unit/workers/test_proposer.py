@@ -45,7 +45,7 @@ def proposer_for(folder, **drafting):
 
 @pytest.mark.parametrize("policy", ["adaptive", "paper"])
 @pytest.mark.timeout(1800)
-def test_whatever_the_scheduler_does(tmp_path, policy):
+def test_any_schedule_is_drafted_without_errors(tmp_path, policy):
     calls = examples(4_000, slow=1_000_000)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCABULARY, rng.integers(2, 30)).tolist() for _ in range(8)]
@@ -124,7 +124,7 @@ def test_whatever_the_scheduler_does(tmp_path, policy):
     assert totals["errors"] == totals["history_errors"] == 0
 
 
-def test_an_error_costs_the_draft_and_is_told_with_the_counts(tmp_path, caplog):
+def test_error_costs_only_the_draft_and_is_counted(tmp_path, caplog):
     proposer = proposer_for(tmp_path / "h")
     runner, tokens = proposer._runner, np.ones((ROWS, LENGTH), np.int32)
     for name in ("a", "b"):
@@ -144,7 +144,7 @@ def test_an_error_costs_the_draft_and_is_told_with_the_counts(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "paper"])
-def test_a_request_generated_anew_drafts_what_it_said_before(tmp_path, policy):
+def test_regenerated_request_drafts_its_earlier_text(tmp_path, policy):
     proposer = proposer_for(tmp_path / "h", policy=policy)
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
@@ -208,7 +208,7 @@ def admit(proposer, names, prompt, asked=0):
     [(RequestMeta(id="a"), [1, 2, 3]), (RequestMeta(id="d", key="no hex"), [1, 2, 3]), (RequestMeta(id="d"), None)],
     ids=["name of another", "key that is none", "no prompt in tokens"],
 )
-def test_a_request_of_a_careless_client_costs_no_other_its_drafts(tmp_path, meta, prompt):
+def test_invalid_request_does_not_affect_other_drafts(tmp_path, meta, prompt):
     proposer = proposer_for(tmp_path / "h", weigh_cost=False)
     admit(proposer, ["a", "b", "c"], [1, 2, 3])
     runner = proposer._runner
@@ -227,7 +227,7 @@ def test_a_request_of_a_careless_client_costs_no_other_its_drafts(tmp_path, meta
     assert proposer.totals()["errors"] == 0
 
 
-def test_requests_that_stay_are_not_looked_up_again_and_draft_the_same(tmp_path):
+def test_remaining_requests_keep_their_state_and_drafts(tmp_path):
     """Beside a proposer that remembers no batch: requests come, go, change rows, and are asked for too early."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCABULARY, 5).tolist() for _ in range(4)]
@@ -287,7 +287,7 @@ def test_requests_that_stay_are_not_looked_up_again_and_draft_the_same(tmp_path)
     assert all(proposer.totals()["errors"] == 0 and proposer.totals()["drafted"] > 1000 for proposer in both)
 
 
-def test_the_engine_waits_for_a_plan_and_so_pays_for_it(tmp_path, monkeypatch):
+def test_step_cost_includes_the_wait_for_the_plan(tmp_path, monkeypatch):
     """What a step cost is told from when its drafts began to be planned; not what admitting others took."""
     proposer = proposer_for(tmp_path / "h")
     clock, told = [100.0], []
@@ -313,7 +313,7 @@ def test_the_engine_waits_for_a_plan_and_so_pays_for_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("wait", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_history_is_drafted_from_as_soon_as_it_is_read(tmp_path, wait, copied):
+def test_history_is_used_as_soon_as_it_is_read(tmp_path, wait, copied):
     prompt, response = [1, 2, 3], np.random.default_rng(0).permutation(VOCABULARY - 4)[:30] + 4
     said = np.concatenate([prompt, response]).astype(np.int32)  # so that a first token has a context
     recorded = [Trajectory(prompt_key(prompt), said, 1.0, 0, 0, 0)]

@@ -49,14 +49,14 @@ def learnt() -> RankerService:
     return made
 
 
-def test_it_scores_what_was_never_answered(learnt) -> None:
+def test_prompts_without_answers_are_scored(learnt) -> None:
     told, number = learnt.score(some(PROMPTS, 48, 96))
     assert number == 1
     assert list(told) == list(PROMPTS)[64:]
     assert np.corrcoef(list(told.values()), KNOWN.locations[64:])[0, 1] > 0.5
 
 
-def test_the_predictor_goes_by_it(learnt) -> None:
+def test_predictor_uses_the_scores(learnt) -> None:
     expectations = Expectations(4096)
     new = list(PROMPTS)[64:]
     alike = expectations.hand({f"uid {key}": key for key in new})
@@ -68,7 +68,7 @@ def test_the_predictor_goes_by_it(learnt) -> None:
     assert not expectations.errors
 
 
-def test_it_keeps_the_latest_prompts_and_trains_on_them() -> None:
+def test_latest_prompts_are_kept_for_training() -> None:
     made = service()
     made.score(PROMPTS)
     assert made.learn(LENGTHS)
@@ -76,7 +76,7 @@ def test_it_keeps_the_latest_prompts_and_trains_on_them() -> None:
     assert made.learn({"stranger": [3]}) is False
 
 
-def test_a_checkpoint_has_it_all(learnt, tmp_path) -> None:
+def test_checkpoint_restores_ranker_and_pairs(learnt, tmp_path) -> None:
     learnt.save(tmp_path)
     again = service()
     assert again.restore(tmp_path)
@@ -94,14 +94,14 @@ def test_a_checkpoint_has_it_all(learnt, tmp_path) -> None:
         service().restore(tmp_path)
 
 
-def test_an_empty_one_is_saved_too(tmp_path) -> None:
+def test_empty_ranker_is_saved(tmp_path) -> None:
     service().save(tmp_path)
     again = service()
     assert again.restore(tmp_path)
     assert again.number == 0
 
 
-def test_a_model_serves_while_it_is_trained_anew(tmp_path, monkeypatch) -> None:
+def test_model_serves_while_it_is_trained_again(tmp_path, monkeypatch) -> None:
     ranker.fit(ranker.tiny(VOCABULARY, **SMALL), world(16), ranker.Training(epochs=1)).save(tmp_path)
     made = service(kind="model", model=str(tmp_path))
     assert made.score(some(PROMPTS, 0, 64))[1] == 1  # from the start
@@ -146,7 +146,7 @@ class Calls:
         return comes
 
 
-def test_what_fails_is_counted_and_told_once(monkeypatch, caplog) -> None:
+def test_failures_are_counted_and_logged_once(monkeypatch, caplog) -> None:
     calls = Calls(monkeypatch, **dict.fromkeys(("announce", "learn", "save"), RuntimeError("broken")))
     with caplog.at_level(logging.WARNING):
         calls.hand.on_prompts({"key": "text", "": "text"}, SimpleNamespace(coordinator="coordinator"))
@@ -159,7 +159,7 @@ def test_what_fails_is_counted_and_told_once(monkeypatch, caplog) -> None:
     assert len([r for r in caplog.records if "length ranker" in r.getMessage()]) == 1
 
 
-def test_one_that_died_takes_up_the_last_checkpoint(monkeypatch) -> None:
+def test_dead_ranker_restores_the_last_checkpoint(monkeypatch) -> None:
     calls = Calls(monkeypatch, learn=3)
     calls.hand.save("step 2")
     calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
@@ -177,7 +177,7 @@ def test_one_that_died_takes_up_the_last_checkpoint(monkeypatch) -> None:
     assert len(calls.made) == made
 
 
-def test_one_that_hangs_is_noticed_and_holds_up_one_checkpoint(monkeypatch) -> None:
+def test_hung_ranker_delays_one_checkpoint_only(monkeypatch) -> None:
     calls = Calls(monkeypatch, save=TimeoutError())
     calls.hand.save("step 2")
     calls.done = False
@@ -190,7 +190,7 @@ def test_one_that_hangs_is_noticed_and_holds_up_one_checkpoint(monkeypatch) -> N
     assert calls.hand.failures == 3, "what is left out is counted"
 
 
-def test_how_often_it_was_trained_never_falls(monkeypatch) -> None:
+def test_number_of_trainings_never_decreases(monkeypatch) -> None:
     calls = Calls(monkeypatch, learn=2)
     calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
     assert calls.hand.on_step(None)[names.RANKER_TRAINED] == 2
@@ -199,11 +199,11 @@ def test_how_often_it_was_trained_never_falls(monkeypatch) -> None:
     assert calls.hand.on_step(None)[names.RANKER_TRAINED] == 2
 
 
-def test_boosting_is_what_it_trains_by_default(learnt) -> None:
+def test_boosting_is_the_default_kind(learnt) -> None:
     assert isinstance(learnt._ranker, Boosting)
 
 
-def test_what_waits_is_scored_anew_by_another_ranker(tmp_path) -> None:
+def test_waiting_prompts_are_scored_again_by_a_new_ranker(tmp_path) -> None:
     told: list[tuple[dict, int]] = []
     coordinator = SimpleNamespace(rank=SimpleNamespace(remote=lambda *arguments: told.append(arguments)))
     actor = RankerActor.__new__(RankerActor)
@@ -222,7 +222,7 @@ def test_what_waits_is_scored_anew_by_another_ranker(tmp_path) -> None:
     assert list(told[1][0]) == list(PROMPTS)[90:]
 
 
-def test_it_is_not_trained_for_nobody() -> None:
+def test_no_training_without_unknown_prompts() -> None:
     made = service()
     made.score(PROMPTS)
     assert made.learn(LENGTHS)
@@ -232,7 +232,7 @@ def test_it_is_not_trained_for_nobody() -> None:
     assert made.learn(some(LENGTHS, 0, 1))
 
 
-def test_what_left_without_a_response_waits_no_longer_and_keeps_what_is_known(learnt) -> None:
+def test_prompts_that_left_without_a_response_keep_earlier_lengths(learnt) -> None:
     made = service()
     made.score(some(PROMPTS, 0, 64))
     made.learn(some(LENGTHS, 0, 1))
@@ -241,7 +241,7 @@ def test_what_left_without_a_response_waits_no_longer_and_keeps_what_is_known(le
     assert len(made._pairs) == 1
 
 
-def test_what_came_before_a_checkpoint_was_read_stays(learnt, tmp_path) -> None:
+def test_pairs_learnt_before_a_restore_are_kept(learnt, tmp_path) -> None:
     learnt.save(tmp_path)
     made = service()
     made.score(some(PROMPTS, 60, 70))
@@ -253,7 +253,7 @@ def test_what_came_before_a_checkpoint_was_read_stays(learnt, tmp_path) -> None:
     assert made._pairs[first][1].tolist() == [9]
 
 
-def test_training_ends_in_time(monkeypatch) -> None:
+def test_training_keeps_its_time_limit(monkeypatch) -> None:
     """A clock that goes on by a minute whenever it is looked at."""
     times = iter(range(0, 60 * 10_000, 60))
     config = RankerConfig(kind="model", refresh=64, minutes=3)
@@ -267,7 +267,7 @@ def test_training_ends_in_time(monkeypatch) -> None:
     assert len(made.score({"new": [4, 5, 6]})[0]) == 1
 
 
-def test_what_is_missing_is_told_before_a_run_begins(tmp_path, monkeypatch) -> None:
+def test_missing_requirements_are_reported_before_a_run(tmp_path, monkeypatch) -> None:
     def lacks(vocabulary=None, **options) -> str:
         return lacking(RankerConfig(**{"kind": "boosting", **options}), vocabulary)
 

@@ -24,11 +24,11 @@ def options(model_type, drafting):
     return told
 
 
-def test_a_server_refuses_to_draft_for_a_recurrent_model():
+def test_server_refuses_to_draft_for_a_recurrent_model():
     with pytest.raises(ConfigError, match=r"layer_types: linear_attention.*drafting\.enable=false"):
         options("qwen3_next", drafting=True)
 
 
-def test_it_serves_one_without_drafts_and_drafts_for_others():
+def test_recurrent_model_is_served_without_drafts():
     assert "speculative_config" not in options("qwen3_next", drafting=False)
     assert options("qwen3", drafting=True)["speculative_config"]["num_speculative_tokens"] == 32

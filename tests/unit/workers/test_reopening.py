@@ -46,7 +46,7 @@ def opened(monkeypatch):
 SETTING = SimpleNamespace(rules=None, filters=None, response_limit=1, lost_after=1.0)
 
 
-async def test_the_pool_of_an_opening_that_came_too_late_watches_nobody(opened):
+async def test_pool_of_an_outdated_opening_is_closed(opened):
     with pytest.raises(NotOpen):
         await opened.open(SETTING, [opened], Before(None, [], 0, 1, 1, None, None), False)
     [pool] = WorkerPool.made
@@ -54,7 +54,7 @@ async def test_the_pool_of_an_opening_that_came_too_late_watches_nobody(opened):
     assert opened._opened is None
 
 
-async def test_nor_do_workers_that_came_too_late(opened):
+async def test_pool_of_outdated_workers_is_closed(opened):
     before = SimpleNamespace(close=lambda: None)
     opened._opened = SETTING, None, before
     with pytest.raises(NotOpen):
@@ -65,7 +65,7 @@ async def test_nor_do_workers_that_came_too_late(opened):
 
 
 @pytest.mark.parametrize("question", [("publish", 1, 1), ("enough", False, True), ("take",)], ids=lambda q: q[0])
-async def test_what_is_asked_of_a_rollout_changes_nothing_of_the_one_opened_since(opened, question):
+async def test_outdated_call_does_not_change_the_new_rollout(opened, question):
     """Who asked lost touch, and opened it anew: a late answer could clear what is being trained."""
 
     async def look():

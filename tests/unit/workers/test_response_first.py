@@ -56,7 +56,7 @@ def server(monkeypatch):
     return built
 
 
-def test_a_finished_response_goes_while_the_workers_are_busy(server):
+def test_finished_response_does_not_wait_for_busy_workers(server):
     async def run():
         outputs = [await asyncio.wait_for(server.generate([5], {}, f"r{i}"), 1) for i in range(2)]
         assert server.engine.asked == []
@@ -76,7 +76,7 @@ def test_a_finished_response_goes_while_the_workers_are_busy(server):
     assert server.engine.asked == [("take_request_counts", ["r0", "r1"]), ("take_request_counts", ["late"])]
 
 
-def test_counts_nobody_fetches_are_bounded(server):
+def test_unfetched_counts_are_bounded(server):
     async def run():
         for i in range(9):
             await server.generate([5], {}, f"r{i}")
@@ -85,7 +85,7 @@ def test_counts_nobody_fetches_are_bounded(server):
     assert list(server._finished) == ["r5", "r6", "r7", "r8"]
 
 
-async def test_the_engine_is_told_what_drafter_and_sampler_go_by(server):
+async def test_engine_gets_the_metadata_for_drafter_and_sampler(server):
     """And nothing that vLLM, which copies every object in there, would copy token by token."""
     previous = b"\1\0\0\0\2\0\0\0"
     meta = RequestMeta(key="00ff", sample=2, attempt=1, noise="ab", previous=previous, queued_at=12.5)
@@ -103,7 +103,7 @@ async def test_the_engine_is_told_what_drafter_and_sampler_go_by(server):
     assert params == {"temperature": 1.0, "extra_args": {"theirs": 1}}
 
 
-async def test_a_request_that_came_while_weights_were_loaded_began_under_the_new_ones(server, monkeypatch):
+async def test_request_received_during_a_weight_load_has_the_new_version(server, monkeypatch):
     """Or it would count as one of two policies; one whose policy changes while it runs is of both."""
 
     async def outputs(prompt, sampling_params, request_id):
@@ -125,18 +125,18 @@ async def test_a_request_that_came_while_weights_were_loaded_began_under_the_new
     assert not server._began
 
 
-async def test_a_request_of_another_client_is_served(server):
+async def test_request_of_another_client_is_served(server):
     output = await server.generate([5], {}, "r")
     (record,) = output.extra_fields[FIELD]
     assert (record["prompt_key"], record["sample"]) == ("", -1)
     assert record["queued_at"] > 0
 
 
-def test_every_count_has_its_column():
+def test_every_count_has_a_column():
     assert set(DRAFT_COUNTS.values()) <= set(RequestRecord.__dataclass_fields__)
 
 
-def test_the_rest_of_a_response_is_asked_for_with_what_is_left_of_its_options(server):
+def test_continued_response_gets_the_remaining_limits(server):
     """``min_tokens`` counts the whole response's; vLLM refuses more than are left."""
 
     async def ask(made, **options):

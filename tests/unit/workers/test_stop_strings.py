@@ -106,7 +106,7 @@ def ids_of(text):
     return TOKENIZER.encode(text)
 
 
-def test_what_a_tool_said_after_a_stop_string_is_not_the_models():
+def test_draft_beyond_a_stop_string_is_dropped():
     """As in a search loop: the draft is an earlier response, with the tool's answer after the stop."""
     said = ids_of("<search>x</search> <information>42")
     stop = {"stop": ["</search>"], "include_stop_str_in_output": True}
@@ -128,7 +128,7 @@ def test_what_a_tool_said_after_a_stop_string_is_not_the_models():
     interval=st.sampled_from([1, 3]),
     last=st.sampled_from([None, FinishReason.STOP, FinishReason.LENGTH]),
 )
-def test_it_ends_where_it_would_without_drafts(text, sizes, kind, stop, include, min_tokens, interval, last):
+def test_response_ends_where_it_would_without_drafts(text, sizes, kind, stop, include, min_tokens, interval, last):
     tokens = ids_of(text)
     options = {"kind": kind, "stop": stop, "include_stop_str_in_output": include, "min_tokens": min_tokens}
     undrafted = Front(**options).run(tokens, [], last)
@@ -139,7 +139,7 @@ def test_it_ends_where_it_would_without_drafts(text, sizes, kind, stop, include,
         assert drafted.told == undrafted.told
 
 
-def test_each_of_several_samples_ends_at_its_own():
+def test_each_sample_ends_at_its_own_stop_string():
     front = Front(n=2, stop=["b"])
     for index, text in enumerate(("aaaba", "aba")):
         front.step(ids_of("".join(text)), index=index)
@@ -147,7 +147,7 @@ def test_each_of_several_samples_ends_at_its_own():
     assert [TOKENIZER.decode(ends[index]) for index in range(2)] == ["aaab"[: len(TOKENIZER.decode(ends[0]))], "ab"]
 
 
-def test_the_experts_of_what_was_cut_are_cut():
+def test_routed_experts_are_truncated_with_the_tokens():
     """One row a position that was computed: the prompt's with the first token, then each token's own input."""
     tokens = ids_of("x<y>z")
     front = Front(stop=["y"])
@@ -158,7 +158,7 @@ def test_the_experts_of_what_was_cut_are_cut():
     assert final.routed_experts.ravel().tolist() == [0, 1, 2, 3]
 
 
-def test_without_stop_strings_a_step_is_one_output():
+def test_step_without_stop_strings_is_one_output():
     front = Front()
     front.step(ids_of("<y>z"))
     assert len(front.outputs) == 1
@@ -172,7 +172,7 @@ def test_without_stop_strings_a_step_is_one_output():
     min_tokens=st.integers(0, 12),
     slow=st.booleans(),
 )
-def test_a_response_that_goes_on_ends_where_it_would_uncut(text, cuts, stop, min_tokens, slow):
+def test_continued_response_ends_where_an_uninterrupted_one_would(text, cuts, stop, min_tokens, slow):
     """Also at the first token after the cut, and with the stop string over several cuts."""
     tokens, options = ids_of(text), {"stop": stop, "min_tokens": min_tokens}
     with pytest.MonkeyPatch.context() as patch:

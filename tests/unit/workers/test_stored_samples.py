@@ -13,7 +13,7 @@ SAMPLES = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 5)), max_size=
 
 
 @given(samples=SAMPLES, limit=st.integers(1, 20_000), grouped=st.booleans())
-def test_pieces_are_bounded_hold_each_row_once_and_tear_no_prompt_apart(samples, limit, grouped):
+def test_pieces_are_bounded_and_keep_prompts_together(samples, limit, grouped):
     lengths = np.array([length for length, _ in samples], dtype=np.int64)
     prompts = [prompt for _, prompt in samples]
     before, stored_samples.PIECE_BYTES = stored_samples.PIECE_BYTES, limit

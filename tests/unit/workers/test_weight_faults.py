@@ -41,7 +41,7 @@ MODEL = {
 class TestTypes:
     """FSDP holds float32, engines bf16: what they would drop does not travel."""
 
-    async def test_matrices_are_written_as_engines_hold_them(self, tmp_path):
+    async def test_matrices_are_written_in_the_engines_dtype(self, tmp_path):
         folder = claim(tmp_path)
         for version, dtype in ((1, None), (2, "bfloat16")):
             actor = RelayCheckpointEngine(1 << 20, is_master=True)
@@ -70,11 +70,11 @@ class TestTypes:
             ({"dtype": "bfloat16", "quantization": "fp8"}, None),
         ],
     )
-    def test_what_engines_hold_is_what_they_compute_in_unless_they_quantise(self, rollout, dtype):
+    def test_engines_dtype_is_the_compute_dtype_unless_quantised(self, rollout, dtype):
         assert travels_in(OmegaConf.create(rollout)) == dtype
         assert dtype is None or isinstance(getattr(torch, dtype), torch.dtype)
 
-    async def test_what_no_bucket_holds_is_handed_over_on_the_device(self, tmp_path, monkeypatch):
+    async def test_tensor_larger_than_a_bucket_is_passed_on_the_device(self, tmp_path, monkeypatch):
         """verl sends it to the engine by a handle of device memory: there is none for a mapped file."""
         monkeypatch.setattr(engines, "_device", lambda: "meta")
         folder = claim(tmp_path)
@@ -86,7 +86,7 @@ class TestTypes:
 
 
 class TestTwoVersions:
-    def test_what_is_written_anew_while_it_is_read_is_not_served(self, tmp_path):
+    def test_version_rewritten_during_a_read_is_not_served(self, tmp_path):
         folder = claim(tmp_path)
         write(folder, 1)
         reading = folder.read(1)
@@ -103,7 +103,7 @@ class TestTwoVersions:
         with pytest.raises(WeightsError):
             list(reading)
 
-    async def test_what_another_process_reads_is_kept(self, nodes):
+    async def test_version_read_by_another_process_is_kept(self, nodes):
         """A replica of several nodes: the relay of its first node counts, those of the others do not know."""
         [node] = nodes[:1]
         await publish(node, 1)
@@ -131,7 +131,7 @@ print(len(list(reading)), flush=True)
         await publish(node, 4)
         assert node._folder.versions() == [3, 4]
 
-    async def test_one_that_comes_while_it_is_written_anew_gives_way(self, nodes):
+    async def test_fetch_during_a_rewrite_is_abandoned(self, nodes):
         gate, near = asyncio.Event(), Near(nodes[0])
         await publish(nodes[0], 1)
         chunk = nodes[0].chunk
@@ -158,7 +158,7 @@ print(len(list(reading)), flush=True)
         assert torch.equal(replica.loaded["layer.1"], weights(5)["layer.1"])
         assert (await nodes[1].tally())["damaged"] == 0, "both wrote to one place"
 
-    async def test_an_old_one_of_that_number_is_not_served_where_the_new_was_not_told_of(self, nodes):
+    async def test_outdated_version_of_the_same_number_is_not_served(self, nodes):
         near, replica = Near(nodes[0]), Replica(nodes[1])
         await publish(nodes[0], 1)
         await nodes[1].fetch(1, known(1), [(near, False)])
@@ -176,7 +176,7 @@ print(len(list(reading)), flush=True)
         assert torch.equal(replica.loaded["layer.1"], weights(5)["layer.1"])
 
 
-async def test_a_slow_site_is_waited_for_also_where_all_bytes_go(tmp_path, monkeypatch):
+async def test_slow_site_is_awaited_also_for_whole_versions(tmp_path, monkeypatch):
     monkeypatch.setattr(relays, "keep_audible", lambda: None)
     here, there = (Relay(str(tmp_path / str(n)), None, False) for n in range(2))
     gate, near = asyncio.Event(), Near(here)
@@ -201,7 +201,7 @@ async def test_a_slow_site_is_waited_for_also_where_all_bytes_go(tmp_path, monke
     assert torch.equal(replica.loaded["layer.1"], weights(1)["layer.1"])
 
 
-async def test_it_is_told_when_all_of_a_version_crosses_the_link(nodes, monkeypatch):
+async def test_whole_version_over_the_link_is_logged(nodes, monkeypatch):
     near = Near(nodes[0])
     for version in (1, 2):
         await publish(nodes[0], version)
@@ -216,7 +216,7 @@ async def test_it_is_told_when_all_of_a_version_crosses_the_link(nodes, monkeypa
     assert any("chunks came whole from another site" in line for line in told)
 
 
-async def test_the_end_of_a_run_ends_what_is_under_way(nodes):
+async def test_end_of_run_cancels_transfers(nodes):
     await publish(nodes[0], 1)
     gate, chunk = asyncio.Event(), nodes[0].chunk
 
@@ -234,7 +234,7 @@ async def test_the_end_of_a_run_ends_what_is_under_way(nodes):
     assert not nodes[1]._folder.path.exists()
 
 
-async def test_a_transfer_that_ends_with_any_error_is_tried_anew(nodes, monkeypatch):
+async def test_failed_transfer_is_tried_again(nodes, monkeypatch):
     await publish(nodes[0], 1)
 
     def full(version, parts):
@@ -253,7 +253,7 @@ async def test_a_transfer_that_ends_with_any_error_is_tried_anew(nodes, monkeypa
     assert replica.loaded
 
 
-def test_what_another_run_left_and_nobody_can_remove_stops_none(tmp_path, monkeypatch):
+def test_undeletable_folder_of_another_run_is_ignored(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(folders.logger, "warning", lambda text, *of: told.append(text % of))
     left = claim(tmp_path)

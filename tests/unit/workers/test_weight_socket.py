@@ -37,12 +37,12 @@ def sockets(monkeypatch):
 
 
 @pytest.mark.parametrize("rhyme", [True, False])
-def test_workers_and_engines_meet(sockets, rhyme):
+def test_workers_and_engines_use_the_same_socket(sockets, rhyme):
     worker, engine = sockets("10.0.0.1:6379", rhyme)
     assert worker == engine
     assert len(worker.removeprefix("ipc://")) < 108, "a socket's path has no more bytes"
 
 
-def test_runs_on_clusters_of_their_own_do_not(sockets):
+def test_runs_on_separate_clusters_use_other_sockets(sockets):
     assert sockets("10.0.0.1:6379")[0] != sockets("10.0.0.1:6380")[0]
     assert "01000000" in os.environ["VERL_RAY_JOB_ID"]

@@ -36,7 +36,7 @@ time.sleep(600)
 
 
 class TestFolder:
-    def test_what_was_written_is_read(self, tmp_path):
+    def test_written_version_is_read(self, tmp_path):
         folder = claim(tmp_path)
         for version in (3, 12):
             write(folder, version)
@@ -45,7 +45,7 @@ class TestFolder:
         assert same(folder, 3)
         assert same(folder, 12)
 
-    def test_tensors_of_all_types_and_shapes_are_those_that_were_added(self, tmp_path):
+    def test_tensors_of_all_types_and_shapes_are_preserved(self, tmp_path):
         """Also where the actor takes the memory of one for the next, and where one is larger than a part."""
         folder, memory = claim(tmp_path), torch.empty(400, dtype=torch.uint8)
         writer, wanted = folder.writer(1, 100, 64), {}
@@ -66,12 +66,12 @@ class TestFolder:
         assert not any(folder.wrong(1, number, part) for number, part in enumerate(parts))
         assert len(parts) > 5
 
-    def test_nobody_else_may_read_it(self, tmp_path):
+    def test_folder_is_private(self, tmp_path):
         folder = claim(tmp_path)
         write(folder, 1)
         assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
 
-    def test_a_version_without_its_end_is_not_there(self, tmp_path):
+    def test_incomplete_version_is_not_listed(self, tmp_path):
         folder = claim(tmp_path)
         writer = folder.writer(1, part_bytes=1)
         writer.add("a", torch.ones(3))
@@ -79,7 +79,7 @@ class TestFolder:
         with pytest.raises(WeightsError, match="no weights of version 1"):
             next(folder.read(1))
 
-    def test_a_part_that_was_cut_is_not_served(self, tmp_path):
+    def test_truncated_part_is_not_served(self, tmp_path):
         folder = claim(tmp_path)
         write(folder, 1)
         last = sorted(folder.path.glob("1/*.safetensors"))[-1]
@@ -87,7 +87,7 @@ class TestFolder:
         with pytest.raises(WeightsError, match="is not whole"):
             list(folder.read(1))
 
-    def test_what_lies_there_is_known_chunk_by_chunk(self, tmp_path):
+    def test_existing_chunks_are_recognised(self, tmp_path):
         folder = claim(tmp_path)
         write(folder, 1)
         part = folder.parts(1)[0]
@@ -101,7 +101,7 @@ class TestFolder:
         file.unlink()
         assert folder.wrong(1, 0, part) == list(range(len(part.digests)))
 
-    def test_what_a_dead_owner_left_is_whole_only_after_it_was_read_again(self, tmp_path):
+    def test_files_of_a_dead_owner_are_verified_before_use(self, tmp_path):
         left = claim(tmp_path)
         for version in (1, 2):
             write(left, version)
@@ -120,7 +120,7 @@ class TestFolder:
         assert folder.versions() == [1]
         assert folder.unfinished() == [2]
 
-    def test_no_room_says_what_to_do(self, tmp_path):
+    def test_full_disk_error_names_the_remedy(self, tmp_path):
         folder = claim(tmp_path)
         writer = folder.writer(1)
         (folder.path / "1").write_bytes(b"")  # no folder can be made here
@@ -129,7 +129,7 @@ class TestFolder:
             writer.close()
 
     @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-    def test_a_folder_that_may_not_be_written_says_so(self, tmp_path):
+    def test_unwritable_folder_is_an_error(self, tmp_path):
         tmp_path.chmod(0o500)
         with pytest.raises(WeightsError, match="Permission denied"):
             claim(tmp_path)
@@ -148,7 +148,7 @@ class TestFolder:
             process.kill()
             process.communicate()
 
-    def test_two_that_begin_at_once_do_not_disturb_each_other(self, tmp_path, monkeypatch):
+    def test_two_relays_that_start_together_do_not_interfere(self, tmp_path, monkeypatch):
         """One looks whose the other's lock is in the moment before that is taken."""
         name = uuid.UUID(int=1)
         monkeypatch.setattr("uuid.uuid4", lambda: name)
@@ -161,7 +161,7 @@ class TestFolder:
         assert same(folder, 1)
 
     @pytest.mark.parametrize("stem", ["", "0" * 31, "*", "g" * 32])
-    def test_no_name_but_our_own_is_a_left_over(self, tmp_path, stem):
+    def test_files_with_other_names_are_not_removed(self, tmp_path, stem):
         """In /dev/shm anybody may make files, and what they are called was a prefix of all that went."""
         live = claim(tmp_path)
         write(live, 1)
@@ -173,7 +173,7 @@ class TestFolder:
         assert beside.exists()
 
     @pytest.mark.parametrize("signed", [{"host": "elsewhere", "boot": "another"}, None], ids=["another host", "nobody"])
-    def test_what_another_host_may_use_stays(self, tmp_path, signed):
+    def test_files_of_another_host_are_kept(self, tmp_path, signed):
         """On a file system whose locks are each client's own, its lock can be had here."""
         theirs = claim(tmp_path)
         write(theirs, 1)
@@ -201,7 +201,7 @@ class TestFolder:
 
     @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
     @pytest.mark.parametrize("what", ["lock", "folder"])
-    def test_another_users_stay(self, tmp_path, what):
+    def test_files_of_another_user_are_kept(self, tmp_path, what):
         theirs = claim(tmp_path)
         write(theirs, 1)
         let_go(theirs)
@@ -216,7 +216,7 @@ def nodes(tmp_path, monkeypatch):
     return [Relay(str(tmp_path / str(n))) for n in range(5)]
 
 
-async def test_a_version_reaches_all_nodes_by_a_tree(nodes):
+async def test_version_reaches_all_nodes_along_a_tree(nodes):
     near = [Near(node) for node in nodes]
     await publish(nodes[0], 7)
     for place, node in enumerate(nodes[1:]):
@@ -232,7 +232,7 @@ async def test_a_version_reaches_all_nodes_by_a_tree(nodes):
         assert replica.told[3:] == ["resume_kv_cache", "resume_engine_generation", "open_submission_gate"]
 
 
-async def test_whoever_is_told_early_waits_for_the_version(nodes):
+async def test_early_delivery_waits_for_the_version(nodes):
     near = Near(nodes[0])
     await nodes[1].fetch(1, known(1), [(near, False)])
     replica = Replica(nodes[1])
@@ -244,7 +244,7 @@ async def test_whoever_is_told_early_waits_for_the_version(nodes):
     assert replica.loaded
 
 
-async def test_a_damaged_part_is_fetched_again_and_never_served(nodes):
+async def test_damaged_part_is_fetched_again_and_never_served(nodes):
     broken = {"times": 2}
 
     def once(chunk, data):
@@ -271,7 +271,7 @@ async def test_a_damaged_part_is_fetched_again_and_never_served(nodes):
     assert untouched.loaded
 
 
-async def test_where_the_next_node_is_gone_it_comes_from_the_first(nodes):
+async def test_without_the_next_node_the_first_one_sends(nodes):
     await publish(nodes[0], 1)
     await nodes[1].fetch(1, known(1), [(Dead(), False), (Near(nodes[0]), False)])
     replica = Replica(nodes[1])
@@ -282,7 +282,7 @@ async def test_where_the_next_node_is_gone_it_comes_from_the_first(nodes):
         await nodes[2].deliver(Replica(nodes[2]).target, 1)
 
 
-async def test_what_gave_way_before_it_had_come_is_not_waited_for(nodes):
+async def test_version_dropped_by_its_source_is_not_awaited(nodes):
     """A slow node: the actor's has made room for newer versions meanwhile."""
     gate = asyncio.Event()
 
@@ -314,7 +314,7 @@ async def test_what_gave_way_before_it_had_come_is_not_waited_for(nodes):
         await nodes[0].parts(1)
 
 
-async def test_two_versions_are_kept_and_what_is_being_taken(nodes):
+async def test_two_versions_and_those_being_read_are_kept(nodes):
     [node] = nodes[:1]
     await publish(node, 1)
     gate = asyncio.Event()
@@ -337,7 +337,7 @@ def busy(relay):
     return Replica(relay, idle=done.wait), done
 
 
-async def test_a_patient_delivery_waits_until_nothing_runs_and_brings_the_newest(nodes):
+async def test_patient_delivery_waits_for_requests_and_loads_the_newest(nodes):
     [node] = nodes[:1]
     replica, done = busy(node)
     await publish(node, 1)
@@ -353,7 +353,7 @@ async def test_a_patient_delivery_waits_until_nothing_runs_and_brings_the_newest
     assert torch.equal(replica.loaded["layer.1"], weights(2)["layer.1"])
 
 
-async def test_one_that_is_not_patient_hurries_one_that_is(nodes):
+async def test_impatient_delivery_hurries_a_patient_one(nodes):
     [node] = nodes[:1]
     replica, done = busy(node)
     await publish(node, 1)
@@ -369,7 +369,7 @@ async def test_one_that_is_not_patient_hurries_one_that_is(nodes):
     await again
 
 
-async def test_a_hurry_outlives_a_delivery_that_was_under_way(nodes):
+async def test_hurry_applies_to_the_next_delivery_too(nodes):
     """A patient one that waits in the queue does not let one that hurries wait behind it."""
     [node] = nodes[:1]
     replica, _ = busy(node)
@@ -394,7 +394,7 @@ async def test_a_hurry_outlives_a_delivery_that_was_under_way(nodes):
     assert torch.equal(replica.loaded["layer.1"], weights(2)["layer.1"])
 
 
-async def test_a_slow_node_holds_no_more_versions_than_others(nodes):
+async def test_slow_node_keeps_no_more_versions_than_others(nodes):
     near, gate = Near(nodes[0]), asyncio.Event()
     await publish(nodes[0], 1)
     await nodes[1].fetch(1, known(1), [(near, False)])
@@ -420,13 +420,13 @@ async def test_a_slow_node_holds_no_more_versions_than_others(nodes):
     assert nodes[1]._folder.versions() == [2, 3]
 
 
-async def test_the_end_of_a_run_leaves_nothing(nodes):
+async def test_end_of_run_removes_all_files(nodes):
     await publish(nodes[0], 1)
     await nodes[0].close()
     assert not nodes[0]._folder.path.exists()
 
 
-async def test_a_version_that_is_written_anew_is_not_the_old_one(nodes):
+async def test_rewritten_version_is_not_the_old_one(nodes):
     near = Near(nodes[0])
     await publish(nodes[0], 1)
     await nodes[1].fetch(1, known(1), [(near, False)])
@@ -438,7 +438,7 @@ async def test_a_version_that_is_written_anew_is_not_the_old_one(nodes):
         await nodes[1].deliver(Replica(nodes[1]).target, 1)
 
 
-async def test_a_replica_that_dies_is_told_and_no_other_waits(nodes):
+async def test_death_of_a_replica_is_raised_and_others_do_not_wait(nodes):
     await publish(nodes[0], 1)
     dying = Replica(nodes[0], fails=True)
     with pytest.raises(RuntimeError, match="the engine died"):
@@ -450,13 +450,13 @@ async def test_a_replica_that_dies_is_told_and_no_other_waits(nodes):
     assert not nodes[0]._taking[1]
 
 
-def test_parts_are_as_large_as_buckets_at_most():
+def test_parts_are_at_most_as_large_as_buckets():
     assert RelayCheckpointEngine(1000)._part_bytes == 1000
     assert RelayCheckpointEngine(1 << 40)._part_bytes == folders.PART_BYTES
     assert Folder("x").path.name == "x"
 
 
-async def test_a_relay_in_the_place_of_a_dead_one_goes_on_where_that_stood(nodes):
+async def test_replacement_relay_continues_with_existing_files(nodes):
     """Half of a version had come, a whole one was there: neither is sent again, and neither is served unread."""
     await publish(nodes[0], 1)
     await nodes[1].fetch(1, known(1), [(Near(nodes[0]), False)])
@@ -490,7 +490,7 @@ async def test_a_relay_in_the_place_of_a_dead_one_goes_on_where_that_stood(nodes
     assert same(heir._folder, 2)
 
 
-async def test_an_old_version_is_never_served_as_a_new_one_of_its_number(nodes):
+async def test_outdated_version_is_never_served_as_a_new_one(nodes):
     """A node that was away when a version was written anew has the old one, whole."""
     await publish(nodes[0], 1)
     await nodes[1].fetch(1, known(1), [(Near(nodes[0]), False)])
@@ -508,7 +508,7 @@ async def test_an_old_version_is_never_served_as_a_new_one_of_its_number(nodes):
         assert torch.equal(replica.loaded["layer.1"], weights(5)["layer.1"])
 
 
-async def test_what_comes_from_another_site_is_counted_and_little(nodes):
+async def test_bytes_from_another_site_are_few_and_counted(nodes):
     near = Near(nodes[0])
     for version in (1, 2):
         await publish(nodes[0], version)
@@ -525,7 +525,7 @@ async def test_what_comes_from_another_site_is_counted_and_little(nodes):
     assert await nodes[1].tally() == {}
 
 
-async def test_a_site_that_is_slower_than_updates_come_gets_them_all_the_same(nodes):
+async def test_site_slower_than_training_gets_versions_nonetheless(nodes):
     gate, asked = asyncio.Event(), []
     await publish(nodes[0], 1)
     chunk = nodes[0].chunk
