@@ -40,15 +40,15 @@ class Watched(PlacementRouter):
 
     def __init__(self, servers: dict[str, Any]) -> None:
         super().__init__(servers)
-        self.told: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
 
     def acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
-        self.told.append(extra)
+        self.received.append(extra)
         return super().acquire_server(request_id, **extra)
 
-    def take_told(self) -> list[dict[str, Any]]:
-        told, self.told = self.told, []
-        return told
+    def take_received(self) -> list[dict[str, Any]]:
+        received, self.received = self.received, []
+        return received
 
 
 class Server:
@@ -131,7 +131,7 @@ def test_server_and_router_get_the_request_metadata(servers: list[Any], balancer
         record = {"prompt_key": key, "sample": number, "attempt": 0, "response_tokens": 2, "reason": ""}
         assert records == kept == [record]
     assignment = Assignment(replica="s1", expected_tokens=6)
-    assert ray.get(balancer.take_told.remote()) == [{FIELD: {"assignment": assignment}}] * N
+    assert ray.get(balancer.take_received.remote()) == [{FIELD: {"assignment": assignment}}] * N
     here, there = asked_of(servers)
     assert (len(here), len(there)) == (0, N)
     metas = sorted((RequestMeta(**asked[FIELD]) for asked in here + there), key=lambda meta: meta.sample)
@@ -179,8 +179,8 @@ async def test_without_the_pipeline_requests_have_their_sample_number(
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
     await worker._run_prompt({"uid": "u", "agent_name": "two turns"}, {"temperature": 1.0}, trajectory)
     samples = range(1 if validate else N)
-    told = {"prompt_key": prompt_key(PROMPT).hex(), "response_tokens": 2, "reason": ""}
-    assert worker.stored == {n: [{**told, "sample": n, "attempt": turn} for turn in range(2)] for n in samples}
+    record = {"prompt_key": prompt_key(PROMPT).hex(), "response_tokens": 2, "reason": ""}
+    assert worker.stored == {n: [{**record, "sample": n, "attempt": turn} for turn in range(2)] for n in samples}
     metas = [RequestMeta(**asked[FIELD]) for asked in [each for asked in asked_of(servers) for each in asked]]
     assert sorted((meta.sample, meta.attempt) for meta in metas) == [(n, turn) for n in samples for turn in range(2)]
     assert worker.llm_client._strangers == {}

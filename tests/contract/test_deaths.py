@@ -250,9 +250,9 @@ def test_death_is_detected_while_other_calls_block(replica: Replica, sender: Any
 def test_calls_to_a_dead_engine_are_not_awaited(replica: Replica, sender: Any) -> None:
     """The server outlives its engine, and its call does not end."""
     threading.Timer(0.5, lambda: replica.servers[0].lose_engine.remote()).start()
-    with pytest.raises(RayError) as told:
+    with pytest.raises(RayError) as raised:
         Outliving(Waiting(replicas=[replica])).resume_generation_replicas()
-    assert is_death(told.value)
+    assert is_death(raised.value)
 
 
 def test_slow_weight_load_is_awaited(replica: Replica, sender: Any) -> None:
@@ -273,10 +273,10 @@ class Kept(PlacementRouter):
 
     def report_capacity(self, server_id: str, kv_tokens: int) -> None:
         super().report_capacity(server_id, kv_tokens)
-        self.told = {**getattr(self, "told", {}), server_id: kv_tokens}
+        self.tokens = {**getattr(self, "tokens", {}), server_id: kv_tokens}
 
     def capacities(self) -> dict[str, int]:
-        return getattr(self, "told", {})
+        return getattr(self, "tokens", {})
 
 
 class World:
@@ -405,9 +405,7 @@ def test_no_replica_starts_if_weights_cannot_be_sent_to_it_alone(world: World, e
     assert Weights.sent == [(2, 7)]
 
 
-def test_failed_start_is_tried_again(
-    world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
-) -> None:
+def test_failed_start_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
     monkeypatch.setattr(replicas, "_PAUSE_S", 0.5)
     Replica.troubles.append("Total available GPUs 0 is less than total desired GPUs 1")
     world.kill(0)

@@ -27,6 +27,7 @@ SESSIONS = "rhyme_sessions"
 #: TransferQueue partition with the data of each loaded prompt, until all its samples are trained.
 PROMPTS = "rhyme_prompts"
 #: Column of a dispatched batch: the starts of each prompt's samples.
+STARTS = "__rhyme_starts__"
 
 
 class Interrupted(BaseException):
@@ -96,6 +97,7 @@ class Conversation:
 
 
 @dataclass
+class Session:
     """One attempt at a sample, kept by the agent loop's task.
 
     Attributes:
@@ -136,6 +138,7 @@ class Conversation:
     deadline: Deadline = field(default_factory=Deadline)
 
     @contextmanager
+    def generation(self) -> Iterator[None]:
         """Wrap each call of the agent loop for tokens.
 
         Raises:

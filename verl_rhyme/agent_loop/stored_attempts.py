@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 #: verl's partition of trajectories for training.
 TRAIN = "train"
 #: Key in ``extra_fields`` of a sample's first trajectory: the attempt's report, without its turns.
+REPORT = "rhyme_report"
 
 
 def is_ours(name: str) -> bool:

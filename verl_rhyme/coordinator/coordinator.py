@@ -23,9 +23,9 @@ import transfer_queue as tq
 
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN, evidence, trajectories
-from verl_rhyme.coordinator.worker_pool import WorkerPool
 from verl_rhyme.coordinator.cleanup import Cleanup
 from verl_rhyme.coordinator.migrations import Migrations
+from verl_rhyme.coordinator.worker_pool import WorkerPool
 from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.batches import (
@@ -429,9 +429,7 @@ class Coordinator:
         if lost:
             logger.warning("attempt %s could not start, and starts again: %s", report.name, report.error)
         if self._lost_starts.ended(lost, asyncio.get_running_loop().time()):
-            self._fail(
-                RuntimeError(f"no sample could be started for {LOSING_S:.0f} s; the last error: {report.error}")
-            )
+            self._fail(RuntimeError(f"no sample could be started for {LOSING_S:.0f} s; the last error: {report.error}"))
 
     def _lost(self, names: list[str], why: str) -> None:
         if self._opened is None:

@@ -32,6 +32,7 @@ _LET_GO_S = 5.0
 #: Seconds that a server has to report its capacity, and to rest once no request runs.
 _ANSWER_S, _REST_S = 60.0, 120.0
 #: Seconds for which starts are retried when no replica is left; the first pause between two tries, and the longest.
+_NONE_LEFT_S, _PAUSE_S, _LONGEST_PAUSE_S = 300.0, 2.0, 600.0
 
 
 def serve(servers: Any) -> None:

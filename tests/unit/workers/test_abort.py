@@ -1,4 +1,4 @@
-"""An abandoned request ends in the engine, by the name that verl gave it."""
+"""Aborts of abandoned requests in the engine, by the id that verl gave them."""
 
 import asyncio
 from functools import partial
@@ -27,7 +27,7 @@ class Core:
 
 @pytest.fixture
 def server():
-    """With vLLM's own front end around one request, which vLLM has named anew."""
+    """A server with vLLM's front end around one request, which vLLM has renamed."""
     built = object.__new__(RhymeHttpServer)
     engine = SimpleNamespace(
         output_processor=OutputProcessor(None, log_stats=False), engine_core=Core(), log_requests=False
@@ -51,7 +51,7 @@ async def test_abort_ends_the_request_in_engine_and_server(server):
 
 
 async def test_aborted_request_that_is_held_during_a_weight_load_ends_on_entry(server):
-    server._final["r"] = None  # it is past the gate, and verl has parked it
+    server._final["r"] = None  # it is past the gate, and verl holds it
     assert not (await server.abort_request("r"))["aborted"]
     assert server._aborts
     server.arrives()

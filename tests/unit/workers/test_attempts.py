@@ -1,4 +1,4 @@
-"""What an agent loop worker runs, ends and reports."""
+"""Attempts of an agent loop worker: how they run, end and are reported."""
 
 import asyncio
 import sys
@@ -22,10 +22,10 @@ _Worker = SessionAgentLoopWorker.__ray_metadata__.modified_class
 
 
 class Worker(_Worker):
-    """Its agent loop is what a test says."""
+    """Worker whose agent loop is the test's."""
 
     def __init__(self, run):
-        self.run, self.told, self.broken, self.fetched = run, [], False, []
+        self.run, self.reported, self.broken, self.fetched = run, [], False, []
         self._coupled, self._seed, self._filter_metric, self._tool_timeout = False, 0, None, 60.0
         self._attempts, self._sessions = {}, {}
         self.background_tasks = set()
@@ -35,15 +35,15 @@ class Worker(_Worker):
         if self.broken:
             raise NotReported("gone")
         assert (left is not None) == (ended.status in ("generated", "interrupted"))
-        self.told.append(ended)
+        self.reported.append(ended)
 
     @property
     def reports(self):
-        """The last word of each attempt."""
-        return {ended.name: ended for ended in self.told}
+        """Return the last report of each attempt."""
+        return {ended.name: ended for ended in self.reported}
 
     async def generate_sequences(self, batch):
-        """verl's way from a batch to its prompts, shortened."""
+        """Replace verl's way from a batch to its prompts."""
         for order in batch[STARTS]:
             order = getattr(order, "data", order)
             uid = sample_of(order.starts[0].name)[0]
@@ -55,7 +55,7 @@ class Worker(_Worker):
         await self.run(self, sampling_params, session_id, prompt)
 
     async def start(self, *starts):
-        """Until all of them have ended."""
+        """Wait until all of them have ended."""
         await self.begin(list(starts), 4)
         while self._attempts:
             await asyncio.sleep(0.001)
@@ -64,14 +64,14 @@ class Worker(_Worker):
 
 @pytest.fixture(autouse=True)
 def queue(monkeypatch):
-    """TransferQueue: prompts without columns, and what a test has put there of earlier attempts."""
+    """TransferQueue with prompts without columns, and earlier attempts of the test."""
     left, asked = {}, []
 
     async def fetch(keys, partition_id, select_fields=None):
         asked.append((partition_id, list(keys)))
         if partition_id == PROMPTS:
             return TensorDict({"index": torch.arange(len(keys))}, batch_size=len(keys))
-        if not (found := [key for key in keys if key in left]):  # others are left out of the answer
+        if not (found := [key for key in keys if key in left]):  # the answer leaves out missing keys
             raise ValueError("keys or partition were not found!")
         return {name: [left[key][name] for key in found] for name in select_fields}
 
@@ -93,7 +93,7 @@ async def test_attempt_is_listed_until_it_has_been_reported():
     assert sorted(await worker.attempts()) == ["a_0", "a_1"]
     await task
     assert await worker.attempts() == []
-    assert {key: told.status for key, told in worker.reports.items()} == {"a_0": "interrupted", "a_1": "interrupted"}
+    assert {key: ended.status for key, ended in worker.reports.items()} == {"a_0": "interrupted", "a_1": "interrupted"}
 
 
 async def test_abandoned_attempt_ends_alone_without_a_report():
@@ -129,7 +129,7 @@ async def test_attempt_whose_report_fails_is_not_listed(caplog):
 
 
 async def test_unreported_end_of_generation_is_no_failure(monkeypatch):
-    """A coordinator that is long in coming back is no fault of the prompt."""
+    """A coordinator that restarts slowly is no fault of the prompt."""
 
     async def run(worker, params, session_id, prompt):
         worker.broken = True
@@ -140,7 +140,7 @@ async def test_unreported_end_of_generation_is_no_failure(monkeypatch):
 
     worker = Worker(run)
     await worker.start(first(0))
-    assert worker.told == []
+    assert worker.reported == []
 
 
 async def test_attempt_reports_its_name_and_agent_loop_gets_the_sample_number():
@@ -155,7 +155,7 @@ async def test_attempt_reports_its_name_and_agent_loop_gets_the_sample_number():
 
 
 async def test_earlier_turns_are_fetched_at_once_and_missing_ones_start_over(queue):
-    """Of 16 samples that start again together, one whose text is gone takes no other's along."""
+    """Of 16 samples that start again together, a missing text affects only its own sample."""
     met = {}
 
     async def run(worker, params, session_id, prompt):
@@ -184,7 +184,7 @@ async def test_attempts_without_prompt_data_are_reported(monkeypatch):
     monkeypatch.setattr(workers, "_RETRY_S", 0.001)
     worker = Worker(None)
     await worker.start(first(0), first(1))
-    assert {key: (told.status, told.error) for key, told in worker.reports.items()} == dict.fromkeys(
+    assert {key: (report.status, report.error) for key, report in worker.reports.items()} == dict.fromkeys(
         ("a_0", "a_1"), ("lost", "ConnectionError('no queue')")
     )
 
@@ -226,8 +226,8 @@ async def test_finished_report_has_the_scores_for_group_filters(monkeypatch, met
     worker = Worker(run)
     worker._filter_metric = metric
     await worker.start(first(0))
-    assert [told.status for told in worker.told] == ["generated", "finished"]
-    assert worker.told[1].scores == scores
+    assert [report.status for report in worker.reported] == ["generated", "finished"]
+    assert worker.reported[1].scores == scores
 
 
 async def test_missing_filter_metric_is_an_error(monkeypatch):
@@ -247,8 +247,8 @@ async def test_missing_filter_metric_is_an_error(monkeypatch):
 
 @pytest.mark.parametrize("score", [None, float("nan"), float("inf"), 0.5, True])
 async def test_reward_that_is_not_finite_fails_the_sample_before_storing(monkeypatch, score):
-    """One NaN makes the advantages of its whole group NaN, and verl skips an update with such a gradient; without any
-    reward, the update would miss the column. Metrics other than the reward may be what they like."""
+    """A NaN makes the advantages of its whole group NaN, and verl skips a step with such a gradient. Without a reward
+    the step would lack the column. Other metrics may have any value."""
     stored = []
 
     class Judge:
@@ -271,11 +271,11 @@ async def test_reward_that_is_not_finite_fails_the_sample_before_storing(monkeyp
     worker.processor, worker.mm_processor_kwargs, worker.distillation_enabled = None, {}, False
     await worker.start(first(0))
     if score in (0.5, True):
-        assert [told.status for told in worker.told] == ["generated", "finished"]
+        assert [report.status for report in worker.reported] == ["generated", "finished"]
         assert stored == ["a_0_0"]
     else:
-        assert [told.status for told in worker.told] == ["generated", "failed"]
-        assert f"the reward of prompt a, sample 0, is {score}" in worker.told[-1].error
+        assert [report.status for report in worker.reported] == ["generated", "failed"]
+        assert f"the reward of prompt a, sample 0, is {score}" in worker.reported[-1].error
         assert stored == []
 
 
@@ -294,7 +294,8 @@ async def test_trajectory_without_generation_gets_the_current_version(monkeypatc
     monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", store)
     worker = Worker(run)
     await worker.start(first(0))
-    assert (worker.told[0].status, worker.told[0].tokens, worker.told[0].first_version) == ("generated", 0, None)
+    report = worker.reported[0]
+    assert (report.status, report.tokens, report.first_version) == ("generated", 0, None)
     versions = [output.extra_fields for output in (stored[0] if several else stored)]
     assert versions[0].pop(REPORT) == {"tokens": 0, "first_version": None, "records": []}
     assert versions[0] == {"min_global_steps": 3, "max_global_steps": 3}
@@ -302,7 +303,7 @@ async def test_trajectory_without_generation_gets_the_current_version(monkeypatc
 
 
 async def test_regenerated_response_is_drafted_from_its_trajectory(monkeypatch, queue):
-    """Its tokens of each turn, without what tools answered; one that is gone takes no other's along."""
+    """The draft has the tokens of each turn without tool answers; a missing trajectory affects only its own sample."""
     stored = {"a_0_0": ([5, 6, 9, 9, 7], [1, 1, 0, 0, 1]), "a_1_0": ([8], [1])}
 
     async def fetch(keys, partition_id, select_fields=None):
@@ -332,14 +333,14 @@ async def test_failure_report_has_the_end_of_the_error_text():
 
     worker = Worker(run)
     await worker.start(first(0))
-    told = worker.reports["a_0"]
-    assert told.status == "failed"
-    assert told.error.endswith("KeyError: 'answer'")
-    assert len(told.error) <= 1000
+    report = worker.reports["a_0"]
+    assert report.status == "failed"
+    assert report.error.endswith("KeyError: 'answer'")
+    assert len(report.error) <= 1000
 
 
 async def test_agent_loop_without_a_trajectory_affects_only_its_sample():
-    """verl's own worker stores nothing then."""
+    """verl's worker stores nothing then."""
 
     async def run(worker, params, session_id, prompt):
         turn, _ = current().begin("p")
@@ -348,14 +349,14 @@ async def test_agent_loop_without_a_trajectory_affects_only_its_sample():
 
     worker = Worker(run)
     await worker.start(first(0))
-    assert [(told.status, told.tokens, told.empty) for told in worker.told] == [
+    assert [(report.status, report.tokens, report.empty) for report in worker.reported] == [
         ("generated", 0, False),
         ("finished", 0, True),
     ]
 
 
 async def interrupt(session_id):
-    """As the client, in a call of the agent loop."""
+    """Raise an interruption, as the client does in a call of the agent loop."""
     with current().generation():
         await asyncio.sleep(0)
         raise Interrupted
@@ -378,7 +379,7 @@ async def test_agent_loop_that_continues_after_an_interruption_stores_nothing(mo
     worker = Worker(run)
     await worker.start(first(0), first(1))
     assert stored == []
-    assert [told.status for told in worker.told] == ["interrupted", "interrupted"]
+    assert [report.status for report in worker.reported] == ["interrupted", "interrupted"]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio has no task groups")
@@ -404,7 +405,7 @@ async def test_tool_or_reward_without_an_answer_fails_only_its_sample(monkeypatc
             output = SimpleNamespace(extra_fields={})
             await worker._agent_loop_postprocess(output, False, session_id=session_id, **prompt)
         with current().generation():
-            await asyncio.sleep(0.3)  # the queue at the engines is long
+            await asyncio.sleep(0.3)  # a long queue at the engines
         await asyncio.sleep(0.05)
         raise Interrupted
 
@@ -412,7 +413,7 @@ async def test_tool_or_reward_without_an_answer_fails_only_its_sample(monkeypatc
     worker = Worker(run)
     worker._tool_timeout = 0.1
     await asyncio.wait_for(worker.start(first(0), first(1), first(2)), 5)
-    assert {name: told.status for name, told in worker.reports.items()} == {
+    assert {name: report.status for name, report in worker.reports.items()} == {
         "a_0": "failed",
         "a_1": "failed",
         "a_2": "interrupted",
@@ -432,11 +433,11 @@ async def test_attempt_abandoned_during_a_tool_call_is_no_failure():
     await asyncio.sleep(0.01)
     await worker.abandon(["a_0"])
     await task
-    assert worker.told == []
+    assert worker.reported == []
 
 
 async def test_tool_timeout_applies_without_the_pipeline(monkeypatch):
-    """verl counts it as a session that failed."""
+    """verl counts it as a failed session."""
 
     async def hang(self, sampling_params, trajectory, **kwargs):
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""Which CUDA graphs an engine that drafts captures."""
+"""The CUDA graphs that an engine with drafting captures."""
 
 import itertools
 import json

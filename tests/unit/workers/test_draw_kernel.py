@@ -1,4 +1,4 @@
-"""The GPU's kernel, by Triton's interpreter: the same draws as the CPU's path; and it compiles for GPUs."""
+"""The GPU's draw kernel in Triton's interpreter: it draws as the CPU does; and it compiles for GPUs."""
 
 import json
 import os
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-pytestmark = [pytest.mark.xdist_group("draw kernel"), pytest.mark.slow]  # one probe, which compiles
+pytestmark = [pytest.mark.xdist_group("draw kernel"), pytest.mark.slow]  # they share one probe, which compiles
 PROBE = Path(__file__).parent / "draw_kernel_probe.py"
 
 
 @pytest.fixture(scope="module")
 def cases():
-    # In a process of its own: Triton reads the variable when it is imported.
+    # In a separate process: Triton reads the variable on import.
     result = subprocess.run(
         [sys.executable, str(PROBE)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -86,7 +86,7 @@ def test_kernel_compiles_for_other_gpus(capability, tmp_path):
 
 
 def test_other_batch_widths_do_not_recompile(monkeypatch):
-    """It would take seconds, on each rank, while requests wait."""
+    """Compilation would take seconds on each rank while requests wait."""
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
@@ -110,7 +110,7 @@ def test_other_batch_widths_do_not_recompile(monkeypatch):
     for name in ("_draw", "_combine", "_rank"):
         monkeypatch.setattr(draw_kernel, name, recorder(getattr(draw_kernel, name)))
     for rows in (1, 2, 3, 15, 16, 17, 63, 64, 255, 256, 257, 1023, 1024, 1025):
-        logits = torch.empty((rows, 151_936), dtype=torch.bfloat16)  # never touched
+        logits = torch.empty((rows, 151_936), dtype=torch.bfloat16)  # never read
         keys, positions, bits = torch.zeros((3, rows), dtype=torch.int64)
         tokens, _ = draw_kernel.draw(logits, keys, positions, bits.float())
         draw_kernel.ranks(logits, tokens)

@@ -1,4 +1,4 @@
-"""What a request has said is not lost with its engine, where the server still answers."""
+"""Tokens of a request survive the death of its engine, if the server still answers."""
 
 import asyncio
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from verl_rhyme.processes.request import DIED, FIELD
 
 
 async def two_steps(prompt, params, request_id, **kwargs):
-    """vLLM's: its lists grow while who asked has not looked, and not at once."""
+    """A queue of vLLM: outputs are merged until they are read, and arrive with a delay."""
     yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2], logprobs=["a", "b", "c"], finish_reason=None)])
     raise EngineDeadError
 
@@ -54,8 +54,8 @@ async def test_client_learns_that_the_engine_died(server, monkeypatch):
     monkeypatch.setattr(vLLMHttpServer, "generate", generate)
     server._gate, server._rhyme = Gate(), SimpleNamespace(drafting=SimpleNamespace(enable=False))
     server.global_steps, server.replica_rank, server._node_id = 3, 0, "node"
-    told = [await server.generate([5], {}, name) for name in ("whole", "cut")]
-    assert [output.extra_fields.get(DIED, False) for output in told] == [False, True]
+    outputs = [await server.generate([5], {}, name) for name in ("whole", "cut")]
+    assert [output.extra_fields.get(DIED, False) for output in outputs] == [False, True]
     assert not server._cut
 
 
@@ -72,7 +72,7 @@ async def test_server_that_is_given_up_returns_generated_tokens(server):
 
 @pytest.mark.parametrize("partial", [True, False])
 async def test_turn_continues_on_another_replica_with_its_tokens(monkeypatch, partial):
-    """In the same attempt: the policy is the same."""
+    """The attempt continues: the policy is the same."""
     said = Engine.generate
 
     async def generate(self, request_id, **kwargs):

@@ -1,4 +1,4 @@
-"""What verl's methods in a vLLM worker do with rhyme."""
+"""verl's methods in a vLLM worker with rhyme."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.mark.slow
 def test_worker_that_cannot_load_weights_exits_with_the_error():
-    """verl's sender would wait for its word without end; vLLM goes on after an error in a worker."""
+    """verl's sender would wait for the worker without end, because vLLM continues after an error in a worker."""
     script = """
         import logging
         logging.basicConfig()

@@ -1,4 +1,4 @@
-"""Requests that need a newer policy wait at the server's gate, and weights wait until nothing runs."""
+"""Requests that need a newer policy wait at the server's gate; weights wait until no request runs."""
 
 import asyncio
 

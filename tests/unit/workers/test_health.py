@@ -1,4 +1,4 @@
-"""A replica is healthy when its engine answers, too."""
+"""A replica is healthy only if its engine answers."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from verl_rhyme.engine.server import RhymeHttpServer
 
 
 class Engine:
-    """vLLM's front end, and its process behind it."""
+    """vLLM's front end, and the engine process behind it."""
 
     def __init__(self):
         self.error, self.steps = None, asyncio.Event()

@@ -1,4 +1,4 @@
-"""Rows that stay on a worker: a later stage gets what it would have fetched, and nothing twice."""
+"""Rows held by a worker: a later stage gets all its fields, and fetches none twice."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def nested(dtype=torch.int64, start=0):
 
 
 def sent(word=None, part=1, rows=2, **fields):
-    """As a stage is given it, with what is one for all rows."""
+    """Return the data of a stage, with values shared by all rows."""
     data = tu.get_tensordict({"uid": ["a"] * rows, **fields})
     tu.assign_non_tensor_data(data, "calculate_entropy", word == KEEP)
     if word is not None:
@@ -28,7 +28,7 @@ def sent(word=None, part=1, rows=2, **fields):
 
 PIXELS = {"pixel_values": torch.ones(4)}
 FIRST = {"input_ids": nested(), "response_mask": nested(), "multi_modal_inputs": [{}, PIXELS]}
-BYTES = 2 * (8 * 8 + 3 * 8) + 4 * 4  # two fields of 8 tokens, their offsets, and an image
+BYTES = 2 * (8 * 8 + 3 * 8) + 4 * 4  # two fields of 8 tokens with offsets, and an image
 
 
 def test_stage_joins_held_rows_with_new_fields():
@@ -63,7 +63,7 @@ def test_rows_of_another_part_are_an_error(kept, asked, rows):
 
 
 def test_actor_and_reference_share_the_rows(monkeypatch):
-    """As verl makes them where the engines are apart: two workers in one process."""
+    """verl makes two workers in one process when the engines are separate."""
     monkeypatch.setattr(actor, "ROWS", HeldRows())
     got = []
 
@@ -87,4 +87,4 @@ def test_actor_and_reference_share_the_rows(monkeypatch):
     assert reused == 2 * BYTES
     assert fetched == BYTES + 8 * 8 + 3 * 8
     with pytest.raises(RuntimeError):
-        ours.compute_log_prob(sent(JOIN))  # rows went with the count
+        ours.compute_log_prob(sent(JOIN))  # fetched_bytes() dropped the rows

@@ -1,4 +1,4 @@
-"""Histories read by a thread of their own."""
+"""Histories read by a background thread."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 
 class Slow:
-    """A reader that waits for leave before each read."""
+    """A reader that waits for permission before each read."""
 
     errors = 0
 
@@ -126,7 +126,7 @@ if {closed}:
 
 
 def test_fork_does_not_wait_for_the_thread():
-    """A child has none of it."""
+    """The child process has no such thread."""
     reader = Slow()
     loader = HistoryLoader(reader)
     loader.get(KEYS[0])
@@ -176,9 +176,9 @@ def value(token):
 def test_pending_copy_does_not_delay_others(folder, copies, tmp_path):
     loader = HistoryLoader(HistoryReader(folder, NAMESPACE), copies=CopyReader(tmp_path / "copies"))
     copies.put(KEYS[0], value(7), 10)
-    loader.expect(KEYS[0], 20)  # what is there is older
+    loader.expect(KEYS[0], 20)  # the local copy is older
     assert loader.get(KEYS[0]) is PENDING
-    assert loader.get(KEYS[1]) is PENDING  # recorded here
+    assert loader.get(KEYS[1]) is PENDING  # recorded on this node
     assert [(key, len(found.response(0))) for key, found in wait_for(loader)] == [(KEYS[1], 50)]
     loader.expect(KEYS[2], 20)
     assert loader.get(KEYS[2]) is PENDING

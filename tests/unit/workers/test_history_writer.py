@@ -1,4 +1,4 @@
-"""Writers without Ray: each has its folder, below one base."""
+"""History writers without Ray: each has its folder below one base."""
 
 import os
 import signal
@@ -63,7 +63,7 @@ def test_two_writers_below_one_base_do_not_interfere(tmp_path):
 
 
 def test_recording_has_a_lower_priority_than_rays_processes(tmp_path):
-    """Ray starts each of them with a niceness of 15, and takes none of that back for a user who is not root."""
+    """Ray starts its processes with a niceness of 15; only root may lower that."""
     found = []
 
     def recording():
@@ -79,7 +79,7 @@ def test_recording_has_a_lower_priority_than_rays_processes(tmp_path):
 
 @pytest.fixture
 def shared(tmp_path):
-    """The user's folder in a place that runs and users share."""
+    """The user's folder at a place that runs and users share."""
     return tmp_path / f"verl_rhyme-{os.getuid()}"
 
 
@@ -92,7 +92,7 @@ def left_by_a_killed_run(base):
 
 
 def test_folders_of_killed_runs_are_removed(shared):
-    """Whatever checkpoint folder they had: on a preempting cluster it may never be used again here."""
+    """For any checkpoint folder: on a preempting cluster the same one may never be used again on this node."""
     left_by_a_killed_run(shared / "killed")
     opened = writer(shared / "mine", NODES[0])
     opened.open()
@@ -102,7 +102,7 @@ def test_folders_of_killed_runs_are_removed(shared):
 
 
 def test_history_survives_the_death_of_its_writer(shared):
-    """Its engines read on, and its next writer takes the folder over."""
+    """Its engines continue to read, and its next writer takes over the folder."""
     left_by_a_killed_run(shared / "living")
     reader = HistoryReader(node_history_dir(str(shared / "living"), NODES[0]), "vocabulary")
     assert reader.get(KEY) is not None
@@ -118,7 +118,7 @@ def test_history_survives_the_death_of_its_writer(shared):
 
 
 def test_users_own_history_dir_is_not_cleaned(tmp_path):
-    """``history.dir`` may lie among anything."""
+    """``history.dir`` may contain other files."""
     left_by_a_killed_run(tmp_path / "other")
     opened = writer(tmp_path / "mine", NODES[0])
     opened.open()
@@ -143,12 +143,12 @@ def test_users_folder_is_private_and_not_a_link(shared, tmp_path):
     opened.close()
 
 
-# ---- what other nodes fetch ----
+# ---- values fetched by other nodes ----
 
 
 @pytest.fixture
 def sharing(tmp_path, monkeypatch):
-    """A writer whose values do not go into Ray's store."""
+    """A writer whose values are not put into Ray's store."""
     monkeypatch.setattr(history_writer.ray, "put", lambda value: value.copy())
     opened = writer(tmp_path, NODES[0])
     yield opened
@@ -163,8 +163,8 @@ def test_only_changed_values_are_sent(sharing):
     assert answers[b"other" + bytes(11)] is None
     version = version_of(answers[KEY])
     assert sharing.values({KEY: version}) == {KEY: None}
-    told = record(sharing, 4, step=2)
-    assert told["sent_bytes"] == len(answers[KEY])
+    stats = record(sharing, 4, step=2)
+    assert stats["sent_bytes"] == len(answers[KEY])
     later = sharing.values({KEY: version})[KEY]
     assert [PromptHistory.decode(later).response(i).tolist() for i in range(2)] == [[3], [4]]
     sharing._store.clear()
@@ -199,7 +199,7 @@ def test_nats_are_counted_for_responses_with_log_probs(sharing):
 
 
 def test_values_are_read_while_a_step_is_recorded(sharing, monkeypatch):
-    """Other nodes' engines would wait for it: minutes, where responses are long."""
+    """Otherwise other nodes' engines would wait, for minutes if responses are long."""
     record(sharing, 3)
     inside, leave = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Looks for samples that are better off elsewhere: what they order, and what they say."""
+"""Searches for samples to move between replicas: their moves and log lines."""
 
 import asyncio
 import logging
@@ -27,10 +27,10 @@ class _Dispatch:
     placement = None
 
     def __init__(self, moves):
-        self._moves, self.told = moves, {}
+        self._moves, self.progress = moves, {}
 
     def moves(self, emitted):
-        self.told = emitted
+        self.progress = emitted
         return self._moves
 
 
@@ -39,7 +39,7 @@ def _look(moves):
     moving = Migrations(dispatch, None, ordered.append, dict, lambda: True)
     moving._servers = {"a": _Server(7), "b": _Server(RuntimeError("dead"))}
     asyncio.run(moving._move({"a": ["0_0_1", "0_1_1"], "b": ["1_0_1"], "gone": ["2_0_1"]}))
-    assert dispatch.told == {"0_0_1": 7, "0_1_1": 7}, "who is dead or gone says nothing"
+    assert dispatch.progress == {"0_0_1": 7, "0_1_1": 7}, "who is dead or gone says nothing"
     assert ordered == [moves]
 
 
@@ -56,7 +56,7 @@ def test_moves_are_one_info_line_and_one_debug_line_each(caplog):
 
 
 def _vacate(looks):
-    """What is ordered of these answers to where attempts run."""
+    """Return the moves ordered for these answers about where attempts run."""
     dispatch, ordered, seen = _Dispatch([]), [], []
 
     async def where():

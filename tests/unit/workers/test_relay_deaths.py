@@ -1,4 +1,4 @@
-"""Relays that die while the trainer asks them for something, and who does it in their place."""
+"""Relays that die during a call of the trainer, and the relays that replace them."""
 
 import threading
 from types import SimpleNamespace
@@ -14,14 +14,14 @@ from verl_rhyme.weights.manager import RelayManager
 
 
 class Told:
-    """What a call gives, or raises."""
+    """Result or error of a call."""
 
     def __init__(self, value=None, error=None):
         self.value, self.error = value, error
 
 
 class Relay:
-    """Of a node; it dies when it is asked for what ``dies_at`` names."""
+    """Relay of a node; it dies at the call named ``dies_at``."""
 
     answers: ClassVar = {"folder": "/weights", "written": "identity", "revive": True}
 
@@ -57,7 +57,7 @@ class Replica:
 
 
 class World:
-    """One node, with the actor and two replicas."""
+    """One node with the actor and two replicas."""
 
     def __init__(self, monkeypatch):
         self.dies_at, self.dead, self.taken, self.relays, self.written = [], [], [], [], []
@@ -95,7 +95,7 @@ def world(monkeypatch):
 
 
 def test_new_replica_gets_weights_after_the_relays_death(world):
-    """As one that takes a dead one's place does."""
+    """The new replica replaces a dead one."""
     world.relays[0].lives = False
     world.manager.deliver([Replica(2)])
     assert world.taken == [(2, 1)]
@@ -135,7 +135,7 @@ def test_death_of_a_replica_is_raised(world):
 def test_trainer_waits_only_for_its_own_relay(world):
     world.manager.waits = False
     world.manager.replicas.append(Replica(2, "far"))
-    world.hangs_at = "fetch"  # of the other node's
+    world.hangs_at = "fetch"  # on the other node
     world.manager.update_weights(2)
     assert world.written == [1, 2]
     assert world.manager.check() == 3, "the trainer may look meanwhile"
@@ -160,7 +160,7 @@ def test_lost_weights_are_raised_at_the_next_check(world):
     world.hangs_at = "fetch"
     world.manager.update_weights(2)
     world.dies_at += ["fetch", *["revive"] * 100]
-    next(relay for relay in world.relays if relay.lives).lives = False  # the actor's
+    next(relay for relay in world.relays if relay.lives).lives = False  # the actor's relay
     world.goes_on.set()
     with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
         world.manager.settle()
@@ -186,7 +186,7 @@ def test_failed_distribution_is_raised_at_every_check(world, monkeypatch):
     world.manager.waits = False
     monkeypatch.setattr(world.manager, "_hand_out", failing)
     world.manager.update_weights(2)
-    world.manager._join()  # as whoever lets a replica rest does
+    world.manager._join()  # as Spares.rest() does
     for _ in range(2):
         with pytest.raises(WeightsError, match="no room"):
             world.manager.check()

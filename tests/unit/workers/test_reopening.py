@@ -1,4 +1,4 @@
-"""A coordinator that is opened anew while it is still being opened, or gets other workers."""
+"""A coordinator that is opened again while it is being opened, or gets other workers."""
 
 from types import SimpleNamespace
 from typing import ClassVar
@@ -11,7 +11,7 @@ from verl_rhyme.processes.messages import Before, NotOpen
 
 
 class WorkerPool:
-    """While it waits for its workers the coordinator is opened anew."""
+    """While the coordinator waits for its workers it is opened again."""
 
     made: ClassVar[list] = []
 
@@ -66,7 +66,7 @@ async def test_pool_of_outdated_workers_is_closed(opened):
 
 @pytest.mark.parametrize("question", [("publish", 1, 1), ("enough", False, True), ("take",)], ids=lambda q: q[0])
 async def test_outdated_call_does_not_change_the_new_rollout(opened, question):
-    """Who asked lost touch, and opened it anew: a late answer could clear what is being trained."""
+    """The caller lost its connection and opened the coordinator again: a late answer could clear a trained batch."""
 
     async def look():
         opened._openings += 1

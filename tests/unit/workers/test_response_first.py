@@ -1,4 +1,4 @@
-"""A response does not wait for what is told of it."""
+"""A response does not wait for its counts."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ from verl_rhyme.processes.request import DRAFT_COUNTS, FIELD, RequestMeta, Reque
 
 
 class Engine:
-    """Its workers answer as soon as they are let."""
+    """Engine whose workers answer on command."""
 
     def __init__(self):
         self.answer, self.asked = asyncio.Event(), []
@@ -25,11 +25,11 @@ class Engine:
     async def collective_rpc(self, method, args):
         self.asked.append((method, list(args[0])))
         await self.answer.wait()
-        return [{id: {"drafted": 9, "history_hit": True} for id in args[0]}, {}]  # rank 0 drafts
+        return [{id: {"drafted": 9, "history_hit": True} for id in args[0]}, {}]  # only rank 0 drafts
 
 
 class Histories:
-    """A node's that does not record."""
+    """Histories of a node that does not record."""
 
     def __init__(self):
         self.asked = []
@@ -86,31 +86,31 @@ def test_unfetched_counts_are_bounded(server):
 
 
 async def test_engine_gets_the_metadata_for_drafter_and_sampler(server):
-    """And nothing that vLLM, which copies every object in there, would copy token by token."""
+    """The metadata contain nothing that vLLM, which copies every object in them, would copy token by token."""
     previous = b"\1\0\0\0\2\0\0\0"
     meta = RequestMeta(key="00ff", sample=2, attempt=1, noise="ab", previous=previous, queued_at=12.5)
     params = {"temperature": 1.0, "extra_args": {"theirs": 1}}
     output = await server.generate([5], params, "r", rhyme=meta.to_dict())
-    told = server.given["extra_args"].pop(FIELD)
+    sent = server.given["extra_args"].pop(FIELD)
     assert server.given == {"temperature": 1.0, "extra_args": {"theirs": 1}}
     engine = {"id": "r", "key": "00ff", "asked": 77, "noise": "ab", "previous": previous, "made": 0}
-    assert told == engine
+    assert sent == engine
     assert server._histories.asked == [bytes.fromhex("00ff")]
-    assert told["previous"] is previous
-    assert RequestMeta.of({FIELD: told}).previous is previous
+    assert sent["previous"] is previous
+    assert RequestMeta.of({FIELD: sent}).previous is previous
     (record,) = output.extra_fields[FIELD]
     assert (record["prompt_key"], record["sample"], record["attempt"], record["queued_at"]) == ("00ff", 2, 1, 12.5)
     assert params == {"temperature": 1.0, "extra_args": {"theirs": 1}}
 
 
 async def test_request_received_during_a_weight_load_has_the_new_version(server, monkeypatch):
-    """Or it would count as one of two policies; one whose policy changes while it runs is of both."""
+    """Otherwise it would count as generated under two policies; only a change during the request counts so."""
 
     async def outputs(prompt, sampling_params, request_id):
         yield SimpleNamespace(outputs=[])
 
     async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
-        await self.set_global_steps(4)  # it waits meanwhile, as verl's does at its own gate
+        await self.set_global_steps(4)  # the request waits meanwhile, as at verl's gate
         async for _ in self._observed_generate(None, sampling_params, request_id):
             if request_id == "long":
                 await self.set_global_steps(5)
@@ -119,8 +119,8 @@ async def test_request_received_during_a_weight_load_has_the_new_version(server,
     monkeypatch.setattr(vLLMHttpServer, "generate", generate)
     server._engine_generate = outputs
     server.engine.output_processor = SimpleNamespace(external_req_ids={})
-    told = [(await server.generate([5], {}, name)).extra_fields[FIELD][0] for name in ("short", "long")]
-    versions = [(record["policy_version_start"], record["policy_version_end"]) for record in told]
+    records = [(await server.generate([5], {}, name)).extra_fields[FIELD][0] for name in ("short", "long")]
+    versions = [(record["policy_version_start"], record["policy_version_end"]) for record in records]
     assert versions == [(4, 4), (4, 5)]
     assert not server._began
 
@@ -137,7 +137,7 @@ def test_every_count_has_a_column():
 
 
 def test_continued_response_gets_the_remaining_limits(server):
-    """``min_tokens`` counts the whole response's; vLLM refuses more than are left."""
+    """``min_tokens`` counts the whole response; vLLM rejects a value above the remaining limit."""
 
     async def ask(made, **options):
         await server.generate([5] * (1 + made), {"max_tokens": 1024 - made, **options}, "r", rhyme={"made": made})

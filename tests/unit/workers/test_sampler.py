@@ -1,4 +1,4 @@
-"""What the sampler decides about drafts, and which runners it leaves alone. The distribution is tested in tests/e2e."""
+"""Acceptance of drafts by the sampler, and the runners that it leaves unchanged. tests/e2e tests the distribution."""
 
 from types import SimpleNamespace
 
@@ -37,7 +37,7 @@ def test_output_is_a_prefix_of_the_drawn_tokens():
 
 
 def test_gpu_parts_have_enough_rows():
-    """Of fewer than 8 rows vLLM masks top-k and top-p by sorting them; and each part costs dozens of launches."""
+    """Below 8 rows vLLM masks top-k and top-p by sorting; and each part costs dozens of kernel launches."""
 
     class Logits:
         shape, device = (1280, 151_936), torch.device("cuda")

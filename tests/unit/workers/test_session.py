@@ -1,4 +1,4 @@
-"""A sample over interruptions, with the clients as they are and an engine that stops where it is told to."""
+"""Samples across interruptions, with the real clients and an engine that stops on command."""
 
 import asyncio
 import random
@@ -24,7 +24,7 @@ PROMPT, BUDGET = [1, 2, 3], 20
 
 
 class Engine(LLMServerClient):
-    """Says ``text`` after the prompt, a number a token, and is stopped after each of ``stops`` tokens."""
+    """Generates ``text`` after the prompt, one number per token, and is stopped after each of ``stops`` tokens."""
 
     stops, version, length, requests = (), 0, None, ()
 
@@ -55,12 +55,12 @@ class Client(RhymeLLMServerClient, Engine):
 
 
 def sample(partial, **more):
-    """An attempt that a trainer of ours started."""
+    """Return an attempt that a coordinator started."""
     return Session(partial, name="uid_0", **more)
 
 
 def attempt(client, session, prompt=PROMPT, params=None):
-    """One turn; ``None`` where it was interrupted."""
+    """Return the output of one turn; ``None`` if it was interrupted."""
 
     async def run():
         if session is not None:
@@ -74,7 +74,7 @@ def attempt(client, session, prompt=PROMPT, params=None):
 
 
 def again(session, partial):
-    """The next attempt, from what the last one left; a round through what is stored."""
+    """Return the next attempt, from the stored turns of the last one."""
     kept = [Turn.from_dict(turn.to_dict()) for turn in session.left]
     return sample(partial, kept=kept, records=session.records if partial else [])
 
@@ -108,7 +108,7 @@ def test_interrupted_on_policy_response_starts_over_and_drafts_its_text():
     client.version, client.stops = 1, [3]
     session = again(session, partial=False)
     assert attempt(client, session) is None
-    # The second attempt said 3 tokens; from there on what the first said is the best guess there is.
+    # The second attempt generated 3 tokens; after them the first attempt's text is the best draft.
     client.version = 2
     session = again(session, partial=False)
     output = attempt(client, session)
@@ -117,7 +117,7 @@ def test_interrupted_on_policy_response_starts_over_and_drafts_its_text():
     assert all(prompt == PROMPT and budget == BUDGET for prompt, budget, _, _ in client.requests)
     assert len(output.token_ids) == BUDGET
     assert output.extra_fields["min_global_steps"] == output.extra_fields["max_global_steps"] == 2
-    assert len(output.extra_fields[FIELD]) == 1  # the discarded attempts are no part of it
+    assert len(output.extra_fields[FIELD]) == 1  # without the discarded attempts
 
 
 def test_budget_follows_the_server_or_the_caller():
@@ -129,7 +129,7 @@ def test_budget_follows_the_server_or_the_caller():
 
 
 def test_requests_have_a_priority_and_validation_is_not_interrupted():
-    """Neither one that says what it works on nor one that does not ends where the engine stops."""
+    """Neither a task with a session nor one without ends where the engine stops."""
     client = Client()
     attempt(client, sample(partial=False, assignment=Assignment(priority=7)))
     for validation in (None, Session(sample=3)):
@@ -140,7 +140,7 @@ def test_requests_have_a_priority_and_validation_is_not_interrupted():
 
 
 def test_resuming_client_resumes_within_the_turn(monkeypatch):
-    """Then the session learns of an interruption only where it was one of the versions."""
+    """The session then sees an interruption only if it changed the version."""
 
     async def no_wait(_):
         client.version += 1
@@ -181,7 +181,7 @@ def test_conversations_of_a_sample_have_separate_keys_and_records():
     assert len(said.extra_fields[FIELD]) == 1
     assert len(session.records) == 4
 
-    session = Session(records=session.records[:1])  # of an attempt that is continued
+    session = Session(records=session.records[:1])  # of the attempt that is continued
     said = asyncio.run(run(session, ("b", other), ("a", PROMPT), ("c", PROMPT)))
     assert [meta.attempt for _, _, meta, _ in client.requests[4:]] == [0, 1, 0]
 
@@ -193,7 +193,7 @@ def test_conversations_of_a_sample_have_separate_keys_and_records():
 
 
 def turns(client, session, answers):
-    """A conversation of two turns; ``answers`` is the tool's word between them."""
+    """A conversation of two turns; ``answers`` are the tool's tokens between them."""
 
     async def run():
         sessions.enter(session)
@@ -269,7 +269,7 @@ def test_concurrent_tasks_have_separate_sessions():
 def test_turn_is_stored_as_bytes(tokens, asked):
     log_probs = array("f", [-token / 7 for token in tokens]) if asked else None
     turn = Turn("key", array("i", tokens), log_probs, 3, 3, False, "aborted")
-    stored = serial_utils.decode(serial_utils.encode(turn.to_dict()))  # TransferQueue's
+    stored = serial_utils.decode(serial_utils.encode(turn.to_dict()))  # TransferQueue's encoding
     assert stored["tokens"] == np.array(tokens, "<i4").tobytes()
     assert stored["log_probs"] == (np.array(log_probs, "<f4").tobytes() if asked else None)
     assert Turn.from_dict(stored) == turn
@@ -290,7 +290,7 @@ def test_request_has_the_number_of_generated_prompt_tokens():
 
 
 def test_response_with_unresumable_options_starts_over_and_drafts_its_text():
-    """In the next attempt; the prompt is not lost, and nothing of the first policy's is in it."""
+    """In the next attempt; the prompt is kept, and no token of the first policy is in the response."""
     client, session = Client([7]), sample(partial=True)
     assert attempt(client, session, params=PENALTY) is None
     client.version = 1
@@ -308,7 +308,7 @@ def test_moved_response_with_unresumable_options_starts_over():
     ended = session.extend
 
     def extend(*args):
-        session.moving = True  # its request was ended for that
+        session.moving = True  # its request was aborted for the move
         ended(*args)
 
     session.extend = extend

@@ -1,4 +1,4 @@
-"""What may go wrong with weights on their way: of the wrong type, of two versions, written anew, or not told of."""
+"""Faults of weights in transfer: a wrong dtype, two versions, a rewritten version, or one not announced."""
 
 import asyncio
 import shutil
@@ -39,7 +39,7 @@ MODEL = {
 
 
 class TestTypes:
-    """FSDP holds float32, engines bf16: what they would drop does not travel."""
+    """FSDP holds float32, engines bf16: bits that engines would drop are not sent."""
 
     async def test_matrices_are_written_in_the_engines_dtype(self, tmp_path):
         folder = claim(tmp_path)
@@ -75,11 +75,11 @@ class TestTypes:
         assert dtype is None or isinstance(getattr(torch, dtype), torch.dtype)
 
     async def test_tensor_larger_than_a_bucket_is_passed_on_the_device(self, tmp_path, monkeypatch):
-        """verl sends it to the engine by a handle of device memory: there is none for a mapped file."""
+        """verl sends it to the engine by a handle of device memory, which a mapped file does not have."""
         monkeypatch.setattr(engines, "_device", lambda: "meta")
         folder = claim(tmp_path)
         write(folder, 1)
-        worker = RelayCheckpointEngine(1500)  # between those of 2,000 and of 48 bytes
+        worker = RelayCheckpointEngine(1500)  # between tensors of 2,000 and of 48 bytes
         worker.init_process_group(str(folder.path))
         read = {name: tensor.device.type async for name, tensor in worker.receive_weights(1)}
         assert read == {name: "meta" if "layer" in name or name == "shared" else "cpu" for name in weights(1)}
@@ -91,7 +91,7 @@ class TestTwoVersions:
         write(folder, 1)
         reading = folder.read(1)
         next(reading)
-        writer = folder.writer(1, 3000, 1000)  # same sizes, other numbers
+        writer = folder.writer(1, 3000, 1000)  # the same sizes, other values
         for name, tensor in weights(2).items():
             writer.add(name, tensor)
         writer.close()
@@ -104,7 +104,7 @@ class TestTwoVersions:
             list(reading)
 
     async def test_version_read_by_another_process_is_kept(self, nodes):
-        """A replica of several nodes: the relay of its first node counts, those of the others do not know."""
+        """In a replica of several nodes only the first node's relay knows the readers."""
         [node] = nodes[:1]
         await publish(node, 1)
         reader = """
@@ -137,9 +137,9 @@ print(len(list(reading)), flush=True)
         chunk = nodes[0].chunk
 
         async def slow(*asked):
-            told = await chunk(*asked)
-            await gate.wait()  # of the old version, late
-            return told
+            answer = await chunk(*asked)
+            await gate.wait()  # a late answer with the old version
+            return answer
 
         nodes[0].chunk = slow
         await nodes[1].fetch(1, known(1), [(near, True)])
@@ -151,8 +151,8 @@ print(len(list(reading)), flush=True)
         for name, tensor in weights(5).items():
             writer.add(name, tensor)
         writer.close()
-        told = await nodes[0].written(1)
-        await nodes[1].fetch(1, told, [(near, True)])
+        answer = await nodes[0].written(1)
+        await nodes[1].fetch(1, answer, [(near, True)])
         gate.set()
         await asyncio.wait_for(delivery, 20)
         assert torch.equal(replica.loaded["layer.1"], weights(5)["layer.1"])
@@ -165,14 +165,14 @@ print(len(list(reading)), flush=True)
         await nodes[1].deliver(replica.target, 1, False, known(1))
         with pytest.raises(UnsentError, match="nobody has sent weights 1"):
             await nodes[1].deliver(replica.target, 1, False, known(5))
-        assert replica.told.count("update_weights") == 1
+        assert replica.calls.count("update_weights") == 1
         writer = nodes[0]._folder.writer(1, 3000, 1000)
         for name, tensor in weights(5).items():
             writer.add(name, tensor)
         writer.close()
-        told = await nodes[0].written(1)
-        await nodes[1].fetch(1, told, [(near, False)])
-        await nodes[1].deliver(replica.target, 1, False, told)
+        answer = await nodes[0].written(1)
+        await nodes[1].fetch(1, answer, [(near, False)])
+        await nodes[1].deliver(replica.target, 1, False, answer)
         assert torch.equal(replica.loaded["layer.1"], weights(5)["layer.1"])
 
 
@@ -183,10 +183,10 @@ async def test_slow_site_is_awaited_also_for_whole_versions(tmp_path, monkeypatc
     chunk = here.chunk
 
     async def slow(version, *asked):
-        told = await chunk(version, *asked)
+        answer = await chunk(version, *asked)
         if version == 1:
             await gate.wait()
-        return told
+        return answer
 
     here.chunk = slow
     await publish(here, 1)
@@ -209,11 +209,11 @@ async def test_whole_version_over_the_link_is_logged(nodes, monkeypatch):
         await nodes[1].deliver(Replica(nodes[1]).target, version)
     nodes[0]._folder.remove(2)
     await publish(nodes[0], 3)
-    told = []
-    monkeypatch.setattr(relays.logger, "warning", lambda text, *of: told.append(text % of))
+    logged = []
+    monkeypatch.setattr(relays.logger, "warning", lambda text, *of: logged.append(text % of))
     await nodes[1].fetch(3, known(3), [(near, True)])
     await nodes[1].deliver(Replica(nodes[1]).target, 3)
-    assert any("chunks came whole from another site" in line for line in told)
+    assert any("chunks came whole from another site" in line for line in logged)
 
 
 async def test_end_of_run_cancels_transfers(nodes):
@@ -254,8 +254,8 @@ async def test_failed_transfer_is_tried_again(nodes, monkeypatch):
 
 
 def test_undeletable_folder_of_another_run_is_ignored(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(folders.logger, "warning", lambda text, *of: told.append(text % of))
+    logged = []
+    monkeypatch.setattr(folders.logger, "warning", lambda text, *of: logged.append(text % of))
     left = claim(tmp_path)
     let_go(left)
 
@@ -264,4 +264,4 @@ def test_undeletable_folder_of_another_run_is_ignored(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "rmtree", refused)
     assert claim(tmp_path).path.exists()
-    assert any("cannot be removed: Permission denied" in line for line in told)
+    assert any("cannot be removed: Permission denied" in line for line in logged)

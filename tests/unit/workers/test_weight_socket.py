@@ -1,4 +1,4 @@
-"""A run's weights go to its own engines, whatever else runs on the machine."""
+"""A run's weights go to the run's engines only, with other runs on the same machine."""
 
 import os
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from verl_rhyme.engine.weight_socket import RhymeServerAdapter
 
 @pytest.fixture
 def sockets(monkeypatch):
-    """Of the worker and of the engine in a run on a Ray cluster."""
+    """Return the sockets of worker and engine in a run on a Ray cluster."""
 
     def begin(self, config):
         self.config = config

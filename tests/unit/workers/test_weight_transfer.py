@@ -1,4 +1,4 @@
-"""The transfer of weights over a bad link: its protocol alone, its coding, and who asks whom."""
+"""The transfer of weights over a bad link: protocol, encoding, and routes."""
 
 import asyncio
 import random
@@ -34,7 +34,7 @@ FILES = st.lists(st.binary(min_size=1, max_size=5 * CHUNK), min_size=1, max_size
 
 
 class TestProtocol:
-    """The state machine against a link that does what it likes with answers."""
+    """The state machine with a link that loses, repeats and reorders answers."""
 
     @settings(max_examples=300)
     @given(files=FILES, seed=st.integers(0, 2**32), window=st.integers(1, 6), bad=st.floats(0, 0.8))
@@ -57,7 +57,7 @@ class TestProtocol:
             assert len(set(under_way)) <= window + 2, "more is asked for than the link holds"
             if not under_way:
                 continue
-            chunk = under_way.pop(rng.randrange(len(under_way)))  # in any order
+            chunk = under_way.pop(rng.randrange(len(under_way)))  # answers arrive in any order
             answer, what = slice_of(files, chunk), rng.random()
             if what < bad / 4:
                 transfer.lost(chunk)
@@ -71,7 +71,7 @@ class TestProtocol:
                 transfer.kept(chunk, len(answer))
             else:
                 assert transfer.damaged(chunk, len(answer))
-            if what > 1 - bad / 50:  # the receiver starts anew; what lies there is looked at
+            if what > 1 - bad / 50:  # the receiver restarts, and checks the chunks on disk
                 under_way, counts = [], transfer.counts
                 transfer = Transfer(parts, window, tries=10**9)
                 for each, data in place.items():
@@ -99,10 +99,10 @@ class TestProtocol:
     def test_chunk_that_stays_damaged_is_given_up(self):
         transfer = Transfer(parts_of([b"x" * 100]), 1, tries=3)
         [chunk] = transfer.asks()
-        told = []
+        results = []
         for _ in range(3):
-            told.append((transfer.plain(chunk), transfer.damaged(chunk, 5)))
-        assert told == [(False, True), (False, True), (True, False)], "as it is, after two that were packed"
+            results.append((transfer.plain(chunk), transfer.damaged(chunk, 5)))
+        assert results == [(False, True), (False, True), (True, False)], "as it is, after two that were packed"
         assert transfer.counts.damaged == 3
 
     def test_window_shrinks_when_answers_are_lost(self):
@@ -174,8 +174,8 @@ class TestCoding:
             made = decode(coded, len(new), old)
         except DamagedError:
             return
-        told = parts_of([new.tobytes()])[0].digests
-        assert parts_of([made.tobytes()])[0].digests != told or np.array_equal(made, new)
+        digests = parts_of([new.tobytes()])[0].digests
+        assert parts_of([made.tobytes()])[0].digests != digests or np.array_equal(made, new)
 
     def test_a_difference_needs_its_base(self):
         old = np.random.default_rng(0).integers(0, 256, 3000, dtype=np.uint8)
@@ -208,7 +208,7 @@ class TestTree:
 
 
 def store(path, version, files):
-    """A version in a folder, whole."""
+    """Write a complete version to a folder."""
     folder, parts = Folder(path), parts_of(files)
     path.mkdir(exist_ok=True)
     for chunk in all_chunks(parts):
@@ -218,7 +218,7 @@ def store(path, version, files):
 
 
 class BadLink:
-    """A source in this process that does to answers what it is told to."""
+    """A source in this process that alters answers as the test demands."""
 
     def __init__(self, folder, what=lambda chunk, answer: answer):
         self.folder, self.sender, self.what, self.asked, self.bytes = folder, Sender(folder), what, Counter(), 0
@@ -281,7 +281,7 @@ class TestReceiver:
             await fetched(far, 1, BadLink(near, cut))
         assert far.versions() == [0], "half of a version is none"
         again = BadLink(near)
-        transfer = await fetched(far, 1, again)  # as a receiver does that starts anew
+        transfer = await fetched(far, 1, again)  # as a restarted receiver does
         assert transfer.counts.found == 10
         assert sum(again.asked.values()) == 28 - 10
         assert same(far, 1, files)
@@ -356,7 +356,7 @@ class TestReceiver:
         assert same(far, 1, some_files(1))
 
     async def test_many_faults_at_once(self, tmp_path):
-        """Loss, damage, cuts and restarts of the receiver, and the two ends' versions moving on."""
+        """Loss, damage, interruptions, restarts of the receiver, and new versions at both ends."""
         far = store(tmp_path / "far", 0, some_files(0))
         near = store(tmp_path / "near", 0, some_files(0))
         for version in range(1, 21):

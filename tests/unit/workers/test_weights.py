@@ -1,4 +1,4 @@
-"""The relay of weights, without verl and Ray: files of a node, and nodes that pass them on."""
+"""The relay of weights, without verl and Ray: the files of a node, and the transfer between nodes."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ class TestFolder:
         assert same(folder, 12)
 
     def test_tensors_of_all_types_and_shapes_are_preserved(self, tmp_path):
-        """Also where the actor takes the memory of one for the next, and where one is larger than a part."""
+        """Also if the actor reuses a tensor's memory for the next, and if a tensor is larger than a part."""
         folder, memory = claim(tmp_path), torch.empty(400, dtype=torch.uint8)
         writer, wanted = folder.writer(1, 100, 64), {}
         types = (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.bool)
@@ -105,25 +105,25 @@ class TestFolder:
         left = claim(tmp_path)
         for version in (1, 2):
             write(left, version)
-        told = identity(left.parts(1))
+        expected = identity(left.parts(1))
         assert claim(tmp_path, str(left.path)).path != left.path, "its owner lives"
         let_go(left)
         folder = claim(tmp_path, str(left.path))
         assert folder.path == left.path
         assert folder.versions() == []
         assert not folder.revive(1, identity([])), "others were wanted"
-        assert folder.revive(1, told)
+        assert folder.revive(1, expected)
         assert same(folder, 1)
         file = folder._file(2, 1)
         file.write_bytes(file.read_bytes()[:-1] + b"?")
-        assert not folder.revive(2, "whatever it was told to be")
+        assert not folder.revive(2, "any identity")
         assert folder.versions() == [1]
         assert folder.unfinished() == [2]
 
     def test_full_disk_error_names_the_remedy(self, tmp_path):
         folder = claim(tmp_path)
         writer = folder.writer(1)
-        (folder.path / "1").write_bytes(b"")  # no folder can be made here
+        (folder.path / "1").write_bytes(b"")  # blocks the folder of version 1
         writer.add("a", torch.ones(3))
         with pytest.raises(WeightsError, match=r"two versions of the model.*--shm-size.*relay\.folder"):
             writer.close()
@@ -149,7 +149,7 @@ class TestFolder:
             process.communicate()
 
     def test_two_relays_that_start_together_do_not_interfere(self, tmp_path, monkeypatch):
-        """One looks whose the other's lock is in the moment before that is taken."""
+        """One checks the other's lock in the moment before it is taken."""
         name = uuid.UUID(int=1)
         monkeypatch.setattr("uuid.uuid4", lambda: name)
         file = tmp_path / f"verl_rhyme_weights_{name.hex}.lock"
@@ -162,7 +162,7 @@ class TestFolder:
 
     @pytest.mark.parametrize("stem", ["", "0" * 31, "*", "g" * 32])
     def test_files_with_other_names_are_not_removed(self, tmp_path, stem):
-        """In /dev/shm anybody may make files, and what they are called was a prefix of all that went."""
+        """In /dev/shm any user may create files; once, a matching prefix was enough for removal."""
         live = claim(tmp_path)
         write(live, 1)
         (tmp_path / f"verl_rhyme_weights_{stem}.lock").touch(0o666)
@@ -174,7 +174,7 @@ class TestFolder:
 
     @pytest.mark.parametrize("signed", [{"host": "elsewhere", "boot": "another"}, None], ids=["another host", "nobody"])
     def test_files_of_another_host_are_kept(self, tmp_path, signed):
-        """On a file system whose locks are each client's own, its lock can be had here."""
+        """On a file system with locks local to each client, its lock can be taken here."""
         theirs = claim(tmp_path)
         write(theirs, 1)
         lock = theirs.path.with_suffix(".lock")
@@ -228,8 +228,8 @@ async def test_version_reaches_all_nodes_along_a_tree(nodes):
     for replica in replicas:
         assert replica.loaded.keys() == weights(7).keys()
         assert all(torch.equal(tensor, replica.loaded[name]) for name, tensor in weights(7).items())
-        assert replica.told[:3] == ["abort_all_requests", "release_kv_cache", "update_weights"]
-        assert replica.told[3:] == ["resume_kv_cache", "resume_engine_generation", "open_submission_gate"]
+        assert replica.calls[:3] == ["abort_all_requests", "release_kv_cache", "update_weights"]
+        assert replica.calls[3:] == ["resume_kv_cache", "resume_engine_generation", "open_submission_gate"]
 
 
 async def test_early_delivery_waits_for_the_version(nodes):
@@ -238,7 +238,7 @@ async def test_early_delivery_waits_for_the_version(nodes):
     replica = Replica(nodes[1])
     delivery = asyncio.create_task(nodes[1].deliver(replica.target, 1))
     await asyncio.sleep(0.05)
-    assert not replica.told, "it was stopped before there was anything to take"
+    assert not replica.calls, "it was stopped before there was anything to take"
     await publish(nodes[0], 1)
     await asyncio.wait_for(delivery, 10)
     assert replica.loaded
@@ -264,8 +264,8 @@ async def test_damaged_part_is_fetched_again_and_never_served(nodes):
     untouched = Replica(nodes[2])
     with pytest.raises(WeightsError, match="damaged"):
         await nodes[2].deliver(untouched.target, 1)
-    assert not untouched.told
-    broken["times"] = 0  # the next time it is whole
+    assert not untouched.calls
+    broken["times"] = 0  # the next transfer is intact
     await nodes[2].fetch(1, known(1), [(Near(nodes[0], once), False)])
     await nodes[2].deliver(untouched.target, 1)
     assert untouched.loaded
@@ -283,7 +283,7 @@ async def test_without_the_next_node_the_first_one_sends(nodes):
 
 
 async def test_version_dropped_by_its_source_is_not_awaited(nodes):
-    """A slow node: the actor's has made room for newer versions meanwhile."""
+    """The node is slow: the actor's relay has made room for newer versions meanwhile."""
     gate = asyncio.Event()
 
     class Slow(Near):
@@ -309,7 +309,7 @@ async def test_version_dropped_by_its_source_is_not_awaited(nodes):
     await nodes[1].fetch(3, known(3), [(near, False)])
     await asyncio.wait_for(asyncio.gather(first, second), 10)
     assert torch.equal(replica.loaded["layer.1"], weights(3)["layer.1"])
-    assert replica.told.count("update_weights") == 1
+    assert replica.calls.count("update_weights") == 1
     with pytest.raises(WeightsError, match="made room"):
         await nodes[0].parts(1)
 
@@ -332,7 +332,7 @@ async def test_two_versions_and_those_being_read_are_kept(nodes):
 
 
 def busy(relay):
-    """Its server has requests until the event."""
+    """A server with running requests until the event."""
     done = asyncio.Event()
     return Replica(relay, idle=done.wait), done
 
@@ -346,10 +346,10 @@ async def test_patient_delivery_waits_for_requests_and_loads_the_newest(nodes):
     await publish(node, 2)
     second = asyncio.create_task(node.deliver(replica.target, 2, True))
     await asyncio.sleep(0.02)
-    assert not replica.told, "what runs was cut short"
+    assert not replica.calls, "what runs was cut short"
     done.set()
     await asyncio.gather(first, second)
-    assert replica.told.count("update_weights") == 1
+    assert replica.calls.count("update_weights") == 1
     assert torch.equal(replica.loaded["layer.1"], weights(2)["layer.1"])
 
 
@@ -360,8 +360,8 @@ async def test_impatient_delivery_hurries_a_patient_one(nodes):
     patient = asyncio.create_task(node.deliver(replica.target, 1, True))
     await asyncio.sleep(0.02)
     await asyncio.wait_for(asyncio.gather(node.deliver(replica.target, 1), patient), 10)
-    assert replica.told.count("update_weights") == 1
-    await publish(node, 2)  # and once only
+    assert replica.calls.count("update_weights") == 1
+    await publish(node, 2)  # the hurry applies only once
     again = asyncio.create_task(node.deliver(replica.target, 2, True))
     await asyncio.sleep(0.02)
     assert not again.done()
@@ -370,7 +370,7 @@ async def test_impatient_delivery_hurries_a_patient_one(nodes):
 
 
 async def test_hurry_applies_to_the_next_delivery_too(nodes):
-    """A patient one that waits in the queue does not let one that hurries wait behind it."""
+    """A patient delivery in the queue does not delay one in a hurry behind it."""
     [node] = nodes[:1]
     replica, _ = busy(node)
     gate = asyncio.Event()
@@ -457,7 +457,7 @@ def test_parts_are_at_most_as_large_as_buckets():
 
 
 async def test_replacement_relay_continues_with_existing_files(nodes):
-    """Half of a version had come, a whole one was there: neither is sent again, and neither is served unread."""
+    """Half of one version and all of another exist: neither is sent again, nor served without verification."""
     await publish(nodes[0], 1)
     await nodes[1].fetch(1, known(1), [(Near(nodes[0]), False)])
     await nodes[1].deliver(Replica(nodes[1]).target, 1)
@@ -491,7 +491,7 @@ async def test_replacement_relay_continues_with_existing_files(nodes):
 
 
 async def test_outdated_version_is_never_served_as_a_new_one(nodes):
-    """A node that was away when a version was written anew has the old one, whole."""
+    """A node that was away when a version was rewritten has the old one, complete."""
     await publish(nodes[0], 1)
     await nodes[1].fetch(1, known(1), [(Near(nodes[0]), False)])
     await nodes[1].deliver(Replica(nodes[1]).target, 1)
@@ -500,7 +500,7 @@ async def test_outdated_version_is_never_served_as_a_new_one(nodes):
         writer.add(name, tensor)
     writer.close()
     assert await nodes[0].written(1) == known(5)
-    # the first asks one that has the old version
+    # the first node asks one with the outdated version
     for node, sources in ((nodes[2], [nodes[1], nodes[0]]), (nodes[1], [nodes[0]])):
         await node.fetch(1, known(5), [(Near(source), False) for source in sources])
         replica = Replica(node)
@@ -531,11 +531,11 @@ async def test_site_slower_than_training_gets_versions_nonetheless(nodes):
     chunk = nodes[0].chunk
 
     async def slow(version, chunk_, base, pack, far):
-        told = await chunk(version, chunk_, base, pack, far)
+        answer = await chunk(version, chunk_, base, pack, far)
         asked.append((version, base and base.version))
         if version == 1:
             await gate.wait()
-        return told
+        return answer
 
     nodes[0].chunk = slow
     near, most = Near(nodes[0]), 0

@@ -11,7 +11,7 @@ class _Method:
 
 
 class Worker:
-    """What is sent to it first may come last, as Ray allows for messages to an actor that is asynchronous."""
+    """A worker whose first message may be processed last, as Ray allows for an asynchronous actor."""
 
     def __init__(self, slow_s):
         self.slow_s, self.about = slow_s, []
@@ -29,7 +29,7 @@ class Worker:
 
 
 def _lost(worker, forget=False):
-    """What a pool tells as lost of two attempts, over several roll calls."""
+    """Return the attempts of two that a pool reports as lost, over several queries."""
     found = []
 
     async def drive():

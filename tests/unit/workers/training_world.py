@@ -26,7 +26,7 @@ from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, current
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import ElasticConfig
-from verl_rhyme.coordinator import coordinator, worker_pool, replica_start, replicas
+from verl_rhyme.coordinator import coordinator, replica_start, replicas, worker_pool
 from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.coordinator.replicas import Spares
 from verl_rhyme.engine.gate import Gate
@@ -238,9 +238,9 @@ class World:
             self.steps = step
             if self.elastic and step < STEPS:
                 self.reserve.observe()
-                told = self.reserve.act(self.random.choice([-1, -1, 0, 1, 1]), step)
-                self.rested += "training/stream/moved" in told
-                self.returned += "training/stream/change_s" in told and "training/stream/moved" not in told
+                changes = self.reserve.act(self.random.choice([-1, -1, 0, 1, 1]), step)
+                self.rested += "training/stream/moved" in changes
+                self.returned += "training/stream/change_s" in changes and "training/stream/moved" not in changes
         self.finish()
 
     def work_on(self, part):
@@ -633,17 +633,17 @@ class Colocated:
         cluster = self.world.cluster
         cluster.get([getattr(replica, method).remote(*arguments) for replica in self.world.replicas.values()])
 
-    def _tell(self, method, *arguments):
+    def _call(self, method, *arguments):
         try:
             self._tell_all(method, *arguments)
         except RayActorError as error:
             raise RunEnded from error
 
     def stop(self):
-        self._tell("stop", True)
+        self._call("stop", True)
 
     def resume(self):
-        self._tell("resume")
+        self._call("resume")
 
     def mend(self, version):
         if not all(replica.alive for replica in self.world.replicas.values()):
@@ -651,8 +651,8 @@ class Colocated:
         return 0
 
     def publish(self, version):
-        self._tell("update", version)
-        self._tell("resume")
+        self._call("update", version)
+        self._call("resume")
 
 
 class Separate(Colocated):
@@ -679,10 +679,10 @@ class Separate(Colocated):
         if self.world.rules.one_by_one:
             self.world.deliver(version)
             return
-        self._tell("stop", False)
+        self._call("stop", False)
         self.world.cluster.sleep(self.world.random.choice([0.0, 1.0]))
-        self._tell("update", version)
-        self._tell("resume")
+        self._call("update", version)
+        self._call("resume")
 
 
 class Worker(_Worker):
