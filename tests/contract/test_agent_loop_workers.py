@@ -1,4 +1,4 @@
-"""Workers that die or hang under Ray: their part goes to others, and nobody waits for ever."""
+"""Agent loop workers that die or hang under Ray: their work goes to others, and no call waits forever."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from verl_rhyme.coordinator.worker_pool import WorkerPool
 from verl_rhyme.scheduling.attempts import Start
 
 pytestmark = [
-    pytest.mark.xdist_group("agent loop workers"),  # of one cluster
+    pytest.mark.xdist_group("agent loop workers"),  # they share a cluster
     pytest.mark.slow,  # their processes take seconds to start
 ]
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # spares actors the import
@@ -45,7 +45,7 @@ def test_without_rhyme_the_workers_are_verls_class(custom, worker):
 
 @ray.remote(num_cpus=0)
 class Worker:
-    """Takes starts, and validation prompts by number; told to, it dies or blocks as a careless tool does."""
+    """Takes starts, and validation prompts by number; on command it dies, or blocks as a careless tool does."""
 
     def __init__(self, mood="well"):
         import tensordict  # noqa: F401  as the real ones, which know what they are sent once they have started
@@ -93,7 +93,7 @@ def cluster():
 
 
 class Watched:
-    """A pool, and who was told to be lost."""
+    """A pool, and the attempts that it reports as lost."""
 
     def __init__(self, moods, patience_s=30.0):
         self.lost, self.workers = [], [Worker.remote(mood) for mood in moods]
@@ -106,7 +106,7 @@ class Watched:
         self.pool.start([Start(f"{prompt}_{number}") for number in numbers], 1)
 
     async def about(self, *expected):
-        """Wait until that is what the workers are about: Ray keeps no order among messages to an async actor."""
+        """Wait until the workers run these attempts: Ray does not order messages to an async actor."""
         deadline = time.monotonic() + 30
         while (found := sorted([sorted(await worker.attempts.remote()) for worker in self.workers])) != [*expected]:
             assert time.monotonic() < deadline, found

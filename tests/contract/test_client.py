@@ -1,4 +1,4 @@
-"""Our client on verl's, between real actors: what a server and a router are told, and what comes back."""
+"""The LLM client with verl's classes and real actors: the data that servers and routers get, and the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from verl_rhyme.router.router import PlacementRouter
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
-pytestmark = pytest.mark.xdist_group("client")  # of one cluster
+pytestmark = pytest.mark.xdist_group("client")  # they share a cluster
 ACTORS = pytest.mark.slow  # each of their processes takes seconds to start
 
 N = 4
@@ -36,7 +36,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 class Watched(PlacementRouter):
-    """Remembers what it was told."""
+    """Router that records its calls."""
 
     def __init__(self, servers: dict[str, Any]) -> None:
         super().__init__(servers)
@@ -105,7 +105,7 @@ def asked_of(servers: list[Any]) -> list[list[dict[str, Any]]]:
 
 @ray.remote(num_cpus=0)
 class Worker:
-    """Where a client travels to."""
+    """Actor to which a client is sent."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -156,7 +156,7 @@ class Loop:
 
 
 class Ours(RhymeAgentLoopWorker.__ray_metadata__.modified_class):  # type: ignore[misc]
-    """The worker of verl's own modes, from the prompt on."""
+    """The worker of preset ``histospec``, from the prompt on."""
 
     def __init__(self, client: Any) -> None:
         self.config, self.llm_client, self.stored, self._tool_timeout = config(), client, {}, 60.0
@@ -245,7 +245,7 @@ async def test_tasks_without_session_are_remembered_by_request_id(
 
 
 class Mortal:
-    """Dies with its first request, or its engine does, or it lives and fails."""
+    """A server that dies with its first request, or whose engine does, or that lives and fails."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -258,12 +258,12 @@ class Mortal:
 
 @pytest.fixture(scope="module")
 def verls(servers: list[Any]) -> Any:
-    """verl's own balancer. Processes take long to start here: all that can be shared is."""
+    """verl's balancer. Processes start slowly, so that they are shared."""
     return _create_global_sticky_inflight({"s": servers[0]}, load_balancer_cls=GlobalRequestLoadBalancer)
 
 
 async def balanced(verls: Any, **servers: Any) -> dict[str, Any]:
-    """It has these servers and no others; those that are named by how they die are made."""
+    """Set the balancer's servers; those named after a death are made."""
     made = {name: server or ray.remote(num_cpus=0)(Mortal).remote(name) for name, server in servers.items()}
     await verls.remove_servers.remote(await verls.get_all_servers.remote())
     await verls.add_servers.remote(made)
@@ -272,7 +272,7 @@ async def balanced(verls: Any, **servers: Any) -> dict[str, Any]:
 
 async def sample(client: Any, number: int) -> list[Any]:
     enter(Session(sample=number))
-    name = f"{id(client)} {number}"  # verl's balancer remembers where a name was served
+    name = f"{id(client)} {number}"  # verl's balancer remembers the server of a name
     output = await client.generate(name, prompt_ids=PROMPT, sampling_params={})
     return output.extra_fields[FIELD]
 
@@ -284,7 +284,7 @@ async def samples(client: Any) -> list[list[Any]]:
 @ACTORS
 @pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
 async def test_requests_of_dead_replicas_go_to_another(servers: list[Any], verls: Any, theirs: type) -> None:
-    """One process is gone, of the other the engine."""
+    """The process of one is dead, of the other only the engine."""
     await balanced(verls, process=None, engine=None, well=servers[0])
     client = rhymed(theirs(config(), load_balancer_handle=verls))
     assert [len(records) for records in await samples(client)] == [1] * N
@@ -310,7 +310,7 @@ async def test_requests_have_unique_ids_in_deterministic_mode(servers: list[Any]
 
 
 class Slow(Server):
-    """Answers nobody, and remembers whom it was to abort."""
+    """Never answers, and records the aborted requests."""
 
     async def generate(self, request_id: str, **_: Any) -> TokenOutput:
         self.asked.append({"request_id": request_id})
@@ -327,7 +327,7 @@ class Slow(Server):
 
 
 class Cut(Server):
-    """Says two tokens, and stops there when it is told to."""
+    """Generates two tokens, and stops on an abort."""
 
     def __init__(self, version: int) -> None:
         super().__init__()
@@ -359,7 +359,7 @@ class Cut(Server):
 @ACTORS
 @pytest.mark.parametrize("there", ["well", "gone"])
 async def test_response_continues_on_another_replica(cluster: None, servers: list[Any], there: str) -> None:
-    """With what it has: tokens, log-probs, versions and the rest of its budget. One that is gone is as good as none."""
+    """With its tokens, log-probs, versions and the rest of its budget. A dead target counts as no target."""
     cut = ray.remote(num_cpus=0)(Cut).remote(0)
     balancer = ray.remote(PlacementRouter).remote({"cut": cut})
     await balancer.add_servers.remote({"well": servers[0]})
@@ -420,7 +420,7 @@ async def test_unexpected_abort_ends_the_attempt(cluster: None) -> None:
 
 @ACTORS
 async def test_abandoned_call_leaves_no_request_behind(verls: Any) -> None:
-    """Neither a request in the engine nor one in the router's count, wherever it was."""
+    """No request stays in an engine or in the router's count."""
     slow = ray.remote(num_cpus=0)(Slow).remote()
     await balanced(verls, slow=slow)
     client = rhymed(LLMServerClient(config(), load_balancer_handle=verls), interruptible=True)

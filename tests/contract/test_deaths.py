@@ -1,4 +1,4 @@
-"""Replicas that die, hang or are only busy, and what takes their place, among real actors."""
+"""Replicas that die, hang or are busy, and their replacement, with real actors."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from verl_rhyme.router.router import PlacementRouter
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
 pytestmark = [
-    pytest.mark.xdist_group("deaths"),  # of one cluster
+    pytest.mark.xdist_group("deaths"),  # they share a cluster
     pytest.mark.slow,  # their processes take seconds to start
 ]
 
 
 class EngineDeadError(Exception):
-    """vLLM's, by its name."""
+    """Engine exception with the name of vLLM's."""
 
 
 class Server:
-    """Of a replica, as far as it is asked whether it lives."""
+    """Server of a replica that answers health checks."""
 
     engine = True
     killed = False
@@ -70,9 +70,9 @@ class Server:
 
 
 class Replica:
-    """As one of verl's, without an engine; verl's pool of devices, which here are processors."""
+    """A replica of verl without an engine; its resource pool holds processors as devices."""
 
-    #: Processors that each takes on each of its nodes; what the next ones find; what their start waits for.
+    #: Processors of a replica on each node, number of nodes, errors of the next starts, and permits to start.
     needs, nnodes, troubles, hold = 0, 1, deque[str](), threading.Semaphore(10**6)
 
     def __init__(self, replica_rank: int = 0, **_: Any) -> None:
@@ -122,7 +122,7 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_server_with_many_requests_is_healthy(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At DAPO's sizes one replica has 2048 of them and more: each holds one of its actor's calls."""
+    """At DAPO's batch sizes a replica has 2048 requests and more: each holds one of its actor's calls."""
     ours = object.__new__(RhymeReplica)
     ours.config, ours._rhyme = SimpleNamespace(max_num_seqs=1024), True
     full = Replica()
@@ -162,7 +162,7 @@ def test_replica_without_its_process_is_dead_at_once(replica: Replica) -> None:
 
 
 class Weights:
-    """verl's checkpoint manager, as far as it is built for one replica."""
+    """verl's checkpoint manager, built for one replica."""
 
     sent: ClassVar[list[tuple[int, int]]] = []
 
@@ -175,7 +175,7 @@ class Weights:
 
 
 class Sender:
-    """As the worker that sends an engine its weights: it blocks until somebody receives them."""
+    """The worker that sends weights to an engine: it blocks until they are received."""
 
     def send(self, seconds: float) -> float:
         time.sleep(seconds)
@@ -193,7 +193,7 @@ def sender(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Waiting(Weights):
-    """Waits for the worker of its replica."""
+    """Manager that waits for the worker of its replica."""
 
     def update_weights(self, version: int) -> None:  # seconds, here
         return ray.get(self.replicas[0].workers[0].send.remote(version))
@@ -266,7 +266,7 @@ def test_slow_weight_load_is_awaited(replica: Replica, sender: Any) -> None:
 
 
 class Kept(PlacementRouter):
-    """Remembers how much each holds."""
+    """Router that records the capacity of each replica."""
 
     def __init__(self, servers: dict[str, Any]) -> None:
         super().__init__(servers, {"policy": "least_loaded"})
@@ -305,7 +305,7 @@ class World:
                 os.kill(replica.pid(), signal.SIGKILL)
 
     def mended(self, version: int, ranks: list[int]) -> None:
-        """Those serve, sooner or later."""
+        """Wait until these replicas serve."""
         deadline = time.monotonic() + 60
         while sorted(self.ranks()) != ranks:
             assert time.monotonic() < deadline, self.ranks()
@@ -362,7 +362,7 @@ def test_resting_replica_is_out_of_service_and_wakes_with_weights(world: World) 
 
 
 def test_resting_replica_replaces_a_dead_one(world: World) -> None:
-    """And the place that is left is filled when one more is wanted."""
+    """The free place is filled when one more replica is wanted."""
     first = world.servers.rollout_replicas[0]
     world.spares.rest(first, lambda address: 0)
     world.kill(1)
@@ -393,7 +393,7 @@ def test_replica_that_dies_at_rest_is_replaced_on_wake(world: World, warned: lis
     ],
 )
 def test_no_replica_starts_if_weights_cannot_be_sent_to_it_alone(world: World, engine: dict, why: str) -> None:
-    """Half an update, or another group's, would be served in silence."""
+    """Otherwise it would serve part of the weights, or those of another process group."""
     world.weights.config = SimpleNamespace(**engine)
     world.kill(0)
     with pytest.raises(ReplicaDied, match=rf"replica 0 died .* cannot be replaced: .*{why}.*\nThe same command"):
@@ -422,7 +422,7 @@ def test_failed_start_is_tried_again(world: World, monkeypatch: pytest.MonkeyPat
 
 
 def test_starting_replicas_are_not_awaited(world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
-    """Each by itself; who dies meanwhile is replaced as well, and with the last one the wait begins."""
+    """Each starts by itself; new deaths are replaced as well, and only without any replica the call waits."""
     starting = threading.Semaphore(0)
     monkeypatch.setattr(Replica, "hold", starting)
     world.kill(0)
@@ -443,7 +443,7 @@ def test_starting_replicas_are_not_awaited(world: World, monkeypatch: pytest.Mon
 def test_new_replica_that_dies_before_serving_is_replaced(
     world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
-    """It may be up for minutes until a step ends. Weights that do not get there would end the run."""
+    """It may be up for minutes before a step ends. A failed weight transfer would end the run."""
 
     def update_weights(self: Weights, version: int) -> None:
         for replica in self.replicas:
@@ -477,7 +477,7 @@ def test_devices_that_become_free_late_are_awaited(world: World, monkeypatch: py
 def test_endless_start_is_ended_and_releases_its_devices(
     world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
-    monkeypatch.setattr(Replica, "needs", 64)  # more than there are
+    monkeypatch.setattr(Replica, "needs", 64)  # more than the cluster has
     monkeypatch.setattr(replica_start, "_START_S", 1.0)
     threads = threading.active_count()
     world.kill(0)
@@ -498,7 +498,7 @@ def test_endless_start_is_ended_and_releases_its_devices(
 def test_start_that_succeeds_too_late_keeps_no_devices(
     world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
-    """It hung before it asked for any, so that there was nothing to end."""
+    """It hung before it requested devices, so that there was nothing to release."""
     starting = threading.Semaphore(0)
     monkeypatch.setattr(Replica, "hold", starting)
     monkeypatch.setattr(replica_start, "_START_S", 0.1)
@@ -516,7 +516,7 @@ def test_start_that_succeeds_too_late_keeps_no_devices(
 
 
 def test_new_replica_without_weights_ends_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The actor may be in the midst of sending: it is not asked again."""
+    """The actor may still be sending, so that it is not called again."""
     monkeypatch.setattr(Weights, "update_weights", lambda self, version: sent.append(version) or 1 / 0)
     sent: list[int] = []
     world.kill(0)
@@ -569,7 +569,7 @@ def test_replicas_that_span_nodes_start_one_by_one(
     world: World = request.getfixturevalue("world")
     start = Replica.init_standalone
     monkeypatch.setattr(Replica, "init_standalone", init_standalone)
-    monkeypatch.setattr(Replica, "needs", 1)  # there are two processors: devices for one replica
+    monkeypatch.setattr(Replica, "needs", 1)  # of two processors: devices for one replica of two nodes
     world.kill(0, 1)
     assert world.spares.mend(7) == 2
     world.mended(7, [2])
