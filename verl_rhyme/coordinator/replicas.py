@@ -25,7 +25,7 @@ from verl_rhyme.weights.manager import RelayManager
 logger = logging.getLogger(__name__)
 
 #: Lines of the log that ``benchmarks.faults`` counts.
-GONE, REPLACED = "replica %d (%s) is gone: %s", "replica %d takes the place of a dead one"
+GONE, REPLACED = "replica %d (%s) is dead: %s", "replica %d replaces a dead one"
 
 #: Seconds that servers of hung engines have to return the tokens generated so far.
 _LET_GO_S = 5.0

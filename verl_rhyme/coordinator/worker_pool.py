@@ -165,7 +165,7 @@ class WorkerPool:
         why = first_line(error) if str(error) else f"no answer for {self._patience_s:.0f} s"
         logger.warning("an agent loop worker is given up (%s); its samples start again on others", why)
         ray.kill(worker)
-        self._report_lost(sorted(about), "their agent loop worker is gone")
+        self._report_lost(sorted(about), "their agent loop worker died or hangs")
 
     def _report_lost(self, names: list[str], why: str) -> None:
         for name in names:
