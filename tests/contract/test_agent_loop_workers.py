@@ -1,4 +1,4 @@
-"""Workers that die or hang under Ray: their part goes to others, and nobody waits for ever."""
+"""Agent loop workers that die or hang under Ray: their work goes to others, and no call waits forever."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from verl_rhyme.coordinator.worker_pool import WorkerPool
 from verl_rhyme.scheduling.attempts import Start
 
 pytestmark = [
-    pytest.mark.xdist_group("agent loop workers"),  # of one cluster
+    pytest.mark.xdist_group("agent loop workers"),  # they share a cluster
     pytest.mark.slow,  # their processes take seconds to start
 ]
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # spares actors the import
@@ -38,14 +38,14 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # spares actors
         ({}, AgentLoopWorkerTQ),
     ],
 )
-def test_without_rhyme_the_workers_are_verls(custom, worker):
+def test_without_rhyme_the_workers_are_verls_class(custom, worker):
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": custom}, "model": {}}})
     assert RhymeAgentLoopManager(config, llm_client=None).agent_loop_workers_class is worker
 
 
 @ray.remote(num_cpus=0)
 class Worker:
-    """Takes starts, and validation prompts by number; told to, it dies or blocks as a careless tool does."""
+    """Takes starts, and validation prompts by number; on command it dies, or blocks as a careless tool does."""
 
     def __init__(self, mood="well"):
         import tensordict  # noqa: F401  as the real ones, which know what they are sent once they have started
@@ -93,7 +93,7 @@ def cluster():
 
 
 class Watched:
-    """A pool, and who was told to be lost."""
+    """A pool, and the attempts that it reports as lost."""
 
     def __init__(self, moods, patience_s=30.0):
         self.lost, self.workers = [], [Worker.remote(mood) for mood in moods]
@@ -106,7 +106,7 @@ class Watched:
         self.pool.start([Start(f"{prompt}_{number}") for number in numbers], 1)
 
     async def about(self, *expected):
-        """Wait until that is what the workers are about: Ray keeps no order among messages to an async actor."""
+        """Wait until the workers run these attempts: Ray does not order messages to an async actor."""
         deadline = time.monotonic() + 30
         while (found := sorted([sorted(await worker.attempts.remote()) for worker in self.workers])) != [*expected]:
             assert time.monotonic() < deadline, found
@@ -119,7 +119,7 @@ class Watched:
             await asyncio.sleep(0.02)
 
 
-async def test_samples_of_a_prompt_go_to_the_worker_that_is_about_least():
+async def test_samples_of_a_prompt_go_to_the_least_loaded_worker():
     watched = Watched(["well", "well"])
     assert await watched.pool.join() == {}
     watched.start(0, 1, 2, prompt="a")
@@ -135,7 +135,7 @@ async def test_samples_of_a_prompt_go_to_the_worker_that_is_about_least():
 
 
 @pytest.mark.parametrize("mood", ["dies", "hangs"])
-async def test_what_a_worker_that_is_gone_was_about_is_lost_and_others_get_the_next(mood):
+async def test_attempts_of_a_dead_worker_are_lost_and_others_get_the_next(mood):
     watched = Watched([mood], patience_s=1.0 if mood == "hangs" else 30.0)
     await watched.pool.join()
     watched.start(0, 1)
@@ -145,7 +145,7 @@ async def test_what_a_worker_that_is_gone_was_about_is_lost_and_others_get_the_n
     assert not watched.pool.knows("p_0")
 
 
-async def test_a_worker_that_dies_between_two_messages_is_noticed(monkeypatch):
+async def test_worker_that_dies_between_two_messages_is_detected(monkeypatch):
     monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
     watched = Watched(["well", "well"])
     await watched.pool.join()
@@ -162,7 +162,7 @@ async def test_a_worker_that_dies_between_two_messages_is_noticed(monkeypatch):
     watched.pool.close()
 
 
-async def test_what_a_worker_does_not_know_of_is_lost_and_the_worker_stays(monkeypatch):
+async def test_unknown_attempt_is_lost_and_its_worker_stays(monkeypatch):
     monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
     watched = Watched(["forgets"])
     await watched.pool.join()
@@ -173,7 +173,7 @@ async def test_what_a_worker_does_not_know_of_is_lost_and_the_worker_stays(monke
     watched.pool.close()
 
 
-async def test_one_that_still_starts_is_waited_for_and_one_that_cannot_is_left_out():
+async def test_slow_worker_is_awaited_and_failed_one_is_left_out():
     watched = Watched(["cannot start", "starts late"], patience_s=1.0)
     await watched.pool.join()
     assert len(watched.pool) == 1
@@ -195,7 +195,7 @@ class Manager(SessionAgentLoopManager):
 
 
 @pytest.mark.parametrize("moods", [("dies",), ("hangs", "well")])
-def test_validation_prompts_of_a_worker_that_is_gone_go_to_others(moods):
+def test_validation_prompts_of_a_dead_worker_go_to_others(moods):
     manager = Manager(moods, patience_s=2.0 if "hangs" in moods else 30.0)
     manager.generate_sequences(TensorDict({"number": torch.arange(7)}, batch_size=7))
     taken = ray.get([worker.taken.remote() for worker in manager.agent_loop_workers])
@@ -203,7 +203,7 @@ def test_validation_prompts_of_a_worker_that_is_gone_go_to_others(moods):
     assert len(manager.agent_loop_workers) == 1
 
 
-def test_validation_prompts_that_a_worker_took_before_it_died_go_to_others(monkeypatch):
+def test_accepted_validation_prompts_of_a_dead_worker_go_to_others(monkeypatch):
     manager = Manager(["well", "well"], patience_s=30.0)
     prompts = tu.get_tensordict({"number": torch.arange(6), "uid": [f"v{n}" for n in range(6)]})
     manager.generate_sequences(prompts)

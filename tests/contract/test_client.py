@@ -1,4 +1,4 @@
-"""Our client on verl's, between real actors: what a server and a router are told, and what comes back."""
+"""The LLM client with verl's classes and real actors: the data that servers and routers get, and the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from verl_rhyme.router.router import PlacementRouter
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
-pytestmark = pytest.mark.xdist_group("client")  # of one cluster
+pytestmark = pytest.mark.xdist_group("client")  # they share a cluster
 ACTORS = pytest.mark.slow  # each of their processes takes seconds to start
 
 N = 4
@@ -36,19 +36,19 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 class Watched(PlacementRouter):
-    """Remembers what it was told."""
+    """Router that records its calls."""
 
     def __init__(self, servers: dict[str, Any]) -> None:
         super().__init__(servers)
-        self.told: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
 
     def acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
-        self.told.append(extra)
+        self.received.append(extra)
         return super().acquire_server(request_id, **extra)
 
-    def take_told(self) -> list[dict[str, Any]]:
-        told, self.told = self.told, []
-        return told
+    def take_received(self) -> list[dict[str, Any]]:
+        received, self.received = self.received, []
+        return received
 
 
 class Server:
@@ -105,7 +105,7 @@ def asked_of(servers: list[Any]) -> list[list[dict[str, Any]]]:
 
 @ray.remote(num_cpus=0)
 class Worker:
-    """Where a client travels to."""
+    """Actor to which a client is sent."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -122,7 +122,7 @@ class Worker:
 
 @ACTORS
 @pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
-def test_server_and_router_are_told_what_each_needs(servers: list[Any], balancer: Any, theirs: type) -> None:
+def test_server_and_router_get_the_request_metadata(servers: list[Any], balancer: Any, theirs: type) -> None:
     client = rhymed(theirs(config(), load_balancer_handle=balancer))
     results = ray.get(Worker.remote(client).run.remote(), timeout=60)
     key = prompt_key(PROMPT).hex()
@@ -131,7 +131,7 @@ def test_server_and_router_are_told_what_each_needs(servers: list[Any], balancer
         record = {"prompt_key": key, "sample": number, "attempt": 0, "response_tokens": 2, "reason": ""}
         assert records == kept == [record]
     assignment = Assignment(replica="s1", expected_tokens=6)
-    assert ray.get(balancer.take_told.remote()) == [{FIELD: {"assignment": assignment}}] * N
+    assert ray.get(balancer.take_received.remote()) == [{FIELD: {"assignment": assignment}}] * N
     here, there = asked_of(servers)
     assert (len(here), len(there)) == (0, N)
     metas = sorted((RequestMeta(**asked[FIELD]) for asked in here + there), key=lambda meta: meta.sample)
@@ -156,7 +156,7 @@ class Loop:
 
 
 class Ours(RhymeAgentLoopWorker.__ray_metadata__.modified_class):  # type: ignore[misc]
-    """The worker of verl's own modes, from the prompt on."""
+    """The worker of preset ``histospec``, from the prompt on."""
 
     def __init__(self, client: Any) -> None:
         self.config, self.llm_client, self.stored, self._tool_timeout = config(), client, {}, 60.0
@@ -168,7 +168,7 @@ class Ours(RhymeAgentLoopWorker.__ray_metadata__.modified_class):  # type: ignor
 
 @ACTORS
 @pytest.mark.parametrize("validate", [False, True])
-async def test_in_verls_own_modes_each_request_has_its_samples_number(
+async def test_without_the_pipeline_requests_have_their_sample_number(
     servers: list[Any], balancer: Any, monkeypatch: pytest.MonkeyPatch, validate: bool
 ) -> None:
     async def put(**_: Any) -> None: ...
@@ -179,8 +179,8 @@ async def test_in_verls_own_modes_each_request_has_its_samples_number(
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
     await worker._run_prompt({"uid": "u", "agent_name": "two turns"}, {"temperature": 1.0}, trajectory)
     samples = range(1 if validate else N)
-    told = {"prompt_key": prompt_key(PROMPT).hex(), "response_tokens": 2, "reason": ""}
-    assert worker.stored == {n: [{**told, "sample": n, "attempt": turn} for turn in range(2)] for n in samples}
+    record = {"prompt_key": prompt_key(PROMPT).hex(), "response_tokens": 2, "reason": ""}
+    assert worker.stored == {n: [{**record, "sample": n, "attempt": turn} for turn in range(2)] for n in samples}
     metas = [RequestMeta(**asked[FIELD]) for asked in [each for asked in asked_of(servers) for each in asked]]
     assert sorted((meta.sample, meta.attempt) for meta in metas) == [(n, turn) for n in samples for turn in range(2)]
     assert worker.llm_client._strangers == {}
@@ -188,7 +188,7 @@ async def test_in_verls_own_modes_each_request_has_its_samples_number(
 
 @pytest.mark.parametrize("interruptible", [False, True])
 @pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
-def test_what_verls_client_is_ours_is_too(theirs: type, interruptible: bool) -> None:
+def test_client_keeps_the_state_of_verls_client(theirs: type, interruptible: bool) -> None:
     more = {"only_hybrid": True} if theirs is FullyAsyncLLMServerClient else {}
     given = theirs(config(), load_balancer_handle="handle", **more)
     given.tokenizer = "verl sets it where responses are traced"
@@ -204,7 +204,7 @@ def test_what_verls_client_is_ours_is_too(theirs: type, interruptible: bool) -> 
 
 
 @ACTORS
-async def test_verls_loop_stands_above_the_attempts(cluster: None) -> None:
+async def test_verls_resume_loop_wraps_the_attempts(cluster: None) -> None:
     stopping = ray.remote(num_cpus=0)(Server).remote(2)
     alone = ray.remote(Watched).remote({"s": stopping})
     client = rhymed(FullyAsyncLLMServerClient(config(), load_balancer_handle=alone))
@@ -216,12 +216,12 @@ async def test_verls_loop_stands_above_the_attempts(cluster: None) -> None:
     assert len({kwargs[FIELD]["key"] for kwargs in asked}) == 1
 
 
-def test_a_client_of_another_kind_is_refused() -> None:
+def test_client_of_another_class_is_rejected() -> None:
     class Theirs(LLMServerClient): ...
 
     class Derived(RhymeLLMServerClient): ...
 
-    with pytest.raises(TypeError, match=r"no rhyme client for Theirs; derive yours .*RhymeLLMServerClient"):
+    with pytest.raises(TypeError, match=r"client class Theirs is not supported; derive it from .*RhymeLLMServerClient"):
         rhymed(Theirs(config()))
     derived = Derived(config())
     assert not derived._patient
@@ -231,7 +231,7 @@ def test_a_client_of_another_kind_is_refused() -> None:
 
 
 @ACTORS
-async def test_workers_that_say_nothing_are_remembered_by_request_for_a_while(
+async def test_tasks_without_session_are_remembered_by_request_id(
     servers: list[Any], balancer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients, "_MAX_STRANGERS", 3)
@@ -245,7 +245,7 @@ async def test_workers_that_say_nothing_are_remembered_by_request_for_a_while(
 
 
 class Mortal:
-    """Dies with its first request, or its engine does, or it lives and fails."""
+    """A server that dies with its first request, or whose engine does, or that lives and fails."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -258,12 +258,12 @@ class Mortal:
 
 @pytest.fixture(scope="module")
 def verls(servers: list[Any]) -> Any:
-    """verl's own balancer. Processes take long to start here: all that can be shared is."""
+    """verl's balancer. Processes start slowly, so that they are shared."""
     return _create_global_sticky_inflight({"s": servers[0]}, load_balancer_cls=GlobalRequestLoadBalancer)
 
 
 async def balanced(verls: Any, **servers: Any) -> dict[str, Any]:
-    """It has these servers and no others; those that are named by how they die are made."""
+    """Set the balancer's servers; those named after a death are made."""
     made = {name: server or ray.remote(num_cpus=0)(Mortal).remote(name) for name, server in servers.items()}
     await verls.remove_servers.remote(await verls.get_all_servers.remote())
     await verls.add_servers.remote(made)
@@ -272,7 +272,7 @@ async def balanced(verls: Any, **servers: Any) -> dict[str, Any]:
 
 async def sample(client: Any, number: int) -> list[Any]:
     enter(Session(sample=number))
-    name = f"{id(client)} {number}"  # verl's balancer remembers where a name was served
+    name = f"{id(client)} {number}"  # verl's balancer remembers the server of a name
     output = await client.generate(name, prompt_ids=PROMPT, sampling_params={})
     return output.extra_fields[FIELD]
 
@@ -284,7 +284,7 @@ async def samples(client: Any) -> list[list[Any]]:
 @ACTORS
 @pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
 async def test_requests_of_dead_replicas_go_to_another(servers: list[Any], verls: Any, theirs: type) -> None:
-    """One process is gone, of the other the engine."""
+    """The process of one is dead, of the other only the engine."""
     await balanced(verls, process=None, engine=None, well=servers[0])
     client = rhymed(theirs(config(), load_balancer_handle=verls))
     assert [len(records) for records in await samples(client)] == [1] * N
@@ -293,7 +293,7 @@ async def test_requests_of_dead_replicas_go_to_another(servers: list[Any], verls
 
 
 @ACTORS
-async def test_each_has_a_name_of_its_own_where_verl_gives_all_the_same(servers: list[Any], verls: Any) -> None:
+async def test_requests_have_unique_ids_in_deterministic_mode(servers: list[Any], verls: Any) -> None:
     asked_of(servers)
     await balanced(verls, well=servers[0])
     theirs = config()
@@ -310,7 +310,7 @@ async def test_each_has_a_name_of_its_own_where_verl_gives_all_the_same(servers:
 
 
 class Slow(Server):
-    """Answers nobody, and remembers whom it was to abort."""
+    """Never answers, and records the aborted requests."""
 
     async def generate(self, request_id: str, **_: Any) -> TokenOutput:
         self.asked.append({"request_id": request_id})
@@ -327,7 +327,7 @@ class Slow(Server):
 
 
 class Cut(Server):
-    """Says two tokens, and stops there when it is told to."""
+    """Generates two tokens, and stops on an abort."""
 
     def __init__(self, version: int) -> None:
         super().__init__()
@@ -358,8 +358,8 @@ class Cut(Server):
 
 @ACTORS
 @pytest.mark.parametrize("there", ["well", "gone"])
-async def test_a_response_goes_on_at_another_replica(cluster: None, servers: list[Any], there: str) -> None:
-    """With what it has: tokens, log-probs, versions and the rest of its budget. One that is gone is as good as none."""
+async def test_response_continues_on_another_replica(cluster: None, servers: list[Any], there: str) -> None:
+    """With its tokens, log-probs, versions and the rest of its budget. A dead target counts as no target."""
     cut = ray.remote(num_cpus=0)(Cut).remote(0)
     balancer = ray.remote(PlacementRouter).remote({"cut": cut})
     await balancer.add_servers.remote({"well": servers[0]})
@@ -400,7 +400,7 @@ async def test_a_response_goes_on_at_another_replica(cluster: None, servers: lis
 
 
 @ACTORS
-async def test_an_abort_that_nobody_asked_for_ends_the_attempt(cluster: None) -> None:
+async def test_unexpected_abort_ends_the_attempt(cluster: None) -> None:
     cut = ray.remote(num_cpus=0)(Cut).remote(0)
     balancer = ray.remote(PlacementRouter).remote({"cut": cut})
     client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
@@ -419,8 +419,8 @@ async def test_an_abort_that_nobody_asked_for_ends_the_attempt(cluster: None) ->
 
 
 @ACTORS
-async def test_who_is_abandoned_leaves_nothing_behind(verls: Any) -> None:
-    """Neither a request in the engine nor one in the router's count, wherever it was."""
+async def test_abandoned_call_leaves_no_request_behind(verls: Any) -> None:
+    """No request stays in an engine or in the router's count."""
     slow = ray.remote(num_cpus=0)(Slow).remote()
     await balanced(verls, slow=slow)
     client = rhymed(LLMServerClient(config(), load_balancer_handle=verls), interruptible=True)
@@ -440,7 +440,7 @@ async def test_who_is_abandoned_leaves_nothing_behind(verls: Any) -> None:
 
 
 @ACTORS
-async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(servers: list[Any], verls: Any) -> None:
+async def test_requests_wait_for_new_replicas_if_the_trainer_starts_them(servers: list[Any], verls: Any) -> None:
     await balanced(verls, process=None)
     with pytest.raises(RuntimeError, match="No available servers"):
         await sample(rhymed(LLMServerClient(config(), load_balancer_handle=verls)), 0)
@@ -452,7 +452,7 @@ async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(ser
 
 
 @ACTORS
-async def test_an_error_of_a_server_that_lives_is_the_requests_own(verls: Any) -> None:
+async def test_error_of_a_living_server_is_raised(verls: Any) -> None:
     await balanced(verls, bug=None)
     with pytest.raises(ValueError, match="no such option"):
         await sample(rhymed(LLMServerClient(config(), load_balancer_handle=verls)), 0)

@@ -1,4 +1,4 @@
-"""Replicas that die, hang or are only busy, and what takes their place, among real actors."""
+"""Replicas that die, hang or are busy, and their replacement, with real actors."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from verl_rhyme.router.router import PlacementRouter
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
 pytestmark = [
-    pytest.mark.xdist_group("deaths"),  # of one cluster
+    pytest.mark.xdist_group("deaths"),  # they share a cluster
     pytest.mark.slow,  # their processes take seconds to start
 ]
 
 
 class EngineDeadError(Exception):
-    """vLLM's, by its name."""
+    """Engine exception with the name of vLLM's."""
 
 
 class Server:
-    """Of a replica, as far as it is asked whether it lives."""
+    """Server of a replica that answers health checks."""
 
     engine = True
     killed = False
@@ -70,9 +70,9 @@ class Server:
 
 
 class Replica:
-    """As one of verl's, without an engine; verl's pool of devices, which here are processors."""
+    """A replica of verl without an engine; its resource pool holds processors as devices."""
 
-    #: Processors that each takes on each of its nodes; what the next ones find; what their start waits for.
+    #: Processors of a replica on each node, number of nodes, errors of the next starts, and permits to start.
     needs, nnodes, troubles, hold = 0, 1, deque[str](), threading.Semaphore(10**6)
 
     def __init__(self, replica_rank: int = 0, **_: Any) -> None:
@@ -121,8 +121,8 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_a_server_with_many_requests_says_that_it_lives(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At DAPO's sizes one replica has 2048 of them and more: each holds one of its actor's calls."""
+def test_server_with_many_requests_is_healthy(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At DAPO's batch sizes a replica has 2048 requests and more: each holds one of its actor's calls."""
     ours = object.__new__(RhymeReplica)
     ours.config, ours._rhyme = SimpleNamespace(max_num_seqs=1024), True
     full = Replica()
@@ -137,7 +137,7 @@ def test_a_server_with_many_requests_says_that_it_lives(cluster: None, monkeypat
     ray.kill(server)
 
 
-def test_one_that_is_busy_is_waited_for_and_one_that_hangs_is_dead(
+def test_busy_replica_is_awaited_and_hung_one_is_dead(
     replica: Replica, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     pid = replica.pid()
@@ -152,7 +152,7 @@ def test_one_that_is_busy_is_waited_for_and_one_that_hangs_is_dead(
     assert dead([replica]) == {replica: "no answer for 1 s"}
 
 
-def test_one_whose_process_is_gone_is_dead_at_once(replica: Replica) -> None:
+def test_replica_without_its_process_is_dead_at_once(replica: Replica) -> None:
     other = Replica(1)
     asyncio.run(other.init_standalone())
     os.kill(other.pid(), signal.SIGKILL)
@@ -162,7 +162,7 @@ def test_one_whose_process_is_gone_is_dead_at_once(replica: Replica) -> None:
 
 
 class Weights:
-    """verl's checkpoint manager, as far as it is built for one replica."""
+    """verl's checkpoint manager, built for one replica."""
 
     sent: ClassVar[list[tuple[int, int]]] = []
 
@@ -175,7 +175,7 @@ class Weights:
 
 
 class Sender:
-    """As the worker that sends an engine its weights: it blocks until somebody receives them."""
+    """The worker that sends weights to an engine: it blocks until they are received."""
 
     def send(self, seconds: float) -> float:
         time.sleep(seconds)
@@ -193,7 +193,7 @@ def sender(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Waiting(Weights):
-    """Waits for the worker of its replica."""
+    """Manager that waits for the worker of its replica."""
 
     def update_weights(self, version: int) -> None:  # seconds, here
         return ray.get(self.replicas[0].workers[0].send.remote(version))
@@ -211,7 +211,7 @@ class Waiting(Weights):
         ("a worker dies", r"died during a weight sync: .*\n.* from the last checkpoint"),  # its server lives
     ],
 )
-def test_a_weight_sync_does_not_wait_for_a_replica_that_dies(
+def test_weight_sync_does_not_wait_for_a_dead_replica(
     replica: Replica, sender: Any, monkeypatch: pytest.MonkeyPatch, happens: str, words: str
 ) -> None:
     pid = replica.pid()
@@ -228,7 +228,7 @@ def test_a_weight_sync_does_not_wait_for_a_replica_that_dies(
         Outliving(Waiting(replicas=[replica])).update_weights(600)
 
 
-def test_one_death_is_seen_while_others_block(replica: Replica, sender: Any) -> None:
+def test_death_is_detected_while_other_calls_block(replica: Replica, sender: Any) -> None:
     other = Replica(1)
     asyncio.run(other.init_standalone())
     blocked = ray.remote(num_cpus=0)(Sender).remote()
@@ -247,15 +247,15 @@ def test_one_death_is_seen_while_others_block(replica: Replica, sender: Any) -> 
     ray.kill(blocked)
 
 
-def test_nobody_waits_for_what_a_dead_engine_was_told(replica: Replica, sender: Any) -> None:
+def test_calls_to_a_dead_engine_are_not_awaited(replica: Replica, sender: Any) -> None:
     """The server outlives its engine, and its call does not end."""
     threading.Timer(0.5, lambda: replica.servers[0].lose_engine.remote()).start()
-    with pytest.raises(RayError) as told:
+    with pytest.raises(RayError) as raised:
         Outliving(Waiting(replicas=[replica])).resume_generation_replicas()
-    assert is_death(told.value)
+    assert is_death(raised.value)
 
 
-def test_who_is_slow_with_the_weights_is_waited_for(replica: Replica, sender: Any) -> None:
+def test_slow_weight_load_is_awaited(replica: Replica, sender: Any) -> None:
     pid = replica.pid()
     weights = Outliving(Waiting(replicas=[replica]))
     os.kill(pid, signal.SIGSTOP)
@@ -266,17 +266,17 @@ def test_who_is_slow_with_the_weights_is_waited_for(replica: Replica, sender: An
 
 
 class Kept(PlacementRouter):
-    """Remembers how much each holds."""
+    """Router that records the capacity of each replica."""
 
     def __init__(self, servers: dict[str, Any]) -> None:
         super().__init__(servers, {"policy": "least_loaded"})
 
     def report_capacity(self, server_id: str, kv_tokens: int) -> None:
         super().report_capacity(server_id, kv_tokens)
-        self.told = {**getattr(self, "told", {}), server_id: kv_tokens}
+        self.tokens = {**getattr(self, "tokens", {}), server_id: kv_tokens}
 
     def capacities(self) -> dict[str, int]:
-        return getattr(self, "told", {})
+        return getattr(self, "tokens", {})
 
 
 class World:
@@ -305,7 +305,7 @@ class World:
                 os.kill(replica.pid(), signal.SIGKILL)
 
     def mended(self, version: int, ranks: list[int]) -> None:
-        """Those serve, sooner or later."""
+        """Wait until these replicas serve."""
         deadline = time.monotonic() + 60
         while sorted(self.ranks()) != ranks:
             assert time.monotonic() < deadline, self.ranks()
@@ -336,7 +336,7 @@ def world(cluster: None, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     made.close()
 
 
-def test_a_successor_has_weights_and_is_known_to_the_router(world: World) -> None:
+def test_new_replica_has_weights_and_is_in_the_router(world: World) -> None:
     world.kill(0)
     assert world.spares.mend(7) == 1
     world.mended(8, [1, 2])
@@ -348,7 +348,7 @@ def test_a_successor_has_weights_and_is_known_to_the_router(world: World) -> Non
     assert ray.get(world.servers.global_load_balancer.capacities.remote()) == {"s1": 4096, "s2": 4096}
 
 
-def test_one_that_rests_is_out_of_service_and_returns_with_weights(world: World) -> None:
+def test_resting_replica_is_out_of_service_and_wakes_with_weights(world: World) -> None:
     [first, second], left = world.servers.rollout_replicas, []
     assert world.spares.rest(first, lambda address: left.append((address, world.ranks())) or 3) == 3
     assert left == [("s0", [1])], "it is out of the router before what runs there moves"
@@ -361,8 +361,8 @@ def test_one_that_rests_is_out_of_service_and_returns_with_weights(world: World)
     assert second.pid()
 
 
-def test_one_that_rests_takes_the_place_of_one_that_dies(world: World) -> None:
-    """And the place that is left is filled when one more is wanted."""
+def test_resting_replica_replaces_a_dead_one(world: World) -> None:
+    """The free place is filled when one more replica is wanted."""
     first = world.servers.rollout_replicas[0]
     world.spares.rest(first, lambda address: 0)
     world.kill(1)
@@ -374,11 +374,11 @@ def test_one_that_rests_takes_the_place_of_one_that_dies(world: World) -> None:
     assert Weights.sent == [(0, 4), (2, 5)]
 
 
-def test_one_that_dies_while_it_rests_is_replaced_when_it_is_wanted(world: World, warned: list[str]) -> None:
+def test_replica_that_dies_at_rest_is_replaced_on_wake(world: World, warned: list[str]) -> None:
     first = world.servers.rollout_replicas[0]
     ray.get(first._server_handle.lose_engine.remote())
     world.spares.rest(first, lambda address: 0)
-    assert "replica 0 does not go to rest as it should" in warned[-1]
+    assert "replica 0 could not rest" in warned[-1]
     assert world.spares.mend(4) == 0
     assert world.spares.wake(5) is None
     world.mended(5, [1, 2])
@@ -389,11 +389,11 @@ def test_one_that_dies_while_it_rests_is_replaced_when_it_is_wanted(world: World
     ("engine", "why"),
     [
         ({"backend": "kimi_ckpt_engine", "engine_kwargs": {}}, "keeps the process group"),
-        ({"backend": "delta_sharded", "engine_kwargs": {}}, "what changed since"),
+        ({"backend": "delta_sharded", "engine_kwargs": {}}, "only the changes since"),
     ],
 )
-def test_where_weights_do_not_reach_one_alone_none_is_started(world: World, engine: dict, why: str) -> None:
-    """Half an update, or another group's, would be served in silence."""
+def test_no_replica_starts_if_weights_cannot_be_sent_to_it_alone(world: World, engine: dict, why: str) -> None:
+    """Otherwise it would serve part of the weights, or those of another process group."""
     world.weights.config = SimpleNamespace(**engine)
     world.kill(0)
     with pytest.raises(ReplicaDied, match=rf"replica 0 died .* cannot be replaced: .*{why}.*\nThe same command"):
@@ -405,9 +405,7 @@ def test_where_weights_do_not_reach_one_alone_none_is_started(world: World, engi
     assert Weights.sent == [(2, 7)]
 
 
-def test_one_that_could_not_be_started_is_tried_again(
-    world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
-) -> None:
+def test_failed_start_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
     monkeypatch.setattr(replicas, "_PAUSE_S", 0.5)
     Replica.troubles.append("Total available GPUs 0 is less than total desired GPUs 1")
     world.kill(0)
@@ -423,8 +421,8 @@ def test_one_that_could_not_be_started_is_tried_again(
     assert Weights.sent == [(3, 9)]
 
 
-def test_nobody_waits_for_those_that_start(world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
-    """Each by itself; who dies meanwhile is replaced as well, and with the last one the wait begins."""
+def test_starting_replicas_are_not_awaited(world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+    """Each starts by itself; new deaths are replaced as well, and only without any replica the call waits."""
     starting = threading.Semaphore(0)
     monkeypatch.setattr(Replica, "hold", starting)
     world.kill(0)
@@ -442,10 +440,10 @@ def test_nobody_waits_for_those_that_start(world: World, monkeypatch: pytest.Mon
     assert world.spares.missing == 0
 
 
-def test_one_that_dies_before_it_is_let_in_is_replaced_as_well(
+def test_new_replica_that_dies_before_serving_is_replaced(
     world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
-    """It may be up for minutes until a step ends. Weights that do not get there would end the run."""
+    """It may be up for minutes before a step ends. A failed weight transfer would end the run."""
 
     def update_weights(self: Weights, version: int) -> None:
         for replica in self.replicas:
@@ -464,7 +462,7 @@ def test_one_that_dies_before_it_is_let_in_is_replaced_as_well(
 
 
 @pytest.mark.parametrize("world", [GlobalRequestLoadBalancer], indirect=True)
-def test_devices_that_come_free_late_are_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_become_free_late_are_awaited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_start, "_FREE_S", 30.0)
     Replica.troubles.extend(["none are free yet"] * 3)
     world.kill(0, 1)
@@ -476,16 +474,16 @@ def test_devices_that_come_free_late_are_waited_for(world: World, monkeypatch: p
     assert (world.spares.started, world.spares.missing) == (2, 0)
 
 
-def test_a_start_that_takes_for_ever_ends_and_leaves_no_claim(
+def test_endless_start_is_ended_and_releases_its_devices(
     world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
-    monkeypatch.setattr(Replica, "needs", 64)  # more than there are
+    monkeypatch.setattr(Replica, "needs", 64)  # more than the cluster has
     monkeypatch.setattr(replica_start, "_START_S", 1.0)
     threads = threading.active_count()
     world.kill(0)
     assert world.spares.mend(7) == 1
     deadline = time.monotonic() + 30
-    while not [line for line in warned if "it was not up after 1 s" in line]:
+    while not [line for line in warned if "was not up after 1 s" in line]:
         assert time.monotonic() < deadline
         assert world.spares.mend(7) == 0
     assert world.ranks() == [1]
@@ -497,10 +495,10 @@ def test_a_start_that_takes_for_ever_ends_and_leaves_no_claim(
         time.sleep(0.1)
 
 
-def test_one_that_comes_up_after_it_was_given_up_keeps_no_devices(
+def test_start_that_succeeds_too_late_keeps_no_devices(
     world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
-    """It hung before it asked for any, so that there was nothing to end."""
+    """It hung before it requested devices, so that there was nothing to release."""
     starting = threading.Semaphore(0)
     monkeypatch.setattr(Replica, "hold", starting)
     monkeypatch.setattr(replica_start, "_START_S", 0.1)
@@ -517,18 +515,18 @@ def test_one_that_comes_up_after_it_was_given_up_keeps_no_devices(
         time.sleep(0.1)
 
 
-def test_a_successor_that_gets_no_weights_ends_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The actor may be in the midst of sending: it is not asked again."""
+def test_new_replica_without_weights_ends_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actor may still be sending, so that it is not called again."""
     monkeypatch.setattr(Weights, "update_weights", lambda self, version: sent.append(version) or 1 / 0)
     sent: list[int] = []
     world.kill(0)
     assert world.spares.mend(7) == 1
-    with pytest.raises(ReplicaDied, match=r"replica 2, .*, did not get its weights: .*\nThe same command"):
+    with pytest.raises(ReplicaDied, match=r"replica 2 did not get its weights .*: .*\nThe same command"):
         world.mended(7, [1, 2])
     assert sent == [7]
 
 
-def test_where_none_is_left_and_none_can_be_started_the_run_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_ends_if_no_replica_is_left_or_can_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_NONE_LEFT_S", 1.0)
     Replica.troubles.extend(["no devices"] * 1000)
     world.kill(0, 1)
@@ -538,7 +536,7 @@ def test_where_none_is_left_and_none_can_be_started_the_run_ends(world: World, m
     assert 1.0 <= time.monotonic() - began < 20.0
 
 
-def test_one_that_is_still_loading_is_waited_for_although_another_finds_no_devices(
+def test_loading_replica_is_awaited_although_another_has_no_devices(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "_NONE_LEFT_S", 1.0)
@@ -557,7 +555,7 @@ def test_one_that_is_still_loading_is_waited_for_although_another_finds_no_devic
     assert (world.ranks(), world.spares.missing) == ([2], 1)
 
 
-def test_of_two_that_span_nodes_none_holds_what_the_other_one_lacks(
+def test_replicas_that_span_nodes_start_one_by_one(
     cluster: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     async def init_standalone(self: Replica) -> None:
@@ -571,7 +569,7 @@ def test_of_two_that_span_nodes_none_holds_what_the_other_one_lacks(
     world: World = request.getfixturevalue("world")
     start = Replica.init_standalone
     monkeypatch.setattr(Replica, "init_standalone", init_standalone)
-    monkeypatch.setattr(Replica, "needs", 1)  # there are two processors: devices for one replica
+    monkeypatch.setattr(Replica, "needs", 1)  # of two processors: devices for one replica of two nodes
     world.kill(0, 1)
     assert world.spares.mend(7) == 2
     world.mended(7, [2])

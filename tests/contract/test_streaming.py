@@ -187,5 +187,5 @@ def test_an_update_of_ones_own_is_not_passed_over():
         return made.why_updates_wait()
 
     assert why(DetachActorWorker, TrainingWorker) is None
-    assert "update_actor is your own" in why(Mine, TrainingWorker)
-    assert "train_batch is your own" in why(DetachActorWorker, MyTraining)
+    assert "update_actor overrides verl" in why(Mine, TrainingWorker)
+    assert "train_batch overrides verl" in why(DetachActorWorker, MyTraining)

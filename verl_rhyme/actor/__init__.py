@@ -1,4 +1,4 @@
-"""Training workers: updates whose samples come in parts.
+"""Training workers: training steps whose samples come in parts.
 
 Process: verl's training workers. Engines: verl, torch.
 """

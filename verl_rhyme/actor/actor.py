@@ -1,8 +1,8 @@
-"""verl's actor worker, whose update may come in parts (:mod:`verl_rhyme.actor.streamed_update`).
+"""verl's actor worker with training steps in parts (:mod:`verl_rhyme.actor.streamed_update`).
 
-A mixin over verl's ``ActorRolloutRefWorker``, ``DetachActorWorker``, or a class of your own that derives from them;
-:func:`streamed` puts it before any of them. ``update_actor`` is theirs as ever, unless the data say that they are a
-part (:data:`PART`): then gradients are added up, and ``finish_update`` takes the optimizer's step.
+:func:`streamed` puts the mixin before verl's ``ActorRolloutRefWorker``, ``DetachActorWorker`` or a class derived from
+them. ``update_actor`` is unchanged, unless the data are marked as a part (:data:`PART`): then it accumulates gradients,
+and ``finish_update`` takes the optimizer's step.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_rhyme.actor.held_rows import ROWS
 from verl_rhyme.actor.streamed_update import BY_TOKENS, StreamedUpdate, why_not
 
-#: Beside the data of ``update_actor``: they are a part of a mini-batch.
+#: Key in the data of ``update_actor``: they are a part of a mini-batch.
 PART = "rhyme_part"
 
 
 class StreamedActor(ActorRolloutRefWorker):
-    """See the module."""
+    """Mixin that accumulates gradients of parts."""
 
     _update: StreamedUpdate | None = None
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
-        """verl's, of rows that may be here (:mod:`verl_rhyme.actor.held_rows`)."""
+        """Compute log-probs as verl does, with rows that this process holds (:mod:`verl_rhyme.actor.held_rows`)."""
         return super().compute_log_prob(ROWS.joined(data))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
-        """verl's, of rows that may be here."""
+        """Compute reference log-probs as verl does, with rows that this process holds."""
         return super().compute_ref_log_prob(ROWS.joined(data))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fetched_bytes(self) -> tuple[int, int]:
-        """Of tensors, what stages of parts fetched and what they had already, since the last call; rows go."""
+        """Return bytes of tensors that the stages of parts fetched and reused since the last call; drop the rows."""
         ROWS.drop()
         return ROWS.counts()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: TensorDict) -> TensorDict | None:
-        """verl's; or gradients of a part.
+        """Train as verl does, or accumulate the gradients of a part.
 
         Args:
-            data: As verl's takes it. A part has as many samples on each data parallel rank; ``global_batch_size`` is
-                the whole mini-batch's.
+            data: Data for verl's ``update_actor``. A part has the same number of samples on each data parallel rank;
+                ``global_batch_size`` is the whole mini-batch's.
 
         Returns:
-            As verl's; of a part no metrics but ``mfu``, which verl's trainer looks for.
+            Result of verl's ``update_actor``; for a part only the metric ``mfu``, which verl's trainer needs.
 
         Raises:
-            CannotStream: This engine cannot add up gradients of parts.
+            CannotStream: This engine cannot accumulate gradients of parts.
         """
         data = ROWS.joined(data)
         if not tu.pop(data, key=PART, default=False):
@@ -79,7 +79,7 @@ class StreamedActor(ActorRolloutRefWorker):
             self._sequences += data["input_ids"].offsets().diff().tolist()
             self._update.add(_with_defaults(data, self.actor))
         except BaseException:
-            self.drop_update()  # its gradients are of nothing whole
+            self.drop_update()  # its gradients are incomplete
             raise
         self._seconds += time.perf_counter() - began
         if not self.actor.engine.is_mp_src_rank_with_outputs():
@@ -88,27 +88,26 @@ class StreamedActor(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def why_updates_wait(self) -> str | None:
-        """What of the engine, or of a class of your own, keeps gradients until the whole batch is there; ``None``:
-        nothing does."""
+        """Return what in the engine or a derived class requires the whole batch at once; ``None``: nothing."""
         if self.actor is None:
             return None
         if super(StreamedActor, type(self)).update_actor is not ActorRolloutRefWorker.update_actor:
-            return f"{type(self).__name__}.update_actor is your own, and takes whole batches"
+            return f"{type(self).__name__}.update_actor overrides verl's, and needs whole batches"
         for name in ("train_mini_batch", "train_batch"):
             if getattr(type(self.actor), name) is not getattr(TrainingWorker, name):
-                return f"{type(self.actor).__name__}.{name} is your own, and takes whole mini-batches"
+                return f"{type(self.actor).__name__}.{name} overrides verl's, and needs whole mini-batches"
         return why_not(self.actor.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_update(self) -> dict[str, Any] | None:
-        """Take the optimizer's step and the learning rate's.
+        """Take the steps of the optimizer and of the learning rate schedule.
 
         Returns:
-            Metrics of the whole mini-batch, as ``update_actor`` has them; ``None`` on ranks that have none.
+            Metrics of the whole mini-batch, as ``update_actor`` returns them; ``None`` on ranks without outputs.
         """
         update, actor = self._update, self.actor
         if update is None or actor is None:
-            raise RuntimeError("there is no update to finish: no part was added")
+            raise RuntimeError("finish_update was called, but no part was added")
         self._update = None
         began = time.perf_counter()
         output = update.finish()
@@ -122,32 +121,32 @@ class StreamedActor(ActorRolloutRefWorker):
             return None
         output.pop("model_output")
         output["metrics"]["lr"] = rate
-        told = actor._postprocess_output(
+        processed = actor._postprocess_output(
             output,
             global_token_num=list(chain.from_iterable(sequences)),
             delta_time=self._seconds + time.perf_counter() - began,
             forward_only=False,
             images_seqlens=None,
         )
-        return {name: _over_ranks(value) for name, value in tu.get(told, "metrics").items()}
+        return {name: _over_ranks(value) for name, value in tu.get(processed, "metrics").items()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def drop_update(self) -> None:
-        """Forget what was added since the last step, if anything was."""
+        """Drop the gradients accumulated since the last step."""
         update, self._update = self._update, None
         if update is not None:
             update.drop()
 
 
 def streamed(worker: type[ActorRolloutRefWorker]) -> type[ActorRolloutRefWorker]:
-    """The class with :class:`StreamedActor` before it; one that has it stays as it is."""
+    """Return the class with :class:`StreamedActor` before it, or unchanged if it has the mixin."""
     if issubclass(worker, StreamedActor):
         return worker
     return type(f"Streamed{worker.__name__}", (StreamedActor, worker), {"__module__": worker.__module__})
 
 
 def _over_ranks(value: Any) -> list[Any]:
-    """A metric of all data parallel ranks."""
+    """Combine a metric of all data parallel ranks."""
     if isinstance(value, Metric):
         return [value.aggregate()]
     if not isinstance(value, list):
@@ -158,7 +157,7 @@ def _over_ranks(value: Any) -> list[Any]:
 
 
 def _with_defaults(data: TensorDict, actor: TrainingWorker) -> TensorDict:
-    """What ``train_batch`` puts beside the data where nobody did."""
+    """Add the options that ``train_batch`` would add to the data."""
     options = actor.engine_config
     defaults = {
         "use_remove_padding": actor.model_config.get("use_remove_padding", False),
@@ -168,6 +167,6 @@ def _with_defaults(data: TensorDict, actor: TrainingWorker) -> TensorDict:
         "use_fused_kernels": options.use_fused_kernels,
     }
     for name, value in defaults.items():
-        if name not in data.keys():  # noqa: SIM118  (a TensorDict's "in" is something else)
+        if name not in data.keys():  # noqa: SIM118  (a TensorDict's "in" differs)
             tu.assign_non_tensor(data, **{name: value})
     return data

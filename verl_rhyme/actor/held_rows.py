@@ -1,8 +1,8 @@
-"""Rows of a part that this process has: what one stage fetched from TransferQueue the next does not fetch again.
+"""Rows of a part that this process holds, so that later stages do not fetch them from TransferQueue again.
 
-verl fetches all fields of all rows for every stage, on every rank. A part's rows stay here from its first stage to its
-last; the trainer asks for what is new and says so beside the data (:mod:`verl_rhyme.trainer.fetching`). Actor and
-reference are two workers in one process, and the rows are the process's.
+verl fetches all fields of all rows for every stage, on every rank. Here a part's rows stay from its first stage to its
+last; the trainer requests only new fields and marks the data (:mod:`verl_rhyme.trainer.fetching`). Actor and reference
+are two workers in one process, and share the rows.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from verl.utils import tensordict_utils as tu
 
-#: Beside the data of a stage: they are to be kept, ``{"part": its number, "fields": their names}``; or, with a part's
-#: number, they are what is new of it, to join what was kept.
+#: Keys in a stage's data. KEEP, ``{"part": number, "fields": names}``: keep these fields of the part. JOIN, a part's
+#: number: the data are new fields of that part, to be joined with the rows kept.
 KEEP, JOIN = "rhyme_keep", "rhyme_join"
 
 
 class HeldRows:
-    """See the module; one in each process (:data:`ROWS`).
+    """Store of a part's rows, one in each process (:data:`ROWS`).
 
     Attributes:
-        fetched, reused: Bytes of tensors that stages were given, and that they had already, since the last
-            :meth:`counts`.
+        fetched, reused: Bytes of tensors that stages received, and that they reused, since the last :meth:`counts`.
     """
 
     def __init__(self) -> None:
@@ -32,10 +31,10 @@ class HeldRows:
         self.fetched = self.reused = 0
 
     def joined(self, data: TensorDict) -> TensorDict:
-        """What a stage was sent, with what was kept of these rows.
+        """Return the data of a stage, joined with the rows kept.
 
         Raises:
-            RuntimeError: Other rows are here, or none.
+            RuntimeError: Rows of another part are kept, or none.
         """
         keep, join = tu.pop(data, key=KEEP), tu.pop(data, key=JOIN)
         if keep is None and join is None:
@@ -46,31 +45,31 @@ class HeldRows:
             return data
         rows = self._rows
         if rows is None or self._part != join or len(rows) != len(data):
-            raise RuntimeError(f"rows of part {self._part} are here, and part {join} of {len(data)} is asked for")
-        there = set(data.keys())
+            raise RuntimeError(f"rows of part {self._part} are kept, but part {join} of {len(data)} rows is requested")
+        present = set(data.keys())
         for name, column in rows.items():
-            if name not in there:
+            if name not in present:
                 data[name] = column
                 self.reused += _bytes(column)
         return data
 
     def drop(self) -> None:
-        """Nobody asks for these rows any more."""
+        """Drop the rows."""
         self._part = self._rows = None
 
     def counts(self) -> tuple[int, int]:
-        """Bytes that were fetched, and reused, since the last call."""
-        told = self.fetched, self.reused
+        """Return the bytes fetched and reused since the last call."""
+        counts = self.fetched, self.reused
         self.fetched = self.reused = 0
-        return told
+        return counts
 
 
-#: This process's.
+#: The rows of this process.
 ROWS = HeldRows()
 
 
 def _bytes(value: Any) -> int:
-    """Of the tensors in it, by rows; strings and the like are small, and so is what is one for all rows."""
+    """Return the bytes of the tensors in a value that have rows; strings and values shared by all rows count 0."""
     if isinstance(value, torch.Tensor):
         return (value.values().nbytes + value.offsets().nbytes) if value.is_nested else value.nbytes
     if isinstance(value, NonTensorStack):

@@ -1,16 +1,16 @@
-"""An update of the actor whose samples come in parts: gradients now, the optimizer's step when all are there.
+"""A training step whose samples come in parts: gradients are accumulated, and the optimizer steps after the last part.
 
 verl's ``train_batch`` takes a whole mini-batch: zero, forward and backward over its micro-batches, step. Here the parts
-of a mini-batch come as they are finished, and the step equals the one that verl would take of the whole (StreamRL,
-arXiv:2504.15930, section 4, pipelines training in this way).
+of a mini-batch come as they finish, and the step equals verl's step on the whole (pipelined training of StreamRL,
+arXiv:2504.15930, section 4).
 
-What makes them equal. A loss is a sum over samples, divided by what the mini-batch has in all: by its samples, which
-are known beforehand, or by its tokens (``loss_agg_mode=token-mean``), which are known when the last response has ended.
-Until then a guess by the first part's stands for them, and all gradients are scaled before the step.
+Why the steps are equal: a loss is a sum over samples divided by a count of the mini-batch. The number of samples is
+known beforehand. The number of tokens (``loss_agg_mode=token-mean``) is known only with the last response; until then
+an estimate from the first part replaces it, and all gradients are scaled before the step.
 
-What ranks share. FSDP reduces gradients into each rank's shard at the end of each part and adds them there. Megatron's
-reduction is not one that can be added to: the shards of a distributed optimizer, layer norms under sequence parallelism
-and tied embeddings would count twice. So gradients of parts stay on their ranks, and are reduced once, before the step.
+What ranks share: FSDP reduces gradients into each rank's shard at the end of each part, and adds them there. Megatron's
+reduction cannot be repeated: shards of a distributed optimizer, layer norms under sequence parallelism and tied
+embeddings would count twice. So gradients of parts stay on their ranks, and are reduced once, before the step.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from verl.utils.metric.utils import AggregationType, Metric
 from verl.utils.py_functional import append_to_dict
 from verl.workers.engine import BaseEngine
 
-#: ``loss_agg_mode`` whose divisor is known when the mini-batch's last token is.
+#: ``loss_agg_mode`` whose divisor is known only with the last token of the mini-batch.
 BY_TOKENS = "token-mean"
 
 
 class CannotStream(ValueError):
-    """An engine cannot add up gradients of parts; the message says which option is in the way."""
+    """An engine cannot accumulate gradients of parts; the message names the option that prevents it."""
 
 
 class StreamedUpdate:
     """One optimizer step. All ranks call the same methods in the same order.
 
     Args:
-        engine: verl's, in the mode of no context.
-        loss: As ``train_batch`` takes it.
-        by_tokens: The loss is divided by the tokens of the mini-batch.
+        engine: verl's engine, in no mode's context.
+        loss: Loss function for ``train_batch``.
+        by_tokens: Whether the loss is divided by the tokens of the mini-batch.
 
     Raises:
-        CannotStream: See there.
+        CannotStream: The engine cannot accumulate gradients of parts.
     """
 
     def __init__(self, engine: BaseEngine, loss: Callable[..., Any], by_tokens: bool) -> None:
         self._engine, self._loss, self._by_tokens = engine, loss, by_tokens
         self._reduces = _reduces(engine)
-        self._stand_in = 0  # tokens by which the loss is divided meanwhile: about as many as there will be
-        self._more = 1  # samples to one of the first part
+        self._stand_in = 0  # estimated tokens of the mini-batch, the divisor until the step
+        self._more = 1  # samples of the mini-batch per sample of the first part
         self._tokens = 0
         self._losses: list[float] = []
         self._metrics: dict[str, Any] = {}
@@ -57,10 +57,10 @@ class StreamedUpdate:
         self.parts = 0
 
     def add(self, data: TensorDict) -> None:
-        """Gradients of a part: any samples of the mini-batch, as many on each data parallel rank.
+        """Accumulate the gradients of a part: any samples of the mini-batch, equally many on each data parallel rank.
 
         Args:
-            data: As ``train_batch`` takes it; ``global_batch_size`` is the whole mini-batch's.
+            data: Data for ``train_batch``; ``global_batch_size`` is the whole mini-batch's.
         """
         engine = self._engine
         if not self.parts:
@@ -82,11 +82,11 @@ class StreamedUpdate:
                     append_to_dict(self._metrics, {name: one})
 
     def finish(self) -> dict[str, Any]:
-        """Take the step.
+        """Take the optimizer's step.
 
         Returns:
-            As ``train_batch``: ``loss`` and ``metrics`` of all micro-batches, the gradient's norm among them; on ranks
-            without outputs they are empty.
+            Result of ``train_batch``: ``loss`` and ``metrics`` of all micro-batches, with the gradient norm; empty on
+            ranks without outputs.
         """
         engine: Any = self._engine
         share = self._stand_in / max(1, self._tokens) if self._by_tokens else 1.0
@@ -108,15 +108,15 @@ class StreamedUpdate:
         return {"model_output": {}, "loss": losses, "metrics": self._metrics}
 
     def drop(self) -> None:
-        """Forget what was added: no step is taken."""
+        """Drop the gradients; no step is taken."""
         if self.parts:
             with self._engine.train_mode(disable_auto_offload=True):
                 self._engine.optimizer_zero_grad()
         self._leave()
 
     def _stay(self) -> None:
-        """Where the model is offloaded between calls, gradients go with it, and Megatron's are lost: both stay on the
-        device until the step, also over calls for log-probabilities."""
+        """Keep parameters and gradients on the device until the step, also over calls for log-probs: offloading would
+        move the gradients too, and lose Megatron's."""
         engine: Any = self._engine
         if engine.is_param_offload_enabled:
             engine.to(_device(), model=True, optimizer=False, grad=True)
@@ -131,14 +131,14 @@ class StreamedUpdate:
             self._stays = False
 
     def _divided(self, model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
-        """The loss of a micro-batch, divided by what all parts are divided by until the step."""
+        """Return the loss of a micro-batch, divided by the estimated count."""
         stand_in = self._stand_in or self._more * max(1, int(tu.get(data, "batch_num_tokens")))
         tu.assign_non_tensor(data, batch_num_tokens=stand_in)
         return self._loss(model_output=model_output, data=data, dp_group=dp_group)
 
 
 class _Fsdp:
-    """Each part ends with its reduction, into shards that are added to."""
+    """Reduces each part into shards, which accumulate."""
 
     def __init__(self, engine: Any) -> None:
         self._module = engine.module
@@ -153,7 +153,7 @@ class _Fsdp:
 
 
 class _Megatron:
-    """Buffers are added to on each rank, and reduced once."""
+    """Accumulates in each rank's buffers, and reduces once."""
 
     def __init__(self, engine: Any) -> None:
         from megatron.core.utils import get_model_config
@@ -164,7 +164,7 @@ class _Megatron:
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """Schedules reduce nothing in here, neither at their end nor, bucket by bucket, on the way."""
+        """Disable the schedule's reductions, both at its end and bucket by bucket."""
         config, ddp = self._config, [chunk.ddp_config for chunk in self._chunks]
         before = config.finalize_model_grads_func, config.grad_sync_func, [each.overlap_grad_reduce for each in ddp]
         config.finalize_model_grads_func = config.grad_sync_func = None
@@ -185,7 +185,7 @@ class _Megatron:
 
 
 def why_not(engine: Any) -> str | None:
-    """What of an engine keeps gradients of parts from being added up; ``None``: nothing does."""
+    """Return the engine option that prevents gradients of parts from being accumulated; ``None``: none does."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     if isinstance(engine, FSDPEngine):
@@ -197,10 +197,10 @@ def why_not(engine: Any) -> str | None:
         (config is not None and config.calculate_per_token_loss, "calculate_per_token_loss (context parallelism)"),
         (config is not None and config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute"),
         (options.dynamic_context_parallel, "dynamic_context_parallel"),
-        # The schedule divides these by the micro-batches of one call.
+        # The schedule divides these losses by the micro-batches of one call.
         (config is not None and _auxiliary(config), "auxiliary losses of experts (moe_*_loss_coeff)"),
         (engine.model_config.mtp.enable, "multi-token prediction (mtp)"),
-        # It reduces in each backward, whatever it is told.
+        # It reduces in each backward pass and cannot be stopped.
         (options.use_megatron_fsdp, "use_megatron_fsdp"),
         (any(not hasattr(chunk, "scale_gradients") for chunk in engine.module), "a module that is not Megatron's DDP"),
     ):
@@ -211,13 +211,13 @@ def why_not(engine: Any) -> str | None:
 
 def _reduces(engine: Any) -> _Fsdp | _Megatron:
     if why := why_not(engine):
-        raise CannotStream(f"gradients of parts cannot be added up with {why}: set streaming.part=null")
+        raise CannotStream(f"gradients of parts cannot be accumulated with {why}: set streaming.part=null")
     return _Megatron(engine) if hasattr(engine, "tf_config") else _Fsdp(engine)
 
 
 def _auxiliary(config: Any) -> bool:
-    """Experts have losses of their own. A coefficient alone, which a model's own config has, makes none: verl sets the
-    type of load balancing to ``none``."""
+    """Return whether experts have losses of their own. A coefficient in the model's config is not enough: verl sets the
+    load balancing type to ``none``."""
     if not config.num_moe_experts:
         return False
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff

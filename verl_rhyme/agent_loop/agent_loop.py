@@ -1,4 +1,4 @@
-"""verl's agent loop managers: they make our workers, and hand them validation prompts."""
+"""Subclasses of verl's agent loop managers, which make the workers and send them validation prompts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from verl_rhyme.config import config_tree
 
 logger = logging.getLogger(__name__)
 
-#: Of a validation prompt that is not done, as verl tags it.
+#: verl's ``status`` of unfinished validation prompts.
 _OPEN = ("pending", "running")
 
 
 class RhymeAgentLoopManager(AgentLoopManagerTQ):
-    """``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` of ``+rhyme=...``; verl's with ``enable=false``."""
+    """Manager of preset ``histospec`` (``actor_rollout_ref.rollout.agent.agent_loop_manager_class``).
+
+    With ``enable=false`` it equals verl's.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,10 +33,10 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
 
 
 class SessionAgentLoopManager(AgentLoopManagerTQ):
-    """``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` of every preset with the pipeline.
+    """Manager of all pipeline presets (``actor_rollout_ref.rollout.agent.agent_loop_manager_class``).
 
-    Makes the workers that the coordinator drives, and hands them validation prompts. A worker that died, or does not
-    answer, is given up: what it was to do goes to the others.
+    It makes the workers that the coordinator uses, and sends them validation prompts. It gives up a worker that died or
+    does not answer, and sends its prompts to the others.
     """
 
     agent_loop_workers: list[Any]
@@ -42,13 +45,13 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = SessionAgentLoopWorker
         rhyme = config_tree.from_rollout(self.rollout_config)
-        assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
+        assert rhyme is not None, "the coordinator needs a config with rhyme"
         self._patience_s = rhyme.scheduling.lost_after
-        self._ready: list[Any] = []  # workers that have started
-        self._handed: list[tuple[Any, TensorDict]] = []  # workers, and the validation prompts that each took
+        self._ready: list[Any] = []  # started workers
+        self._handed: list[tuple[Any, TensorDict]] = []  # workers with the validation prompts that each accepted
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """Hand prompts to the workers, without waiting for what becomes of them."""
+        """Send prompts to the workers, without waiting for their samples."""
         self._await_start()
         chunks = prompts.chunk(len(self.agent_loop_workers))
         sent = [
@@ -65,9 +68,9 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
                 self._handed.append((worker, chunk))
 
     def look(self) -> None:
-        """Validation prompts that a worker had taken which is gone, and that are not done, go to others."""
+        """Send unfinished validation prompts of dead workers to others."""
         handed, self._handed = self._handed, []
-        tags = (tq.kv_list() or {}).get("val", {})  # without those of earlier validations, which verl has cleared
+        tags = (tq.kv_list() or {}).get("val", {})  # verl has cleared earlier validations
         undone = {uid for uid, tag in tags.items() if tag.get("is_prompt") and tag.get("status") in _OPEN}
         for worker, chunk in handed:
             rows = [row for row, uid in enumerate(chunk["uid"]) if str(uid) in undone]
@@ -82,18 +85,18 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
                 self._handed.append((worker, chunk))
 
     def renew(self) -> list[Any]:
-        """Make other workers in the place of all: none is left."""
+        """Replace all workers, when none is left."""
         auto_await(self._init_agent_loop_workers)()
         return self.agent_loop_workers
 
     def _await_start(self) -> None:
-        """Imports from a cold shared filesystem may take longer than a worker that runs may be silent."""
+        """Wait without a timeout: imports from a cold shared filesystem may exceed a running worker's patience."""
         for worker in [worker for worker in self.agent_loop_workers if worker not in self._ready]:
             try:
                 ray.get(worker.__ray_ready__.remote())
             except ray.exceptions.RayActorError as error:
                 if len(self.agent_loop_workers) == 1:
-                    raise  # none can start
+                    raise  # no worker can start
                 self._give_up(worker, error)
             else:
                 self._ready.append(worker)
@@ -101,9 +104,9 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
     def _give_up(self, worker: Any, error: Exception) -> None:
         left = [other for other in self.agent_loop_workers if other is not worker]
         if len(left) == len(self.agent_loop_workers):
-            return  # already
-        logger.warning("an agent loop worker is given up, its samples start again elsewhere: %s", error)
-        ray.kill(worker)  # one that only hangs must not come back with what others do by then
+            return  # already given up
+        logger.warning("an agent loop worker is given up (%s); its samples start again on others", error)
+        ray.kill(worker)  # one that only hangs must not return after its samples have started elsewhere
         self.agent_loop_workers = left
         if not left:
             self.renew()

@@ -1,7 +1,7 @@
-"""The LLM client: names the prompt on each request and keeps what the server reports about each.
+"""The LLM client, which adds the prompt key to each request and keeps the server's record of it.
 
-verl's own client gives each request a fresh id, each step a fresh uid and, when it resumes an aborted request, drops
-what the server said of it before.
+verl's client gives each request a fresh id and each step a fresh uid. When it resumes an aborted request, it drops the
+server's record of the aborted part.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from verl_rhyme.sampling.continuation import starting_over
 logger = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 4
-#: Conversations remembered of agent loop workers that do not say what they work on.
+#: Maximum number of conversations kept for tasks without a session.
 _MAX_STRANGERS = 4096
 
 
-#: As verl's router says it.
+#: Error text of verl's router.
 _NO_SERVERS = "No available servers in load balancer"
-#: Seconds between two questions for a server where there is none.
+#: Seconds between two requests for a server while none serves.
 _SERVER_WAIT_S = 1.0
-#: Seconds before an aborted request is sent again, as verl's client waits.
+#: Seconds before an aborted request is sent again, as in verl's client.
 _RESUME_S = 1.0
-#: A line of the log that ``benchmarks.faults`` counts.
-MOVED = "a replica died: %s goes on at another with %d tokens of its turn, without those of %.1f s (%s)"
+#: Log line that ``benchmarks.faults`` counts.
+MOVED = "a replica died: %s continues on another with %d tokens of its turn; the work of %.1f s is lost (%s)"
 
 
 class _Call:
-    """Where this task's request to a server is: below verl's ``generate``, which tells it to nobody."""
+    """Server and id of the task's current request, which verl's ``generate`` does not return."""
 
     server: str | None = None
     handle: Any = None
-    request: str | None = None  # its name there
+    request: str | None = None  # id of the request on the server
 
     def end(self) -> bool:
-        """Abort it there; false when it is nowhere yet. Does not wait."""
+        """Abort the request, without waiting. Return false if it was not sent yet."""
         if self.request is None:
             return False
         self.handle.abort_request.remote(self.request, reset_prefix_cache=False)
@@ -66,7 +66,7 @@ _CALL: ContextVar[_Call] = ContextVar("verl_rhyme_call")
 
 
 class _Requests(LLMServerClient):
-    """What stands below verl's resume loop; a class of its own, as the loop calls ``super().generate``."""
+    """The layer below verl's resume loop; a separate class, because the loop calls ``super().generate``."""
 
     def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
         super().__init__(config, load_balancer_handle, **kwargs)
@@ -74,11 +74,11 @@ class _Requests(LLMServerClient):
         self._patient = False
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
-        """One request to one server."""
+        """Send one request to one server."""
         session, conversation = self._known(request_id, prompt_ids)
-        said = len(prompt_ids) - conversation.began  # of the turn, before this request
+        generated = len(prompt_ids) - conversation.began  # tokens of the turn before this request
         assignment = session.assignment
-        before = said + sum(len(turn.tokens) for turn in session.turns[:-1])
+        before = generated + sum(len(turn.tokens) for turn in session.turns[:-1])
         meta = RequestMeta(
             key=conversation.key,
             sample=session.sample,
@@ -88,28 +88,28 @@ class _Requests(LLMServerClient):
             name=session.name,
             queued_at=time.time(),
             noise=session.noise,
-            previous=conversation.previous[_TOKEN_BYTES * said :] if conversation.previous else b"",
-            made=said,
+            previous=conversation.previous[_TOKEN_BYTES * generated :] if conversation.previous else b"",
+            made=generated,
         )
         session.moving = False
-        told = {**kwargs, FIELD: meta.to_dict()}
-        output = await self._somewhere(session, request_id, said, prompt_ids=prompt_ids, **told)
+        extra = {**kwargs, FIELD: meta.to_dict()}
+        output = await self._somewhere(session, request_id, generated, prompt_ids=prompt_ids, **extra)
         for record in output.extra_fields.pop(FIELD, []):
             record["reason"] = assignment.reason if session.call.server == assignment.replica else ""
             conversation.records.append(record)
             session.records.append(record)
         if output.extra_fields.pop(DIED, False):
             session.moving = True
-            await self._part_with(session, request_id, said + len(output.token_ids), 0.0, "its engine")
+            await self._part_with(session, request_id, generated + len(output.token_ids), 0.0, "its engine")
         return output
 
     async def _part_with(self, session: Session, request_id: str, kept: int, lost_s: float, why: str) -> None:
-        """The replica of the session's request died: nobody is sent there any more."""
+        """Remove the dead replica of the session's request from the router."""
         logger.warning(MOVED, session.name or request_id, kept, lost_s, why)
         await self._load_balancer.remove_servers.remote([session.call.server])
 
-    async def _somewhere(self, session: Session, request_id: str, said: int, **kwargs: Any) -> TokenOutput:
-        """On another replica, if one dies; what it had made is lost with it, but for what was ``said`` before."""
+    async def _somewhere(self, session: Session, request_id: str, generated: int, **kwargs: Any) -> TokenOutput:
+        """Generate; if the replica dies, again on another. Only the ``generated`` tokens from before are kept then."""
         while True:
             began = time.monotonic()
             call = session.call = _Call()
@@ -117,14 +117,14 @@ class _Requests(LLMServerClient):
             try:
                 return await super().generate(request_id, **kwargs)
             except asyncio.CancelledError:
-                call.end()  # or it keeps its slot, for nobody
+                call.end()  # else it keeps a slot of the engine
                 raise
-            except ActorUnavailableError:  # of its node, or the network between: it may come back
+            except ActorUnavailableError:  # the node or network is unreachable, perhaps for a while
                 await asyncio.sleep(_SERVER_WAIT_S)
             except Exception as error:
-                if call.server is None or not is_death(error):  # without one it is the router that died
+                if call.server is None or not is_death(error):  # without a server, the router died
                     raise
-                await self._part_with(session, request_id, said, time.monotonic() - began, first_line(error))
+                await self._part_with(session, request_id, generated, time.monotonic() - began, first_line(error))
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         extra[FIELD] = {"assignment": (extra.get(FIELD) or {}).get("assignment", ANYWHERE)}
@@ -132,11 +132,11 @@ class _Requests(LLMServerClient):
             acquiring = asyncio.ensure_future(super()._acquire_server(request_id, **extra))
             try:
                 acquired = await asyncio.shield(acquiring)
-            except asyncio.CancelledError:  # the router has counted it, or will
+            except asyncio.CancelledError:  # the router counts the request, now or soon
                 acquiring.add_done_callback(partial(self._give_back, request_id))
                 raise
             except RuntimeError as error:
-                # All have died; the trainer starts others, or ends.
+                # All replicas died; the trainer starts others or ends.
                 if not self._patient or _NO_SERVERS not in str(error):
                     raise
                 await asyncio.sleep(_SERVER_WAIT_S)
@@ -151,11 +151,11 @@ class _Requests(LLMServerClient):
 
     def _vllm_request_id(self, request_id: str) -> str:
         call = _CALL.get()
-        call.request = uuid4().hex  # verl's is the same for all where it is fully deterministic
+        call.request = uuid4().hex  # verl's id is the same for all requests in fully deterministic mode
         return call.request
 
     def _known(self, request_id: str, prompt_ids: Any) -> tuple[Session, Conversation]:
-        """What the task works on, and the one of its conversations that the request is of."""
+        """Return the task's session, and the conversation of the request."""
         session = current()
         if session is None:
             session = self._strangers.pop(request_id, None) or Session()
@@ -166,24 +166,23 @@ class _Requests(LLMServerClient):
 
 
 class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
-    """verl's client, of either class. A call passes, in this order:
+    """A subclass of either of verl's clients. A call passes these layers:
 
-    1. the prompt: its key is the session's; the records of all its requests go back with
-       the output;
-    2. the turn, where samples are interrupted: it may have begun before an interruption, and one ends the attempt;
-    3. verl's resume loop, where the client resumes aborted requests itself;
-    4. the request, to one server: what it is goes along, the server's record of it is kept.
+    1. the prompt, whose key is the session's; the output gets the records of all its requests;
+    2. the turn, if samples are interruptible: it may continue an interrupted one, and an interruption ends the attempt;
+    3. verl's resume loop, if the client resumes aborted requests;
+    4. the request to one server, with its metadata; the server's record is kept.
 
-    State is the task's (:mod:`verl_rhyme.agent_loop.session`) and ends with it.
+    The state belongs to the task (:mod:`verl_rhyme.agent_loop.session`) and ends with it.
 
     Args:
-        config: verl's, whole.
-        load_balancer_handle: verl's.
-        resumes: As verl's ``FullyAsyncLLMServerClient``.
-        interruptible: A coordinator starts the samples, and weight updates interrupt them.
-        patient: For a trainer that, where no replica is left, starts others or ends: requests wait for it. Where a
-            trainer interrupts, they do so anyway.
-        kwargs: verl's.
+        config: verl's whole config.
+        load_balancer_handle: Argument of verl's client.
+        resumes: Whether to resume aborted requests, as verl's ``FullyAsyncLLMServerClient`` does.
+        interruptible: Whether a coordinator starts the samples and weight updates interrupt them.
+        patient: Whether requests wait while no replica serves, for a trainer that starts others or ends; implied by
+            ``interruptible``.
+        kwargs: Arguments of verl's client.
     """
 
     def __init__(
@@ -201,10 +200,10 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         self._patient = patient or interruptible
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
-        """As verl's.
+        """Generate one turn, as verl's client does.
 
         Raises:
-            Interrupted: The sample's attempt ended here.
+            Interrupted: The sample's attempt ended during the call.
         """
         prompt_ids = normalize_token_ids(prompt_ids)
         session, conversation = self._known(request_id, prompt_ids)
@@ -217,7 +216,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
                 output = await self._turn(session, conversation, partial(request, request_id), prompt_ids, **kwargs)
             else:
                 output = await request(request_id, prompt_ids=prompt_ids, **kwargs)
-        # Those of all turns: an agent loop keeps the extra fields of its last one.
+        # Records of all turns: an agent loop keeps only the extra fields of its last turn.
         output.extra_fields[FIELD] = list(conversation.records)
         return output
 
@@ -252,11 +251,11 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
                 session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason, first)
             except Interrupted:
                 if turn.complete or not session.moving or len(turn.tokens) >= budget:
-                    raise  # else it was ended to go on elsewhere
+                    raise  # else the request was aborted to continue on another replica
                 if options and turn.tokens:
                     conversation.previous = _dropped(turn, options, conversation.previous)
                 left = budget - len(turn.tokens)
-        if len(turn.tokens) > len(output.token_ids):  # some of them are from before
+        if len(turn.tokens) > len(output.token_ids):  # earlier requests generated some of them
             output.token_ids = turn.tokens.tolist()
             output.log_probs = None if turn.log_probs is None else turn.log_probs.tolist()
         output.extra_fields |= {
@@ -267,8 +266,8 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         return output
 
     async def _from_its_start(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> TokenOutput:
-        """In the place of verl's resume loop, for a response that cannot be continued: an aborted request is sent
-        again as it was, with what it said as the draft."""
+        """Replace verl's resume loop for a response that cannot be continued: an aborted request is sent again, with
+        its text as the draft."""
         _, conversation = self._known(request_id, prompt_ids)
         while True:
             output = await _Requests.generate(self, request_id, prompt_ids=prompt_ids, **kwargs)
@@ -281,7 +280,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             await asyncio.sleep(_RESUME_S)
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
-        """Tokens of the whole turn, by the same rule as verl's server (``vLLMHttpServer.generate``)."""
+        """Return the token limit of the turn, by the rule of verl's server (``vLLMHttpServer.generate``)."""
         given = sampling_params.get("max_tokens", sampling_params.get("max_new_tokens"))
         if given is not None:
             return given
@@ -291,41 +290,40 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
 
 
 def _dropped(turn: Turn, options: list[str], previous: bytes = b"") -> bytes:
-    """What a turn has said is no part of it any more: with these sampling options it cannot go on.
+    """Drop a turn's tokens, because it cannot be continued with these sampling options.
 
     Args:
-        turn: It begins again.
-        options: Names, for the log.
-        previous: int32 bytes, what it was drafted from.
+        turn: Turn that begins again.
+        options: Names of the options, for the log.
+        previous: int32 bytes of its draft so far.
 
     Returns:
-        int32 bytes, what it is to be drafted from.
+        int32 bytes of its next draft.
     """
-    _tell_once(tuple(options))
-    said = turn.drop()
-    return said + previous[len(said) :]
+    _warn_once(tuple(options))
+    generated = turn.drop()
+    return generated + previous[len(generated) :]
 
 
 @functools.cache
-def _tell_once(options: tuple[str, ...]) -> None:
+def _warn_once(options: tuple[str, ...]) -> None:
     logger.warning(
-        "responses that are interrupted, or move to another replica, are generated anew, with their text as the draft: "
-        "no later request can take up %s in the middle of a response",
+        "interrupted or moved responses are regenerated from the first token, with their text as the draft: no request "
+        "can resume %s in the middle of a response",
         " and ".join(options),
     )
 
 
 def move(session: Session, replica: str, reason: str = "") -> bool:
-    """Let what a session generates go on at another replica, with the tokens that it has; its tokens keep their
-    versions and log-probs. Does not wait.
+    """Continue a session's request on another replica, with its tokens, their versions and log-probs. Does not wait.
 
     Args:
-        session: Of an attempt that runs in this process.
-        replica: Address.
-        reason: Why it is to go on there, in a few words.
+        session: Session of an attempt in this process.
+        replica: Address of the replica.
+        reason: Short reason for the move.
 
     Returns:
-        Whether a request of it is under way; if not, its next one goes there.
+        Whether a request is under way; if not, the next request goes to the replica.
     """
     session.assignment = replace(session.assignment, replica=replica, reason=reason)
     if session.call is None or session.call.server == replica or not session.call.end():
@@ -335,22 +333,22 @@ def move(session: Session, replica: str, reason: str = "") -> bool:
 
 
 def where(session: Session) -> str:
-    """Address of the replica where its latest request is, or its first one is wanted; empty where nobody knows."""
+    """Return the address of the session's latest replica, or of its first assigned one; empty if neither is known."""
     return (session.call.server if session.call is not None else None) or session.assignment.replica
 
 
 def rhymed(client: LLMServerClient, interruptible: bool = False, patient: bool = False) -> LLMServerClient:
-    """The same client with prompt keys and records.
+    """Return the client with prompt keys and records.
 
     Args:
-        client: verl's; one of its ``FullyAsyncLLMServerClient`` resumes aborted requests as before, also within a turn
-            of an interruptible one.
-        interruptible: A coordinator starts the samples, and weight updates interrupt them.
-        patient: For a trainer that, where no replica is left, starts others or ends: requests wait for it. Where a
-            trainer interrupts, they do so anyway.
+        client: verl's client; a ``FullyAsyncLLMServerClient`` still resumes aborted requests, also within a turn of an
+            interruptible one.
+        interruptible: Whether a coordinator starts the samples and weight updates interrupt them.
+        patient: Whether requests wait while no replica serves, for a trainer that starts others or ends; implied by
+            ``interruptible``.
 
     Raises:
-        TypeError: A client class of neither verl nor this package.
+        TypeError: The client's class is neither verl's nor this package's.
     """
     if isinstance(client, RhymeLLMServerClient):
         client._interruptible |= interruptible
@@ -358,7 +356,7 @@ def rhymed(client: LLMServerClient, interruptible: bool = False, patient: bool =
         return client
     if type(client) not in (LLMServerClient, FullyAsyncLLMServerClient):
         raise TypeError(
-            f"no rhyme client for {type(client).__name__}; derive yours from "
+            f"client class {type(client).__name__} is not supported; derive it from "
             "verl_rhyme.agent_loop.client.RhymeLLMServerClient"
         )
     resumes = isinstance(client, FullyAsyncLLMServerClient)

@@ -1,4 +1,4 @@
-"""What attempts left in TransferQueue, for those that go on from it or draft from it."""
+"""Fetches what earlier attempts left in TransferQueue, to continue them or to draft from them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class Left(NamedTuple):
-    """What an attempt left to the next."""
+    """Turns and records that an attempt left to the next."""
 
     turns: list[Turn]
     records: list[dict[str, Any]]
 
 
 async def recall(names: list[str]) -> dict[str | None, Left]:
-    """By name, what these attempts left; what is not there is left out, and those samples begin anew."""
+    """Return what attempts left, by name. Names without an entry are left out, and their samples start over."""
     if not names:
         return {}
     try:
@@ -31,18 +31,18 @@ async def recall(names: list[str]) -> dict[str | None, Left]:
         columns = ([getattr(row, "data", row) for row in data[name]] for name in ("turns", "records"))
         return {
             name: Left([Turn.from_dict(turn) for turn in turns], list(records))
-            for name, turns, records in zip(names, *columns, strict=True)  # it leaves out what is not there
+            for name, turns, records in zip(names, *columns, strict=True)  # the queue leaves out missing entries
         }
     except Exception:
         if len(names) == 1:
-            logger.warning("what %s said is not there: the sample begins anew", names[0], exc_info=True)
+            logger.warning("turns of %s are missing: the sample starts over", names[0], exc_info=True)
             return {}
         one_by_one = [await recall([name]) for name in names]
         return {name: left for found in one_by_one for name, left in found.items()}
 
 
 async def recall_finished(names: list[str]) -> dict[str | None, Left]:
-    """By name, what finished attempts said, to be drafted from: of their first trajectories, where these are there."""
+    """Return the first trajectory of finished attempts by name, to draft from it; missing ones are left out."""
     if not names:
         return {}
     try:
@@ -52,15 +52,15 @@ async def recall_finished(names: list[str]) -> dict[str | None, Left]:
         rows = zip(names, *columns, strict=True)
         return {name: Left(_turns(tokens.tolist(), mask.tolist()), []) for name, tokens, mask in rows}
     except Exception:
-        logger.warning("of %d finished responses that are regenerated some are not drafted from", len(names))
+        logger.warning("some of %d finished responses are missing, and are regenerated without a draft", len(names))
         half = len(names) // 2
         return {} if not half else {**await recall_finished(names[:half]), **await recall_finished(names[half:])}
 
 
 def _turns(tokens: list[int], mask: list[int]) -> list[Turn]:
-    """Of a trajectory: runs of tokens that the model said (``mask`` is 1)."""
+    """Return a trajectory's runs of generated tokens (``mask`` is 1)."""
     turns = []
-    for said, run in itertools.groupby(zip(mask, tokens, strict=True), key=lambda at: at[0]):
-        if said:
+    for generated, run in itertools.groupby(zip(mask, tokens, strict=True), key=lambda at: at[0]):
+        if generated:
             turns.append(Turn("", array("i", [token for _, token in run]), complete=True))
     return turns

@@ -1,4 +1,4 @@
-"""How attempts ended, from an agent loop worker to TransferQueue and the coordinator."""
+"""Reports of ended attempts, from an agent loop worker to TransferQueue and the coordinator."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from verl_rhyme.scheduling.attempts import Ended
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a report waits for others to go with it.
+#: Seconds that a report waits for others to be sent with it.
 _DELAY_S = 0.01
-#: Seconds that each of the two has to take a report, and between the tries: a coordinator that died starts meanwhile.
+#: Seconds that a receiver has for a report, and pauses between tries, in which a dead coordinator restarts.
 _TIMEOUT_S = 30.0
 _RETRIES_S = (0.5, 2.0, 8.0, 15.0, 30.0, 60.0)
 
 
 class NotReported(RuntimeError):
-    """How an attempt ended could not be told: nothing is wrong with its sample, which starts again."""
+    """The end of an attempt could not be reported. Its sample is sound, and starts again."""
 
 
 class Reports:
-    """In one message where several end at about the same time, as they do at an abort.
+    """Sends reports, batched when several attempts end at about the same time, as at an abort.
 
-    What an attempt left is in TransferQueue before the coordinator is told: one that is started anew finds it there.
-    Reports that leave nothing do not wait for those that do.
+    TransferQueue gets its columns before the coordinator gets the report, so that a restarted coordinator finds them.
+    Reports without columns do not wait for those with columns.
     """
 
     def __init__(self) -> None:
-        self._leaving, self._telling = _Lane(), _Lane()
+        self._storing, self._plain = _Lane(), _Lane()  # with and without columns
 
     def attach(self, coordinator: Any) -> None:
-        """``coordinator`` is told from now on."""
-        self._leaving.coordinator = self._telling.coordinator = coordinator
+        """Set the coordinator that gets the reports."""
+        self._storing.coordinator = self._plain.coordinator = coordinator
 
     async def send(self, ended: Ended, left: dict[str, Any] | None = None) -> None:
-        """Returns when both have it; of one attempt nothing may be sent again before.
+        """Send a report; return when both receivers have it. The next report of an attempt must wait for that.
 
         Args:
-            ended: For the coordinator.
+            ended: Report for the coordinator.
             left: Columns for TransferQueue; ``None``: none.
 
         Raises:
-            NotReported: One of them does not take it.
+            NotReported: A receiver does not take it.
         """
-        await (self._telling if left is None else self._leaving).send(ended, left)
+        await (self._plain if left is None else self._storing).send(ended, left)
 
 
 class _Lane:
-    """Reports that go one message at a time."""
+    """A queue of reports that sends one message at a time."""
 
     def __init__(self) -> None:
         self.coordinator: Any = None
@@ -71,7 +71,7 @@ class _Lane:
 
     async def _send(self) -> None:
         await asyncio.sleep(_DELAY_S)
-        async with self._turn:  # what ends while these two are busy goes together: one message at a time from here
+        async with self._turn:  # reports that arrive during a delivery form the next message
             self._sending = None
             rows, self._rows = self._rows, []
             await self._deliver(rows)
@@ -101,11 +101,11 @@ class _Lane:
                 return
             except Exception as error:
                 if retry_s is None:
-                    raise NotReported(f"{whom} does not take reports: {error!r}") from error
+                    raise NotReported(f"{whom} does not accept reports: {error!r}") from error
                 logger.warning("%d reports did not reach %s (%r): trying again", count, whom, error)
                 await asyncio.sleep(retry_s)
 
 
 def _tag(ended: Ended) -> dict[str, Any]:
-    """``status``: what the entry holds; whether trajectories are stored as well, they show themselves."""
+    """Return the tag of an entry. It does not record whether trajectories are stored: their keys show that."""
     return {"status": ended.status, "tokens": ended.tokens, "first_version": ended.first_version}

@@ -1,12 +1,12 @@
-"""What a task works on: one attempt at a sample; what earlier ones left to it, and what it leaves to the next.
+"""The session of a task: one attempt at a sample, the turns it inherits, and the turns it leaves.
 
-The agent loop worker says it, in a variable of the task's context; the client reads it and keeps there what it learns,
-so that all of it ends with the task. In verl's own modes that is the sample's number and the records of its requests.
-An attempt that the coordinator started has a name as well, and its turns are kept:
+The agent loop worker sets it in a context variable of the task; the client reads it and keeps its state there. In
+preset ``histospec`` it holds the sample's number and its request records. An attempt that the coordinator started
+has a name as well, and its turns are kept.
 
-An interruption ends an attempt, whatever the agent loop was about; its turns are reported, and the coordinator decides
-when the next one starts. A partial one replays the turns that were complete and continues the last where it was cut;
-else it begins anew, and the turns of the attempt before are what its drafts are made from.
+An interruption ends an attempt, wherever the agent loop is. Its turns are reported, and the coordinator decides when
+the next attempt starts. A partial attempt replays the complete turns and continues the interrupted one. Any other
+attempt starts over, and drafts from the turns of the attempt before.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 from verl_rhyme.processes.deadline import Deadline
 
-#: TransferQueue partition with an entry for each attempt that reported its end: how it ended, and its turns.
+#: TransferQueue partition with an entry for each reported attempt: its status and its turns.
 SESSIONS = "rhyme_sessions"
-#: The partition with the data of each loaded prompt, until all its samples are trained.
+#: TransferQueue partition with the data of each loaded prompt, until all its samples are trained.
 PROMPTS = "rhyme_prompts"
-#: Column of a dispatched batch: the samples of the prompt to start.
+#: Column of a dispatched batch: the starts of each prompt's samples.
 STARTS = "__rhyme_starts__"
 
 
 class Interrupted(BaseException):
-    """The attempt was cut short by a weight update. No ``Exception``: an agent loop must not take it for an error."""
+    """A weight update interrupted the attempt. Not an ``Exception``: an agent loop must not handle it as an error."""
 
 
 @dataclass
 class Turn:
-    """What the model said at one go.
+    """Tokens that the model generates in one call of an agent loop.
 
     Attributes:
         prompt: Key of all the tokens before it.
-        tokens: int32, what it said.
-        log_probs: float32, of each token, by the policy that made it; ``None`` where none were asked for.
-        first_version, version: Oldest and newest policy version of its tokens; ``None`` without any.
-        complete: It came to its end.
-        stop_reason: The engine's.
+        tokens: int32, generated tokens.
+        log_probs: float32, per token, by the policy that generated it; ``None`` if not requested.
+        first_version, version: Oldest and newest policy version of its tokens; ``None`` without tokens.
+        complete: Whether it has ended.
+        stop_reason: Stop reason of the engine.
     """
 
     prompt: str
@@ -56,19 +56,19 @@ class Turn:
     stop_reason: str | None = None
 
     def drop(self) -> bytes:
-        """It begins again. Returns what it has said: int32 bytes."""
-        said = self.tokens.tobytes()
+        """Drop the tokens, because the turn begins again. Return them as int32 bytes."""
+        generated = self.tokens.tobytes()
         self.tokens, self.log_probs, self.first_version, self.version = array("i"), None, None, None
-        return said
+        return generated
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is stored, tokens and log-probs as bytes: thousands of attempts are reported at once."""
+        """Return the stored form, with tokens and log-probs as bytes, because thousands of attempts end at once."""
         log_probs = None if self.log_probs is None else self.log_probs.tobytes()
         return {**vars(self), "tokens": self.tokens.tobytes(), "log_probs": log_probs}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Turn:
-        """What :meth:`to_dict` gave."""
+        """Restore a turn from :meth:`to_dict`."""
         log_probs = stored["log_probs"]
         return cls(
             **{
@@ -81,13 +81,13 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """The requests of one id: an agent loop may hold several conversations.
+    """The requests of one id; an agent loop may hold several conversations.
 
     Attributes:
-        key: Prompt key in hex: the session's, or that of its first turn.
-        records: Of its requests.
-        began: Tokens before its latest turn.
-        previous: int32 bytes, what an earlier attempt said in that turn.
+        key: Prompt key in hex: the session's, or that of the first turn.
+        records: Records of its requests.
+        began: Number of tokens before its latest turn.
+        previous: int32 bytes that an earlier attempt generated in that turn.
     """
 
     key: str
@@ -98,26 +98,26 @@ class Conversation:
 
 @dataclass
 class Session:
-    """One attempt at a sample, as the agent loop's task carries it.
+    """One attempt at a sample, kept by the agent loop's task.
 
     Attributes:
-        partial: Continue what is kept, rather than draft from it.
-        assignment: Where and how its requests are to run.
-        name: ``Attempt.name``; empty for one that no coordinator started.
+        partial: Whether to continue the kept turns; else they are drafts.
+        assignment: Replica and priority of its requests.
+        name: ``Attempt.name``; empty without a coordinator.
         kept: Turns of the attempt before.
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
-        turns: Turns so far, of one that was dispatched.
-        sample: Its number in the group, -1 when unknown.
-        noise: Key in hex of the noise its tokens are drawn with; empty for noise of each request's own.
-        moving: Its running request was ended so that it goes on elsewhere.
-        call: Where its latest request is; the client's.
-        conversations: By request id.
-        scores: At the end, for each trajectory what groups are filtered by; empty where none are.
-        key: Of its prompt, by the prompt's data (:func:`~verl_rhyme.history.keys.data_key`); empty where these are not
-            known: each conversation then has the key of its first turn's token ids.
-        empty: At the end, the agent loop gave no trajectory.
-        interrupted: Its attempt has ended, whatever the agent loop makes of that.
-        deadline: Of its tools and its reward.
+        turns: Turns so far, of a dispatched attempt.
+        sample: Number in the group, -1 when unknown.
+        noise: Key in hex of the noise that its tokens are drawn with; empty for separate noise per request.
+        moving: Whether its running request was aborted to continue on another replica.
+        call: Server and id of its latest request, set by the client.
+        conversations: Conversations by request id.
+        scores: At the end, the value of ``filter_groups.metric`` of each trajectory; empty without filter.
+        key: Key of the prompt's data (:func:`~verl_rhyme.history.keys.data_key`); if empty, each conversation uses the
+            key of its first turn's token ids.
+        empty: At the end, whether the agent loop returned no trajectory.
+        interrupted: Whether the attempt was interrupted, even if the agent loop continues.
+        deadline: Deadline of its tools and its reward.
     """
 
     partial: bool = False
@@ -139,11 +139,11 @@ class Session:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Around each call of the agent loop for tokens.
+        """Wrap each call of the agent loop for tokens.
 
         Raises:
-            Interrupted: The attempt has ended before. ``asyncio.gather(..., return_exceptions=True)`` hands an agent
-                loop the interruption of one call as a value, with which it may go on.
+            Interrupted: The attempt was interrupted earlier: ``asyncio.gather(..., return_exceptions=True)`` may have
+                returned that interruption to the agent loop as a value.
         """
         if self.interrupted:
             raise Interrupted
@@ -156,15 +156,15 @@ class Session:
 
     @property
     def dispatched(self) -> bool:
-        """By a coordinator, which is to hear how it ends."""
+        """Whether a coordinator started the attempt and awaits a report of its end."""
         return bool(self.name)
 
     def conversation(self, request_id: str, prompt_ids: Sequence[int]) -> Conversation:
-        """The one of a request.
+        """Return the conversation of a request.
 
         Args:
-            request_id: Its conversation's, as agent loops give it.
-            prompt_ids: All tokens before it: of the conversation, where it begins here.
+            request_id: Id of the conversation, set by the agent loop.
+            prompt_ids: All tokens before the request; they key a conversation that begins here.
         """
         if request_id not in self.conversations:
             key = self.key or prompt_key(prompt_ids).hex()
@@ -174,14 +174,14 @@ class Session:
         return self.conversations[request_id]
 
     def begin(self, prompt: str) -> tuple[Turn, bytes]:
-        """A turn begins.
+        """Begin a turn.
 
         Args:
             prompt: Key in hex of all tokens before it.
 
         Returns:
-            The turn, with the tokens it has already (complete when there is nothing to generate), and int32 bytes: the
-            tokens of an earlier attempt to draft from.
+            The turn, with the tokens it has already (complete if nothing is left to generate), and int32 bytes of an
+            earlier attempt to draft from.
         """
         number = len(self.turns)
         before = self.kept[number] if number < len(self.kept) else None
@@ -189,7 +189,7 @@ class Session:
         if before is not None and self.partial:
             if before.prompt == prompt:
                 turn = before
-            else:  # a tool gave another answer than the first time: what followed does not fit any more
+            else:  # a tool answered differently than before: the later turns do not fit
                 del self.kept[number:]
         elif before is not None:
             previous = before.tokens.tobytes()
@@ -205,23 +205,23 @@ class Session:
         stop_reason: str | None,
         first_version: int | None = None,
     ) -> None:
-        """More tokens of a turn.
+        """Add tokens to a turn.
 
         Args:
-            turn: This one.
-            tokens: What was said.
-            log_probs: Of each token, by the policy that made it; ``None`` where none were asked for.
-            version: Policy version of the last of them.
-            stop_reason: The engine's.
-            first_version: Policy version of the first of them; ``None``: the same.
+            turn: The turn.
+            tokens: Generated tokens.
+            log_probs: Log-prob of each token by the policy that generated it; ``None`` if not requested.
+            version: Policy version of the last token.
+            stop_reason: Stop reason of the engine.
+            first_version: Policy version of the first token; ``None``: the same.
 
         Raises:
-            Interrupted: The engine was stopped before the turn ended; or, unless it is partial, an earlier turn is
-                another policy's.
+            Interrupted: The engine stopped before the turn ended; or the session is not partial and mixes policy
+                versions.
         """
         if tokens:
             first = version if first_version is None else first_version
-            # Not in the order of the tokens: a replica that one is moved to may be behind.
+            # min and max: a replica that the request moved to may be versions behind.
             turn.first_version = min((v for v in (turn.first_version, first) if v is not None), default=None)
             turn.version = max((v for v in (turn.version, version) if v is not None), default=None)
             if not turn.tokens:
@@ -235,8 +235,8 @@ class Session:
         turn.complete = stop_reason not in ("abort", "aborted")
         if not turn.complete:
             raise Interrupted
-        said = [turn for turn in self.turns if turn.tokens]
-        if not self.partial and len({version for turn in said for version in (turn.first_version, turn.version)}) > 1:
+        turns = [turn for turn in self.turns if turn.tokens]
+        if not self.partial and len({version for turn in turns for version in (turn.first_version, turn.version)}) > 1:
             raise Interrupted
 
     @property
@@ -246,15 +246,14 @@ class Session:
 
     @property
     def first_version(self) -> int | None:
-        """Of its oldest token; ``None`` without any."""
+        """Policy version of the oldest token; ``None`` without tokens."""
         return min((turn.first_version for turn in self.turns if turn.first_version is not None), default=None)
 
     @property
     def left(self) -> list[Turn]:
-        """What the next attempt begins with, when this one was cut short.
+        """Turns that the next attempt begins with, if this one is interrupted.
 
-        Unless it is partial that is the latest text and, where that is shorter, what an earlier attempt said from there
-        on.
+        Without ``partial``, each is the latest text, plus the rest of an earlier attempt's text if that is longer.
         """
         if self.partial:
             return [*self.turns, *self.kept[len(self.turns) :]]
@@ -272,10 +271,10 @@ _CURRENT: ContextVar[Session | None] = ContextVar("verl_rhyme_session", default=
 
 
 def enter(session: Session) -> None:
-    """From here on this task, and what it starts, works on ``session``."""
+    """Set the session of this task and of the tasks that it starts."""
     _CURRENT.set(session)
 
 
 def current() -> Session | None:
-    """The session this task works on; ``None`` where its agent loop worker is none of ours."""
+    """Return the session of this task; ``None`` outside this package's agent loop workers."""
     return _CURRENT.get()

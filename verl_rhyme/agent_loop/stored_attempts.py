@@ -1,4 +1,4 @@
-"""Attempts as TransferQueue has them: what they reported, and the trajectories they stored."""
+"""Attempts stored in TransferQueue: their reports and their trajectories."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from verl_rhyme.scheduling.recovery import Evidence
 
 logger = logging.getLogger(__name__)
 
-#: verl's partition of trajectories that are to be trained.
+#: verl's partition of trajectories for training.
 TRAIN = "train"
-#: Of the ``extra_fields`` of a sample's first trajectory: its attempt's report, but for its turns.
+#: Key in ``extra_fields`` of a sample's first trajectory: the attempt's report, without its turns.
 REPORT = "rhyme_report"
 
 
 def is_ours(name: str) -> bool:
-    """Whether this is the name of an attempt; of another trainer mode's it is not."""
+    """Return whether this is the name of an attempt of this package."""
     try:
         Attempt.named(name)
     except ValueError:
@@ -31,7 +31,7 @@ def is_ours(name: str) -> bool:
 
 
 async def clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -> None:
-    """Take keys, by partition, out of the queue, once ``before`` is done; what stays is gone with the next time."""
+    """Delete keys, by partition, once ``before`` is done; after an error the next call deletes them."""
     if before is not None:
         await before
     for partition, keys in gone.items():
@@ -39,17 +39,17 @@ async def clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -
             try:
                 await tq.async_kv_clear(keys=keys, partition_id=partition)
             except Exception:
-                logger.warning("could not clear %d keys of %s", len(keys), partition, exc_info=True)
+                logger.warning("could not clear %d keys of partition %s", len(keys), partition, exc_info=True)
 
 
 async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> dict[str, Evidence]:
-    """By name, what is known of all attempts: as the queue has it, and those that are ``running``."""
+    """Return the evidence of all attempts by name, from the queue's listing and the ``running`` ones."""
     sessions, train = listing.get(SESSIONS, {}), listing.get(TRAIN, {})
     reported = {name: tag for name, tag in sessions.items() if tag.get("status") in ("interrupted", "generated")}
     records = await _column(list(reported), SESSIONS, "records")
     stored = {name: keys[0] for name, keys in trajectories(train).items() if is_ours(name)}
     extras = await _column([key for name, key in stored.items() if name not in reported], TRAIN, "extra_fields")
-    finished = {name: told for name, key in stored.items() if (told := (extras.get(key) or {}).get(REPORT))}
+    finished = {name: report for name, key in stored.items() if (report := (extras.get(key) or {}).get(REPORT))}
     found = {}
     for name in {*reported, *finished, *running}:
         report = reported.get(name) or {"status": "generated" if name in finished else None, **finished.get(name, {})}
@@ -67,13 +67,13 @@ async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> di
 
 
 async def _column(keys: list[str], partition: str, field: str) -> dict[str, Any]:
-    """By key, where the data are there; one whose data are being cleared takes no other's along."""
+    """Return a field by key; missing data are left out. On an error it halves the request, to isolate a bad key."""
     if not keys:
         return {}
     try:
         data = await tq.async_kv_batch_get(keys=keys, partition_id=partition, select_fields=[field])
         rows = [getattr(row, "data", row) for row in data[field]]
-        return dict(zip(keys, rows, strict=True))  # what is not there is left out of the answer
+        return dict(zip(keys, rows, strict=True))  # the answer leaves out missing keys
     except Exception:
         if len(keys) == 1:
             return {}
@@ -82,13 +82,13 @@ async def _column(keys: list[str], partition: str, field: str) -> dict[str, Any]
 
 
 def trajectories(tags: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
-    """Keys of each attempt's trajectories, where all of them are stored; an agent loop may give several."""
+    """Return the keys of each attempt's trajectories, if all are stored; an agent loop may return several."""
     found: dict[str, list[str]] = defaultdict(list)
     unfinished: Counter[str] = Counter()
     for key, tag in tags.items():
         name = key.rpartition("_")[0]
         found[name].append(key)
-        unfinished[name] += tag.get("status") != "success"  # a key is shown before its data and its tag are there
+        unfinished[name] += tag.get("status") != "success"  # a key is listed before its data and its tag are stored
     return {
         name: sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
         for name, keys in found.items()

@@ -1,5 +1,5 @@
-"""verl's agent loop workers: each task says what it works on, a session (:mod:`verl_rhyme.agent_loop.session`); of
-attempts that the coordinator starts the worker reports how they ended."""
+"""Subclasses of verl's agent loop worker that give each task a session (:mod:`verl_rhyme.agent_loop.session`) and
+report the ends of attempts that the coordinator started."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before samples whose data could not be fetched are given back to the coordinator.
+#: Seconds before samples whose data could not be fetched are reported as lost.
 _RETRY_S = 1.0
-#: The end of an error's text that is reported: a remote one has its traceback before its message.
+#: Characters reported of an error's text, from its end: a remote error has its traceback before its message.
 _ERROR_CHARS = 1000
 
-# AgentLoopWorkerTQ is a Ray actor class, and Ray forbids to inherit from those: take the plain class below it.
+# AgentLoopWorkerTQ is a Ray actor class, which cannot be inherited from: take the plain class below it.
 _AgentLoopWorker: type = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__mro__[1]
 
 
 @ray.remote
 class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
-    """Says whose a sample is, and ends one that gets no answer. A Ray actor class, as verl's is."""
+    """Worker of preset ``histospec``: sets sessions, enforces the tool timeout. A Ray actor class, as verl's is."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         rhyme = config_tree.from_rollout(self.config.actor_rollout_ref.rollout)
-        assert rhyme is not None, "verl's own worker runs without rhyme"
+        assert rhyme is not None, "verl's worker runs without rhyme"
         self._tool_timeout = rhyme.scheduling.tool_timeout
 
     async def _run_prompt(self, prompt: dict, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +72,7 @@ class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
 
 
 def _of_prompt(worker: Any, prompt: Mapping[str, Any]) -> Session:
-    """What a prompt's samples inherit: its key, taken before any agent loop has its messages to change them."""
+    """Return a session with the prompt's key, computed before an agent loop can change the messages."""
     if "raw_prompt" not in prompt:
         return Session()
     options = worker.config.data.get("apply_chat_template_kwargs")
@@ -80,13 +80,13 @@ def _of_prompt(worker: Any, prompt: Mapping[str, Any]) -> Session:
 
 
 def _of_sample(number: int) -> Session:
-    """A sample of the prompt that this task works on, where no coordinator started it."""
+    """Return the session of a sample that no coordinator started; it takes the task's prompt key."""
     prompt = current()
     return Session(sample=number, key=prompt.key if prompt else "")
 
 
 def _keep_records(output: Any) -> None:
-    """An agent loop that returns none of its engines' extra fields keeps the records of its requests all the same."""
+    """Attach the session's records to outputs of an agent loop that drops the engines' extra fields."""
     outputs = output if isinstance(output, list) else [output] if output else []
     records = session.records if (session := current()) is not None else []
     if records and outputs and not any(each.extra_fields.get(FIELD) for each in outputs):
@@ -94,11 +94,12 @@ def _keep_records(output: Any) -> None:
 
 
 def _at_work(session: Session, timeout: float, prompt: dict[str, Any]) -> Deadline:
-    """To be entered around an agent loop and its reward, whose task then works on ``session``.
+    """Set the task's session; return its deadline, a context for an agent loop and its reward.
 
     Args:
+        session: Session of the sample.
         timeout: ``scheduling.tool_timeout``.
-        prompt: Its columns.
+        prompt: Columns of the prompt.
     """
     where = f"agent loop {prompt.get('agent_name')}, prompt {prompt.get('uid')}, sample {session.sample}"
     session.deadline = Deadline(timeout, where)
@@ -108,49 +109,48 @@ def _at_work(session: Session, timeout: float, prompt: dict[str, Any]) -> Deadli
 
 @ray.remote
 class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
-    """Runs the samples that the coordinator tells it to start, one attempt each, and tells how each attempt ended."""
+    """Runs one attempt for each sample that the coordinator starts, and reports how each attempt ended."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         keep_audible()
-        gc.freeze()  # see Coordinator
+        gc.freeze()  # as in Coordinator
         rollout = self.config.actor_rollout_ref.rollout
         rhyme = config_tree.from_rollout(rollout)
-        assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
+        assert rhyme is not None, "the coordinator needs a config with rhyme"
         self._coupled = rhyme.coupled
         self._tool_timeout = rhyme.scheduling.tool_timeout
         self._seed = int(rollout.get("seed", 0) or 0)
         filtering = self.config.algorithm.get("filter_groups", None) or {}
         self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
         self._reports = Reports()
-        self._attempts: dict[str, asyncio.Task[None] | None] = {}  # None: it waits for its prompt's data
-        self._sessions: dict[str, Session] = {}  # of those that have begun
+        self._attempts: dict[str, asyncio.Task[None] | None] = {}  # None: its prompt's data are being fetched
+        self._sessions: dict[str, Session] = {}  # sessions of attempts that have begun
 
-    # ---- the coordinator's ----
+    # ---- called by the coordinator ----
 
     async def attach(self, coordinator: Any) -> dict[str, str]:
-        """Tell ``coordinator`` from now on. Returns :meth:`attempts`, with the address of the replica where each runs;
-        empty where that is not known."""
+        """Report to ``coordinator`` from now on. Return :meth:`places`."""
         self._reports.attach(coordinator)
         return await self.places()
 
     async def places(self) -> dict[str, str]:
-        """As :meth:`attach` answers."""
+        """Return the replica's address of each attempt by name; empty where it is unknown."""
         return {name: where(session) if (session := self._sessions.get(name)) else "" for name in self._attempts}
 
     async def attempts(self) -> list[str]:
-        """Names (``Attempt.name``) of the attempts that run here; one that is not among them has been reported."""
+        """Return the names (``Attempt.name``) of running attempts; all others have been reported."""
         return list(self._attempts)
 
     async def begin(self, starts: list[Start], step: int) -> None:
-        """Start these samples, in the training step ``step``. Does not wait for what becomes of them."""
+        """Start samples in the training step ``step``, without waiting for their ends."""
         self._attempts.update(dict.fromkeys(start.name for start in starts))
         task = asyncio.create_task(self._begin(starts, step))
         self.background_tasks.add(task)
         task.add_done_callback(self.background_tasks.discard)
 
     async def abandon(self, names: list[str]) -> None:
-        """End these attempts, if they run here, without a report: nobody waits for it."""
+        """End the attempts among these that run here, without a report."""
         for name in names:
             task = self._attempts.get(name)
             if task is not None:
@@ -159,22 +159,21 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
                 self._attempts.pop(name, None)
 
     async def move(self, moves: list[Move]) -> None:
-        """Let these attempts, if they run here, go on at these replicas."""
+        """Move the attempts among these that run here to other replicas."""
         for name, replica, reason in moves:
             if (session := self._sessions.get(name)) is not None:
                 move(session, replica, reason)
 
-    # ---- an attempt ----
+    # ---- internal ----
 
     async def _begin(self, starts: list[Start], step: int) -> None:
-        """Prompts, and turns that attempts before left, come in one message each; the rest is verl's way to
-        :meth:`_run_prompt`."""
+        """Fetch prompts and earlier turns in one message each, then call :meth:`_run_prompt` through verl."""
         groups: dict[str, list[Start]] = defaultdict(list)
         for start in starts:
             groups[sample_of(start.name)[0]].append(start)
         try:
             batch = await tq.async_kv_batch_get(keys=list(groups), partition_id=PROMPTS)
-            if len(batch) < len(groups):  # what is not there is left out
+            if len(batch) < len(groups):  # the queue leaves out missing prompts
                 raise ValueError(f"TransferQueue has the data of {len(batch)} of {len(groups)} prompts")
             left = await recall([start.predecessor for start in starts if start.predecessor and not start.stored])
             left |= await recall_finished([start.predecessor for start in starts if start.predecessor and start.stored])
@@ -182,17 +181,17 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, left) for group in groups.values()])
             await self.generate_sequences(batch)
         except ValueError as error:
-            if len(groups) > 1:  # one that is gone takes no other along
+            if len(groups) > 1:  # isolate the missing prompt
                 await asyncio.gather(*(self._begin(group, step) for group in groups.values()))
                 return
-            await self._not_begun(starts, "failed", f"its prompt's data are gone: {error}")
+            await self._not_begun(starts, "failed", f"its prompt's data are missing: {error}")
         except Exception as error:
-            await asyncio.sleep(_RETRY_S)  # whatever is wrong with the queue, it is not asked again at once
+            await asyncio.sleep(_RETRY_S)  # do not query a failing queue again at once
             await self._not_begun(starts, "lost", repr(error)[-_ERROR_CHARS:])
 
     async def _not_begun(self, starts: list[Start], status: Literal["failed", "lost"], error: str) -> None:
         names = [start.name for start in starts if self._attempts.get(start.name, self) is None]
-        for name in names:  # first: what cannot be told is found missing when the coordinator calls the roll
+        for name in names:  # first: the coordinator finds missing attempts even if the report fails
             del self._attempts[name]
         await asyncio.gather(*(self._reports.send(Ended(name, status, error=error)) for name in names))
 
@@ -207,7 +206,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):
             apply_greedy_sampling_params(params)
-        starts = [start for start in order.starts if start.name in self._attempts]  # not abandoned meanwhile
+        starts = [start for start in order.starts if start.name in self._attempts]  # others were abandoned
         tasks = []
         for start in starts:
             session = self._session(start, order.left.get(start.predecessor))
@@ -219,7 +218,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             tasks.append(task)
         for start, result in zip(starts, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
             if isinstance(result, Exception):
-                logger.error("how %s ended could not be reported; it starts again", start.name, exc_info=result)
+                logger.error("the end of %s could not be reported; it starts again", start.name, exc_info=result)
 
     def _done(self, name: str, task: asyncio.Task[None]) -> None:
         self._attempts.pop(name, None)
@@ -245,13 +244,13 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
                 )
         except (asyncio.CancelledError, NotReported):
             raise
-        except BaseException as error:  # agent loops may pack an interruption into others (ExceptionGroup)
+        except BaseException as error:  # agent loops may wrap an interruption (ExceptionGroup)
             if session.interrupted or isinstance(error, Interrupted):
                 await self._report(session, "interrupted")
                 return
             if not isinstance(error, Exception):
                 raise
-            logger.exception("%s failed; its prompt is replaced", session.name)
+            logger.exception("attempt %s failed; its prompt is replaced", session.name)
             text = "".join(traceback.format_exception_only(error)).strip()
             await self._reports.send(Ended(session.name, "failed", error=text[-_ERROR_CHARS:]))
         else:
@@ -276,8 +275,8 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         if score is None or not math.isfinite(score):
             uid, number = sample_of(session.name)
             raise ValueError(
-                f"the reward of prompt {uid}, sample {number}, is {score}, and an update needs a finite number: see "
-                "the reward function (reward.custom_reward_function)"
+                f"the reward of prompt {uid}, sample {number}, is {score}, but training needs a finite number: fix the "
+                "reward function (reward.custom_reward_function)"
             )
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -286,20 +285,20 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         if session is None or not session.dispatched:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             return
-        if session.interrupted:  # and the agent loop has made something of what it had
+        if session.interrupted:  # the agent loop returned a partial result
             raise Interrupted
         if output is None:
-            raise ValueError("the agent loop returned None: it is to return a trajectory, or a list of them")
+            raise ValueError("the agent loop returned None: it must return a trajectory or a list of trajectories")
         outputs = output if isinstance(output, list) else [output]
-        if not outputs:  # its text is nobody's
+        if not outputs:  # its tokens are in no trajectory
             session.turns.clear()
         for trajectory in outputs:
-            # verl wants to know the versions also of one in which the policy said nothing.
+            # verl needs versions also for a trajectory without generated tokens.
             for name in ("min_global_steps", "max_global_steps"):
                 if trajectory.extra_fields.get(name) is None:
                     trajectory.extra_fields[name] = kwargs["global_steps"] - 1
         kwargs["session_id"] = int(session.name.rpartition("_")[2])
-        # Before the reward is computed: the engine need not run on for that.
+        # Before the reward: the slot is free for another sample while the reward is computed.
         with session.deadline.paused():
             await self._report(session, "generated")
         report = {"tokens": session.tokens, "first_version": session.first_version, "records": _records(session)}
@@ -311,30 +310,32 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
 
     async def _report(self, session: Session, status: Status) -> None:
-        """What the coordinator is to know, and, in TransferQueue, what the next attempt may begin with."""
+        """Report to the coordinator; store in TransferQueue what the next attempt may begin with."""
         records = _records(session)
         left = {"turns": [turn.to_dict() for turn in session.left], "records": records}
         await self._reports.send(Ended(session.name, status, session.tokens, session.first_version, records), left)
 
 
 def _records(session: Session) -> list[dict[str, Any]]:
-    """Of its requests; what never reached the engine is nothing to report."""
+    """Return the records of requests that generated tokens."""
     return [record for record in session.records if record["response_tokens"]]
 
 
 @dataclass(frozen=True)
 class _Order:
-    """Samples of a prompt to start, and what earlier attempts left, by name."""
+    """Samples of a prompt to start, and the turns of earlier attempts, by name."""
 
     starts: list[Start]
     left: dict[str | None, Left]
 
 
 def _score(trajectory: Any, metric: str) -> float:
-    """What verl filters groups by (``ReplayBuffer._dapo_filtered_keys``)."""
+    """Return the value by which verl filters groups (``ReplayBuffer._dapo_filtered_keys``)."""
     if metric == FILTER_GROUPS_REWARD_METRIC:
         return float(trajectory.reward_score)
-    told = trajectory.extra_fields.get("reward_extra_info") or {}
-    if metric not in told:
-        raise ValueError(f"algorithm.filter_groups.metric={metric}: the reward function gives {sorted(told) or 'none'}")
-    return float(told[metric])
+    extra = trajectory.extra_fields.get("reward_extra_info") or {}
+    if metric not in extra:
+        raise ValueError(
+            f"algorithm.filter_groups.metric={metric}: the reward function returns {sorted(extra) or 'no extra info'}"
+        )
+    return float(extra[metric])

@@ -1,4 +1,4 @@
-"""What batches, abandoned attempts and dropped prompts leave in TransferQueue, and when it goes."""
+"""Deletion of the entries that batches, abandoned attempts and dropped prompts leave in TransferQueue."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN, clear, is_ours, trajectories
 
-#: Seconds for which reports that are of no use any more wait for others to go with them.
+#: Seconds for which obsolete reports are gathered before they are deleted together.
 _TOGETHER_S = 0.5
 
 
 class Needs(Protocol):
-    """Of :class:`~verl_rhyme.scheduling.rollout.Rollout`: what somebody still waits for."""
+    """Part of :class:`~verl_rhyme.scheduling.rollout.Rollout`: which entries are still needed."""
 
     def needs_prompt(self, uid: str) -> bool: ...
 
@@ -24,17 +24,17 @@ class Needs(Protocol):
 
 
 class Cleanup:
-    """Takes them out of the queue, one lot after another, beside whatever else is done."""
+    """Deletes obsolete entries from TransferQueue, one set after another, in the background."""
 
     def __init__(self) -> None:
         self._taken: tuple[dict[str, Any], set[str]] | None = None
         self._clearing: asyncio.Task[None] | None = None
-        self._dropped = set[str]()  # told before, and still there
+        self._dropped = set[str]()  # keys that dropped() has returned and that are still stored
         self._obsolete: list[str] = []
         self._sweeping: asyncio.Task[None] | None = None
 
     def reports(self, obsolete: list[str]) -> None:
-        """What these attempts reported is of no use any more: it goes soon, so that a sample has one entry."""
+        """Delete the reports of these attempts soon, so that each sample has one entry."""
         self._obsolete += obsolete
         if self._obsolete and (self._sweeping is None or self._sweeping.done()):
             self._sweeping = asyncio.ensure_future(self._sweep())
@@ -46,46 +46,46 @@ class Cleanup:
             await clear({SESSIONS: gone}, None)
 
     def dropped(self, needs: Needs, listing: dict[str, Any], taken: set[str]) -> list[str]:
-        """Keys of what is finished and whole, and neither in this batch nor, any more, of use for a later one; once.
+        """Return keys of finished trajectories that neither this batch nor a later one uses; each key once.
 
         Args:
-            needs: After the batch was taken.
+            needs: Needs after the batch was taken.
             listing: Tags of all keys, by partition.
-            taken: Attempts of the batch.
+            taken: Names of the batch's attempts.
         """
         stored = listing.get(TRAIN, {})
-        found = [
+        unused = [
             key
             for name, keys in trajectories(stored).items()
             if name not in taken and is_ours(name) and not needs.needs_trajectories(name)
             for key in keys
-            if not stored[key].get("is_padding")  # verl's, of parts that are being trained
+            if not stored[key].get("is_padding")  # verl's padding of parts that are being trained
         ]
-        told, self._dropped = self._dropped & stored.keys(), {*found}
-        return [key for key in found if key not in told]
+        returned, self._dropped = self._dropped & stored.keys(), {*unused}
+        return [key for key in unused if key not in returned]
 
     def taken(self, listing: dict[str, Any], keys: Iterable[str]) -> None:
-        """A batch of these keys was taken; what it leaves goes when the trainer is known to have it.
+        """Remember a taken batch: its entries are deleted when the trainer is known to have it.
 
         Args:
-            listing: Tags of all keys then, by partition.
-            keys: The trainer's own, which it clears itself, as it does those that were :meth:`dropped`.
+            listing: Tags of all keys at that time, by partition.
+            keys: Keys of the batch. The trainer deletes them itself, like the keys of :meth:`dropped`.
         """
         self._taken = listing, {*keys, *self._dropped}
 
     def forget(self) -> None:
-        """Nothing is known of a batch that was taken."""
+        """Forget the batch that was taken."""
         self._taken = None
 
     def after_batch(self, needs: Needs) -> None:
-        """The trainer has the batch that was taken."""
+        """Delete the entries of the taken batch: the trainer has it."""
         if self._taken is not None:
             (listing, keep), self._taken = self._taken, None
             padding = {key for key, tag in listing.get(TRAIN, {}).items() if tag.get("is_padding")}
-            self.clear(needs, listing, keep | padding)  # verl's padding of parts goes with the trainer's batch
+            self.clear(needs, listing, keep | padding)  # the trainer deletes verl's padding of parts with its batch
 
     def clear(self, needs: Needs, listing: dict[str, Iterable[str]], keep: set[str]) -> asyncio.Task[None]:
-        """What nobody needs goes; also what is trained, but ``keep``."""
+        """Delete all entries that are not needed, including trained ones, except the keys in ``keep``."""
 
         def wanted(partition: str, key: str) -> bool:
             if partition == PROMPTS:

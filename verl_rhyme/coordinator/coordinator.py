@@ -1,12 +1,12 @@
-"""The coordinator: the one place where a run's rollout is driven, also while the trainer trains.
+"""The coordinator, an actor that drives the rollout of a run, also while the trainer trains.
 
-An asyncio Ray actor around :class:`~verl_rhyme.scheduling.rollout.Rollout`. Agent loop workers push how attempts ended;
-at once, and by nobody's clock, it starts what may be started. The trainer hands prompts over, asks whether a batch is
-:meth:`~Coordinator.enough`, takes it, and says which policy version is published. No token text passes through it.
+It is an asyncio Ray actor around :class:`~verl_rhyme.scheduling.rollout.Rollout`. Agent loop workers report ended
+attempts, and the coordinator starts the next ones at once. The trainer passes prompts, waits until a batch is
+:meth:`~Coordinator.enough`, takes it, and publishes policy versions. Token text does not pass through the coordinator.
 
-It is told all that it knows and can be told again: Ray starts it anew when its process dies, under the same handle, and
-:class:`~verl_rhyme.trainer.driver.Driver` opens it with the state it had at the last batch; what happened since is in
-TransferQueue, where agent loop workers write before they tell, and in what they are about.
+Its state can be restored. When its process dies, Ray restarts it under the same handle, and
+:class:`~verl_rhyme.trainer.driver.Driver` opens it with the state of the last batch. Later events are recovered from
+TransferQueue, to which agent loop workers write before they report, and from the attempts that the workers run.
 """
 
 from __future__ import annotations
@@ -48,56 +48,59 @@ from verl_rhyme.scheduling.rules import STOP_WAIT_S
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which it is logged, again and again, what a batch still waits for.
+#: Seconds between two log lines about what a batch still waits for.
 _PATIENCE_S = 60.0
-#: Seconds after which the trainer is asked to look after the replicas, again and again.
+#: Seconds between two requests to the trainer to check the replicas.
 _LOOK_S = 20.0
-#: Seconds between two looks at the clock while a batch settles.
+#: Seconds between two checks while a batch settles.
 _TICK_S = 0.05
-#: How often all agent loop workers may fail to start before the run ends.
+#: Consecutive failures of all agent loop workers to start after which the run ends.
 _OPENINGS = 5
-#: Of an error's text, the latest.
+#: Characters kept of an error's text, from its end.
 _ERROR_CHARS = 4000
 
 
 class Coordinator:
-    """See the module; :func:`start` makes it an actor. Whatever it is asked before :meth:`open` raises
-    :class:`NotOpen`, but reports are kept until then."""
+    """The coordinator; :func:`start` makes it an actor.
+
+    Before :meth:`open`, reports are kept and all other calls raise :class:`NotOpen`.
+    """
 
     def __init__(self) -> None:
         keep_audible()
         tq.init()
-        gc.freeze()  # half a million imported objects, which the collector would stop all to look through
+        gc.freeze()  # a collection over half a million imported objects would stall the event loop
         self._openings = 0
         self._opened: tuple[Setting, Rollout, WorkerPool] | None = None
         self._early: list[Ended] = []
         self._dispatching = False
         self._error: Exception | None = None
-        self._complained_at: float | None = None  # when it was last logged what a batch waits for
+        self._complained_at: float | None = None  # time of the last log line about what a batch waits for
         self._lost_starts = LostStarts()
-        self._without_workers = 0  # how often in a row no worker started
+        self._without_workers = 0  # consecutive times that no worker started
         self._changes: set[asyncio.Future[None]] = set()
         self._cleanup = Cleanup()
         self._migrations: Migrations | None = None
 
-    # ---- the trainer's ----
+    # ---- called by the trainer ----
 
     async def open(self, setting: Setting, workers: list[Any], before: Before, fresh: bool) -> dict[str, Any]:
-        """Begin, or take up what was begun; nothing is started before :meth:`publish`.
+        """Begin the rollout or resume it; no sample starts before :meth:`publish`.
 
         Args:
-            setting: The run's.
-            workers: The agent loop workers.
-            before: What was begun.
-            fresh: Nothing is being trained: what TransferQueue holds for nobody goes before this returns.
+            setting: Settings of the run.
+            workers: Handles of the agent loop workers.
+            before: State to resume from.
+            fresh: True if no batch is being trained: entries of TransferQueue that are no longer needed are deleted
+                before this returns.
 
         Returns:
-            The state it begins with.
+            The initial state.
         """
         self._openings = opening = self._openings + 1
         if self._opened is not None:
             self._opened[2].close()
-            self._opened = None  # what is reported meanwhile is not that rollout's any more
+            self._opened = None  # later reports are for the new rollout
         if self._migrations is not None:
             self._migrations.close()
         rollout = Rollout(setting.rules, setting.filters, before.generation)
@@ -116,7 +119,7 @@ class Coordinator:
             now = before.version, before.batches_left
             handed = [prompt[:2] for prompt in before.handed]
             for uid in rollout.restore(before.state, *now, known, prompts, handed):
-                logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
+                logger.warning("the data of prompt %s are missing from TransferQueue: another prompt is loaded", uid)
             rollout.expect(expectations.resume(before.state.get("expectations", {}), rollout.needs_prompt))
             rollout.expect(expectations.hand({p.uid: p.key for p in before.handed if rollout.needs_prompt(p.uid)}))
         placement = None if setting.placement is None else Placement(*setting.placement, cost=setting.cost)
@@ -137,16 +140,16 @@ class Coordinator:
             self._serve(before.serving)
         pool.abandon([name for name in running if not rollout.may_train(name)])
         if fresh:
-            # Waited for: who dies before it is done is opened as fresh again.
+            # Awaited: a trainer that dies before it is done opens the coordinator as fresh again.
             await self._cleanup.clear(rollout, listing, keep=set())
             self._still(opening)
         early, self._early = self._early, []
         await self.ended(early)
-        self._lost([a.name for a in rollout.attempts() if not pool.knows(a.name)], "their worker died meanwhile")
+        self._lost([a.name for a in rollout.attempts() if not pool.knows(a.name)], "their worker died in the meantime")
         return self._state()
 
     async def add_workers(self, workers: list[Any]) -> None:
-        """Others in the place of those that are gone."""
+        """Replace all agent loop workers by these."""
         (setting, rollout, pool), opening = self._open, self._openings
         pool.close()
         pool = WorkerPool(workers, ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
@@ -155,24 +158,34 @@ class Coordinator:
         self._without_workers = 0 if len(pool) else self._without_workers + 1
         if self._without_workers == _OPENINGS:
             raise RuntimeError(
-                f"no agent loop worker starts, {_OPENINGS} times over:\n{pool.start_error[-_ERROR_CHARS:]}"
+                f"no agent loop worker started in {_OPENINGS} tries; last error:\n{pool.start_error[-_ERROR_CHARS:]}"
             )
         self._opened = setting, rollout, pool
         self._go()
 
     async def hand(self, prompts: list[Handed]) -> None:
-        """Prompts whose data are in TransferQueue's :data:`PROMPTS`."""
+        """Accept prompts whose data are in partition :data:`PROMPTS` of TransferQueue."""
         rollout = self._open[1]
         rollout.hand(prompt[:2] for prompt in prompts)
         rollout.expect(self._expectations.hand({prompt.uid: prompt.key for prompt in prompts}))
         self._go()
 
     async def rank(self, locations: dict[str, float], ranker: int) -> None:
-        """The length ranker, by its number, expects these log lengths of responses to prompts, by key."""
+        """Set the length ranker's predictions.
+
+        Args:
+            locations: Expected log length of the responses, by prompt key.
+            ranker: Number of the ranker that made the predictions.
+        """
         self._open[1].expect(self._expectations.rank(locations, ranker))
 
     async def publish(self, version: int, batches_left: int) -> Wants:
-        """The engines run under the policy ``version`` from now on; so many update batches are left."""
+        """Continue under a policy version.
+
+        Args:
+            version: Version of the weights in the engines from now on.
+            batches_left: Number of update batches left.
+        """
         rollout, opening = self._open[1], self._openings
         self._cleanup.after_batch(rollout)
         await self._open_migrations.look()
@@ -184,15 +197,15 @@ class Coordinator:
         return self._wants() if self._dispatching else Wants()
 
     async def serve(self, serving: Serving, leaves: str = "") -> int:
-        """So many replicas generate from now on.
+        """Set how many replicas generate from now on.
 
         Args:
-            serving: How many.
-            leaves: Address of one that does no more, and that the router knows no more: what runs there goes on
-                elsewhere.
+            serving: Number of replicas and of their slots.
+            leaves: Address of a replica that leaves, after its removal from the router: its samples continue on other
+                replicas.
 
         Returns:
-            How many samples did.
+            Number of samples that continue on other replicas.
         """
         migrations = self._open_migrations
         self._serve(serving)
@@ -205,25 +218,25 @@ class Coordinator:
         return moved
 
     async def pause(self) -> None:
-        """Start nothing until :meth:`publish`: the engines are about to get new weights."""
+        """Start no sample until :meth:`publish`: the engines are about to receive new weights."""
         if self._opened is not None:
             self._cleanup.after_batch(self._opened[1])
             self._slots.hold(time.time())
         self._dispatching = False
 
     async def enough(self, rewarded: bool, stopping: bool, part: int | None = None) -> Wants | None:
-        """Wait until the engines may be stopped (:meth:`Scheduler.enough`), or something is wanted.
+        """Wait until the engines may be stopped (:meth:`Scheduler.enough`), or the coordinator wants something.
 
         Args:
-            rewarded: See there.
-            stopping: They will be: nothing is started until :meth:`publish`, or until this is asked again.
-            part: Samples of a part that is worth telling; ``None``: none is.
+            rewarded: Argument of :meth:`Scheduler.enough`.
+            stopping: True if the caller will stop the engines: no sample starts until :meth:`publish` or the next call.
+            part: Number of samples of a part to return early; ``None``: no parts.
 
         Raises:
-            RuntimeError: The rollout cannot go on; the message says why.
+            RuntimeError: The rollout cannot continue.
         """
         rollout, clock, opening = self._open[1], asyncio.get_running_loop().time, self._openings
-        await self._open_migrations.look()  # some may have been replaced
+        await self._open_migrations.look()  # replicas may have been replaced
         self._still(opening)
         began = clock()
         self._complained_at = self._complained_at or began
@@ -245,10 +258,10 @@ class Coordinator:
                 return Wants(replicas=True)
 
     async def take(self) -> Reply | None:
-        """Wait until all has come that the update batch waits for (:meth:`Scheduler.settled`), and take it.
+        """Wait until everything that the update batch waits for has arrived (:meth:`Scheduler.settled`), and take it.
 
         Returns:
-            ``None``: it is not ready, because a reward failed or is long in coming: the engines are to run on.
+            The batch; ``None`` if it is not ready, because a reward failed or is late: the engines must continue.
         """
         (setting, rollout, _), opening = self._open, self._openings
         clock = asyncio.get_running_loop().time
@@ -256,7 +269,7 @@ class Coordinator:
         while not rollout.scheduler.settled(looked - began):
             self._raise()
             complained_at = self._complain(complained_at, "attempts to end after the abort")
-            # Where thousands wait for their rewards a look takes milliseconds: at most a fifth of the time goes to it.
+            # With thousands of pending rewards a check takes milliseconds: it gets at most a fifth of the time.
             await asyncio.sleep(4 * (clock() - looked))
             await self._change(_TICK_S)
             self._still(opening)
@@ -264,7 +277,7 @@ class Coordinator:
         self._raise()
         if given_up := rollout.give_up():
             logger.warning(
-                "%d samples did not end within %.0f s of the abort (a slow tool?) and start again: %s",
+                "%d samples did not end within %.0f s of the abort (a slow tool?) and start again; the first: %s",
                 *(len(given_up), STOP_WAIT_S, given_up[:8]),
             )
         self._abandon()
@@ -275,11 +288,11 @@ class Coordinator:
         on = self._slots.take(taken, running), taken
         batch = rollout.take()
         for sample, tokens in zip(batch.collected.samples, batch.collected.lengths, strict=True):
-            self._expectations.generated(*sample, tokens)  # some were told to a coordinator before this one
+            self._expectations.generated(*sample, tokens)  # an earlier coordinator may have received the reports
         answered = self._expectations.keep(rollout.needs_prompt)
         self._dispatch.keep(rollout.needs_prompt)
         state = self._state()
-        listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
+        listing = await tq.async_kv_list() or {}  # after take(): later, shorter samples must not join the batch
         self._still(opening)
         keys, tags = _stored(batch.attempts, listing)
         dropped = self._cleanup.dropped(rollout, listing, set(batch.attempts))
@@ -305,17 +318,17 @@ class Coordinator:
         )
 
     async def state(self) -> dict[str, Any]:
-        """For a checkpoint: JSON."""
+        """Return the state for a checkpoint, as JSON."""
         return {**self._state(), "lengths": self._expectations.state_dict()}
 
     async def wants(self) -> Wants:
-        """Without waiting."""
+        """Return what the coordinator wants from the trainer, without waiting."""
         return self._wants()
 
-    # ---- the agent loop workers' ----
+    # ---- called by the agent loop workers ----
 
     async def ended(self, reports: list[Ended]) -> None:
-        """How attempts ended, in the order in which they did."""
+        """Record how attempts ended, in the order in which they ended."""
         if self._opened is None:
             self._early += reports
             return
@@ -326,20 +339,20 @@ class Coordinator:
                 pool.ended(report.name)
             self._dispatch.ended(report.name, report.tokens if report.status == "generated" else None)
             try:
-                told = rollout.ended(report)
-                self._slots.ran(told)
+                records = rollout.ended(report)
+                self._slots.ran(records)
                 if report.status == "generated" and rollout.may_train(report.name):
                     self._expectations.generated(*Attempt.named(report.name).sample, report.tokens)
-                if told and not told[0]["attempt"]:  # later requests of a conversation begin with what was said in it
-                    self._expectations.prompted(Attempt.named(report.name).uid, told[0]["prompt_tokens"])
-                for record in told:
+                if records and not records[0]["attempt"]:  # prompts of later requests include earlier responses
+                    self._expectations.prompted(Attempt.named(report.name).uid, records[0]["prompt_tokens"])
+                for record in records:
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:
                 self._fail(error)
         self._cleanup.reports(rollout.take_obsolete())
         self._go()
 
-    # ---- within ----
+    # ---- internal ----
 
     def _state(self) -> dict[str, Any]:
         state = self._open[1].state_dict()
@@ -348,32 +361,32 @@ class Coordinator:
     @property
     def _open(self) -> tuple[Setting, Rollout, WorkerPool]:
         if self._opened is None:
-            raise NotOpen("the coordinator was started anew")
+            raise NotOpen("the coordinator was restarted")
         return self._opened
 
     def _still(self, opening: int, pool: WorkerPool | None = None) -> None:
-        """After a wait: who asked may have lost touch, and opened it anew; then all that is here is another rollout's.
+        """Check, after a wait, that the coordinator was not opened again in the meantime.
 
         Args:
-            opening: Which one it was before.
-            pool: One that is nobody's yet, and would watch its workers, and tell of what they lost, for ever.
+            opening: Number of the opening before the wait.
+            pool: A pool that is not in use yet; it is closed on failure, because it would watch its workers forever.
 
         Raises:
-            NotOpen: That is so.
+            NotOpen: The coordinator was opened again.
         """
         if opening != self._openings:
             if pool is not None:
                 pool.close()
-            raise NotOpen("the coordinator was opened anew")
+            raise NotOpen("the coordinator was opened again")
 
     @property
     def _open_migrations(self) -> Migrations:
         if self._opened is None or self._migrations is None:
-            raise NotOpen("the coordinator was started anew")
+            raise NotOpen("the coordinator was restarted")
         return self._migrations
 
     def _go(self) -> None:
-        """Start what may be started, end what is abandoned, and tell those who wait that something changed."""
+        """Start the attempts that may start, end the abandoned ones, and wake waiting calls."""
         setting, rollout, pool = self._open
         if self._error is None:
             try:
@@ -396,12 +409,12 @@ class Coordinator:
         self._capacity.share, self._slots.slots = serving
 
     def _move(self, moves: list[Move]) -> None:
-        """Carry these out, and start what waited until it was known how far the rest is."""
+        """Carry out moves, then start the samples that waited for the progress of others."""
         self._open[2].move(moves)
         self._go()
 
     def _abandon(self) -> None:
-        """End what nobody waits for."""
+        """End the attempts that are no longer needed."""
         _, rollout, pool = self._open
         abandoned = rollout.take_abandoned()
         for name in abandoned:
@@ -414,11 +427,9 @@ class Coordinator:
     def _watch_starts(self, report: Ended) -> None:
         lost = report.status == "lost"
         if lost:
-            logger.warning("%s could not start, and starts again: %s", report.name, report.error)
+            logger.warning("attempt %s could not start, and starts again: %s", report.name, report.error)
         if self._lost_starts.ended(lost, asyncio.get_running_loop().time()):
-            self._fail(
-                RuntimeError(f"no sample could be started for {LOSING_S:.0f} s; the latest error: {report.error}")
-            )
+            self._fail(RuntimeError(f"no sample could be started for {LOSING_S:.0f} s; the last error: {report.error}"))
 
     def _lost(self, names: list[str], why: str) -> None:
         if self._opened is None:
@@ -426,7 +437,7 @@ class Coordinator:
         for name in names:
             self._dispatch.ended(name)
         if lost := self._opened[1].lost(names):
-            logger.warning("%d samples start again (%s): %s", len(lost), why, lost[:8])
+            logger.warning("%d samples start again (%s); the first: %s", len(lost), why, lost[:8])
         self._go()
 
     def _wants(self) -> Wants:
@@ -435,7 +446,7 @@ class Coordinator:
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:
-            logger.error("the rollout cannot go on", exc_info=error)
+            logger.error("the rollout cannot continue", exc_info=error)
             self._error = error
 
     def _raise(self) -> None:
@@ -456,20 +467,20 @@ class Coordinator:
         counts = {state: sum(1 for _ in rollout.scheduler.ledger.samples(state)) for state in get_args(State)}
         dropped = ""
         if filtered := rollout.filtered:
-            dropped = f"; filter_groups dropped {sum(filtered.values())} groups, by their score: {filtered}"
+            dropped = f"; filter_groups dropped {sum(filtered.values())} groups; number by score: {filtered}"
         logger.warning("waiting for %s; samples by state: %s%s", what, counts, dropped)
         return now
 
 
 def _stored(attempts: Iterable[str], listing: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Keys and tags of what these attempts left in TransferQueue's ``train``."""
+    """Return the keys and tags of the trajectories that attempts wrote to partition ``train`` of TransferQueue."""
     stored = trajectories(listing.get(TRAIN, {}))
     keys = [key for name in attempts for key in stored[name]]
     return keys, [listing[TRAIN][key] for key in keys]
 
 
 def start() -> Any:
-    """A coordinator as a Ray actor on this node; its handle outlives its process."""
+    """Start a coordinator as a Ray actor on this node; its handle survives restarts of its process."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()

@@ -1,6 +1,6 @@
-"""The length ranker beside a run: a process of low priority that is told what was answered, trains, and scores prompts.
+"""The length ranker of a run: a process of low priority that trains on finished prompts and scores new ones.
 
-Nothing waits for it: prompts that start before their score are taken for prompts of which nothing is known.
+No process waits for it: prompts that start before their score count as unknown.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ logger = logging.getLogger(__name__)
 #: Below a verl checkpoint folder ``global_step_N``.
 FOLDER = "ranker"
 _PAIRS, _ABOUT, _RANKER = "pairs.safetensors", "pairs.json", "model"
-#: Prompts that are remembered from their announcement to their answers.
+#: Number of announced prompts that are kept until their answers come.
 _ANNOUNCED = 1 << 16
-#: Prompts that it is trained on, the latest ones.
+#: Number of prompts that the ranker is trained on, the latest ones.
 _MOST = 8192
-#: Passes over the pairs when a model that was trained before is trained anew.
+#: Passes over the pairs when a trained model is trained again.
 _EPOCHS_AGAIN = 3
 
 
 class RankerService:
-    """See the module. Its methods may be called from several threads.
+    """Training and serving of a length ranker; its methods may be called from several threads.
 
     Args:
-        config: What is trained, and how often.
-        encode: Token ids of a prompt's messages.
-        clock: Seconds, of a clock that never goes back.
+        config: Options of the ranker.
+        encode: Function that returns the token ids of a prompt's messages.
+        clock: Monotonic clock, in seconds.
 
     Attributes:
-        number: How often it was trained: which ranker serves. 0 before there is one.
+        number: Number of trainings, which identifies the serving ranker; 0 before the first.
 
     Raises:
         ValueError: ``config.model`` has a ranker that cannot be read.
@@ -61,8 +61,8 @@ class RankerService:
         self._config, self._encode, self._clock = config, encode, clock
         self._announced: OrderedDict[str, Ints] = OrderedDict()
         self._pairs: OrderedDict[str, tuple[Ints, Ints]] = OrderedDict()
-        self._untrained = 0  # prompts that were answered since
-        self._new = False  # prompts came since that were never answered
+        self._untrained = 0  # prompts that were answered since the last training
+        self._new = False  # whether prompts without an earlier answer came since the last training
         self._trained_here = False
         self._ranker: Any = None
         self._lock, self._training = threading.Lock(), threading.Lock()
@@ -73,13 +73,13 @@ class RankerService:
                 self._ranker, self.number = ranker.load(Path(config.model)), 1
 
     def score(self, prompts: Mapping[str, Any]) -> tuple[dict[str, float], int]:
-        """Prompts are announced.
+        """Announce prompts and score them.
 
         Args:
             prompts: Messages, by key.
 
         Returns:
-            Log lengths to expect of those that were never answered, by key, and :attr:`number`.
+            Expected log lengths of prompts without an earlier answer, by key, and :attr:`number`.
         """
         with self._lock:
             unknown = [key for key in prompts if key not in self._pairs]
@@ -93,19 +93,21 @@ class RankerService:
         return self._expected(encoded)
 
     def waiting(self) -> tuple[dict[str, float], int]:
-        """As :meth:`score`, of those that were announced and not answered yet: another ranker serves."""
+        """Return scores as :meth:`score` does, of the prompts announced and not answered yet."""
         with self._lock:
             announced = dict(self._announced)
         return self._expected(announced)
 
     def learn(self, lengths: Mapping[str, Sequence[int]]) -> bool:
-        """Prompts have left, by key, with so many tokens each response that came to its end; trains if there is enough
-        that is new, and somebody to ask.
+        """Record the lengths of finished prompts; train if enough prompts are new.
 
-        Where every prompt that comes was answered before, nobody asks: history tells more than any ranker.
+        Nothing is trained while every announced prompt was answered before: its history predicts better.
+
+        Args:
+            lengths: Tokens of each response that ended, by prompt key.
 
         Returns:
-            Whether it was trained: another ranker serves now.
+            Whether the ranker was trained, and a new one serves.
         """
         with self._lock:
             for key, of in lengths.items():
@@ -159,7 +161,7 @@ class RankerService:
     # ---- checkpoints ----
 
     def save(self, folder: Path) -> None:
-        """Write ranker and pairs below a checkpoint's folder."""
+        """Write the ranker and its pairs below a checkpoint's folder."""
         from safetensors.numpy import save_file
 
         with self._lock:
@@ -177,17 +179,18 @@ class RankerService:
         if ranker is not None:
             ranker.save(top / _RANKER)
         about = json.dumps({"keys": list(pairs), "number": number, "kind": self._config.kind})
-        torn = top / f"{_ABOUT}.torn"  # the last file, and whole: without it there is no ranker here
+        torn = top / f"{_ABOUT}.torn"  # renamed last: a checkpoint without this file has no ranker
         torn.write_text(about)
         torn.replace(top / _ABOUT)
 
     def restore(self, folder: Path) -> bool:
-        """Take up what :meth:`save` wrote; ``False`` where a checkpoint has none.
+        """Restore what :meth:`save` wrote, except what was answered or trained in the meantime.
 
-        What was answered, or trained, in the meantime stays.
+        Returns:
+            ``False`` if the checkpoint has no ranker.
 
         Raises:
-            ValueError: It cannot be read.
+            ValueError: The files cannot be read.
         """
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
@@ -205,7 +208,7 @@ class RankerService:
             pairs = OrderedDict(zip(about["keys"], zip(*rows, strict=True), strict=True)) if about["keys"] else {}
             kind, number = str(about["kind"]), int(about["number"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise ValueError(f"{top}: no pairs of a length ranker can be read: {error}") from error
+            raise ValueError(f"{top}: the pairs of the length ranker cannot be read: {error}") from error
         ranker: Any = None
         if number and kind == self._config.kind:
             if kind == "boosting":
@@ -226,25 +229,25 @@ class RankerService:
 
 
 class RankerActor:
-    """The service as a Ray actor, which tells the coordinator what it expects. Each call returns :attr:`number`.
+    """The service as a Ray actor, which sends its scores to the coordinator. Each call returns :attr:`number`.
 
     Args:
-        config: See :class:`RankerService`.
-        tokenizer: The policy's.
+        config: Options of the ranker.
+        tokenizer: Tokenizer of the policy.
         template: Options of its chat template (``data.apply_chat_template_kwargs``).
     """
 
     def __init__(self, config: RankerConfig, tokenizer: Any, template: Mapping[str, Any]) -> None:
         if config.kind == "model":
             import torch
-            from transformers import AutoModel, LlamaModel  # noqa: F401  seconds, more at the lowest priority
+            from transformers import AutoModel, LlamaModel  # noqa: F401  slow, and slower at the lowest priority
             from transformers.utils import logging as bars
 
             torch.set_num_threads(1)
-            bars.disable_progress_bar()  # of a checkpoint's files, in the run's log
+            bars.disable_progress_bar()  # else bars of checkpoint loading appear in the run's log
         else:
             import sklearn.ensemble  # noqa: F401
-        os.nice(19)  # before Ray makes the threads that calls run on: on Linux they inherit it
+        os.nice(19)  # before Ray makes its call threads: on Linux they inherit the priority
 
         def encode(messages: Any) -> Sequence[int]:
             return tokenizer.apply_chat_template(
@@ -257,11 +260,11 @@ class RankerActor:
     def announce(self, prompts: Mapping[str, Any], coordinator: Any) -> int:
         """See :meth:`RankerService.score`."""
         self._coordinator = coordinator
-        return self._tell(*self._service.score(prompts))
+        return self._push(*self._service.score(prompts))
 
     def learn(self, lengths: Mapping[str, Sequence[int]]) -> int:
         """See :meth:`RankerService.learn`."""
-        return self._tell(*self._service.waiting()) if self._service.learn(lengths) else self._service.number
+        return self._push(*self._service.waiting()) if self._service.learn(lengths) else self._service.number
 
     def save(self, folder: str) -> int:
         """See :meth:`RankerService.save`."""
@@ -270,42 +273,42 @@ class RankerActor:
 
     def restore(self, folder: str) -> int:
         """See :meth:`RankerService.restore`."""
-        return self._tell(*self._service.waiting()) if self._service.restore(Path(folder)) else self._service.number
+        return self._push(*self._service.waiting()) if self._service.restore(Path(folder)) else self._service.number
 
-    def _tell(self, locations: dict[str, float], number: int) -> int:
+    def _push(self, locations: dict[str, float], number: int) -> int:
         if locations and self._coordinator is not None:
             self._coordinator.rank.remote(locations, number)
         return number
 
 
 def lacking(config: RankerConfig, vocabulary: int | None) -> str:
-    """What is not there for a ranker to be trained or served, and how to mend it; empty: nothing.
+    """Return what a ranker lacks to be trained or served, and how to fix it; empty if nothing.
 
     Args:
-        config: Of a run.
-        vocabulary: Token ids of the policy's tokenizer, if that is known.
+        config: Options of the ranker.
+        vocabulary: Number of token ids of the policy's tokenizer, if known.
     """
     key = "lengths.ranker"
     if config.kind == "boosting":
         installed = importlib.util.find_spec("sklearn") is not None
-        return "" if installed else f"{key}.kind=boosting without scikit-learn: pip install scikit-learn, or kind=model"
+        return "" if installed else f"{key}.kind=boosting needs scikit-learn: pip install scikit-learn or kind=model"
     if config.model is None:
         return ""
     folder = Path(config.model).expanduser()
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         return (
-            f"{key}.model={config.model} is no folder with config.json and *.safetensors: name one on this machine, or "
-            "a ranker of `verl-rhyme ranker train`, or null for a tiny model from nothing"
+            f"{key}.model={config.model} is not a folder with config.json and *.safetensors: name such a folder on "
+            "this machine, a ranker of `verl-rhyme ranker train`, or null to train a tiny model from scratch"
         )
     try:
         known = json.loads((folder / "config.json").read_text())
     except ValueError as error:
-        return f"{key}.model={config.model} has a config.json that cannot be read ({error}): copy the model anew"
-    tells = int(known.get("vocab_size") or (known.get("text_config") or {}).get("vocab_size") or 0)
-    ranker = (folder / "ranker.json").is_file()  # of a small one ids beyond are folded on purpose
-    if vocabulary and tells and tells < vocabulary and not ranker:
+        return f"{key}.model={config.model} has a config.json that cannot be read ({error}): copy the model again"
+    embedded = int(known.get("vocab_size") or (known.get("text_config") or {}).get("vocab_size") or 0)
+    ranker = (folder / "ranker.json").is_file()  # small rankers fold larger ids on purpose
+    if vocabulary and embedded and embedded < vocabulary and not ranker:
         return (
-            f"{key}.model={config.model} tells {tells} tokens apart, the policy's tokenizer {vocabulary}: take a "
+            f"{key}.model={config.model} has {embedded} token ids, the policy's tokenizer {vocabulary}: choose a "
             "model of the policy's family, or null"
         )
     return ""

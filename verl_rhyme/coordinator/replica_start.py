@@ -1,4 +1,4 @@
-"""How one rollout replica starts while others serve, and how it ends."""
+"""Start of a rollout replica while others serve, and its end."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 import ray
 from ray.util.placement_group import get_placement_group, remove_placement_group
 
-#: Seconds that a new replica has to be up, its engine compiled.
+#: Seconds within which a new replica must be up, its engine compiled.
 _START_S = 1200.0
-#: Seconds for which a start is tried again at once, as devices come free a while after those that held them died, and
+#: Seconds for which a failed start is retried, because devices of dead processes become free with a delay, and seconds
 #: between two tries.
 _FREE_S, _PAUSE_S = 10.0, 2.0
 
 
 class Start:
-    """A replica that is started in a thread of its own, while others serve.
+    """Start of a replica, in a thread.
 
     Args:
-        make: Another of verl's replicas, which is not started.
+        make: Function that returns a verl replica that is not started.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -36,22 +36,22 @@ class Start:
         threading.Thread(target=self._run, daemon=True).start()
 
     def seated(self) -> bool:
-        """It has all its devices, or will not have them."""
+        """Return whether the replica has all its devices, or its start is over."""
         pool = getattr(self._replica, "resource_pool", None)
         return self.up.done() or bool(pool is not None and pool.pgs)
 
     def check(self) -> None:
-        """Wait no longer for one that should be up: what it holds goes, and its thread ends with that.
+        """End the start if it takes too long: the replica's actors are killed, which also ends the thread.
 
         Raises:
-            TimeoutError: It should be.
+            TimeoutError: The replica is not up in time.
         """
         if self.up.done() or time.monotonic() - self.began < _START_S:
             return
         self._given_up = True
         if self._replica is not None:
             end(self._replica)
-        raise TimeoutError(f"it was not up after {_START_S:.0f} s")
+        raise TimeoutError(f"the replica was not up after {_START_S:.0f} s")
 
     def _run(self) -> None:
         try:
@@ -66,7 +66,7 @@ class Start:
                     time.sleep(_PAUSE_S)
                 else:
                     self.up.set_result(new)
-                    if self._given_up:  # what it has asked for since, nobody will use
+                    if self._given_up:  # the replica may have requested devices since
                         end(new)
                     return
         except BaseException as error:
@@ -74,17 +74,17 @@ class Start:
 
 
 def end(replica: Any) -> None:
-    """What is left of it goes, with the devices that it held, or has asked for."""
+    """Kill the actors of a replica and release the devices that it holds or has requested."""
     for actor in [*replica.servers, *replica.workers]:
         ray.kill(actor)
     pool = replica.resource_pool
     if pool is None:
         return
     groups = list(pool.pgs or [])
-    if not groups:  # verl has them from where they are ready
+    if not groups:  # verl sets them only once they are ready
         name = f"{pool.name_prefix}verl_group_{'_'.join(map(str, pool.store))}:"
         for number in range(len(pool.store)):
-            with suppress(ValueError):  # there is none
+            with suppress(ValueError):  # no such group
                 groups.append(get_placement_group(f"{name}{number}"))
     for group in groups:
         remove_placement_group(group)

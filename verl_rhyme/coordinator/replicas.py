@@ -1,5 +1,4 @@
-"""Rollout replicas that come and go: others in the place of those that died (:mod:`verl_rhyme.processes.deaths`), and
-those that rest for a while."""
+"""Replacement of dead rollout replicas (:mod:`verl_rhyme.processes.deaths`), and replicas that rest."""
 
 from __future__ import annotations
 
@@ -26,21 +25,21 @@ from verl_rhyme.weights.manager import RelayManager
 logger = logging.getLogger(__name__)
 
 #: Lines of the log that ``benchmarks.faults`` counts.
-GONE, REPLACED = "replica %d (%s) is gone: %s", "replica %d takes the place of a dead one"
+GONE, REPLACED = "replica %d (%s) is dead: %s", "replica %d replaces a dead one"
 
-#: Seconds that servers of engines that hang have to hand back what these have said.
+#: Seconds that servers of hung engines have to return the tokens generated so far.
 _LET_GO_S = 5.0
-#: Seconds that a server has to tell its capacity, and to go to rest once nothing runs there.
+#: Seconds that a server has to report its capacity, and to rest once no request runs.
 _ANSWER_S, _REST_S = 60.0, 120.0
-#: Seconds for which replicas are started anew where none is left; between two tries, which grow, and the longest.
+#: Seconds for which starts are retried when no replica is left; the first pause between two tries, and the longest.
 _NONE_LEFT_S, _PAUSE_S, _LONGEST_PAUSE_S = 300.0, 2.0, 600.0
 
 
 def serve(servers: Any) -> None:
-    """Living replicas that a client has taken for dead are in service again.
+    """Return living replicas to service that a client had reported as dead.
 
     Args:
-        servers: verl's ``LLMServerManager`` of them.
+        servers: verl's ``LLMServerManager``.
     """
     router = servers.global_load_balancer
     known = set(ray.get(router.get_all_servers.remote()))
@@ -50,83 +49,82 @@ def serve(servers: Any) -> None:
 
 
 def _admit(router: Any, servers: dict[str, Any]) -> None:
-    """Into service; a router of ours is told what fits into the KV caches of these as well."""
+    """Add servers to the router; report their KV cache capacity to a ``PlacementRouter``."""
     ray.get(router.add_servers.remote(servers))
     report: Any = getattr(router, "report_capacity", None)
     for address, server in servers.items() if report else ():
-        with suppress(RayError):  # it died just now, as the next look finds
+        with suppress(RayError):  # a server that just died is detected by the next check
             if tokens := ray.get(server.cache_tokens.remote(), timeout=_ANSWER_S):
                 report.remote(address, tokens)
 
 
 def obstacle(engine: Any, workers: int) -> str:
-    """Why weights cannot be sent to a new replica alone; empty when they can.
+    """Return why weights cannot be sent to a single new replica; empty if they can.
 
     Args:
         engine: verl's ``CheckpointEngineConfig``.
-        workers: Of a replica.
+        workers: Number of workers of a replica.
     """
     backend = engine.backend
     if backend == "kimi_ckpt_engine":
-        return f"checkpoint_engine.backend={backend} keeps the process group of the first weight sync"
+        return f"checkpoint_engine.backend={backend} keeps the process group of the first weight transfer"
     if backend == "delta_sharded":
-        return f"checkpoint_engine.backend={backend} sends what changed since the last weight sync only"
+        return f"checkpoint_engine.backend={backend} sends only the changes since the last weight transfer"
     if backend == "nixl" and workers == 1:
-        return f"checkpoint_engine.backend={backend} cannot send to a replica of one GPU alone"
+        return f"checkpoint_engine.backend={backend} cannot send weights to a single replica of one GPU"
     return ""
 
 
 class Spares:
-    """Puts others in the place of dead replicas among those that have devices of their own: such as rest, or new ones.
+    """Replaces dead replicas of separate (disaggregated) engines by resting or new ones, and lets replicas rest.
 
-    New ones start beside those that serve, and nobody waits for them; a later :meth:`mend` gives them their weights and
-    lets them in. What could not be started is tried again, after pauses that grow.
+    New replicas start while others serve, and no call waits for them. A later :meth:`mend` sends them their weights and
+    adds them to the router. A failed start is retried, after growing pauses.
 
-    A replica that rests keeps its processes and its place in Ray; it gets no requests and no weights, and gives the
-    memory of its devices back where its engine can. Before it serves again it gets the current weights, as a new one
-    does.
+    A resting replica keeps its processes and its placement in Ray. It gets no requests and no weights, and frees its
+    device memory where its engine can. Like a new replica, it gets the current weights before it serves again.
 
     Args:
-        servers: verl's ``LLMServerManager`` of them.
-        weights: verl's ``CheckpointEngineManager`` of them.
-        hung_s: Seconds without an answer after which one is taken for dead; ``None``: five minutes.
+        servers: verl's ``LLMServerManager``.
+        weights: verl's ``CheckpointEngineManager`` of the same replicas.
+        hung_s: Seconds without an answer after which a replica counts as dead; ``None``: five minutes.
     """
 
     def __init__(self, servers: Any, weights: Any, hung_s: float | None = None) -> None:
         self._servers, self._weights, self._hung_s = servers, weights, hung_s
-        # A new name for each one's actors: Ray may know those of dead ones for a while.
+        # Fresh ranks give fresh actor names: Ray may know those of dead replicas for a while.
         self._ranks = itertools.count(1 + max(replica.replica_rank for replica in servers.rollout_replicas))
         self._nodes = max(replica.nnodes for replica in servers.rollout_replicas)
-        #: How many are to serve again, those that are being started among them.
+        #: Number of replicas to add, including those that are starting.
         self.missing = 0
         self._failures = 0
         self._starts: list[Start] = []
         self._retry_at = 0.0
         self._looking: Future[dict[Any, str]] | None = None
-        #: Replicas that were started in the place of dead ones.
+        #: Number of replicas started to replace dead ones.
         self.started = 0
-        #: Those that rest.
+        #: Resting replicas.
         self.resting: list[Any] = []
-        #: How many more could be started: those that rested took the places of as many that died.
+        #: Number of further replicas that may start: resting ones replaced as many dead ones.
         self.vacant = 0
 
     def mend(self, version: int, waits: bool = True) -> int:
-        """Take dead replicas out of service, start as many, and let those that are up serve with the actor's weights.
+        """Remove dead replicas, start as many, and let those that are up serve with the actor's weights.
 
-        Where none is left it waits for the first.
+        If no replica is left, wait for the first.
 
         Args:
-            version: Of the policy whose weights the actor has.
-            waits: Ask replicas now whether they live, and wait for their answers; else those are dead that were found
-                to be since the last such call.
+            version: Policy version of the actor's weights.
+            waits: Query the replicas now and wait for their answers; else use the result of a query that the last such
+                call began.
 
         Returns:
-            How many had died.
+            Number of replicas that had died.
 
         Raises:
-            ReplicaDied: None is left, and none could be started, some time long; a new one did not get its weights (by
-                the relay another is started), or cannot (:func:`obstacle`).
-            WeightsError: The relay has lost them.
+            ReplicaDied: No replica is left and none could be started in time; or a new one did not get its weights
+                (with the relay, another is started), or cannot get them (:func:`obstacle`).
+            WeightsError: The relay has lost the weights.
         """
         manager = self._servers
         gone = dead(manager.rollout_replicas, self._hung_s) if waits else self._seen()
@@ -137,7 +135,7 @@ class Spares:
                 first = next(iter(gone))
                 raise ReplicaDied(
                     f"rollout replica {first.replica_rank} died ({gone[first]}) and cannot be replaced: {why}\n"
-                    "The same command goes on from the last checkpoint."
+                    "The same command continues from the last checkpoint."
                 )
             router = manager.global_load_balancer
             ray.get(router.remove_servers.remote([replica._server_address for replica in gone]))
@@ -148,13 +146,13 @@ class Spares:
             self.missing += len(gone)
         serve(manager)
         if gone:
-            self._retry_at = 0.0  # they held devices
+            self._retry_at = 0.0  # their devices are free now
         if self.missing:
             self._fill(version)
         return len(gone)
 
     def _seen(self) -> dict[Any, str]:
-        """Who was found dead, and why; the next look begins in the background."""
+        """Return the dead replicas, with reasons, that the last check found; begin the next in the background."""
         if self._looking is not None and not self._looking.done():
             return {}
         serving, looking = list(self._servers.rollout_replicas), self._looking
@@ -162,14 +160,14 @@ class Spares:
         return {} if looking is None else {each: why for each, why in looking.result().items() if each in serving}
 
     def rest(self, replica: Any, vacate: Callable[[str], int]) -> int:
-        """Let one that serves rest.
+        """Let a serving replica rest.
 
         Args:
-            replica: The one; not the last.
-            vacate: Has what runs at an address go on elsewhere.
+            replica: The replica; not the last one.
+            vacate: Function that moves the samples of an address to other replicas, and returns their number.
 
         Returns:
-            How many samples go on elsewhere.
+            Number of samples that continue on other replicas.
         """
         manager = self._servers
         address = replica._server_address
@@ -181,23 +179,25 @@ class Spares:
             if isinstance(self._weights, RelayManager):
                 self._weights.part_with(replica)
             ray.get([server.rest.remote() for server in replica.servers], timeout=_REST_S)
-        except (RayError, WeightsError) as error:  # it has no requests any more: whoever wakes it finds out
-            logger.warning("replica %d does not go to rest as it should: %s", replica.replica_rank, last_line(error))
+        except (RayError, WeightsError) as error:  # it has no requests left; wake() checks whether it lives
+            logger.warning("replica %d could not rest: %s", replica.replica_rank, last_line(error))
         return moved
 
     def wake(self, version: int) -> Any:
-        """Let one that rests serve again, with the actor's weights, which are ``version``'s; where none rests, a
-        new one in the place of one that died.
+        """Let a resting replica serve again, with the actor's weights; if none rests, start one for one that died.
+
+        Args:
+            version: Policy version of the actor's weights.
 
         Returns:
-            It; ``None``: a new one is being started, which a later :meth:`mend` lets in, or there is no place for one.
+            The replica; ``None`` if a new one is starting, which a later :meth:`mend` adds, or none may start.
 
         Raises:
-            ReplicaDied: It did not get its weights.
+            ReplicaDied: The replica did not get its weights.
         """
         replica = self.resting.pop(0) if self.resting else None
         if replica is not None and (gone := dead([replica])):
-            logger.warning("replica %d, which rested, is gone: %s", replica.replica_rank, gone[replica])
+            logger.warning("resting replica %d is dead: %s", replica.replica_rank, gone[replica])
             end(replica)
             replica, self.vacant = None, self.vacant + 1
         if replica is None:
@@ -215,7 +215,7 @@ class Spares:
         _admit(self._servers.global_load_balancer, {replica._server_address: replica._server_handle})
 
     def _fill(self, version: int) -> None:
-        """Let those serve that are up, and start what else is owed; where none serves, wait for one."""
+        """Let replicas that are up serve, and start the missing ones; if none serves, wait for one."""
         while self.missing > len(self._starts) and self.resting:
             self.missing, self.vacant = self.missing - 1, self.vacant + 1
             self.wake(version)
@@ -229,11 +229,11 @@ class Spares:
             if error is not None:
                 why = error
                 self._put_off(error, alone=not serving)
-            late = not serving and spent >= _NONE_LEFT_S  # what is being started may be up any moment all the same
+            late = not serving and spent >= _NONE_LEFT_S  # replicas that are starting may still come up
             if late and not self._starts:
                 raise ReplicaDied(
                     f"no rollout replica is left, and none could be started in {spent:.0f} s: {why}\nThe same command "
-                    "goes on from the last checkpoint."
+                    "continues from the last checkpoint."
                 ) from why
             if time.monotonic() >= self._retry_at and not late:
                 self._start()
@@ -244,8 +244,10 @@ class Spares:
                 time.sleep(_PAUSE_S)
 
     def _start(self) -> None:
-        """What is owed. Ray gives a replica one node's devices after another's: of two that span nodes and begin
-        together each may hold what the other one lacks, so that they begin one by one.
+        """Start the missing replicas; replicas that span nodes one by one.
+
+        Ray reserves devices node by node: two such replicas that start together could each hold devices that the other
+        lacks.
         """
         while self.missing > len(self._starts):
             if self._nodes > 1 and not all(start.seated() for start in self._starts):
@@ -262,7 +264,7 @@ class Spares:
         )
 
     def _let_in(self, version: int) -> Exception | None:
-        """Those that are up serve from now on; what became of the last that will not be."""
+        """Let replicas that are up serve; return the error of the last one that failed."""
         failed: Exception | None = None
         for start in list(self._starts):
             try:
@@ -271,7 +273,7 @@ class Spares:
                     continue
                 new = start.up.result()
                 try:
-                    if gone := dead([new], self._hung_s):  # since it was up; weights that fail would end the run
+                    if gone := dead([new], self._hung_s):  # checked first: a failed weight transfer would end the run
                         raise RuntimeError(f"replica {new.replica_rank} died before it served: {gone[new]}")
                     self._send(new, version)
                 except BaseException:
@@ -290,17 +292,17 @@ class Spares:
         return failed
 
     def _put_off(self, error: Exception, alone: bool) -> None:
-        """The next try to start one; ``alone``: none serves."""
+        """Schedule the next try to start replicas; ``alone``: no replica serves."""
         self._failures += 1
         pause = _PAUSE_S if alone else min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(self._failures, 30))
         self._retry_at = time.monotonic() + pause
         logger.warning(
-            "%d replicas are missing, the next try to start one is in %.0f s: %s", self.missing, pause, error
+            "%d replicas are missing; the next try to start one is in %.0f s: %s", self.missing, pause, error
         )
 
     def _send(self, new: Any, version: int) -> None:
-        """The actor's weights, once: after a failure it may be in the midst of sending."""
-        if isinstance(self._weights, RelayManager):  # the actor has nothing to do with it: another one may be started
+        """Send the actor's weights once: after a failure the actor may still be sending."""
+        if isinstance(self._weights, RelayManager):  # not sent by the actor: after a failure another can start
             with watched([new]):
                 self._weights.deliver([new])
             return
@@ -312,8 +314,8 @@ class Spares:
                     CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
         except Exception as error:
             raise ReplicaDied(
-                f"rollout replica {new.replica_rank}, which is to serve from now on, did not get its weights: {error}\n"
-                "The same command goes on from the last checkpoint."
+                f"rollout replica {new.replica_rank} did not get its weights before it served: {error}\n"
+                "The same command continues from the last checkpoint."
             ) from error
 
     def _set(self, replicas: list[Any]) -> None:
@@ -325,7 +327,7 @@ class Spares:
 
 
 def _let_go(replicas: Iterable[Any]) -> None:
-    """What they have said is not lost where their servers still answer."""
+    """Ask servers that still answer to return the tokens generated so far."""
     servers = [server for replica in replicas for server in replica.servers]
-    if asked := [server.let_go.remote() for server in servers if hasattr(server, "let_go")]:
-        ray.wait(asked, num_returns=len(asked), timeout=_LET_GO_S)
+    if pending := [server.let_go.remote() for server in servers if hasattr(server, "let_go")]:
+        ray.wait(pending, num_returns=len(pending), timeout=_LET_GO_S)

@@ -1,4 +1,4 @@
-"""The agent loop workers, as the coordinator sees them: who is about what, and who is there no more."""
+"""The agent loop workers of a coordinator, and the attempts that each runs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from verl_rhyme.scheduling.attempts import Attempt, Start
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two questions to a worker what it is about.
+#: Seconds between two queries for the attempts of a worker.
 _ROLL_CALL_S = 10.0
 
 
 class WorkerPool:
-    """Sends starts to the workers, and finds what got lost with them.
+    """Sends starts to the workers, and detects lost attempts.
 
-    A worker that died, or does not answer, is given up: killed, for one that only hangs must not come back with what
-    others do by then, and its attempts are lost. So are attempts that a worker does not know though it was to start
-    them and has not told of their end.
+    A worker that died or does not answer is given up. It is killed, because a worker that only hangs must not return
+    after its attempts have started elsewhere, and its attempts are lost. An attempt is also lost if its worker does not
+    know it and has not reported its end.
 
     Args:
         workers: Handles of ``SessionAgentLoopWorker``.
-        coordinator: The handle that they report to.
-        patience_s: Seconds that a worker has for an answer, once it has started.
-        lost: Called with names of attempts that are lost, and why.
+        coordinator: Handle that the workers report to.
+        patience_s: Seconds that a started worker has for an answer.
+        lost: Callback that gets names of lost attempts, and the reason.
     """
 
     def __init__(
@@ -40,25 +40,28 @@ class WorkerPool:
     ) -> None:
         self._coordinator, self._patience_s, self._lost = coordinator, patience_s, lost
         self._about: dict[Any, set[str]] = {}  # worker -> names of the attempts that it was sent
-        self._worker: dict[str, Any] = {}  # the other way round
-        self._unsure: set[str] = set()  # sent, and the worker has not said that it got them
+        self._worker: dict[str, Any] = {}  # name of an attempt -> worker
+        self._unsure: set[str] = set()  # sent, but not acknowledged by the worker
         self._tasks: set[asyncio.Task[Any]] = set()
         self._joining = list(workers)
-        #: Why a worker did not start, if one did not.
+        #: Error of a worker that did not start; empty if all did.
         self.start_error = ""
 
     def __len__(self) -> int:
         return len(self._about)
 
     async def join(self) -> dict[str, str]:
-        """Take the workers into service as soon as they have started. Returns the attempts that they are about, with
-        the address of the replica of each; empty where that is not known."""
+        """Wait until the workers have started, and use them.
+
+        Returns:
+            The attempts that they run, with the address of each one's replica; empty where it is unknown.
+        """
         found = await asyncio.gather(*(self._join(worker) for worker in self._joining))
         self._joining = []
         return {name: replica for about in found for name, replica in about.items()}
 
     def start(self, starts: list[Start], step: int) -> None:
-        """Send samples to the workers, those of a prompt together, each to the one that is about least."""
+        """Send starts to the workers: those of a prompt together, each group to the worker with the fewest attempts."""
         groups: dict[str, list[Start]] = defaultdict(list)
         for start in starts:
             groups[Attempt.named(start.name).uid].append(start)
@@ -74,17 +77,17 @@ class WorkerPool:
             self._run(self._send(worker, order, step))
 
     def knows(self, name: str) -> bool:
-        """A worker was sent this attempt, and has not told how it ended."""
+        """Return whether an attempt was sent to a worker and has not ended."""
         return name in self._worker
 
     def ended(self, name: str) -> None:
-        """An attempt has told how it ended; nobody asks for it any more."""
+        """Forget an attempt that has ended."""
         worker = self._worker.pop(name, None)
         if worker in self._about:
             self._about[worker].discard(name)
 
     def abandon(self, names: list[str]) -> None:
-        """End attempts nobody waits for, wherever they run. Does not wait."""
+        """End attempts that are no longer needed. Does not wait."""
         orders: dict[Any, list[str]] = defaultdict(list)
         for name in names:
             if (worker := self._worker.get(name)) is not None:
@@ -94,7 +97,7 @@ class WorkerPool:
             worker.abandon.remote(order)
 
     def move(self, moves: Iterable[Move]) -> None:
-        """Let attempts, by their names, go on at other replicas. Does not wait."""
+        """Continue attempts, by their names, on other replicas. Does not wait."""
         orders: dict[Any, list[Move]] = defaultdict(list)
         for move in moves:
             if (worker := self._worker.get(move.id)) is not None:
@@ -103,17 +106,17 @@ class WorkerPool:
             worker.move.remote(order)
 
     async def where(self) -> dict[str, str]:
-        """The attempts that are under way, with the address of the replica of each; empty where that is not known, none
-        of a worker that does not answer."""
-        asked = [asyncio.wait_for(worker.places.remote(), self._patience_s) for worker in self._about]
-        answers = await asyncio.gather(*asked, return_exceptions=True)  # who is silent is given up elsewhere
+        """Return the address of each running attempt's replica by name; empty where it is unknown. Attempts of workers
+        that do not answer are left out."""
+        pending = [asyncio.wait_for(worker.places.remote(), self._patience_s) for worker in self._about]
+        answers = await asyncio.gather(*pending, return_exceptions=True)  # _watch gives up silent workers
         return {name: at for found in answers if isinstance(found, dict) for name, at in found.items()}
 
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    # ---- within ----
+    # ---- internal ----
 
     def _run(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -121,7 +124,7 @@ class WorkerPool:
         task.add_done_callback(self._tasks.discard)
 
     async def _join(self, worker: Any) -> dict[str, str]:
-        try:  # imports from a cold shared filesystem may take longer than a worker that runs may be silent
+        try:  # no timeout: imports from a cold shared filesystem may take longer than a running worker's patience
             about = await worker.attach.remote(self._coordinator)
         except RayActorError as error:
             logger.warning("an agent loop worker did not start: %s", first_line(error))
@@ -145,7 +148,7 @@ class WorkerPool:
     async def _watch(self, worker: Any) -> None:
         while worker in self._about:
             await asyncio.sleep(_ROLL_CALL_S)
-            asked = self._about.get(worker, set()) - self._unsure  # a question may overtake a start
+            asked = self._about.get(worker, set()) - self._unsure  # this query may overtake a start
             try:
                 found = await asyncio.wait_for(worker.attempts.remote(), self._patience_s)
             except (RayActorError, asyncio.TimeoutError) as error:
@@ -153,16 +156,16 @@ class WorkerPool:
                 return
             missing = (asked - set(found)) & self._about.get(worker, set())
             if missing:
-                self._report_lost(sorted(missing), "the worker that was to start them does not know them")
+                self._report_lost(sorted(missing), "their agent loop worker does not know them")
 
     def _give_up(self, worker: Any, error: BaseException) -> None:
         about = self._about.pop(worker, None)
         if about is None:
-            return  # already
+            return  # already given up
         why = first_line(error) if str(error) else f"no answer for {self._patience_s:.0f} s"
-        logger.warning("an agent loop worker is given up, its samples start again elsewhere: %s", why)
+        logger.warning("an agent loop worker is given up (%s); its samples start again on others", why)
         ray.kill(worker)
-        self._report_lost(sorted(about), "their agent loop worker is gone")
+        self._report_lost(sorted(about), "their agent loop worker died or hangs")
 
     def _report_lost(self, names: list[str], why: str) -> None:
         for name in names:

@@ -1,4 +1,4 @@
-"""verl's router, but that a request goes where the coordinator assigned it, if that replica serves."""
+"""verl's router, extended to follow the coordinator's placement."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from verl_rhyme.processes.request import FIELD
 
 
 class PlacementRouter(GlobalRequestLoadBalancer):
-    """See the module. It is also told how many KV tokens each replica has room for, and tells the coordinator.
+    """Sends a request to its assigned replica if that serves, else where verl's router would.
+
+    It also keeps the KV cache capacity of each replica for the coordinator.
 
     Args:
-        servers: Actor handle of each replica, by its address.
-        config: Content of the file of ``router_config_path``, as verl gives it.
+        servers: Actor handle of each replica, by address.
+        config: Content of the file of ``router_config_path``, as verl passes it.
     """
 
     def __init__(self, servers: dict[str, Any], config: Mapping[str, Any] | None = None) -> None:
@@ -24,14 +26,14 @@ class PlacementRouter(GlobalRequestLoadBalancer):
         self._rooms: dict[str, int] = {}
 
     def require_acquire_fields(self) -> list[str]:
-        """Keywords of ``generate`` that :meth:`acquire_server` is to be given."""
+        """Return the keywords of ``generate`` that :meth:`acquire_server` needs."""
         return [FIELD]
 
     def acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
-        """Address and handle of the replica for a request.
+        """Return address and handle of the replica for a request.
 
         Raises:
-            RuntimeError: There is none; verl's client waits for one where it knows that one will come.
+            RuntimeError: No replica serves; verl's client waits if the trainer will start one.
         """
         assignment = (extra.get(FIELD) or {}).get("assignment", ANYWHERE)
         if assignment.replica in self._servers:
@@ -39,15 +41,15 @@ class PlacementRouter(GlobalRequestLoadBalancer):
         return super().acquire_server(request_id)
 
     def remove_servers(self, server_ids: list[str]) -> None:
-        """Take them out of service."""
+        """Remove servers."""
         super().remove_servers(server_ids)
         for server_id in server_ids:
             self._rooms.pop(server_id, None)
 
     def report_capacity(self, server_id: str, kv_tokens: int) -> None:
-        """KV tokens a replica has room for."""
+        """Set the number of KV tokens that a replica has room for."""
         self._rooms[server_id] = kv_tokens
 
     def fleet(self) -> dict[str, tuple[Any, int | None]]:
-        """Handle of each replica in service by its address, and the KV tokens that it has room for, if it told."""
+        """Return handle and KV token capacity of each serving replica, by address; ``None`` if it is unknown."""
         return {address: (handle, self._rooms.get(address)) for address, handle in self._servers.items()}

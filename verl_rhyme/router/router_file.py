@@ -1,6 +1,6 @@
-"""How verl's trainers come to our router: the file that ``actor_rollout_ref.rollout.router_config_path`` names.
+"""The router file: ``actor_rollout_ref.rollout.router_config_path`` names it and verl loads the router from it.
 
-Each of verl's ``LLMServerManager`` makes its router from that file, in the trainer's process, when its engines stand.
+verl's ``LLMServerManager`` makes its router from that file, in the trainer's process, once its engines run.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from verl_rhyme.planning import profile
 from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 from verl_rhyme.planning.typed_yaml import ClusterError
 
-#: In the run's checkpoint folder.
+#: Name of the file in the run's checkpoint folder.
 NAME = "router.yaml"
-#: What stands in it; the class's module imports verl's engines, and this one is read before Ray starts.
+#: Content of the file: a class name, because this module is read before Ray starts and must not import verl's engines.
 _CONTENT = "router_class: verl_rhyme.router.router.PlacementRouter\n"
 
 
 def check(placement: PlacementConfig) -> None:
-    """Refuse options that the policy itself refuses: it is made later, in an actor, once all engines stand.
+    """Check the policy's options now: the policy is made later, in an actor, once all engines run.
 
     Raises:
-        ConfigError: Said by the policy.
+        ConfigError: The policy rejects its options.
     """
     if placement.policy is None:
         return
@@ -39,13 +39,13 @@ def check(placement: PlacementConfig) -> None:
 
 
 def check_own(config: Any) -> None:
-    """Refuse a router of the user's own that verl would fail with when all engines stand.
+    """Check the user's own router, with which verl would otherwise fail once all engines run.
 
     Args:
         config: verl's whole config.
 
     Raises:
-        ConfigError: Its file or its class is not there, or the class lacks methods of verl's ``RequestLoadBalancer``.
+        ConfigError: The file or class does not exist, or the class lacks methods of verl's ``RequestLoadBalancer``.
     """
     option = "actor_rollout_ref.rollout.router_config_path"
     file = OmegaConf.select(config, option)
@@ -56,28 +56,28 @@ def check_own(config: Any) -> None:
 
     path = Path(resolve_config_path(str(file)))
     if not path.is_file():
-        raise ConfigError(f"{option}={file}: no file {path}; mend the path, or drop the option for verl's router")
+        raise ConfigError(f"{option}={file}: file {path} does not exist; fix the path, or drop the option")
     name = OmegaConf.select(OmegaConf.load(path), "router_class")
     if not name:
         raise ConfigError(f"{option}={file} names no router_class: add router_class: module.Class")
     try:
-        found = load_class_from_fqn(name)
+        router_class = load_class_from_fqn(name)
     except Exception as error:
         raise ConfigError(f"{option}={file}: router_class {name} cannot be imported: {error}") from error
-    below = getattr(getattr(found, "__ray_metadata__", None), "modified_class", found)
+    below = getattr(getattr(router_class, "__ray_metadata__", None), "modified_class", router_class)
     needed = [method for method in vars(RequestLoadBalancer) if not method.startswith("_")]
     if lacks := [method for method in needed if not hasattr(below, method)]:
         raise ConfigError(
             f"{option}={file}: {name} lacks {', '.join(sorted(lacks))}: derive it from "
-            "verl.workers.rollout.router.GlobalRequestLoadBalancer, or add what is missing"
+            "verl.workers.rollout.router.GlobalRequestLoadBalancer, or add the missing methods"
         )
 
 
 def cost(placement: PlacementConfig) -> ReplicaCost:
-    """What a replica's work costs (:attr:`PlacementConfig.profile`).
+    """Return the cost model of a replica (:attr:`PlacementConfig.profile`).
 
     Raises:
-        ConfigError: There is no such profile, or it says what cannot be.
+        ConfigError: The profile does not exist or is invalid.
     """
     if placement.profile is None:
         return TYPICAL
@@ -88,18 +88,19 @@ def cost(placement: PlacementConfig) -> ReplicaCost:
 
 
 def use(config: Any, placement: PlacementConfig) -> Path | None:
-    """Let every router of a run be ours, which the coordinator's placement needs; to be called before verl's trainer
-    makes its engines.
+    """Make every router of a run a :class:`~verl_rhyme.router.router.PlacementRouter`, which placement needs.
+
+    Call it before verl's trainer makes its engines.
 
     Args:
         config: verl's whole config; ``actor_rollout_ref.rollout.router_config_path`` is set in it.
-        placement: Its ``policy`` is ``None`` where verl's router shall stay: nothing is changed then.
+        placement: Placement options; if ``policy`` is ``None`` nothing changes.
 
     Returns:
-        The file, in ``trainer.default_local_dir``; written anew at every start.
+        Path of the file in ``trainer.default_local_dir``; it is written at every start.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     if placement.policy is None:
         return None

@@ -1,11 +1,10 @@
-"""Is generation behind training, and would a replica more or less mend it? Advice in the metrics and in the log.
+"""Compares generation with training; reports in metrics and log whether one replica more or less would be better.
 
-Where rollout goes on while the actor trains, a step shows one of two things. Either the trainer waited for its batch:
-by so much generation is slower. Or the batch was whole before the trainer came for it: by so much it is faster. With
-both known, ``T_train = step - waited`` and ``T_gen = step - ahead`` go into the elastic rule
-(:class:`~verl_rhyme.planning.elastic.Elastic`).
+Where rollout continues while the actor trains, a step shows one of two times. If generation is slower, the trainer
+waits for its batch; if generation is faster, the batch is ready before. ``T_train = step - waited`` and
+``T_gen = step - ahead`` go into the elastic rule (:class:`~verl_rhyme.planning.elastic.Elastic`).
 
-Whether anything comes of the advice is :mod:`~verl_rhyme.trainer.reserve`'s.
+:mod:`~verl_rhyme.trainer.reserve` carries the advice out, if enabled.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class Balance(Observer):
-    """One for a run.
+    """Compares the steps of a run.
 
     Args:
-        setting: What the coordinator goes by: rules, what a replica costs.
-        limits: Of the rule.
+        setting: Settings of the run: rules, cost of a replica.
+        limits: Limits of the elastic rule.
 
     Attributes:
-        advice: What the latest step says: 1, a replica more would do better; -1, one less; 0, neither.
+        advice: Advice of the latest step: 1, one replica more; -1, one less; 0, no change.
     """
 
     def __init__(self, setting: Setting, limits: Limits | None = None) -> None:
@@ -42,11 +41,11 @@ class Balance(Observer):
         self._elastic: Elastic | None = None
         self._work: Work | None = None
         self._scale = 1.0
-        self._told = 0
+        self._reported = 0
         self._failed = False
 
     def on_step(self, step: Step) -> dict[str, float]:
-        """Metrics and :attr:`advice`; none where rollout stands still while the actor trains."""
+        """Set :attr:`advice` and return metrics; none if rollout stands still while the actor trains."""
         self.advice = 0
         reply, seconds = step.reply, step.seconds
         ahead = None if reply is None else reply.metrics.get(names.STREAM_AHEAD)
@@ -54,9 +53,9 @@ class Balance(Observer):
             return {}
         try:
             return self._observe(step.replicas, seconds, min(step.waited, seconds), min(ahead, seconds), reply)
-        except Exception:  # advice alone
+        except Exception:  # advice must not end a run
             if not self._failed:
-                logger.warning("generation and training could not be compared (told once)", exc_info=True)
+                logger.warning("generation and training could not be compared (logged once)", exc_info=True)
             self._failed = True
             return {}
 
@@ -67,7 +66,7 @@ class Balance(Observer):
         rules = self._setting.rules
         group = max(1, rules.batch_samples // rules.batch_prompts)
         self._work = Work(np.maximum(lengths, 1.0), len(real), group, max(0.0, float(prompts)))
-        if reply.paces:  # beside seconds of training, those of generation are to be this machine's
+        if reply.paces:  # scale the cost model to this machine, as measured training seconds are this machine's
             rows = min(self._setting.cost.slots, max(1, len(real) // replicas))
             self._scale = median(reply.paces.values()) / self._setting.cost.step.seconds(rows)
         if self._elastic is None:
@@ -75,15 +74,15 @@ class Balance(Observer):
             self._elastic = Elastic(self._predict, min(max(replicas, limits.least), limits.most), limits)
         self._elastic.changed(replicas)
         advice = self._elastic.observe(step - ahead, step - waited)
-        if advice.change and advice.change != self._told:
+        if advice.change and advice.change != self._reported:
             logger.info(
-                "%d replicas: %s would do better (generation %+.1f s against training, %.1f s a replica): %s",
+                "%d replicas: %s would be better (generation %+.1f s against training, %.1f s a replica): %s",
                 *(replicas, "one more" if advice.change > 0 else "one less", advice.delta, advice.saving, advice.why),
             )
-        self._told = self.advice = advice.change
+        self._reported = self.advice = advice.change
         return {names.STREAM_BEHIND: advice.delta, names.STREAM_ELASTIC: float(advice.change)}
 
     def _predict(self, replicas: int) -> float:
         assert self._work is not None
         cost, bound = self._setting.cost.slowed(self._scale), self._setting.rules.max_staleness
-        return float(rollout(cost, replicas, self._work, bound))  # alone: it is compared with training
+        return float(rollout(cost, replicas, self._work, bound))  # without training, with which it is compared

@@ -1,4 +1,4 @@
-"""The common base of our trainers: history, event log and metrics around any of verl's V1 trainers."""
+"""Base of the trainers: history, event log and metrics for any of verl's V1 trainers."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from verl_rhyme.weights.manager import RelayManager, relayed
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 20
-#: Seconds between two looks of verl's replay buffer at its queue, at most; verl's are 2.
+#: Maximum seconds between two polls of verl's replay buffer; verl's default is 2.
 _POLL_INTERVAL_S = 0.25
 
 
 class StageTimes(dict):
-    """verl's ``timing_raw`` that also remembers when each stage ended: ``(name, start, seconds)`` in ``stages``."""
+    """verl's ``timing_raw`` that also keeps the stages in order: ``(name, start, seconds)`` in ``stages``."""
 
     def __init__(self, durations: dict[str, float]) -> None:
         super().__init__(durations)
@@ -55,7 +55,7 @@ class StageTimes(dict):
 
 
 def _hook(method: Callable) -> Callable:
-    """Without rhyme, what the mixin's method extends takes its place."""
+    """Call the method of the next base class instead if rhyme is disabled."""
 
     @functools.wraps(method)
     def guarded(self: RhymeTrainerMixin, *args: Any, **kwargs: Any) -> Any:
@@ -67,14 +67,13 @@ def _hook(method: Callable) -> Callable:
 
 
 class RhymeTrainerMixin(PPOTrainer):
-    """Put it before one of verl's asynchronous trainers: ``class Mine(RhymeTrainerMixin, PPOTrainerColocateAsync)``.
-    verl gives every trainer mode but its own ``sync`` asynchronous semantics.
+    """Mixin for verl's trainers, placed first: ``class Mine(RhymeTrainerMixin, PPOTrainerColocateAsync)``.
 
-    With a config that has no rhyme tree, or one with ``enable=false``, every method of this class is the one behind it
-    in the bases: ``Mine`` is what it would be without the mixin.
+    verl gives every trainer mode except its own ``sync`` asynchronous semantics. Without a rhyme tree in the config, or
+    with ``enable=false``, every method calls the next base class, so that ``Mine`` equals the class without the mixin.
     """
 
-    _rhyme: Any  # RhymeConfig; None without rhyme
+    _rhyme: Any  # RhymeConfig; None if rhyme is disabled
 
     def __init__(self, config: DictConfig) -> None:
         self._rhyme = config_tree.from_verl(config)
@@ -85,7 +84,7 @@ class RhymeTrainerMixin(PPOTrainer):
         rhyme = self._rhyme
         run_dir = Path(config.trainer.default_local_dir).absolute()
         if rhyme.history.dir is None:
-            # One folder for each run on each machine; the workers find it in the rollout config they are given.
+            # One folder for each run on each machine; workers read it from their rollout config.
             name = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
             with open_dict(config):
                 tree = config.actor_rollout_ref.rollout.custom.rhyme
@@ -117,13 +116,13 @@ class RhymeTrainerMixin(PPOTrainer):
     @_hook
     def _setup(self) -> None:
         super()._setup()
-        for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter where engines are apart
+        for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter with separate engines
             if (weights := getattr(self, name, None)) is not None:
                 ours = kept(relayed(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout))
                 setattr(self, name, Outliving(ours))
         router = self._router()
-        asked = router is not None or self._event_log is not None
-        rooms = self._cache_tokens(self._serving()) if asked else {}
+        needed = router is not None or self._event_log is not None
+        rooms = self._cache_tokens(self._serving()) if needed else {}
         if router is not None:
             for address, tokens in rooms.items():
                 if tokens:
@@ -131,7 +130,7 @@ class RhymeTrainerMixin(PPOTrainer):
         if self._event_log is not None:
             rollout = self.config.actor_rollout_ref.rollout
             engine = f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}"
-            step = self.global_steps + 1  # this start's first
+            step = self.global_steps + 1  # first step of this start
             gpus = rollout.tensor_model_parallel_size * rollout.get("pipeline_model_parallel_size", 1)
             replica = {"slots": rollout.max_num_seqs, "room": min(rooms.values(), default=0), "gpus": gpus}
             about = {"slots": self._bubble_slots, "rollout": self._rollout_stage, "replica": replica}
@@ -140,15 +139,15 @@ class RhymeTrainerMixin(PPOTrainer):
     # ---- replicas and their router ----
 
     def _serving(self) -> Any:
-        """verl's manager of the engines that generate for training."""
+        """Return verl's manager of the engines that generate for training."""
         return getattr(self, "standalone_server_manager", None) or self.llm_server_manager
 
     def _router(self) -> Any:
-        """Our router; ``None`` where verl's own serves."""
+        """Return the handle of the ``PlacementRouter``; ``None`` with verl's router."""
         return None if self._rhyme.placement.policy is None else self._serving().global_load_balancer
 
     def _cache_tokens(self, servers: Any) -> dict[str, int]:
-        """Tokens that fit into each replica's KV cache, by its address; 0 where the engine does not say."""
+        """Return the KV cache capacity in tokens of each replica by address; 0 if the engine does not report it."""
         first = [replica.servers[0] for replica in servers.get_replicas()]
         return dict(zip(servers.server_addresses, ray.get([s.cache_tokens.remote() for s in first]), strict=True))
 
@@ -158,51 +157,50 @@ class RhymeTrainerMixin(PPOTrainer):
 
     @functools.cached_property
     def fillable_slots(self) -> int:
-        """Q of the bubble ratio, for metrics, event log and report alike (:func:`~metrics.fillable_slots`)."""
+        """Q of the bubble ratio for metrics, event log and report (:func:`~metrics.fillable_slots`)."""
         return fillable_slots(self._request_slots(), self._samples_in_flight())
 
     @property
     def _bubble_slots(self) -> int | None:
-        """``None`` in verl's asynchronous modes: of requests that run there, only those that are trained tell of
-        themselves."""
+        """``fillable_slots``; ``None`` in verl's asynchronous modes, where only records of trained requests arrive."""
         theirs = isinstance(self, PPOTrainerColocateAsync | PPOTrainerSeparateAsync)
         return None if theirs and not self._rhyme.pipeline else self.fillable_slots
 
     @property
     def _rollout_stage(self) -> str:
-        """Of verl's stages of a step, the one that lasts as long as its rollout."""
+        """Name of verl's stage that lasts as long as a step's rollout."""
         return "step" if isinstance(self, PPOTrainerSeparateAsync) else "gen"
 
     def _samples_in_flight(self) -> int:
-        """The most samples that are started and not yet finished at a time."""
-        # verl's asynchronous modes, and its refills for groups that DAPO filters out
+        """Return the maximum number of samples that are started and not finished."""
+        # verl's asynchronous modes start batches ahead, and its DAPO refills replace filtered groups.
         ahead = self.config.trainer.v1.get(self.trainer_mode, {}).get("num_warmup_batches", 0)
         batches = max(1 + ahead, getattr(self.replay_buffer, "max_inflight_gen_batches", 1))
         return int(batches * self.config.data.train_batch_size) * self.config.actor_rollout_ref.rollout.n
 
     def _request_slots(self) -> int:
-        """Requests that the engines can run at a time."""
+        """Return the number of requests that the engines can run at a time."""
         replicas = sum(len(manager.get_replicas()) for manager in self._rollout_server_managers())
         return replicas * self.config.actor_rollout_ref.rollout.max_num_seqs
 
     def _rollout_servers(self) -> dict[str, Any]:
-        """The one server of each replica that has its engine."""
+        """Return the server of each replica that runs its engine, by a stable name."""
         return {f"{i}/{replica.replica_rank}": replica.servers[0] for i, replica in self._launched()}
 
     def _launched(self) -> list[tuple[int, Any]]:
-        """All replicas, each with its manager's number."""
-        found = [(i, r) for i, manager in enumerate(self._rollout_server_managers()) for r in manager.get_replicas()]
-        return found + [(len(self._rollout_server_managers()) - 1, replica) for replica in self._resting()]
+        """Return all replicas, each with its manager's number."""
+        replicas = [(i, r) for i, manager in enumerate(self._rollout_server_managers()) for r in manager.get_replicas()]
+        return replicas + [(len(self._rollout_server_managers()) - 1, replica) for replica in self._resting()]
 
     def _resting(self) -> list[Any]:
-        """Replicas, of the last manager, that do not serve for a while."""
+        """Return resting replicas, which belong to the last manager."""
         return []
 
-    # ---- recording: while the training of the step runs ----
+    # ---- recording, while the step trains ----
 
     @_hook
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
-        # The first stage after the rewards are known.
+        # The first stage after rewards are known.
         self._recorder.start(batch, step=self.global_steps, part=self._part(), epoch=self._epoch())
         return super()._compute_old_log_prob(batch, metrics)
 
@@ -225,7 +223,7 @@ class RhymeTrainerMixin(PPOTrainer):
         return Step(self.global_steps, timing_raw["step"], timing_raw.get(self._rollout_stage, 0.0))
 
     def _watch_validation(self) -> None:
-        """Validation requests go into the event log as well; verl clears them before any hook."""
+        """Log validation requests too; verl clears them before any hook."""
         sample = self.replay_buffer.sample
 
         def watched(*args: Any, partition_id: str, **kwargs: Any) -> Any:
@@ -237,13 +235,13 @@ class RhymeTrainerMixin(PPOTrainer):
         self.replay_buffer.sample = watched
 
     def _watch_dropped(self) -> None:
-        """Groups that verl's buffer drops (filtered, stale, surplus) are history like any: they are recorded first.
+        """Record groups that verl's buffer drops (filtered, stale, surplus) before it clears them.
 
-        The buffer's prompts go at once, so that it counts and refills as ever; their trajectories, which it looks at
-        by prompt only, are cleared when they are recorded.
+        The buffer's prompts are cleared at once, so that it counts and refills as usual; their trajectories, which it
+        accesses only by prompt, are cleared once recorded.
         """
         buffer, clear = self.replay_buffer, getattr(self.replay_buffer, "_clear_groups", None)
-        if clear is None:  # a sampler of the user's own
+        if clear is None:  # the user's own sampler
             return
 
         def watched(partition_id: str, uids: set[str]) -> None:
@@ -257,11 +255,11 @@ class RhymeTrainerMixin(PPOTrainer):
         buffer._clear_groups = watched
 
     def _part(self) -> int:
-        """Number of the update, of which a step may have several: what the history records goes by it."""
+        """Return the number of the mini-batch, of which a step may have several; the history counts by it."""
         return self.global_steps * self.parameter_sync_step + self.local_trigger_step
 
     def _epoch(self) -> int:
-        """From 0, as verl counts."""
+        """Return the epoch, from 0, as verl counts."""
         return max(0, self.global_steps - 1) // self.steps_per_epoch
 
     @property
@@ -276,7 +274,7 @@ class RhymeTrainerMixin(PPOTrainer):
 
     @_hook
     def _save_checkpoint(self) -> None:
-        # Before verl names this checkpoint the latest: a crash in between resumes from the one before.
+        # Before verl marks this checkpoint as the latest: after a crash in between, the run resumes from the previous.
         folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
         for observer in self.observers:
             observer.save(os.path.abspath(folder))
@@ -284,24 +282,24 @@ class RhymeTrainerMixin(PPOTrainer):
         self._remove_orphans()
 
     def _remove_orphans(self) -> None:
-        """What is ours of checkpoints that verl has removed just now, or before it was killed."""
+        """Remove this package's files of checkpoints that verl has removed now or before it was killed."""
         try:
             errors = list(checkpoints.remove_orphans(Path(self.config.trainer.default_local_dir), self.global_steps))
-        except OSError as error:  # the folder cannot be listed
+        except OSError as error:  # cannot list the folder
             errors = [error]
         for why in errors:
-            logger.warning("of a checkpoint that verl has removed something stays: %s", why)
+            logger.warning("files of a removed checkpoint could not be deleted: %s", why)
 
     @_hook
     def _load_checkpoint(self) -> None:
-        self._history.ready()  # another run's folder stops the run here, before it trains
+        self._history.ready()  # fails here, before training, if the folder belongs to another run
         super()._load_checkpoint()
         if self.global_steps > 0:
             for observer in self.observers:
                 observer.load(str(self._checkpoint_folder()))
 
     def _checkpoint_folder(self) -> Path:
-        """Of the checkpoint that the run resumed from."""
+        """Return the folder of the checkpoint that the run resumed from."""
         trainer = self.config.trainer
         folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
         if trainer.resume_mode == "resume_path":
@@ -315,10 +313,10 @@ class RhymeTrainerMixin(PPOTrainer):
         finally:
             observers = [observer.close for observer in self.observers]
             for end in (*observers, self._history.close, self._stop_servers, self._close_relay):
-                try:  # a finished run is finished, and the engines go, whatever the history's end says
+                try:  # an error in closing the history must not keep the engines running
                     end()
                 except Exception:
-                    logger.warning("while the run ended", exc_info=True)
+                    logger.warning("an error occurred while the run ended", exc_info=True)
 
     def _close_relay(self) -> None:
         if isinstance(weights := getattr(self, "standalone_checkpoint_manager", None), RelayManager):

@@ -1,4 +1,4 @@
-"""What is ours in verl's checkpoint folders ``global_step_N``: it goes when verl has removed the weights there."""
+"""This package's files in verl's checkpoint folders ``global_step_N``; removed once verl has removed the weights."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-#: Prompts in flight, beside verl's ``transfer_queue``.
+#: File with the prompts in flight, next to verl's ``transfer_queue``.
 STATE_FILE = "rhyme_sorted.json"
-#: Of the history (also the names of one that is just being replaced), the ranker, and the prompts in flight.
+#: Entries of the history (with the temporary names of its replacement), the ranker, and the prompts in flight.
 OURS = ("history", ".history.old", ".history.new", "ranker", STATE_FILE)
 _STEP = re.compile(r"global_step_(\d+)")
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def remove_orphans(folder: Path, step: int) -> Iterator[OSError]:
-    """Remove what is ours of checkpoints that have no actor: verl removed it (``max_actor_ckpt_to_keep``), or a run was
-    killed before it was written. Nothing resumes from them.
+    """Remove this package's files of checkpoints without an actor: verl removed it (``max_actor_ckpt_to_keep``), or the
+    run was killed before it was written. No run resumes from them.
 
-    Where the newest checkpoint has no actor here, weights are written elsewhere or later: then nothing goes.
+    If the newest checkpoint has no actor, its weights are written elsewhere or later: then nothing is removed.
 
     Args:
         folder: ``trainer.default_local_dir``.
-        step: The newest checkpoint's; it stays, and so does the one that verl's tracker names.
+        step: Step of the newest checkpoint, which is kept, as is the one that verl's tracker names.
 
     Yields:
-        Why something could not be removed; the rest is.
+        Errors of single checkpoints; the others are still removed.
     """
     if not (folder / f"global_step_{step}" / "actor").is_dir():
         return
@@ -36,8 +36,8 @@ def remove_orphans(folder: Path, step: int) -> Iterator[OSError]:
     with suppress(OSError, ValueError):
         kept.add(int((folder / _TRACKER).read_text()))
     for checkpoint in folder.iterdir():
-        found = _STEP.fullmatch(checkpoint.name)
-        if found is None or int(found[1]) in kept or checkpoint.is_symlink() or os.path.lexists(checkpoint / "actor"):
+        match = _STEP.fullmatch(checkpoint.name)
+        if match is None or int(match[1]) in kept or checkpoint.is_symlink() or os.path.lexists(checkpoint / "actor"):
             continue
         try:
             for name in OURS:

@@ -1,6 +1,6 @@
-"""What the drafters did for each request, fetched from the rollout servers once a step.
+"""Draft counts of each request, fetched from the rollout servers once a step.
 
-A response does not wait for it: the record that comes with it is filled in here, by the request's id.
+A response does not wait for its counts: its record is completed here, by the request's id.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ import ray
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that servers have to answer; what comes later goes to the records of a later step.
+#: Seconds that servers have to answer; later answers go to records of a later step.
 _TIMEOUT_S = 10.0
-#: Counts kept for records still to come (of samples trained later, or interrupted), about 500 bytes each.
+#: Maximum number of counts kept for later records (of samples trained later, or interrupted), about 500 bytes each.
 _MAX_KEPT = 1 << 16
 
 
 class DraftCounts:
-    """One question and one answer for each server, however many requests it served. For use by one thread.
+    """Fetches counts with one call to each server, for any number of requests. For use by one thread.
 
     Args:
-        servers: Those that run now, by a name that stays theirs.
+        servers: Function that returns the running servers by a stable name.
     """
 
     def __init__(self, servers: Callable[[], dict[str, Any]]) -> None:
         self._servers = servers
-        self._answers: dict[str, Any] = {}  # to come, by server
+        self._answers: dict[str, Any] = {}  # pending answers by server
         self._counts: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._warned = False
 
     def fill(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Records with the counts that have arrived, zeros where they have not; without their ids.
+        """Return the records without ids, with their counts, or zeros for counts that have not arrived.
 
-        Waits for the servers, but not for one that has not even answered the last question.
+        Waits for the servers, except those that still owe their last answer.
         """
         try:
             self._fetch()
-        except Exception as error:  # counts are for the log
+        except Exception as error:  # counts are only logged
             self._warn(repr(error))
         filled = []
         for record in records:
@@ -52,10 +52,10 @@ class DraftCounts:
 
     def _fetch(self) -> None:
         servers = self._servers()
-        asked = {name: servers[name].take_counts.remote() for name in servers.keys() - self._answers.keys()}
-        if asked:
-            ray.wait(list(asked.values()), num_returns=len(asked), timeout=_TIMEOUT_S)
-        self._answers |= asked
+        requests = {name: servers[name].take_counts.remote() for name in servers.keys() - self._answers.keys()}
+        if requests:
+            ray.wait(list(requests.values()), num_returns=len(requests), timeout=_TIMEOUT_S)
+        self._answers |= requests
         if not self._answers:
             return
         answered, silent = ray.wait(list(self._answers.values()), num_returns=len(self._answers), timeout=0)
@@ -71,4 +71,4 @@ class DraftCounts:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("draft counts are missing in the metrics of this step (told once): %s", what)
+            logger.warning("draft counts are missing in the metrics of this step (reported once): %s", what)

@@ -1,4 +1,4 @@
-"""The trainer's hand on the coordinator: what it asks of it, and what it tells one that was started anew."""
+"""The trainer's calls to the coordinator, and the recovery of a coordinator that was restarted."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from verl_rhyme.trainer.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-#: How often one question kills a coordinator before the run ends.
+#: Deaths of the coordinator in one call after which the run ends.
 _REOPENINGS = 8
-#: Seconds that its process may take to start (from a cold shared filesystem) and to open, and those between tries.
+#: Seconds that its process has to start (from a cold shared filesystem) and to open, and seconds between tries.
 _START_S = 600.0
 _PAUSE_S = 2.0
 
 
 class Driver:
-    """One for a run. A coordinator whose process dies is started anew by Ray; whoever notices first opens it again.
+    """Drives a run's coordinator. Ray restarts a coordinator that died, and the next call opens it again.
 
     Args:
-        setting: The run's.
-        load: Fetches so many prompts (or a few more) and stores their data in TransferQueue's ``PROMPTS``.
-        pool: Makes other agent loop workers when all are gone.
+        setting: Settings of the run.
+        load: Function that fetches at least so many prompts and stores their data in partition ``PROMPTS``.
+        make_workers: Function that makes new agent loop workers when all are gone.
     """
 
     def __init__(
@@ -39,20 +39,20 @@ class Driver:
         self._setting, self._load, self._make_workers = setting, load, make_workers
         self._actor = coordinator.start()
         self._workers: list[Any] = []
-        self._state: dict[str, Any] | None = None  # of the last batch
-        self._handed: list[Handed] = []  # prompts since then
-        self._lengths: dict[str, Any] | None = None  # what was last told of them
+        self._state: dict[str, Any] | None = None  # state at the last batch
+        self._handed: list[Handed] = []  # prompts passed since the last batch
+        self._lengths: dict[str, Any] | None = None  # latest lengths from the coordinator
         self._serving: Serving | None = None
         self._version = 0
         self._batches_left = 0
         self._generation = 0
-        #: How often the coordinator had to be opened again.
+        #: Number of times that the coordinator was opened again.
         self.reopened = 0
-        #: Seconds for which the trainer had nothing to do before the last batch.
+        #: Seconds that the trainer waited for the last batch.
         self.waited = 0.0
 
     def open(self, workers: list[Any], state: dict[str, Any] | None, version: int) -> None:
-        """Begin; ``state`` is a checkpoint's, ``None`` without one."""
+        """Open the coordinator; ``state`` is from a checkpoint, or ``None``."""
         self._workers, self._state, self._version = workers, state, version
         self._generation = 0 if state is None else state.get("generation", 0)
         self._lengths = None if state is None else state.get("lengths")
@@ -60,31 +60,38 @@ class Driver:
 
     @property
     def coordinator(self) -> Any:
-        """Its actor, for who tells it something."""
+        """Handle of the coordinator's actor."""
         return self._actor
 
     def publish(self, version: int, batches_left: int) -> None:
-        """The engines run under the policy ``version`` from now on."""
+        """Report that the engines run under the policy ``version`` from now on."""
         self._version, self._batches_left = version, batches_left
         self._supply(self._ask("publish", version, batches_left))
 
     def serve(self, serving: Serving, leaves: str = "") -> int:
-        """So many replicas generate from now on; of one that ``leaves``, by its address, samples go on elsewhere: how
-        many."""
+        """Set how many replicas generate from now on.
+
+        Args:
+            serving: Number of replicas and of their slots.
+            leaves: Address of a replica that leaves.
+
+        Returns:
+            Number of its samples, which continue on other replicas.
+        """
         self._serving = serving
         return self._ask("serve", serving, leaves)
 
     def pause(self) -> None:
-        """Nothing is started until :meth:`publish`."""
+        """Let no sample start until :meth:`publish`."""
         self._ask("pause")
 
     def next_batch(self, topology: Topology, parts: Callable[[Part], None] | None = None) -> Reply:
-        """The update batch, as soon as the scheduler says that it is ready.
+        """Return the update batch as soon as the scheduler reports that it is ready.
 
         Args:
-            topology: The run's.
-            parts: Is given what will be in it, in parts, while the rollout goes on; some may come twice, after the
-                coordinator was started anew. ``None``: nobody wants them.
+            topology: Topology of the run.
+            parts: Callback that gets parts of the batch during the rollout; after a restart of the coordinator some may
+                come twice. ``None``: no parts.
         """
         stops, rewarded = self._setting.rules.stops, False
         self.waited = 0.0
@@ -101,7 +108,7 @@ class Driver:
             reply: Reply | None = self._ask("take")
             if reply is not None:
                 break
-            # A reward failed, or an agent loop; or it is long in coming: the engines run on until it is there.
+            # A reward or an agent loop failed, or a reward is late: the engines continue until it arrives.
             if stops:
                 topology.resume()
             rewarded = True
@@ -111,11 +118,11 @@ class Driver:
         return reply
 
     def supply(self) -> None:
-        """Hand over what is wanted now, without waiting for more."""
+        """Pass the prompts that are wanted now, without waiting for further requests."""
         self._supply(self._ask("wants"))
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: JSON."""
+        """Return the state for a checkpoint, as JSON."""
         state = self._ask("state")
         self._lengths = state.get("lengths")
         return state
@@ -144,16 +151,16 @@ class Driver:
             try:
                 return ray.get(getattr(self._actor, method).remote(*arguments))
             except (RayActorError, NotOpen) as error:
-                logger.warning("the coordinator died and is opened again: %s", first_line(error))
+                logger.warning("the coordinator died and is opened again (%s)", first_line(error))
                 self.reopened += 1
-                self._opened(fresh=False)  # who waits for a batch, or publishes, lets it start samples again
+                self._opened(fresh=False)  # next_batch() and publish() let it start samples again
         raise RuntimeError(
-            f"the coordinator died {_REOPENINGS} times at one question ({method}), see its log; the same command goes "
-            "on from the last checkpoint"
+            f"the coordinator died {_REOPENINGS} times in one call ({method}), see its log; the same command continues "
+            "from the last checkpoint"
         )
 
     def _opened(self, fresh: bool) -> dict[str, Any]:
-        """Open it, as soon as its process is there: Ray fails at once what it is asked before."""
+        """Open the coordinator once its process runs: until then Ray fails each call at once."""
         began = time.monotonic()
         while True:
             self._generation += 1
@@ -164,7 +171,7 @@ class Driver:
             except RayActorError as error:
                 if error.actor_init_failed or time.monotonic() - began > _START_S:
                     raise RuntimeError(
-                        f"the coordinator did not start within {_START_S:.0f} s, see its log; the same command goes on "
-                        "from the last checkpoint"
+                        f"the coordinator did not start within {_START_S:.0f} s, see its log; the same command "
+                        "continues from the last checkpoint"
                     ) from error
                 time.sleep(_PAUSE_S)

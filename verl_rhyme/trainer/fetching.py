@@ -1,4 +1,4 @@
-"""What of a part its stages fetch from TransferQueue: all fields once, then what is new (``actor/held_rows.py``)."""
+"""Fields that the stages of a part fetch from TransferQueue: all once, then only new ones (``actor/held_rows.py``)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from verl.trainer.ppo.utils import Role
 from verl_rhyme.actor.held_rows import JOIN, KEEP
 from verl_rhyme.observability import metrics as names
 
-#: A stage that needs nothing new asks for this: there is no empty answer.
+#: Field that a stage requests if it needs nothing new: there is no empty answer.
 SMALL = "uid"
-#: Stages write this one anew (``rollout_correction``).
+#: Field that stages overwrite (``rollout_correction``).
 REWRITTEN = "response_mask"
 
 
 class Fetching:
-    """For one part after another.
+    """Selects the fields of one part after another.
 
     Args:
         trainer: The pipeline.
-        holds: The workers keep rows (:class:`~verl_rhyme.actor.actor.StreamedActor`).
+        holds: Whether the workers keep rows (:class:`~verl_rhyme.actor.actor.StreamedActor`).
     """
 
     def __init__(self, trainer: Any, holds: bool) -> None:
@@ -33,17 +33,17 @@ class Fetching:
         self._had: frozenset[str] | None = None
 
     def begin(self) -> None:
-        """Another part."""
+        """Begin the next part."""
         self._part += 1
         self._had = None
 
     @contextlib.contextmanager
     def stage(self, batch: KVBatchMeta, new: bool = False) -> Iterator[None]:
-        """One stage of it, on the actor's workers.
+        """Wrap one stage of the part on the actor's workers.
 
         Args:
             batch: The part, in the same order in all stages.
-            new: It needs what stages before it made.
+            new: Whether the stage needs results of earlier stages.
         """
         if not self._holds:
             yield
@@ -65,10 +65,10 @@ class Fetching:
             batch.fields = None
 
     def reference(self, batch: KVBatchMeta) -> contextlib.AbstractContextManager[None]:
-        """The reference's stage: it has what the actor has where both are in one process, and share ranks alike."""
-        return self.stage(batch) if self._beside_actor() else contextlib.nullcontext()
+        """Wrap the reference's stage: it reuses the actor's rows if both share processes and data parallel ranks."""
+        return self.stage(batch) if self._shares_rows() else contextlib.nullcontext()
 
-    def _beside_actor(self) -> bool:
+    def _shares_rows(self) -> bool:
         trainer = self._trainer
         if trainer.ref_in_actor:
             return True
@@ -79,7 +79,7 @@ class Fetching:
         return bool(_ranks(actor, "actor") == _ranks(reference, "ref"))
 
     def metrics(self) -> dict[str, float]:
-        """Bytes that all workers fetched, and had already, since the last call."""
+        """Return the bytes that all workers fetched and reused since the last call."""
         if not self._holds:
             return {}
         fetched, reused = map(sum, zip(*self._trainer.actor_rollout_wg.fetched_bytes(), strict=True))
@@ -87,7 +87,7 @@ class Fetching:
 
 
 def _ranks(workers: Any, mesh: str) -> list[int]:
-    """The data parallel rank of each worker."""
+    """Return the data parallel rank of each worker."""
     if mesh not in workers._dispatch_info:
         workers._dispatch_info[mesh] = workers._query_dispatch_info(mesh)
     return list(workers._dispatch_info[mesh])

@@ -1,7 +1,7 @@
-"""What follows a run and decides nothing about what is trained: history, event log, length ranker, balance.
+"""Observers of a run, which do not affect what is trained: history, event log, length ranker, balance.
 
 The trainer holds them in one list and calls each at the same points of a step. Recorder and ranker handle their own
-failures: a counter and one warning, and the step goes on.
+failures: a counter, one warning, and the step continues.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Step:
         number: Its number, from 1.
         seconds: Its duration.
         rollout_s: Seconds of the stage that lasts as long as its rollout.
-        last: No step follows.
+        last: Whether no step follows.
         replicas: Number of replicas that generate.
         waited: Seconds for which the trainer waited for the batch.
-        reply: The pipeline's update batch; ``None`` in verl's own trainers.
+        reply: The pipeline's update batch; ``None`` in verl's trainers.
     """
 
     number: int
@@ -40,38 +40,38 @@ class Step:
 
 
 class Observer:
-    """Overrides the points it needs; the others do nothing."""
+    """Base class whose methods do nothing; subclasses override the ones they need."""
 
     def begin(self, driver: Driver) -> None:
-        """The coordinator is open, and no step has begun."""
+        """Called when the coordinator is open and no step has begun."""
 
     def on_prompts(self, prompts: Mapping[str, Any], driver: Driver) -> None:
-        """Prompts are about to be handed to the coordinator.
+        """Called before prompts are passed to the coordinator.
 
         Args:
             prompts: Messages by prompt key.
-            driver: The coordinator's.
+            driver: Driver of the coordinator.
         """
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
-        """An update batch is collected, its rewards are known, and its training begins.
+        """Called when an update batch is collected and its rewards are known, before it trains.
 
         Args:
-            batch: Its keys and tags, which verl pads and reorders later.
-            reply: What the coordinator reported with it.
+            batch: Keys and tags of the batch, which verl pads and reorders later.
+            reply: The coordinator's report of the batch.
             step: Number of the step, from 1.
             epoch: Number of the epoch, from 0.
         """
 
     def on_step(self, step: Step) -> Mapping[str, float]:
-        """A step ended, and its policy is published; returns metrics of it."""
+        """Called when a step has ended and its policy is published; returns metrics of it."""
         return {}
 
     def save(self, folder: str) -> None:
-        """A checkpoint is written to this folder; verl names it the latest afterwards."""
+        """Called to write to a checkpoint's folder, before verl marks it as the latest."""
 
     def load(self, folder: str) -> None:
-        """The run resumes from the checkpoint in this folder."""
+        """Called when the run resumes from the checkpoint in this folder."""
 
     def close(self) -> None:
-        """The run ends."""
+        """Called when the run ends."""

@@ -1,9 +1,10 @@
-"""The pipeline: rollout by the coordinator's scheduler, on verl's V1 trainer (SortedRL, arXiv:2603.23414, section 3).
+"""The pipeline trainer: rollout by the coordinator's scheduler, on verl's V1 trainer (SortedRL, arXiv:2603.23414,
+section 3).
 
-:meth:`RhymePipelineTrainer.step` and :meth:`RhymePipelineTrainer.on_step_end` are a step. What happens to samples
-meanwhile is decided by :mod:`verl_rhyme.scheduling` and driven by :mod:`verl_rhyme.coordinator.coordinator`; how an
-interrupted one goes on, by :mod:`verl_rhyme.agent_loop.session`; where engines and actor live, by
-:mod:`verl_rhyme.trainer.topology`.
+A training step is :meth:`RhymePipelineTrainer.step` and :meth:`RhymePipelineTrainer.on_step_end`. Meanwhile
+:mod:`verl_rhyme.scheduling` decides about samples, and :mod:`verl_rhyme.coordinator.coordinator` carries it out;
+:mod:`verl_rhyme.agent_loop.session` continues interrupted ones. :mod:`verl_rhyme.trainer.topology` places engines and
+actor.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class RhymePipelineTrainer(RhymeTrainerMixin):
-    """See the module. Put it before that trainer of verl's whose devices it works on."""
+    """Mixin of the pipeline; put it before the trainer of verl with the wanted placement."""
 
     topology: Topology
     _reply: Reply
@@ -64,16 +65,16 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     # ---- a step ----
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
-        """One update: collect the next batch, of which parts are trained meanwhile, and train the rest.
+        """Run one training step: collect the next batch, parts of which train meanwhile, and train the rest.
 
         Args:
-            metrics: Gains those of the step.
-            timing_raw: verl's timers of the step; a stage is added up over the parts.
+            metrics: Metrics of the step, which are added.
+            timing_raw: verl's timers of the step; a stage's parts are summed.
 
         Returns:
-            The batch as it was trained, with verl's padding.
+            The trained batch, with verl's padding.
         """
-        with marked_timer("gen", timing_raw, color="red"):  # with the stages of what is trained meanwhile
+        with marked_timer("gen", timing_raw, color="red"):  # includes the stages of parts
             batch = self._collect(metrics)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
             with marked_timer("reward", timing_raw, color="yellow"):
@@ -82,7 +83,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             observer.on_batch(batch, self._reply, self.global_steps, self._epoch())
         batch = self._stages.rest(batch, metrics)
         if self._stages.updates:
-            return batch  # gradients of all parts are added up, and the optimizer has taken its step
+            return batch  # the parts' gradients are accumulated, and the optimizer has stepped
         batch = self._balance_batch(batch, metrics=metrics)
         if self.use_critic:
             with marked_timer("values", timing_raw, color="cyan"):
@@ -98,20 +99,20 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         return batch
 
     def on_step_end(self) -> None:
-        """Publish the new policy; the checkpoint of the step is written."""
-        if not self.rules.one_by_one:  # there what starts says which version it needs
+        """Publish the new policy; verl writes the step's checkpoint."""
+        if not self.rules.one_by_one:  # there each start names the version it needs
             self._driver.pause()
         if self.topology.separate:
             self.topology.mend(self.global_steps, waits=not self.rules.one_by_one)
-        super().on_step_end()  # verl's trainer of this topology syncs the weights, and the engines resume
+        super().on_step_end()  # verl's trainer syncs the weights, and the engines resume
         self._publish(self.global_steps)
 
     def _collect(self, metrics: dict) -> KVBatchMeta:
-        """The update batch, sorted by length; its parts go through their stages as their groups finish."""
+        """Collect the update batch, sorted by length; its parts pass their stages as their groups finish."""
         self._reply = reply = self._driver.next_batch(self.topology, self._stages.part if self._streams else None)
         self.supply()
         self.topology.give_way()
-        if self.curr_step_profile and not self.topology.separate:  # there verl stops it later
+        if self.curr_step_profile and not self.topology.separate:  # with separate engines verl stops it later
             self._stop_rollout_profiling()
         if reply.filtered:
             metrics[names.FILTERED_GROUPS] = groups = sum(reply.filtered.values())
@@ -122,7 +123,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         return KVBatchMeta(partition_id=TRAIN, keys=reply.keys, tags=reply.tags)
 
     def supply(self) -> None:
-        """Hand over the prompts that are wanted now, where rollout goes on while the actor trains."""
+        """Pass the prompts that are wanted now, if rollout continues while the actor trains."""
         if self.topology.separate:
             self._driver.supply()
 
@@ -130,7 +131,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         self._driver.publish(version, batches_left=self.total_training_steps - version)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        # Not the mixin's, which records, nor separate_async's, which copies the weights: no update comes between.
+        # Not the mixin's, which records, nor separate_async's, which copies the weights: here they are unchanged.
         return PPOTrainer._compute_old_log_prob(self, batch, metrics)
 
     def _step_that_ended(self, timing_raw: dict) -> Step:
@@ -157,18 +158,18 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         rules = of_config(config, self._rhyme)
-        assert rules is not None, "without max_staleness verl's own trainers are made"
+        assert rules is not None, "the pipeline needs max_staleness"
         self.rules = rules
         self._filters = self._resolve_filter_groups_metric()
-        self._state: dict[str, Any] | None = None  # of the checkpoint that the run resumed from
+        self._state: dict[str, Any] | None = None  # state from the checkpoint that the run resumed from
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
         self._streams = rules.separate and self._rhyme.streaming.part is not None
         self._stages = Stages(self, streams=self._streams)
 
     def _build_replay_buffer(self) -> ReplayBuffer:
-        """verl's, for validation."""
+        """Build verl's buffer, used for validation only."""
         buffer = super()._build_replay_buffer()
-        mend_while_waiting(self, buffer, self._mend_validation)  # for training it is the driver that waits
+        mend_while_waiting(self, buffer, self._mend_validation)  # in training the driver waits and mends
         return buffer
 
     def _mend_validation(self, version: int) -> None:
@@ -182,7 +183,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         ranker = self._rhyme.lengths.ranker
-        if ranker.kind is not None:  # while models are loaded it is ready
+        if ranker.kind is not None:  # it starts while models load
             if problem := lacking(ranker, len(self.tokenizer)):
                 raise ConfigError(problem)
             template = self.config.data.get("apply_chat_template_kwargs", None) or {}
@@ -197,7 +198,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         return rhymed(self.topology.servers().get_client(), interruptible=True)
 
     def _reissue_inflight_prompts(self, partition_id: str = TRAIN) -> int:
-        return 0  # the coordinator takes up what the checkpoint has
+        return 0  # the coordinator restores them from the checkpoint
 
     def on_train_begin(self) -> None:
         setting = self._setting()
@@ -217,7 +218,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             rules=self.rules,
             filters=self._filters,
             limit=limit,
-            min_starts=max(1, (limit - slots) // 2),  # half of what queues up at the engines
+            min_starts=max(1, (limit - slots) // 2),  # half of the requests that queue at the engines
             slots=self.fillable_slots,
             lost_after=self._rhyme.scheduling.lost_after,
             room=self._cache_room(),
@@ -229,7 +230,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         )
 
     def _balance(self, setting: Setting) -> Balance | Reserve:
-        """What advises more or fewer replicas; the reserve acts on it, where it is asked for."""
+        """Return the observer that advises on replicas; a ``Reserve`` also carries the advice out, if enabled."""
         elastic = self._rhyme.streaming.elastic
         if elastic.min_replicas is None:
             return Balance(setting)
@@ -251,12 +252,12 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         return self.topology.resting()
 
     def _planned(self) -> tuple[str, dict[str, Any]] | None:
-        """Policy and options, where the coordinator places samples."""
+        """Return the placement policy and its options; ``None`` if verl's router places samples."""
         placement = self._rhyme.placement
         return None if placement.policy is None else (placement.policy, dict(placement.options))
 
     def _cache_room(self) -> int | None:
-        """Tokens of KV cache for the samples that the engines are given, those that queue there included."""
+        """Return KV cache tokens for the samples sent to the engines, including queued ones; ``None`` if unknown."""
         tokens = self._cache_tokens(self.topology.servers()).values()
         return int(OVERSUBSCRIPTION * sum(tokens)) if all(tokens) else None
 
@@ -285,7 +286,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         return [Handed(uid, int(count), key) for uid, count, key in zip(uids, samples, keys, strict=True)]
 
     def _prompt_keys(self, batch: Any, columns: list[str]) -> list[str]:
-        """As the agent loop workers find them (:func:`data_key`)."""
+        """Return the prompt keys, as the agent loop workers compute them (:func:`data_key`)."""
         options = self.config.data.get("apply_chat_template_kwargs")
         template = template_label(self.tokenizer, self.processor, options)
         known = {name: tu.get(batch, name) for name in KEY_COLUMNS if name in columns}
@@ -293,20 +294,20 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         rows = ({**alike, **{name: column[i] for name, column in known.items()}} for i in range(len(batch)))
         return [data_key(row, template) for row in rows]
 
-    # ---- the order of a batch ----
+    # ---- order of a batch ----
 
     def _balance_batch(
         self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
     ) -> Any:
-        """Mini-batches in the order of length, balanced over the ranks; verl's own would mix all lengths."""
+        """Order mini-batches by length, balanced over the ranks; verl's balancing would mix all lengths."""
         ranks = self.actor_ranks
         batch = upsample_batch_to_divisible_size(
             batch, self._get_required_batch_multiple(ranks), self.tokenizer.eos_token_id
         )
         tokens = [tag["seq_len"] for tag in batch.tags]
         mini_batch = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        indices, told = lay_out(batch.tags, self._sortedness(), ranks, mini_batch, self._rng)
-        metrics.update(told)
+        indices, order_metrics = lay_out(batch.tags, self._sortedness(), ranks, mini_batch, self._rng)
+        metrics.update(order_metrics)
         batch.reorder(indices)
         share = len(indices) // ranks
         partitions = [indices[rank * share : (rank + 1) * share] for rank in range(ranks)]
@@ -343,7 +344,9 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if path.is_file():
             self._state = json.loads(path.read_text())
         else:
-            logger.warning("no %s: another trainer mode made this checkpoint; prompts in flight are forgotten", path)
+            logger.warning(
+                "%s does not exist: another trainer mode made this checkpoint; its prompts in flight are lost", path
+            )
 
     def fit(self, agent_loop_manager: Any) -> None:
         try:
@@ -354,26 +357,26 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
 
 class RhymePipelineColocated(RhymePipelineTrainer, PPOTrainerColocateAsync):
-    """``trainer.v1.trainer_mode=sync`` or ``colocate_async`` with a ``max_staleness``."""
+    """Pipeline for ``trainer.v1.trainer_mode=sync`` or ``colocate_async`` with a ``max_staleness``."""
 
     def __init__(self, config: Any) -> None:
-        # verl's sync would save no samples in flight (``PPOTrainer._save_checkpoint``)
+        # verl's sync trainer saves no samples in flight (``PPOTrainer._save_checkpoint``)
         config.trainer.v1.trainer_mode = "colocate_async"
         self.topology = Colocated(self)
         super().__init__(config)
 
 
 class _Separate(PPOTrainerSeparateAsync):
-    """verl's, but for its rule that a weight sync follows each mini-batch of the actor: here it follows each update."""
+    """verl's trainer without its rule of one weight sync per mini-batch: here a sync follows each training step."""
 
     def __init__(self, config: Any) -> None:
         rollout = config.actor_rollout_ref.rollout
         for ok, remedy in (
-            (rollout.nnodes > 0, "actor_rollout_ref.rollout.nnodes must be above 0: engines have nodes of their own"),
+            (rollout.nnodes > 0, "actor_rollout_ref.rollout.nnodes must be above 0: separate engines need nodes"),
             (rollout.n_gpus_per_node > 0, "actor_rollout_ref.rollout.n_gpus_per_node must be above 0"),
             (
                 not need_reward_model(config) or config.reward.reward_model.enable_resource_pool,
-                "reward.reward_model.enable_resource_pool must be true: the engines never make room",
+                "reward.reward_model.enable_resource_pool must be true: separate engines never free their memory",
             ),
         ):
             if not ok:
@@ -384,7 +387,7 @@ class _Separate(PPOTrainerSeparateAsync):
 
 
 class RhymePipelineSeparate(RhymePipelineTrainer, _Separate):
-    """``trainer.v1.trainer_mode=separate_async`` with a ``max_staleness``."""
+    """Pipeline for ``trainer.v1.trainer_mode=separate_async`` with a ``max_staleness``."""
 
     def __init__(self, config: Any) -> None:
         self.topology = Separate(self)

@@ -1,7 +1,7 @@
-"""The trainer's hand on the length ranker: it tells what is loaded and what was answered, and waits for nothing.
+"""The trainer's calls to the length ranker: it sends loaded prompts and finished lengths, and waits for neither.
 
-Whatever fails costs the ranker's word: it is counted, the first failure is a warning, and forecasts go on without. A
-process that dies is started anew by Ray, and takes up the last checkpoint.
+A failed call costs only the ranker's predictions. It is counted, the first one is logged, and forecasts continue
+without. Ray restarts a process that died, which then loads the last checkpoint.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from verl_rhyme.trainer.observers import Observer, Step
 
 logger = logging.getLogger(__name__)
 
-#: Calls that may be under way; where it is behind by more, a step's are left out.
+#: Maximum number of pending calls; beyond it calls are left out.
 _UNDER_WAY = 64
-#: Seconds that a checkpoint waits for it.
+#: Seconds that a checkpoint waits for the ranker.
 _SAVE_S = 60.0
 
 
 class Ranking(Observer):
-    """One for a run.
+    """Drives a run's length ranker.
 
     Args:
-        config: Of the run, ``enable`` true.
-        tokenizer: The policy's.
+        config: Options of the ranker, with a ``kind``.
+        tokenizer: Tokenizer of the policy.
         template: Options of its chat template.
-        actor: In the place of one that is started here.
+        actor: Handle to use instead of a new actor.
     """
 
     def __init__(self, config: RankerConfig, tokenizer: Any, template: Mapping[str, Any], actor: Any = None) -> None:
@@ -48,15 +48,15 @@ class Ranking(Observer):
         self._actor = actor or _start(config, tokenizer, dict(template))
 
     def on_prompts(self, prompts: Mapping[str, Any], driver: Driver) -> None:
-        """As soon as their lengths are predicted, the ranker reports them to the coordinator."""
+        """Announce prompts; the ranker sends their predicted lengths to the coordinator."""
         self._send("announce", {key: messages for key, messages in prompts.items() if key}, driver.coordinator)
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
-        """The ranker learns from the lengths of the prompts that left."""
+        """Send the lengths of the prompts that left."""
         self._send("learn", reply.answered)
 
     def on_step(self, step: Step) -> dict[str, float]:
-        """How often it was trained, and what failed, as far as that is known."""
+        """Return the number of trainings and of failures known so far."""
         self._look()
         failed = {names.RANKER_FAILURES: float(self.failures)} if self.failures else {}
         return {names.RANKER_TRAINED: float(self.trained), **failed}
@@ -64,7 +64,7 @@ class Ranking(Observer):
     def save(self, folder: str) -> None:
         self._look()
         if self._saving is not None and not ray.wait([self._saving], timeout=0)[0]:
-            self._failed(TimeoutError("it has not written the checkpoint before yet"))
+            self._failed(TimeoutError("the ranker is still writing the checkpoint before"))
             return
         self._saving = self._actor.save.remote(folder)
         try:
@@ -74,7 +74,7 @@ class Ranking(Observer):
             self._failed(error)
 
     def load(self, folder: str) -> None:
-        """What the checkpoint lacks, or what cannot be read, is learnt again."""
+        """Restore the ranker; what the checkpoint lacks is learnt again."""
         self._checkpoint = folder
         self._under_way.append(self._actor.restore.remote(folder))
 
@@ -86,12 +86,12 @@ class Ranking(Observer):
         if not what:
             return
         if len(self._under_way) >= _UNDER_WAY:
-            self._failed(TimeoutError(f"it is behind by {_UNDER_WAY} calls: what comes meanwhile is left out"))
+            self._failed(TimeoutError(f"{_UNDER_WAY} calls are pending: further calls are left out"))
             return
         self._under_way.append(getattr(self._actor, method).remote(what, *arguments))
 
     def _look(self) -> None:
-        """At what came of calls, without waiting."""
+        """Collect finished calls, without waiting."""
         if not self._under_way:
             return
         done, self._under_way = ray.wait(self._under_way, num_returns=len(self._under_way), timeout=0)
@@ -103,23 +103,23 @@ class Ranking(Observer):
                 died = died or isinstance(error, RayActorError)
                 self._failed(error)
         if died and self._checkpoint is not None:
-            self.load(self._checkpoint)  # fails as well until the process is there again, and is asked anew
+            self.load(self._checkpoint)  # fails and is called again until the process runs
 
     def _failed(self, error: Exception) -> None:
         self.failures += 1
         if self.failures == 1:
-            logger.warning("the length ranker failed, forecasts go on without it (told once): %s", first_line(error))
+            logger.warning("the length ranker failed; forecasts do without it (logged once): %s", first_line(error))
 
 
 def _start(config: RankerConfig, tokenizer: Any, template: dict[str, Any]) -> Any:
-    """On this node, whose folder the checkpoints are."""
+    """Start the ranker on this node, which has the checkpoint folders."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
     options = {
         "num_cpus": 0,
         "max_restarts": -1,
-        # Threads beside the one that trains: prompts are scored by the ranker before, meanwhile.
+        # More threads than the training one: the previous ranker scores prompts meanwhile.
         "max_concurrency": 4,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=here, soft=False),
     }

@@ -1,12 +1,12 @@
-"""Carries finished trajectories into history and event log, in a thread of its own, while training runs.
+"""Records finished trajectories in history and event log, in a thread, while training runs.
 
-Recording can fail, training can't: an error is counted in ``rollout/history/errors`` and told once. Event log and
-metrics do not wait for the history. A step ends when the history writer has fetched its samples, so that verl may clear
-them; these are recorded after that, piece by piece and in order, while the next steps train. Where recording falls
-more than :data:`MAX_LAG` steps behind, the history leaves out whole batches (``rollout/history/dropped``).
+Recording may fail without stopping training: errors are counted in ``rollout/history/errors``, and the first is logged.
+Event log and metrics do not wait for the history. A step ends once the history writer has fetched its samples, so that
+verl may clear them. They are recorded later, piece by piece and in order, while the next steps train. If recording
+falls more than :data:`MAX_LAG` steps behind, the history leaves out whole batches (``rollout/history/dropped``).
 
-Through the trainer's process goes what the servers say of the requests, and a reward for each sample: the history
-writer fetches tokens itself. Where the event log shall have the responses, it fetches these.
+Only request records and one reward per sample pass through the trainer's process: the history writer fetches tokens
+itself. Responses for the event log are fetched here.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from verl_rhyme.trainer.observers import Observer, Step
 
 logger = logging.getLogger(__name__)
 
-#: Steps that may end before samples of an earlier one are recorded.
+#: Number of steps that may end before samples of an earlier one are recorded.
 MAX_LAG = 2
 
 
 class Recorder(Observer):
-    """One step may come in several parts (verl's ``parameter_sync_step``); their metrics are computed over all."""
+    """Records a run. A step may come in several parts (verl's ``parameter_sync_step``); metrics cover all of them."""
 
     def __init__(
         self,
@@ -60,23 +60,23 @@ class Recorder(Observer):
         self._logprobs, self._log_responses = logprobs, log_responses
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-recorder")
         self._pending: list[Future] = []
-        self._backlog: deque[_Piece] = deque()  # fetched, not yet recorded; the thread's alone
+        self._backlog: deque[_Piece] = deque()  # fetched, not yet recorded; used by the thread only
         self._closing = False
-        self._steps = 0  # that ended
-        self._lock = threading.Lock()  # of what appends and take_metrics change: _store, _tokens, _drafter
+        self._steps = 0  # ended steps
+        self._lock = threading.Lock()  # guards _store, _tokens, _drafter
         self._late = False
         self._requests: list[dict[str, Any]] = []
         self._seconds = 0.0
-        self._drafter: Counter[str] = Counter()  # of this step: sums of DRAFTER
+        self._drafter: Counter[str] = Counter()  # sums of DRAFTER in this step
         self._errors = 0
         self._fetched_rewards = False
         self._alarm = AcceptanceAlarm()
         self._store: dict[str, Any] = {}
-        self._untrained = 0  # responses of this step that were recorded all the same
-        self._tokens: Counter[str] = Counter()  # of this step: TOKEN_COUNTS
+        self._untrained = 0  # recorded responses of this step that are not trained
+        self._tokens: Counter[str] = Counter()  # TOKEN_COUNTS of this step
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
-        """Begin to record the batch, and what of its reply is not trained."""
+        """Begin to record the batch, and the untrained samples of its reply."""
         self.log_untrained(reply.wasted, step, epoch)
         if reply.dropped:
             dropped = KVBatchMeta(partition_id=batch.partition_id, keys=reply.dropped, tags=reply.dropped_tags)
@@ -84,7 +84,7 @@ class Recorder(Observer):
         self.start(batch, step, step, epoch)
 
     def on_step(self, step: Step) -> dict[str, float]:
-        """Metrics of the step, and of what was recorded since the last one."""
+        """Return metrics of the step, and of what was recorded since the last one."""
         self._steps += 1
         metrics: dict[str, float] = {}
         with self._lock:
@@ -92,12 +92,12 @@ class Recorder(Observer):
         return metrics or {names.HISTORY_ERRORS: float(self._errors)}
 
     def save(self, folder: str) -> None:
-        """A snapshot of the history, after what was started."""
+        """Save a snapshot of the history, after pending recordings."""
         self.join()
         try:
             self.call(self._history.snapshot, folder).result()
         except Exception:
-            logger.warning("the history could not be saved with the checkpoint; training goes on", exc_info=True)
+            logger.warning("the history could not be saved with the checkpoint; training continues", exc_info=True)
 
     def load(self, folder: str) -> None:
         self._history.restore(folder)
@@ -111,10 +111,10 @@ class Recorder(Observer):
         self._pending.append(self._executor.submit(self._guarded, self._record, samples, *when))
 
     def start_untrained(self, batch: Any, step: int, epoch: int) -> None:
-        """Begin to record finished samples that nobody will train (``KVBatchMeta``): filtered groups, surplus.
+        """Begin to record finished samples that are never trained (``KVBatchMeta``): filtered groups, surplus.
 
-        The history has them like those that are trained. They are cleared from TransferQueue when the writer has
-        fetched them, or could not: verl must not clear them before. Returns at once.
+        The history records them like trained ones. They are cleared from TransferQueue once the writer has fetched
+        them, or failed to; verl must not clear them before. Returns at once.
         """
         self._guarded(self._start_untrained, batch, step, epoch)
 
@@ -122,18 +122,18 @@ class Recorder(Observer):
         self._pending.append(self._executor.submit(self._guarded, self._record_untrained, _Samples.of(batch), *when))
 
     def log_validation(self, batch: Any, step: int, epoch: int) -> None:
-        """Event log only, and at once: verl clears the batch soon after."""
+        """Log validation requests to the event log, at once: verl clears the batch soon after."""
         self._guarded(self._log_validation, batch, step, epoch)
 
     def log_untrained(self, records: list[dict[str, Any]], step: int, epoch: int) -> None:
-        """Request records, with ``uid``, of attempts whose tokens nobody will train: the event log has them, and of the
-        metrics what their drafts cost."""
+        """Log request records, with ``uid``, of attempts whose tokens are never trained; their draft counts go into the
+        metrics."""
         if records:
             rows = [{**record, "reward": float("nan"), "validate": False, "trained": False} for record in records]
             self._pending.append(self._executor.submit(self._guarded, self._log_requests, rows, step, epoch))
 
     def log_stages(self, stages: list[tuple[str, float, float]], step: int, epoch: int) -> None:
-        """verl's timers of a step, as (name, start, seconds)."""
+        """Log verl's timers of a step, as (name, start, seconds)."""
         self._guarded(self._log_stages, stages, step, epoch)
 
     def _log_stages(self, stages: list[tuple[str, float, float]], step: int, epoch: int) -> None:
@@ -142,16 +142,16 @@ class Recorder(Observer):
             self._events.append_stages(step, epoch, {"stage": names, "started_at": started, "duration_s": seconds})
 
     def join(self) -> None:
-        """Wait until all that was started is in the event log, and the writer has fetched what it is to record."""
+        """Wait until everything started is in the event log, and fetched by the writer."""
         while self._pending:
             self._pending.pop().result()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Future:
-        """Call a function in the recorder's thread, after what was started and between pieces of the history."""
+        """Call a function in the recorder's thread, after pending work and between pieces of the history."""
         return self._executor.submit(function, *args)
 
     def drain(self) -> None:
-        """Wait until the history has all that was started."""
+        """Wait until the history has everything started."""
         self.join()
         while self.call(len, self._backlog).result():
             pass
@@ -175,8 +175,8 @@ class Recorder(Observer):
             columns = _columns(requests)
             metrics.update(step_metrics(columns, slots=self._slots(), rollout_s=rollout_s))
             self._drafter.update({name: columns[name].sum() for name in DRAFTER if name in columns})
-            if told := self._alarm.observe(metrics):
-                logger.warning(told)
+            if warning := self._alarm.observe(metrics):
+                logger.warning(warning)
             metrics[names.SPEC_ALARM] = float(self._alarm.ringing)
         if self._drafter:
             metrics |= drafter_metrics(self._drafter)
@@ -184,7 +184,7 @@ class Recorder(Observer):
         return metrics
 
     def close(self) -> None:
-        """End after the piece that is being recorded; the history leaves out the others."""
+        """Close after the current piece; the history leaves out the others."""
         self._closing = True
         self._executor.shutdown(wait=True)
 
@@ -195,7 +195,7 @@ class Recorder(Observer):
         except Exception:
             self._errors += 1
             if self._errors == 1:
-                logger.warning("recording failed; training goes on (told once)", exc_info=True)
+                logger.warning("recording failed; training continues (logged once)", exc_info=True)
         finally:
             self._seconds += time.perf_counter() - started
 
@@ -207,7 +207,7 @@ class Recorder(Observer):
         prompts = samples.prompts(records)
         rewards = self._rewards(samples.stored)
         batch = samples.batch(prompts, rewards, epoch, self._logprobs)
-        try:  # neither stops the other
+        try:  # the history gets the batch even if the event log fails
             if self._events is not None:
                 self._events.append_requests(step, epoch, {**_columns(rows), "reward": rewards[owners]})
                 if self._log_responses:
@@ -216,7 +216,7 @@ class Recorder(Observer):
             self._fetch(batch, part)
 
     def _fetch(self, batch: TrainedBatch, step: int) -> None:
-        """Have the writer fetch a batch, and record it later."""
+        """Let the writer fetch a batch now, and record it later."""
         if self._backlog and self._steps - self._backlog[0].steps > MAX_LAG:
             self._drop(batch)
             return
@@ -227,7 +227,7 @@ class Recorder(Observer):
                 self.call(self._record_next)
 
     def _record_next(self) -> None:
-        """Record a piece, then let the thread do what came meanwhile before the next one."""
+        """Record a piece; other work of the thread runs before the next one."""
         piece = self._backlog[0]
         self._guarded(self._append, piece.batch, piece.step)
         self._backlog.popleft()
@@ -247,8 +247,8 @@ class Recorder(Observer):
             self._late = True
             logger.warning(
                 f"recording is more than {MAX_LAG} steps behind training: the history leaves out whole batches, and "
-                "drafts come from older responses (rollout/history/dropped; told once). The node of the trainer has "
-                "too few free cores or a slow disk below history.dir; history.epochs bounds what a prompt costs"
+                "drafts come from older responses (rollout/history/dropped; logged once). The trainer's node has too "
+                "few free cores or a slow disk below history.dir; history.epochs limits the work per prompt"
             )
 
     def _record_untrained(self, samples: _Samples, step: int, epoch: int) -> None:
@@ -258,7 +258,7 @@ class Recorder(Observer):
             prompts = samples.prompts(records)
             try:
                 rewards = self._rewards(stored)
-            except Exception:  # what a trainer scores after its buffer, it never scored of what the buffer dropped
+            except Exception:  # some trainers compute scores after the buffer, so that dropped samples have none
                 rewards = np.full(len(prompts), np.nan)
             self._fetch(samples.batch(prompts, rewards, epoch, self._logprobs), step)
             self._count(samples.rows(records, validate=False)[0])
@@ -272,7 +272,7 @@ class Recorder(Observer):
         except HistoryUnavailable as error:
             if not self._fetched_rewards:
                 self._fetched_rewards = True
-                logger.warning("the event log's rewards are fetched by the trainer (told once): %s", error)
+                logger.warning("the trainer fetches rewards for the event log itself (logged once): %s", error)
             return stored.rewards()
 
     def _append_responses(self, batch: TrainedBatch, step: int) -> None:
@@ -294,12 +294,12 @@ class Recorder(Observer):
         if self._events is not None:
             samples = _Samples.of(batch)
             rows, owners = samples.rows(samples.records(), validate=True)
-            rewards = samples.stored.rewards()  # not by the writer, which the thread may be asking something else
+            rewards = samples.stored.rewards()  # not by the writer, which the thread may be using
             rows = [{**row, "reward": rewards[owner]} for row, owner in zip(rows, owners, strict=True)]
             self._pending.append(self._executor.submit(self._guarded, self._log_requests, rows, step, epoch))
 
     def _count(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows of requests whose samples are not trained, with what drafters did for them."""
+        """Return rows of untrained samples' requests, with their draft counts added."""
         rows = self._counts.fill(rows)
         with self._lock:
             for row in rows:
@@ -314,7 +314,7 @@ class Recorder(Observer):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Samples that the writer holds: of which update, and how many steps had ended when they were fetched."""
+    """Samples that the writer holds, with the number of their mini-batch and the steps ended when they were fetched."""
 
     batch: TrainedBatch
     step: int
@@ -327,7 +327,7 @@ def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class _Samples:
-    """A batch of verl's without its padding: where it is stored, and what its keys and tags say."""
+    """A batch of verl without its padding: where it is stored, and the content of its keys and tags."""
 
     stored: StoredSamples
     uids: list[str]
@@ -336,7 +336,7 @@ class _Samples:
 
     @classmethod
     def of(cls, batch: Any) -> _Samples:
-        """From a ``KVBatchMeta``; what verl does to it later does not show."""
+        """Copy from a ``KVBatchMeta``, which verl changes later."""
         kept = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
         keys, tags = [batch.keys[i] for i in kept], [batch.tags[i] for i in kept]
         names = [sample_of(key.rpartition("_")[0]) for key in keys]
@@ -349,32 +349,32 @@ class _Samples:
         )
 
     def records(self) -> list[list[dict[str, Any]]]:
-        """Of each sample's requests, as the servers told."""
+        """Return the request records of each sample."""
         (extras,) = self.stored.columns(range(len(self.uids)), ["extra_fields"])
         return [getattr(extra, "data", extra).get(FIELD) or [] for extra in extras]
 
     def rows(self, records: list[list[dict[str, Any]]], validate: bool) -> tuple[list[dict[str, Any]], list[int]]:
-        """Rows of the event log but for their rewards, and the sample each is of."""
-        owners = [i for i, told in enumerate(records) for _ in told]
+        """Return the event log's rows without rewards, and the sample of each row."""
+        owners = [i for i, of_sample in enumerate(records) for _ in of_sample]
         rows = [
             {**record, "uid": self.uids[i], "sample": self.numbers[i], "validate": validate, "trained": not validate}
-            for i, record in zip(owners, (record for told in records for record in told), strict=True)
+            for i, record in zip(owners, (record for of_sample in records for record in of_sample), strict=True)
         ]
         return rows, owners
 
     def batch(self, prompts: list[bytes], rewards: np.ndarray, epoch: int, logprobs: bool) -> TrainedBatch:
-        """For the history."""
+        """Return the batch for the history."""
         visits = list(map(visit_label, self.uids))
         return TrainedBatch(self.stored, prompts, visits, rewards, self.numbers, self.versions, epoch, logprobs)
 
     def prompts(self, records: list[list[dict[str, Any]]]) -> list[bytes]:
-        """Keys of the prompts: as the servers tell of a sample, or of others of its group; else those of its tokens,
+        """Return the keys of the prompts: from a sample's records or those of its group, else computed from tokens,
         which are fetched."""
-        keys = [bytes.fromhex(told[0]["prompt_key"]) if told else b"" for told in records]
+        keys = [bytes.fromhex(of_sample[0]["prompt_key"]) if of_sample else b"" for of_sample in records]
         groups = {uid: key for uid, key in zip(self.uids, keys, strict=True) if key}
         keys = [key or groups.get(uid, b"") for uid, key in zip(self.uids, keys, strict=True)]
-        untold = [row for row, key in enumerate(keys) if not key]
-        (prompts,) = self.stored.columns(untold, ["prompts"])
-        for row, prompt in zip(untold, prompts, strict=True):
+        unknown = [row for row, key in enumerate(keys) if not key]
+        (prompts,) = self.stored.columns(unknown, ["prompts"])
+        for row, prompt in zip(unknown, prompts, strict=True):
             keys[row] = prompt_key(prompt.tolist())
         return keys

@@ -1,4 +1,4 @@
-"""Our trainers in verl's own registry, under verl's names: there is no trainer mode of ours to learn."""
+"""Registers this package's trainers in verl's registry, under verl's names: no new trainer mode."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_whil
 
 
 class _VerlsSchedule(RhymeTrainerMixin):
-    """Recording and drafts around one of verl's own schedules; without rhyme, what it would be without this class."""
+    """Recording and drafts around one of verl's schedules; with rhyme disabled it equals verl's trainer."""
 
     topology_class: type[Colocated] | type[Separate] = Colocated
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        # A sampler of somebody's own waits in its own way; there a request that finds no replica fails, as in verl.
+        # A user's own sampler waits in its own way; there a request without a replica fails, as in verl.
         self._mends = self._rhyme is not None and type(self.replay_buffer) in (ReplayBuffer, ReplayBufferAsync)
         self._topology: Topology = self.topology_class(self)
         if self._mends:
@@ -53,7 +53,7 @@ class RhymeTrainerSeparateAsync(_VerlsSchedule, PPOTrainerSeparateAsync):
 
 
 def _chosen(stock: type, schedule: type, pipeline: type) -> Callable[[DictConfig], Any]:
-    """What verl calls in the place of a trainer's class."""
+    """Return the function that verl calls in place of a trainer's class."""
 
     def trainer(config: DictConfig) -> Any:
         rhyme = config_tree.from_verl(config)
@@ -63,7 +63,7 @@ def _chosen(stock: type, schedule: type, pipeline: type) -> Callable[[DictConfig
     return trainer
 
 
-#: By ``trainer.v1.trainer_mode``: verl's own class without rhyme, the pipeline with a ``max_staleness``.
+#: Trainers by ``trainer.v1.trainer_mode``: verl's class with rhyme disabled, the pipeline with a ``max_staleness``.
 TRAINERS = {
     "sync": _chosen(PPOTrainerSync, RhymeTrainerSync, RhymePipelineColocated),
     "colocate_async": _chosen(PPOTrainerColocateAsync, RhymeTrainerColocateAsync, RhymePipelineColocated),

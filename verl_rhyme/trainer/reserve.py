@@ -1,9 +1,8 @@
-"""Replicas that rest while generation is ahead of training, and return when it falls behind.
+"""Lets replicas rest while generation is ahead of training, and wakes them when it falls behind.
 
-The elastic rule's advice (:mod:`~verl_rhyme.trainer.balance`) is carried out between two steps, when the actor's
-weights are those of the policy that was just published: a replica that returns gets them like one that was started in
-the place of a dead one, and is admitted to the router after that. One that goes leaves the router first; what runs
-there goes on at others with the tokens it has.
+The advice of the elastic rule (:mod:`~verl_rhyme.trainer.balance`) is carried out between two steps, when the actor has
+the weights of the published policy. A replica that wakes gets these weights, like a new one, and is then added to the
+router. A replica that goes to rest leaves the router first; its samples continue on others, with their tokens.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ logger = logging.getLogger(__name__)
 
 
 class Reserve(Observer):
-    """One for a run.
+    """Carries out the advice on the number of replicas.
 
     Args:
-        setting: The run's.
+        setting: Settings of the run.
         config: ``streaming.elastic``.
-        servers: verl's ``LLMServerManager`` of the replicas, all of which serve.
+        servers: verl's ``LLMServerManager``; all its replicas serve.
         engine: verl's ``CheckpointEngineConfig``.
-        spares: Puts them to rest and wakes them.
-        slots: Q of the bubble ratio, of those that serve at the call.
+        spares: Object that lets replicas rest and wakes them.
+        slots: Function that returns Q of the bubble ratio for the serving replicas.
 
     Attributes:
-        balance: What advises a change.
+        balance: Source of the advice.
 
     Raises:
-        ConfigError: There are not so many replicas, or weights cannot be sent to one alone.
+        ConfigError: There are fewer replicas than ``min_replicas``, or weights cannot be sent to a single one.
     """
 
     def __init__(
@@ -55,75 +54,75 @@ class Reserve(Observer):
         self._servers, self._spares, self._slots = servers, spares, slots
         replicas = servers.get_replicas()
         if why := obstacle(engine, len(replicas[0].workers)):
-            raise ConfigError(f"{CONFIG_PATH}.streaming.elastic.min_replicas: {why}; use the relay, or drop it")
-        launched = self._launched = self._told = len(replicas)
+            raise ConfigError(f"{CONFIG_PATH}.streaming.elastic.min_replicas: {why}; use the relay, or drop the option")
+        launched = self._launched = self._reported = len(replicas)
         self._least, self._most = config.min_replicas or 1, min(launched, config.max_replicas or launched)
         if self._least > self._most:
             raise ConfigError(
-                f"{CONFIG_PATH}.streaming.elastic.min_replicas={self._least}: there are {launched}; lower it"
+                f"{CONFIG_PATH}.streaming.elastic.min_replicas={self._least}: the run has only {launched}; lower it"
             )
         self.balance = Balance(setting, Limits(self._least, self._most))
 
     def begin(self, driver: Driver) -> None:
-        """Those that are not to serve at the start go to rest; the coordinator is open."""
+        """Let surplus replicas rest, once the coordinator is open."""
         self._driver = driver
         for replica in self._servers.get_replicas()[self._most :]:
             self._rest(replica)
 
     def on_step(self, step: Step) -> dict[str, float]:
-        """Carry out what the balance advises; not after the last step.
+        """Carry out the advice, except after the last step.
 
         Raises:
-            ReplicaDied: One that was to return did not get its weights.
+            ReplicaDied: A replica did not get its weights.
         """
         self.observe()
         metrics = self.balance.on_step(step)
         return metrics | self.act(0 if step.last else self.balance.advice, step.number)
 
     def observe(self) -> None:
-        """A step ended."""
-        if len(self._servers.get_replicas()) != self._told:  # one died, or serves that had to be started
+        """Report a changed number of replicas at the end of a step."""
+        if len(self._servers.get_replicas()) != self._reported:  # one died, or a new one serves
             self._report()
 
     def act(self, advice: int, version: int) -> dict[str, float]:
-        """Carry it out; the actor has the weights of the policy ``version``, which is published.
+        """Carry out an advice; the actor has the weights of the policy ``version``, which is published.
 
         Args:
-            advice: A replica more (1), one less (-1), or neither (0).
-            version: Of the policy.
+            advice: One replica more (1), one less (-1), or no change (0).
+            version: Version of the published policy.
 
         Returns:
-            Metrics of the step that led to it.
+            Metrics of the step.
 
         Raises:
-            ReplicaDied: One that was to return did not get its weights.
+            ReplicaDied: A replica did not get its weights.
         """
         serving = self._servers.get_replicas()
-        told = {names.STREAM_REPLICAS: float(len(serving))}
+        metrics = {names.STREAM_REPLICAS: float(len(serving))}
         began = time.monotonic()
-        if advice > 0 and len(serving) + self._spares.missing < self._most:  # those that start will serve, too
+        if advice > 0 and len(serving) + self._spares.missing < self._most:  # starting replicas count
             replica = self._spares.wake(version)
-            if replica is None:  # none rests: one is being started, or there is no place
-                return told
+            if replica is None:  # none rests: one is starting, or none may start
+                return metrics
             self._report()
         elif advice < 0 and len(serving) > self._least:
             replica = serving[-1]
-            told[names.STREAM_MOVED] = float(self._rest(replica))
+            metrics[names.STREAM_MOVED] = float(self._rest(replica))
         else:
-            return told
-        told[names.STREAM_CHANGE] = time.monotonic() - began
+            return metrics
+        metrics[names.STREAM_CHANGE] = time.monotonic() - began
         what, count = "serves again" if advice > 0 else "rests", len(self._servers.get_replicas())
         logger.info(
-            "replica %d %s, %d of %d serve now (%.1f s)",
-            *(replica.replica_rank, what, count, self._launched, told[names.STREAM_CHANGE]),
+            "replica %d %s; %d of %d serve now (%.1f s)",
+            *(replica.replica_rank, what, count, self._launched, metrics[names.STREAM_CHANGE]),
         )
-        return told
+        return metrics
 
-    # ---- within ----
+    # ---- internal ----
 
     def _rest(self, replica: Any) -> int:
         return self._spares.rest(replica, lambda address: self._report(address))
 
     def _report(self, leaves: str = "") -> int:
-        self._told = len(self._servers.get_replicas())
-        return self._driver.serve(Serving(self._told / self._launched, self._slots()), leaves)
+        self._reported = len(self._servers.get_replicas())
+        return self._driver.serve(Serving(self._reported / self._launched, self._slots()), leaves)

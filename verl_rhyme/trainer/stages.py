@@ -1,12 +1,11 @@
-"""The stages of an update batch, for parts of it as their groups finish, or for all of it.
+"""Runs the stages of an update batch, for each part as its groups finish, or for the whole batch.
 
-What is a stage for the whole batch in verl's step (old log-probabilities, reference, advantages, gradients) is here one
-for each part, while the rest is generated (StreamRL, arXiv:2504.15930, section 4.1). A part is work done early, and no
-more than that: if the batch turns out to be another, what was added up is dropped, and the batch goes through whole.
-Where nothing is streamed, a batch is one part.
+A stage of verl's step (old log-probs, reference, advantages, gradients) runs here once for each part, while the rest of
+the batch is generated (StreamRL, arXiv:2504.15930, section 4.1). Parts only do work early: if the batch turns out
+differently, their gradients are dropped, and the whole batch runs through. Without streaming, a batch is one part.
 
-Where an update has several mini-batches, or several epochs, gradients wait until all is there, and so they do for
-estimators that compare trajectories of the whole batch (:func:`why_updates_wait`); what comes before them streams.
+With several mini-batches or epochs per training step, gradients wait for the whole batch. So they do for estimators
+that compare trajectories of the whole batch (:func:`why_updates_wait`). The stages before are still streamed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from verl_rhyme.trainer.fetching import Fetching
 
 logger = logging.getLogger(__name__)
 
-#: ``algorithm.adv_estimator`` that compare no trajectories but those of one prompt.
+#: ``algorithm.adv_estimator`` that compare only trajectories of the same prompt.
 GROUP_ESTIMATORS = (
     "grpo",
     "grpo_vectorized",
@@ -47,13 +46,13 @@ GROUP_ESTIMATORS = (
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 )
-#: ``policy_loss.loss_mode`` that are sums over tokens, divided as ``loss_agg_mode`` says. Others: ``sapo`` and
-#: ``geo_mean`` divide by sequences, whatever it says; ``clip_cov`` and ``kl_cov`` rank the tokens of a micro-batch.
+#: ``policy_loss.loss_mode`` that are sums over tokens, divided as ``loss_agg_mode`` defines. Not these: ``sapo`` and
+#: ``geo_mean`` always divide by sequences; ``clip_cov`` and ``kl_cov`` rank the tokens of a micro-batch.
 STREAMED_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "gpg", "dro", "cispo")
 
 
 def why_updates_wait(config: Any) -> str | None:
-    """What of verl's config keeps gradients until the whole batch is there; ``None``: they are streamed."""
+    """Return the option for which gradients wait for the whole batch; ``None``: they are streamed."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss = actor.policy_loss.get("loss_mode", "vanilla")
     correction = algorithm.get("rollout_correction") or {}
@@ -62,12 +61,12 @@ def why_updates_wait(config: Any) -> str | None:
         (algorithm.adv_estimator not in GROUP_ESTIMATORS, f"algorithm.adv_estimator={algorithm.adv_estimator}"),
         (adaptive, "algorithm.kl_ctrl.type=adaptive"),
         (bool(correction.get("rollout_is_batch_normalize")), "rollout_correction.rollout_is_batch_normalize=true"),
-        (actor.ppo_mini_batch_size != config.data.train_batch_size, "several mini-batches in an update"),
+        (actor.ppo_mini_batch_size != config.data.train_batch_size, "several mini-batches in a training step"),
         (actor.ppo_epochs != 1, f"actor.ppo_epochs={actor.ppo_epochs}"),
         (bool(actor.shuffle), "actor.shuffle=true"),
         (config.trainer.critic_warmup > 0, f"trainer.critic_warmup={config.trainer.critic_warmup}"),
-        (bool(config.critic.enable), "critic.enable=true"),  # its update is one of whole batches
-        # verl divides by the width of a micro-batch then
+        (bool(config.critic.enable), "critic.enable=true"),  # verl trains it on whole batches
+        # verl then divides by the width of a micro-batch
         (
             actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None,
             "actor.loss_agg_mode=seq-mean-token-sum-norm without actor.loss_scale_factor",
@@ -81,14 +80,14 @@ def why_updates_wait(config: Any) -> str | None:
 
 
 class Stages:
-    """The stages of one update batch after another, each for a part of it.
+    """Runs the stages of update batches, part by part.
 
     Args:
         trainer: The pipeline.
-        streams: Parts come while the rest is generated; else a batch comes whole.
+        streams: Whether parts come while the rest is generated; else a batch comes whole.
 
     Attributes:
-        updates: Gradients are streamed, too; else the trainer takes the batch from the advantages on.
+        updates: Whether gradients are streamed too; else the trainer continues with the whole batch's advantages.
     """
 
     def __init__(self, trainer: Any, streams: bool) -> None:
@@ -101,20 +100,20 @@ class Stages:
         self._begin()
 
     def ask_workers(self) -> None:
-        """What only an engine that is there can tell; before the first part."""
+        """Check the engine's restrictions, once it exists and before the first part."""
         if self.updates:
             why = next(filter(None, self._trainer.actor_rollout_wg.why_updates_wait()), None)
             if why is not None:
                 self._wait(why)
 
     def _wait(self, why: str) -> None:
-        """Gradients are not streamed any more."""
+        """Stop streaming gradients."""
         self._trainer.actor_rollout_wg.drop_update()
         self.updates = False
         self._report_wait(why)
 
     def _report_wait(self, why: str) -> None:
-        logger.warning("gradients wait for the whole batch (%s); what comes before them is streamed", why)
+        logger.warning("gradients wait for the whole batch (%s); the stages before them are streamed", why)
 
     def _begin(self) -> None:
         self._done: set[str] = set()
@@ -122,24 +121,24 @@ class Stages:
         self._metrics = MetricsAggregator()
 
     def part(self, part: Part) -> None:
-        """Some of the next batch; what came before is passed over."""
+        """Run a part of the next batch; trajectories that have run are skipped."""
         self._through([(key, tag) for key, tag in zip(*part, strict=True) if key not in self._done])
 
     def rest(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """The batch is there: what of it was in no part, and the step.
+        """Run the remaining trajectories of the collected batch, and take the training step.
 
         Args:
-            batch: All of it.
-            metrics: Gains those of all parts.
+            batch: The whole batch.
+            metrics: Metrics of all parts, which are added.
 
         Returns:
-            The batch as it was trained, with verl's padding.
+            The trained batch, with verl's padding.
         """
         early = len(self._done)
-        # What waits is padded with its last part (verl would pad with rows that no stage has seen): there is to be one.
+        # The last part pads waiting batches (verl would pad with rows that no stage has run), so there must be one.
         lacks_last = not self.updates and self._done >= set(batch.keys)
         if lacks_last or not self._done <= set(batch.keys):
-            logger.warning("the update batch is another than its parts told; it is begun anew")
+            logger.warning("the update batch differs from its parts; all its stages run again")
             if self.updates:
                 self._trainer.actor_rollout_wg.drop_update()
             padding = [k for each in self._batches for k, tag in zip(each.keys, each.tags, strict=True) if _pads(tag)]
@@ -162,22 +161,22 @@ class Stages:
         metrics.update(self._fetching.metrics())
         if self.updates:
             with marked_timer("update_actor", self._trainer.timing_raw, color="red"):
-                told = next(each for each in self._trainer.actor_rollout_wg.finish_update() if each is not None)
-            told = rename_dict(told, "actor/")
-            told["perf/mfu/actor"] = told.pop("actor/mfu")
-            metrics.update(reduce_metrics(told))
+                trained = next(each for each in self._trainer.actor_rollout_wg.finish_update() if each is not None)
+            trained = rename_dict(trained, "actor/")
+            trained["perf/mfu/actor"] = trained.pop("actor/mfu")
+            metrics.update(reduce_metrics(trained))
         self._begin()
         return whole
 
     def _through(self, rows: Sequence[tuple[str, dict[str, Any]]], last: bool = False) -> None:
-        """All stages that need no more than these trajectories."""
+        """Run all stages that need only these trajectories."""
         if not rows:
             return
         trainer = self._trainer
         actor = trainer.config.actor_rollout_ref.actor
         mini_batch = actor.ppo_mini_batch_size * trainer.config.actor_rollout_ref.rollout.n
         if self.updates and len(self._done) + len(rows) > mini_batch:
-            self._wait(f"more trajectories than a mini-batch has, which are {mini_batch}")
+            self._wait(f"there are more trajectories than the {mini_batch} of a mini-batch")
         metrics: dict[str, Any] = {}
         of_tokens: dict[str, Any] = {}
         keys, tags = (list(column) for column in zip(*rows, strict=True))
@@ -201,7 +200,7 @@ class Stages:
                 batch.extra_info[PART] = True
                 trainer._update_actor(batch, metrics={})
                 del batch.extra_info[PART]
-        # Of old log-probabilities' metrics one is a mean as loss_agg_mode has it, the others are means over tokens.
+        # The entropy is a mean by loss_agg_mode; the other metrics of old log-probs are means over tokens.
         if actor.loss_agg_mode != BY_TOKENS and names.VERL_ENTROPY in of_tokens:
             metrics[names.VERL_ENTROPY] = of_tokens.pop(names.VERL_ENTROPY)
         self._metrics.add_step_metrics(metrics, sample_count=len(rows))
@@ -210,13 +209,13 @@ class Stages:
         self._batches.append(batch)
 
     def _log_probs(self, batch: KVBatchMeta) -> contextlib.AbstractContextManager[None]:
-        """Where they are the rollout's, no worker computes them."""
+        """Wrap the stage of old log-probs; in bypass mode no worker computes them."""
         correction = self._trainer.config.algorithm.get("rollout_correction") or {}
         return contextlib.nullcontext() if correction.get("bypass_mode") else self._fetching.stage(batch)
 
     def _dealt_out(self, batch: KVBatchMeta, last: bool) -> KVBatchMeta:
-        """Padded so that ranks and micro-batches have as many, and with the last part the mini-batches; long and short
-        ones dealt out alike."""
+        """Pad the batch to a multiple for ranks and micro-batches, with the last part for mini-batches too; spread long
+        and short trajectories over the ranks."""
         trainer = self._trainer
         ranks = trainer.actor_ranks
         config = trainer.config.actor_rollout_ref
@@ -232,7 +231,7 @@ class Stages:
 
 
 def _micro_batches(config: Any, reference: bool) -> Iterator[int]:
-    """Sizes that verl's engines divide a part by, where they do not go by tokens."""
+    """Yield the fixed micro-batch sizes by which verl's engines divide a part."""
     yield 1
     if not config.actor.use_dynamic_bsz:
         yield int(config.actor.ppo_micro_batch_size_per_gpu)
@@ -242,7 +241,7 @@ def _micro_batches(config: Any, reference: bool) -> Iterator[int]:
 
 
 def _in_turn(config: Any) -> int:
-    """Micro-batches that Megatron's interleaved pipeline takes in turns: a call has a multiple of them."""
+    """Return the micro-batches that Megatron's interleaved pipeline runs in turns; a call needs a multiple of them."""
     engine = config.actor.get("megatron") or {}
     if (engine.get("virtual_pipeline_model_parallel_size") or 1) == 1:
         return 1

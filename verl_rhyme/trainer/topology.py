@@ -1,4 +1,4 @@
-"""Where engines and training live: who serves, what stops at a harvest, and for how long.
+"""Placement of engines and training: which engines serve, and which stop for a training step.
 
 A topology decides nothing; the coordinator does.
 """
@@ -17,64 +17,64 @@ from verl_rhyme.processes.deaths import ReplicaDied, dead, is_death
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.weights.manager import RelayManager
 
-#: Seconds between two looks at the replicas while the trainer waits.
+#: Seconds between two checks of the replicas while the trainer waits.
 _LOOK_S = 20.0
-#: How often replicas may die while all are told one thing.
+#: Deaths of replicas during one call to all of them that are tolerated.
 _DEATHS = 3
 
 
 class Topology(Protocol):
-    """What the pipeline asks of it."""
+    """Interface between the pipeline and its engines."""
 
-    #: The engines have devices of their own, and run while the actor trains (``Rules.separate``).
+    #: Whether engines are separate (disaggregated), and run while the actor trains (``Rules.separate``).
     separate: bool
 
     def begin(self, rules: Rules) -> None:
-        """Training is about to begin, by these rules."""
+        """Prepare for training under these rules."""
         ...
 
     def servers(self) -> Any:
-        """verl's manager of the engines that generate for training."""
+        """Return verl's manager of the engines that generate for training."""
         ...
 
     def resting(self) -> list[Any]:
-        """Replicas that do not serve for a while."""
+        """Return the resting replicas."""
         ...
 
     def stop(self) -> None:
-        """Interrupt what runs, and refuse what comes."""
+        """Interrupt running requests, and reject new ones."""
         ...
 
     def resume(self) -> None:
-        """Undo :meth:`stop`, under the same policy."""
+        """Undo :meth:`stop`; the policy is unchanged."""
         ...
 
     def give_way(self) -> None:
-        """The actor is about to train."""
+        """Free the devices for the actor, which is about to train."""
         ...
 
     def settle(self) -> None:
-        """All engines are to have the newest weights now."""
+        """Give all engines the newest weights now."""
         ...
 
     def mend(self, version: int, waits: bool = True) -> int:
-        """Replace replicas that died; the actor does not train, and has the weights of the policy ``version``.
+        """Replace dead replicas; the actor does not train, and has the weights of the policy ``version``.
 
         Args:
-            version: See above.
-            waits: For replicas to answer whether they live; else by what they answered since the last look.
+            version: Policy version of the actor's weights.
+            waits: Whether to wait for the replicas' answers; else use answers since the last check.
 
         Returns:
-            How many had died.
+            Number of replicas that had died.
 
         Raises:
-            ReplicaDied: That cannot be done here.
+            ReplicaDied: They cannot be replaced.
         """
         ...
 
 
 class _OnVerl:
-    """Engines that one of verl's checkpoint managers syncs, stops and resumes."""
+    """Engines that a checkpoint manager of verl syncs, stops and resumes."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -85,7 +85,7 @@ class _OnVerl:
 
     @property
     def _hung_s(self) -> float | None:
-        """Seconds without an answer after which a replica is taken for dead."""
+        """Seconds without an answer after which a replica counts as dead."""
         rhyme = self._trainer._rhyme
         return None if rhyme is None else rhyme.scheduling.lost_after
 
@@ -99,7 +99,7 @@ class _OnVerl:
         return []
 
     def stop(self) -> None:
-        # Not the gate alone: an attempt that waits there would hold up the step, or be let in under the next policy.
+        # Reject, not only hold: a held attempt would delay the step, or continue under the next policy.
         self._engines.abort_replicas(reject_request=True)
 
     def resume(self) -> None:
@@ -107,7 +107,7 @@ class _OnVerl:
 
 
 class Colocated(_OnVerl):
-    """Engines and actor take turns on the same devices: stop, sleep, train, sync, on."""
+    """Engines and actor alternate on the same devices: stop, sleep, train, sync, resume."""
 
     separate = False
 
@@ -126,15 +126,15 @@ class Colocated(_OnVerl):
         if gone:
             replica, why = next(iter(gone.items()))
             raise ReplicaDied(
-                f"rollout replica {replica.replica_rank} died, on the devices of the actor: {why}\nThe same command "
-                "goes on from the last checkpoint."
+                f"rollout replica {replica.replica_rank} died on the devices of the actor: {why}\nThe same command "
+                "continues from the last checkpoint."
             )
         serve(self.servers())
         return 0
 
 
 class Separate(_OnVerl):
-    """Engines have devices of their own, and run while the actor trains; the weight sync interrupts what runs."""
+    """Separate (disaggregated) engines, which run while the actor trains; the weight sync interrupts requests."""
 
     separate = True
 
@@ -150,7 +150,7 @@ class Separate(_OnVerl):
             self._engines.waits, self._engines.patient = False, rules.finishes
 
     def resting(self) -> list[Any]:
-        spares: Spares | None = vars(self).get("spares")  # made when the weights' manager is
+        spares: Spares | None = vars(self).get("spares")  # set once the weights' manager exists
         return [] if spares is None else list(spares.resting)
 
     def settle(self) -> None:
@@ -163,25 +163,25 @@ class Separate(_OnVerl):
     def resume(self) -> None:
         self._over_deaths(super().resume)
 
-    def _over_deaths(self, tell: Callable[[], None]) -> None:
-        """Tell all replicas; those that died since the last look are replaced first, broken connections waited for."""
+    def _over_deaths(self, call: Callable[[], None]) -> None:
+        """Call all replicas. On failure, replace dead ones first, or wait out broken connections, and try again."""
         for _ in range(_DEATHS):
             try:
-                return tell()
+                return call()
             except Exception as error:
                 broken = isinstance(error, ActorUnavailableError)
                 if not (broken or is_death(error)):
                     raise
                 if not self.mend(self._trainer.global_steps - 1) and not broken:
                     raise
-        tell()
+        call()
 
     def give_way(self) -> None:
         pass
 
     def mend(self, version: int, waits: bool = True) -> int:
         if self._trainer.current_mode.value == "rollout":
-            # Engines on the actor's devices serve as well: there is no room to send weights from.
+            # Engines on the actor's devices serve as well, so that there is no memory to send weights from.
             return Colocated(self._trainer).mend(version)
         died = self.spares.mend(version, waits)
         if isinstance(self._engines, RelayManager):
@@ -190,26 +190,26 @@ class Separate(_OnVerl):
 
     @functools.cached_property
     def spares(self) -> Spares:
-        """Who replaces replicas, and lets them rest."""
+        """Object that replaces replicas and lets them rest."""
         return Spares(self.servers(), self._engines, self._hung_s)
 
 
 def mend_while_waiting(trainer: Any, buffer: Any, mend: Callable[[int], object]) -> None:
-    """Call ``mend`` now and then while a trainer waits for samples; verl's loop there has no other place for it.
+    """Call ``mend`` at intervals while a trainer waits for samples; verl's loop has no hook for that.
 
     Args:
-        trainer: verl's.
-        buffer: Its replay buffer.
-        mend: Is given the policy version that the engines run under.
+        trainer: verl's trainer.
+        buffer: Replay buffer of the trainer.
+        mend: Function that gets the policy version of the engines.
     """
     wait = buffer._wait_for_next_poll
     looked = time.monotonic()
 
     def mended(partition_id: str, *args: Any) -> Any:
         nonlocal looked
-        # Within a step of several updates the actor has other weights than the engines.
+        # In a step of several mini-batches the actor's weights differ from the engines'.
         if time.monotonic() - looked > _LOOK_S and (partition_id == "val" or not trainer.local_trigger_step):
-            # A step waits before it publishes its policy, validation afterwards.
+            # Training waits before it publishes its policy, validation after.
             mend(trainer.global_steps - (partition_id != "val"))
             looked = time.monotonic()
         return wait(partition_id, *args)

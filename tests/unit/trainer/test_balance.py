@@ -1,4 +1,4 @@
-"""Advice on the number of replicas, from what a step shows."""
+"""Advice on the number of replicas from the times of a step."""
 
 import pytest
 
@@ -25,39 +25,39 @@ def setting():
 def reply(ahead, tokens=400):
     tags = [{"response_len": tokens, "seq_len": tokens + 50}] * 64
     tags += [{"response_len": 1, "seq_len": 2, "is_padding": True}]
-    told = {} if ahead is None else {names.STREAM_AHEAD: ahead}
-    return Reply([], tags, told, {}, 0, [], {})
+    values = {} if ahead is None else {names.STREAM_AHEAD: ahead}
+    return Reply([], tags, values, {}, 0, [], {})
 
 
 def step(replicas, seconds, waited, reply):
     return Step(1, seconds, seconds, replicas=replicas, waited=waited, reply=reply)
 
 
-def test_a_trainer_that_waits_is_told_of_a_replica_more(monkeypatch):
-    balance, told = Balance(setting()), []
-    monkeypatch.setattr(module.logger, "info", lambda line, *values: told.append(line % values))
+def test_waiting_trainer_is_advised_one_more_replica(monkeypatch):
+    balance, logged = Balance(setting()), []
+    monkeypatch.setattr(module.logger, "info", lambda line, *values: logged.append(line % values))
     seen = [balance.on_step(step(4, 20.0, 12.0, reply(0.0))) for _ in range(5)]
     assert [found[names.STREAM_ELASTIC] for found in seen] == [0, 0, 0, 1, 1]
     assert seen[-1][names.STREAM_BEHIND] == pytest.approx(12.0)
-    assert len(told) == 1
-    assert told[0].startswith("4 replicas: one more would do better (generation +12.0 s against training")
+    assert len(logged) == 1
+    assert logged[0].startswith("4 replicas: one more would be better (generation +12.0 s against training")
 
 
-def test_a_batch_that_is_whole_long_before_is_a_replica_too_many():
+def test_batch_ready_early_means_one_replica_less():
     balance = Balance(setting())
     seen = [balance.on_step(step(4, 20.0, 0.0, reply(14.0))) for _ in range(4)]
     assert seen[-1] == {names.STREAM_BEHIND: pytest.approx(-14.0), names.STREAM_ELASTIC: -1}
 
 
-def test_replicas_that_came_or_went_begin_it_anew():
+def test_changed_number_of_replicas_restarts_the_average():
     balance = Balance(setting())
     for _ in range(4):
-        told = balance.on_step(step(4, 20.0, 12.0, reply(0.0)))
-    assert told[names.STREAM_ELASTIC] == 1
+        values = balance.on_step(step(4, 20.0, 12.0, reply(0.0)))
+    assert values[names.STREAM_ELASTIC] == 1
     assert balance.on_step(step(5, 18.0, 10.0, reply(0.0)))[names.STREAM_ELASTIC] == 0
 
 
-def test_without_overlap_nothing_is_told_and_errors_stop_nothing():
+def test_no_advice_without_overlap_and_errors_stop_nothing():
     balance = Balance(setting())
     assert balance.on_step(step(4, 20.0, 12.0, reply(None))) == {}
     broken = reply(0.0)
@@ -66,16 +66,16 @@ def test_without_overlap_nothing_is_told_and_errors_stop_nothing():
     assert balance.on_step(step(4, 20.0, 12.0, broken)) == {}
 
 
-def test_how_long_a_batch_was_whole_before_it_was_taken():
+def test_seconds_a_batch_was_ready_before_it_was_taken():
     record = {"policy_version_end": 0, "response_tokens": 5, "started_at": 100.0, "finished_at": 110.0}
     later = {**record, "finished_at": 114.0}
     collected = Collected(samples=[("a", 0)], lengths=[5], waited=[0], staleness=[0])
-    batch = Batch(harvest, ["a_0"], 0, [record, later], [], [], StepCounts(), 0, 0, {})
+    batch = Batch(collected, ["a_0"], 0, [record, later], [], [], StepCounts(), 0, 0, {})
     assert batch_metrics(batch, 4, 0.5, taken=120.0)[names.STREAM_AHEAD] == 6.0
-    assert batch_metrics(batch, 4, 0.5, taken=113.0)[names.STREAM_AHEAD] == 0.0  # clocks of two machines
+    assert batch_metrics(batch, 4, 0.5, taken=113.0)[names.STREAM_AHEAD] == 0.0  # clocks of two machines differ
     assert names.STREAM_AHEAD not in batch_metrics(batch, 4, 0.5)
 
 
-def test_no_more_than_there_are():
+def test_advice_keeps_the_upper_limit():
     balance = Balance(setting(), Limits(1, 4, window=1))
     assert balance.on_step(step(4, 20.0, 12.0, reply(0.0)))[names.STREAM_ELASTIC] == balance.advice == 0

@@ -1,4 +1,4 @@
-"""What is ours in verl's checkpoint folders stays as long as the weights there, by verl's own retention."""
+"""Own files in verl's checkpoint folders are kept as long as the weights, by verl's retention."""
 
 import shutil
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from verl_rhyme.trainer.checkpoints import STATE_FILE
 
 
 class Verl:
-    """verl's trainer as far as it saves: actor and critic by verl's manager, which forgets them with its process."""
+    """The saving part of verl's trainer: actor and critic use its manager, whose list ends with its process."""
 
     def begin(self):
         self.managers = [(object.__new__(BaseCheckpointManager), part, kept) for part, kept in self.parts.items()]
@@ -39,21 +39,21 @@ class Run(RhymeTrainerMixin):
         self.begin()
 
     def snapshot(self, checkpoint):
-        """As the history's, the ranker's and the rollout's are saved, before verl's parts."""
+        """Write history, ranker and rollout state, as the trainer does before verl's parts."""
         for name in ("history", ranker_service.FOLDER):
             (self.folder / checkpoint / name).mkdir(parents=True)
             (self.folder / checkpoint / name / "data").touch()
         (self.folder / checkpoint / STATE_FILE).touch()
 
     def on_sample_end(self, *_):
-        raise NotImplementedError  # verl's trainers have one each
+        raise NotImplementedError  # abstract in verl
 
     def save(self, *steps):
         for self.global_steps in steps:
             self._save_checkpoint()
 
     def ours(self):
-        """Steps by what is kept of ours."""
+        """Return the steps that still have each of the own entries."""
         found = {name: [] for name in ("history", ranker_service.FOLDER, STATE_FILE)}
         for name, steps in found.items():
             steps += sorted(int(path.parent.name.rpartition("_")[2]) for path in self.folder.glob(f"*/{name}"))
@@ -71,40 +71,40 @@ def all_of(*steps):
     return {"history": list(steps), ranker_service.FOLDER: list(steps), STATE_FILE: list(steps)}
 
 
-def test_ours_goes_with_the_actors_weights(run):
+def test_own_files_are_removed_with_the_actors_weights(run):
     made = run()
     made.save(4, 8, 12, 16)
     assert made.ours() == all_of(12, 16)
-    assert (made.folder / "global_step_4" / "data.pt").exists(), "verl's own stays as verl has it"
-    again = run()  # verl keeps what an earlier process has saved
+    assert (made.folder / "global_step_4" / "data.pt").exists(), "removed a file of verl"
+    again = run()  # verl keeps the checkpoints of earlier processes
     again.save(20, 24, 28)
     assert again.ours() == all_of(12, 16, 24, 28)
     assert {path.parent for path in again.folder.glob("*/actor")} == {path.parent for path in again.folder.glob("*/h*")}
 
 
-def test_with_all_checkpoints_kept_nothing_goes(run):
+def test_with_all_checkpoints_kept_nothing_is_removed(run):
     made = run(actor=None, critic=1)
     made.save(1, 2, 3)
     assert made.ours() == all_of(1, 2, 3)
 
 
-def test_without_the_actor_a_critic_resumes_nothing(run):
+def test_checkpoint_with_a_critic_only_loses_own_files(run):
     made = run(actor=1, critic=3)
     made.save(1, 2)
     assert made.ours() == all_of(2)
     assert (made.folder / "global_step_1" / "critic" / "model").exists()
 
 
-def test_a_folder_in_which_nothing_else_is_goes_whole(run):
-    """Of a run that was killed while it saved, before the actor was."""
+def test_folder_without_other_files_is_removed(run):
+    """A run may be killed while it saves, before it writes the actor."""
     made = run()
     made.snapshot("global_step_1")
     made.save(2)
     assert [path.name for path in made.folder.glob("global_step_*")] == ["global_step_2"]
 
 
-def test_where_weights_come_later_the_one_that_verl_names_stays(run, monkeypatch):
-    """With ``async_save`` the tracker names an older one; on other nodes' disks no weights are seen here."""
+def test_checkpoint_of_verls_tracker_stays_until_later_weights(run, monkeypatch):
+    """With ``async_save`` the tracker names an older checkpoint; weights on other nodes' disks are not visible."""
     made = run()
     made.save(1)
     shutil.rmtree(made.folder / "global_step_1" / "actor")
@@ -116,7 +116,7 @@ def test_where_weights_come_later_the_one_that_verl_names_stays(run, monkeypatch
     assert made.ours() == all_of(1, 3)
 
 
-def test_nothing_goes_through_a_link(run, tmp_path):
+def test_links_are_not_followed(run, tmp_path):
     made = run()
     made.save(1, 2)
     for name in ("precious", "elsewhere"):
@@ -132,16 +132,16 @@ def test_nothing_goes_through_a_link(run, tmp_path):
     assert (made.folder / "global_step_x" / "history").exists()
 
 
-def test_what_cannot_be_removed_stops_no_training(run, monkeypatch):
-    made, told = run(), []
+def test_removal_errors_do_not_stop_training(run, monkeypatch):
+    made, logged = run(), []
     made.save(1, 2)
 
     def refused(path, *_, **__):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("verl_rhyme.trainer.checkpoints.shutil.rmtree", refused)
-    monkeypatch.setattr(base.logger, "warning", lambda text, *of, **_: told.append(text % of))
+    monkeypatch.setattr(base.logger, "warning", lambda text, *of, **_: logged.append(text % of))
     made.snapshot("global_step_9")
     made._remove_orphans()
-    assert len(told) == 1
-    assert "global_step_9" in told[0]
+    assert len(logged) == 1
+    assert "global_step_9" in logged[0]

@@ -1,4 +1,4 @@
-"""Prompts from verl's own data loader through our rollout, saved and resumed at any step: none skipped, none twice.
+"""Prompts from verl's data loader through the rollout, saved and resumed at any step: none skipped, none repeated.
 
 Public reports of peers that lost or repeated prompts: NeMo-RL 3248 and 3599, OpenRLHF 1320 and 1322, trl 5911.
 """
@@ -94,8 +94,8 @@ def columns(rows):
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize(("rows", "batch"), [(12, 4), (13, 4), (4, 4)])
 @pytest.mark.parametrize("name", RULES)
-def test_every_prompt_has_its_turn_in_every_epoch(name, rows, batch, every):
-    """Also where a checkpoint falls on an epoch's end, batches do not divide the data, or a load is several epochs."""
+def test_every_prompt_is_trained_in_every_epoch(name, rows, batch, every):
+    """Also if a checkpoint ends an epoch, batches do not divide the data, or batches in flight span epochs."""
     rules = Rules(batch, batch * SAMPLES, **RULES[name])
     updates = rows // batch * EPOCHS
     run = Run(rules, rows, updates)
@@ -110,5 +110,5 @@ def test_every_prompt_has_its_turn_in_every_epoch(name, rows, batch, every):
     fewest = updates * batch // rows
     assert len(times) == rows
     assert set(times.values()) <= {fewest * SAMPLES, -(-updates * batch // rows) * SAMPLES}
-    assert len(run.prompts) == updates * batch, "prompts were loaded that nobody trains"
+    assert len(run.prompts) == updates * batch, "some loaded prompts are not trained"
     assert len(run.rollout.scheduler.ledger) == 0

@@ -1,4 +1,4 @@
-"""Counts that come after the responses, from servers that answer late, or never, or wrongly."""
+"""Draft counts that arrive after the responses, from servers that answer late, never or with errors."""
 
 import logging
 
@@ -9,14 +9,14 @@ from verl_rhyme.trainer.draft_counts import DraftCounts
 
 
 class Server:
-    """A rollout server's handle; its answers are their own references. ``counts`` an exception: it died."""
+    """Handle of a rollout server; its answers are their own references. An exception in ``counts``: it died."""
 
     def __init__(self, counts=None, late=False):
-        self.counts, self.late, self.asked = counts or {}, late, 0
+        self.counts, self.late, self.calls = counts or {}, late, 0
         self.take_counts = self
 
     def remote(self):
-        self.asked += 1
+        self.calls += 1
         return Answer(self)
 
 
@@ -30,7 +30,7 @@ def ray(monkeypatch, caplog):
     caplog.set_level(logging.WARNING)
 
     def wait(answers, num_returns, timeout):
-        assert timeout is not None, "it would wait for ever"
+        assert timeout is not None, "waits without a timeout"
         return [a for a in answers if not a.server.late], [a for a in answers if a.server.late]
 
     def get(answer):
@@ -47,14 +47,14 @@ def record(id, drafted=0):
     return {"id": id, "sample": 1, "drafted_tokens": drafted}
 
 
-def test_records_are_filled_by_id_and_lose_it():
+def test_records_are_filled_by_id_which_is_removed():
     servers = {"0/0": Server({"a": {"drafted_tokens": 5}}), "0/1": Server({"b": {"drafted_tokens": 7}})}
     filled = DraftCounts(lambda: servers).fill([record("b"), record("a"), record("c")])
     assert filled == [{"sample": 1, "drafted_tokens": drafted} for drafted in (7, 5, 0)]
-    assert [server.asked for server in servers.values()] == [1, 1], "one message a server, whatever it served"
+    assert [server.calls for server in servers.values()] == [1, 1], "not one message per server"
 
 
-def test_counts_wait_for_records_that_come_in_a_later_step():
+def test_counts_are_kept_for_records_of_a_later_step():
     server = Server({"a": {"drafted_tokens": 5}, "b": {"drafted_tokens": 7}})
     counts = DraftCounts(lambda: {"0/0": server})
     assert counts.fill([record("a")])[0]["drafted_tokens"] == 5
@@ -62,27 +62,27 @@ def test_counts_wait_for_records_that_come_in_a_later_step():
     assert not counts._counts
 
 
-def test_a_silent_server_is_not_asked_again_and_what_it_says_late_is_taken(caplog):
+def test_silent_server_gets_no_second_request_and_its_late_answer_counts(caplog):
     server, other = Server({"a": {"drafted_tokens": 5}}, late=True), Server({"b": {"drafted_tokens": 7}})
     counts = DraftCounts(lambda: {"0/0": server, "0/1": other})
     assert [row["drafted_tokens"] for row in counts.fill([record("x"), record("b")])] == [0, 7]
     counts.fill([])
-    assert (server.asked, other.asked) == (1, 2)
+    assert (server.calls, other.calls) == (1, 2)
     assert len(caplog.records) == 1
     server.late = False
     assert counts.fill([record("a")])[0]["drafted_tokens"] == 5
     counts.fill([])
-    assert server.asked == 2
+    assert server.calls == 2
 
 
-def test_a_dead_server_costs_its_counts_only(caplog):
+def test_dead_server_loses_only_its_counts(caplog):
     dead, other = Server(draft_counts.ray.exceptions.RayActorError()), Server({"b": {"drafted_tokens": 7}})
     filled = DraftCounts(lambda: {"0/0": dead, "0/1": other}).fill([record("a"), record("b")])
     assert [row["drafted_tokens"] for row in filled] == [0, 7]
     assert len(caplog.records) == 1
 
 
-def test_what_nobody_asks_for_is_bounded(monkeypatch):
+def test_unclaimed_counts_are_bounded(monkeypatch):
     monkeypatch.setattr(draft_counts, "_MAX_KEPT", 3)
     server = Server({str(i): {"drafted_tokens": i} for i in range(10)})
     counts = DraftCounts(lambda: {"0/0": server})

@@ -1,4 +1,4 @@
-"""What the driver tells a coordinator that was started anew."""
+"""Recovery of a coordinator that was restarted."""
 
 from types import SimpleNamespace
 
@@ -11,15 +11,15 @@ from verl_rhyme.trainer.driver import Driver
 
 
 class Coordinator:
-    """Dies at the calls whose numbers are in ``dies``."""
+    """Actor that dies at the calls with these numbers."""
 
     def __init__(self, dies=()):
-        self.dies, self.asked = set(dies), []
+        self.dies, self.calls = set(dies), []
 
     def __getattr__(self, method):
         def remote(*arguments):
-            self.asked.append((method, arguments))
-            if len(self.asked) in self.dies:
+            self.calls.append((method, arguments))
+            if len(self.calls) in self.dies:
                 return RayActorError()
             return {"state": {"generation": 7}, "open": {"generation": 7}, "publish": Wants(3)}.get(method)
 
@@ -44,33 +44,33 @@ def driver(monkeypatch):
     return make
 
 
-def test_it_is_opened_again_with_all_that_was_told_and_starts_nothing(driver):
-    """While the actor trains the engines sleep: whoever publishes, or waits for a batch, lets it start samples."""
+def test_coordinator_is_reopened_with_its_state_and_starts_nothing(driver):
+    """While the actor trains the engines sleep; only publish() and next_batch() let samples start."""
     made, actor = driver(dies={4})
     made.open(["w"], None, version=2)
     made.publish(2, 5)
     made.pause()
-    assert [method for method, _ in actor.asked] == ["open", "publish", "hand", "pause", "open", "pause"]
-    before = actor.asked[4][1][2]
+    assert [method for method, _ in actor.calls] == ["open", "publish", "hand", "pause", "open", "pause"]
+    before = actor.calls[4][1][2]
     assert (before.version, before.batches_left, before.generation) == (2, 5, 2)
     assert before.handed == [("p0", 2, ""), ("p1", 2, ""), ("p2", 2, "")]
     assert made.reopened == 1
 
 
-def test_a_question_that_kills_it_again_and_again_ends_the_run(driver):
+def test_call_that_always_kills_the_coordinator_ends_the_run(driver):
     made, _ = driver(dies=range(2, 100, 2))
     made.open([], None, version=0)
-    with pytest.raises(RuntimeError, match=r"8 times at one question \(state\).* goes on from the last checkpoint"):
+    with pytest.raises(RuntimeError, match=r"8 times in one call \(state\).* continues from the last checkpoint"):
         made.state()
 
 
-def test_one_that_takes_long_to_start_is_waited_for(driver, monkeypatch):
-    """Ray fails at once what is asked of an actor that starts."""
+def test_slow_start_of_the_coordinator_is_awaited(driver, monkeypatch):
+    """Ray fails calls to an actor that is still starting."""
     made, actor = driver(dies=range(2, 60))
     made.open([], None, version=0)
     assert made.state() == {"generation": 7}
     assert made.reopened == 1
     monkeypatch.setattr(module, "_START_S", -1.0)
     actor.dies = set(range(1000))
-    with pytest.raises(RuntimeError, match=r"did not start within .* goes on from the last checkpoint"):
+    with pytest.raises(RuntimeError, match=r"did not start within .* continues from the last checkpoint"):
         made.state()

@@ -1,4 +1,4 @@
-"""The order of a batch: what is sorted at all, and verl's padding in it."""
+"""The training order of a batch, and verl's padding in it."""
 
 import numpy as np
 import pytest
@@ -14,12 +14,12 @@ def tags(lengths, padding=0):
     return [*real, *({"response_len": 1, "is_padding": True} for _ in range(padding))]
 
 
-def test_padding_is_spread_and_the_rest_sorted():
+def test_padding_is_spread_and_other_rows_are_sorted():
     lengths = np.random.default_rng(0).permutation(np.arange(1, 31))
     order = with_padding_spread(tags(lengths, padding=6), 1.0, np.random.default_rng(0))
     assert sorted(order.tolist()) == list(range(36))
     places = np.flatnonzero(order >= 30)
-    assert (np.diff(places) == 6).all(), "each mini-batch of six has one"
+    assert (np.diff(places) == 6).all(), "padding is not in each mini-batch of six"
     assert lengths[order[order < 30]].tolist() == list(range(1, 31))
 
 
@@ -45,15 +45,15 @@ def test_the_coordinator_places_by_expected_lengths(placement, wanted):
 @pytest.mark.parametrize(
     ("chosen", "mini_batch", "aggregation", "wanted"),
     [
-        (None, 8, "token-mean", 1.0),  # one mini-batch: its order changes nothing
+        (None, 8, "token-mean", 1.0),  # one mini-batch: its order does not matter
         (None, 2, "token-mean", 0.0),
         (None, 2, "seq-mean-token-mean", 1.0),
         (1.0, 2, "token-mean", 1.0),
-        (None, 8, "seq-mean-token-sum-norm", 0.0),  # each micro-batch is divided by its longest
+        (None, 8, "seq-mean-token-sum-norm", 0.0),  # verl divides each micro-batch by its longest response
         (1.0, 8, "seq-mean-token-sum-norm", 1.0),
     ],
 )
-def test_by_default_only_what_does_not_bias_the_gradient_is_sorted(chosen, mini_batch, aggregation, wanted):
+def test_default_order_does_not_bias_the_gradient(chosen, mini_batch, aggregation, wanted):
     trainer = object.__new__(RhymePipelineColocated)
     trainer._rhyme = RhymeConfig(max_staleness=0, scheduling=SchedulingConfig(order=chosen))
     actor = {"ppo_mini_batch_size": mini_batch, "loss_agg_mode": aggregation}

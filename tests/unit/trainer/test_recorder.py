@@ -1,4 +1,4 @@
-"""What becomes of requests and responses that are not trained."""
+"""Recording of trained and untrained samples."""
 
 import threading
 from types import SimpleNamespace
@@ -20,22 +20,22 @@ from verl_rhyme.trainer.observers import Step
 from verl_rhyme.trainer.recorder import MAX_LAG, Recorder, _Samples
 
 
-def test_errors_of_drafts_that_nobody_trained_are_counted_without_an_event_log():
+def test_draft_errors_of_untrained_samples_are_counted_without_event_log():
     history = SimpleNamespace(restarts=0)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
     try:
         rows = [{"id": name, "uid": "u", "draft_errors": 2, "draft_seconds": 0.5} for name in "ab"]
         recorder.log_untrained(rows, step=1, epoch=0)
         recorder.join()
-        told = recorder.on_step(Step(1, 1.0, 1.0))
-        assert (told[metrics.SPEC_ERRORS], told[metrics.SPEC_DRAFT_S]) == (4, 1.0)
+        measured = recorder.on_step(Step(1, 1.0, 1.0))
+        assert (measured[metrics.SPEC_ERRORS], measured[metrics.SPEC_DRAFT_S]) == (4, 1.0)
         assert metrics.SPEC_ERRORS not in recorder.on_step(Step(1, 1.0, 1.0)), "counted once"
     finally:
         recorder.close()
 
 
 class Queue:
-    """As much of TransferQueue as verl's buffer and our recorder use, in a dict."""
+    """The part of TransferQueue that verl's buffer and the recorder use, in a dict."""
 
     def __init__(self):
         self.tags, self.data = {}, {}
@@ -69,7 +69,7 @@ class Queue:
 
 
 class Slow:
-    """A history on this machine, whose writer records as many pieces as it is permitted to."""
+    """A local history whose writer records only as many pieces as permitted."""
 
     restarts = 0
 
@@ -89,7 +89,7 @@ PROMPTS = 9
 
 @pytest.fixture
 def slow(tmp_path, monkeypatch):
-    """A recorder, its queue, and its history, which gets each prompt's samples as a piece."""
+    """A recorder, its queue, and its history, which gets the samples of each prompt as one piece."""
     queue, history = Queue(), Slow(tmp_path / "h")
     for module in ("verl_rhyme.processes.stored_samples", "verl_rhyme.trainer.recorder"):
         monkeypatch.setattr(f"{module}.tq", queue)
@@ -102,7 +102,7 @@ def slow(tmp_path, monkeypatch):
 
 
 def step_of(recorder, queue, history, step):
-    """A step that trains groups of two and clears them while one piece of the history is recorded."""
+    """Train groups of two and clear them while one piece of the history is recorded."""
     for prompt in range(PROMPTS):
         queue.put_group(prompt, f"u{step}p{prompt}", [0.0, 1.0])
     keys = list(queue.data)
@@ -117,14 +117,14 @@ def step_of(recorder, queue, history, step):
 def test_a_step_ends_before_the_history_has_its_samples(slow, tmp_path):
     recorder, queue, history = slow
     for step in (1, 2):
-        told = step_of(recorder, queue, history, step)
-        assert told["rollout/history/errors"] == 0
-        assert told.get("rollout/history/responses", 0) <= 2 * step
+        measured = step_of(recorder, queue, history, step)
+        assert measured["rollout/history/errors"] == 0
+        assert measured.get("rollout/history/responses", 0) <= 2 * step
     history.permits.release(1000)
     recorder.drain()
     metrics = recorder.on_step(Step(1, 1.0, 1.0))
     assert metrics["rollout/history/responses"] == 4 * PROMPTS
-    assert metrics["rollout/entropy"] == pytest.approx(0.1), "of what was recorded since the last call"
+    assert metrics["rollout/entropy"] == pytest.approx(0.1), "counts earlier recordings"
     reader = HistoryReader(tmp_path / "h", "vocabulary")
     for prompt in range(PROMPTS):
         assert reader.get(prompt_key([prompt, prompt])).step.tolist() == [1, 1, 2, 2]
@@ -132,20 +132,20 @@ def test_a_step_ends_before_the_history_has_its_samples(slow, tmp_path):
     assert not history.writer._fetched
 
 
-def test_recording_that_stays_behind_leaves_out_whole_batches_and_says_so_once(slow, caplog):
+def test_slow_recording_drops_whole_batches_and_warns_once(slow, caplog):
     recorder, queue, history = slow
-    told = [step_of(recorder, queue, history, step) for step in range(1, MAX_LAG + 4)]
-    assert [metrics["rollout/history/errors"] for metrics in told] == [0] * len(told)
-    dropped = [metrics.get("rollout/history/dropped", 0) for metrics in told]
+    measured = [step_of(recorder, queue, history, step) for step in range(1, MAX_LAG + 4)]
+    assert [metrics["rollout/history/errors"] for metrics in measured] == [0] * len(measured)
+    dropped = [metrics.get("rollout/history/dropped", 0) for metrics in measured]
     assert dropped == [0] * (MAX_LAG + 1) + [2 * PROMPTS] * 2
     assert caplog.text.count("steps behind training") == 1
     history.permits.release(1000)
     recorder.drain()
     assert recorder.on_step(Step(1, 1.0, 1.0))["rollout/history/dropped"] == 0
-    assert step_of(recorder, queue, history, 9)["rollout/history/dropped"] == 0, "it has caught up"
+    assert step_of(recorder, queue, history, 9)["rollout/history/dropped"] == 0, "recording has not caught up"
 
 
-def test_a_run_that_ends_does_not_wait_for_what_is_not_recorded(slow):
+def test_end_of_run_does_not_wait_for_pending_recordings(slow):
     recorder, queue, history = slow
     step_of(recorder, queue, history, 1)
     threading.Timer(0.2, history.permits.release).start()
@@ -154,8 +154,8 @@ def test_a_run_that_ends_does_not_wait_for_what_is_not_recorded(slow):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, monkeypatch, asynchronous):
-    """Filtered ones and surplus, by verl's own buffers, with the version that made them; each is cleared then."""
+def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(tmp_path, monkeypatch, asynchronous):
+    """Filtered groups and surplus are recorded with their policy version, and then cleared."""
     from verl.trainer.ppo.v1 import replay_buffer
 
     queue = Queue()
@@ -177,7 +177,7 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
     queue.put_group(1, "filtered", [1.0, 1.0])
     queue.put_group(2, "trained", [0.0, 1.0])
     queue.put_group(3, "zsurplus", [0.0, 1.0])
-    queue.tags["zsurplus"]["global_steps"] = 2  # verl takes older ones first
+    queue.tags["zsurplus"]["global_steps"] = 2  # verl takes staler groups first
     request = {"id": "r", "prompt_key": prompt_key([1, 1]).hex(), "draft_errors": 2, "draft_seconds": 0.5}
     queue.data["filtered_0_0"]["extra_fields"] = {FIELD: [request]}
 
@@ -186,13 +186,13 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
     trainer = SimpleNamespace(replay_buffer=buffer, _recorder=recorder, _part=lambda: 1, _epoch=lambda: 0)
     RhymeTrainerMixin._watch_dropped(trainer)
     try:
-        batch, told = buffer.sample(global_steps=1, partition_id="train", batch_size=1)
+        batch, measured = buffer.sample(global_steps=1, partition_id="train", batch_size=1)
         assert sorted(batch.keys) == ["trained_0_0", "trained_1_0"]
-        assert told["training/filter_groups/evicted_samples"] == 1
+        assert measured["training/filter_groups/evicted_samples"] == 1
         recorder.start(batch, step=1, part=1, epoch=0)
         recorder.drain()
         kept = recorder.on_step(Step(1, 1.0, 1.0))
-        assert kept[metrics.SPEC_ERRORS] == 2, "what drafters did is told of samples that nobody trains, too"
+        assert kept[metrics.SPEC_ERRORS] == 2, "draft counts of untrained samples are missing"
         dropped = {1} if asynchronous else {1, 3}  # the asynchronous buffer keeps what it did not take
         assert (kept["rollout/history/errors"], kept["rollout/history/untrained"]) == (0, 2 * len(dropped))
         reader = HistoryReader(tmp_path / "h", "vocabulary")
@@ -211,7 +211,7 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
 
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
-    """(recorder, queue, what is kept of a prompt): of a history of two visits a prompt, all within one epoch."""
+    """Recorder, queue and reader of a history that keeps two visits of a prompt; all steps are in one epoch."""
     queue = Queue()
     for module in ("verl_rhyme.processes.stored_samples", "verl_rhyme.trainer.recorder"):
         monkeypatch.setattr(f"{module}.tq", queue)
@@ -219,7 +219,7 @@ def recorded(tmp_path, monkeypatch):
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
 
     def record(step, *groups, start=recorder.start, **where):
-        """``groups``: prompt, uid, and the numbers of the samples that are recorded now."""
+        """Record groups: prompt, uid, and numbers of the samples."""
         keys = []
         for prompt, uid, numbers in groups:
             queue.put_group(prompt, uid, [1.0] * (max(numbers) + 1), version=step)
@@ -240,15 +240,15 @@ def recorded(tmp_path, monkeypatch):
     history.writer.close()
 
 
-def test_of_a_prompt_that_recurs_within_an_epoch_the_latest_visits_are_kept(recorded):
+def test_latest_visits_are_kept_of_a_prompt_that_recurs_within_an_epoch(recorded):
     _, record, kept = recorded
     for step in range(1, 6):
         record(step, (7, f"visit-{step}", [0, 1]), part=step)
     assert kept(7) == [(4, 0), (4, 1), (5, 0), (5, 1)]
 
 
-def test_a_group_that_is_recorded_in_pieces_is_one_visit(recorded):
-    """In parts of one update, in two updates, and what of it nobody trains in the same step."""
+def test_group_recorded_in_pieces_is_one_visit(recorded):
+    """Pieces are parts of one step, of two steps, or untrained samples of the same step."""
     recorder, record, kept = recorded
     record(1, (7, "first", [0, 1]), part=1)
     record(2, (7, "second", [0]), part=2)
@@ -268,8 +268,8 @@ def test_two_groups_of_one_prompt_in_one_step_are_both_kept(recorded):
     assert kept(7) == [(1, 0), (1, 1)] * 2
 
 
-def test_a_sample_of_which_no_server_told_goes_by_its_group():
-    """Its agent loop kept nothing; a group of which nobody told goes by its token ids."""
+def test_sample_without_records_gets_the_key_of_its_group():
+    """Its agent loop kept no records; a group without any records gets the key of its token ids."""
     keys = ["a_0_0", "a_1_0", "b_0_0"]
     queue = Queue()
     queue.put_group(1, "a", [0.0, 0.0])

@@ -1,4 +1,4 @@
-"""Replicas that rest, where others are just being started."""
+"""Replicas that rest while others start."""
 
 import time
 from types import SimpleNamespace
@@ -11,8 +11,8 @@ from verl_rhyme.coordinator.replicas import Spares
 from verl_rhyme.trainer.reserve import Reserve
 
 
-def test_no_more_return_than_may_serve_with_those_that_are_being_started():
-    """One that starts beside the others serves minutes later: until then another seemed to have its place."""
+def test_starting_replicas_count_towards_the_maximum():
+    """A starting replica serves only minutes later; until then its place looked free."""
     made = [SimpleNamespace(replica_rank=rank, workers=[None]) for rank in range(4)]
     serving, woken = list(made), [made[2]]
     spares = SimpleNamespace(resting=made[2:], missing=1, vacant=0, wake=lambda *_: woken.pop())
@@ -29,7 +29,7 @@ def test_no_more_return_than_may_serve_with_those_that_are_being_started():
     assert not woken
 
 
-def test_the_last_rests_and_bounds_hold():
+def test_last_replica_rests_and_limits_hold():
     serving, rested = [SimpleNamespace(replica_rank=rank, workers=[None]) for rank in range(4)], []
     engine, servers = SimpleNamespace(backend="relay", engine_kwargs={}), SimpleNamespace(get_replicas=lambda: serving)
 
@@ -46,12 +46,12 @@ def test_the_last_rests_and_bounds_hold():
     assert reserve.act(-1, 2)["training/stream/moved"] == 5
     assert rested == [3, 2]
     assert reserve.act(-1, 3) == reserve.act(0, 3) == {"training/stream/replicas": 2}
-    with pytest.raises(ConfigError, match=r"elastic.min_replicas=3: there are 2; lower it"):
+    with pytest.raises(ConfigError, match=r"elastic.min_replicas=3: the run has only 2; lower it"):
         Reserve(None, ElasticConfig(3), servers, engine, spares, lambda: 8)
 
 
-def test_the_pause_between_two_tries_grows_to_its_bound():
+def test_pause_between_tries_grows_to_its_limit():
     spares = object.__new__(Spares)
-    spares.missing, spares._failures = 1, 2000  # weeks
+    spares.missing, spares._failures = 1, 2000  # weeks of failures
     spares._put_off(ValueError("no devices"), alone=False)
     assert spares._retry_at <= time.monotonic() + replicas._LONGEST_PAUSE_S

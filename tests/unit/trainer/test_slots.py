@@ -1,4 +1,4 @@
-"""Q of the bubble ratio: one number of a run, whatever asks for it."""
+"""Q of the bubble ratio: one number for the whole run."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ class Sorted(RhymePipelineTrainer):
 
 
 def trainer(mode, replicas, slots_each, inflight=1, made=None, bound=None, **settings):
-    """16 prompts x 4 samples."""
+    """A trainer of 16 prompts x 4 samples."""
     made = made or object.__new__(Trainer)
     made._rhyme = RhymeConfig(max_staleness=bound)
     made.trainer_mode = mode
@@ -50,7 +50,7 @@ def by_rules(replicas, slots_each, bound, **rules):
     ("made", "slots"),
     [
         (lambda: trainer("sync", 2, 16), 32),  # the engines' slots
-        (lambda: trainer("sync", 2, 256), 64),  # no schedule could fill more
+        (lambda: trainer("sync", 2, 256), 64),  # there are no more samples
         (lambda: trainer("sync", 2, 256, inflight=2), 128),
         (lambda: trainer("separate_async", 2, 256, num_warmup_batches=1.5), 160),
         (lambda: trainer("colocate_async", 1, 128, num_warmup_batches=1), 128),
@@ -64,9 +64,9 @@ def by_rules(replicas, slots_each, bound, **rules):
 def test_the_slots_that_a_run_can_fill(made, slots):
     run = made()
     assert run.fillable_slots == slots
-    run._rollout_server_managers = list  # replicas come and go: the denominator stays
+    run._rollout_server_managers = list  # replicas come and go; Q stays the same
     assert run.fillable_slots == slots
 
 
-def test_an_engine_that_has_not_come_up_is_no_division_by_zero():
+def test_missing_engine_causes_no_division_by_zero():
     assert fillable_slots(0, 64) == fillable_slots(16, 0) == 1

@@ -1,4 +1,4 @@
-"""Parts of an update batch: each goes through once, and what was done for another batch is undone."""
+"""Parts of an update batch: each runs once, and parts of another batch are dropped."""
 
 import time
 from types import SimpleNamespace
@@ -48,10 +48,10 @@ def config(*changes):
 
 
 class Workers:
-    """Of the actor: what they were told."""
+    """Workers of the actor that keep their calls."""
 
     def __init__(self):
-        self.told, self.why = [], [None, None]
+        self.called, self.why = [], [None, None]
         self._dispatch_info = {"actor": [0], "ref": [0]}
 
     def why_updates_wait(self):
@@ -61,15 +61,15 @@ class Workers:
         return [(100, 200), (10, 20)]
 
     def drop_update(self):
-        self.told.append("drop")
+        self.called.append("drop")
 
     def finish_update(self):
-        self.told.append("finish")
+        self.called.append("finish")
         return [None, {"mfu": [0.5], "pg_loss": [1.0, 3.0]}]
 
 
 class Trainer:
-    """What :class:`Stages` asks of the pipeline."""
+    """The part of the pipeline that :class:`Stages` uses."""
 
     use_reference_policy, ref_in_actor = True, False
     actor_ranks = 1
@@ -117,7 +117,7 @@ def trainer(monkeypatch):
 
 
 def waiting(trainer):
-    """Gradients wait for the whole batch."""
+    """Return stages whose gradients wait for the whole batch."""
     trainer.config.actor_rollout_ref.actor.ppo_epochs = 2
     return Stages(trainer, streams=True)
 
@@ -131,8 +131,8 @@ def batch(keys, length=10):
 
 
 def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch):
-    asked = []
-    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: asked.append(m) or b)
+    multiples = []
+    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: multiples.append(m) or b)
     trainer.actor_ranks = 2
     stages = Stages(trainer, streams=True)
     sizes = {"actor": ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", 4)}
@@ -142,96 +142,96 @@ def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch):
         trainer.config.actor_rollout_ref[of][dynamic] = False
         trainer.config.actor_rollout_ref[of][name] = size
         stages.part(part([f"{of}{i}" for i in range(2)]))
-    assert asked == [2, 8, 24]
+    assert multiples == [2, 8, 24]
     waits = waiting(trainer)
     monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 10)
     waits.rest(batch("abcdef"), {})
-    assert asked[-1] == 120, "of ranks, of micro-batches and of mini-batches"
+    assert multiples[-1] == 120, "not a multiple of ranks, micro-batches and mini-batches"
 
 
 @pytest.mark.parametrize(("own", "multiple"), [(None, 2 * 4 * 3), (6, 2 * 6 * 3)])
-def test_parts_fill_the_turns_of_an_interleaved_pipeline(trainer, monkeypatch, own, multiple):
-    asked = []
-    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: asked.append(m) or b)
+def test_parts_fill_the_micro_batch_groups_of_an_interleaved_pipeline(trainer, monkeypatch, own, multiple):
+    multiples = []
+    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: multiples.append(m) or b)
     trainer.actor_ranks = 2
     actor = trainer.config.actor_rollout_ref.actor
     actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu = False, 3
     engine = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
     actor.megatron = engine | {"override_transformer_config": own and {"microbatch_group_size_per_vp_stage": own}}
     Stages(trainer, streams=True).part(part("ab"))
-    assert asked == [multiple]
+    assert multiples == [multiple]
 
 
 STAGES = ["old_log_prob", "ref", "adv", "update_actor"]
 
 
-def test_each_trajectory_goes_through_once(trainer):
+def test_each_trajectory_runs_once(trainer):
     stages, metrics = Stages(trainer, streams=True), {}
     stages.part(part("ab"))
-    stages.part(part("abcd"))  # told again, after the coordinator was started anew
+    stages.part(part("abcd"))  # sent again after a restart of the coordinator
     stages.part(part("ab"))
     whole = stages.rest(batch("abcdef"), metrics)
     assert trainer.stages == [(stage, list(keys)) for keys in ("ab", "cd", "ef") for stage in STAGES]
     assert (sorted(whole.keys), len(whole)) == (list("abcdef"), 6)
-    assert trainer.actor_rollout_wg.told == ["finish"]
+    assert trainer.actor_rollout_wg.called == ["finish"]
     assert (metrics[names.STREAM_EARLY], metrics[names.STREAM_PARTS]) == (4 / 6, 3)
     assert metrics["actor/pg_loss"] == 2
     assert metrics["perf/mfu/actor"] == 0.5
     assert metrics["tokens"] == pytest.approx((10.5 + 12.5 + 10) / 3)
 
 
-def test_a_batch_that_came_whole(trainer):
+def test_batch_without_parts(trainer):
     stages, metrics = Stages(trainer, streams=True), {}
     for _ in range(2):  # one after another
         stages.rest(batch("abcd"), metrics)
         assert metrics[names.STREAM_EARLY] == 0
-    assert trainer.actor_rollout_wg.told == ["finish", "finish"]
+    assert trainer.actor_rollout_wg.called == ["finish", "finish"]
 
 
-def test_the_step_is_of_the_updates_time(trainer, monkeypatch):
+def test_optimizer_step_is_timed_as_update_actor(trainer, monkeypatch):
     monkeypatch.setattr(Workers, "finish_update", lambda self: time.sleep(0.2) or [{"mfu": [0.5]}])
     Stages(trainer, streams=True).rest(batch("ab"), {})
     assert trainer.timing_raw["update_actor"] > 0.2
 
 
-def test_a_batch_that_came_in_parts_to_its_end(trainer):
+def test_batch_whose_parts_cover_all_of_it(trainer):
     stages, metrics = Stages(trainer, streams=True), {}
     stages.part(part("abcd"))
     assert sorted(stages.rest(batch("abcd"), metrics).keys) == list("abcd")
-    assert (metrics[names.STREAM_EARLY], trainer.actor_rollout_wg.told) == (1, ["finish"])
+    assert (metrics[names.STREAM_EARLY], trainer.actor_rollout_wg.called) == (1, ["finish"])
 
 
-def test_what_waits_is_padded_though_all_of_it_came_in_parts(trainer, monkeypatch):
-    """verl's padding of the mini-batches would have no log-probabilities."""
-    asked = []
-    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: asked.append(m) or b)
+def test_waiting_batch_is_padded_though_its_parts_cover_all_of_it(trainer, monkeypatch):
+    """verl's padding of the mini-batches would have no log-probs."""
+    multiples = []
+    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: multiples.append(m) or b)
     monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 6)
     stages = waiting(trainer)
     stages.part(part("ab"))
     stages.part(part("cd"))
     assert sorted(stages.rest(batch("abcd"), {}).keys) == list("abcd")
-    assert asked == [1, 1, 6]
+    assert multiples == [1, 1, 6]
 
 
-def test_what_was_done_for_another_batch_is_dropped(trainer, monkeypatch):
+def test_parts_of_another_batch_are_dropped(trainer, monkeypatch):
     warnings = []
     monkeypatch.setattr(stages_module.logger, "warning", warnings.append)
     stages, metrics = Stages(trainer, streams=True), {}
     stages.part(part("ax"))
     whole = stages.rest(batch("abcd"), metrics)
-    assert trainer.actor_rollout_wg.told == ["drop", "finish"]
+    assert trainer.actor_rollout_wg.called == ["drop", "finish"]
     assert sorted(whole.keys) == list("abcd")
     assert trainer.stages[-1] == ("update_actor", list("abcd"))
     assert metrics[names.STREAM_EARLY] == 0
-    assert "begun anew" in warnings[0]
+    assert "differs from its parts" in warnings[0]
 
 
-def test_gradients_that_wait(trainer):
+def test_waiting_gradients_run_only_earlier_stages(trainer):
     stages, metrics = waiting(trainer), {}
     stages.part(part("ab"))
     whole = stages.rest(batch("abcd"), metrics)
     assert [stage for stage, _ in trainer.stages] == ["old_log_prob", "ref"] * 2
-    assert trainer.actor_rollout_wg.told == []
+    assert trainer.actor_rollout_wg.called == []
     assert sorted(whole.keys) == list("abcd")
 
 
@@ -247,9 +247,9 @@ NEW = ["made by adv", "made by old_log_prob", "made by ref", "response_mask", "u
         ({"ranks": [1]}, [("old_log_prob", True, None), ("update_actor", False, NEW)]),
         ({"pool": "elsewhere"}, [("old_log_prob", True, None), ("update_actor", False, NEW)]),
     ],
-    ids=["beside", "none", "other-ranks", "other-process"],
+    ids=["same-process", "none", "other-ranks", "other-process"],
 )
-def test_no_stage_fetches_what_the_workers_have(trainer, changes, fetched):
+def test_stages_fetch_only_new_fields(trainer, changes, fetched):
     trainer.use_reference_policy = changes.get("use_reference_policy", True)
     trainer.ref_policy_wg = SimpleNamespace(_dispatch_info={"ref": changes.get("ranks", [0])})
     trainer.mapping = {Role.Actor: "pool", Role.RefPolicy: changes.get("pool", "pool")}
@@ -262,46 +262,46 @@ def test_no_stage_fetches_what_the_workers_have(trainer, changes, fetched):
     assert (metrics[names.STREAM_FETCHED], metrics[names.STREAM_REUSED]) == (110, 220)
 
 
-def test_log_probs_of_the_rollout_are_computed_by_no_worker(trainer):
+def test_bypass_mode_computes_no_old_log_probs(trainer):
     trainer.config.algorithm.rollout_correction = {"bypass_mode": True}
     Stages(trainer, streams=True).part(part("ab"))
     assert trainer.fetched[0] == ("ref", True, None)
 
 
-def test_a_rollout_that_lacks_prompts_is_not_kept_waiting(trainer):
-    """Groups that a filter drops are replaced between the stages of a part, which may take minutes."""
+def test_prompts_are_supplied_between_stages(trainer):
+    """A filter may drop groups during the stages of a part, which take minutes."""
     Stages(trainer, streams=True).part(part("ab"))
     assert trainer.supplied >= 2
 
 
-@pytest.mark.parametrize(("why", "told"), [([None, None], []), ([None, "aux"], ["drop"])])
-def test_an_engine_that_cannot_add_up_parts_is_asked_at_the_start(trainer, monkeypatch, why, told):
+@pytest.mark.parametrize(("why", "called"), [([None, None], []), ([None, "aux"], ["drop"])])
+def test_engine_that_cannot_accumulate_is_detected_at_the_start(trainer, monkeypatch, why, called):
     warnings = []
     monkeypatch.setattr(stages_module.logger, "warning", lambda *line: warnings.append(line[0] % line[1:]))
     trainer.actor_rollout_wg.why = why
     stages = Stages(trainer, streams=True)
     stages.ask_workers()
-    assert trainer.actor_rollout_wg.told == told
-    assert stages.updates == (not told)
-    assert [("aux" in line) for line in warnings] == [True for _ in told]
+    assert trainer.actor_rollout_wg.called == called
+    assert stages.updates == (not called)
+    assert [("aux" in line) for line in warnings] == [True for _ in called]
 
 
-def test_more_trajectories_than_a_mini_batch_are_several_updates(trainer, monkeypatch):
-    """An agent loop that gives several of a sample: verl takes a step for each mini-batch, and so do we."""
+def test_more_trajectories_than_a_mini_batch_stop_streaming(trainer, monkeypatch):
+    """If an agent loop returns several trajectories per sample, verl takes a step for each mini-batch."""
     monkeypatch.setattr(stages_module.logger, "warning", lambda *_: None)
     monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: b)
     stages = Stages(trainer, streams=True)
-    stages.part(part("abcdef"))  # of 4 prompts with 2 samples
-    assert trainer.actor_rollout_wg.told == []
+    stages.part(part("abcdef"))  # a mini-batch has 4 prompts x 2 samples
+    assert trainer.actor_rollout_wg.called == []
     whole = stages.rest(batch("abcdefghij"), {})
-    assert trainer.actor_rollout_wg.told == ["drop"]
+    assert trainer.actor_rollout_wg.called == ["drop"]
     assert not stages.updates
     assert sorted(whole.keys) == list("abcdefghij")
     assert [stage for stage, _ in trainer.stages] == [*STAGES, "old_log_prob", "ref"]
 
 
 @pytest.mark.parametrize(("mode", "entropy"), [("token-mean", (10 * 10 + 30 * 30) / 40), ("seq-mean-token-sum", 20)])
-def test_entropy_is_averaged_as_the_loss_is(trainer, mode, entropy):
+def test_entropy_is_averaged_like_the_loss(trainer, mode, entropy):
     trainer.config.actor_rollout_ref.actor.loss_agg_mode = mode
     stages, metrics = Stages(trainer, streams=True), {}
     stages.part(part("ab", 10))
@@ -328,6 +328,6 @@ def test_entropy_is_averaged_as_the_loss_is(trainer, mode, entropy):
         (["distillation.enabled=true"], "distillation"),
     ],
 )
-def test_what_keeps_gradients_until_the_batch_is_whole(changes, why):
-    told = why_updates_wait(config(*changes))
-    assert told is None if why is None else why in told
+def test_options_for_which_gradients_wait(changes, why):
+    reason = why_updates_wait(config(*changes))
+    assert reason is None if why is None else why in reason

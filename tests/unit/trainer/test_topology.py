@@ -1,4 +1,4 @@
-"""Who looks after the replicas while a trainer waits for samples."""
+"""Replacement of dead replicas while a trainer waits."""
 
 import threading
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ MODES = {"colocate_async": Colocated, "separate_async": Separate}
 
 @pytest.fixture(params=MODES)
 def trainer(request, monkeypatch):
-    """Of verl's own rollout, whose last replica is found to be gone at the third look."""
+    """A trainer of each mode, whose last replica is found dead at the third check."""
     mode, looks = request.param, []
 
     def mend(self, version):
@@ -59,8 +59,8 @@ def trainer(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("partition", "version"), [("train", 2), ("val", 3)])
-def test_a_trainer_that_waits_looks_after_the_replicas(trainer, partition, version):
-    """Where none is left requests wait for others, and for the end of the run where there can be none."""
+def test_waiting_trainer_replaces_dead_replicas(trainer, partition, version):
+    """If no replica is left, requests wait for new ones, or for the end of the run."""
     client = trainer.get_llm_client()
     assert isinstance(client, FullyAsyncLLMServerClient)
     assert client._patient
@@ -69,7 +69,7 @@ def test_a_trainer_that_waits_looks_after_the_replicas(trainer, partition, versi
     assert trainer.looks == [version] * 3
 
 
-def test_where_the_actors_devices_serve_as_well_none_is_started(monkeypatch):
+def test_no_replica_starts_while_the_actors_devices_serve(monkeypatch):
     replica = Mock(replica_rank=0)
     servers = {"llm_server_manager": [], "standalone_server_manager": [replica]}
     managers = {name: SimpleNamespace(get_replicas=lambda held=held: held) for name, held in servers.items()}
@@ -82,9 +82,9 @@ def test_where_the_actors_devices_serve_as_well_none_is_started(monkeypatch):
         Separate(trainer).mend(1)
 
 
-@pytest.mark.parametrize(("gone", "told"), [(0, 2), (1, 2)])
-def test_a_broken_connection_is_tried_again(monkeypatch, gone, told):
-    """`gone` have died meanwhile."""
+@pytest.mark.parametrize(("gone", "expected"), [(0, 2), (1, 2)])
+def test_a_broken_connection_is_tried_again(monkeypatch, gone, expected):
+    """``gone``: replicas that died meanwhile."""
     answers = [ActorUnavailableError("the network", None)]
     calls = []
 
@@ -98,13 +98,13 @@ def test_a_broken_connection_is_tried_again(monkeypatch, gone, told):
     )
     monkeypatch.setattr(Separate, "mend", lambda self, version: gone)
     Separate(trainer).stop()
-    assert len(calls) == told
+    assert len(calls) == expected
     answers.append(ValueError("no death"))
     with pytest.raises(ValueError, match="no death"):
         Separate(trainer).stop()
 
 
-def test_the_engines_that_cannot_send_to_one_replica_alone():
+def test_backends_that_cannot_send_to_a_single_replica():
     for backend, workers, stopped in (("nixl", 1, True), ("nixl", 2, False), ("kimi_ckpt_engine", 8, True)):
         assert bool(obstacle(SimpleNamespace(backend=backend, engine_kwargs={}), workers)) is stopped
     for backend in ("mooncake", "nccl"):
@@ -112,7 +112,7 @@ def test_the_engines_that_cannot_send_to_one_replica_alone():
 
 
 @pytest.mark.parametrize("rhyme", [None, SimpleNamespace(placement=SimpleNamespace(policy=None), weights=None)])
-def test_with_rhyme_no_trainer_waits_for_dead_replicas(monkeypatch, rhyme):
+def test_with_rhyme_trainers_replace_dead_replicas(monkeypatch, rhyme):
     names = ("checkpoint_manager", "standalone_checkpoint_manager")
     managers = {name: SimpleNamespace(replicas=[], backend="naive") for name in names}
     monkeypatch.setattr(PPOTrainer, "_setup", lambda self: self.__dict__.update(managers))
@@ -125,9 +125,9 @@ def test_with_rhyme_no_trainer_waits_for_dead_replicas(monkeypatch, rhyme):
         assert getattr(trainer, name) == manager
 
 
-@pytest.mark.parametrize(("relayed", "told"), [(True, ActorUnavailableError), (False, ReplicaDied)])
-def test_the_relay_lets_another_be_started_where_one_gets_no_weights(monkeypatch, relayed, told):
-    """With others the actor may be in the midst of sending."""
+@pytest.mark.parametrize(("relayed", "expected"), [(True, ActorUnavailableError), (False, ReplicaDied)])
+def test_with_the_relay_another_replica_starts_after_a_failed_send(monkeypatch, relayed, expected):
+    """With other backends the actor may still be sending."""
 
     def fail(*_):
         raise ActorUnavailableError("it died", None)
@@ -139,12 +139,12 @@ def test_the_relay_lets_another_be_started_where_one_gets_no_weights(monkeypatch
     monkeypatch.setattr(replicas, "watched", lambda _: nullcontext())
     monkeypatch.setattr(replicas, "CheckpointEngineManager", fail)
     spares = Spares(SimpleNamespace(rollout_replicas=[Mock(replica_rank=0)]), weights)
-    with pytest.raises(told):
+    with pytest.raises(expected):
         spares._send(Mock(replica_rank=1), 1)
 
 
-def test_a_replica_that_is_slow_to_answer_does_not_hold_a_publication(monkeypatch):
-    """Who is dead is known at a later step's end; a trainer that has nothing to do waits for answers."""
+def test_slow_replica_does_not_delay_publication(monkeypatch):
+    """Deaths are found at the end of a later step; a trainer that waits anyway waits for the answers."""
     one, other = (Mock(replica_rank=rank, nnodes=1, servers=[], workers=[None]) for rank in range(2))
     servers = SimpleNamespace(rollout_replicas=[one, other], global_load_balancer=Mock())
     spares = Spares(servers, SimpleNamespace(config=SimpleNamespace(backend="relay"), replicas=[]))
@@ -167,6 +167,6 @@ def test_a_replica_that_is_slow_to_answer_does_not_hold_a_publication(monkeypatc
     assert spares.mend(3, waits=False) == 1
     assert (servers.rollout_replicas, spares.missing) == ([one], 1)
     spares._looking.result(10)
-    assert spares.mend(4, waits=False) == 0, "what is gone is replaced once"
+    assert spares.mend(4, waits=False) == 0, "a dead replica was replaced twice"
     assert looks[0] == [one, other]
     assert looks[-1] == [one]

@@ -1,5 +1,5 @@
-"""A make-believe Ray and TransferQueue: processes that die, messages that take their time, all in one thread and in
-virtual time, so that an hour of a run is a few milliseconds."""
+"""A simulated Ray and TransferQueue: processes that die and delayed messages, in one thread and in virtual time, so
+that an hour of a run takes milliseconds."""
 
 import asyncio
 import contextvars
@@ -15,17 +15,17 @@ _HANDLES: dict[int, "Handle"] = {}
 
 
 class Killed(BaseException):
-    """The run's driver process died."""
+    """The driver process of the run died."""
 
 
 class _Selector(selectors.SelectSelector):
-    """Nobody waits: time passes at once."""
+    """Clock of virtual time, which passes at once."""
 
     now, turns = 0.0, 0
 
     def select(self, timeout=None):
         if timeout is None:
-            raise RuntimeError("nobody will ever do anything again")
+            raise RuntimeError("no event is left, and the run waits")
         self.turns += 1
         if self.turns > 400_000 or self.now > 40_000:
             raise RuntimeError(f"no end is in sight, after {self.now:.0f} s")
@@ -60,19 +60,19 @@ class Process:
 
 
 class Cluster:
-    """Actors and the messages between them. What the trainer does is plain code on the one thread: :meth:`get` runs
-    all others until an answer is there."""
+    """Actors and the messages between them. The trainer is plain code on the one thread: :meth:`get` runs all other
+    processes until an answer arrives."""
 
     def __init__(self, seed):
         self.random, self.clock = random.Random(seed), Clock()
         self.actors, self.faults = [], []
-        self._latest = {}  # (caller, actor) -> when its latest message arrives: they keep their order
+        self._latest = {}  # (caller, actor) -> arrival of its latest message: messages keep their order
         self.killed = self.clock.create_future()
         self.clock.set_exception_handler(self._note)
 
     def _note(self, loop, context):
         error = context.get("exception")
-        if error is not None and not context["message"].startswith("Future"):  # of a message nobody asks about
+        if error is not None and not context["message"].startswith("Future"):  # of a message without a waiting caller
             self.faults.append(error)
 
     def latency(self):
@@ -111,7 +111,7 @@ class Cluster:
         return SimpleNamespace(current_actor=_PROCESS.get().handle)
 
     def kill_run(self):
-        """All processes of it, and what is under way between them."""
+        """End all its processes, and drop the messages between them."""
         for actor in self.actors:
             actor.die()
             _HANDLES.pop(actor.number, None)
@@ -147,13 +147,13 @@ class Cluster:
                 result.set_result(pickle.loads(value))
             else:
                 result.set_exception(error)
-                result.exception()  # nobody may ask
+                result.exception()  # no caller may read it
 
         self.call_soon(self.latency(), arrive)
 
 
 class Handle:
-    """Of an actor. ``make`` builds it; with ``restarts`` it comes back, empty, when it died."""
+    """Handle of an actor. ``make`` builds it; with ``restarts`` it comes back, empty, after its death."""
 
     def __init__(self, cluster, make, restarts=False):
         self.cluster, self.make, self.restarts, self.number = cluster, make, restarts, id(self)
@@ -203,7 +203,7 @@ class Handle:
             self.cluster.call_soon(self.cluster.random.uniform(0.1, 5.0), self._restart)
 
     def lose_touch(self):
-        """Who waits for an answer gets none, of an actor that lives, and goes on with what it was asked."""
+        """Fail the pending calls, as a lost connection does; the actor lives and completes them."""
         for result in self.process.calls if self.alive else ():
             self.cluster.answer(result, error=ActorUnavailableError("the network was away", None))
 
@@ -240,16 +240,15 @@ def _handle(number):
 
 
 class Queue:
-    """TransferQueue: a key is shown before its data and its tag are there; what is not there is left out of an
-    answer."""
+    """TransferQueue: a key is listed before its data and its tag are stored; answers leave out missing keys."""
 
     def __init__(self, cluster):
         self.cluster, self.partitions, self.written = cluster, {}, {}
-        self.most = 0  # entries that it has had
+        self.most = 0  # maximum number of entries so far
 
     @property
     def entries(self):
-        """Those with data."""
+        """Number of entries with data."""
         return sum(entry[1] is not None for keys in self.partitions.values() for entry in keys.values())
 
     def _pause(self):

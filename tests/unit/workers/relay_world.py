@@ -17,7 +17,7 @@ from verl_rhyme.weights.transfer import identity
 def weights(version, tensors=5, size=1000):
     generator = torch.Generator().manual_seed(version)
     made = {f"layer.{n}": torch.randn(size, generator=generator).to(torch.bfloat16) for n in range(tensors)}
-    made["shared"] = made["layer.0"]  # as tied embeddings
+    made["shared"] = made["layer.0"]  # like tied embeddings
     made["strided"] = torch.arange(12.0).reshape(3, 4).T
     return made
 
@@ -30,7 +30,7 @@ def write(folder, version, part_bytes=3000):
 
 
 def known(version):
-    """The version's identity, as its writer tells it."""
+    """Return the version's identity, as its writer does."""
     with tempfile.TemporaryDirectory() as place:
         writer = claim(Path(place)).writer(version, 3000)
         for name, tensor in weights(version).items():
@@ -40,7 +40,7 @@ def known(version):
 
 
 def let_go(folder):
-    """As if the process that claimed it had ended."""
+    """Release a folder, as the end of its process does."""
     for each in Path("/proc/self/fd").iterdir():
         if os.path.exists(each) and os.path.realpath(each) == f"{folder.path}.lock":
             os.close(int(each.name))
@@ -53,24 +53,24 @@ def same(folder, version):
 
 
 class Near:
-    """A relay as others see it: its methods are called by messages."""
+    """A relay as other nodes see it: its methods are remote calls."""
 
     def __init__(self, relay, altered=None):
         self.relay, self.sent, self._altered = relay, 0, altered
 
     def __getattr__(self, name):
         async def call(*arguments):
-            told = await getattr(self.relay, name)(*arguments)
+            answer = await getattr(self.relay, name)(*arguments)
             if name == "chunk":
                 self.sent += 1
-                told = told if self._altered is None else self._altered(arguments[1], told.copy())
-            return told
+                answer = answer if self._altered is None else self._altered(arguments[1], answer.copy())
+            return answer
 
         return SimpleNamespace(remote=call)
 
 
-def told(log, name, work=None):
-    """A method as messages call it, which is noted."""
+def recorded(log, name, work=None):
+    """Return a remote method that records its calls."""
 
     async def call(**given):
         log.append(name)
@@ -80,15 +80,15 @@ def told(log, name, work=None):
 
 
 class Replica:
-    """What a relay sees of one: what it was told, in order, and the weights that it has."""
+    """A replica as a relay sees it: its calls in order, and its weights."""
 
     def __init__(self, relay, fails=False, idle=None):
-        self.told, self.loaded, self.fails = [], None, fails
+        self.calls, self.loaded, self.fails = [], None, fails
         before = ("abort_all_requests", "release_kv_cache")
         after = ("resume_kv_cache", "resume_engine_generation", "open_submission_gate")
-        self.server = SimpleNamespace(**{name: told(self.told, name) for name in (*before, *after)}, ended=False)
+        self.server = SimpleNamespace(**{name: recorded(self.calls, name) for name in (*before, *after)}, ended=False)
         self.server.idle = SimpleNamespace(remote=idle)
-        self.worker = SimpleNamespace(update_weights=told(self.told, "update_weights", self._update))
+        self.worker = SimpleNamespace(update_weights=recorded(self.calls, "update_weights", self._update))
         self._engine = RelayCheckpointEngine(1 << 20)
         self._engine.init_process_group(str(relay._folder.path))
         self.target = Ended(0, (self.server,), (self.worker,))
@@ -113,7 +113,7 @@ async def publish(relay, version):
 
 
 class Dead:
-    """A relay whose process is gone."""
+    """A relay whose process is dead."""
 
     def __getattr__(self, name):
         async def call(*arguments):

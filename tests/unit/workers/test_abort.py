@@ -1,4 +1,4 @@
-"""An abandoned request ends in the engine, by the name that verl gave it."""
+"""Aborts of abandoned requests in the engine, by the id that verl gave them."""
 
 import asyncio
 from functools import partial
@@ -27,7 +27,7 @@ class Core:
 
 @pytest.fixture
 def server():
-    """With vLLM's own front end around one request, which vLLM has named anew."""
+    """A server with vLLM's front end around one request, which vLLM has renamed."""
     built = object.__new__(RhymeHttpServer)
     engine = SimpleNamespace(
         output_processor=OutputProcessor(None, log_stats=False), engine_core=Core(), log_requests=False
@@ -42,7 +42,7 @@ def server():
     return built
 
 
-async def test_it_ends_for_the_engine_and_for_whoever_waits_for_it(server):
+async def test_abort_ends_the_request_in_engine_and_server(server):
     server.arrives()
     assert await server.abort_request("r", reset_prefix_cache=False) == {"aborted": True, "request_id": "r"}
     assert server.engine.engine_core.aborted == ["r-12345678"]
@@ -50,8 +50,8 @@ async def test_it_ends_for_the_engine_and_for_whoever_waits_for_it(server):
     assert output.outputs[0].finish_reason == "abort"
 
 
-async def test_one_that_waits_while_weights_are_loaded_ends_when_it_comes(server):
-    server._final["r"] = None  # it is past the gate, and verl has parked it
+async def test_aborted_request_that_is_held_during_a_weight_load_ends_on_entry(server):
+    server._final["r"] = None  # it is past the gate, and verl holds it
     assert not (await server.abort_request("r"))["aborted"]
     assert server._aborts
     server.arrives()
@@ -59,14 +59,14 @@ async def test_one_that_waits_while_weights_are_loaded_ends_when_it_comes(server
     assert server.engine.engine_core.aborted == ["r-12345678"]
 
 
-async def test_one_that_waits_for_newer_weights_never_enters(server):
+async def test_aborted_request_that_awaits_newer_weights_never_enters(server):
     waits = asyncio.create_task(server._gate.enter("r", 1))
     await asyncio.sleep(0)
     assert (await server.abort_request("r"))["aborted"]
     assert not await waits
 
 
-async def test_one_that_is_not_there_is_nobodys(server):
+async def test_abort_of_an_unknown_request(server):
     server.arrives()
     assert not (await server.abort_request("another", reset_prefix_cache=False))["aborted"]
     assert server.engine.engine_core.aborted == []

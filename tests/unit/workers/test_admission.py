@@ -1,4 +1,4 @@
-"""With more requests than slots, an abort finds every request admitted that the engine knows of."""
+"""With more requests than slots, an abort finds every request that the engine has accepted."""
 
 import asyncio
 from collections import defaultdict
@@ -10,7 +10,7 @@ from verl_rhyme.engine.server import RhymeHttpServer
 
 
 class Engine:
-    """Knows a request after a moment and answers it when it is let; as vLLM's AsyncLLM to the server."""
+    """An engine that accepts a request after a moment and answers it on command, like vLLM's AsyncLLM."""
 
     def __init__(self):
         self.output_processor = SimpleNamespace(external_req_ids=defaultdict(list))

@@ -1,4 +1,4 @@
-"""What an agent loop worker runs, ends and reports."""
+"""Attempts of an agent loop worker: how they run, end and are reported."""
 
 import asyncio
 import sys
@@ -22,10 +22,10 @@ _Worker = SessionAgentLoopWorker.__ray_metadata__.modified_class
 
 
 class Worker(_Worker):
-    """Its agent loop is what a test says."""
+    """Worker whose agent loop is the test's."""
 
     def __init__(self, run):
-        self.run, self.told, self.broken, self.fetched = run, [], False, []
+        self.run, self.reported, self.broken, self.fetched = run, [], False, []
         self._coupled, self._seed, self._filter_metric, self._tool_timeout = False, 0, None, 60.0
         self._attempts, self._sessions = {}, {}
         self.background_tasks = set()
@@ -35,15 +35,15 @@ class Worker(_Worker):
         if self.broken:
             raise NotReported("gone")
         assert (left is not None) == (ended.status in ("generated", "interrupted"))
-        self.told.append(ended)
+        self.reported.append(ended)
 
     @property
     def reports(self):
-        """The last word of each attempt."""
-        return {ended.name: ended for ended in self.told}
+        """Return the last report of each attempt."""
+        return {ended.name: ended for ended in self.reported}
 
     async def generate_sequences(self, batch):
-        """verl's way from a batch to its prompts, shortened."""
+        """Replace verl's way from a batch to its prompts."""
         for order in batch[STARTS]:
             order = getattr(order, "data", order)
             uid = sample_of(order.starts[0].name)[0]
@@ -55,7 +55,7 @@ class Worker(_Worker):
         await self.run(self, sampling_params, session_id, prompt)
 
     async def start(self, *starts):
-        """Until all of them have ended."""
+        """Wait until all of them have ended."""
         await self.begin(list(starts), 4)
         while self._attempts:
             await asyncio.sleep(0.001)
@@ -64,14 +64,14 @@ class Worker(_Worker):
 
 @pytest.fixture(autouse=True)
 def queue(monkeypatch):
-    """TransferQueue: prompts without columns, and what a test has put there of earlier attempts."""
+    """TransferQueue with prompts without columns, and earlier attempts of the test."""
     left, asked = {}, []
 
     async def fetch(keys, partition_id, select_fields=None):
         asked.append((partition_id, list(keys)))
         if partition_id == PROMPTS:
             return TensorDict({"index": torch.arange(len(keys))}, batch_size=len(keys))
-        if not (found := [key for key in keys if key in left]):  # others are left out of the answer
+        if not (found := [key for key in keys if key in left]):  # the answer leaves out missing keys
             raise ValueError("keys or partition were not found!")
         return {name: [left[key][name] for key in found] for name in select_fields}
 
@@ -83,7 +83,7 @@ def first(number, predecessor=None):
     return Start(Attempt("a", number).name, predecessor, partial=True)
 
 
-async def test_an_attempt_is_known_from_the_start_until_it_has_been_reported():
+async def test_attempt_is_listed_until_it_has_been_reported():
     async def run(worker, params, session_id, prompt):
         raise Interrupted
 
@@ -93,10 +93,10 @@ async def test_an_attempt_is_known_from_the_start_until_it_has_been_reported():
     assert sorted(await worker.attempts()) == ["a_0", "a_1"]
     await task
     assert await worker.attempts() == []
-    assert {key: told.status for key, told in worker.reports.items()} == {"a_0": "interrupted", "a_1": "interrupted"}
+    assert {key: ended.status for key, ended in worker.reports.items()} == {"a_0": "interrupted", "a_1": "interrupted"}
 
 
-async def test_an_abandoned_attempt_ends_without_a_word_and_alone():
+async def test_abandoned_attempt_ends_alone_without_a_report():
     release = asyncio.Event()
 
     async def run(worker, params, session_id, prompt):
@@ -116,7 +116,7 @@ async def test_an_abandoned_attempt_ends_without_a_word_and_alone():
     assert list(worker.reports) == ["a_0"]
 
 
-async def test_one_whose_report_fails_is_known_no_longer(caplog):
+async def test_attempt_whose_report_fails_is_not_listed(caplog):
     async def run(worker, params, session_id, prompt):
         raise Interrupted
 
@@ -128,8 +128,8 @@ async def test_one_whose_report_fails_is_known_no_longer(caplog):
     assert "could not be reported" in caplog.text
 
 
-async def test_where_the_end_of_generation_cannot_be_told_the_sample_has_not_failed(monkeypatch):
-    """A coordinator that is long in coming back is no fault of the prompt."""
+async def test_unreported_end_of_generation_is_no_failure(monkeypatch):
+    """A coordinator that restarts slowly is no fault of the prompt."""
 
     async def run(worker, params, session_id, prompt):
         worker.broken = True
@@ -140,10 +140,10 @@ async def test_where_the_end_of_generation_cannot_be_told_the_sample_has_not_fai
 
     worker = Worker(run)
     await worker.start(first(0))
-    assert worker.told == []
+    assert worker.reported == []
 
 
-async def test_each_attempt_reports_under_its_own_name_and_its_agent_loop_sees_the_sample():
+async def test_attempt_reports_its_name_and_agent_loop_gets_the_sample_number():
     async def run(worker, params, session_id, prompt):
         assert session_id == current().sample == 2
         assert params == {}
@@ -154,8 +154,8 @@ async def test_each_attempt_reports_under_its_own_name_and_its_agent_loop_sees_t
     assert list(worker.reports) == [again] != ["a_2"]
 
 
-async def test_what_earlier_attempts_left_comes_in_one_message_and_what_is_missing_is_begun_anew(queue):
-    """Of 16 samples that start again together, one whose text is gone takes no other's along."""
+async def test_earlier_turns_are_fetched_at_once_and_missing_ones_start_over(queue):
+    """Of 16 samples that start again together, a missing text affects only its own sample."""
     met = {}
 
     async def run(worker, params, session_id, prompt):
@@ -176,7 +176,7 @@ async def test_what_earlier_attempts_left_comes_in_one_message_and_what_is_missi
     assert met == {0: [[0, 7]], 1: [], 2: [[2, 7]]}
 
 
-async def test_without_the_prompts_data_the_coordinator_is_told_that_it_is_lost(monkeypatch):
+async def test_attempts_without_prompt_data_are_reported(monkeypatch):
     async def gone(**kwargs):
         raise ConnectionError("no queue")
 
@@ -184,12 +184,12 @@ async def test_without_the_prompts_data_the_coordinator_is_told_that_it_is_lost(
     monkeypatch.setattr(workers, "_RETRY_S", 0.001)
     worker = Worker(None)
     await worker.start(first(0), first(1))
-    assert {key: (told.status, told.error) for key, told in worker.reports.items()} == dict.fromkeys(
+    assert {key: (report.status, report.error) for key, report in worker.reports.items()} == dict.fromkeys(
         ("a_0", "a_1"), ("lost", "ConnectionError('no queue')")
     )
 
 
-async def test_one_that_is_abandoned_while_its_data_come_never_starts(monkeypatch, queue):
+async def test_attempt_abandoned_while_its_data_are_fetched_never_starts(monkeypatch, queue):
     release, ran = asyncio.Event(), []
 
     async def run(worker, params, session_id, prompt):
@@ -212,7 +212,7 @@ async def test_one_that_is_abandoned_while_its_data_come_never_starts(monkeypatc
 
 
 @pytest.mark.parametrize(("metric", "scores"), [("reward", [0.5, 0.5]), ("acc", [1.0, 1.0]), (None, [])])
-async def test_with_its_reward_it_is_finished_and_tells_what_groups_are_filtered_by(monkeypatch, metric, scores):
+async def test_finished_report_has_the_scores_for_group_filters(monkeypatch, metric, scores):
     async def store(self, output, validate, **kwargs):
         for trajectory in output:
             trajectory.reward_score = 0.5
@@ -226,11 +226,11 @@ async def test_with_its_reward_it_is_finished_and_tells_what_groups_are_filtered
     worker = Worker(run)
     worker._filter_metric = metric
     await worker.start(first(0))
-    assert [told.status for told in worker.told] == ["generated", "finished"]
-    assert worker.told[1].scores == scores
+    assert [report.status for report in worker.reported] == ["generated", "finished"]
+    assert worker.reported[1].scores == scores
 
 
-async def test_a_filter_by_what_the_reward_does_not_give_says_so(monkeypatch):
+async def test_missing_filter_metric_is_an_error(monkeypatch):
     async def store(self, output, validate, **kwargs):
         output.extra_fields["reward_extra_info"] = {"acc": 1}
 
@@ -242,13 +242,13 @@ async def test_a_filter_by_what_the_reward_does_not_give_says_so(monkeypatch):
     worker._filter_metric = "score"
     await worker.start(first(0))
     assert worker.reports["a_0"].status == "failed"
-    assert "metric=score: the reward function gives ['acc']" in worker.reports["a_0"].error
+    assert "metric=score: the reward function returns ['acc']" in worker.reports["a_0"].error
 
 
 @pytest.mark.parametrize("score", [None, float("nan"), float("inf"), 0.5, True])
-async def test_a_reward_that_is_no_number_fails_its_sample_before_it_is_stored(monkeypatch, score):
-    """One NaN makes the advantages of its whole group NaN, and verl skips an update with such a gradient; without any
-    reward, the update would miss the column. Metrics other than the reward may be what they like."""
+async def test_reward_that_is_not_finite_fails_the_sample_before_storing(monkeypatch, score):
+    """A NaN makes the advantages of its whole group NaN, and verl skips a step with such a gradient. Without a reward
+    the step would lack the column. Other metrics may have any value."""
     stored = []
 
     class Judge:
@@ -271,16 +271,16 @@ async def test_a_reward_that_is_no_number_fails_its_sample_before_it_is_stored(m
     worker.processor, worker.mm_processor_kwargs, worker.distillation_enabled = None, {}, False
     await worker.start(first(0))
     if score in (0.5, True):
-        assert [told.status for told in worker.told] == ["generated", "finished"]
+        assert [report.status for report in worker.reported] == ["generated", "finished"]
         assert stored == ["a_0_0"]
     else:
-        assert [told.status for told in worker.told] == ["generated", "failed"]
-        assert f"the reward of prompt a, sample 0, is {score}" in worker.told[-1].error
+        assert [report.status for report in worker.reported] == ["generated", "failed"]
+        assert f"the reward of prompt a, sample 0, is {score}" in worker.reported[-1].error
         assert stored == []
 
 
 @pytest.mark.parametrize("several", [False, True])
-async def test_an_answer_without_generation_is_stored_with_the_version_it_was_made_under(monkeypatch, several):
+async def test_trajectory_without_generation_gets_the_current_version(monkeypatch, several):
     stored = []
 
     async def store(self, output, validate, **kwargs):
@@ -294,15 +294,16 @@ async def test_an_answer_without_generation_is_stored_with_the_version_it_was_ma
     monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", store)
     worker = Worker(run)
     await worker.start(first(0))
-    assert (worker.told[0].status, worker.told[0].tokens, worker.told[0].first_version) == ("generated", 0, None)
+    report = worker.reported[0]
+    assert (report.status, report.tokens, report.first_version) == ("generated", 0, None)
     versions = [output.extra_fields for output in (stored[0] if several else stored)]
     assert versions[0].pop(REPORT) == {"tokens": 0, "first_version": None, "records": []}
     assert versions[0] == {"min_global_steps": 3, "max_global_steps": 3}
     assert versions[1:] == ([{"min_global_steps": 3, "max_global_steps": 1}] if several else [])
 
 
-async def test_a_finished_response_that_is_regenerated_is_drafted_from_its_trajectory(monkeypatch, queue):
-    """Its tokens of each turn, without what tools answered; one that is gone takes no other's along."""
+async def test_regenerated_response_is_drafted_from_its_trajectory(monkeypatch, queue):
+    """The draft has the tokens of each turn without tool answers; a missing trajectory affects only its own sample."""
     stored = {"a_0_0": ([5, 6, 9, 9, 7], [1, 1, 0, 0, 1]), "a_1_0": ([8], [1])}
 
     async def fetch(keys, partition_id, select_fields=None):
@@ -324,7 +325,7 @@ async def test_a_finished_response_that_is_regenerated_is_drafted_from_its_traje
     assert met == {0: [[5, 6], [7]], 1: [[8]], 2: []}
 
 
-async def test_a_failure_is_reported_with_the_end_of_its_text():
+async def test_failure_report_has_the_end_of_the_error_text():
     """A remote error has a long traceback before its message."""
 
     async def run(worker, params, session_id, prompt):
@@ -332,14 +333,14 @@ async def test_a_failure_is_reported_with_the_end_of_its_text():
 
     worker = Worker(run)
     await worker.start(first(0))
-    told = worker.reports["a_0"]
-    assert told.status == "failed"
-    assert told.error.endswith("KeyError: 'answer'")
-    assert len(told.error) <= 1000
+    report = worker.reports["a_0"]
+    assert report.status == "failed"
+    assert report.error.endswith("KeyError: 'answer'")
+    assert len(report.error) <= 1000
 
 
-async def test_an_agent_loop_without_a_trajectory_costs_its_sample_only():
-    """verl's own worker stores nothing then."""
+async def test_agent_loop_without_a_trajectory_affects_only_its_sample():
+    """verl's worker stores nothing then."""
 
     async def run(worker, params, session_id, prompt):
         turn, _ = current().begin("p")
@@ -348,20 +349,20 @@ async def test_an_agent_loop_without_a_trajectory_costs_its_sample_only():
 
     worker = Worker(run)
     await worker.start(first(0))
-    assert [(told.status, told.tokens, told.empty) for told in worker.told] == [
+    assert [(report.status, report.tokens, report.empty) for report in worker.reported] == [
         ("generated", 0, False),
         ("finished", 0, True),
     ]
 
 
 async def interrupt(session_id):
-    """As the client, in a call of the agent loop."""
+    """Raise an interruption, as the client does in a call of the agent loop."""
     with current().generation():
         await asyncio.sleep(0)
         raise Interrupted
 
 
-async def test_an_agent_loop_that_goes_on_after_an_interruption_stores_nothing(monkeypatch):
+async def test_agent_loop_that_continues_after_an_interruption_stores_nothing(monkeypatch):
     stored = []
 
     async def store(self, output, validate, **kwargs):
@@ -378,11 +379,11 @@ async def test_an_agent_loop_that_goes_on_after_an_interruption_stores_nothing(m
     worker = Worker(run)
     await worker.start(first(0), first(1))
     assert stored == []
-    assert [told.status for told in worker.told] == ["interrupted", "interrupted"]
+    assert [report.status for report in worker.reported] == ["interrupted", "interrupted"]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio has no task groups")
-async def test_an_interruption_in_a_group_of_tasks_is_one():
+async def test_interruption_in_an_exception_group_is_recognised():
     async def run(worker, params, session_id, prompt):
         async with asyncio.TaskGroup() as group:
             group.create_task(interrupt(session_id))
@@ -393,7 +394,7 @@ async def test_an_interruption_in_a_group_of_tasks_is_one():
     assert worker.reports["a_0"].status == "interrupted"
 
 
-async def test_a_tool_or_a_reward_that_never_answers_ends_its_sample_alone(monkeypatch):
+async def test_tool_or_reward_without_an_answer_fails_only_its_sample(monkeypatch):
     async def hang(self, output, validate, **kwargs):
         await asyncio.Event().wait()
 
@@ -404,7 +405,7 @@ async def test_a_tool_or_a_reward_that_never_answers_ends_its_sample_alone(monke
             output = SimpleNamespace(extra_fields={})
             await worker._agent_loop_postprocess(output, False, session_id=session_id, **prompt)
         with current().generation():
-            await asyncio.sleep(0.3)  # the queue at the engines is long
+            await asyncio.sleep(0.3)  # a long queue at the engines
         await asyncio.sleep(0.05)
         raise Interrupted
 
@@ -412,7 +413,7 @@ async def test_a_tool_or_a_reward_that_never_answers_ends_its_sample_alone(monke
     worker = Worker(run)
     worker._tool_timeout = 0.1
     await asyncio.wait_for(worker.start(first(0), first(1), first(2)), 5)
-    assert {name: told.status for name, told in worker.reports.items()} == {
+    assert {name: report.status for name, report in worker.reports.items()} == {
         "a_0": "failed",
         "a_1": "failed",
         "a_2": "interrupted",
@@ -423,7 +424,7 @@ async def test_a_tool_or_a_reward_that_never_answers_ends_its_sample_alone(monke
         assert "scheduling.tool_timeout" in error
 
 
-async def test_one_that_is_abandoned_while_its_tool_is_busy_has_not_failed():
+async def test_attempt_abandoned_during_a_tool_call_is_no_failure():
     async def run(worker, params, session_id, prompt):
         await asyncio.Event().wait()
 
@@ -432,11 +433,11 @@ async def test_one_that_is_abandoned_while_its_tool_is_busy_has_not_failed():
     await asyncio.sleep(0.01)
     await worker.abandon(["a_0"])
     await task
-    assert worker.told == []
+    assert worker.reported == []
 
 
-async def test_in_verls_own_modes_too(monkeypatch):
-    """verl counts it as a session that failed."""
+async def test_tool_timeout_applies_without_the_pipeline(monkeypatch):
+    """verl counts it as a failed session."""
 
     async def hang(self, sampling_params, trajectory, **kwargs):
         await asyncio.Event().wait()

@@ -1,7 +1,7 @@
-"""Exactly once: whatever dies, each prompt's samples are trained once in a lineage of weights, or told as dropped.
+"""Exactly once: despite deaths, each prompt's samples are trained once in a lineage of weights, or reported as dropped.
 
 Coordinator, pool, driver, agent loop workers, sessions and client are the real ones (:mod:`training_world`). Each
-schedule is a short run of its own, of rules, data and deaths that its seed says; a failure names the seed.
+schedule is a short run whose rules, data and deaths follow from its seed; a failure names the seed.
 """
 
 import zlib
@@ -11,21 +11,21 @@ from training_world import MODES, simulate
 
 from tests.conftest import SLOW, examples
 
-pytestmark = pytest.mark.slow  # short runs, with all that dies in them
+pytestmark = pytest.mark.slow  # many short runs with deaths
 
 SCHEDULES = examples(2, slow=1000)
 KILLS = 5
-#: Seeds of schedules that once failed.
-FOUND = {"full 1 separate": [240]}  # a coordinator died as it opened: padding of the run before stayed in the queue
+#: Seeds of schedules that failed once.
+FOUND = {"full 1 separate": [240]}  # a coordinator died as it opened: padding of an earlier run stayed in the queue
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.timeout(3600 if SLOW else 120)
-def test_whatever_dies_all_is_trained_once(mode, monkeypatch):
+def test_every_sample_is_trained_once_despite_deaths(mode, monkeypatch):
     seeds = range(SCHEDULES)
-    if not SLOW:  # others for each mode
+    if not SLOW:  # different seeds for each mode
         seeds = [10_000 + zlib.crc32(mode.encode()) % 10_000 + number for number in seeds] + FOUND.get(mode, [])
-    deaths, reopened = [], 0  # of all worlds, which are large
+    deaths, reopened = [], 0  # of all worlds, which are too large to keep
     for seed in seeds:
         world = simulate(mode, seed, KILLS, monkeypatch)
         deaths += world.deaths
@@ -38,14 +38,14 @@ def test_whatever_dies_all_is_trained_once(mode, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_where_nothing_dies_nothing_starts_again(mode, monkeypatch):
+def test_without_deaths_nothing_starts_again(mode, monkeypatch):
     world = simulate(mode, 5, 0, monkeypatch)
     assert (world.runs, world.reopened, world.deaths) == (1, 0, [])
     assert (world.parts > 0) == world.streams, "no part came before its batch"
 
 
-def test_replicas_rest_and_return_and_nothing_is_lost(monkeypatch):
-    """No request runs at one that rests, and one that returns has the current weights: the world looks."""
+def test_nothing_is_lost_when_replicas_rest_and_wake(monkeypatch):
+    """The world checks that no request runs on a resting replica, and that a woken one has the current weights."""
     worlds = [simulate(mode, seed, 0, monkeypatch) for mode in MODES if "elastic" in mode for seed in range(10)]
     assert all(world.deaths == [] for world in worlds)
     assert sum(world.rested for world in worlds) > 3

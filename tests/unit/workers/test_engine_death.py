@@ -1,4 +1,4 @@
-"""What a request has said is not lost with its engine, where the server still answers."""
+"""Tokens of a request survive the death of its engine, if the server still answers."""
 
 import asyncio
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from verl_rhyme.processes.request import DIED, FIELD
 
 
 async def two_steps(prompt, params, request_id, **kwargs):
-    """vLLM's: its lists grow while who asked has not looked, and not at once."""
+    """A queue of vLLM: outputs are merged until they are read, and arrive with a delay."""
     yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2], logprobs=["a", "b", "c"], finish_reason=None)])
     raise EngineDeadError
 
@@ -31,21 +31,21 @@ def server():
     return built
 
 
-async def test_a_coordinators_request_ends_as_one_that_was_cut_short(server):
+async def test_request_of_a_coordinator_ends_as_interrupted(server):
     server._names["r"] = "uid_0"
     last = [output async for output in server._observed_generate(None, None, "r") if output.outputs][-1].outputs[0]
     assert (last.token_ids, last.logprobs, last.finish_reason) == ([1, 2], ["a", "b"], "abort")
     assert server._cut == {"r"}
 
 
-async def test_anybody_elses_fails_as_with_verl(server):
+async def test_other_requests_fail_as_with_verl(server):
     with pytest.raises(EngineDeadError):
         async for _ in server._observed_generate(None, None, "r"):
             pass
     assert not server._cut
 
 
-async def test_the_client_is_told(server, monkeypatch):
+async def test_client_learns_that_the_engine_died(server, monkeypatch):
     async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
         if request_id == "cut":
             self._cut.add(request_id)
@@ -54,12 +54,12 @@ async def test_the_client_is_told(server, monkeypatch):
     monkeypatch.setattr(vLLMHttpServer, "generate", generate)
     server._gate, server._rhyme = Gate(), SimpleNamespace(drafting=SimpleNamespace(enable=False))
     server.global_steps, server.replica_rank, server._node_id = 3, 0, "node"
-    told = [await server.generate([5], {}, name) for name in ("whole", "cut")]
-    assert [output.extra_fields.get(DIED, False) for output in told] == [False, True]
+    outputs = [await server.generate([5], {}, name) for name in ("whole", "cut")]
+    assert [output.extra_fields.get(DIED, False) for output in outputs] == [False, True]
     assert not server._cut
 
 
-async def test_who_is_given_up_hands_back_what_its_requests_have_said(server):
+async def test_server_that_is_given_up_returns_generated_tokens(server):
     server.node_rank, given = 0, []
     server.engine.output_processor.propagate_error = given.append
     leaves = asyncio.create_task(server.let_go())
@@ -71,8 +71,8 @@ async def test_who_is_given_up_hands_back_what_its_requests_have_said(server):
 
 
 @pytest.mark.parametrize("partial", [True, False])
-async def test_a_turn_goes_on_elsewhere_with_what_it_has(monkeypatch, partial):
-    """In the same attempt: the policy is the same."""
+async def test_turn_continues_on_another_replica_with_its_tokens(monkeypatch, partial):
+    """The attempt continues: the policy is the same."""
     said = Engine.generate
 
     async def generate(self, request_id, **kwargs):

@@ -1,4 +1,4 @@
-"""What verl's methods in a vLLM worker do with rhyme."""
+"""verl's methods in a vLLM worker with rhyme."""
 
 import subprocess
 import sys
@@ -8,8 +8,8 @@ import pytest
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_load_its_weights_ends_and_says_why():
-    """verl's sender would wait for its word without end; vLLM goes on after an error in a worker."""
+def test_worker_that_cannot_load_weights_exits_with_the_error():
+    """verl's sender would wait for the worker without end, because vLLM continues after an error in a worker."""
     script = """
         import logging
         logging.basicConfig()
@@ -36,7 +36,7 @@ def test_a_worker_that_cannot_load_its_weights_ends_and_says_why():
     assert "ValueError: out of memory" in ended.stderr
 
 
-def test_both_ways_that_weights_come_are_held_so():
+def test_both_load_methods_are_guarded():
     from verl_rhyme.engine.extension import RhymeWorkerExtension
 
     for name in ("update_weights_from_ipc", "update_verl_delta_weights"):

@@ -1,4 +1,4 @@
-"""A replica is healthy when its engine answers, too."""
+"""A replica is healthy only if its engine answers."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from verl_rhyme.engine.server import RhymeHttpServer
 
 
 class Engine:
-    """vLLM's front end, and its process behind it."""
+    """vLLM's front end, and the engine process behind it."""
 
     def __init__(self):
         self.error, self.steps = None, asyncio.Event()
@@ -32,7 +32,7 @@ def server(monkeypatch):
     return built
 
 
-async def test_an_engine_that_hangs_is_not(server):
+async def test_hung_engine_is_not_healthy(server):
     asked = asyncio.create_task(server.healthy())
     done, _ = await asyncio.wait({asked}, timeout=0.1)
     assert not done, "its process does nothing"
@@ -41,7 +41,7 @@ async def test_an_engine_that_hangs_is_not(server):
     await asyncio.wait_for(server.healthy(), 1)
 
 
-async def test_nor_one_that_dies_while_it_is_asked(server):
+async def test_engine_that_dies_during_the_check_is_not_healthy(server):
     asked = asyncio.create_task(server.healthy())
     await asyncio.sleep(0.05)
     server.engine.error = RuntimeError("it has died")
@@ -49,7 +49,7 @@ async def test_nor_one_that_dies_while_it_is_asked(server):
         await asyncio.wait_for(asked, 1)
 
 
-async def test_one_that_takes_weights_has_its_time(server, monkeypatch):
+async def test_engine_that_loads_weights_gets_more_time(server, monkeypatch):
     taken = asyncio.Event()
     monkeypatch.setattr(vLLMHttpServer, "collective_rpc", lambda self, method: taken.wait())
     loads = asyncio.create_task(server.collective_rpc("update_weights"))
@@ -62,6 +62,6 @@ async def test_one_that_takes_weights_has_its_time(server, monkeypatch):
     asked.cancel()
 
 
-async def test_what_has_no_engine_is(server):
+async def test_server_without_engine_is_healthy(server):
     server.node_rank = 1
     await asyncio.wait_for(server.healthy(), 1)

@@ -1,4 +1,4 @@
-"""Rows that stay on a worker: a later stage gets what it would have fetched, and nothing twice."""
+"""Rows held by a worker: a later stage gets all its fields, and fetches none twice."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def nested(dtype=torch.int64, start=0):
 
 
 def sent(word=None, part=1, rows=2, **fields):
-    """As a stage is given it, with what is one for all rows."""
+    """Return the data of a stage, with values shared by all rows."""
     data = tu.get_tensordict({"uid": ["a"] * rows, **fields})
     tu.assign_non_tensor_data(data, "calculate_entropy", word == KEEP)
     if word is not None:
@@ -28,10 +28,10 @@ def sent(word=None, part=1, rows=2, **fields):
 
 PIXELS = {"pixel_values": torch.ones(4)}
 FIRST = {"input_ids": nested(), "response_mask": nested(), "multi_modal_inputs": [{}, PIXELS]}
-BYTES = 2 * (8 * 8 + 3 * 8) + 4 * 4  # two fields of 8 tokens, their offsets, and an image
+BYTES = 2 * (8 * 8 + 3 * 8) + 4 * 4  # two fields of 8 tokens with offsets, and an image
 
 
-def test_a_stage_has_what_an_earlier_one_fetched_and_what_is_new():
+def test_stage_joins_held_rows_with_new_fields():
     held = HeldRows()
     assert JOIN not in held.joined(sent(KEEP, **FIRST)).keys()  # noqa: SIM118
     mask = nested(start=7)
@@ -46,7 +46,7 @@ def test_a_stage_has_what_an_earlier_one_fetched_and_what_is_new():
     assert held.counts() == (0, 0)
 
 
-def test_data_of_no_part_pass():
+def test_data_without_a_part_are_unchanged():
     held = HeldRows()
     data = sent(**FIRST)
     assert held.joined(data) is data
@@ -54,7 +54,7 @@ def test_data_of_no_part_pass():
 
 
 @pytest.mark.parametrize(("kept", "asked", "rows"), [(None, 1, 2), (1, 2, 2), (1, 1, 3)])
-def test_other_rows_are_never_taken(kept, asked, rows):
+def test_rows_of_another_part_are_an_error(kept, asked, rows):
     held = HeldRows()
     if kept is not None:
         held.joined(sent(KEEP, kept, **FIRST))
@@ -62,8 +62,8 @@ def test_other_rows_are_never_taken(kept, asked, rows):
         held.joined(sent(JOIN, asked, rows=rows))
 
 
-def test_actor_and_reference_of_a_process_have_them_together(monkeypatch):
-    """As verl makes them where the engines are apart: two workers in one process."""
+def test_actor_and_reference_share_the_rows(monkeypatch):
+    """verl makes two workers in one process when the engines are separate."""
     monkeypatch.setattr(actor, "ROWS", HeldRows())
     got = []
 
@@ -87,4 +87,4 @@ def test_actor_and_reference_of_a_process_have_them_together(monkeypatch):
     assert reused == 2 * BYTES
     assert fetched == BYTES + 8 * 8 + 3 * 8
     with pytest.raises(RuntimeError):
-        ours.compute_log_prob(sent(JOIN))  # rows went with the count
+        ours.compute_log_prob(sent(JOIN))  # fetched_bytes() dropped the rows

@@ -1,4 +1,4 @@
-"""Writers without Ray: each has its folder, below one base."""
+"""History writers without Ray: each has its folder below one base."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def tokens(base, node):
     return None if history is None else history.response(0).tolist()
 
 
-def test_two_writers_below_one_base_leave_each_other_alone(tmp_path):
+def test_two_writers_below_one_base_do_not_interfere(tmp_path):
     writers = [writer(tmp_path, node) for node in NODES]
     for token, opened in enumerate(writers):
         assert opened.open() == os.getpid()
@@ -62,8 +62,8 @@ def test_two_writers_below_one_base_leave_each_other_alone(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_who_records_comes_after_rays_other_processes(tmp_path):
-    """Ray starts each of them with a niceness of 15, and takes none of that back for a user who is not root."""
+def test_recording_has_a_lower_priority_than_rays_processes(tmp_path):
+    """Ray starts its processes with a niceness of 15; only root may lower that."""
     found = []
 
     def recording():
@@ -79,7 +79,7 @@ def test_who_records_comes_after_rays_other_processes(tmp_path):
 
 @pytest.fixture
 def shared(tmp_path):
-    """The user's folder in a place that runs and users share."""
+    """The user's folder at a place that runs and users share."""
     return tmp_path / f"verl_rhyme-{os.getuid()}"
 
 
@@ -91,8 +91,8 @@ def left_by_a_killed_run(base):
         process.send_signal(signal.SIGKILL)
 
 
-def test_what_this_users_killed_runs_left_on_the_node_goes(shared):
-    """Whatever checkpoint folder they had: on a preempting cluster it may never be used again here."""
+def test_folders_of_killed_runs_are_removed(shared):
+    """For any checkpoint folder: on a preempting cluster the same one may never be used again on this node."""
     left_by_a_killed_run(shared / "killed")
     opened = writer(shared / "mine", NODES[0])
     opened.open()
@@ -101,8 +101,8 @@ def test_what_this_users_killed_runs_left_on_the_node_goes(shared):
     assert not list(shared.iterdir())
 
 
-def test_a_run_whose_writer_alone_died_keeps_its_history(shared):
-    """Its engines read on, and its next writer takes the folder over."""
+def test_history_survives_the_death_of_its_writer(shared):
+    """Its engines continue to read, and its next writer takes over the folder."""
     left_by_a_killed_run(shared / "living")
     reader = HistoryReader(node_history_dir(str(shared / "living"), NODES[0]), "vocabulary")
     assert reader.get(KEY) is not None
@@ -117,8 +117,8 @@ def test_a_run_whose_writer_alone_died_keeps_its_history(shared):
     opened.close()
 
 
-def test_runs_of_a_folder_of_the_users_own_are_left_alone(tmp_path):
-    """``history.dir`` may lie among anything."""
+def test_users_own_history_dir_is_not_cleaned(tmp_path):
+    """``history.dir`` may contain other files."""
     left_by_a_killed_run(tmp_path / "other")
     opened = writer(tmp_path / "mine", NODES[0])
     opened.open()
@@ -126,7 +126,7 @@ def test_runs_of_a_folder_of_the_users_own_are_left_alone(tmp_path):
     assert tokens(tmp_path / "other", NODES[0]) == [5, 6]
 
 
-def test_the_users_folder_is_private_all_the_way_and_no_link(shared, tmp_path):
+def test_users_folder_is_private_and_not_a_link(shared, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     shared.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(HistoryError, match=r"is a link.*history\.dir"):
@@ -143,19 +143,19 @@ def test_the_users_folder_is_private_all_the_way_and_no_link(shared, tmp_path):
     opened.close()
 
 
-# ---- what other nodes fetch ----
+# ---- values fetched by other nodes ----
 
 
 @pytest.fixture
 def sharing(tmp_path, monkeypatch):
-    """A writer whose values do not go into Ray's store."""
+    """A writer whose values are not put into Ray's store."""
     monkeypatch.setattr(history_writer.ray, "put", lambda value: value.copy())
     opened = writer(tmp_path, NODES[0])
     yield opened
     opened.close()
 
 
-def test_what_changed_since_is_sent_and_nothing_else(sharing):
+def test_only_changed_values_are_sent(sharing):
     assert sharing.values({KEY: b""}) == {KEY: None}, "it opens the store itself"
     record(sharing, 3)
     answers = sharing.values({KEY: b"", b"other" + bytes(11): b""})
@@ -163,15 +163,15 @@ def test_what_changed_since_is_sent_and_nothing_else(sharing):
     assert answers[b"other" + bytes(11)] is None
     version = version_of(answers[KEY])
     assert sharing.values({KEY: version}) == {KEY: None}
-    told = record(sharing, 4, step=2)
-    assert told["sent_bytes"] == len(answers[KEY])
+    stats = record(sharing, 4, step=2)
+    assert stats["sent_bytes"] == len(answers[KEY])
     later = sharing.values({KEY: version})[KEY]
     assert [PromptHistory.decode(later).response(i).tolist() for i in range(2)] == [[3], [4]]
     sharing._store.clear()
     assert len(sharing.values({KEY: version_of(later)})[KEY]) == 0, "nothing is kept of it any more"
 
 
-def test_an_answer_and_what_stays_shared_are_bounded(sharing, monkeypatch):
+def test_answers_and_shared_values_are_bounded(sharing, monkeypatch):
     keys = [bytes([i]) * 16 for i in range(8)]
     text = np.arange(2000, dtype=np.int32)
     sharing.record([[Trajectory(key, text + i, 1.0, 0, 0, 0) for i, key in enumerate(keys)]], 1)
@@ -189,7 +189,7 @@ def test_an_answer_and_what_stays_shared_are_bounded(sharing, monkeypatch):
     assert [int(PromptHistory.decode(found[key]).response(0)[0]) for key in keys] == list(range(8))
 
 
-def test_nats_are_counted_of_the_responses_whose_log_probs_are_known(sharing):
+def test_nats_are_counted_for_responses_with_log_probs(sharing):
     text = np.arange(3, dtype=np.int32)
     known = np.array([-0.5, -1.5, 0.0], np.float32)
     group = [Trajectory(KEY, text, 1.0, 0, 0, 0, known), Trajectory(KEY, text, 1.0, 0, 0, 1, None)]
@@ -199,7 +199,7 @@ def test_nats_are_counted_of_the_responses_whose_log_probs_are_known(sharing):
 
 
 def test_values_are_read_while_a_step_is_recorded(sharing, monkeypatch):
-    """Other nodes' engines would wait for it: minutes, where responses are long."""
+    """Otherwise other nodes' engines would wait, for minutes if responses are long."""
     record(sharing, 3)
     inside, leave = threading.Event(), threading.Event()
 

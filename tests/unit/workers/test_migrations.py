@@ -1,4 +1,4 @@
-"""Looks for samples that are better off elsewhere: what they order, and what they say."""
+"""Searches for samples to move between replicas: their moves and log lines."""
 
 import asyncio
 import logging
@@ -27,10 +27,10 @@ class _Dispatch:
     placement = None
 
     def __init__(self, moves):
-        self._moves, self.told = moves, {}
+        self._moves, self.progress = moves, {}
 
     def moves(self, emitted):
-        self.told = emitted
+        self.progress = emitted
         return self._moves
 
 
@@ -39,24 +39,24 @@ def _look(moves):
     moving = Migrations(dispatch, None, ordered.append, dict, lambda: True)
     moving._servers = {"a": _Server(7), "b": _Server(RuntimeError("dead"))}
     asyncio.run(moving._move({"a": ["0_0_1", "0_1_1"], "b": ["1_0_1"], "gone": ["2_0_1"]}))
-    assert dispatch.told == {"0_0_1": 7, "0_1_1": 7}, "who is dead or gone says nothing"
+    assert dispatch.progress == {"0_0_1": 7, "0_1_1": 7}, "who is dead or gone says nothing"
     assert ordered == [moves]
 
 
-def test_a_look_is_one_line_and_each_move_one_for_who_asks(caplog):
+def test_moves_are_one_info_line_and_one_debug_line_each(caplog):
     caplog.set_level(logging.DEBUG, "verl_rhyme.coordinator.migrations")
     _look([Move("0_0_1", "c", "saves 3 s of 9 s"), Move("0_1_1", "d", "saves 2 s of 6 s")])
     info = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert info == ["2 samples go on at another replica; the first, 0_0_1 at c: saves 3 s of 9 s"]
+    assert info == ["2 samples continue on another replica; the first, 0_0_1 on c: saves 3 s of 9 s"]
     debug = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
-    assert debug == ["0_0_1 goes on at c: saves 3 s of 9 s", "0_1_1 goes on at d: saves 2 s of 6 s"]
+    assert debug == ["0_0_1 continues on c: saves 3 s of 9 s", "0_1_1 continues on d: saves 2 s of 6 s"]
     caplog.clear()
     _look([])
     assert not caplog.records
 
 
 def _vacate(looks):
-    """What is ordered of these answers to where attempts run."""
+    """Return the moves ordered for these answers about where attempts run."""
     dispatch, ordered, seen = _Dispatch([]), [], []
 
     async def where():
@@ -69,7 +69,7 @@ def _vacate(looks):
     return asyncio.run(moving.vacate("a")), [move[:2] for move in ordered]
 
 
-def test_what_runs_at_one_that_rests_goes_wherever_the_router_says(monkeypatch):
+def test_samples_of_a_resting_replica_move_where_the_router_decides(monkeypatch):
     monkeypatch.setattr(module, "_STRAY_S", 0.0)
     looks = [{"0_0_1": "a", "1_0_1": "b"}, {"0_0_1": "a", "2_0_1": "a", "1_0_1": "b"}, {"0_0_1": "a", "2_0_1": "b"}]
     moved = [("0_0_1", ""), ("2_0_1", "")]  # the first is between two requests: it stays there until its next

@@ -1,4 +1,4 @@
-"""Which prompt a request is of: what the data say, by verl's own worker and ours, whatever its agent loop sends."""
+"""The prompt of a request is identified by its data, in both workers, whatever the agent loop sends."""
 
 import asyncio
 from types import SimpleNamespace
@@ -22,12 +22,12 @@ from verl_rhyme.processes.request import FIELD, RequestMeta
 from verl_rhyme.scheduling.attempts import Attempt, Start
 from verl_rhyme.trainer.pipeline import RhymePipelineTrainer
 
-#: What the template puts before each prompt; it changes at midnight.
+#: Tokens that the template puts before each prompt; they change at midnight.
 DATE = [24, 11]
 
 
 class Engine(LLMServerClient):
-    """Answers with a token, and tells of the request."""
+    """Server that answers with one token, and records the request."""
 
     async def generate(self, request_id, *, prompt_ids, sampling_params, rhyme, **kwargs):
         meta = RequestMeta(**rhyme)
@@ -41,7 +41,7 @@ class Client(RhymeLLMServerClient, Engine):
 
 
 class Loop:
-    """Puts the date into the messages themselves, and keeps nothing of what the engine tells."""
+    """Agent loop that puts the date into the messages, and keeps none of the engine's extra fields."""
 
     def __init__(self, server_manager, **_):
         self.client = server_manager
@@ -64,7 +64,7 @@ CONFIG = SimpleNamespace(
 
 
 def answered(worker_class, prompt, validate=False):
-    """(keys that the requests of a prompt have, records that its trajectories are stored with)"""
+    """Return keys of a prompt's requests, and the records stored with its trajectories."""
     stored, starts = [], []
 
     class Worker(worker_class.__ray_metadata__.modified_class):
@@ -108,20 +108,20 @@ def row(text="find x", **columns):
 
 @pytest.mark.parametrize("validate", [False, True])
 @pytest.mark.parametrize("worker", [RhymeAgentLoopWorker, SessionAgentLoopWorker])
-def test_requests_are_known_by_the_data_on_any_day(worker, validate, monkeypatch):
+def test_prompt_key_does_not_depend_on_the_date(worker, validate, monkeypatch):
     today, stored = answered(worker, row(), validate)
     monkeypatch.setattr(f"{__name__}.DATE", [25, 11])
     tomorrow, _ = answered(worker, row(), validate)
     assert len(today) == (1 if validate else 2)
     assert len({*today, *tomorrow}) == 1
-    assert [[record["prompt_key"] for record in told] for told in stored] == [[key] for key in today], "recorded by it"
+    assert [[record["prompt_key"] for record in sample] for sample in stored] == [[key] for key in today]
     other, _ = answered(worker, row(tools_kwargs={"search": {"create_kwargs": {"corpus": "a"}}}), validate)
     assert set(other).isdisjoint(today)
     nothing, _ = answered(worker, {"index": 3}, validate)
     assert set(nothing) == {prompt_key(DATE).hex()}, "without data by its token ids"
 
 
-def test_lengths_are_known_by_the_same_key():
+def test_lengths_use_the_same_key():
     rows = [
         row("find x", extra_info={"index": 1}, tools_kwargs={}),
         row("find y", extra_info={"tool_selection": ["search"]}, tools_kwargs={"search": {"create_kwargs": {"k": 3}}}),

@@ -1,4 +1,4 @@
-"""The length ranker beside a run: what it learns, when it trains, what it keeps, and what its failures cost."""
+"""The length ranker of a run: its training, its checkpoints, and its failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer import ranking
 
-pytestmark = pytest.mark.slow  # they train
+pytestmark = pytest.mark.slow  # they train models
 
 KNOWN = world(96)
 PROMPTS = {f"{i:032x}": prompt.tolist() for i, prompt in enumerate(KNOWN.prompts)}
@@ -49,26 +49,26 @@ def learnt() -> RankerService:
     return made
 
 
-def test_it_scores_what_was_never_answered(learnt) -> None:
-    told, number = learnt.score(some(PROMPTS, 48, 96))
+def test_prompts_without_answers_are_scored(learnt) -> None:
+    scores, number = learnt.score(some(PROMPTS, 48, 96))
     assert number == 1
-    assert list(told) == list(PROMPTS)[64:]
-    assert np.corrcoef(list(told.values()), KNOWN.locations[64:])[0, 1] > 0.5
+    assert list(scores) == list(PROMPTS)[64:]
+    assert np.corrcoef(list(scores.values()), KNOWN.locations[64:])[0, 1] > 0.5
 
 
-def test_the_predictor_goes_by_it(learnt) -> None:
+def test_predictor_uses_the_scores(learnt) -> None:
     expectations = Expectations(4096)
     new = list(PROMPTS)[64:]
     alike = expectations.hand({f"uid {key}": key for key in new})
     assert len(set(alike.values())) == 1
-    told = expectations.rank(*learnt.score(some(PROMPTS, 64, 96)))
-    assert set(told) == {f"uid {key}" for key in new}
-    assert np.corrcoef(np.log(list(told.values())), KNOWN.locations[64:])[0, 1] > 0.5
+    scores = expectations.rank(*learnt.score(some(PROMPTS, 64, 96)))
+    assert set(scores) == {f"uid {key}" for key in new}
+    assert np.corrcoef(np.log(list(scores.values())), KNOWN.locations[64:])[0, 1] > 0.5
     assert expectations.rank({"nobody": 5.0}, 1) == {}
     assert not expectations.errors
 
 
-def test_it_keeps_the_latest_prompts_and_trains_on_them() -> None:
+def test_latest_prompts_are_kept_for_training() -> None:
     made = service()
     made.score(PROMPTS)
     assert made.learn(LENGTHS)
@@ -76,35 +76,35 @@ def test_it_keeps_the_latest_prompts_and_trains_on_them() -> None:
     assert made.learn({"stranger": [3]}) is False
 
 
-def test_a_checkpoint_has_it_all(learnt, tmp_path) -> None:
+def test_checkpoint_restores_ranker_and_pairs(learnt, tmp_path) -> None:
     learnt.save(tmp_path)
     again = service()
     assert again.restore(tmp_path)
     new = some(PROMPTS, 64, 96)
-    told, number = again.score(new)
+    scores, number = again.score(new)
     assert number == 1
-    np.testing.assert_allclose(list(told.values()), list(learnt.score(new)[0].values()), atol=1e-6)
+    np.testing.assert_allclose(list(scores.values()), list(learnt.score(new)[0].values()), atol=1e-6)
     assert {k: v[1].tolist() for k, v in again._pairs.items()} == some(LENGTHS, 0, 64)
     assert not service().restore(tmp_path / "none")
-    other = service(kind="model")  # the pairs serve another kind, too
+    other = service(kind="model")  # another kind can use the pairs
     assert other.restore(tmp_path)
     assert other.score(new) == ({}, 0)
     (tmp_path / "ranker" / "pairs.safetensors").write_bytes(b"torn")
-    with pytest.raises(ValueError, match="no pairs"):
+    with pytest.raises(ValueError, match="cannot be read"):
         service().restore(tmp_path)
 
 
-def test_an_empty_one_is_saved_too(tmp_path) -> None:
+def test_empty_ranker_is_saved(tmp_path) -> None:
     service().save(tmp_path)
     again = service()
     assert again.restore(tmp_path)
     assert again.number == 0
 
 
-def test_a_model_serves_while_it_is_trained_anew(tmp_path, monkeypatch) -> None:
+def test_model_serves_while_it_is_trained_again(tmp_path, monkeypatch) -> None:
     ranker.fit(ranker.tiny(VOCABULARY, **SMALL), world(16), ranker.Training(epochs=1)).save(tmp_path)
     made = service(kind="model", model=str(tmp_path))
-    assert made.score(some(PROMPTS, 0, 64))[1] == 1  # from the start
+    assert made.score(some(PROMPTS, 0, 64))[1] == 1  # without training here
     entered, leave = threading.Event(), threading.Event()
     fit = ranker.fit
 
@@ -117,15 +117,15 @@ def test_a_model_serves_while_it_is_trained_anew(tmp_path, monkeypatch) -> None:
     thread = threading.Thread(target=made.learn, args=(some(LENGTHS, 0, 64),))
     thread.start()
     assert entered.wait(60)
-    told, number = made.score(some(PROMPTS, 64, 96))
-    assert (len(told), number) == (32, 1)
+    scores, number = made.score(some(PROMPTS, 64, 96))
+    assert (len(scores), number) == (32, 1)
     leave.set()
     thread.join(60)
     assert made.score(some(PROMPTS, 64, 96))[1] == 2
 
 
 class Calls:
-    """In the place of ray and of the actor: calls are kept, and what comes of them is decided by name."""
+    """Replacement of ray and the actor: it records calls, and decides their results by name."""
 
     def __init__(self, monkeypatch, **comes) -> None:
         self.made: list[tuple] = []
@@ -146,20 +146,20 @@ class Calls:
         return comes
 
 
-def test_what_fails_is_counted_and_told_once(monkeypatch, caplog) -> None:
+def test_failures_are_counted_and_logged_once(monkeypatch, caplog) -> None:
     calls = Calls(monkeypatch, **dict.fromkeys(("announce", "learn", "save"), RuntimeError("broken")))
     with caplog.at_level(logging.WARNING):
         calls.hand.on_prompts({"key": "text", "": "text"}, SimpleNamespace(coordinator="coordinator"))
         calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7, 9]}), 1, 0)
         calls.hand.save("folder")
-        told = calls.hand.on_step(None)
+        measured = calls.hand.on_step(None)
     wanted = [("announce", {"key": "text"}, "coordinator"), ("learn", {"key": [7, 9]}), ("save", "folder")]
     assert calls.made == wanted
-    assert told == {names.RANKER_TRAINED: 0.0, names.RANKER_FAILURES: 3.0}
+    assert measured == {names.RANKER_TRAINED: 0.0, names.RANKER_FAILURES: 3.0}
     assert len([r for r in caplog.records if "length ranker" in r.getMessage()]) == 1
 
 
-def test_one_that_died_takes_up_the_last_checkpoint(monkeypatch) -> None:
+def test_dead_ranker_restores_the_last_checkpoint(monkeypatch) -> None:
     calls = Calls(monkeypatch, learn=3)
     calls.hand.save("step 2")
     calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
@@ -168,7 +168,7 @@ def test_one_that_died_takes_up_the_last_checkpoint(monkeypatch) -> None:
     calls.hand.on_step(None)
     assert calls.made[-1] == ("restore", "step 2")
     assert [method for method, *_ in calls.made].count("restore") == 2, "once for each look that found it dead"
-    calls.comes = {"restore": RayActorError()}  # not there again yet
+    calls.comes = {"restore": RayActorError()}  # the process has not restarted
     calls.hand.on_step(None)
     calls.comes = {"restore": 2}
     calls.hand.on_step(None)
@@ -177,7 +177,7 @@ def test_one_that_died_takes_up_the_last_checkpoint(monkeypatch) -> None:
     assert len(calls.made) == made
 
 
-def test_one_that_hangs_is_noticed_and_holds_up_one_checkpoint(monkeypatch) -> None:
+def test_hung_ranker_delays_one_checkpoint_only(monkeypatch) -> None:
     calls = Calls(monkeypatch, save=TimeoutError())
     calls.hand.save("step 2")
     calls.done = False
@@ -190,49 +190,49 @@ def test_one_that_hangs_is_noticed_and_holds_up_one_checkpoint(monkeypatch) -> N
     assert calls.hand.failures == 3, "what is left out is counted"
 
 
-def test_how_often_it_was_trained_never_falls(monkeypatch) -> None:
+def test_number_of_trainings_never_decreases(monkeypatch) -> None:
     calls = Calls(monkeypatch, learn=2)
     calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
     assert calls.hand.on_step(None)[names.RANKER_TRAINED] == 2
-    calls.comes = {"learn": 1}  # asked later, back earlier: the other one trained
+    calls.comes = {"learn": 1}  # called later, answered earlier: the other call trained
     calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
     assert calls.hand.on_step(None)[names.RANKER_TRAINED] == 2
 
 
-def test_boosting_is_what_it_trains_by_default(learnt) -> None:
+def test_boosting_is_the_default_kind(learnt) -> None:
     assert isinstance(learnt._ranker, Boosting)
 
 
-def test_what_waits_is_scored_anew_by_another_ranker(tmp_path) -> None:
-    told: list[tuple[dict, int]] = []
-    coordinator = SimpleNamespace(rank=SimpleNamespace(remote=lambda *arguments: told.append(arguments)))
+def test_waiting_prompts_are_scored_again_by_a_new_ranker(tmp_path) -> None:
+    sent: list[tuple[dict, int]] = []
+    coordinator = SimpleNamespace(rank=SimpleNamespace(remote=lambda *arguments: sent.append(arguments)))
     actor = RankerActor.__new__(RankerActor)
     actor._service, actor._coordinator = service(), None
     assert actor.announce(PROMPTS, coordinator) == 0
-    assert not told
+    assert not sent
     assert actor.learn(some(LENGTHS, 0, 64)) == 1
-    ((locations, number),) = told
+    ((locations, number),) = sent
     assert (list(locations), number) == (list(PROMPTS)[64:], 1)
     actor.save(str(tmp_path))
     again = RankerActor.__new__(RankerActor)
     again._service, again._coordinator = service(), None
     again.announce(some(PROMPTS, 90, 96), coordinator)
-    assert len(told) == 1
+    assert len(sent) == 1
     assert again.restore(str(tmp_path)) == 1
-    assert list(told[1][0]) == list(PROMPTS)[90:]
+    assert list(sent[1][0]) == list(PROMPTS)[90:]
 
 
-def test_it_is_not_trained_for_nobody() -> None:
+def test_no_training_without_unknown_prompts() -> None:
     made = service()
     made.score(PROMPTS)
     assert made.learn(LENGTHS)
-    made.score(some(PROMPTS, 16, 96))  # the next epoch: all are known
+    made.score(some(PROMPTS, 16, 96))  # the next epoch: all prompts are known
     assert not made.learn(LENGTHS)
     made.score({"another": [5, 6]})
     assert made.learn(some(LENGTHS, 0, 1))
 
 
-def test_what_left_without_a_response_waits_no_longer_and_keeps_what_is_known(learnt) -> None:
+def test_prompts_that_left_without_a_response_keep_earlier_lengths(learnt) -> None:
     made = service()
     made.score(some(PROMPTS, 0, 64))
     made.learn(some(LENGTHS, 0, 1))
@@ -241,7 +241,7 @@ def test_what_left_without_a_response_waits_no_longer_and_keeps_what_is_known(le
     assert len(made._pairs) == 1
 
 
-def test_what_came_before_a_checkpoint_was_read_stays(learnt, tmp_path) -> None:
+def test_pairs_learnt_before_a_restore_are_kept(learnt, tmp_path) -> None:
     learnt.save(tmp_path)
     made = service()
     made.score(some(PROMPTS, 60, 70))
@@ -253,8 +253,8 @@ def test_what_came_before_a_checkpoint_was_read_stays(learnt, tmp_path) -> None:
     assert made._pairs[first][1].tolist() == [9]
 
 
-def test_training_ends_in_time(monkeypatch) -> None:
-    """A clock that goes on by a minute whenever it is looked at."""
+def test_training_keeps_its_time_limit(monkeypatch) -> None:
+    """The clock advances by a minute at each call."""
     times = iter(range(0, 60 * 10_000, 60))
     config = RankerConfig(kind="model", refresh=64, minutes=3)
     made = RankerService(config, lambda messages: messages, clock=lambda: float(next(times)))
@@ -267,16 +267,16 @@ def test_training_ends_in_time(monkeypatch) -> None:
     assert len(made.score({"new": [4, 5, 6]})[0]) == 1
 
 
-def test_what_is_missing_is_told_before_a_run_begins(tmp_path, monkeypatch) -> None:
+def test_missing_requirements_are_reported_before_a_run(tmp_path, monkeypatch) -> None:
     def lacks(vocabulary=None, **options) -> str:
         return lacking(RankerConfig(**{"kind": "boosting", **options}), vocabulary)
 
     assert lacks() == lacks(kind="model") == ""
     there = str(tmp_path / "model")
-    assert "is no folder with config.json" in lacks(kind="model", model=there)
+    assert "is not a folder with config.json" in lacks(kind="model", model=there)
     ranker.tiny(VOCABULARY, **SMALL).body.save_pretrained(there)
     assert lacks(VOCABULARY, kind="model", model=there) == ""
-    assert "24 tokens apart" in lacks(VOCABULARY + 1, kind="model", model=there)
+    assert "has 24 token ids" in lacks(VOCABULARY + 1, kind="model", model=there)
     made = ranker.fit(ranker.tiny(VOCABULARY, **SMALL), world(16), ranker.Training(epochs=1))
     made.save(tmp_path / "ranker")
     assert lacks(1 << 17, kind="model", model=str(tmp_path / "ranker")) == ""

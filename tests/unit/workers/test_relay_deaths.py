@@ -1,4 +1,4 @@
-"""Relays that die while the trainer asks them for something, and who does it in their place."""
+"""Relays that die during a call of the trainer, and the relays that replace them."""
 
 import threading
 from types import SimpleNamespace
@@ -14,14 +14,14 @@ from verl_rhyme.weights.manager import RelayManager
 
 
 class Told:
-    """What a call gives, or raises."""
+    """Result or error of a call."""
 
     def __init__(self, value=None, error=None):
         self.value, self.error = value, error
 
 
 class Relay:
-    """Of a node; it dies when it is asked for what ``dies_at`` names."""
+    """Relay of a node; it dies at the call named ``dies_at``."""
 
     answers: ClassVar = {"folder": "/weights", "written": "identity", "revive": True}
 
@@ -57,7 +57,7 @@ class Replica:
 
 
 class World:
-    """One node, with the actor and two replicas."""
+    """One node with the actor and two replicas."""
 
     def __init__(self, monkeypatch):
         self.dies_at, self.dead, self.taken, self.relays, self.written = [], [], [], [], []
@@ -94,8 +94,8 @@ def world(monkeypatch):
     return made
 
 
-def test_a_new_replica_gets_its_weights_though_the_relay_died_before(world):
-    """As one that takes a dead one's place does."""
+def test_new_replica_gets_weights_after_the_relays_death(world):
+    """The new replica replaces a dead one."""
     world.relays[0].lives = False
     world.manager.deliver([Replica(2)])
     assert world.taken == [(2, 1)]
@@ -103,13 +103,13 @@ def test_a_new_replica_gets_its_weights_though_the_relay_died_before(world):
 
 
 @pytest.mark.parametrize("dies_at", [["deliver"], ["deliver", "revive"], ["deliver", "deliver"]])
-def test_or_dies_meanwhile(world, dies_at):
+def test_new_replica_gets_weights_though_the_relay_dies_meanwhile(world, dies_at):
     world.dies_at += dies_at
     world.manager.deliver(world.replicas)
     assert world.taken[-2:] == [(0, 1), (1, 1)]
 
 
-def test_heirs_that_die_one_after_another_are_not_tried_for_ever(world):
+def test_repeated_deaths_of_relays_end_the_run(world):
     world.dies_at += ["deliver", *["revive"] * 100]
     with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
         world.manager.deliver(world.replicas)
@@ -117,7 +117,7 @@ def test_heirs_that_die_one_after_another_are_not_tried_for_ever(world):
 
 
 @pytest.mark.parametrize("dies_at", ["expect", "folder", "written"])
-def test_a_version_is_written_once_more(world, dies_at):
+def test_version_is_written_again_after_a_death(world, dies_at):
     world.dies_at.append(dies_at)
     world.manager.update_weights(2)
     assert world.taken[-2:] == [(0, 2), (1, 2)]
@@ -125,17 +125,17 @@ def test_a_version_is_written_once_more(world, dies_at):
     assert len(world.relays) == 2
 
 
-def test_another_death_is_told(world):
+def test_death_of_a_replica_is_raised(world):
     world.dead.append(1)
     with pytest.raises(RayActorError):
         world.manager.deliver(world.replicas)
     assert len(world.relays) == 1
 
 
-def test_the_trainer_waits_for_no_relay_but_its_own(world):
+def test_trainer_waits_only_for_its_own_relay(world):
     world.manager.waits = False
     world.manager.replicas.append(Replica(2, "far"))
-    world.hangs_at = "fetch"  # of the other node's
+    world.hangs_at = "fetch"  # on the other node
     world.manager.update_weights(2)
     assert world.written == [1, 2]
     assert world.manager.check() == 3, "the trainer may look meanwhile"
@@ -145,7 +145,7 @@ def test_the_trainer_waits_for_no_relay_but_its_own(world):
     assert set(world.taken) == {(0, 2), (1, 2), (2, 2)}
 
 
-def test_a_relay_that_dies_behind_the_trainers_back_is_replaced_without_the_actor(world):
+def test_relay_that_dies_in_the_background_is_replaced_without_the_actor(world):
     world.manager.waits = False
     world.dies_at.append("deliver")
     world.manager.update_weights(2)
@@ -154,13 +154,13 @@ def test_a_relay_that_dies_behind_the_trainers_back_is_replaced_without_the_acto
     assert set(world.taken[-2:]) == {(0, 2), (1, 2)}
 
 
-def test_weights_that_are_lost_behind_the_trainers_back_are_told_at_its_next_look(world):
+def test_lost_weights_are_raised_at_the_next_check(world):
     world.manager.waits = False
     world.manager.replicas.append(Replica(2, "far"))
     world.hangs_at = "fetch"
     world.manager.update_weights(2)
     world.dies_at += ["fetch", *["revive"] * 100]
-    next(relay for relay in world.relays if relay.lives).lives = False  # the actor's
+    next(relay for relay in world.relays if relay.lives).lives = False  # the actor's relay
     world.goes_on.set()
     with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
         world.manager.settle()
@@ -171,7 +171,7 @@ def test_weights_that_are_lost_behind_the_trainers_back_are_told_at_its_next_loo
     assert set(world.taken[-3:]) == {(0, 3), (1, 3), (2, 3)}
 
 
-def test_a_replica_that_is_dead_keeps_no_other_from_new_weights(world):
+def test_dead_replica_does_not_block_new_weights_of_others(world):
     world.manager.waits = False
     world.manager.replicas.append(Replica(2, error=ActorDiedError()))
     world.manager.update_weights(2)
@@ -179,14 +179,14 @@ def test_a_replica_that_is_dead_keeps_no_other_from_new_weights(world):
     assert world.taken == [(0, 2), (1, 2)]
 
 
-def test_a_hand_out_that_failed_is_raised_at_every_look_and_not_as_one_replicas_error(world, monkeypatch):
+def test_failed_distribution_is_raised_at_every_check(world, monkeypatch):
     def failing(replicas):
         raise WeightsError("no room")
 
     world.manager.waits = False
     monkeypatch.setattr(world.manager, "_hand_out", failing)
     world.manager.update_weights(2)
-    world.manager._join()  # as whoever lets a replica rest does
+    world.manager._join()  # as Spares.rest() does
     for _ in range(2):
         with pytest.raises(WeightsError, match="no room"):
             world.manager.check()

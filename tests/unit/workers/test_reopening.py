@@ -1,4 +1,4 @@
-"""A coordinator that is opened anew while it is still being opened, or gets other workers."""
+"""A coordinator that is opened again while it is being opened, or gets other workers."""
 
 from types import SimpleNamespace
 from typing import ClassVar
@@ -11,7 +11,7 @@ from verl_rhyme.processes.messages import Before, NotOpen
 
 
 class WorkerPool:
-    """While it waits for its workers the coordinator is opened anew."""
+    """While the coordinator waits for its workers it is opened again."""
 
     made: ClassVar[list] = []
 
@@ -46,7 +46,7 @@ def opened(monkeypatch):
 SETTING = SimpleNamespace(rules=None, filters=None, response_limit=1, lost_after=1.0)
 
 
-async def test_the_pool_of_an_opening_that_came_too_late_watches_nobody(opened):
+async def test_pool_of_an_outdated_opening_is_closed(opened):
     with pytest.raises(NotOpen):
         await opened.open(SETTING, [opened], Before(None, [], 0, 1, 1, None, None), False)
     [pool] = WorkerPool.made
@@ -54,7 +54,7 @@ async def test_the_pool_of_an_opening_that_came_too_late_watches_nobody(opened):
     assert opened._opened is None
 
 
-async def test_nor_do_workers_that_came_too_late(opened):
+async def test_pool_of_outdated_workers_is_closed(opened):
     before = SimpleNamespace(close=lambda: None)
     opened._opened = SETTING, None, before
     with pytest.raises(NotOpen):
@@ -65,8 +65,8 @@ async def test_nor_do_workers_that_came_too_late(opened):
 
 
 @pytest.mark.parametrize("question", [("publish", 1, 1), ("enough", False, True), ("take",)], ids=lambda q: q[0])
-async def test_what_is_asked_of_a_rollout_changes_nothing_of_the_one_opened_since(opened, question):
-    """Who asked lost touch, and opened it anew: a late answer could clear what is being trained."""
+async def test_outdated_call_does_not_change_the_new_rollout(opened, question):
+    """The caller lost its connection and opened the coordinator again: a late answer could clear a trained batch."""
 
     async def look():
         opened._openings += 1

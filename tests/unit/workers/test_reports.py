@@ -1,4 +1,4 @@
-"""Reports of samples that end together go together, first to the queue, then to the coordinator."""
+"""Reports of samples that end together are sent together, first to the queue, then to the coordinator."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ class Queue:
     """TransferQueue and, as ``ended.remote``, the coordinator."""
 
     def __init__(self):
-        self.stored, self.told, self.order, self.fail, self.deaf, self.hang = [], [], [], 0, 0, False
+        self.stored, self.reported, self.order, self.fail, self.deaf, self.hang = [], [], [], 0, 0, False
         self.ended = self
 
     async def put(self, keys, partition_id, fields, tags):
@@ -30,9 +30,9 @@ class Queue:
     async def remote(self, ended):
         if self.deaf:
             self.deaf -= 1
-            raise ConnectionError("it starts anew")
-        self.told.append({told.name: told.status for told in ended})
-        self.order.append("told")
+            raise ConnectionError("it restarts")
+        self.reported.append({reported.name: reported.status for reported in ended})
+        self.order.append("reported")
 
 
 @pytest.fixture
@@ -55,56 +55,56 @@ def send(reports, session, status="interrupted"):
     return reports.send(Ended(session, status), left)
 
 
-async def test_what_ends_together_is_one_message(reports, queue):
+async def test_attempts_that_end_together_are_one_message(reports, queue):
     await asyncio.gather(*(send(reports, f"a_{i}") for i in range(30)))
-    assert queue.stored == queue.told == [{f"a_{i}": "interrupted" for i in range(30)}]
-    assert queue.order == ["stored", "told"], "a coordinator that is started anew looks into the queue"
+    assert queue.stored == queue.reported == [{f"a_{i}": "interrupted" for i in range(30)}]
+    assert queue.order == ["stored", "reported"], "a coordinator that is started anew looks into the queue"
 
 
-async def test_what_leaves_nothing_is_told_only(reports, queue):
+async def test_reports_without_columns_skip_the_queue(reports, queue):
     await asyncio.gather(send(reports, "a_0", "finished"), send(reports, "a_1", "failed"), send(reports, "a_2"))
     assert queue.stored == [{"a_2": "interrupted"}]
-    assert queue.told == [{"a_0": "finished", "a_1": "failed"}, {"a_2": "interrupted"}]
+    assert queue.reported == [{"a_0": "finished", "a_1": "failed"}, {"a_2": "interrupted"}]
 
 
-async def test_one_after_the_other_keeps_its_order(reports, queue):
+async def test_reports_keep_their_order(reports, queue):
     await send(reports, "a_0", "generated")
     await send(reports, "a_0", "finished")
-    assert queue.told == [{"a_0": "generated"}, {"a_0": "finished"}]
+    assert queue.reported == [{"a_0": "generated"}, {"a_0": "finished"}]
 
 
-async def test_a_report_that_comes_while_one_is_sent_is_not_lost(reports, queue):
+async def test_report_during_a_delivery_is_not_lost(reports, queue):
     first = asyncio.create_task(send(reports, "a_0"))
     await asyncio.sleep(module._DELAY_S)
     await asyncio.gather(first, send(reports, "a_1"))
-    assert sorted(session for message in queue.told for session in message) == ["a_0", "a_1"]
+    assert sorted(session for message in queue.reported for session in message) == ["a_0", "a_1"]
 
 
-async def test_an_error_reaches_all_whom_it_concerns_and_nobody_later(reports, queue):
+async def test_error_reaches_its_senders_and_no_later_one(reports, queue):
     queue.fail = 3
     results = await asyncio.gather(send(reports, "a_0"), send(reports, "a_1"), return_exceptions=True)
     assert [type(result) for result in results] == [module.NotReported] * 2
-    assert queue.told == [], "what is not stored is not told"
+    assert queue.reported == [], "what is not stored is not reported"
     await send(reports, "a_0")
-    assert queue.told == [{"a_0": "interrupted"}]
+    assert queue.reported == [{"a_0": "interrupted"}]
 
 
-async def test_a_report_that_fails_is_sent_again_and_stored_once(reports, queue):
+async def test_failed_report_is_sent_again_and_stored_once(reports, queue):
     queue.fail = queue.deaf = 2
     await send(reports, "a_0")
-    assert queue.stored == queue.told == [{"a_0": "interrupted"}]
+    assert queue.stored == queue.reported == [{"a_0": "interrupted"}]
 
 
-async def test_a_queue_that_hangs_is_an_error_too(reports, queue, monkeypatch):
+async def test_hung_queue_is_an_error(reports, queue, monkeypatch):
     monkeypatch.setattr(module, "_TIMEOUT_S", 0.01)
     queue.hang = True
     with pytest.raises(module.NotReported, match=r"TransferQueue.*TimeoutError"):
         await send(reports, "a_0")
 
 
-async def test_a_cancelled_sender_takes_no_others_report_with_it(reports, queue):
+async def test_cancelled_sender_does_not_affect_other_reports(reports, queue):
     one, other = (asyncio.create_task(send(reports, session)) for session in ("a_0", "a_1"))
     await asyncio.sleep(0)
     one.cancel()
     await other
-    assert "a_1" in queue.told[0]
+    assert "a_1" in queue.reported[0]

@@ -1,4 +1,4 @@
-"""A sample over interruptions, with the clients as they are and an engine that stops where it is told to."""
+"""Samples across interruptions, with the real clients and an engine that stops on command."""
 
 import asyncio
 import random
@@ -24,7 +24,7 @@ PROMPT, BUDGET = [1, 2, 3], 20
 
 
 class Engine(LLMServerClient):
-    """Says ``text`` after the prompt, a number a token, and is stopped after each of ``stops`` tokens."""
+    """Generates ``text`` after the prompt, one number per token, and is stopped after each of ``stops`` tokens."""
 
     stops, version, length, requests = (), 0, None, ()
 
@@ -55,12 +55,12 @@ class Client(RhymeLLMServerClient, Engine):
 
 
 def sample(partial, **more):
-    """An attempt that a trainer of ours started."""
+    """Return an attempt that a coordinator started."""
     return Session(partial, name="uid_0", **more)
 
 
 def attempt(client, session, prompt=PROMPT, params=None):
-    """One turn; ``None`` where it was interrupted."""
+    """Return the output of one turn; ``None`` if it was interrupted."""
 
     async def run():
         if session is not None:
@@ -74,14 +74,14 @@ def attempt(client, session, prompt=PROMPT, params=None):
 
 
 def again(session, partial):
-    """The next attempt, from what the last one left; a round through what is stored."""
+    """Return the next attempt, from the stored turns of the last one."""
     kept = [Turn.from_dict(turn.to_dict()) for turn in session.left]
     return sample(partial, kept=kept, records=session.records if partial else [])
 
 
 @settings(max_examples=150)
 @given(st.lists(st.integers(0, BUDGET), max_size=6), st.integers(1, 2 * BUDGET))
-def test_a_resumed_response_keeps_its_budget_and_its_log_probs(stops, length):
+def test_resumed_response_keeps_its_budget_and_log_probs(stops, length):
     session, output, client = sample(partial=True), None, Client(stops, length=length)
     made = []  # (version, tokens) of each attempt
     for version in range(len(stops) + 1):
@@ -102,13 +102,13 @@ def test_a_resumed_response_keeps_its_budget_and_its_log_probs(stops, length):
     assert sum(record["response_tokens"] for record in output.extra_fields[FIELD]) == len(output.token_ids)
 
 
-def test_on_policy_an_interrupted_response_begins_anew_and_drafts_from_what_was_said():
+def test_interrupted_on_policy_response_starts_over_and_drafts_its_text():
     client, session = Client([7]), sample(partial=False)
     assert attempt(client, session) is None
     client.version, client.stops = 1, [3]
     session = again(session, partial=False)
     assert attempt(client, session) is None
-    # The second attempt said 3 tokens; from there on what the first said is the best guess there is.
+    # The second attempt generated 3 tokens; after them the first attempt's text is the best draft.
     client.version = 2
     session = again(session, partial=False)
     output = attempt(client, session)
@@ -117,10 +117,10 @@ def test_on_policy_an_interrupted_response_begins_anew_and_drafts_from_what_was_
     assert all(prompt == PROMPT and budget == BUDGET for prompt, budget, _, _ in client.requests)
     assert len(output.token_ids) == BUDGET
     assert output.extra_fields["min_global_steps"] == output.extra_fields["max_global_steps"] == 2
-    assert len(output.extra_fields[FIELD]) == 1  # the discarded attempts are no part of it
+    assert len(output.extra_fields[FIELD]) == 1  # without the discarded attempts
 
 
-def test_the_budget_is_the_servers_rule_or_the_callers():
+def test_budget_follows_the_server_or_the_caller():
     client = Client()
     attempt(client, sample(partial=True), prompt=list(range(15)))
     attempt(client, sample(partial=True), params={"max_tokens": 5})
@@ -128,8 +128,8 @@ def test_the_budget_is_the_servers_rule_or_the_callers():
     assert [budget for _, budget, _, _ in client.requests] == [8 + BUDGET - 15, 5, 6]
 
 
-def test_priority_goes_with_each_request_and_validation_is_left_alone():
-    """Neither one that says what it works on nor one that does not ends where the engine stops."""
+def test_requests_have_a_priority_and_validation_is_not_interrupted():
+    """Neither a task with a session nor one without ends where the engine stops."""
     client = Client()
     attempt(client, sample(partial=False, assignment=Assignment(priority=7)))
     for validation in (None, Session(sample=3)):
@@ -139,8 +139,8 @@ def test_priority_goes_with_each_request_and_validation_is_left_alone():
     assert [meta.sample for _, _, meta, _ in client.requests] == [-1, -1, 3]
 
 
-def test_a_client_that_resumes_does_so_within_the_turn(monkeypatch):
-    """Then the session learns of an interruption only where it was one of the versions."""
+def test_resuming_client_resumes_within_the_turn(monkeypatch):
+    """The session then sees an interruption only if it changed the version."""
 
     async def no_wait(_):
         client.version += 1
@@ -165,7 +165,7 @@ def test_a_client_that_resumes_does_so_within_the_turn(monkeypatch):
             assert left == [[*range(100, 106)], [103, 104, 105], []], "what is still to come of the earlier text"
 
 
-def test_conversations_of_one_sample_have_their_own_keys_and_records():
+def test_conversations_of_a_sample_have_separate_keys_and_records():
     async def run(session, *conversations):
         sessions.enter(session)
         for request_id, prompt in conversations:
@@ -181,7 +181,7 @@ def test_conversations_of_one_sample_have_their_own_keys_and_records():
     assert len(said.extra_fields[FIELD]) == 1
     assert len(session.records) == 4
 
-    session = Session(records=session.records[:1])  # of an attempt that is continued
+    session = Session(records=session.records[:1])  # of the attempt that is continued
     said = asyncio.run(run(session, ("b", other), ("a", PROMPT), ("c", PROMPT)))
     assert [meta.attempt for _, _, meta, _ in client.requests[4:]] == [0, 1, 0]
 
@@ -193,7 +193,7 @@ def test_conversations_of_one_sample_have_their_own_keys_and_records():
 
 
 def turns(client, session, answers):
-    """A conversation of two turns; ``answers`` is the tool's word between them."""
+    """A conversation of two turns; ``answers`` are the tool's tokens between them."""
 
     async def run():
         sessions.enter(session)
@@ -207,7 +207,7 @@ def turns(client, session, answers):
     return asyncio.run(run())
 
 
-def test_partial_mode_replays_the_turns_that_were_complete():
+def test_partial_attempt_replays_complete_turns():
     client, session = Client([99, 2]), sample(partial=True)
     assert turns(client, session, 50) is None
     client.version = 1
@@ -218,7 +218,7 @@ def test_partial_mode_replays_the_turns_that_were_complete():
     assert [round(-100 * p) for p in second.log_probs] == [1, 1, 2, 2]
 
 
-def test_a_tool_that_answers_otherwise_makes_what_followed_void():
+def test_changed_tool_answer_discards_later_turns():
     client, session = Client([99, 2]), sample(partial=True)
     assert turns(client, session, 50) is None
     _, second = turns(client, again(session, partial=True), 51)
@@ -226,7 +226,7 @@ def test_a_tool_that_answers_otherwise_makes_what_followed_void():
     assert len(second.token_ids) == 4
 
 
-def test_on_policy_turns_of_two_policies_make_no_sample():
+def test_on_policy_turns_of_two_versions_are_an_interruption():
     client, session = Client(), sample(partial=False)
 
     class Moving(Client):
@@ -240,7 +240,7 @@ def test_on_policy_turns_of_two_policies_make_no_sample():
     assert [len(turn.tokens) for turn in session.left] == [4, 4]
 
 
-def test_an_agent_loop_that_catches_everything_does_not_catch_an_interruption():
+def test_interruption_passes_except_exception():
     async def loop():
         sessions.enter(sample(partial=False))
         try:
@@ -252,7 +252,7 @@ def test_an_agent_loop_that_catches_everything_does_not_catch_an_interruption():
         asyncio.run(loop())
 
 
-def test_sessions_of_concurrent_tasks_are_their_own():
+def test_concurrent_tasks_have_separate_sessions():
     async def one(number):
         sessions.enter(sample(partial=False, assignment=Assignment(priority=number)))
         await asyncio.sleep(random.random() / 100)
@@ -266,10 +266,10 @@ def test_sessions_of_concurrent_tasks_are_their_own():
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)), st.booleans())
-def test_a_turn_is_stored_as_bytes(tokens, asked):
+def test_turn_is_stored_as_bytes(tokens, asked):
     log_probs = array("f", [-token / 7 for token in tokens]) if asked else None
     turn = Turn("key", array("i", tokens), log_probs, 3, 3, False, "aborted")
-    stored = serial_utils.decode(serial_utils.encode(turn.to_dict()))  # TransferQueue's
+    stored = serial_utils.decode(serial_utils.encode(turn.to_dict()))  # TransferQueue's encoding
     assert stored["tokens"] == np.array(tokens, "<i4").tobytes()
     assert stored["log_probs"] == (np.array(log_probs, "<f4").tobytes() if asked else None)
     assert Turn.from_dict(stored) == turn
@@ -282,15 +282,15 @@ def drafts(client):
     return [np.frombuffer(meta.previous, "<i4").tolist() for _, _, meta, _ in client.requests]
 
 
-def test_the_engine_is_told_how_much_of_its_prompt_the_response_has_said():
+def test_request_has_the_number_of_generated_prompt_tokens():
     client, session = Client([7]), sample(partial=True)
     assert attempt(client, session, params={"min_tokens": 9, "stop": ["x"]}) is None
     attempt(client, again(session, partial=True), params={"min_tokens": 9, "stop": ["x"]})
     assert [meta.made for _, _, meta, _ in client.requests] == [0, 7]
 
 
-def test_with_options_that_no_request_can_take_up_a_response_begins_anew_and_drafts_from_its_text():
-    """In the next attempt; the prompt is not lost, and nothing of the first policy's is in it."""
+def test_response_with_unresumable_options_starts_over_and_drafts_its_text():
+    """In the next attempt; the prompt is kept, and no token of the first policy is in the response."""
     client, session = Client([7]), sample(partial=True)
     assert attempt(client, session, params=PENALTY) is None
     client.version = 1
@@ -303,12 +303,12 @@ def test_with_options_that_no_request_can_take_up_a_response_begins_anew_and_dra
     assert len(output.log_probs) == 20
 
 
-def test_so_does_one_that_moves_to_another_replica():
+def test_moved_response_with_unresumable_options_starts_over():
     client, session = Client([5, 3]), sample(partial=True)
     ended = session.extend
 
     def extend(*args):
-        session.moving = True  # its request was ended for that
+        session.moving = True  # its request was aborted for the move
         ended(*args)
 
     session.extend = extend
@@ -320,7 +320,7 @@ def test_so_does_one_that_moves_to_another_replica():
 
 
 @pytest.mark.parametrize("dispatched", [True, False])
-def test_so_does_one_that_verls_client_would_resume(monkeypatch, dispatched):
+def test_resuming_client_starts_over_with_unresumable_options(monkeypatch, dispatched):
     async def no_wait(_):
         client.version += 1
 
@@ -335,7 +335,7 @@ def test_so_does_one_that_verls_client_would_resume(monkeypatch, dispatched):
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (2, 2)
 
 
-def test_an_interruption_that_an_agent_loop_takes_for_a_value_ends_the_attempt_all_the_same():
+def test_interruption_returned_as_a_value_ends_the_attempt():
     async def loop():
         sessions.enter(session)
         calls = [client.generate(f"r{i}", prompt_ids=PROMPT, sampling_params={}) for i in range(2)]

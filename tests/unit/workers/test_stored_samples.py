@@ -1,4 +1,4 @@
-"""How a step is cut into pieces; what comes from TransferQueue is tested where one runs (e2e/test_two_nodes.py)."""
+"""Division of a step into pieces; e2e/test_two_nodes.py tests the real TransferQueue."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ SAMPLES = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 5)), max_size=
 
 
 @given(samples=SAMPLES, limit=st.integers(1, 20_000), grouped=st.booleans())
-def test_pieces_are_bounded_hold_each_row_once_and_tear_no_prompt_apart(samples, limit, grouped):
+def test_pieces_are_bounded_and_keep_prompts_together(samples, limit, grouped):
     lengths = np.array([length for length, _ in samples], dtype=np.int64)
     prompts = [prompt for _, prompt in samples]
     before, stored_samples.PIECE_BYTES = stored_samples.PIECE_BYTES, limit
@@ -28,7 +28,7 @@ def test_pieces_are_bounded_hold_each_row_once_and_tear_no_prompt_apart(samples,
         if grouped:
             assert not labels & {prompts[row] for other in pieces if other is not piece for row in other}
         assert 4 * lengths[piece].sum() <= limit or len(labels if grouped else piece) == 1
-    for one, other in pairwise(pieces):  # no more pieces than it takes
+    for one, other in pairwise(pieces):  # no more pieces than necessary
         last = [row for row in other if not grouped or prompts[row] == prompts[other[0]]]
         first_group = last if grouped else other[:1]
         assert 4 * (lengths[one].sum() + lengths[first_group].sum()) > limit

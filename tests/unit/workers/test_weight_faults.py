@@ -1,4 +1,4 @@
-"""What may go wrong with weights on their way: of the wrong type, of two versions, written anew, or not told of."""
+"""Faults of weights in transfer: a wrong dtype, two versions, a rewritten version, or one not announced."""
 
 import asyncio
 import shutil
@@ -39,9 +39,9 @@ MODEL = {
 
 
 class TestTypes:
-    """FSDP holds float32, engines bf16: what they would drop does not travel."""
+    """FSDP holds float32, engines bf16: bits that engines would drop are not sent."""
 
-    async def test_matrices_are_written_as_engines_hold_them(self, tmp_path):
+    async def test_matrices_are_written_in_the_engines_dtype(self, tmp_path):
         folder = claim(tmp_path)
         for version, dtype in ((1, None), (2, "bfloat16")):
             actor = RelayCheckpointEngine(1 << 20, is_master=True)
@@ -70,28 +70,28 @@ class TestTypes:
             ({"dtype": "bfloat16", "quantization": "fp8"}, None),
         ],
     )
-    def test_what_engines_hold_is_what_they_compute_in_unless_they_quantise(self, rollout, dtype):
+    def test_engines_dtype_is_the_compute_dtype_unless_quantised(self, rollout, dtype):
         assert travels_in(OmegaConf.create(rollout)) == dtype
         assert dtype is None or isinstance(getattr(torch, dtype), torch.dtype)
 
-    async def test_what_no_bucket_holds_is_handed_over_on_the_device(self, tmp_path, monkeypatch):
-        """verl sends it to the engine by a handle of device memory: there is none for a mapped file."""
+    async def test_tensor_larger_than_a_bucket_is_passed_on_the_device(self, tmp_path, monkeypatch):
+        """verl sends it to the engine by a handle of device memory, which a mapped file does not have."""
         monkeypatch.setattr(engines, "_device", lambda: "meta")
         folder = claim(tmp_path)
         write(folder, 1)
-        worker = RelayCheckpointEngine(1500)  # between those of 2,000 and of 48 bytes
+        worker = RelayCheckpointEngine(1500)  # between tensors of 2,000 and of 48 bytes
         worker.init_process_group(str(folder.path))
         read = {name: tensor.device.type async for name, tensor in worker.receive_weights(1)}
         assert read == {name: "meta" if "layer" in name or name == "shared" else "cpu" for name in weights(1)}
 
 
 class TestTwoVersions:
-    def test_what_is_written_anew_while_it_is_read_is_not_served(self, tmp_path):
+    def test_version_rewritten_during_a_read_is_not_served(self, tmp_path):
         folder = claim(tmp_path)
         write(folder, 1)
         reading = folder.read(1)
         next(reading)
-        writer = folder.writer(1, 3000, 1000)  # same sizes, other numbers
+        writer = folder.writer(1, 3000, 1000)  # the same sizes, other values
         for name, tensor in weights(2).items():
             writer.add(name, tensor)
         writer.close()
@@ -103,8 +103,8 @@ class TestTwoVersions:
         with pytest.raises(WeightsError):
             list(reading)
 
-    async def test_what_another_process_reads_is_kept(self, nodes):
-        """A replica of several nodes: the relay of its first node counts, those of the others do not know."""
+    async def test_version_read_by_another_process_is_kept(self, nodes):
+        """In a replica of several nodes only the first node's relay knows the readers."""
         [node] = nodes[:1]
         await publish(node, 1)
         reader = """
@@ -131,15 +131,15 @@ print(len(list(reading)), flush=True)
         await publish(node, 4)
         assert node._folder.versions() == [3, 4]
 
-    async def test_one_that_comes_while_it_is_written_anew_gives_way(self, nodes):
+    async def test_fetch_during_a_rewrite_is_abandoned(self, nodes):
         gate, near = asyncio.Event(), Near(nodes[0])
         await publish(nodes[0], 1)
         chunk = nodes[0].chunk
 
         async def slow(*asked):
-            told = await chunk(*asked)
-            await gate.wait()  # of the old version, late
-            return told
+            answer = await chunk(*asked)
+            await gate.wait()  # a late answer with the old version
+            return answer
 
         nodes[0].chunk = slow
         await nodes[1].fetch(1, known(1), [(near, True)])
@@ -151,42 +151,42 @@ print(len(list(reading)), flush=True)
         for name, tensor in weights(5).items():
             writer.add(name, tensor)
         writer.close()
-        told = await nodes[0].written(1)
-        await nodes[1].fetch(1, told, [(near, True)])
+        answer = await nodes[0].written(1)
+        await nodes[1].fetch(1, answer, [(near, True)])
         gate.set()
         await asyncio.wait_for(delivery, 20)
         assert torch.equal(replica.loaded["layer.1"], weights(5)["layer.1"])
         assert (await nodes[1].tally())["damaged"] == 0, "both wrote to one place"
 
-    async def test_an_old_one_of_that_number_is_not_served_where_the_new_was_not_told_of(self, nodes):
+    async def test_outdated_version_of_the_same_number_is_not_served(self, nodes):
         near, replica = Near(nodes[0]), Replica(nodes[1])
         await publish(nodes[0], 1)
         await nodes[1].fetch(1, known(1), [(near, False)])
         await nodes[1].deliver(replica.target, 1, False, known(1))
         with pytest.raises(UnsentError, match="nobody has sent weights 1"):
             await nodes[1].deliver(replica.target, 1, False, known(5))
-        assert replica.told.count("update_weights") == 1
+        assert replica.calls.count("update_weights") == 1
         writer = nodes[0]._folder.writer(1, 3000, 1000)
         for name, tensor in weights(5).items():
             writer.add(name, tensor)
         writer.close()
-        told = await nodes[0].written(1)
-        await nodes[1].fetch(1, told, [(near, False)])
-        await nodes[1].deliver(replica.target, 1, False, told)
+        answer = await nodes[0].written(1)
+        await nodes[1].fetch(1, answer, [(near, False)])
+        await nodes[1].deliver(replica.target, 1, False, answer)
         assert torch.equal(replica.loaded["layer.1"], weights(5)["layer.1"])
 
 
-async def test_a_slow_site_is_waited_for_also_where_all_bytes_go(tmp_path, monkeypatch):
+async def test_slow_site_is_awaited_also_for_whole_versions(tmp_path, monkeypatch):
     monkeypatch.setattr(relays, "keep_audible", lambda: None)
     here, there = (Relay(str(tmp_path / str(n)), None, False) for n in range(2))
     gate, near = asyncio.Event(), Near(here)
     chunk = here.chunk
 
     async def slow(version, *asked):
-        told = await chunk(version, *asked)
+        answer = await chunk(version, *asked)
         if version == 1:
             await gate.wait()
-        return told
+        return answer
 
     here.chunk = slow
     await publish(here, 1)
@@ -201,7 +201,7 @@ async def test_a_slow_site_is_waited_for_also_where_all_bytes_go(tmp_path, monke
     assert torch.equal(replica.loaded["layer.1"], weights(1)["layer.1"])
 
 
-async def test_it_is_told_when_all_of_a_version_crosses_the_link(nodes, monkeypatch):
+async def test_whole_version_over_the_link_is_logged(nodes, monkeypatch):
     near = Near(nodes[0])
     for version in (1, 2):
         await publish(nodes[0], version)
@@ -209,14 +209,14 @@ async def test_it_is_told_when_all_of_a_version_crosses_the_link(nodes, monkeypa
         await nodes[1].deliver(Replica(nodes[1]).target, version)
     nodes[0]._folder.remove(2)
     await publish(nodes[0], 3)
-    told = []
-    monkeypatch.setattr(relays.logger, "warning", lambda text, *of: told.append(text % of))
+    logged = []
+    monkeypatch.setattr(relays.logger, "warning", lambda text, *of: logged.append(text % of))
     await nodes[1].fetch(3, known(3), [(near, True)])
     await nodes[1].deliver(Replica(nodes[1]).target, 3)
-    assert any("chunks came whole from another site" in line for line in told)
+    assert any("chunks came whole from another site" in line for line in logged)
 
 
-async def test_the_end_of_a_run_ends_what_is_under_way(nodes):
+async def test_end_of_run_cancels_transfers(nodes):
     await publish(nodes[0], 1)
     gate, chunk = asyncio.Event(), nodes[0].chunk
 
@@ -234,7 +234,7 @@ async def test_the_end_of_a_run_ends_what_is_under_way(nodes):
     assert not nodes[1]._folder.path.exists()
 
 
-async def test_a_transfer_that_ends_with_any_error_is_tried_anew(nodes, monkeypatch):
+async def test_failed_transfer_is_tried_again(nodes, monkeypatch):
     await publish(nodes[0], 1)
 
     def full(version, parts):
@@ -253,9 +253,9 @@ async def test_a_transfer_that_ends_with_any_error_is_tried_anew(nodes, monkeypa
     assert replica.loaded
 
 
-def test_what_another_run_left_and_nobody_can_remove_stops_none(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(folders.logger, "warning", lambda text, *of: told.append(text % of))
+def test_undeletable_folder_of_another_run_is_ignored(tmp_path, monkeypatch):
+    logged = []
+    monkeypatch.setattr(folders.logger, "warning", lambda text, *of: logged.append(text % of))
     left = claim(tmp_path)
     let_go(left)
 
@@ -264,4 +264,4 @@ def test_what_another_run_left_and_nobody_can_remove_stops_none(tmp_path, monkey
 
     monkeypatch.setattr(shutil, "rmtree", refused)
     assert claim(tmp_path).path.exists()
-    assert any("cannot be removed: Permission denied" in line for line in told)
+    assert any("cannot be removed: Permission denied" in line for line in logged)

@@ -1,4 +1,4 @@
-"""The transfer of weights over a bad link: its protocol alone, its coding, and who asks whom."""
+"""The transfer of weights over a bad link: protocol, encoding, and routes."""
 
 import asyncio
 import random
@@ -34,11 +34,11 @@ FILES = st.lists(st.binary(min_size=1, max_size=5 * CHUNK), min_size=1, max_size
 
 
 class TestProtocol:
-    """The state machine against a link that does what it likes with answers."""
+    """The state machine with a link that loses, repeats and reorders answers."""
 
     @settings(max_examples=300)
     @given(files=FILES, seed=st.integers(0, 2**32), window=st.integers(1, 6), bad=st.floats(0, 0.8))
-    def test_what_is_kept_in_the_end_is_what_was_sent(self, files, seed, window, bad):
+    def test_received_version_equals_the_sent_one(self, files, seed, window, bad):
         rng = random.Random(seed)
         parts, place = parts_of(files), {}
         transfer = Transfer(parts, window, tries=10**9)
@@ -57,7 +57,7 @@ class TestProtocol:
             assert len(set(under_way)) <= window + 2, "more is asked for than the link holds"
             if not under_way:
                 continue
-            chunk = under_way.pop(rng.randrange(len(under_way)))  # in any order
+            chunk = under_way.pop(rng.randrange(len(under_way)))  # answers arrive in any order
             answer, what = slice_of(files, chunk), rng.random()
             if what < bad / 4:
                 transfer.lost(chunk)
@@ -71,7 +71,7 @@ class TestProtocol:
                 transfer.kept(chunk, len(answer))
             else:
                 assert transfer.damaged(chunk, len(answer))
-            if what > 1 - bad / 50:  # the receiver starts anew; what lies there is looked at
+            if what > 1 - bad / 50:  # the receiver restarts, and checks the chunks on disk
                 under_way, counts = [], transfer.counts
                 transfer = Transfer(parts, window, tries=10**9)
                 for each, data in place.items():
@@ -83,7 +83,7 @@ class TestProtocol:
         assert not transfer.missing
 
     @given(files=FILES)
-    def test_each_chunk_is_asked_for_once_over_a_good_link(self, files):
+    def test_each_chunk_is_requested_once_over_a_good_link(self, files):
         parts, asked = parts_of(files), Counter()
         transfer = Transfer(parts, 3)
         while not transfer.done:
@@ -96,16 +96,16 @@ class TestProtocol:
                 transfer.reread(part, [])
         assert asked == Counter(all_chunks(parts))
 
-    def test_a_chunk_that_never_fits_is_given_up(self):
+    def test_chunk_that_stays_damaged_is_given_up(self):
         transfer = Transfer(parts_of([b"x" * 100]), 1, tries=3)
         [chunk] = transfer.asks()
-        told = []
+        results = []
         for _ in range(3):
-            told.append((transfer.plain(chunk), transfer.damaged(chunk, 5)))
-        assert told == [(False, True), (False, True), (True, False)], "as it is, after two that were packed"
+            results.append((transfer.plain(chunk), transfer.damaged(chunk, 5)))
+        assert results == [(False, True), (False, True), (True, False)], "as it is, after two that were packed"
         assert transfer.counts.damaged == 3
 
-    def test_the_window_gives_way_to_a_link_that_loses_answers(self):
+    def test_window_shrinks_when_answers_are_lost(self):
         transfer = Transfer(parts_of([bytes(40 * CHUNK)]), 8)
         for chunk in transfer.asks():
             transfer.lost(chunk)
@@ -116,7 +116,7 @@ class TestProtocol:
         assert len(transfer.asks()) == 4
 
     @given(files=FILES)
-    def test_versions_that_differ_have_other_identities(self, files):
+    def test_different_versions_have_different_identities(self, files):
         parts = parts_of(files)
         other = [*files[:-1], files[-1][:-1] + bytes([files[-1][-1] ^ 1])]
         assert identity(parts) == identity(parts_of(files))
@@ -159,7 +159,7 @@ class TestCoding:
 
     @settings(max_examples=300)
     @given(seed=st.integers(0, 2**32), few=st.booleans(), cut=st.booleans())
-    def test_what_is_damaged_is_refused_or_does_not_fit(self, seed, few, cut):
+    def test_damaged_difference_is_detected(self, seed, few, cut):
         rng = np.random.default_rng(seed)
         old = rng.integers(0, 256, 2001, dtype=np.uint8)
         new = old.copy()
@@ -174,8 +174,8 @@ class TestCoding:
             made = decode(coded, len(new), old)
         except DamagedError:
             return
-        told = parts_of([new.tobytes()])[0].digests
-        assert parts_of([made.tobytes()])[0].digests != told or np.array_equal(made, new)
+        digests = parts_of([new.tobytes()])[0].digests
+        assert parts_of([made.tobytes()])[0].digests != digests or np.array_equal(made, new)
 
     def test_a_difference_needs_its_base(self):
         old = np.random.default_rng(0).integers(0, 256, 3000, dtype=np.uint8)
@@ -193,7 +193,7 @@ class TestTree:
         nodes=st.dictionaries(st.sampled_from("bcdefghijklm"), st.sampled_from(["x", "y", "z", None])),
         home=st.sampled_from(["x", None]),
     )
-    def test_a_version_goes_to_each_site_once(self, nodes, home):
+    def test_version_crosses_to_each_site_once(self, nodes, home):
         asked = tree("a", nodes, {**nodes, "a": home})
         assert asked.keys() == nodes.keys()
         far = [node for node, hops in asked.items() if hops[0].far]
@@ -208,7 +208,7 @@ class TestTree:
 
 
 def store(path, version, files):
-    """A version in a folder, whole."""
+    """Write a complete version to a folder."""
     folder, parts = Folder(path), parts_of(files)
     path.mkdir(exist_ok=True)
     for chunk in all_chunks(parts):
@@ -218,7 +218,7 @@ def store(path, version, files):
 
 
 class BadLink:
-    """A source in this process that does to answers what it is told to."""
+    """A source in this process that alters answers as the test demands."""
 
     def __init__(self, folder, what=lambda chunk, answer: answer):
         self.folder, self.sender, self.what, self.asked, self.bytes = folder, Sender(folder), what, Counter(), 0
@@ -265,7 +265,7 @@ def same(folder, version, files):
 
 
 class TestReceiver:
-    async def test_a_cut_link_costs_what_was_under_way(self, tmp_path):
+    async def test_broken_link_loses_only_pending_chunks(self, tmp_path):
         files = some_files(1)
         near, far = store(tmp_path / "near", 1, files), store(tmp_path / "far", 0, [b"0"])
         answers = 0
@@ -281,13 +281,13 @@ class TestReceiver:
             await fetched(far, 1, BadLink(near, cut))
         assert far.versions() == [0], "half of a version is none"
         again = BadLink(near)
-        transfer = await fetched(far, 1, again)  # as a receiver does that starts anew
+        transfer = await fetched(far, 1, again)  # as a restarted receiver does
         assert transfer.counts.found == 10
         assert sum(again.asked.values()) == 28 - 10
         assert same(far, 1, files)
         assert far.versions() == [0, 1]
 
-    async def test_a_chunk_that_tore_where_it_lies_is_found_before_it_is_served(self, tmp_path):
+    async def test_damage_on_disk_is_detected_before_serving(self, tmp_path):
         files = some_files(1)
         near, far = store(tmp_path / "near", 1, files), store(tmp_path / "far", 0, [b"0"])
         put, torn = far.put, []
@@ -304,7 +304,7 @@ class TestReceiver:
         assert transfer.counts.damaged == 1
         assert same(far, 1, files)
 
-    async def test_a_version_is_sent_against_the_one_before(self, tmp_path):
+    async def test_version_is_sent_as_a_difference(self, tmp_path):
         old, new = some_files(1), some_files(2, changed=0.02)
         near, far = store(tmp_path / "near", 1, old), store(tmp_path / "far", 1, old)
         store(tmp_path / "near", 2, new)
@@ -313,7 +313,7 @@ class TestReceiver:
         assert same(far, 2, new)
         assert source.bytes < sum(map(len, new)) / 1.5
 
-    async def test_a_base_of_the_same_number_but_other_bytes_is_no_base(self, tmp_path):
+    async def test_base_of_the_same_number_with_other_bytes_is_not_used(self, tmp_path):
         new = some_files(2)
         near, far = store(tmp_path / "near", 1, some_files(1)), store(tmp_path / "far", 1, some_files(3, 0.5))
         store(tmp_path / "near", 2, new)
@@ -323,7 +323,7 @@ class TestReceiver:
         assert counts.damaged == 0
         assert same(far, 2, new)
 
-    async def test_a_base_that_rots_is_not_used_twice(self, tmp_path):
+    async def test_damaged_base_is_not_used_again(self, tmp_path):
         old, new = some_files(1), some_files(2, changed=0.02)
         near, far = store(tmp_path / "near", 1, old), store(tmp_path / "far", 1, old)
         store(tmp_path / "near", 2, new)
@@ -334,7 +334,7 @@ class TestReceiver:
         assert counts.damaged == 2 * 20, "each chunk of that part is asked for twice, then as it is"
         assert same(far, 2, new)
 
-    async def test_what_is_always_damaged_is_never_served(self, tmp_path):
+    async def test_always_damaged_version_is_never_served(self, tmp_path):
         near, far = store(tmp_path / "near", 1, some_files(1)), store(tmp_path / "far", 0, [b"0"])
 
         def other(chunk, answer):
@@ -345,7 +345,7 @@ class TestReceiver:
             await fetched(far, 1, BadLink(near, other), LONG)
         assert far.versions() == [0]
 
-    async def test_cleanup_of_another_version_of_that_number_are_not_taken_for_it(self, tmp_path):
+    async def test_leftover_of_another_version_of_that_number_is_not_used(self, tmp_path):
         near, far = store(tmp_path / "near", 1, some_files(1)), store(tmp_path / "far", 0, [b"0"])
         long = [b"x" * 30 * CHUNK, some_files(1)[1], b"third"]
         left = parts_of(long)
@@ -355,8 +355,8 @@ class TestReceiver:
         assert counts.found == 8, "those of the second part are the same, and only they"
         assert same(far, 1, some_files(1))
 
-    async def test_many_things_at_once_over_many_seeds(self, tmp_path):
-        """Loss, damage, cuts and restarts of the receiver, and the two ends' versions moving on."""
+    async def test_many_faults_at_once(self, tmp_path):
+        """Loss, damage, interruptions, restarts of the receiver, and new versions at both ends."""
         far = store(tmp_path / "far", 0, some_files(0))
         near = store(tmp_path / "near", 0, some_files(0))
         for version in range(1, 21):

@@ -11,7 +11,7 @@ class _Method:
 
 
 class Worker:
-    """What is sent to it first may come last, as Ray allows for messages to an actor that is asynchronous."""
+    """A worker whose first message may be processed last, as Ray allows for an asynchronous actor."""
 
     def __init__(self, slow_s):
         self.slow_s, self.about = slow_s, []
@@ -29,7 +29,7 @@ class Worker:
 
 
 def _lost(worker, forget=False):
-    """What a pool tells as lost of two attempts, over several roll calls."""
+    """Return the attempts of two that a pool reports as lost, over several queries."""
     found = []
 
     async def drive():
@@ -46,11 +46,11 @@ def _lost(worker, forget=False):
     return found
 
 
-def test_a_question_that_overtakes_a_start_loses_nothing(monkeypatch):
+def test_query_that_overtakes_a_start_loses_nothing(monkeypatch):
     monkeypatch.setattr(pools, "_ROLL_CALL_S", 0.01)
     assert _lost(Worker(slow_s=0.08)) == []
 
 
-def test_what_a_worker_got_and_does_not_know_is_lost(monkeypatch):
+def test_attempt_unknown_to_its_worker_is_lost(monkeypatch):
     monkeypatch.setattr(pools, "_ROLL_CALL_S", 0.01)
     assert _lost(Worker(slow_s=0.0), forget=True) == ["a_1"]

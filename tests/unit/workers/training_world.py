@@ -1,6 +1,6 @@
-"""A run in a make-believe cluster: the real coordinator, pool, driver, agent loop workers, sessions and client.
+"""A run in a simulated cluster: the real coordinator, pool, driver, agent loop workers, sessions and client.
 
-Engines, rewards and the training itself are made up. Things die at random; what is trained is checked as it is.
+Engines, rewards and training are simulated. Processes die at random; each trained batch is checked.
 """
 
 import asyncio
@@ -73,12 +73,12 @@ MODES: dict[str, dict] = {
 
 
 class RunEnded(Exception):
-    """With an error, and is to be resumed."""
+    """The run ended with an error, and is to be resumed."""
 
 
 @dataclass
 class Token:
-    """Where it was said, and under which policy."""
+    """A generated token: the replica and the policy version."""
 
     uid: str
     sample: int
@@ -98,12 +98,12 @@ class Checkpoint:
 
 
 class World:
-    """One schedule: what the seed says is run, killed and resumed.
+    """One schedule: a run that is killed and resumed at random.
 
     Args:
-        mode: Of :data:`MODES`.
-        seed: Of all that happens.
-        kills: How many things die, at most.
+        mode: Name in :data:`MODES`.
+        seed: Seed of all random events.
+        kills: Maximum number of deaths.
     """
 
     def __init__(self, mode, seed, kills):
@@ -121,7 +121,7 @@ class World:
         slots = self.launched * 8
         limit = self.random.choice([slots, 2 * slots, 4])
         self.placed = seed % 2 == 1
-        # With a tail of 1 all of a group may move, and does so when it gets longer than expected.
+        # With a tail of 1 a whole group may move, and does so once it gets longer than expected.
         self.placement = ("histopipe", {"groups": 2, "tail": random.Random(seed).choice([1.0, 1.0, 0.34])})
         if seed % 3 == 2:
             self.placement = ("longest_first", {})
@@ -136,29 +136,29 @@ class World:
         self.tokens: dict[int, Token] = {}
         self.checkpoint = None
         self.runs = self.reopened = self.steps = self.moved = self.parts = self.rested = self.returned = 0
-        self.uids, self.index = {}, {}  # of this lineage: row of the data -> uid, and back
+        self.uids, self.index = {}, {}  # of this lineage: row of the data -> uid, and the reverse
         rollout = SimpleNamespace(name="vllm", response_length=10**6)
         self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
 
-    # ---- what the data hold ----
+    # ---- data ----
 
     def about(self, *what):
-        """Random, and the same each time one asks about the same thing."""
+        """Return a random number that depends only on the question."""
         return random.Random(hashlib.blake2b(repr((self.salt, *what)).encode(), digest_size=8).digest())
 
     def bad(self, row):
-        """Its reward, or its agent loop, raises."""
+        """Whether its reward or its agent loop raises."""
         return self.about("bad", row).random() < 0.06
 
     def flat(self, row):
-        """All its samples have one score."""
+        """Whether all its samples have one score."""
         return self.about("flat", row).random() < 0.15
 
     def score(self, row, number):
         return 0.0 if self.flat(row) else float(number == 0)
 
     def turns(self, row, number):
-        """Tokens of each turn, and the seconds of the tool after it."""
+        """Return the tokens of each turn, and the seconds of the tool after it."""
         chance = self.about("turns", row, number)
         slow = 60.0 if self.slow_tools and chance.random() < 0.1 else 2.0
         return [
@@ -168,10 +168,10 @@ class World:
     # ---- a run ----
 
     def train(self):
-        """To the end, over all that dies."""
+        """Run to the end, despite all deaths."""
         while True:
             self.runs += 1
-            assert self.runs < 40, "resumed again and again"
+            assert self.runs < 40, "the run was resumed too often"
             self.cluster.begin_run()
             self._plan_death()
             try:
@@ -216,9 +216,9 @@ class World:
             self.early = set()
             reopened = self.driver.reopened
             reply = self.driver.next_batch(self.topology, self.work_on if self.streams else None)
-            # a coordinator that was opened again made no promise: the trainer then begins the update again
+            # A reopened coordinator may choose another batch: the trainer then begins the training step again.
             assert self.early <= set(reply.keys) or self.driver.reopened > reopened, "a part is not in the batch"
-            assert not any(key.startswith("pad") for key in reply.dropped), "the trainer's padding is told as dropped"
+            assert not any(key.startswith("pad") for key in reply.dropped), "padding is reported as dropped"
             self.taken_at = self.cluster.clock.time()
             if self.separate:
                 self.driver.supply()
@@ -232,19 +232,19 @@ class World:
             self.driver.publish(step, STEPS - step)
             padding = [self.padding] if self.early else []
             self.cluster.sleep(0.1)
-            ours = [*reply.keys, *padding, *reply.dropped]  # the recorder clears the last ones when it has them
+            ours = [*reply.keys, *padding, *reply.dropped]  # the recorder clears the last ones once it has them
             assert set(self.queue.partitions[TRAIN]) >= set(ours), "the trainer's batch is cleared"
             self.cluster.run(self.queue.clear(ours, TRAIN))
             self.steps = step
             if self.elastic and step < STEPS:
                 self.reserve.observe()
-                told = self.reserve.act(self.random.choice([-1, -1, 0, 1, 1]), step)
-                self.rested += "training/stream/moved" in told
-                self.returned += "training/stream/change_s" in told and "training/stream/moved" not in told
+                changes = self.reserve.act(self.random.choice([-1, -1, 0, 1, 1]), step)
+                self.rested += "training/stream/moved" in changes
+                self.returned += "training/stream/change_s" in changes and "training/stream/moved" not in changes
         self.finish()
 
     def work_on(self, part):
-        """A part of the next batch goes through its first stages, while the rollout goes on."""
+        """Run the first stages of a part of the next batch, while the rollout continues."""
         assert part.keys
         rows = self.queue.partitions[TRAIN]
         for key, tag in zip(*part, strict=True):
@@ -261,7 +261,7 @@ class World:
         self.cluster.sleep(self.random.uniform(0.0, 3.0))
 
     def save(self, step):
-        """verl's order: the state, the data's place, the queue, and then its name."""
+        """Save in verl's order: the state, the position in the data, the queue, and then the tracker."""
         state = self.driver.state()
         self.cluster.sleep(self.random.choice([0.0, 0.5]))
         queue = self.queue.snapshot()
@@ -283,11 +283,11 @@ class World:
         return list(self.workers)
 
     def deliver(self, version):
-        """Each replica takes it by itself, and the trainer goes on; who dies meanwhile is replaced."""
+        """Send new weights to each replica; the trainer continues, and deaths meanwhile are replaced."""
         for replica in self.rollout_replicas:
             self.weights.send(replica, version, self.rules.finishes)
 
-    # ---- replicas, as verl's LLMServerManager has them ----
+    # ---- replicas, as in verl's LLMServerManager ----
 
     def get_replicas(self):
         return self.rollout_replicas
@@ -296,7 +296,7 @@ class World:
         return 8 * len(self.rollout_replicas)
 
     def make_replica(self, version):
-        """One of verl's."""
+        """Make a replica with verl's attributes."""
         handle, rank = Handle(self.cluster, lambda: Engine(self, version)), self.named
         self.named += 1
         about = {
@@ -310,7 +310,7 @@ class World:
 
     @property
     def replicas(self):
-        """Handles of those that serve, by address."""
+        """Return handles of the serving replicas, by address."""
         return {replica._server_address: replica._server_handle for replica in self.rollout_replicas}
 
     # ---- deaths ----
@@ -345,7 +345,7 @@ class World:
     # ---- checks ----
 
     def check(self, reply, step):
-        """An update batch, as it is trained."""
+        """Check an update batch at its training."""
         assert len(set(reply.keys)) == len(reply.keys)
         assert reply.keys, "nothing to train"
         assert "rollout/lengths/forecast_errors" not in reply.metrics
@@ -358,17 +358,17 @@ class World:
             assert self.uids[row] == uid, "a prompt of another lineage"
             assert (row, number) not in self.trained, "trained twice"
             assert not self.bad(row)
-            assert not (self.filters and self.flat(row)), "it was to be filtered"
+            assert not (self.filters and self.flat(row)), "a filtered prompt was trained"
             self.trained[row, number] = step
             assert tag["status"] == "success"
             self.check_text(rows[key][1]["turns"], uid, number, step - 1)
         if self.rules.unit == "group":
             assert all(samples.count((uid, n)) == 1 for uid in {uid for uid, _ in samples} for n in range(SAMPLES))
-            assert len(samples) == BATCH * SAMPLES, "less than an update"
+            assert len(samples) == BATCH * SAMPLES, "the batch is too small"
         self.gone += reply.failed + sum(reply.filtered.values())
 
     def check_text(self, turns, uid, number, version):
-        """Whole, of this sample, in its order, and no token older than is allowed."""
+        """Check that the sample is complete, in order, and not too stale."""
         assert [len(turn) for turn in turns] == [length for length, _ in self.turns(self.index[uid], number)]
         for t, turn in enumerate(turns):
             for place, name in enumerate(turn):
@@ -379,12 +379,12 @@ class World:
     def finish(self):
         state = self.driver.state()
         self.twice = {key.rpartition("_")[0] for key in self.queue.partitions[TRAIN]}
-        assert set(state["lengths"]["prompt_tokens"].values()) == {PROMPT_TOKENS}, "others are taken for them"
-        self.cluster.sleep(400.0)  # whoever is about something ends it
+        assert set(state["lengths"]["prompt_tokens"].values()) == {PROMPT_TOKENS}, "wrong prompt lengths"
+        self.cluster.sleep(400.0)  # until all pending work has ended
         self.twice &= self.queue.partitions.get(SESSIONS, {}).keys()
         for worker in self.workers:
             if worker.alive:
-                assert worker.process.object._attempts == {}, "an attempt that nobody ends"
+                assert worker.process.object._attempts == {}, "an attempt never ended"
         waiting = {self.index[uid] for uid, _ in state["stock"]}
         left = {self.index[prompt["uid"]]: prompt["samples"] for prompt in state["ledger"]["prompts"]}
         gone = 0
@@ -397,31 +397,31 @@ class World:
             elif trained == 0 and (self.bad(row) or (self.filters and self.flat(row))):
                 gone += 1
             elif trained < SAMPLES and self.bad(row):
-                gone += 1  # some were trained before one failed
+                gone += 1  # some samples were trained before one failed
             else:
                 assert trained == SAMPLES, f"lost: prompt {row} has {trained} trained samples"
         untold = state["failed"] + sum(count for _, count in state["filtered"])  # since the last batch
-        assert gone == self.gone + untold, f"{gone} prompts dropped, {self.gone} told, {untold} to be told"
+        assert gone == self.gone + untold, f"{gone} prompts dropped, {self.gone} reported, {untold} to be reported"
         self.check_queue({*waiting, *left}, untold)
 
     def check_queue(self, needed, untold):
-        """Nothing is left behind, but for what the next batch would have cleared."""
+        """Check that nothing is left, except what the next batch would have cleared."""
         dropped = set()  # since the last batch
         for partition, keys in self.queue.partitions.items():
             for key in keys:
                 session = key.rpartition("_")[0] if partition == TRAIN else key
                 row = self.index[key if partition == PROMPTS else Attempt.named(session).uid]
-                # What was written since the last batch, or was to be cleared by one that died.
+                # Written since the last batch, or to be cleared by a process that died.
                 late = max(self.queue.written[partition, key], self.died_at.get("coordinator", 0.0)) >= self.taken_at
                 if self.bad(row) or (self.filters and self.flat(row)):
                     dropped |= {row} if not late and row not in needed else set()
                 else:
-                    assert late or row in needed, f"{partition}: {key} is nobody's"
+                    assert late or row in needed, f"{partition}: {key} is not needed"
         assert len(dropped) <= untold, f"of {dropped} {untold} were dropped since the last batch"
 
 
 class Engine:
-    """A replica: each token takes its time; new weights and stops cut requests short."""
+    """A replica: each token takes time; new weights and stops interrupt requests."""
 
     def __init__(self, world, version):
         self.world, self.version, self.stopped, self.rejecting = world, version, False, False
@@ -533,7 +533,7 @@ class Engine:
 
 
 class Replica:
-    """As a relay sees one."""
+    """A replica as a relay sees it."""
 
     def __init__(self, world, engine):
         self._world, self._engine = world, engine
@@ -549,14 +549,14 @@ class Replica:
 
 
 class Namespace(SimpleNamespace):
-    """Told apart by what it is, not by what is in it."""
+    """A namespace compared by identity, not by content."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
 
 class Weights(RelayManager):
-    """The trainer's end of the relay, over make-believe deliveries."""
+    """The trainer's side of the relay, with simulated deliveries."""
 
     _handing = None
 
@@ -583,7 +583,7 @@ class Weights(RelayManager):
 
 
 class Starting:
-    """A replica that is up after a while, or cannot be."""
+    """A replica that starts after a while, or fails to."""
 
     def __init__(self, world):
         self._world, self.up = world, self
@@ -602,7 +602,7 @@ class Starting:
 
 
 class WorldSpares(Spares):
-    """The real one."""
+    """The real spares of replicas, in this world."""
 
     def __init__(self, world):
         super().__init__(world, world.weights)
@@ -611,8 +611,8 @@ class WorldSpares(Spares):
     def _enter(self, replica):
         engine = replica._server_handle.process
         if engine is not None:
-            assert not engine.object.asleep, "it serves and sleeps"
-            assert engine.object.version == self._world.version, "it does not have the current version"
+            assert not engine.object.asleep, "a serving replica sleeps"
+            assert engine.object.version == self._world.version, "a replica lacks the current version"
         super()._enter(replica)
 
 
@@ -622,7 +622,7 @@ async def _unless_dead(taking):
 
 
 class Colocated:
-    """As ``trainer.topology.Colocated``: engines stop at the harvest, and one that died ends the run."""
+    """Like ``trainer.topology.Colocated``: engines stop when a batch is collected, and a death ends the run."""
 
     separate = False
 
@@ -633,17 +633,17 @@ class Colocated:
         cluster = self.world.cluster
         cluster.get([getattr(replica, method).remote(*arguments) for replica in self.world.replicas.values()])
 
-    def _tell(self, method, *arguments):
+    def _call(self, method, *arguments):
         try:
             self._tell_all(method, *arguments)
         except RayActorError as error:
             raise RunEnded from error
 
     def stop(self):
-        self._tell("stop", True)
+        self._call("stop", True)
 
     def resume(self):
-        self._tell("resume")
+        self._call("resume")
 
     def mend(self, version):
         if not all(replica.alive for replica in self.world.replicas.values()):
@@ -651,12 +651,12 @@ class Colocated:
         return 0
 
     def publish(self, version):
-        self._tell("update", version)
-        self._tell("resume")
+        self._call("update", version)
+        self._call("resume")
 
 
 class Separate(Colocated):
-    """As ``trainer.topology.Separate``: engines run on, and a dead one is replaced."""
+    """Like ``trainer.topology.Separate``: engines continue, and dead replicas are replaced."""
 
     separate = True
     _over_deaths = topology.Separate._over_deaths
@@ -679,14 +679,14 @@ class Separate(Colocated):
         if self.world.rules.one_by_one:
             self.world.deliver(version)
             return
-        self._tell("stop", False)
+        self._call("stop", False)
         self.world.cluster.sleep(self.world.random.choice([0.0, 1.0]))
-        self._tell("update", version)
-        self._tell("resume")
+        self._call("update", version)
+        self._call("resume")
 
 
 class Worker(_Worker):
-    """The real one, but for verl's start, its way from a batch to its prompts, and the agent loop."""
+    """The real worker, except for verl's start, its way from a batch to its prompts, and the agent loop."""
 
     def __init__(self, world):
         self.world = world
@@ -720,7 +720,7 @@ class Worker(_Worker):
             output = await self.client.generate(
                 request_id, prompt_ids=list(ids), sampling_params={**sampling_params, "max_tokens": length}
             )
-            assert output.token_ids[: len(before)] == before.tolist(), "it goes on from what it had"
+            assert output.token_ids[: len(before)] == before.tolist(), "it does not continue the earlier tokens"
             turns.append(output.token_ids)
             ids += [*output.token_ids, 10**8 + number]
             await asyncio.sleep(tool_s)
@@ -731,7 +731,7 @@ class Worker(_Worker):
 
 
 async def store(self, output, validate, **kwargs):
-    """verl's postprocessing, made up: reward and trajectory."""
+    """Simulate verl's postprocessing: reward and trajectory."""
     world, uid, number = self.world, kwargs["uid"], sample_of(f"{kwargs['uid']}_{kwargs['session_id']}")[1]
     row = kwargs["index"]
     if output.reward_score is None:
@@ -747,9 +747,9 @@ async def store(self, output, validate, **kwargs):
 
 
 def install(world, monkeypatch):
-    """Into the modules that speak to Ray and TransferQueue."""
+    """Install the cluster in the modules that use Ray and TransferQueue."""
     queue, cluster = world.queue, world.cluster
-    monkeypatch.setattr(gc, "freeze", lambda: None)  # all processes are this one, which would keep every world
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # all processes are this one: every world would be kept
     tq = SimpleNamespace(
         init=lambda: None,
         async_kv_batch_put=queue.put,
@@ -793,14 +793,14 @@ def install(world, monkeypatch):
 
 
 def most_entries(rules):
-    """Of each sample one, of each that is regenerated also the response that it is drafted from; of each prompt one;
-    those of the batch that is trained meanwhile, and those put off."""
+    """Return the maximum number of entries: one for each sample, one more for each regenerated sample's draft, one for
+    each prompt; also those of the batch in training, and those put off."""
     samples = rules.batch_samples * (2 if rules.redrafts else 1)
     return (rules.batches + 1 + 2 * rules.rounds) * (samples + rules.batch_prompts)
 
 
 def simulate(mode, seed, kills, monkeypatch):
-    """Returns the world after the run."""
+    """Run a world, and return it."""
     world = World(mode, seed, kills)
     world.open_turns = {}
     with monkeypatch.context() as patch:
@@ -810,7 +810,7 @@ def simulate(mode, seed, kills, monkeypatch):
             world.train()
             assert world.steps == STEPS
             if not kills:
-                assert not world.twice, "reports of finished samples have entries of their own"
+                assert not world.twice, "a finished sample has a separate entry for its report"
                 assert world.queue.most <= 1.1 * most_entries(world.rules)
             assert not world.cluster.faults, world.cluster.faults
         except BaseException as error:
