@@ -1,4 +1,4 @@
-"""What an engine is told where the driver had no config.json to look at: verl's server has the model's own config."""
+"""Engine options for recurrent models if the driver has no config.json: verl's server has the model's config."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from verl_rhyme.engine.server import RhymeHttpServer
 
 
 def options(model_type, drafting):
-    """``engine_kwargs`` as the server completes them."""
+    """Return ``engine_kwargs`` as the server completes them."""
     server = object.__new__(RhymeHttpServer)
     server._rhyme = config_tree.parse({"drafting": {"enable": drafting}, "history": {"dir": "/history"}})
     server._node_id = "node"
@@ -19,16 +19,16 @@ def options(model_type, drafting):
     )
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0}, name_or_path="t")
     server.model_config = SimpleNamespace(hf_config=CONFIG_MAPPING[model_type](), tokenizer=tokenizer)
-    told = {}
-    server._preprocess_engine_kwargs(told)
-    return told
+    engine_kwargs = {}
+    server._preprocess_engine_kwargs(engine_kwargs)
+    return engine_kwargs
 
 
-def test_a_server_refuses_to_draft_for_a_recurrent_model():
+def test_server_refuses_to_draft_for_a_recurrent_model():
     with pytest.raises(ConfigError, match=r"layer_types: linear_attention.*drafting\.enable=false"):
         options("qwen3_next", drafting=True)
 
 
-def test_it_serves_one_without_drafts_and_drafts_for_others():
+def test_server_serves_a_recurrent_model_without_drafts_and_drafts_for_others():
     assert "speculative_config" not in options("qwen3_next", drafting=False)
     assert options("qwen3", drafting=True)["speculative_config"]["num_speculative_tokens"] == 32

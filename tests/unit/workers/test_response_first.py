@@ -1,4 +1,4 @@
-"""A response does not wait for what is told of it."""
+"""A response does not wait for its draft counts."""
 
 import asyncio
 import math
@@ -17,19 +17,19 @@ from verl_rhyme.processes.request import DRAFT_COUNTS, FIELD, RequestMeta, Reque
 
 
 class Engine:
-    """Its workers answer as soon as they are let."""
+    """Engine whose workers answer when ``answer`` is set."""
 
     def __init__(self):
-        self.answer, self.asked = asyncio.Event(), []
+        self.answer, self.calls = asyncio.Event(), []
 
     async def collective_rpc(self, method, args):
-        self.asked.append((method, list(args[0])))
+        self.calls.append((method, list(args[0])))
         await self.answer.wait()
         return [{id: {"drafted": 9, "history_hit": True} for id in args[0]}, {}]  # rank 0 drafts
 
 
 class Histories:
-    """A node's that does not record."""
+    """Histories of a node that does not record."""
 
     def __init__(self):
         self.asked = []
@@ -52,19 +52,19 @@ def server(monkeypatch):
     built = object.__new__(RhymeHttpServer)
     built.engine, built.global_steps, built.replica_rank, built._node_id = Engine(), 3, 0, "node"
     built._rhyme, built._final, built._names, built._finished = RhymeConfig(), {}, {}, deque(maxlen=4)
-    built._gate, built._cut, built._began, built._histories = Gate(), set(), {}, Histories()
+    built._gate, built._interrupted, built._began, built._histories = Gate(), set(), {}, Histories()
     return built
 
 
-def test_a_finished_response_goes_while_the_workers_are_busy(server):
+def test_finished_response_returns_while_the_workers_are_busy(server):
     async def run():
         outputs = [await asyncio.wait_for(server.generate([5], {}, f"r{i}"), 1) for i in range(2)]
-        assert server.engine.asked == []
-        asking = asyncio.create_task(server.take_counts())
+        assert server.engine.calls == []
+        counting = asyncio.create_task(server.take_counts())
         await asyncio.sleep(0)
         late = await asyncio.wait_for(server.generate([5], {}, "late"), 1)
         server.engine.answer.set()
-        return [*outputs, late], await asking, await server.take_counts(), await server.take_counts()
+        return [*outputs, late], await counting, await server.take_counts(), await server.take_counts()
 
     outputs, counts, rest, none = asyncio.run(run())
     records = [output.extra_fields[FIELD][0] for output in outputs]
@@ -73,10 +73,10 @@ def test_a_finished_response_goes_while_the_workers_are_busy(server):
     assert counts == {id: {"drafted_tokens": 9, "history_hit": True} for id in ("r0", "r1")}
     assert list(rest) == ["late"]
     assert none == {}
-    assert server.engine.asked == [("take_request_counts", ["r0", "r1"]), ("take_request_counts", ["late"])]
+    assert server.engine.calls == [("take_request_counts", ["r0", "r1"]), ("take_request_counts", ["late"])]
 
 
-def test_counts_nobody_fetches_are_bounded(server):
+def test_unfetched_counts_are_bounded(server):
     async def run():
         for i in range(9):
             await server.generate([5], {}, f"r{i}")
@@ -85,32 +85,32 @@ def test_counts_nobody_fetches_are_bounded(server):
     assert list(server._finished) == ["r5", "r6", "r7", "r8"]
 
 
-async def test_the_engine_is_told_what_drafter_and_sampler_go_by(server):
-    """And nothing that vLLM, which copies every object in there, would copy token by token."""
+async def test_engine_receives_the_fields_of_drafter_and_sampler(server):
+    """It receives no list of tokens, because vLLM copies every object in ``extra_args``."""
     previous = b"\1\0\0\0\2\0\0\0"
     meta = RequestMeta(key="00ff", sample=2, attempt=1, noise="ab", previous=previous, queued_at=12.5)
     params = {"temperature": 1.0, "extra_args": {"theirs": 1}}
     output = await server.generate([5], params, "r", rhyme=meta.to_dict())
-    told = server.given["extra_args"].pop(FIELD)
+    fields = server.given["extra_args"].pop(FIELD)
     assert server.given == {"temperature": 1.0, "extra_args": {"theirs": 1}}
     engine = {"id": "r", "key": "00ff", "asked": 77, "noise": "ab", "previous": previous, "made": 0}
-    assert told == engine
+    assert fields == engine
     assert server._histories.asked == [bytes.fromhex("00ff")]
-    assert told["previous"] is previous
-    assert RequestMeta.of({FIELD: told}).previous is previous
+    assert fields["previous"] is previous
+    assert RequestMeta.of({FIELD: fields}).previous is previous
     (record,) = output.extra_fields[FIELD]
     assert (record["prompt_key"], record["sample"], record["attempt"], record["queued_at"]) == ("00ff", 2, 1, 12.5)
     assert params == {"temperature": 1.0, "extra_args": {"theirs": 1}}
 
 
-async def test_a_request_that_came_while_weights_were_loaded_began_under_the_new_ones(server, monkeypatch):
-    """Or it would count as one of two policies; one whose policy changes while it runs is of both."""
+async def test_request_that_arrives_while_weights_load_starts_under_the_new_policy(server, monkeypatch):
+    """A request whose policy changes while it runs has both versions."""
 
     async def outputs(prompt, sampling_params, request_id):
         yield SimpleNamespace(outputs=[])
 
     async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
-        await self.set_global_steps(4)  # it waits meanwhile, as verl's does at its own gate
+        await self.set_global_steps(4)  # the request waits meanwhile, as at verl's gate
         async for _ in self._observed_generate(None, sampling_params, request_id):
             if request_id == "long":
                 await self.set_global_steps(5)
@@ -119,25 +119,25 @@ async def test_a_request_that_came_while_weights_were_loaded_began_under_the_new
     monkeypatch.setattr(vLLMHttpServer, "generate", generate)
     server._engine_generate = outputs
     server.engine.output_processor = SimpleNamespace(external_req_ids={})
-    told = [(await server.generate([5], {}, name)).extra_fields[FIELD][0] for name in ("short", "long")]
-    versions = [(record["policy_version_start"], record["policy_version_end"]) for record in told]
+    records = [(await server.generate([5], {}, name)).extra_fields[FIELD][0] for name in ("short", "long")]
+    versions = [(record["policy_version_start"], record["policy_version_end"]) for record in records]
     assert versions == [(4, 4), (4, 5)]
     assert not server._began
 
 
-async def test_a_request_of_another_client_is_served(server):
+async def test_request_of_another_client_is_served(server):
     output = await server.generate([5], {}, "r")
     (record,) = output.extra_fields[FIELD]
     assert (record["prompt_key"], record["sample"]) == ("", -1)
     assert record["queued_at"] > 0
 
 
-def test_every_count_has_its_column():
+def test_every_count_has_a_record_column():
     assert set(DRAFT_COUNTS.values()) <= set(RequestRecord.__dataclass_fields__)
 
 
-def test_the_rest_of_a_response_is_asked_for_with_what_is_left_of_its_options(server):
-    """``min_tokens`` counts the whole response's; vLLM refuses more than are left."""
+def test_continued_response_gets_adapted_options(server):
+    """``min_tokens`` counts the tokens of the whole response, but vLLM refuses more than ``max_tokens``."""
 
     async def ask(made, **options):
         await server.generate([5] * (1 + made), {"max_tokens": 1024 - made, **options}, "r", rhyme={"made": made})
@@ -150,6 +150,6 @@ def test_the_rest_of_a_response_is_asked_for_with_what_is_left_of_its_options(se
     server._rhyme = RhymeConfig(drafting=DraftingConfig(enable=False))
     assert asyncio.run(ask(0, seed=3))["seed"] == 3
     seeds = [asyncio.run(ask(made, seed=3))["seed"] for made in (1, 2, 2)]
-    assert seeds[0] != seeds[1] == seeds[2] != 3, "vLLM's generator would begin its numbers again"
+    assert seeds[0] != seeds[1] == seeds[2] != 3, "vLLM's generator would repeat its numbers"
     server._rhyme = RhymeConfig()
-    assert asyncio.run(ask(2, seed=3))["seed"] == 3, "ours goes by the position"
+    assert asyncio.run(ask(2, seed=3))["seed"] == 3, "our noise depends on the position"

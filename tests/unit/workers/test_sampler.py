@@ -1,4 +1,4 @@
-"""What the sampler decides about drafts, and which runners it leaves alone. The distribution is tested in tests/e2e."""
+"""Draft verification by the sampler, and unsupported runners. The distribution is tested in tests/e2e."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ def test_output_ends_with_the_first_difference():
     assert at.tolist() == [0, 1, 2, 4, 8, 9, 10, 11, 12, 13, 16, 17, 18, 19]
 
 
-def test_whatever_is_drafted_the_output_is_a_beginning_of_what_was_drawn():
+def test_output_is_a_prefix_of_the_drawn_tokens_for_any_draft():
     rng = np.random.default_rng(0)
     for _ in range(200):
         drafted = rng.integers(0, 5, rng.integers(1, 8))
@@ -36,8 +36,8 @@ def test_whatever_is_drafted_the_output_is_a_beginning_of_what_was_drawn():
             assert line == [*drawn[:kept].tolist(), *[-1] * (len(line) - kept)]
 
 
-def test_a_gpu_works_on_enough_rows_at_a_time():
-    """Of fewer than 8 rows vLLM masks top-k and top-p by sorting them; and each part costs dozens of launches."""
+def test_gpu_chunks_have_enough_rows():
+    """vLLM masks top-k and top-p of fewer than 8 rows by sorting, and each chunk costs dozens of launches."""
 
     class Logits:
         shape, device = (1280, 151_936), torch.device("cuda")
@@ -57,7 +57,7 @@ def test_a_gpu_works_on_enough_rows_at_a_time():
         assert all(8 <= part.stop - part.start <= 128 for part in parts)
 
 
-def test_a_runner_whose_positions_are_unknown_is_left_alone():
+def test_unsupported_runner_stays_unchanged():
     class Runner:
         pass
 
