@@ -242,18 +242,18 @@ def test_a_head_is_read_as_it_was_written_and_another_models_is_refused(tmp_path
     counts, updates = load(path, read, V)
     assert (counts.tolist(), updates) == (list(range(V)), 7)
     assert torch.equal(read.outer.weight, written.outer.weight)
-    with pytest.raises(ValueError, match="hidden size 16, this model has 8"):
+    with pytest.raises(ValueError, match="hidden size 16, but this model has 8"):
         load(path, DraftHead(8), V)
-    with pytest.raises(ValueError, match="of 12 tokens, this model has 13"):
+    with pytest.raises(ValueError, match="for 12 tokens, but this model has 13"):
         load(path, read, V + 1)
     torch.nn.init.constant_(written.inner.bias, float("nan"))
     save(path, written, np.arange(V), 7)
     with pytest.raises(ValueError, match="not all of its parameters are finite"):
         load(path, read, V)
     path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="is no draft head"):
+    with pytest.raises(ValueError, match="is not a draft head"):
         load(path, read, V)
-    with pytest.raises(ValueError, match="is no draft head"):
+    with pytest.raises(ValueError, match="is not a draft head"):
         load(tmp_path / "missing", read, V)
     assert torch.equal(read.outer.weight, written.outer.weight)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
