@@ -1,4 +1,4 @@
-"""The GPU's kernel, by Triton's interpreter: the same draws as the CPU's path; and it compiles for GPUs."""
+"""The GPU kernel in Triton's interpreter draws the same tokens as the CPU path, and it compiles for GPUs."""
 
 import json
 import os
@@ -15,7 +15,7 @@ PROBE = Path(__file__).parent / "draw_kernel_probe.py"
 
 @pytest.fixture(scope="module")
 def cases():
-    # In a process of its own: Triton reads the variable when it is imported.
+    # In a separate process, because Triton reads the variable on import.
     result = subprocess.run(
         [sys.executable, str(PROBE)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -27,7 +27,7 @@ def cases():
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
-def test_it_draws_what_the_cpu_draws(cases):
+def test_kernel_draws_the_tokens_of_the_cpu_path(cases):
     *drawn, _ = cases
     assert len(drawn) == 12
     for case in drawn:
@@ -36,7 +36,7 @@ def test_it_draws_what_the_cpu_draws(cases):
     assert sum(case["same"] for case in drawn) >= sum(case["rows"] for case in drawn) - 1
 
 
-def test_its_log_probabilities_and_ranks_are_right(cases):
+def test_log_probabilities_and_ranks_are_right(cases):
     *drawn, masked = cases
     for case in drawn:
         assert case["logprob_error"] < 5e-5, case
@@ -72,7 +72,7 @@ for kernel, signature, constants in (
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_it_compiles_for_a_gpu_that_is_not_here(capability, tmp_path):
+def test_kernel_compiles_for_an_absent_gpu(capability, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", _COMPILE, str(capability)],
@@ -85,8 +85,8 @@ def test_it_compiles_for_a_gpu_that_is_not_here(capability, tmp_path):
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["_draw", "_combine", "_rank"]
 
 
-def test_batches_of_any_width_need_no_further_compilation(monkeypatch):
-    """It would take seconds, on each rank, while requests wait."""
+def test_batch_width_triggers_no_recompilation(monkeypatch):
+    """A compilation would take seconds on each rank while requests wait."""
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
