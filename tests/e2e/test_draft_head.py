@@ -1,4 +1,4 @@
-"""The draft head in the real engine: whose rows it has, what it learns, and what its failures cost."""
+"""The draft head in the real engine: its rows, its training, and its failures."""
 
 import os
 
@@ -23,7 +23,7 @@ def engine(build_engine, write_history, tmp_path_factory):
     draft_head.SHARE = before
 
 
-def said(engine, n=16, **params):
+def generated(engine, n=16, **params):
     from vllm import SamplingParams
 
     params = SamplingParams(**{"temperature": 0.3, "max_tokens": 64, "ignore_eos": True, "detokenize": False, **params})
@@ -35,22 +35,22 @@ def proposer(engine):
     return engine.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
 
 
-def test_it_learns_to_guess_what_the_policy_says(engine):
-    """No text repeats long here, at T=1: what is gained is the head's."""
+def test_head_learns_the_policys_next_tokens(engine):
+    """At T=1 no text repeats for long, so the head is the only source to learn from."""
     before = engine.collective_rpc("draft_totals")[0]
     for _ in range(6):
-        said(engine, temperature=1.0)
+        generated(engine, temperature=1.0)
     after = engine.collective_rpc("draft_totals")[0]
     assert after["errors"] == 0
     updates, losses = (after[name] - before[name] for name in ("head_updates", "head_loss"))
     assert updates > 20
-    assert 0 < losses / updates < 1.5, "a uniform guess of 12 tokens is farther from the policy"
+    assert 0 < losses / updates < 1.5, "a uniform guess of 12 tokens has a higher loss"
 
 
-def test_its_states_are_those_that_gave_the_tokens(engine):
-    """Tokens drawn at this temperature have the log-probabilities that draws have, minus the entropy on average."""
+def test_hidden_states_belong_to_their_tokens(engine):
+    """The mean log-probability of drawn tokens under their hidden states is the negative entropy."""
     head = proposer(engine)._head
-    numbers = np.arange(head._trainer._end, head._trainer._end + len(said(engine, temperature=0.3)) * 60)
+    numbers = np.arange(head._trainer._end, head._trainer._end + len(generated(engine, temperature=0.3)) * 60)
     trainer, rows = head._trainer, head._guesser.rows
     entry = rows.entry[trainer._token[numbers]]
     assert (entry >= 0).all()
@@ -58,32 +58,32 @@ def test_its_states_are_those_that_gave_the_tokens(engine):
     drawn, entropy = log_p.gather(1, entry[:, None])[:, 0].mean(), -(log_p.exp() * log_p).sum(-1).mean()
     assert float(drawn) == pytest.approx(-float(entropy), abs=0.1)
     shifted = log_p[1:].gather(1, entry[:-1, None])[:, 0].mean()
-    assert float(shifted) < float(drawn) - 1, "states of other tokens would be noticed"
+    assert float(shifted) < float(drawn) - 1, "states of other tokens have lower log-probabilities"
 
 
-def test_it_is_kept_and_begun_with_again(engine, build_engine):
+def test_saved_head_is_loaded_by_a_new_engine(engine, build_engine):
     head = proposer(engine)._head
     proposer(engine).weights_loaded()
     again = build_engine(engine.history_folder, drafting={"head": "new"})
-    began = proposer(again)._head
-    assert (began._head.outer.weight == head._head.outer.weight).all()
-    assert began.steps == 0, "no hidden states yet"
-    assert began._guesser.rows is not None, "its tokens are known from the file"
+    loaded = proposer(again)._head
+    assert (loaded._head.outer.weight == head._head.outer.weight).all()
+    assert loaded.steps == 0, "no hidden states yet"
+    assert loaded._guesser.rows is not None, "the file has the head's tokens"
 
 
-def test_it_begins_anew_between_measurements(engine):
-    """A benchmark's engine meets the same responses in each round."""
+def test_head_is_reset_between_measurements(engine):
+    """A benchmark generates the same responses in each round."""
     head = proposer(engine)._head
     head.begin("new")
     assert head.training() == {"head_updates": 0, "head_loss": 0.0, "head_seconds": 0.0}
     for _ in range(3):
-        said(engine, temperature=1.0)
+        generated(engine, temperature=1.0)
     assert head._guesser.rows is not None
     assert head.training()["head_updates"] > 0
     assert 0 < head.training()["head_loss"] / head.updates < 4
 
 
-def test_a_head_that_fails_is_turned_off_and_generation_goes_on(engine, monkeypatch, caplog):
+def test_failing_head_is_turned_off_and_generation_continues(engine, monkeypatch, caplog):
     head = proposer(engine)._head
 
     def fail(*_):
@@ -91,15 +91,15 @@ def test_a_head_that_fails_is_turned_off_and_generation_goes_on(engine, monkeypa
 
     monkeypatch.setattr(head._guesser, "guess", fail)
     before = engine.collective_rpc("draft_totals")[0]
-    assert all(len(tokens) == 64 for tokens in said(engine))
+    assert all(len(tokens) == 64 for tokens in generated(engine))
     after = engine.collective_rpc("draft_totals")[0]
-    assert after["errors"] == before["errors"] + 1, "it is counted, and drafting went on"
+    assert after["errors"] == before["errors"] + 1
     assert after["drafted"] > before["drafted"]
     assert head.steps == 0
 
 
 def test_ranks_gather_the_rows_of_a_sharded_vocabulary(tmp_path):
-    """Tensor parallel: the drafting rank has all rows, as the whole model has them."""
+    """With tensor parallelism the drafting rank has the rows of all shards."""
     import subprocess
     import sys
 

@@ -1,7 +1,7 @@
-"""Promises 1 and 2: drafting changes neither the output distribution nor the returned log-probabilities.
+"""Drafting changes neither the output distribution nor the returned log-probabilities (promises 1 and 2).
 
-A chi-square test against the exact distribution of a 12-token model; one test breaks the sampler on purpose and demands
-that the same test notices.
+The check is a chi-square test against the exact distribution of a 12-token model. One test breaks the sampler on
+purpose and expects the check to fail.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ SAMPLES = 6400
 
 
 def sample(engine, params, n):
-    """int [n, LENGTH] sampled tokens."""
+    """Return sampled tokens, int [n, LENGTH]."""
     from vllm import SamplingParams
 
     settings = SamplingParams(max_tokens=LENGTH + 1, ignore_eos=True, detokenize=False, n=64, **params)
@@ -30,9 +30,9 @@ def sample(engine, params, n):
 DRAFTERS = {
     "adaptive": {},
     "paper": {"policy": "paper"},
-    "head": {"head": "new"},  # it learns while it drafts
+    "head": {"head": "new"},  # trained while it drafts
 }
-#: For tests of the sampler, which does not know who drafts.
+#: One drafter is enough for tests of the sampler, which is independent of it.
 ADAPTIVE = pytest.mark.parametrize("engine", ["adaptive"], indirect=True)
 
 
@@ -52,8 +52,8 @@ def engine(request, build_engine, write_history, tmp_path_factory):
     draft_head.SHARE, head.APPRENTICESHIP = before
 
 
-#: The drafter decides what is drafted, the sampler what is drawn: settings with one drafter, drafters at one setting.
-#: Their product is in test_coupled and test_sampling_options: drafts change no token.
+#: All settings with one drafter, and all drafters at one setting. The product is in test_coupled and
+#: test_sampling_options, which check that drafts change no token.
 CASES = [
     (drafter, kind, setting)
     for drafter in DRAFTERS
@@ -70,7 +70,7 @@ def test_output_distribution_is_the_targets(engine, write_history, distribution_
     tokens = sample(engine, SETTINGS[setting], SAMPLES)
     after = engine.collective_rpc("draft_totals")[0]
     drafted, accepted = (after[name] - before[name] for name in ("drafted", "accepted"))
-    # Without a history the adaptive drafter still has the group's live texts.
+    # Without a history the adaptive drafter still drafts from the group's live texts.
     assert (drafted > 0) == (kind != "empty" or engine.drafter != "paper")
     if kind == "true":
         assert 0 < accepted < drafted, "the test must see acceptances and rejections"
@@ -78,13 +78,13 @@ def test_output_distribution_is_the_targets(engine, write_history, distribution_
         assert drafted - accepted > SAMPLES / 2
     assert p_value(tokens, distribution_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
     if engine.drafter == "head":
-        assert after["head_updates"] > 0, "it is trained meanwhile"
-        assert after["head_guess_seconds"] > before["head_guess_seconds"], "it was asked"
+        assert after["head_updates"] > 0, "the head was trained"
+        assert after["head_guess_seconds"] > before["head_guess_seconds"], "the head was used"
 
 
 @ADAPTIVE
 @pytest.mark.parametrize("fault", ["accepts more", "uses the noise of another position"])
-def test_a_broken_sampler_is_noticed(engine, write_history, distribution_of, p_value, monkeypatch, fault):
+def test_check_fails_for_a_broken_sampler(engine, write_history, distribution_of, p_value, monkeypatch, fault):
     from verl_rhyme.engine import drawer, sampler
 
     write_history(engine.history_folder, history_of("true", distribution_of))
@@ -110,14 +110,14 @@ def test_a_broken_sampler_is_noticed(engine, write_history, distribution_of, p_v
 
 
 def _drafted(drafted):
-    """bool [sum(drafted + 1)]: which rows of logits are drafted positions."""
+    """Return which rows of logits are drafted positions, bool [sum(drafted + 1)]."""
     last = np.cumsum(drafted + 1) - 1
     return ~np.isin(np.arange(last[-1] + 1), last)
 
 
 @ADAPTIVE
-def test_vllms_own_rejection_sampler_has_the_same_distribution(engine, write_history, distribution_of, p_value):
-    """What benchmarks compare with, and the patches that it needs on a CPU."""
+def test_vllms_rejection_sampler_has_the_same_distribution(engine, write_history, distribution_of, p_value):
+    """Benchmarks compare with vLLM's sampler, which needs our patches on a CPU."""
     runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
     ours = runner.sampler, runner.rejection_sampler
     write_history(engine.history_folder, history_of("true", distribution_of))
@@ -130,7 +130,7 @@ def test_vllms_own_rejection_sampler_has_the_same_distribution(engine, write_his
     assert p_value(tokens, distribution_of(PROMPT, LENGTH, **SETTINGS["T=0.7"])) > 1e-4
 
 
-def test_greedy_output_is_the_undrafted_one(engine, write_history, stock):
+def test_greedy_output_equals_the_undrafted_one(engine, write_history, stock):
     from vllm import SamplingParams
 
     rng = np.random.default_rng(1)
@@ -138,7 +138,7 @@ def test_greedy_output_is_the_undrafted_one(engine, write_history, stock):
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     expected = [o.outputs[0].token_ids for o in stock.generate(requests, greedy, use_tqdm=False)]
-    # Half true, half broken off and continued wrongly.
+    # Half of the responses are true, half continue wrongly after ten tokens.
     responses = [list(t) if i % 2 else list(t[:10]) + [0, 1, 2] * 4 for i, t in enumerate(expected)]
     write_history(engine.history_folder, list(zip(prompts, responses, strict=True)))
     before = engine.collective_rpc("draft_totals")[0]
@@ -151,7 +151,7 @@ def test_greedy_output_is_the_undrafted_one(engine, write_history, stock):
 @ADAPTIVE
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_are_the_targets(engine, write_history, small_model, distribution_of, temperature):
-    """What verl trains on as ``rollout_log_probs`` equals a recomputation by the actor's own code path."""
+    """``rollout_log_probs``, which verl trains on, equal a recomputation by the actor's code path."""
     import torch
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams

@@ -146,7 +146,7 @@ def test_what_only_vllm_can_do_is_left_to_it(drafting, stock, monkeypatch):
     """The step's drafts are dropped then: the distribution is that of the first position."""
     from verl_rhyme.engine import sampler
 
-    monkeypatch.setattr(sampler, "_foreign", lambda metadata: True)
+    monkeypatch.setattr(sampler, "_unsupported", lambda metadata: True)
     before = drafting.collective_rpc("draft_totals")[0]
     ours = counts_of(generate(drafting, [PLAIN] * SAMPLES, [None] * SAMPLES))
     after = drafting.collective_rpc("draft_totals")[0]

@@ -1,19 +1,18 @@
-"""The adaptive drafter: several sources, calibrated confidence, drafts that end where the next token no longer pays.
+"""The adaptive drafter: several sources, calibrated confidence, drafts that end where they stop being profitable.
 
-Sources are the prompt's history, the live texts of its group, the request's own text, and counts over all responses
-(:class:`~verl_rhyme.drafting.live_texts.LiveTexts`), and a draft head where there is one
-(:mod:`~verl_rhyme.drafting.guesses`). At each draft position the token most likely to be accepted is
-taken (:mod:`~verl_rhyme.drafting.confidence`); the walk ends where the probability that the token is reached and
-accepted falls below ``drafting.floor``. Of all that was planned a batch drafts the likeliest tokens, as many as its
-budget allows and as pay for their verification (:mod:`~verl_rhyme.drafting.budget`).
+The sources are the prompt's history, the live texts of its group, the request's text, counts over all responses
+(:class:`~verl_rhyme.drafting.live_texts.LiveTexts`), and an optional draft head (:mod:`~verl_rhyme.drafting.guesses`).
+Each draft position takes the token most likely to be accepted (:mod:`~verl_rhyme.drafting.confidence`). The walk ends
+where the probability that a token is reached and accepted falls below ``drafting.floor``. A batch drafts the likeliest
+of all planned tokens, as many as its budget allows and as are worth their verification
+(:mod:`~verl_rhyme.drafting.budget`).
 
-A request that generates an interrupted response anew has that response's text (:mod:`~verl_rhyme.drafting.regrowth`),
-which is drafted instead wherever it promises as many tokens.
+A request that regenerates an interrupted response has its previous text (:mod:`~verl_rhyme.drafting.regrowth`). The
+draft comes from that text wherever it promises as many tokens.
 
-A state machine, no clock; all rows of a step are served by a few calls of compiled code. What a step sampled is taken
-in row after row, then all rows are planned, by as many threads as it is handed, with the same drafts for any number; it
-is counted after that, for the plans to come. A history may arrive while its requests run; until then they draft from
-the other sources.
+The drafter is a state machine without a clock. A few calls of compiled code serve all rows of a step: they take in the
+sampled tokens, then plan all rows on any number of threads with the same result, then count the sampled tokens for
+later plans. A history may arrive while its requests run; until then they draft from the other sources.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from verl_rhyme.drafting.threads import OneThread, Threads
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
 
-#: After so many steps in a row whose plans did not pay, plans are made only every so many steps: planning costs, too.
-#: Not those from a previous text, which cost next to nothing.
+#: After ``REST_AFTER`` unprofitable steps in a row, only one in ``REST_EVERY`` steps is planned, because planning has a
+#: cost. Plans from a previous text are nearly free and continue.
 REST_AFTER, REST_EVERY = 32, 16
-#: A thread plans at least so many rows: waking one costs as much as planning some.
+#: Fewest rows that a thread plans: waking a thread costs as much as planning a few rows.
 ROWS_A_THREAD = 32
-#: Prompts of which is known how new their history was when it last arrived.
+#: Prompts whose history's latest step is remembered.
 _MAX_NEWEST = 1 << 17
-#: Where not all rows can be planned: how much a step without a plan counts, beside how the last ones fared (-1 to 1).
+#: Weight of each step without a plan, relative to recent acceptance (-1 to 1), if not all rows can be planned.
 _WAITING = 0.01
 
 
@@ -60,15 +59,15 @@ class _Request:
 
 
 class AdaptiveDrafter:
-    """See the module; the interface is :class:`verl_rhyme.drafting.policy.DraftPolicy`.
+    """The adaptive drafter; a :class:`verl_rhyme.drafting.policy.DraftPolicy`.
 
     Args:
-        config: The drafting tree.
-        histories: Where they come from; a function gives a prompt's history by its key, or ``None``.
-        slots: Requests that run at a time; more may, at the price of a copy.
-        vocabulary: Token ids that may be drafted are below it.
-        threads: What plans the rows.
-        head: A draft head, which guesses the first draft tokens beside all other sources.
+        config: ``drafting`` section of the config.
+        histories: Source of histories, or a function from a prompt's key to its history or ``None``.
+        slots: Expected number of running requests; more of them cost a copy of the state.
+        vocabulary: Exclusive upper bound of drafted token ids.
+        threads: Threads that plan the rows; ``None``: the caller's.
+        head: Draft head that guesses the first draft tokens in addition to the other sources.
     """
 
     def __init__(
@@ -90,26 +89,25 @@ class AdaptiveDrafter:
         self._model = confidence.prior()
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
         self._planned_at = np.zeros(max(1, slots), dtype=np.int64)  # the step at which each slot was last planned
-        #: What a step costs.
         self.cost = StepCost()
         self._steps = 0
-        self._refused = 0  # steps in a row whose plans did not pay
+        self._refused = 0  # unprofitable steps in a row
         self._free = list(range(max(1, slots)))[::-1]
         self._requests: dict[str, _Request] = {}
-        self._of_prompt: dict[bytes, set[int]] = {}  # slots of its live requests
+        self._of_prompt: dict[bytes, set[int]] = {}  # slots of a prompt's live requests
         self._live_of: dict[int, _Request] = {}  # by slot
         self._batch: tuple[tuple[str, ...], np.ndarray] | None = None  # the last step's requests and their slots
-        self._histories: dict[int, tuple] = {}  # slot to the arrays whose addresses it holds
+        self._histories: dict[int, tuple] = {}  # slot to the arrays whose addresses the compiled code holds
         self._newest: OrderedDict[bytes, int] = OrderedDict()  # step of the latest response in a prompt's history
         self._texts = 0
         self._last: tuple[np.ndarray, np.ndarray] = np.zeros((0, 1)), np.zeros(0, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Live requests."""
+        """Return the number of live requests."""
         return len(self._requests)
 
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
-        """Begin a request; starting it again (after a resume, say) begins it anew."""
+        """Start a request, or restart it (for example after a resume)."""
         self._forget(request)
         history = self._shared.take(key)
         if not self._free:
@@ -155,7 +153,7 @@ class AdaptiveDrafter:
         self._counts[ids] += np.stack([drafted, kept, verified], axis=1)
         self._steps += 1
         row, lengths = np.asarray(done.rows, dtype=np.int32), np.asarray(done.lengths, dtype=np.int64)
-        said = kernels.take_in(
+        sampled = kernels.take_in(
             self._live.arrays, self._slots, self._model, ids, row, done.tokens, lengths, drafted, kept
         )
         weigh = self._config.weigh_cost and self.cost.ready
@@ -192,25 +190,25 @@ class AdaptiveDrafter:
         self._slots.source[ids[regrown]] = kernels.PREVIOUS
         granted = grant(reach, planned, budget, self.cost.coefficients if weigh else None)
         if explores:
-            # Of several sizes: what drafting costs at all is then told from what a token costs.
+            # Several sizes, so that the fit can separate the cost of drafting from the cost per token.
             more = max(rows, self._config.max_tokens) >> self._steps // EXPLORE_EVERY % 3
             granted = grant(reach, planned, min(budget, int(granted.sum()) + more), None)
         elif weigh and promising[~regrown].any():
             self._refused = 0 if granted[~regrown].any() else self._refused + 1
         self._last = reach, granted
-        self._threads.later(partial(kernels.count, self._live.arrays.counts, *said))
+        self._threads.later(partial(kernels.count, self._live.arrays.counts, *sampled))
         flat, ends = draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
 
     def _slots_of(self, requests: tuple[str, ...]) -> np.ndarray:
-        """int32[B]; of the same requests as at the last step without looking each of them up."""
+        """Return the slots of the requests, int32[B]; the result of the last step is reused for the same requests."""
         if self._batch is None or self._batch[0] != requests:
             ids = np.array([self._requests[request].slot for request in requests], dtype=np.int32)
             self._batch = requests, ids
         return self._batch[1]
 
     def _plan_with(self, head, ids, rows, tokens, lengths, limits, floors, draft, reach, planned) -> None:
-        """All rows, the first tokens one after another, as the head guesses on from each; then the rest."""
+        """Plan all rows: the head's positions one after another, then the rest."""
         state = ids, rows, tokens, lengths, limits, floors, draft, reach, planned
         position, latest = 0, tokens[rows, lengths - 1]
         longest = min(head.steps, int(limits.max(initial=0)))
@@ -226,7 +224,7 @@ class AdaptiveDrafter:
     def _plan(
         self, ids, rows, tokens, lengths, limits, floors, draft, reach, planned, position=0, guesses=NO_GUESSES
     ) -> None:
-        """All rows, each thread a part of them: arguments as :func:`verl_rhyme.drafting.kernels.plan` has them."""
+        """Plan all rows, each thread a part of them; see :func:`verl_rhyme.drafting.kernels.plan` for the arguments."""
         parts = max(1, min(self._threads.count, len(ids) // ROWS_A_THREAD))
         ends = [len(ids) * part // parts for part in range(parts + 1)]
         state = self._live.arrays, self._slots, self._model
@@ -249,9 +247,9 @@ class AdaptiveDrafter:
         )
 
     def _within(self, budget: int, ids: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        """Limits that have no more rows planned than could be granted a token.
+        """Return limits that restrict planning to as many rows as the budget has tokens.
 
-        Those whose first tokens were accepted lately, and those that have long not been planned.
+        Rows with recently accepted first tokens and rows without a plan for long come first.
         """
         if (limits > 0).sum() > budget:
             worth = self._slots.recent[ids] + _WAITING * (self._steps - self._planned_at[ids])
@@ -263,11 +261,11 @@ class AdaptiveDrafter:
 
     @property
     def reach(self) -> list[np.ndarray]:
-        """Of the last step's drafts: the probability of each token to be reached and accepted, float64[k] a row."""
+        """Probability that each token of the last step's drafts is reached and accepted, float64[k] for each row."""
         return [row[:k] for row, k in zip(*self._last, strict=True)]
 
     def finish(self, request: str) -> RequestCounts:
-        """End a request and tell what drafting did for it; zeros for one that is not known."""
+        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.finish`."""
         live = self._requests.get(request)
         if live is None:
             return RequestCounts()
@@ -278,8 +276,8 @@ class AdaptiveDrafter:
         return RequestCounts(drafted, accepted, verified, live.history_hit, reverified, *by_source)
 
     def _draw_on(self, history: PromptHistory | None, key: bytes, slots: Iterable[int]) -> None:
-        """Requests of a prompt draft from its history from now on."""
-        # Texts that the history has by now are no siblings any more: the group's number changes with it.
+        """Make requests of a prompt draft from its history."""
+        # The group's number changes with the history, because texts that it contains are no longer siblings.
         newest = int(history.step.max()) if history is not None and len(history) else -1
         self._newest[key] = newest
         self._newest.move_to_end(key)
@@ -292,14 +290,14 @@ class AdaptiveDrafter:
             self._attach(slot, history)
             if state.block[slot] >= 0 and state.group[slot] != group:
                 self._live.discard(int(state.block[slot]))
-                state.block[slot], state.length[slot] = -1, 0  # the next step takes all of it in again
+                state.block[slot], state.length[slot] = -1, 0  # the next step takes the whole text in again
             state.group[slot] = group
 
     def _attach(self, slot: int, history: PromptHistory | None) -> None:
-        """Show the compiled code a history, or that there is none.
+        """Give the compiled code a history or none.
 
-        It reads by address. What lies there is held here, and let go only by this very thread, between two steps: no
-        planning thread outlives the step that woke it (:class:`~verl_rhyme.drafting.threads.Threads`).
+        The compiled code reads by address. This object holds the arrays, and only this thread frees them, between two
+        steps: no planning thread works beyond its step (:class:`~verl_rhyme.drafting.threads.Threads`).
         """
         slots = self._slots
         slots.history_size[slot] = 0
@@ -327,7 +325,7 @@ class AdaptiveDrafter:
         self._shared.give_back(live.key)
 
     def _grow(self) -> None:
-        """Twice the slots. The live texts stay: their blocks may all be open then, and new text goes unindexed."""
+        """Double the slots. The live texts do not grow: if all of their blocks are open, new text is not indexed."""
         old, count = self._slots, len(self._slots.length)
         self._slots = _slot_arrays(2 * count, self._config.max_tokens)
         for new_array, old_array in zip(self._slots, old, strict=True):
@@ -364,7 +362,7 @@ def _slot_arrays(slots: int, longest: int) -> SlotArrays:
 
 
 def warm() -> None:
-    """Compile (or load from numba's disk cache) all that drafting needs, so that no request waits for it."""
+    """Compile all kernels (or load them from numba's disk cache) before the first request."""
     suffix_index.warm()
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 10), lambda key: None, slots=1)
     drafter.start("", b"", np.array([2, 1], dtype=np.int32))

@@ -1,6 +1,6 @@
-"""Hard bounds of a draft: vLLM's own limits, the response's budget, the model's length, the memory of the logits.
+"""Hard bounds of a draft: vLLM's limits, the response's token budget, the model's length, the memory of the logits.
 
-Every draft token is one more row of logits, and that is all that grows with drafts: one pass over the rows draws and
+Every draft token adds one row of logits. Nothing else grows with drafts, because one pass over the rows draws and
 verifies (:mod:`verl_rhyme.engine.sampler`).
 """
 
@@ -13,9 +13,9 @@ from verl_rhyme.config import MAX_DRAFT_TOKENS
 
 
 def logits_row_bytes(vocab: int, itemsize: int, ranks: int = 1) -> int:
-    """Bytes of one row of logits on a GPU at the fullest moment.
+    """Return the peak bytes of one row of logits on a GPU.
 
-    Over several tensor-parallel ranks vLLM holds the rank's part, the gathered parts and, put in order, the whole.
+    With several tensor-parallel ranks vLLM holds the rank's part, the gathered parts, and the reordered row.
 
     Args:
         vocab: Vocabulary size.
@@ -27,21 +27,21 @@ def logits_row_bytes(vocab: int, itemsize: int, ranks: int = 1) -> int:
 
 
 def profiled_bytes(vocab: int, itemsize: int, slots: int) -> int:
-    """Bytes around the logits that vLLM's profile run has seen at least, with speculation configured.
+    """Return a lower bound of the bytes of logits and tables in vLLM's profile run with speculation.
 
-    It verifies one draft token for each of ``slots`` (``max_num_seqs``) requests (``_dummy_sampler_run`` in
-    vllm/v1/worker/gpu_model_runner.py): two rows of logits and two float32 tables (targets, probabilities) a request.
+    The profile run verifies one draft token for each of ``slots`` (``max_num_seqs``) requests (``_dummy_sampler_run``
+    in vllm/v1/worker/gpu_model_runner.py). Each has two rows of logits and two float32 tables (targets, probabilities).
     """
     return slots * vocab * (2 * itemsize + 8)
 
 
 def logits_budget(vocab: int, rows: int, slots: int, memory: int, itemsize: int = 2, ranks: int = 1) -> int:
-    """Most draft tokens of a batch whose logits take no more than ``memory`` beyond :func:`profiled_bytes`.
+    """Return the most draft tokens of a batch whose logits take at most ``memory`` beyond :func:`profiled_bytes`.
 
     Args:
         vocab: Vocabulary size.
-        rows: Rows of the batch, drafted or not.
-        slots: ``max_num_seqs``.
+        rows: Rows of the batch, with or without drafts.
+        slots: vLLM's ``max_num_seqs``.
         memory: Bytes.
         itemsize, ranks: See :func:`logits_row_bytes`.
     """
@@ -50,16 +50,15 @@ def logits_budget(vocab: int, rows: int, slots: int, memory: int, itemsize: int 
 
 
 def step_budget(step_tokens: int, rows: int, prompts_wait: bool) -> int:
-    """Most draft tokens that leave a step's other tokens their place.
+    """Return the most draft tokens that leave room for a step's other tokens.
 
-    vLLM's scheduler gives a step's tokens to requests in the order in which they run, drafts included: what is too
-    much cuts the last drafts off, leaves the last requests without a token, and keeps prompts from being prefilled for
-    as long as it lasts.
+    vLLM's scheduler gives a step's tokens to requests in the order in which they run, drafts included. Too many draft
+    tokens truncate the last drafts, leave the last requests without a token, and delay the prefill of prompts.
 
     Args:
-        step_tokens: The scheduler's tokens of a step.
+        step_tokens: Token budget of the scheduler for a step.
         rows: Rows of the batch.
-        prompts_wait: Prompts may be waiting to be prefilled: half of the tokens are theirs.
+        prompts_wait: Whether prompts may wait for prefill; half of the tokens are then left to them.
     """
     room = max(0, step_tokens - rows)
     return room // 2 if prompts_wait else room
@@ -68,17 +67,17 @@ def step_budget(step_tokens: int, rows: int, prompts_wait: bool) -> int:
 def request_limits(
     lengths: np.ndarray, generated: np.ndarray, max_tokens: np.ndarray, max_model_len: int, cap: int
 ) -> np.ndarray:
-    """Draft tokens each request may have. A draft of K tokens can yield K + 1, and all of them must fit.
+    """Return the most draft tokens of each request. A draft of K tokens can yield K + 1, which must all fit.
 
     Args:
         lengths: int[B], tokens so far, prompt and response.
         generated: int[B], tokens of the response so far.
-        max_tokens: int[B], the response's budget.
-        max_model_len: Positions the model has.
-        cap: The configured ``drafting.max_tokens``.
+        max_tokens: int[B], longest response.
+        max_model_len: vLLM's longest sequence.
+        cap: Value of ``drafting.max_tokens``.
 
     Returns:
-        int64[B], each from 0 to ``min(cap, 128)``; 128 is vLLM's own limit.
+        int64[B], each from 0 to ``min(cap, 128)``; 128 is vLLM's limit.
     """
     columns = (np.asarray(column, dtype=np.int64) for column in (lengths, generated, max_tokens))
     return _request_limits(*columns, max_model_len, min(cap, MAX_DRAFT_TOKENS))

@@ -1,14 +1,14 @@
-"""Which of the planned draft tokens a batch verifies.
+"""Selection of the planned draft tokens that a batch verifies.
 
-With what a step costs (:mod:`verl_rhyme.drafting.cost`) the tokens are granted that emit most per second: with the
-tokens of all rows in the order of falling value, v1 >= v2 >= ..., the k that maximises::
+The selection maximises the tokens emitted per second under the cost of a step (:mod:`verl_rhyme.drafting.cost`). With
+the planned tokens of all rows sorted by value, v1 >= v2 >= ..., it grants the first k, for the k that maximises::
 
     (B + v1 + ... + vk) / (a + b B + c k + d [k > 0])
 
-A token's value is the probability that it is reached and accepted. Where verifying is nearly free (decoding bound by
-memory) that is all of them; where every token costs its share (a wide batch, a CPU) only the sure ones, or none: the
-switch-off is a result, and the drafter then rests (:data:`verl_rhyme.drafting.adaptive.REST_AFTER`). At the optimum the
-last token granted satisfies ``v >= c * rate``, the marginal rule.
+A token's value is the probability that it is reached and accepted. If verification is nearly free (decoding bound by
+memory), all tokens are granted. If every token has its cost (a wide batch, a CPU), only likely tokens or none are
+granted, and the drafter then rests (:data:`verl_rhyme.drafting.adaptive.REST_AFTER`). At the optimum the last granted
+token satisfies ``v >= c * rate``, the marginal rule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numba import njit
 
 #: Coefficients of a step whose draft tokens cost nothing.
 _FREE = (1.0, 0.0, 0.0, 0.0)
-#: Of :func:`least`: never above what it is, whatever sums are rounded to.
+#: Factor that keeps :func:`least` a lower bound under rounding.
 _ROUNDING = 1 - 1e-6
 
 
@@ -28,25 +28,25 @@ def grant(
     budget: int,
     cost: tuple[float, float, float, float] | None = None,
 ) -> np.ndarray:
-    """Choose the draft tokens of a batch: those of most value, wherever they are.
+    """Choose the most valuable draft tokens of a batch.
 
     Args:
-        reach: float64[B, K], probability of each to be reached and accepted, falling along each row.
-        planned: int64[B], tokens of each row that count.
-        budget: Tokens for all.
-        cost: Seconds of a step, of a row, of a draft token, and of drafting at all; grants no more than pay. ``None``:
-            as many as the budget allows.
+        reach: float64[B, K], probability that each token is reached and accepted, decreasing along each row.
+        planned: int64[B], planned tokens of each row.
+        budget: Most draft tokens of the batch.
+        cost: Seconds of a step, of a row, of a draft token, and of drafting at all; only profitable tokens are granted.
+            ``None``: as many as the budget allows.
 
     Returns:
-        int64[B], tokens granted; together at most ``min(budget, sum(planned))``, and just that without a cost.
+        int64[B], granted tokens; their sum is at most ``min(budget, sum(planned))``, and equal to it without a cost.
     """
     return _grant(reach, planned, budget, cost or _FREE)
 
 
 def least(cost: tuple[float, float, float, float], rows: int) -> float:
-    """What a token is worth at least that :func:`grant` gives to a batch of so many rows.
+    """Return a lower bound of the value of every token that :func:`grant` grants to a batch of ``rows`` rows.
 
-    At the optimum the last token granted satisfies ``v >= c * rate``, and the rate is no less than without drafts.
+    At the optimum the last granted token satisfies ``v >= c * rate``, and the rate is at least that without drafts.
     """
     a, b, c, _ = cost
     seconds = a + b * rows
@@ -60,7 +60,7 @@ def _grant(reach, planned, budget, cost):
     granted = np.zeros(rows, dtype=np.int64)
     total = planned.sum()
     seconds = a + b * rows
-    # A fit to steps that all drafted may leave nothing to one without: what it costs is learnt by taking it.
+    # A fit to steps that all drafted may give a step without drafts no cost; such a step measures it.
     if budget <= 0 or total == 0 or seconds <= 0:
         return granted
     values, row = np.empty(total), np.empty(total, dtype=np.int64)
@@ -69,7 +69,7 @@ def _grant(reach, planned, budget, cost):
         for k in range(planned[i]):
             values[n], row[n] = -reach[i, k], i
             n += 1
-    # Stable: within a row the earlier token comes first, so each row keeps a beginning.
+    # A stable sort keeps the earlier token of a row first, so each row is granted a prefix.
     order = np.argsort(values, kind="mergesort")
     tokens = float(rows)
     best, most = 0, tokens / seconds

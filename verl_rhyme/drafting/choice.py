@@ -1,14 +1,14 @@
-"""Which of the matched continuations to draft: a walk down the trie of what followed each match.
+"""Choice of the continuation to draft: a walk down the trie of continuations of a match.
 
 The occurrences of a match are positions in the text. At each draft position the candidates are the tokens that follow
-the occurrences still in agreement with the draft so far, the end of a response being one of them. A candidate ``c``
-followed by the set ``O(c)`` of occurrences has::
+the occurrences which agree with the draft so far; the end of a response is a candidate as well. A candidate ``c`` that
+follows the set ``O(c)`` of occurrences has::
 
     votes(c) = |O(c)| + reward_weight * mean(scaled reward of the response of o, for o in O(c))
 
-with rewards scaled to [0, 1] over the prompt's history (``PromptHistory.scaled_reward``). The candidate with most votes
-is drafted and only its occurrences go on; among equals the one recorded last wins, then the one met first. The draft
-stops at its limit, or where the end of a response wins.
+with rewards scaled to [0, 1] over the prompt's history (``PromptHistory.scaled_reward``). The candidate with the most
+votes is drafted, and only its occurrences continue. Among equals the one recorded last wins, then the first one found.
+The draft stops at its limit, or where the end of a response wins.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from numba import njit
 
 from verl_rhyme.history.record import PromptHistory
 
-#: Occurrences looked at; a more frequent match is sampled evenly, so that a draft's cost has a bound.
+#: Most occurrences used; a more frequent match is sampled evenly, to bound the cost of a draft.
 MAX_OCCURRENCES = 64
 
 
 def choose(history: PromptHistory, low: int, high: int, limit: int, reward_weight: float) -> np.ndarray:
-    """Draft what is likely to follow a match.
+    """Draft the likely continuation of a match.
 
     Args:
-        history: Where the match was found.
+        history: History that contains the match.
         low, high: Range of ``history.suffixes``, from :func:`verl_rhyme.history.suffix_index.longest_match`.
-        limit: Draft tokens, at most.
-        reward_weight: See the module's votes; at least 0.
+        limit: Most draft tokens.
+        reward_weight: Weight of rewards in the votes, at least 0.
 
     Returns:
         int32[k], 0 <= k <= limit.
@@ -40,7 +40,7 @@ def choose(history: PromptHistory, low: int, high: int, limit: int, reward_weigh
 
 
 def warm() -> None:
-    """Compile (or load from numba's disk cache) everything here, so that no request waits for it."""
+    """Compile the kernels (or load them from numba's disk cache) before the first request."""
     text = np.array([-1, 1, -1], dtype=np.int32)
     bounds = np.array([0, 2], dtype=np.int32)
     suffixes = np.array([1], dtype=np.int32)
@@ -53,7 +53,7 @@ def _choose(text, bounds, suffixes, scaled_reward, reward_weight, low, high, lim
     active = min(high - low, MAX_OCCURRENCES)
     if active <= 0 or limit <= 0:
         return draft[:0]
-    positions = np.empty(active, dtype=np.int32)  # of the last token agreed on
+    positions = np.empty(active, dtype=np.int32)  # last matched position of each occurrence
     owners = np.empty(active, dtype=np.int32)  # response of each occurrence
     for i in range(active):
         position = suffixes[low + i * (high - low) // active]

@@ -1,13 +1,13 @@
-"""What a step costs, learnt on line.
+"""Cost of a step, learnt online.
 
 A decode step of B rows that verifies D draft tokens takes::
 
     seconds = a + b B + c D + d [D > 0]
 
-with no coefficient below 0; d is what verifying any draft at all costs (the rejection sampler). The fit minimises
-``(1 - predicted / seconds)**2`` and forgets old steps: noise grows with a step's length, and one that took many times
-its due (a pause of the machine, a compilation) weighs little. :mod:`verl_rhyme.drafting.budget` grants draft tokens by
-it. Time comes in as an argument; there is no clock here.
+with no negative coefficient; d is the fixed cost of verifying any draft (the rejection sampler). The fit minimises
+``(1 - predicted / seconds)**2`` and forgets old steps. The relative error suits noise that grows with a step's length,
+and gives little weight to outliers (a pause of the machine, a compilation). :mod:`verl_rhyme.drafting.budget` grants
+draft tokens by this cost. The module has no clock: times are arguments.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from numba import njit
 _FEATURES = 4
 #: Steps between two fits.
 REFIT_EVERY = 32
-#: Every so many steps more is granted than pays, so that the cost of drafting stays known: up to a token a row, or up
-#: to the longest draft where that is more.
+#: Steps between two experiments. An experiment grants more than is profitable, so that the cost of drafting stays
+#: known: up to one token a row, or the longest draft if that is more.
 EXPLORE_EVERY = 128
 
 
 class StepCost:
-    """The fit.
+    """Online fit of the cost of a step.
 
-    Where steps with and without drafts can't be told apart yet, what all had in common is shared out between a and d:
-    drafting nothing then looks cheaper than it may be, and is tried as soon as drafting gains little.
+    Before steps without drafts were observed, the fixed cost is shared between a and d. Drafting nothing then looks
+    cheaper than it may be, and is tried as soon as drafting gains little.
 
     Args:
-        memory: Steps after which an observation counts 1/e.
+        memory: Steps after which an observation's weight has fallen to 1/e.
     """
 
     def __init__(self, memory: int = 512):
@@ -44,7 +44,7 @@ class StepCost:
 
     @property
     def ready(self) -> bool:
-        """Whether enough was seen, with more and fewer drafts, to tell what a draft token costs."""
+        """Whether the observed steps vary enough to estimate the cost of a draft token."""
         if not self._coefficients.any():
             return False
         weight, drafted, squares = self._xx[0, 0], self._xx[0, 2], self._xx[2, 2]
@@ -54,9 +54,9 @@ class StepCost:
         """Take in one decode step.
 
         Args:
-            rows: Requests that decoded in it.
-            drafted: Draft tokens that it verified.
-            seconds: What it took.
+            rows: Requests that decoded in the step.
+            drafted: Draft tokens that the step verified.
+            seconds: Duration of the step.
         """
         if rows <= 0 or not np.isfinite(seconds) or seconds <= 0:
             return
@@ -67,7 +67,7 @@ class StepCost:
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
-        """Seconds of a step, of each row, of each draft token, of drafting at all; zeros before there is a fit."""
+        """Seconds of a step, of each row, of each draft token, and of drafting at all; zeros before the first fit."""
         a, b, c, d = self._coefficients.tolist()
         return a, b, c, d
 
@@ -82,9 +82,9 @@ def _add(xx, xy, decay, rows, drafted, weight):
 
 
 def _non_negative_least_squares(xx: np.ndarray, xy: np.ndarray) -> np.ndarray:
-    """The best fit with no negative coefficient, from the normal equations: of all supports the best that has none.
+    """Return the best fit without negative coefficients, by solving the normal equations of every support.
 
-    Of equally good ones the largest; within it columns that can't be told apart share alike.
+    Of equally good supports the largest wins; indistinguishable columns share their coefficient.
     """
     best, least = np.zeros(_FEATURES), np.inf
     scale = np.sqrt(np.maximum(np.diag(xx), 1e-12))

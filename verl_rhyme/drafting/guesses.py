@@ -1,5 +1,7 @@
-"""Between the drafter and a draft head (:mod:`verl_rhyme.drafting.head`), without torch: sizes, which the preflight
-reads, the protocol, and by what is measured whether the head is asked."""
+"""Interface between the drafter and a draft head (:mod:`verl_rhyme.drafting.head`), without torch.
+
+It has the head's sizes (also read by the preflight), the protocol, and the gate that decides when to use the head.
+"""
 
 from __future__ import annotations
 
@@ -7,49 +9,50 @@ from typing import Protocol
 
 import numpy as np
 
-#: Tokens that a head drafts, at most: those that a run says most.
+#: Size of a head's vocabulary: the most frequent tokens of a run.
 MOST_TOKENS = 1 << 15
-#: Bytes of the latest hidden states, of which it is trained.
+#: Bytes of the buffer of the latest hidden states, the training data.
 HEAD_BUFFER = 1 << 28
-#: Positions whose distributions over these tokens a step of its training holds on a GPU.
+#: Positions whose distributions a training step holds on a GPU.
 HEAD_POSITIONS = 1024
-#: int32[B, G] tokens and float32[B, G] probabilities of a position; of no head, G is 0.
+#: int32[B, G] tokens and float32[B, G] probabilities of a position; G is 0 without a head.
 Guesses = tuple[np.ndarray, np.ndarray]
 NO_GUESSES: Guesses = np.zeros((1, 0), dtype=np.int32), np.zeros((1, 0), dtype=np.float32)
 
 
 class Guesser(Protocol):
-    """A draft head over one batch: position after position."""
+    """A draft head that guesses for one batch, position by position."""
 
     @property
     def steps(self) -> int:
-        """Draft positions that it guesses now; 0: none."""
+        """Draft positions that the head guesses at present; 0: none."""
         ...
 
     def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
-        """What may come at a draft position.
+        """Guess the tokens at a draft position.
 
         Args:
             position: 0 for the first draft token, then 1 more at each call.
-            going: int64[k], the rows of the batch that are asked for.
-            latest: int32[B], the token before that position, of each row.
+            going: int64[k], rows of the batch to guess for.
+            latest: int32[B], the token before that position in each row.
 
         Returns:
-            int32[B, G] and float32[B, G], tokens (-1: none) and their probabilities; of rows not asked for, anything.
+            int32[B, G] and float32[B, G], tokens (-1: none) and their probabilities; arbitrary for rows not in
+            ``going``.
         """
         ...
 
 
 class HeadGate:
-    """Whether asking the head is profitable: tokens a second of steps whose drafts had it, and of those that had not.
+    """Decides whether to use the head, by the tokens per second of steps with and without it.
 
-    Both ways are measured anew for a few steps of every :data:`EVERY`, by how many rows a batch has (powers of two):
-    what a head costs a step of few rows it may save, and not one of many.
+    A few of every :data:`EVERY` steps try the other choice. Batch widths (powers of two) are measured separately,
+    because a head may be profitable for few rows but not for many.
     """
 
-    #: Steps between two trials of the other way; steps of a trial; steps after which an observation counts 1/e.
+    #: Steps between two trials of the other choice; steps of a trial; steps after which an observation's weight is 1/e.
     EVERY, TRIAL, MEMORY = 128, 8, 512
-    #: Rows, over all steps, of either way before one is preferred: what a row emits in a step varies much.
+    #: Rows, summed over steps, that each choice needs before one is preferred: the tokens of a row vary much.
     ENOUGH = 256
 
     def __init__(self) -> None:
@@ -60,16 +63,16 @@ class HeadGate:
         """Take in a plain decode step.
 
         Args:
-            rows: Requests that decoded in it.
-            headed: The head was asked for its drafts.
-            tokens: Tokens that it emitted.
-            seconds: What it took, planning included.
+            rows: Requests that decoded in the step.
+            headed: Whether its drafts used the head.
+            tokens: Tokens that the step emitted.
+            seconds: Duration of the step, including planning.
         """
         sums = self._sums.setdefault(rows.bit_length(), np.zeros((2, 3)))
         sums[int(headed)] = (1 - 1 / self.MEMORY) * sums[int(headed)] + (tokens, seconds, 1.0)
 
     def asks(self, rows: int) -> bool:
-        """Whether the next plan of so many rows asks the head."""
+        """Return whether the next plan of ``rows`` rows uses the head."""
         width = rows.bit_length()
         step = self._steps[width] = self._steps.get(width, -1) + 1
         sums = self._sums.get(width)

@@ -1,17 +1,17 @@
 """A draft head: a small recurrent network that guesses the next tokens from the policy's last hidden state.
 
-As Apple's Recurrent Drafter (arXiv:2403.09919) and Hydra (2402.05109): no attention, no cache. Its state begins as the
-hidden state that gave the latest token, and takes in the embedding of that token and of each one drafted since::
+Like Apple's Recurrent Drafter (arXiv:2403.09919) and Hydra (2402.05109) it has no attention and no cache. Its state
+begins as the hidden state that gave the latest token. It takes in the embedding of that token and of each drafted one::
 
-    s0 = h                                     h: the hidden state, normalised, as the output layer has it
+    s0 = h                                     h: the normalised hidden state, input of the output layer
     s' = s + C silu(B [norm(s), e(token)])     e: the policy's embedding
     logits = scale * W s'                      W: the policy's output rows
 
-``e`` and ``W`` are rows of the policy for the tokens that this run says most (FR-Spec, 2502.14856), copied at each
-version. The head's own parameters are 3 D^2 for a hidden size of D: one percent of a policy or less.
+``e`` and ``W`` are the policy's rows of the most frequent tokens of the run (FR-Spec, 2502.14856), copied at each
+version. The head has 3 D^2 parameters for a hidden size of D: one percent of a policy or less.
 
-It is trained where it drafts (:class:`HeadTrainer`): the engine has the hidden states of all sampled tokens at hand,
-and with them the policy's distributions. Old parameters draft worse, never wrongly: every draft is verified.
+The engine trains the head (:class:`HeadTrainer`), because it has the hidden states of all sampled tokens and with them
+the policy's distributions. Stale parameters only lower the acceptance, because every draft is verified.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torch.nn import functional
 
 from verl_rhyme.drafting.guesses import HEAD_POSITIONS
 
-#: Steps of the optimizer after which a new head knows something.
+#: Optimizer steps before a new head drafts.
 APPRENTICESHIP = 64
-#: Rows whose spread stands for all.
+#: Rows from which the standard deviation of embeddings is estimated.
 _SPREAD_OF = 1024
 _COUNTS, _UPDATES = "counts", "updates"
 
 
 class DraftHead(nn.Module):
-    """The network; see the module.
+    """The network of the draft head.
 
     Args:
         hidden: Hidden size D of the policy.
@@ -46,17 +46,17 @@ class DraftHead(nn.Module):
     def __init__(self, hidden: int):
         super().__init__()
         self.hidden = hidden
-        self.half = False  # products in bfloat16, as where they have hardware of their own
+        self.half = False  # matrix products in bfloat16, for devices with hardware support
         self.norm = nn.LayerNorm(hidden)
         self.inner = nn.Linear(2 * hidden, hidden)
         self.outer = nn.Linear(hidden, hidden)
         self.scale = nn.Parameter(torch.ones(()))
-        self.other = nn.Parameter(torch.zeros(hidden))  # of tokens whose embedding it has not
+        self.other = nn.Parameter(torch.zeros(hidden))  # embedding of tokens without a row
         nn.init.zeros_(self.outer.weight)
         nn.init.zeros_(self.outer.bias)
 
     def precision(self) -> torch.autocast:
-        """The context that all of its products run in."""
+        """Return the autocast context of the head's matrix products."""
         return torch.autocast(self.scale.device.type, torch.bfloat16, enabled=self.half)
 
     def step(self, state: Tensor, embedded: Tensor) -> Tensor:
@@ -64,24 +64,24 @@ class DraftHead(nn.Module):
         return state + self.outer(functional.silu(self.inner(torch.cat([self.norm(state), embedded], -1))))
 
     def logits(self, state: Tensor, rows: Rows) -> Tensor:
-        """float[..., D] -> float[..., M], of the tokens of ``rows``."""
+        """Return logits of the tokens of ``rows``: float[..., D] -> float[..., M]."""
         return self.scale * functional.linear(state, rows.output)
 
     def embed(self, tokens: Tensor, rows: Rows) -> Tensor:
-        """int64[...], entries of ``rows``, -1 for tokens it has not -> float[..., D]."""
+        """Embed entries of ``rows``, -1 for other tokens: int64[...] -> float[..., D]."""
         known = rows.embedding[tokens.clamp(min=0)]
         return torch.where((tokens >= 0)[..., None], known, self.other)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The policy's rows for the tokens that are drafted.
+    """The policy's rows of the head's tokens.
 
     Attributes:
         tokens: int64[M], token ids.
-        entry: int64[V], the entry of each token id, or -1.
-        output: float[M, D], in the head's precision.
-        embedding: float[M, D], too; scaled to a standard deviation of 0.5.
+        entry: int64[V], entry of each token id, or -1.
+        output: float[M, D], output rows in the head's precision.
+        embedding: float[M, D], embeddings in the head's precision, scaled to a standard deviation of 0.5.
     """
 
     tokens: Tensor
@@ -91,7 +91,7 @@ class Rows:
 
     @classmethod
     def of(cls, tokens: Tensor, output: Tensor, embedding: Tensor, vocabulary: int) -> Rows:
-        """Of a policy's rows ``tokens``: ``output`` and ``embedding`` have no others."""
+        """Build from the policy's ``output`` and ``embedding`` rows of exactly these tokens."""
         entry = torch.full((vocabulary,), -1, dtype=torch.int64, device=tokens.device)
         entry[tokens] = torch.arange(len(tokens), device=tokens.device)
         spread = embedding[:_SPREAD_OF].float().std(correction=0).clamp(min=1e-6)
@@ -99,13 +99,13 @@ class Rows:
 
 
 def save(path: Path, head: DraftHead, counts: np.ndarray, updates: int) -> None:
-    """Write a head to a file, whole or not at all.
+    """Save a head to a file atomically.
 
     Args:
-        path: A safetensors file.
-        head: Its parameters.
-        counts: int64[V], how often this run says each token.
-        updates: Steps of the optimizer that it has had.
+        path: Path of the safetensors file.
+        head: Head to save.
+        counts: int64[V], how often the run generated each token.
+        updates: Optimizer steps of the head.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in head.state_dict().items()}
@@ -114,78 +114,78 @@ def save(path: Path, head: DraftHead, counts: np.ndarray, updates: int) -> None:
 
 
 def load(path: Path, head: DraftHead, vocabulary: int) -> tuple[np.ndarray, int]:
-    """Read a head from a file of :func:`save`.
+    """Load a head from a file of :func:`save`.
 
     Returns:
-        The counts, int64[V], and the updates.
+        Token counts, int64[V], and optimizer steps.
 
     Raises:
-        ValueError: It is none, or of another model; the head stays as it was.
+        ValueError: The file has no head or one of another model; ``head`` is unchanged.
     """
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is no draft head ({error})") from None
+        raise ValueError(f"{path} is not a draft head ({error})") from None
     counts, updates = tensors.pop(_COUNTS, torch.zeros(0)), int(tensors.pop(_UPDATES, torch.zeros(())))
     wanted = head.state_dict()
     if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in wanted.items()}:
         size = len(tensors["other"]) if tensors.get("other", torch.zeros(())).ndim else "no"
-        raise ValueError(f"{path} is a draft head of hidden size {size}, this model has {head.hidden}")
+        raise ValueError(f"{path} has a draft head for hidden size {size}, but this model has {head.hidden}")
     if len(counts) != vocabulary:
-        raise ValueError(f"{path} is a draft head of {len(counts)} tokens, this model has {vocabulary}")
+        raise ValueError(f"{path} has a draft head for {len(counts)} tokens, but this model has {vocabulary} tokens")
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-        raise ValueError(f"{path} is a draft head that went wrong: not all of its parameters are finite")
+        raise ValueError(f"{path} has a diverged draft head: not all of its parameters are finite")
     head.load_state_dict(tensors)
     return counts.numpy().astype(np.int64), updates
 
 
 class HeadTrainer:
-    """Trains a head on what the policy says, from a buffer of the latest tokens and their hidden states.
+    """Trains a head on the policy's text, from a buffer of the latest tokens and their hidden states.
 
     Args:
-        head: Trained in place.
+        head: Head to train in place.
         capacity: Tokens of the buffer, 2 D bytes each.
-        steps: Draft positions that are trained.
+        steps: Draft positions to train.
         rate: Learning rate.
-        seed: Of what is drawn from the buffer.
+        seed: Seed of the draws from the buffer.
     """
 
-    #: Adjacent tokens that are drawn together, so that they share the policy's distributions.
+    #: Adjacent tokens of a draw; they share the policy's distributions.
     SEGMENT = 16
 
     def __init__(self, head: DraftHead, capacity: int, steps: int = 4, rate: float = 1e-3, seed: int = 0):
         self.head, self.steps = head, steps
         gpu = head.scale.is_cuda
-        #: Times that a step of the optimizer draws; on a GPU it takes little longer with more.
+        #: Draws of an optimizer step; more of them take little longer on a GPU.
         self.segments = HEAD_POSITIONS // (self.SEGMENT * steps) if gpu else 8
         self._hidden = torch.zeros(capacity, head.hidden, dtype=torch.bfloat16, device=head.scale.device)
         self._token = np.zeros(capacity, dtype=np.int64)
         self._following = np.full(capacity, -1, dtype=np.int64)
         self._random = np.random.default_rng(seed)
-        self._end = 0  # tokens taken in, ever; each one's number is its place in that order
+        self._end = 0  # tokens added so far; a token's number is its position in that order
         self.optimizer = torch.optim.AdamW(head.parameters(), lr=rate, weight_decay=0.05, fused=gpu)
 
     def __len__(self) -> int:
-        """Tokens in the buffer."""
+        """Return the number of tokens in the buffer."""
         return min(self._end, len(self._token))
 
     def add(self, hidden: Tensor, tokens: np.ndarray, previous: np.ndarray) -> np.ndarray:
-        """Take in tokens of any number of texts.
+        """Add tokens of any number of texts.
 
         Args:
-            hidden: float[n, D], the hidden states that gave them.
+            hidden: float[n, D], hidden states that gave the tokens.
             tokens: int64[n].
-            previous: int64[n], the number of the token before each in its text, or -1; that of an entry of this call is
-                ``-2 - entry``.
+            previous: int64[n], number of the token before each in its text, or -1; ``-2 - entry`` for an entry of this
+                call.
 
         Returns:
-            int64[n], their numbers.
+            int64[n], numbers of the tokens.
         """
         capacity = len(self._token)
         numbers = self._end + np.arange(len(tokens))
         previous = np.where(previous < -1, self._end - 2 - previous, previous)
         at = numbers % capacity
-        # A state that is not finite would spoil every update that draws it.
+        # A state that is not finite would break every update that draws it.
         self._hidden[torch.from_numpy(at).to(self._hidden.device)] = hidden.nan_to_num(0, 0, 0).to(self._hidden.dtype)
         self._token[at], self._following[at] = tokens, -1
         self._end += len(tokens)
@@ -194,11 +194,10 @@ class HeadTrainer:
         return numbers
 
     def update(self, rows: Rows, temperature: float) -> Tensor:
-        """One step of the optimizer, towards the policy's distributions at a temperature.
+        """Make one optimizer step towards the policy's distributions at a temperature; skipped if not finite.
 
         Returns:
-            The loss: nats a draft position above the policy's own entropy, over the tokens of ``rows``. Where its
-            gradient is not finite, nothing was changed.
+            Loss in nats per draft position above the policy's entropy, over the tokens of ``rows``.
         """
         token, at, inside = (torch.from_numpy(part).to(self._hidden.device) for part in self._drawn())
         token, hidden = rows.entry[token], self._hidden[at].float()
@@ -225,7 +224,10 @@ class HeadTrainer:
         return loss / weight.clamp(min=1)
 
     def _drawn(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, where they are, and whether they go on from the first: [segments, SEGMENT + steps] each."""
+        """Draw segments. Returns tokens, buffer indices and whether each continues its segment's text.
+
+        Each is of shape [segments, SEGMENT + steps].
+        """
         capacity, oldest = len(self._token), self._end - len(self)
         number = self._random.integers(oldest, self._end, self.segments)
         numbers = []

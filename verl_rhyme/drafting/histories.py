@@ -1,4 +1,4 @@
-"""Histories of the prompts that are being answered, read once for all requests of a prompt."""
+"""Histories of the prompts of live requests, read once for all requests of a prompt."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from verl_rhyme.history.record import PromptHistory
 
 
 class Pending(Enum):
-    """What a source answers that is still reading."""
+    """Type of :data:`PENDING`."""
 
     PENDING = 0
 
 
-#: It will be told by :meth:`Histories.arrive`.
+#: Placeholder for a history that the source is still reading; :meth:`Histories.arrive` delivers it.
 PENDING = Pending.PENDING
 
 
 class Source(Protocol):
-    """Where histories come from."""
+    """Source of histories."""
 
     def get(self, key: bytes) -> PromptHistory | Pending | None:
-        """A prompt's history; called when the first of its requests starts."""
+        """Return a prompt's history. Called when the first request of the prompt starts."""
 
     def release(self, key: bytes, history: PromptHistory | None) -> None:
-        """The last of a prompt's requests is over, and nobody looks at its history any more."""
+        """Free a prompt's history, which is no longer in use. Called when the last request of the prompt ends."""
 
 
 Get = Callable[[bytes], PromptHistory | None]
 
 
 class _Function:
+    """Adapter of a function to :class:`Source`."""
+
     def __init__(self, get: Get) -> None:
         self.get = get
 
@@ -42,10 +44,10 @@ class _Function:
 
 
 class Histories:
-    """Held while a request of the prompt lives.
+    """Histories of prompts with live requests, counted by request.
 
     Args:
-        source: Where they come from; a function gives a prompt's history by its key, or ``None``.
+        source: Source of histories, or a function from a prompt's key to its history or ``None``.
     """
 
     def __init__(self, source: Source | Get) -> None:
@@ -54,21 +56,21 @@ class Histories:
         self._users: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        """Prompts with a live request."""
+        """Return the number of prompts with a live request."""
         return len(self._found)
 
     def take(self, key: bytes) -> PromptHistory | Pending | None:
-        """For a request that starts; each is to be given back once."""
+        """Return the history for a new request, which must call :meth:`give_back` once."""
         if key not in self._found:
             self._found[key] = self._source.get(key)
         self._users[key] += 1
         return self._found[key]
 
     def arrive(self, key: bytes, history: PromptHistory | None) -> bool:
-        """What was pending is there.
+        """Take in a pending history.
 
         Returns:
-            Whether somebody waits for it.
+            Whether a request waits for it.
         """
         if self._found.get(key) is not PENDING:
             return False
@@ -76,7 +78,7 @@ class Histories:
         return True
 
     def give_back(self, key: bytes) -> None:
-        """A request of the prompt is over."""
+        """Release the history for one request; the last request frees it."""
         self._users[key] -= 1
         if not self._users[key]:
             del self._users[key]

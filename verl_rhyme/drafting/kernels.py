@@ -1,11 +1,11 @@
-"""The compiled core of the adaptive drafter: live texts, occurrences of the latest tokens, confidence, the walk.
+"""Compiled core of the adaptive drafter: live texts, occurrences of the latest tokens, confidence, the walk.
 
-One call of :func:`take_in` serves a whole batch, row after row; then :func:`plan` changes nothing but the rows that it
-plans, so that several threads may each plan some of them: the drafts are the same, however many there are. What plans
-do not wait for, :func:`count` does after them, while the engine decodes. No state is held here:
-:mod:`verl_rhyme.drafting.live_texts`, :mod:`verl_rhyme.drafting.confidence` and :mod:`verl_rhyme.drafting.adaptive` own
-the arrays and explain them. All in one file, constants too, because numba's disk cache does not notice a change in
-another one; only the types of the state, which are part of its key, lie in :mod:`verl_rhyme.drafting.arrays`.
+One call of :func:`take_in` serves a whole batch. Then :func:`plan` changes only the rows that it plans, so that several
+threads may plan parts of a batch with the same result. :func:`count` does the work that plans do not wait for, while
+the engine decodes. This module holds no state: :mod:`verl_rhyme.drafting.live_texts`,
+:mod:`verl_rhyme.drafting.confidence` and :mod:`verl_rhyme.drafting.adaptive` own and describe the arrays. Code and
+constants are in one file, because numba's disk cache does not notice changes in other files. Only the types of the
+state, which are part of its key, are in :mod:`verl_rhyme.drafting.arrays`.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from verl_rhyme.drafting.arrays import Scratch
 
 #: Tokens of one block of live text.
 BLOCK = 128
-#: Lengths of the contexts of which all responses' next tokens are counted.
+#: Lengths of the contexts whose next tokens are counted.
 ORDERS = (1, 2, 3, 4, 6)
-#: Entries of one bucket of the counts, a cache line; at most so many next tokens of a context are known.
+#: Entries of one bucket of the counts, a cache line: the most known next tokens of a context.
 WAYS = 8
-#: A context's counts are halved when one would exceed this: what was said lately counts more.
+#: Largest count. All counts of a context are halved before one exceeds it, so recent text has more weight.
 MAX_COUNT = 255
-#: A token whose share of a context's counts is below one in so many is no candidate for it.
+#: Inverse of the smallest share of a context's counts that makes a token a candidate.
 _RARE = 6
-#: What followed a context of fewer tokens than this only once is no candidate, either.
+#: Shortest context after which a token that followed only once is a candidate.
 _TOLD_ONCE = 3
-#: Shorter contexts are asked until one was seen so often.
+#: Counts of a context beyond which shorter contexts are not looked up.
 _ENOUGH = 32
-#: From this class of match on, occurrences that agree are not checked against counts, but for the first draft token.
+#: Match tier from which agreeing occurrences are not checked against counts, except for the first draft token.
 _SURE = 1
-#: Tokens whose contexts are looked up in memory at once.
+#: Tokens whose contexts are looked up in memory together.
 _AT_ONCE = 32
-#: Latest tokens compared, at most.
+#: Most matched tokens.
 MAX_MATCH = 32
-#: Occurrences looked at, at most: in the prompt's history, in its group's live texts.
+#: Most occurrences in the prompt's history and in its group's live texts.
 MAX_HISTORY, MAX_GROUP = 8, 8
-#: Latest places of the last token in the group's live texts among which those of the longest matches are looked for.
+#: Latest positions of the last token in the group's live texts that are searched for the longest matches.
 _LOOKED_AT = 32
 MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP
-#: Candidates of a draft token.
+#: Most candidates of a draft token.
 _MAX_DISTINCT = 2 * MAX_OCCURRENCES
 
 #: In the order of :data:`verl_rhyme.drafting.policy.SOURCES`; the last is the request's previous text.
 HISTORY, SIBLING, OWN, ALL, HEADS, PREVIOUS = range(6)
 SOURCES = 4
-#: Match lengths (tokens) at which a new class of occurrences begins, beside 1.
+#: Match lengths (tokens) at which a new tier begins, besides 1.
 TIERS = (3, 5, 9, 17)
 N_TIERS = len(TIERS) + 1
 _N_VOTES = SOURCES * N_TIERS
-#: Inputs of the confidence: vote shares by source and tier, recorded probability by tier, one, recent acceptance, the
-#: draft head's probability, and whether the head does not name the token.
+#: Inputs of the confidence: vote shares by source and tier, recorded probability by tier, a constant one, recent
+#: acceptance, the draft head's probability, and whether the head does not name the token.
 _ONE = _N_VOTES + N_TIERS
 _RECENT, HEAD, _NOT_NAMED = _ONE + 1, _ONE + 2, _ONE + 3
 N_INPUTS = _ONE + 4
 #: Weight sets: by the longest match, for the first draft token and for later ones, without the draft head and with it.
 N_SETS = 4 * N_TIERS
-#: Candidates of a first draft token that are learnt from.
+#: Most candidates of a first draft token that the confidence learns from.
 MAX_CANDIDATES = 8
 #: Classes of the calibration: half units of the logit from -6 to 10, for the first draft token and for later ones.
 _BINS = 32
@@ -75,14 +75,14 @@ _CALIBRATION_DECAY = 0.999
 _RECENT_DECAY = 0.8
 
 
-#: By votes; the logit of a smoothed share is the difference of those for it and of those against it.
+#: Logarithms by votes: the logit of a smoothed share is the difference of the entries for and against it.
 _LOG_VOTES = np.log(np.arange(WAYS * MAX_COUNT + MAX_OCCURRENCES + 1) + _SMOOTHING).astype(np.float32)
 #: Probability by its code in a history; see :func:`verl_rhyme.history.record.confidence_codes`.
 _RECORDED = (1 / (1 + np.exp(-(np.arange(256.0) - 128) / 16))).astype(np.float32)
 
 
 def scratch(longest: int) -> Scratch:
-    """Room for walks of up to ``longest`` draft tokens."""
+    """Allocate the work space of walks of up to ``longest`` draft tokens."""
     n, candidates = MAX_OCCURRENCES, _MAX_DISTINCT
     return Scratch(
         position=np.zeros(n, dtype=np.int64),
@@ -104,9 +104,9 @@ def scratch(longest: int) -> Scratch:
 
 @intrinsic
 def pointer(typing_context, address):
-    """Address to pointer, for ``carray``.
+    """Convert an address to a pointer, for ``carray``.
 
-    :mod:`verl_rhyme.drafting.regrowth` compiles it in: touch that file when this changes, or its cache is stale.
+    :mod:`verl_rhyme.drafting.regrowth` inlines this code: touch that file after a change, or its cache is stale.
     """
 
     def codegen(context, builder, signature, args):
@@ -117,10 +117,10 @@ def pointer(typing_context, address):
 
 @intrinsic
 def _borrowed(typing_context, arrays):
-    """The same tuple of arrays, none of which counts its references.
+    """Return the tuple of arrays without reference counting.
 
-    numba counts them wherever an array gets a name or is an argument, atomically: hundreds of times a row, and threads
-    would wait for each other's counts. The caller of :func:`take_in` and :func:`plan` holds all of them meanwhile.
+    numba counts references atomically wherever an array gets a name or is an argument. This happens hundreds of times
+    a row, and threads would contend for the counters. The caller of :func:`take_in` and :func:`plan` holds all arrays.
     """
 
     def codegen(context, builder, signature, args):
@@ -136,7 +136,7 @@ def _borrowed(typing_context, arrays):
 
 @intrinsic
 def _prefetch(typing_context, array, index):
-    """Have the cache line of an element fetched, without waiting for it."""
+    """Prefetch the cache line of an element."""
 
     def codegen(context, builder, signature, args):
         kind = signature.args[0]
@@ -155,7 +155,7 @@ def _prefetch(typing_context, array, index):
 
 @njit(cache=True, nogil=True)
 def take_in(live, slots, model, ids, rows, tokens, lengths, drafted, accepted):
-    """Learn from what a step sampled, and add it to the live texts.
+    """Learn from a step's sampled tokens, and add them to the live texts.
 
     Args:
         live, slots, model: State, changed in place.
@@ -166,15 +166,15 @@ def take_in(live, slots, model, ids, rows, tokens, lengths, drafted, accepted):
         drafted, accepted: int64[B], draft tokens that the step verified, and those that it accepted.
 
     Returns:
-        What :func:`count` is to count: int32[k], the new tokens of each row, each row's after the context that they
-        follow; and int64[B, 2], where in it a row's new tokens begin and end.
+        Tokens for :func:`count`: int32[k], the new tokens of each row after their context; and int64[B, 2], begin and
+        end of a row's new tokens in it.
     """
     spans = np.empty((len(ids), 2), dtype=np.int64)
     longest = ORDERS[len(ORDERS) - 1]
     size = 0
     for b in range(len(ids)):
         known = min(slots.length[ids[b]], lengths[b])
-        # What came with the request is a prompt, which its whole group has, or a text that was counted before.
+        # The first text of a request is not counted: a prompt, shared by its group, or a text counted before.
         first = known if known else lengths[b] - 1
         size += min(first, longest)
         spans[b, 0], spans[b, 1] = size, size + lengths[b] - first
@@ -206,11 +206,11 @@ def take_in(live, slots, model, ids, rows, tokens, lengths, drafted, accepted):
 
 @njit(cache=True, nogil=True)
 def count(counts, said, spans):
-    """Count what a step sampled, for the plans to come: each token is a few cache lines in memory of gigabytes.
+    """Count a step's sampled tokens for later plans; each token touches a few cache lines in gigabytes of memory.
 
     Args:
-        counts: Of the live texts, changed in place.
-        said, spans: As :func:`take_in` gives them.
+        counts: Counts of the live texts, changed in place.
+        said, spans: Result of :func:`take_in`.
     """
     counts, said, spans = _borrowed((counts, said, spans))
     begin = 0
@@ -240,24 +240,24 @@ def plan(
     guessed,
     probability,
 ):
-    """Plan the next drafts of rows that were taken in: whole, or one position after another as a draft head guesses.
+    """Plan the next drafts of rows, either whole or one position at a time with a draft head's guesses.
 
     Args:
         live, model: State, read only.
-        slots: State; what is planned is written to the slots of these rows.
-        scratch: Room to work in, of this thread alone.
-        ids, rows, tokens, lengths: As :func:`take_in` has them.
-        limits: int64[B], draft tokens each may have.
-        floors: float64[B], plan a token only if its probability to be reached and accepted is at least this.
-        vocabulary: Token ids are below it.
+        slots: State; the plans are written to the slots of these rows.
+        scratch: Work space of this thread.
+        ids, rows, tokens, lengths: Arguments of :func:`take_in`.
+        limits: int64[B], most draft tokens of each row.
+        floors: float64[B], minimum probability that a planned token is reached and accepted.
+        vocabulary: Exclusive upper bound of token ids.
         draft: int32[B, K], filled with the planned drafts.
-        reach: float64[B, K], zeros, filled with the probability that each is reached and accepted; also of the token
-            that fell below the floor.
-        planned: int64[B], zeros, filled with the tokens planned for each.
-        span: The rows, from the first to before the second.
-        position: Begin at this draft token, after calls for all positions before it: of rows that got there.
-        guessed, probability: int32[B, G] and float32[B, G], what a draft head says may come at that position, and the
-            walk ends after it; G is 0 for a walk without a head, to its end.
+        reach: float64[B, K], zeros, filled with the probability that each token is reached and accepted, also for the
+            token below the minimum.
+        planned: int64[B], zeros, filled with the number of planned tokens of each row.
+        span: First row and end (exclusive) of the rows to plan.
+        position: Draft position to begin at, after calls for all earlier positions.
+        guessed, probability: int32[B, G] and float32[B, G], a draft head's guesses for that position, after which the
+            walk stops; with G = 0 the walk has no head and goes to its end.
     """
     live, slots, model, scratch = _borrowed(live), _borrowed(slots), _borrowed(model), _borrowed(scratch)
     ids, rows, tokens, lengths, limits = _borrowed((ids, rows, tokens, lengths, limits))
@@ -289,7 +289,7 @@ def plan(
 
 @njit(cache=True, nogil=True)
 def _ahead(live, slots, scratch, slot, text, length):
-    """Have fetched what a row's plan looks at first, while another row is planned."""
+    """Prefetch the memory that a row's plan reads first, while another row is planned."""
     for order in range(_contexts(text, length, scratch.keys)):
         _prefetch(live.counts, _bucket(live.counts, scratch.keys[order])[0])
     heads = live.head_group
@@ -310,7 +310,7 @@ def _hash(token, group, size):
 @njit(cache=True, nogil=True)
 def _append(live, slots, slot, text, first, last):
     """Add ``text[first:last]`` to the slot's live text."""
-    # As names of their own: a tuple of arrays that is passed in a loop costs more than what is done with it.
+    # Local names, because passing a tuple of arrays in a loop costs more than the work on it.
     texts, fill, link_group, head_group = live.text, live.fill, live.link_group, live.head_group
     block, group = slots.block[slot], slots.group[slot]
     in_group = len(head_group)
@@ -336,7 +336,7 @@ def _append(live, slots, slot, text, first, last):
 
 @njit(cache=True, nogil=True)
 def _contexts(text, end, keys):
-    """Hashes of the last tokens of ``text[:end]``, for each of ORDERS that fits. Returns how many."""
+    """Hash the last tokens of ``text[:end]``, for each of ORDERS that fits. Returns the number of hashes."""
     value, n = np.uint64(0x9E3779B97F4A7C15), 0
     for order in range(len(ORDERS)):
         if ORDERS[order] > end:
@@ -351,7 +351,7 @@ def _contexts(text, end, keys):
 
 @njit(cache=True, nogil=True)
 def _bucket(counts, key):
-    """Where the bucket of a context begins, and the context's mark in it, from 1 to 2**23 - 1."""
+    """Return the first entry of a context's bucket, and the context's mark in it, from 1 to 2**23 - 1."""
     return (key & np.int64(len(counts) // WAYS - 1)) * WAYS, max(key >> np.int64(40), np.int64(1))
 
 
@@ -362,7 +362,7 @@ def _count(counts, text, first, last):
     starts = np.empty(_AT_ONCE * len(ORDERS), dtype=np.int64)
     marks = np.empty(_AT_ONCE * len(ORDERS), dtype=np.int64)
     while first < last:
-        # Each context is a cache line somewhere in gigabytes: they are fetched together, not one after another.
+        # Each context is a cache line in gigabytes of memory, so they are prefetched together.
         many = min(_AT_ONCE, last - first)
         n = 0
         for index in range(first, first + many):
@@ -397,8 +397,8 @@ def _count_one(counts, start, mark, token, order):
         if count < fewest:
             least, fewest = i, count
     if not found:
-        # The least one gives way, at once if it was seen once. With each newcomer another one loses a count: what
-        # was frequent does not stay for ever.
+        # The least frequent entry is replaced, at once if it was seen once. Each newcomer also takes a count from
+        # another entry, so that formerly frequent tokens leave in the end.
         counts[least] = (mark << 40) | (1 << 32) | token if fewest <= 1 else counts[least] - (1 << 32)
         other = start + (token + order) % WAYS
         if fewest and (counts[other] >> 32) & 0xFF > 1:
@@ -416,7 +416,7 @@ def _halve(counts, start, mark):
 
 @njit(cache=True, nogil=True)
 def _take_block(live, previous):
-    """The block filled longest ago, to follow ``previous``; -1 if running requests hold all."""
+    """Take the block filled longest ago, to follow ``previous``; -1 if running requests hold all blocks."""
     blocks = len(live.fill)
     for _ in range(blocks):
         block = live.cursor[0]
@@ -425,7 +425,7 @@ def _take_block(live, previous):
             break
     else:
         return -1
-    # Links into it may remain: whoever follows one compares tokens, so that an old link finds nothing or a true match.
+    # Links into the block may remain. Readers compare tokens, so a stale link finds no match or a true one.
     if live.before[block] >= 0:
         live.after[live.before[block]] = -1
     if live.after[block] >= 0:
@@ -442,7 +442,7 @@ def _take_block(live, previous):
 
 @njit(cache=True, nogil=True)
 def _next(fill, after, position):
-    """The position after ``position`` in its text, or -1."""
+    """Return the position after ``position`` in its text, or -1."""
     block = position // BLOCK
     offset = position % BLOCK + 1
     if offset < fill[block]:
@@ -454,7 +454,7 @@ def _next(fill, after, position):
 
 @njit(cache=True, nogil=True)
 def _agreement(text, before, position, context, end):
-    """Tokens before and at ``position`` that agree with ``context[:end]``, newest first."""
+    """Return how many tokens up to ``position`` agree with ``context[:end]``, newest first."""
     n = 0
     limit = min(end, MAX_MATCH)
     while n < limit and text[position] == context[end - 1 - n]:
@@ -471,7 +471,7 @@ def _agreement(text, before, position, context, end):
 
 @njit(cache=True, nogil=True)
 def _occurrences(live, slots, scratch, slot, end, own_position):
-    """Where the tail of ``context[:end]`` was seen; the longest matches in the history and in live texts."""
+    """Find the longest matches of the tail of ``context[:end]`` in the history and in live texts."""
     context, positions, sources, matches = scratch.context, scratch.position, scratch.source, scratch.match
     n = 0
     size = slots.history_size[slot, 1]
@@ -480,7 +480,7 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
         suffixes = carray(pointer(slots.history[slot, 1]), (size,), dtype=np.int32)
         table = carray(pointer(slots.history[slot, 3]), (slots.history_size[slot, 2], 3), dtype=np.int32)
         n = _history_occurrences(text, suffixes, table, context, end, positions, sources, matches)
-    # As names of their own: a tuple of arrays that is passed in a loop costs more than what is done with it.
+    # Local names, because passing a tuple of arrays in a loop costs more than the work on it.
     text, fill, before, after, owners, groups = live.text, live.fill, live.before, live.after, live.owner, live.group
     group, owner = slots.group[slot], slots.owner[slot]
     first, seen = n, 0
@@ -490,13 +490,13 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
         seen += 1
         block = position // BLOCK
         following = np.int64(links[position])
-        if following >= 0:  # memory in no cache: fetched while this one is compared
+        if following >= 0:  # not in a cache: prefetched while this one is compared
             _prefetch(links, following)
             _prefetch(text, following)
         if position != own_position and groups[block] == group and position % BLOCK < fill[block]:
             match = _agreement(text, before, position, context, end)
             at = n
-            if n == first + MAX_GROUP:  # the oldest of the shortest matches gives way
+            if n == first + MAX_GROUP:  # the oldest of the shortest matches is replaced
                 at = first
                 for i in range(first + 1, n):
                     if matches[i] <= matches[at]:
@@ -512,7 +512,7 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
 
 @njit(cache=True, nogil=True)
 def _entries(table, token):
-    """Entries of the suffix array that begin with a token, from the first to before the second; none: twice the same.
+    """Return the range of suffix array entries that begin with a token; equal bounds if there are none.
 
     ``table`` is :func:`verl_rhyme.history.suffix_index.first_tokens`.
     """
@@ -526,10 +526,10 @@ def _entries(table, token):
 
 @njit(cache=True, nogil=True)
 def _narrowed(text, suffixes, low, high, length, token):
-    """Those of the entries from ``low`` to before ``high``, which agree on ``length`` tokens, where ``token`` is next.
+    """Narrow the range ``low`` to ``high`` of entries, which agree on ``length`` tokens, to those with ``token`` next.
 
-    Each look at an entry misses the cache, twice where entries lie far apart. So: do all agree, as mostly where the
-    match is long? Then look for one that does, and from there for the first and the last.
+    Each access to an entry misses the cache. The common case that all entries agree is therefore tested first. Else a
+    binary search finds one agreeing entry, and from it the first and the last.
     """
     if text[suffixes[low] - length] == token and text[suffixes[high - 1] - length] == token:
         return low, high
@@ -563,7 +563,7 @@ def _narrowed(text, suffixes, low, high, length, token):
 
 @njit(cache=True, nogil=True)
 def _history_occurrences(text, suffixes, table, context, end, positions, sources, matches):
-    """Up to MAX_HISTORY entries of the suffix array, those of the longest match first."""
+    """Find up to MAX_HISTORY occurrences in the history, longest matches first."""
     lows = np.empty(MAX_MATCH + 1, dtype=np.int64)
     highs = np.empty(MAX_MATCH + 1, dtype=np.int64)
     low, high, length = 0, len(suffixes), 0
@@ -581,7 +581,7 @@ def _history_occurrences(text, suffixes, table, context, end, positions, sources
     n = 0
     inner_low, inner_high = low, low
     while length > 0 and n < MAX_HISTORY:
-        # Those that agree on `length` tokens and no more lie around those that agree on more.
+        # Entries that agree on exactly `length` tokens lie around those that agree on more.
         left = inner_low - lows[length]
         total = left + highs[length] - inner_high
         take = min(total, MAX_HISTORY - n)
@@ -635,7 +635,7 @@ def _plan(
     guessed,
     probability,
 ):
-    """Walk on from the occurrences of the latest tokens, each time to the candidate most likely to be accepted."""
+    """Walk from the occurrences of the latest tokens, at each position to the candidate most likely to be accepted."""
     start = max(0, length - MAX_MATCH)
     end = length - start
     scratch.context[:end] = text[start:length]
@@ -701,7 +701,7 @@ def _plan(
                 best, most = j, logit
                 for k in range(n_inputs):
                     path_inputs[slot, planned, k] = inputs[k]
-        if planned == 0 and best >= MAX_CANDIDATES:  # what is drafted is learnt from, however many there are
+        if planned == 0 and best >= MAX_CANDIDATES:  # always learn from the drafted candidate
             slots.candidate[slot, MAX_CANDIDATES - 1] = candidates[best]
             for k in range(n_inputs):
                 candidate_inputs[slot, MAX_CANDIDATES - 1, k] = path_inputs[slot, 0, k]
@@ -730,7 +730,7 @@ def _plan(
                 kept += 1
         lost, n = n > 0 and kept == 0, kept
         if (lost or (headed and n == 0)) and planned < limit:
-            # Once more; where nothing was found before, counts alone lead on, but for the head's new token.
+            # Search again after lost occurrences or a token of the head; otherwise counts alone continue.
             n = _occurrences(live, slots, scratch, slot, end, np.int64(-1))
     if headed:
         slots.walkers[slot] = n
@@ -752,7 +752,7 @@ def _first_source(votes, j):
 
 @njit(cache=True, nogil=True)
 def _vote_head(scratch, distinct, guessed, vocabulary):
-    """Add the head's tokens to the candidates, whose number is returned."""
+    """Add the head's tokens to the candidates. Returns the number of candidates."""
     candidates = scratch.candidate
     for g in range(len(guessed)):
         token = guessed[g]
@@ -779,7 +779,7 @@ def _clear(votes, mass, known, j):
 
 @njit(cache=True, nogil=True)
 def _vote(live, scratch, history, recorded, n, vocabulary):
-    """What follows each occurrence. Returns occurrences that go on, candidates, and the tier of the longest match."""
+    """Collect the next token of each occurrence. Returns remaining occurrences, candidates and the longest tier."""
     positions, sources, matches, following = scratch.position, scratch.source, scratch.match, scratch.following
     which, candidates, votes, total = scratch.which, scratch.candidate, scratch.votes, scratch.total
     mass, known = scratch.mass, scratch.known
@@ -799,7 +799,7 @@ def _vote(live, scratch, history, recorded, n, vocabulary):
             if position < 0:
                 continue
             token = text[position]
-        if token < 0 or token >= vocabulary:  # the end of a response, or a history we should not trust
+        if token < 0 or token >= vocabulary:  # the end of a response, or an invalid history
             continue
         positions[kept], sources[kept], matches[kept], following[kept] = positions[i], source, matches[i], position
         tier = _tier(matches[i])
@@ -823,7 +823,7 @@ def _vote(live, scratch, history, recorded, n, vocabulary):
 
 @njit(cache=True, nogil=True)
 def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
-    """Add how often each token followed ``context[:end]`` in all responses. Returns candidates and longest tier."""
+    """Add the counts of tokens after ``context[:end]`` in all responses. Returns candidates and the longest tier."""
     candidates, votes, total, keys = scratch.candidate, scratch.votes, scratch.total, scratch.keys
     mass, known = scratch.mass, scratch.known
     fitting = _contexts(scratch.context, end, keys)
@@ -863,9 +863,9 @@ def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
 
 @njit(cache=True, nogil=True)
 def _weigh(votes, total, mass, known, active, weights, j, recent, inputs):
-    """Logit that candidate ``j`` is accepted; ``inputs`` is filled with what it was made of.
+    """Return the logit that candidate ``j`` is accepted, and fill ``inputs`` with its inputs.
 
-    ``active[1:active[0]]`` are the classes of votes that there are; the inputs of all others are 0 and stay so.
+    ``active[1:active[0]]`` are the vote classes with votes; the inputs of all other classes stay 0.
     """
     logit = weights[_ONE] + weights[_RECENT] * recent
     inputs[_ONE] = 1.0
@@ -874,7 +874,7 @@ def _weigh(votes, total, mass, known, active, weights, j, recent, inputs):
         k = active[i]
         inputs[k] = _LOG_VOTES[votes[j, k]] - _LOG_VOTES[total[k] - votes[j, k]]
         logit += weights[k] * inputs[k]
-        if k < N_TIERS:  # of the history
+        if k < N_TIERS:  # votes of the history
             recorded = _N_VOTES + k
             inputs[recorded] = _logit(mass[j, k] / known[j, k]) if known[j, k] else 0.0
             logit += weights[recorded] * inputs[recorded]
@@ -883,7 +883,7 @@ def _weigh(votes, total, mass, known, active, weights, j, recent, inputs):
 
 @njit(cache=True, nogil=True)
 def _learn(slots, model, slot, sampled):
-    """Learn from what was sampled after the last plan: every candidate of the first token, then the planned path."""
+    """Learn from the tokens sampled after the last plan: every candidate of the first token, then the planned path."""
     if slots.planned[slot] == 0:
         return
     for j in range(slots.candidates[slot]):

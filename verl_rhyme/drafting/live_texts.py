@@ -1,14 +1,15 @@
-"""What this engine's requests say and lately said, indexed token by token, in bounded memory.
+"""Live texts: recent text of this engine's requests, indexed token by token, in bounded memory.
 
-Texts lie in linked blocks of a ring: the blocks filled longest ago are overwritten first, so a finished request serves
-its group until newer text needs the room. A hash table holds the latest position of every token by group, and each
-position links to the one before with the same token: latest first is also the order in which occurrences are looked at.
+Texts lie in linked blocks of a ring. The blocks filled longest ago are overwritten first, so the text of a finished
+request serves its group until newer text needs the space. A hash table holds the latest position of every token by
+group. Each position links to the previous one with the same token, so occurrences are visited latest first.
 
-Of all responses together it is counted how often each token followed the latest 1, 2, 3, 4 and 6: a table of entries
-(context, token, count) in buckets of one cache line, of which a lookup reads one for each length. The idea is that of
-prediction by partial matching (Cleary and Witten, IEEE Trans. Commun. 32(4), 1984). While a bucket has room its counts
-are exact but for collisions of hashes; where it has none the least frequent give way (after Misra and Gries, Sci.
-Comput. Program. 2, 1982). Prompts and resumed texts are not counted: a group has the first in common, the others were.
+A second table counts over all responses how often each token followed the latest 1, 2, 3, 4 and 6 tokens. Its entries
+(context, token, count) lie in buckets of one cache line, and a lookup reads one bucket for each length. The idea is
+prediction by partial matching (Cleary and Witten, IEEE Trans. Commun. 32(4), 1984). While a bucket has space, its
+counts are exact except for hash collisions; in a full one the least frequent entries are replaced (after Misra and
+Gries, Sci. Comput. Program. 2, 1982). Prompts and resumed texts are not counted: a group shares its prompt, and resumed
+texts were counted before.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from verl_rhyme.drafting.kernels import BLOCK, WAYS
 
 
 class LiveTexts:
-    """Memory: 8 bytes a token of capacity and 12 a bucket of the hash tables; 20 bytes a token at the default.
+    """Ring of live texts. It takes 8 bytes a token of capacity and 12 a hash bucket: 20 bytes a token at the default.
 
     Args:
-        capacity: Tokens kept, prompts included; rounded up to whole blocks, and at least ``4 * slots`` blocks, so that
-            running requests never hold more than a quarter of them open.
-        slots: Requests that may run at a time.
+        capacity: Kept tokens, prompts included; rounded up to whole blocks, at least ``4 * slots`` blocks, so that
+            running requests hold at most a quarter of them open.
+        slots: Most running requests.
     """
 
     def __init__(self, capacity: int, slots: int):
@@ -46,7 +47,7 @@ class LiveTexts:
         )
 
     def discard(self, block: int) -> None:
-        """Forget the text that ends in ``block``: its request has another group now, and adds all of it anew."""
+        """Forget the text that ends in ``block``; its request moves to another group and adds the text again."""
         live = self.arrays
         while block >= 0:
             live.fill[block] = 0
@@ -54,12 +55,12 @@ class LiveTexts:
             block = int(live.before[block])
 
     def close(self, block: int) -> None:
-        """The request that wrote to ``block`` has ended; its text stays until the room is needed."""
+        """Close the block of a finished request; its text stays until the space is needed."""
         if block >= 0:
             self.arrays.open[block] = False
 
 
 def _aligned(entries: int) -> np.ndarray:
-    """int64[entries] of zeros that begin where a cache line does."""
+    """Return int64[entries] of zeros, aligned to a cache line."""
     room = np.zeros(entries + WAYS, dtype=np.int64)
     return room[-(room.ctypes.data // 8) % WAYS :][:entries]

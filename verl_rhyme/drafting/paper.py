@@ -1,4 +1,4 @@
-"""The paper's drafter (RhymeRL section 4, HistoSpec): match, choose, window. A state machine, no clock, no thread."""
+"""The paper's drafter (RhymeRL section 4, HistoSpec): match, choose, window. It has no clock and no threads."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ class _Request:
 
 
 class PaperDrafter:
-    """Drafts from each prompt's history: the latest seven tokens, backing off to three, are looked up in it and
-    continued by :func:`verl_rhyme.drafting.choice.choose`. A :class:`verl_rhyme.drafting.policy.DraftPolicy`.
+    """The paper's drafter; a :class:`verl_rhyme.drafting.policy.DraftPolicy`.
+
+    It looks up the latest seven tokens, backing off to three, in the prompt's history, and continues the match by
+    :func:`verl_rhyme.drafting.choice.choose`.
 
     Args:
-        config: The drafting tree.
-        histories: Where they come from; a function gives a prompt's history by its key, or ``None``.
-        vocabulary: Token ids that may be drafted are below it.
-        match: Tokens of the latest text that must reappear in the history before it is continued: least, most.
-        reward_weight: See :mod:`verl_rhyme.drafting.choice`.
+        config: ``drafting`` section of the config.
+        histories: Source of histories, or a function from a prompt's key to its history or ``None``.
+        vocabulary: Exclusive upper bound of drafted token ids.
+        match: Shortest and longest match in tokens.
+        reward_weight: Weight of rewards; see :mod:`verl_rhyme.drafting.choice`.
     """
 
     def __init__(
@@ -54,10 +56,7 @@ class PaperDrafter:
         self._live: dict[str, _Request] = {}
 
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
-        """Begin a request; starting it again (after a preemption, say) begins it anew.
-
-        The paper's drafter knows the history only: ``previous`` is ignored.
-        """
+        """Start a request, or restart it (for example after a preemption); ``previous`` is ignored."""
         self._forget(request)
         self._live[request] = _Request(key, self._histories.take(key), self._window())
 
@@ -95,7 +94,7 @@ class PaperDrafter:
         return [draft.tolist() for draft in drafts]
 
     def finish(self, request: str) -> RequestCounts:
-        """End a request and tell what drafting did for it; zeros for one that is not known."""
+        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.finish`."""
         live = self._forget(request)
         if live is None:
             return RequestCounts()
@@ -121,7 +120,7 @@ class PaperDrafter:
 
 
 def warm() -> None:
-    """Compile (or load from numba's disk cache) all that drafting needs, so that no request waits for it."""
+    """Compile all kernels (or load them from numba's disk cache) before the first request."""
     suffix_index.warm()
     choice.warm()
     grant(np.ones((1, 1)), np.ones(1, dtype=np.int64), 1)

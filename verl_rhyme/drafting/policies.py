@@ -1,4 +1,4 @@
-"""The drafters there are, by the name that ``drafting.policy`` gives them."""
+"""The available drafters by their names in ``drafting.policy``."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def build(
     threads: Threads | None = None,
     head: Guesser | None = None,
 ) -> DraftPolicy:
-    """The configured drafter, compiled and ready.
+    """Build the configured drafter and compile its kernels.
 
     Args:
-        config: The drafting tree.
-        histories: Where histories come from; a function gives a prompt's history by its key, or ``None``.
-        slots: Requests that run at a time.
-        vocabulary: Token ids that may be drafted are below it.
-        threads: What plans a batch's rows; ``None``: the thread that asks.
-        head: A draft head; ``None``: there is none.
+        config: ``drafting`` section of the config.
+        histories: Source of histories, or a function from a prompt's key to its history or ``None``.
+        slots: Expected number of running requests.
+        vocabulary: Exclusive upper bound of drafted token ids.
+        threads: Threads that plan a batch's rows; ``None``: the caller's.
+        head: Draft head, or ``None``.
     """
     request_limits(np.zeros(1), np.zeros(1), np.zeros(1), 1, 1)
     (paper if config.policy == "paper" else adaptive).warm()

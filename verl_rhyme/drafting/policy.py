@@ -1,4 +1,4 @@
-"""What a draft policy is: the one interface between the engine's adapter and the drafters."""
+"""Draft policies: the interface between the engine's proposer and the drafters."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A decode step that is over, and what the drafts of the next one may be.
+    """A finished decode step, with the bounds of the next drafts.
 
     Attributes:
         requests: B started requests.
-        rows: int[B], their rows of ``tokens``.
+        rows: int[B], rows of the requests in ``tokens``.
         tokens: int32[rows, positions], prompt and response of each, C-contiguous.
-        lengths: int[B], tokens of each so far.
-        drafted, accepted: int[B], what the step verified; both 0 where nothing had been drafted.
-        limits: int[B], draft tokens each may have (:func:`verl_rhyme.drafting.bounds.request_limits`).
-        budget: Draft tokens for the whole batch.
-        seconds: What the step took, where it was a plain decode step of these requests and no others.
+        lengths: int[B], tokens of each request so far.
+        drafted, accepted: int[B], drafted and accepted tokens of the step; 0 without a draft.
+        limits: int[B], most draft tokens of each request (:func:`verl_rhyme.drafting.bounds.request_limits`).
+        budget: Most draft tokens of the batch.
+        seconds: Duration of the step, if it was a plain decode step of exactly these requests.
     """
 
     requests: Sequence[str]
@@ -72,22 +72,22 @@ class DecodeStep:
 
 
 class DraftPolicy(Protocol):
-    """Drafts for the live requests of one engine."""
+    """Drafter for the live requests of one engine."""
 
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
-        """Begin a request of the prompt ``key``; starting it again begins it anew.
+        """Start or restart a request.
 
         Args:
-            request: Its name.
-            key: See :mod:`verl_rhyme.history.keys`.
-            previous: int32[n], tokens of the response that it generates anew, where there is one.
+            request: Name of the request.
+            key: Key of its prompt (:mod:`verl_rhyme.history.keys`).
+            previous: int32[n], tokens of the response that the request regenerates, if any.
         """
 
     def arrived(self, key: bytes, history: PromptHistory | None) -> bool:
-        """The history of a prompt whose source had it pending.
+        """Take in the history of a prompt that was pending.
 
         Returns:
-            Whether a request draws on it from now on; the source may let it go where none does.
+            Whether a request uses the history; otherwise the source may free it.
         """
         ...
 
@@ -100,5 +100,5 @@ class DraftPolicy(Protocol):
         ...
 
     def finish(self, request: str) -> RequestCounts:
-        """End a request and tell what drafting did for it; zeros for one that is not known."""
+        """End a request and return its draft counts; zeros for an unknown request."""
         ...

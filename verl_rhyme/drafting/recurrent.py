@@ -1,9 +1,9 @@
-"""Which models keep a recurrent state, of which vLLM 0.24 has the wrong one after a step that accepted drafts.
+"""Detection of models with recurrent layers, for which vLLM 0.24 uses a wrong state after accepted drafts.
 
-An attention layer's cache holds every token, so that rejected ones are simply written over. A gated delta net, a Mamba
-or a short convolution holds one state for all tokens so far. vLLM keeps one for each draft token of a step, in the
-columns of the request's block table, and reads column ``accepted`` at the next step only where that step has drafts.
-Otherwise (vLLM 0.24, ``GPUModelRunner._build_attention_metadata`` and ``_update_states``):
+An attention layer's cache holds every token, and rejected ones are overwritten. A gated delta net, a Mamba or a short
+convolution holds one state for all tokens so far. vLLM keeps one state for each draft token of a step, in the columns
+of the request's block table. It reads column ``accepted`` at the next step only if that step has drafts. Otherwise
+(vLLM 0.24, ``GPUModelRunner._build_attention_metadata`` and ``_update_states``):
 
 - A gated delta net reads a stale state for a request without drafts.
 - Mamba-2 reads stale states in a step without any drafts.
@@ -34,22 +34,22 @@ _NAMES = re.compile(
 #: Kinds of layers, as a config's lists name them: ``linear_attention``, ``mamba``, ``conv``, ``recurrent``, ``hybrid``.
 _KINDS = re.compile(r"linear|mamba|ssm|conv|recurrent|hybrid|delta|lightning|rwkv|kda", re.IGNORECASE)
 _LISTS = ("layer_types", "layers_block_type", "block_types")
-#: What only recurrent layers have: Mamba, gated delta net, lightning attention, short convolution, RG-LRU.
+#: Config keys of recurrent layers only: Mamba, gated delta net, lightning attention, short convolution, RG-LRU.
 _KEYS = re.compile(r"mamba_|ssm_|time_step_|linear_(attn|conv|key|num_key)|conv_L_cache$|lru_width$")
-#: Parts of a config that are no language model.
+#: Parts of a config other than language models.
 _OTHERS = re.compile(r"vision|audio|quantization|generation")
 
 
 def recurrent(config: Mapping[str, Any]) -> str:
-    """What in a model's config shows that it has recurrent layers, such as ``layer_types: linear_attention``.
+    """Return the entry of a model's config that shows recurrent layers, such as ``layer_types: linear_attention``.
 
     Args:
-        config: A parsed ``config.json``, or ``to_dict()`` of the Hugging Face config; language models nested in it
-            (``text_config``) are looked at as well.
+        config: Parsed ``config.json``, or ``to_dict()`` of the Hugging Face config, with nested language models
+            (``text_config``).
 
     Returns:
-        An empty string for a model whose layers are attention only, or of a family that is not known here: the engine
-        looks at the layers themselves.
+        Entry, or an empty string for a model with attention layers only or of an unknown family; the engine checks the
+        layers themselves.
     """
     return next(_signs(config), "")
 
@@ -60,10 +60,10 @@ def _signs(config: Mapping[str, Any]) -> Iterator[str]:
     }
     for name, listed in kinds.items():
         yield from (f"{name}: {kind}" for kind in listed if _KINDS.search(kind))
-    # Granite's small models are of a hybrid family, with attention in every layer: all its other keys are there.
+    # Granite's small models belong to a hybrid family and have its keys, but attention in every layer.
     if not kinds:
         names = [config.get("model_type"), *(config.get("architectures") or ())]
-        yield from (f"of the family {name}" for name in names if name and _NAMES.search(str(name)))
+        yield from (f"model family {name}" for name in names if name and _NAMES.search(str(name)))
         yield from (key for key, value in config.items() if value is not None and _KEYS.match(str(key)))
         if 0 in (config.get("attn_type_list") or ()):  # MiniMax-Text-01; all of MiniMax-M2's are 1
             yield "attn_type_list: 0"
@@ -73,6 +73,6 @@ def _signs(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def refuse(found: str) -> None:
-    """Raise a :class:`ConfigError` for a model in which ``found`` shows recurrent layers; nothing where it is empty."""
+    """Raise :class:`ConfigError` if ``found``, a sign of recurrent layers, is not empty."""
     if found:
-        raise ConfigError(f"no drafts for this model ({found}): {REASON}; {REMEDY}")
+        raise ConfigError(f"cannot draft for this model ({found}): {REASON}; {REMEDY}")

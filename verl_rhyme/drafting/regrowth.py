@@ -1,16 +1,16 @@
-"""Drafts from the text that a request had before a weight update cut it short and that it now generates anew.
+"""Drafts from the previous text of a request that a weight update interrupted and that is regenerated.
 
-Newer weights mostly say the same again, token by token, so that the previous text is drafted in long windows. A pointer
-into it says which token comes next. Where the response says another one, that is first taken for a substitution: the
-pointer goes on at the same offset, because coupled noise is keyed by position, and texts that part fall into step again
-at the same position. Where they do not within a few tokens, the response's latest n-gram is looked for in the previous
-text, around where the offset held last: tokens were inserted or deleted.
+Newer weights mostly generate the same tokens again, so the previous text is drafted in long windows. A pointer marks
+the expected token in it. A differing token is first taken for a substitution: the pointer continues at the same offset,
+because coupled noise is keyed by position and diverged texts realign at the same position. If they do not realign
+within a few tokens, tokens were inserted or deleted. The response's latest n-gram is then searched in the previous
+text, around the last aligned offset.
 
-How sure is it that the expected token comes? A table of what came, by how the texts are aligned and how long they have
-agreed since they last differed, follows every token that is sampled, drafted or not. The pointer's state is a function
-of the two texts alone, however the response is cut into steps.
+The probability of the expected token comes from a table of observed agreement, by kind of alignment and by the length
+of agreement since the last difference. Every sampled token updates it, drafted or not. The pointer's state is a
+function of the two texts only, however the response is split into steps.
 
-A state machine, no clock, no thread; all rows of a step are served by one call of compiled code.
+The module is a state machine without a clock or threads; one call of compiled code serves all rows of a step.
 """
 
 from __future__ import annotations
@@ -21,57 +21,57 @@ from numba import carray, njit
 from verl_rhyme.drafting.arrays import RegrowthArrays
 from verl_rhyme.drafting.kernels import pointer
 
-#: Columns of the state: tokens before the response and so far (prompt and response; -1 before the first step), the
-#: position of the expected token, where it would be at the offset that held last, tokens agreed on since the last
-#: difference, tokens since the texts fell out of step (0 while in step), whether an n-gram gave the position; whether
-#: the latest plan is from the previous text, tokens of such plans that were accepted.
+#: Columns of the state: tokens before the response; tokens so far (prompt and response; -1 before the first step);
+#: position of the expected token; its position at the last aligned offset; agreeing tokens since the last difference;
+#: tokens since the alignment was lost (0 while aligned); whether an n-gram gave the position; whether the latest plan
+#: is from the previous text; accepted tokens of such plans.
 BEGAN, SEEN, POSITION, HOME, RUN, LOST, RELOCATED, DRAFTS, REVERIFIED = range(9)
 N_STATE = 9
 
-#: How the texts are aligned: in step, just after a difference, by an n-gram, not at all.
+#: Kinds of alignment: aligned, just after a difference, by an n-gram, none.
 STEADY, SUBSTITUTED, BY_NGRAM, ASTRAY = range(4)
 KINDS = 4
-#: Runs of agreement (tokens) at which a new class begins, beside 0.
+#: Runs of agreement (tokens) at which a new class begins, besides 0.
 _RUNS = (1, 2, 3, 4, 5, 8, 16, 32, 64)
 
-#: Tokens out of step before an n-gram is looked for; up to when at every token, and from then on at every so many, as
-#: texts may have parted for good.
+#: Unaligned tokens before an n-gram is searched; last one with a search at every token; tokens between later searches,
+#: because texts may have diverged for good.
 _PATIENCE, _EAGER, _SELDOM = 3, 16, 8
-#: Its lengths, and how far around the expected position it is looked for (tokens).
+#: Lengths of the n-gram, and the search distance around the expected position (tokens).
 _SHORTEST, _LONGEST = 3, 8
 _SEARCH = 4096
-#: Tokens agreed on after which the texts are in step again: at the old offset, at a new one.
+#: Agreeing tokens after which the texts count as aligned again: at the old offset, at a new one.
 _SETTLED, _SETTLED_ANEW = 2, 6
 
-#: The prior is the rule of succession after so many agreements, by kind; it counts as so many observations.
+#: Agreements assumed by the prior (rule of succession), by kind of alignment, and its weight in observations.
 _AGREED = (4.0, 1.0, 1.0, 0.1)
 _PRIOR = 10.0
 _DECAY = 0.998
 
 
 class Regrowth:
-    """Previous texts by slot of the adaptive drafter, and what their tokens are worth.
+    """Previous texts by slot of the adaptive drafter, with the probability of their tokens.
 
     Args:
-        slots: Requests that run at a time.
+        slots: Expected number of running requests.
     """
 
     def __init__(self, slots: int):
         self._slots = _arrays(slots)
-        self._texts: dict[int, np.ndarray] = {}  # slot to the array whose address it holds
+        self._texts: dict[int, np.ndarray] = {}  # slot to the array whose address the compiled code holds
         #: float64[KINDS, runs, 2]: accepted and tried, both decayed.
         self.table = prior()
 
     def __len__(self) -> int:
-        """Requests that have a previous text."""
+        """Return the number of requests with a previous text."""
         return len(self._texts)
 
     def start(self, slot: int, previous: np.ndarray | None) -> None:
-        """Begin a request anew.
+        """Start a request.
 
         Args:
-            slot: Where it lives.
-            previous: Integers [n], tokens of its response before; ``None`` or empty where there is none.
+            slot: Slot of the request.
+            previous: Integers [n], tokens of its previous response; ``None`` or empty without one.
         """
         self.stop(slot)
         self._slots.state[slot] = 0
@@ -82,16 +82,16 @@ class Regrowth:
         self._slots.state[slot, SEEN] = -1
 
     def stop(self, slot: int) -> None:
-        """End a request; its text is let go."""
+        """End a request and free its text."""
         self._slots.size[slot] = 0
         self._texts.pop(slot, None)
 
     def reverified(self, slot: int) -> int:
-        """Accepted tokens that were drafted from the previous text."""
+        """Return the accepted tokens that were drafted from the previous text."""
         return int(self._slots.state[slot, REVERIFIED])
 
     def grow(self) -> None:
-        """Twice the slots."""
+        """Double the slots."""
         old, count = self._slots, len(self._slots.size)
         self._slots = _arrays(2 * count)
         for new_array, old_array in zip(self._slots, old, strict=True):
@@ -111,24 +111,24 @@ class Regrowth:
         reach: np.ndarray,
         planned: np.ndarray,
     ) -> np.ndarray:
-        """Take in what a step sampled, and replace the plans of those rows whose previous text promises as much.
+        """Take in a step's sampled tokens, and replace the plans of rows whose previous text promises as much.
 
         Args:
             ids: int32[B], slots.
-            rows: int32[B], their rows of ``tokens``.
+            rows: int32[B], rows of the slots in ``tokens``.
             tokens: int32[rows, positions], prompt and response of each request so far.
-            lengths: int64[B], tokens of each.
-            sampled: int64[B], tokens that this step gave each, all but one of them drafted; at a request's first step
-                all that its response has.
-            limits: int64[B], draft tokens each may have.
-            floor: Plan a token only if its probability to be reached and accepted is at least this.
-            vocabulary: Token ids that may be drafted are below it.
-            draft: int32[B, K], plans so far, replaced in place.
-            reach: float64[B, K], the probability that each token is reached and accepted, likewise.
-            planned: int64[B], tokens of each plan, likewise.
+            lengths: int64[B], tokens of each request.
+            sampled: int64[B], sampled tokens of each request in this step, all but one of them drafted; at a request's
+                first step its whole response.
+            limits: int64[B], most draft tokens of each request.
+            floor: Minimum probability that a planned token is reached and accepted.
+            vocabulary: Exclusive upper bound of drafted token ids.
+            draft: int32[B, K], plans, replaced in place.
+            reach: float64[B, K], probability that each token is reached and accepted, replaced in place.
+            planned: int64[B], tokens of each plan, replaced in place.
 
         Returns:
-            bool[B], the plans that are from a previous text.
+            bool[B], whether each plan is from a previous text.
         """
         if not self._texts:
             return np.zeros(len(ids), dtype=np.bool_)
@@ -150,7 +150,7 @@ class Regrowth:
 
 
 def prior() -> np.ndarray:
-    """float64[KINDS, runs, 2]: a table that has seen nothing but that what agreed goes on agreeing."""
+    """Return the initial table, float64[KINDS, runs, 2], which assumes that agreeing texts continue to agree."""
     runs, agreed = np.array([0.0, *_RUNS]), np.array(_AGREED)[:, None]
     accepted = _PRIOR * (runs + agreed) / (runs + agreed + 1)
     return np.stack([accepted, np.full(accepted.shape, _PRIOR)], axis=2)
@@ -195,13 +195,13 @@ def _plan(slots, table, ids, rows, tokens, lengths, sampled, limits, floor, voca
 
 @njit(cache=True, nogil=True)
 def _over(state, size):
-    """Whether the response stands beyond the previous text, or there is none."""
+    """Whether the response has passed the end of the previous text, or there is none."""
     return state[POSITION] >= size and state[HOME] >= size
 
 
 @njit(cache=True, nogil=True)
 def _take(state, table, previous, text, index):
-    """Take in ``text[index]``, the response's next token: learn, go on, and look around where the way is lost."""
+    """Take in ``text[index]``, the response's next token: learn, advance, and search if the alignment is lost."""
     position, run, lost, relocated = state[POSITION], state[RUN], state[LOST], state[RELOCATED]
     hit = False
     if position < len(previous):
@@ -217,8 +217,8 @@ def _take(state, table, previous, text, index):
             home = position
     else:
         run, lost = 0, lost + 1
-    # Never while a token comes as expected: substitutions close together look like a lost way, and an n-gram found
-    # elsewhere would lead away from the right one.
+    # No search while tokens come as expected: substitutions close together look like a lost alignment, and an n-gram
+    # found elsewhere would replace the right position.
     if not run and lost > _PATIENCE and (relocated or lost <= _EAGER or lost % _SELDOM == 0):
         position, run = _search(previous, text, state[BEGAN], index, home)
         relocated = np.int64(position != home)
@@ -227,7 +227,7 @@ def _take(state, table, previous, text, index):
 
 @njit(cache=True, nogil=True)
 def _walk(state, table, previous, longest, floor, vocabulary, reached):
-    """Fill ``reached`` as far as a draft of the expected tokens pays; returns its length."""
+    """Fill ``reached`` as far as a draft of the expected tokens is above ``floor``; returns its length."""
     position, run, lost, relocated = state[POSITION], state[RUN], state[LOST], state[RELOCATED]
     reach, count = 1.0, 0
     while count < longest and position < len(previous) and 0 <= previous[position] < vocabulary:
@@ -244,7 +244,7 @@ def _walk(state, table, previous, longest, floor, vocabulary, reached):
 
 @njit(cache=True, nogil=True)
 def _agreed(run, lost, relocated):
-    """Run, lost, and relocated after one more token that was the expected one."""
+    """Return run, lost and relocated after one more expected token."""
     run += 1
     if lost:
         lost += 1
@@ -255,10 +255,10 @@ def _agreed(run, lost, relocated):
 
 @njit(cache=True, nogil=True)
 def _search(previous, text, began, index, home):
-    """The position after the longest copy of the response's latest tokens, the one nearest to ``home``.
+    """Find the position after the longest copy of the response's latest tokens, nearest to ``home``.
 
     Returns:
-        The position and the tokens that agree before it; ``home`` where no n-gram agrees.
+        Position and the number of agreeing tokens before it; ``home`` if no n-gram agrees.
     """
     size, token = len(previous), text[index]
     best, most = home, _agreement(previous, text, began, index, home)
@@ -280,7 +280,7 @@ def _search(previous, text, began, index, home):
 
 @njit(cache=True, nogil=True)
 def _agreement(previous, text, began, index, position):
-    """Tokens up to ``text[index]`` that agree with those before ``position``; 0 where nothing would follow."""
+    """Return how many tokens up to ``text[index]`` agree with those before ``position``; 0 if no token would follow."""
     if position >= len(previous):
         return 0
     n = 0

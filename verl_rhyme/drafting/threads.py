@@ -1,4 +1,4 @@
-"""Who plans the rows of a batch: a policy knows no thread, and is handed what has some."""
+"""Interface to the threads that plan the rows of a batch; a draft policy creates none itself."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Protocol
 
 
 class Threads(Protocol):
-    """Calls functions, at the same time where it can."""
+    """Calls functions, concurrently if possible."""
 
     @property
     def count(self) -> int:
-        """How many at a time."""
+        """Number of concurrent calls."""
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Call each once; back when all have returned, also where one of them failed: its error is raised then.
+        """Call each once and return when all have returned; then raise the error of a failed call.
 
-        None begins before what was given to :meth:`later` has returned.
+        No call begins before the call given to :meth:`later` has returned.
         """
 
     def later(self, call: Callable[[], None]) -> None:
-        """Call it once, now or after this has returned; an error of it is raised here or by the next call of either."""
+        """Make the call once, now or later; its error is raised here or by the next call of either method."""
 
 
 class OneThread:
-    """The caller's."""
+    """The caller's thread."""
 
     count = 1
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
-        """One after another."""
+        """Make the calls one after another."""
         for call in calls:
             call()
 
     def later(self, call: Callable[[], None]) -> None:
-        """Now."""
+        """Make the call now."""
         call()

@@ -1,4 +1,4 @@
-"""How many tokens to draft for one request: the paper's window."""
+"""The paper's draft window."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class WindowPolicy:
-    """Grows while whole drafts are accepted, falls back to the start at any rejection (RhymeRL, HistoSpec).
+    """Draft window of one request: grows with fully accepted drafts, resets at any rejection (RhymeRL, HistoSpec).
 
     Attributes:
         start: Draft tokens at first and after a rejection.
-        growth: Tokens added when a whole draft was accepted.
-        cap: Tokens, at most.
-        size: The present window, in tokens.
+        growth: Tokens added after a fully accepted draft.
+        cap: Largest window in tokens.
+        size: Present window in tokens.
     """
 
     start: int = 2
@@ -25,7 +25,7 @@ class WindowPolicy:
         self.size = min(self.start, self.cap)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Take in the verification of one draft; a step without a draft says nothing and changes nothing."""
+        """Take in the verification of one draft; a step without a draft changes nothing."""
         if drafted <= 0:
             return
         self.size = min(self.size + self.growth if accepted >= drafted else self.start, self.cap)

@@ -1,4 +1,4 @@
-"""vLLM's side: server, proposer, sampler, extension of its workers. Nothing else touches vLLM's internals.
+"""vLLM integration: server, proposer, sampler, worker extension. No other package touches vLLM's internals.
 
 Process: vLLM's server and workers. Engines: verl, vllm, ray, torch.
 """

@@ -1,10 +1,10 @@
-"""The draft head inside vLLM: hidden states of what was sampled, rows of the policy, training between two steps.
+"""The draft head inside vLLM: hidden states of sampled tokens, the policy's rows, training between steps.
 
-vLLM hands hidden states to drafters of its own only; the model runner's ``propose_draft_token_ids`` is wrapped, so that
-they are seen on their way there. Of a tensor-parallel engine the first rank drafts; the rows that the head needs of the
-sharded embedding and output layers are gathered when weights were loaded, by all ranks together.
+vLLM passes hidden states to its own drafters only, so the model runner's ``propose_draft_token_ids`` is wrapped to
+capture them. In a tensor-parallel engine the first rank drafts. All ranks together gather the head's rows of the
+sharded embedding and output layers after weights were loaded.
 
-A head can fail, drafting and generation can't: an error turns it off, with one warning.
+An error turns the head off, with one warning; drafting and generation continue without it.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from verl_rhyme.drafting.guesses import HEAD_BUFFER, MOST_TOKENS, Guesses
 from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows
 from verl_rhyme.drafting.head_guesser import HeadGuesser
 
-#: Value of ``drafting.head``: no file to begin with.
+#: Value of ``drafting.head`` for a new head.
 NEW = "new"
 
 logger = logging.getLogger("vllm.verl_rhyme")
 
-#: The rows are chosen anew where more than one of so many sampled tokens was not among them. After each time twice as
-#: many are looked at, so many at most.
+#: The rows are chosen again if more than one in ``_UNKNOWN`` sampled tokens has no row. The number of tokens between
+#: checks doubles each time, up to ``_LOOKED_AT_MOST``.
 _UNKNOWN, _LOOKED_AT_MOST = 50, 1 << 16
-#: Draft positions that a head guesses; other sources go on from there.
+#: Draft positions that a head guesses; other sources draft the later ones.
 STEPS = 4
-#: Of the engine's time, what training may take.
+#: Share of the engine's time for training.
 SHARE = 0.05
 #: Tokens in the buffer before training begins.
 _FEWEST = 256
-#: Seconds of a step, at most: longer ones had a pause in them.
+#: Upper bound in seconds for the time of a step: longer steps contain a pause.
 _LONGEST_STEP = 1.0
 
 
 class EngineHead:
-    """The head of one engine; of its ranks only the one that drafts asks it, all hold one for :meth:`gather`.
+    """The draft head of one engine. Only the drafting rank uses it; every rank holds one for :meth:`gather`.
 
     Args:
-        begin: ``drafting.head``: ``new``, or the file of a head to begin with.
-        runner: vLLM's model runner, its model loaded.
-        folder: Of this node's history; the head is kept next to it.
+        begin: Value of ``drafting.head``: ``new``, or the file of the initial head.
+        runner: vLLM's model runner with a loaded model.
+        folder: Folder of this node's history; the head is saved next to it.
         drafts: Whether this rank drafts.
     """
 
@@ -58,26 +58,26 @@ class EngineHead:
         self._vocabulary = runner.model_config.get_vocab_size()
         self._output, self._embedding, self._scale = _layers(runner.get_model())
         self._alone = self._output.tp_size == 1
-        self._counts = np.zeros(self._vocabulary, dtype=np.int64)  # of each token, what was sampled
+        self._counts = np.zeros(self._vocabulary, dtype=np.int64)  # how often each token was sampled
         self._listed = np.zeros(self._vocabulary, dtype=bool)
         self._unknown, self._seen, self._look_after = 0, 0, _FEWEST
         self._hidden: torch.Tensor | None = None
         self._drafted: list[int] | None = None
-        self._number: dict[str, int] = {}  # of the latest token of each request, in the trainer's buffer
+        self._number: dict[str, int] = {}  # number of each request's latest token in the trainer's buffer
         self.failures = 0
-        self._knows = 0  # steps of the optimizer before this run's
-        self._earned = 0.0  # seconds that training may still take
+        self._knows = 0  # optimizer steps of the loaded head
+        self._earned = 0.0  # seconds left for training
         self.updates, self.seconds, self.training_seconds = 0, 0.0, 0.0
-        self._losses: torch.Tensor | None = None  # their sum, where it was computed
+        self._losses: torch.Tensor | None = None  # sum of the losses, on the device
         if not drafts:
             return
-        # Next to the nodes' histories, which are emptied when a run begins.
+        # Next to the nodes' histories, because these are emptied when a run begins.
         self._file = Path(folder).parent / f"head-{_digest(runner.model_config)}.safetensors"
         self.begin(begin)
-        self._watch()
+        self._capture_hidden_states()
 
     def begin(self, begin: str) -> None:
-        """Begin with a file, or anew (``drafting.head``); what was learnt since is forgotten."""
+        """Load a head from a file, or create a new one (``drafting.head``); drops the present parameters."""
         hidden = self._runner.model_config.get_hidden_size()
         self._counts[:], self._listed[:], self._knows = 0, False, 0
         self._unknown, self._seen, self._look_after = 0, 0, _FEWEST
@@ -92,11 +92,11 @@ class EngineHead:
         if self._alone:
             self.gather()
 
-    # ---- what the drafter asks ----
+    # ---- Guesser, used by the drafter ----
 
     @property
     def steps(self) -> int:
-        """See :class:`verl_rhyme.drafting.guesses.Guesser`; a head that knows nothing yet is not asked."""
+        """See :class:`verl_rhyme.drafting.guesses.Guesser`; 0 for an untrained head."""
         return self._guesser.steps if self._drafts and self._knows + self.updates >= head.APPRENTICESHIP else 0
 
     def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
@@ -105,20 +105,20 @@ class EngineHead:
         try:
             return self._guesser.guess(position, going, latest)
         except Exception:
-            self._off("guessing")
+            self._turn_off("guessing")
             return np.full((len(latest), 1), -1, dtype=np.int32), np.zeros((len(latest), 1), dtype=np.float32)
         finally:
             self.seconds += time.perf_counter() - began
 
     @property
     def captured(self) -> int:
-        """CUDA graphs that were captured, ever: a plan that had to is not what plans take."""
+        """CUDA graphs captured so far; the time of a plan that captured one is not typical."""
         return self._guesser.captured if self._drafts else 0
 
-    # ---- what the proposer reports ----
+    # ---- calls of the proposer ----
 
     def admit(self, prompt: Any, temperature: float | None) -> None:
-        """A request begins."""
+        """Take in the prompt and temperature of a new request."""
         if not self._drafts:
             return
         tokens = np.asarray(prompt if prompt is not None else (), dtype=np.int64)
@@ -127,23 +127,23 @@ class EngineHead:
             self._guesser.temperature = float(temperature)
 
     def forget(self, req_id: str) -> None:
-        """A request has ended."""
+        """Forget a finished request."""
         self._number.pop(req_id, None)
 
     def sampled(self, req_ids: list[str], tokens: list[list[int]], rows: np.ndarray) -> None:
-        """What a step sampled, before its rows are drafted for.
+        """Take in the sampled tokens of a step, before its rows are drafted for.
 
         Args:
-            req_ids: Of every row of the batch.
-            tokens: Of every row; none while its prompt is being prefilled.
-            rows: int64[B], the rows that are drafted for: those with tokens.
+            req_ids: vLLM's request id of every row of the batch.
+            tokens: Sampled tokens of every row; none while its prompt is prefilled.
+            rows: int64[B], the rows with tokens, which are drafted for.
         """
         if not self._drafts:
             return
         try:
             self._take_in(req_ids, tokens, rows)
         except Exception:
-            self._off("taking in hidden states")
+            self._turn_off("taking in hidden states")
 
     def _take_in(self, req_ids: list[str], tokens: list[list[int]], rows: np.ndarray) -> None:
         hidden, drafted = self._hidden, self._drafted
@@ -153,31 +153,31 @@ class EngineHead:
             self._guesser.begin(None)
             return
         starts = spans.cumsum() - spans
-        said = np.fromiter((token for row in rows for token in tokens[row]), dtype=np.int64)
+        sampled = np.fromiter((token for row in rows for token in tokens[row]), dtype=np.int64)
         each = np.fromiter((len(tokens[row]) for row in rows), dtype=np.int64)
         first = each.cumsum() - each
-        at = np.repeat(starts[rows], each) + np.arange(len(said)) - np.repeat(first, each)
+        at = np.repeat(starts[rows], each) + np.arange(len(sampled)) - np.repeat(first, each)
         states = hidden[torch.from_numpy(at).to(hidden.device)]
-        np.add.at(self._counts, said, 1)
-        self._unknown += int((~self._listed[said]).sum())
-        self._seen += len(said)
-        previous = -1 - np.arange(len(said))  # the entry before
+        np.add.at(self._counts, sampled, 1)
+        self._unknown += int((~self._listed[sampled]).sum())
+        self._seen += len(sampled)
+        previous = -1 - np.arange(len(sampled))  # the entry before
         previous[first] = [self._number.get(req_ids[row], -1) for row in rows]
-        numbers = self._trainer.add(states, said, previous)
+        numbers = self._trainer.add(states, sampled, previous)
         self._number.update(zip((req_ids[row] for row in rows), numbers[first + each - 1].tolist(), strict=True))
         if self._alone and self._seen >= self._look_after:
             if self._unknown * _UNKNOWN > self._seen:
                 self.gather()
-                full = int(self._listed.sum()) >= MOST_TOKENS  # then others would be unknown in their place
+                full = int(self._listed.sum()) >= MOST_TOKENS  # a new row then costs another token its row
                 self._look_after = 2 * self._look_after if full else min(2 * self._look_after, _LOOKED_AT_MOST)
             self._seen = self._unknown = 0
         self._guesser.begin(states[torch.from_numpy(first + each - 1).to(states.device)])
 
     def learn(self, seconds: float) -> None:
-        """Train, as long as it may.
+        """Train within the time share :data:`SHARE`.
 
         Args:
-            seconds: What the engine's last step took.
+            seconds: Duration of the engine's last step.
         """
         if not self._drafts or len(self._trainer) < _FEWEST or self._guesser.rows is None:
             return
@@ -192,38 +192,38 @@ class EngineHead:
                     loss = loss.nan_to_num(0, 0, 0)
                     self._losses = loss if self._losses is None else self._losses + loss
                     if self._runner.device.type != "cpu":
-                        torch.accelerator.synchronize()  # what it took is what the next step waits
+                        torch.accelerator.synchronize()  # the next step waits for training, so this time counts
                 took = time.perf_counter() - began
                 self._earned -= took
                 self.training_seconds += took
                 self.updates += 1
             self._guesser.refresh()
         except Exception:
-            self._off("training")
+            self._turn_off("training")
 
     # ---- rows and files ----
 
     def gather(self) -> None:
-        """The policy's rows of the tokens that were said most; all ranks of an engine together, weights loaded.
+        """Copy the policy's rows of the most frequent tokens; all ranks of an engine call it after loading weights.
 
         Raises:
-            Exception: Any, on an engine of several ranks: one that left the others alone would hang them.
+            Exception: Any error on an engine of several ranks, because the other ranks would hang without this one.
         """
         try:
-            # Outside inference mode, so that they can be differentiated through.
+            # Outside inference mode, so that gradients can flow through the rows.
             with torch.inference_mode(False), torch.no_grad():
                 self._gather()
         except Exception:
             if not self._alone:
                 raise
-            self._off("copying the policy's rows")
+            self._turn_off("copying the policy's rows")
 
     def _gather(self) -> None:
-        tokens = self._said_most()
+        tokens = self._most_frequent()
         if not len(tokens):
             return
         if self._drafts:
-            self._guesser.rows = None  # its memory is that of the new ones
+            self._guesser.rows = None  # frees their memory for the new rows
         kind = torch.float32 if self._runner.device.type == "cpu" else torch.bfloat16
         output = (_rows(self._output, tokens) * self._scale).to(kind)
         embedding = output if self._embedding is self._output else _rows(self._embedding, tokens).to(kind)
@@ -231,14 +231,14 @@ class EngineHead:
             self._guesser.rows = Rows.of(tokens, output, embedding, self._vocabulary)
         del output, embedding
         if tokens.is_cuda:
-            torch.cuda.empty_cache()  # vLLM's own pool does not see what is cached here
+            torch.cuda.empty_cache()  # vLLM's memory pool cannot use torch's cache
         if not self._drafts:
             return
         self._listed[:] = False
         self._listed[tokens.cpu().numpy()] = True
 
-    def _said_most(self) -> torch.Tensor:
-        """int64[M], at most :data:`MOST_TOKENS`; the drafting rank's on every rank."""
+    def _most_frequent(self) -> torch.Tensor:
+        """Return the most frequent tokens of the drafting rank, int64[M], at most :data:`MOST_TOKENS`."""
         order = np.argsort(-self._counts, kind="stable")[:MOST_TOKENS]
         tokens = torch.from_numpy(order[self._counts[order] > 0]).to(self._runner.device)
         if self._alone:
@@ -258,10 +258,10 @@ class EngineHead:
         try:
             head.save(self._file, self._head, self._counts, self._knows + self.updates)
         except Exception:
-            logger.warning("the draft head could not be saved as %s", self._file, exc_info=True)
+            logger.warning("cannot save the draft head as %s", self._file, exc_info=True)
 
     def _load(self, begin: str) -> None:
-        """Begin with a head of before, if there is one that fits."""
+        """Load the saved head or the file ``begin``, if one is present and fits."""
         if begin == NEW and not self._file.exists():
             return
         path = self._file if self._file.exists() else Path(begin)
@@ -269,14 +269,14 @@ class EngineHead:
             counts, self._knows = head.load(path, self._head, self._vocabulary)
             self._counts += counts
         except ValueError as error:
-            logger.warning("the draft head begins anew: %s", error)
+            logger.warning("cannot load the draft head: %s; a new one is trained", error)
 
-    # ---- seams ----
+    # ---- hooks in vLLM ----
 
-    def _watch(self) -> None:
+    def _capture_hidden_states(self) -> None:
         propose = self._runner.propose_draft_token_ids
 
-        def watched(
+        def capturing(
             scheduler_output: Any,
             sampled_token_ids: Any,
             sampling_metadata: Any,
@@ -302,48 +302,48 @@ class EngineHead:
                 **kwargs,
             )
 
-        self._runner.propose_draft_token_ids = watched
+        self._runner.propose_draft_token_ids = capturing
 
-    def _off(self, doing: str) -> None:
+    def _turn_off(self, doing: str) -> None:
         if self._drafts:
             self.failures += 1
-            logger.warning("no draft head from now on: %s failed; drafts come from text alone", doing, exc_info=True)
+            logger.warning("the draft head is off: %s failed; drafts come from text alone", doing, exc_info=True)
             self._guesser.rows = None
             self._counts[:] = 0  # other ranks then gather nothing
             self._hidden = None
-            del self._trainer  # its memory is the engine's again
+            del self._trainer  # frees its memory
         self._drafts = False
 
     def training(self) -> dict[str, float]:
-        """Since the start: updates, the sum of their losses (nats a draft position), seconds they took."""
+        """Return the updates since the start, the sum of their losses (nats a draft position), and their seconds."""
         losses = 0.0 if self._losses is None else float(self._losses)
         return {"head_updates": self.updates, "head_loss": losses, "head_seconds": self.training_seconds}
 
 
 def all_ranks(ok: bool) -> bool:
-    """Whether it is so on every tensor-parallel rank of the engine; all call it."""
+    """Return whether ``ok`` is true on every tensor-parallel rank of the engine; all ranks call it."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
     if group.world_size == 1:
         return ok
-    said = torch.tensor([int(ok)])
-    torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(said)
+    lowest = torch.tensor([int(ok)])
+    torch.distributed.all_reduce(lowest, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(lowest)
 
 
 @contextmanager
 def _training() -> Iterator[None]:
-    """vLLM's worker runs its steps in inference mode, where nothing is differentiated."""
+    """Leave the inference mode in which vLLM's worker runs its steps, to compute gradients."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 def _layers(model: torch.nn.Module) -> tuple[Any, Any, float]:
-    """A model's output layer and embedding, the same where they are tied, and what logits are multiplied by.
+    """Return a model's output layer, its embedding (the same layer if tied) and the scale of its logits.
 
     Raises:
-        ValueError: It has none of vLLM's.
+        ValueError: The model does not use vLLM's embedding, or the sizes of the two layers differ.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -363,7 +363,7 @@ def _layers(model: torch.nn.Module) -> tuple[Any, Any, float]:
 
 
 def _rows(layer: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Rows of a layer whose vocabulary may be sharded: [M, D] on every rank."""
+    """Return rows of a layer whose vocabulary may be sharded: [M, D] on every rank."""
     first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
     here = (tokens >= first) & (tokens < end)
     rows = layer.weight[(tokens - first).clamp(0, max(end - first - 1, 0))]
@@ -376,7 +376,7 @@ def _rows(layer: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(model_config: Any) -> str:
-    """Which head is whose: by architecture, sizes and vocabulary, not by weights, which change."""
+    """Return an id of the models that may share a head: by architecture, sizes and vocabulary, not by weights."""
     kind = model_config.hf_config.model_type, model_config.get_hidden_size(), model_config.get_vocab_size()
     layers = getattr(model_config.hf_config, "num_hidden_layers", 0)
     return hashlib.sha256(repr((*kind, layers)).encode()).hexdigest()[:12]

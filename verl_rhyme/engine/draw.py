@@ -1,7 +1,8 @@
-"""Drawing tokens: the one place that knows how each device does it best.
+"""Token sampling per device.
 
-On a GPU one Triton kernel (:mod:`verl_rhyme.engine.draw_kernel`). Elsewhere a few rows at a time: keyed noise
-where it must be met again, inversion of the cumulative distribution where not, which needs no noise for each entry.
+A GPU uses one Triton kernel (:mod:`verl_rhyme.engine.draw_kernel`). A CPU works on a few rows at a time: it uses keyed
+noise where the noise must be reproducible. Elsewhere it inverts the cumulative distribution, which needs one uniform a
+row.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from verl_rhyme.sampling import inversion, noise
 
 @dataclass(frozen=True)
 class Rows:
-    """What is known of some rows of logits, one for each token to be drawn.
+    """Sampling inputs of some rows of logits, one row for each token to be drawn.
 
     Attributes:
-        request: int64 [N], the row of the batch.
-        keys: uint64 [N], of the noise.
-        positions: int64 [N], of the token in its sequence.
+        request: int64 [N], row of the batch.
+        keys: uint64 [N], noise keys.
+        positions: int64 [N], position of the token in its sequence.
         temperatures: float32 [N], 0 for greedy rows.
-        keyed: bool [N]: another draw of the same key and position must meet the same noise.
+        keyed: bool [N], whether another draw with the same key and position must use the same noise.
     """
 
     request: np.ndarray
@@ -40,7 +41,7 @@ class Rows:
 
     @property
     def divisors(self) -> np.ndarray | None:
-        """float32 [N], what the logits are divided by; ``None`` where that is 1 throughout."""
+        """Divisors of the logits, float32 [N]; ``None`` if all are 1."""
         divisors = np.where(self.temperatures > 0, self.temperatures, np.float32(1))
         return None if (divisors == 1).all() else divisors
 
@@ -50,18 +51,21 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def by_kernel(logits: torch.Tensor, rows: Rows, scaled: bool, raw: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (int64 [N]) and their log-probabilities (float32 [N]) on a GPU; nothing is copied but what rows are.
+    """Draw tokens on a GPU; only ``rows`` is copied there.
 
     Args:
         logits: float [N, V].
-        rows: The same N.
-        scaled: They are divided by the temperature already.
-        raw: Log-probabilities of the logits before the temperature.
+        rows: Sampling inputs of the N rows.
+        scaled: Whether the logits are already divided by the temperature.
+        raw: Whether to return log-probabilities of the logits before the temperature.
+
+    Returns:
+        Tokens (int64 [N]) and their log-probabilities (float32 [N]).
     """
-    from verl_rhyme.engine import draw_kernel  # here: Triton is not everywhere
+    from verl_rhyme.engine import draw_kernel  # Triton is not installed everywhere
 
     temperatures = np.sign(rows.temperatures) if scaled else rows.temperatures
-    # One transfer for all: three columns of eight bytes.
+    # Packed into three columns of eight bytes, so that one transfer is enough.
     packed = np.stack([rows.keys.view(np.int64), rows.positions, temperatures.astype(np.float64).view(np.int64)])
     pinned = torch.from_numpy(packed).pin_memory() if logits.device.type == "cuda" else torch.from_numpy(packed)
     keys, positions, bits = pinned.to(logits.device, non_blocking=True)
@@ -71,13 +75,16 @@ def by_kernel(logits: torch.Tensor, rows: Rows, scaled: bool, raw: bool) -> tupl
 def by_inversion(
     logits: torch.Tensor, rows: Rows, scratch: torch.Tensor, want_logprobs: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same on a CPU, for a few rows.
+    """Draw tokens on a CPU, for a few rows.
 
     Args:
         logits: float32 [N, V], contiguous, divided by the temperature.
-        rows: The same N.
-        scratch: float32, N * V entries at least.
-        want_logprobs: Whether log-probabilities are wanted.
+        rows: Sampling inputs of the N rows.
+        scratch: float32 buffer of at least N * V entries.
+        want_logprobs: Whether to return log-probabilities.
+
+    Returns:
+        Tokens (int64 [N]) and their log-probabilities (float32 [N]) or ``None``.
     """
     greedy = rows.temperatures == 0
     noisy = rows.keyed & ~greedy
@@ -97,11 +104,11 @@ def by_inversion(
             assert weights is not None
             chosen = weights.numpy()[fresh]
             tokens[fresh] = inversion.invert(chosen, noise.uniforms(rows.keys[fresh], rows.positions[fresh]))
-    found = torch.from_numpy(tokens)
+    drawn = torch.from_numpy(tokens)
     if not want_logprobs:
-        return found, None
+        return drawn, None
     assert weights is not None
-    return found, weights.gather(1, found[:, None])[:, 0].log()
+    return drawn, weights.gather(1, drawn[:, None])[:, 0].log()
 
 
 def _greedy(logits: torch.Tensor, rows: Rows, mask: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""One look at each row of logits: the token drawn with the row's noise, and its log-probability. A Triton kernel.
+"""Triton kernel that draws a token and its log-probability in one pass over each row of logits.
 
-A row is cut into parts so that few rows fill a GPU as well; ``_combine`` puts the parts together. The noise is that of
-:mod:`verl_rhyme.sampling.noise` in float32, made in registers, so that nothing but the logits is read from memory.
+Rows are split into parts so that a few rows fill a GPU; ``_combine`` merges the parts. The noise is that of
+:mod:`verl_rhyme.sampling.noise` in float32. It is generated in registers, so that only the logits are read from memory.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-#: Entries of the vocabulary that a program looks at together, four to a Philox block.
+#: Vocabulary entries that a program processes together, four to a Philox block.
 _BLOCK = 2048
 #: Programs that fill a GPU.
 _PROGRAMS = 1024
 
-#: Arrays that hold little of each row.
+#: Arguments with a few entries a row.
 _SMALL = (
     *("keys", "positions", "temperatures", "scores", "tokens", "chosen", "highest", "sums"),
     *("out_tokens", "out_logprobs", "ranks"),
@@ -29,12 +29,12 @@ def _gumbel(word):
     """float32 Gumbel noise of uint32 bits, with full relative precision at both ends of (0, 1)."""
     u = (word.to(tl.float32) + 0.5) * _UNIT
     complement = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * _UNIT  # 1 - u
-    # -log(1 - u), by its series where 1 - u has lost what decides
+    # -log(1 - u), by its series where 1 - u has lost its leading digits
     near = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u / 6)))))
     return -tl.log(tl.where(u < 1 / 32, near, -tl.log(complement)))
 
 
-# Compiled once for each model: not anew for one part, or where an array begins at an odd place, while requests wait.
+# Compiled once per model. Specialising on one part or on alignment would recompile while requests wait.
 @triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=_SMALL)
 def _draw(
     logits,  # float [N, V]
@@ -45,11 +45,11 @@ def _draw(
     vocabulary,
     part_size,
     parts,
-    scores,  # float32 [N, parts]: the best perturbed logit,
-    tokens,  # int32: whose it is,
-    chosen,  # float32: that entry as the log-probability has it,
-    highest,  # float32: and the largest of those,
-    sums,  # float32: with the sum of exp(entry - largest)
+    scores,  # float32 [N, parts], best perturbed logit
+    tokens,  # int32 [N, parts], its token
+    chosen,  # float32 [N, parts], its logit as used by the log-probability
+    highest,  # float32 [N, parts], largest such logit
+    sums,  # float32 [N, parts], sum of exp(logit - largest)
     RAW: tl.constexpr,  # log-probabilities before the temperature
     BLOCK: tl.constexpr,
 ):
@@ -132,7 +132,7 @@ def _rank(logits, stride, tokens, vocabulary, part_size, ranks, BLOCK: tl.conste
 
 
 def _parts(rows: int, vocabulary: int) -> tuple[int, int]:
-    """Parts of a row, and entries of each."""
+    """Return the parts of a row and the entries of each part."""
     parts = max(1, min(-(-_PROGRAMS // rows), -(-vocabulary // _BLOCK)))
     size = -(-vocabulary // parts)
     size = -(-size // _BLOCK) * _BLOCK
@@ -142,13 +142,13 @@ def _parts(rows: int, vocabulary: int) -> tuple[int, int]:
 def draw(
     logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor, raw: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each row, ``argmax(logits / T + gumbel)``, and its log-probability.
+    """Draw a token for each row, ``argmax(logits / T + gumbel)``, with its log-probability.
 
     Args:
-        logits: float [N, V], any float type, rows contiguous; -inf where a token is masked.
+        logits: float [N, V] of any float type, rows contiguous; -inf where a token is masked.
         keys, positions: int64 [N], see :func:`verl_rhyme.sampling.noise.draw`.
         temperatures: float32 [N]; 0 for greedy rows, whose log-probability is that at temperature 1.
-        raw: Log-probabilities of ``logits`` rather than of ``logits / T``.
+        raw: Whether to return log-probabilities of ``logits`` instead of ``logits / T``.
 
     Returns:
         Tokens (int64 [N]) and their log-probabilities (float32 [N]).
@@ -172,7 +172,7 @@ def draw(
 
 
 def ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """How many entries of each row are at least the token's: int32 [N] of logits float [N, V] and tokens int64 [N]."""
+    """Return the ranks (int32 [N]) of tokens (int64 [N]): entries of each row (float [N, V]) that are at least it."""
     rows, vocabulary = logits.shape
     parts, size = _parts(rows, vocabulary)
     out = torch.zeros(rows, dtype=torch.int32, device=logits.device)

@@ -1,14 +1,13 @@
-"""Which token each row of a batch's logits draws: by whose noise, and from the distribution that its request asks for.
+"""Token draws for a batch of logits: noise keys, sampling options, log-probabilities.
 
-The noise is keyed by request and position (:mod:`verl_rhyme.sampling.noise`). A request may carry its key, to meet the
-same noise when regenerated (``docs/studies/coupling.md``); one with a ``seed`` is keyed by it; any other by its id.
+The noise is keyed by request and position (:mod:`verl_rhyme.sampling.noise`). A request may carry its key, so that it
+uses the same noise when it is regenerated (``docs/studies/coupling.md``). A request with a ``seed`` is keyed by it, any
+other by its id. Sampling options other than the temperature go through vLLM's processors first, a few rows at a time.
 
-What a request asks for beside a temperature goes through vLLM's own processors first, a few rows at a time.
-
-For vLLM's V1 model runner. There a row's ``num_tokens_no_spec`` is its prompt and the tokens sampled so far, hence the
-position of the next one: ``InputBatch.add_request`` sets it for new and resumed requests, ``_bookkeeping_sync`` moves
-it on, and of a prompt that is still prefilled in chunks the draw is discarded. Asynchronous scheduling with drafts of
-a model leaves it behind, so that is refused.
+This module is for vLLM's V1 model runner. A row's ``num_tokens_no_spec`` there counts its prompt and the tokens sampled
+so far, hence it is the position of the next token. ``InputBatch.add_request`` sets it for new and resumed requests, and
+``_bookkeeping_sync`` advances it. While a prompt is prefilled in chunks, the draw is discarded. Asynchronous scheduling
+with a model's drafts does not advance it, so that combination is refused.
 """
 
 from __future__ import annotations
@@ -32,37 +31,38 @@ from verl_rhyme.processes.request import RequestMeta
 from verl_rhyme.sampling import inversion
 from verl_rhyme.sampling.noise import key_of
 
-#: Bytes of float32 logits that are worked on at a time, in a CPU's caches or in enough rows to fill a GPU; what is made
-#: of them takes a few times as many.
+#: Bytes of float32 logits processed at a time: they fit into a CPU's caches, or fill a GPU. Temporaries take a few
+#: times as many.
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 class BatchNoise:
-    """Keys and positions of the rows of a model runner's batch."""
+    """Noise keys and positions of the rows of a model runner's batch."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._ids: list[str] = []  # vLLM's, of the latest batch
+        self._ids: list[str] = []  # vLLM's request ids of the latest batch
         self._keys = np.empty(0, dtype=np.uint64)
         self._keyed = np.empty(0, dtype=bool)
 
     def rows(self, counts: np.ndarray) -> Rows:
-        """What is known of the rows of logits.
+        """Return the sampling inputs of all rows of logits.
 
         Args:
-            counts: int64 [B], rows of each request: its drafts and one more.
+            counts: int64 [B], rows of each request: its drafted tokens plus one.
         """
         requests = len(counts)
         batch = self._runner.input_batch
         request = np.repeat(np.arange(requests), counts)
         offset = np.arange(len(request)) - np.repeat(counts.cumsum() - counts, counts)
-        if not batch.req_ids:  # vLLM measures its samplers on logits of no request
+        if not batch.req_ids:  # vLLM profiles its samplers without requests
             nothing = np.zeros(len(request))
             keys, at = nothing.astype(np.uint64), nothing.astype(np.int64)
             return Rows(request, keys, at, nothing.astype(np.float32) + 1, nothing.astype(bool))
         if len(batch.req_ids) != requests:
             raise RuntimeError(
-                f"{requests} rows to sample for a batch of {len(batch.req_ids)} requests: whose are they"
+                f"vLLM asks to sample for {requests} requests, but its batch has {len(batch.req_ids)}: "
+                "this vLLM version is not supported, see `verl-rhyme doctor`"
             )
         if batch.req_ids != self._ids:
             known = dict(zip(self._ids, zip(self._keys, self._keyed, strict=True), strict=True))
@@ -80,40 +80,40 @@ class BatchNoise:
         )
 
     def _key(self, id: str) -> tuple[int, bool]:
-        """A request's key, and whether its noise must be met again."""
+        """Return a request's noise key, and whether its noise must be reproducible."""
         params = self._runner.requests[id].sampling_params
         if noise := RequestMeta.of(params.extra_args).noise:
             return int(noise, 16), True
         if params.seed is not None:
             return key_of("seed", params.seed), False
-        # vLLM's own ids end in eight random characters, and are the same on all ranks.
+        # vLLM's ids end in eight random characters and are the same on all ranks.
         return key_of("request", id), False
 
 
 @dataclass
 class Drawn:
-    """Of each row of logits: its token (int64 [N]) and, where asked for, what vLLM tells of log-probabilities."""
+    """Drawn tokens (int64 [N]) and, if requested, vLLM's table of log-probabilities."""
 
     tokens: torch.Tensor
     logprobs: LogprobsTensors | None
 
 
 class Drawer:
-    """Draws a token for each row of logits, as each row's request wants it."""
+    """Draws a token for each row of logits under its request's sampling options."""
 
     def __init__(self, runner: Any) -> None:
         self._noise = BatchNoise(runner)
         self._mode: str = runner.sampler.logprobs_mode
-        self._processors = RejectionSampler(runner.sampler)  # for vLLM's processors of drafted positions
+        self._processors = RejectionSampler(runner.sampler)  # vLLM's logits processors at drafted positions
         self._scratch = torch.empty(0)
 
     def draw(self, logits: torch.Tensor, metadata: SamplingMetadata, counts: np.ndarray) -> Drawn:
-        """A token for each row.
+        """Draw a token for each row.
 
         Args:
-            logits: float [N, V], the rows of a request together: its drafted positions, and the one after.
-            metadata: vLLM's, of the B requests.
-            counts: int64 [B], rows of each request; N together.
+            logits: float [N, V]; each request's rows are adjacent: its drafted positions and the one after.
+            metadata: vLLM's sampling metadata of the B requests.
+            counts: int64 [B], rows of each request; N in all.
         """
         rows = self._noise.rows(counts)
         wanted = metadata.max_num_logprobs
@@ -161,7 +161,7 @@ class Drawer:
         return Drawn(tokens, LogprobsTensors(ids, values, ranks(base, tokens)))
 
     def _target(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> torch.Tensor:
-        """Logits (float32 [n, V]) with everything applied that a request can ask for; the argument stays as it is."""
+        """Return new logits (float32 [n, V]) with all sampling options of the requests applied."""
         target = logits
         if _positional(metadata):
             target = self._processed(target.clone(), rows, metadata, requests)
@@ -181,7 +181,7 @@ class Drawer:
         return apply_top_k_top_p(target, k, p)
 
     def _processed(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> torch.Tensor:
-        """What depends on the tokens before: whole requests only, from their first drafted position on."""
+        """Apply the options that depend on earlier tokens; ``rows`` has all rows of each of its requests."""
         first, last = int(rows.request[0]), int(rows.request[-1]) + 1
         counts = np.bincount(rows.request, minlength=requests)
         for processor in metadata.logitsprocs.non_argmax_invariant:
@@ -191,7 +191,7 @@ class Drawer:
                     tokens = torch.tensor(list(biases), device=logits.device)
                     values = torch.tensor(list(biases.values()), device=logits.device)
                     logits[at[0] : at[-1] + 1, tokens] += values
-        # To vLLM every row is a drafted position, the last of each request too; that one's draft is never looked at.
+        # vLLM takes every row for a drafted position, also the last of each request, whose draft it never reads.
         drafts = metadata.spec_token_ids or [[] for _ in counts]
         padded = [[*drafts[i][: n - 1], PLACEHOLDER_TOKEN_ID] if n else [] for i, n in enumerate(counts.tolist())]
         return self._processors.apply_logits_processors(
@@ -202,7 +202,7 @@ class Drawer:
 
 
 def _positional(metadata: SamplingMetadata) -> bool:
-    """Whether a request wants something that depends on which tokens came before, or on the request alone."""
+    """Whether a request has options that depend on earlier tokens or on the request alone."""
     return bool(
         not metadata.no_penalties
         or metadata.bad_words_token_ids
@@ -215,7 +215,7 @@ def _positional(metadata: SamplingMetadata) -> bool:
 
 
 def _masked(metadata: SamplingMetadata) -> bool:
-    """Whether a request cuts its distribution off: top-k, top-p, min-p."""
+    """Whether a request truncates its distribution: top-k, top-p, min-p."""
     return (
         metadata.top_k is not None
         or metadata.top_p is not None
@@ -224,7 +224,7 @@ def _masked(metadata: SamplingMetadata) -> bool:
 
 
 def _chunks(logits: torch.Tensor, counts: np.ndarray, metadata: SamplingMetadata) -> Iterator[slice]:
-    """Rows to work on together: a few, whole requests where vLLM's processors want them."""
+    """Yield slices of a few rows; they hold whole requests where vLLM's processors need that."""
     rows, vocabulary = logits.shape
     most = max(1, CHUNK_BYTES[logits.device.type] // (4 * vocabulary))
     if not _positional(metadata):
@@ -240,7 +240,7 @@ def _chunks(logits: torch.Tensor, counts: np.ndarray, metadata: SamplingMetadata
 
 
 def ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """int64 [N], entries of each row (float [N, V]) that are at least its token's (int64 [N])."""
+    """Return the ranks (int64 [N]) of tokens (int64 [N]): entries of each row (float [N, V]) that are at least it."""
     if logits.device.type == "cpu":
         return torch.from_numpy(inversion.ranks(logits.numpy(), tokens.numpy()))
     return (logits >= logits.gather(1, tokens[:, None])).sum(-1)

@@ -1,5 +1,7 @@
-"""A stop string may begin before a response was interrupted and end after it: the front end of vLLM, which looks for
-it, gets to know the text before."""
+"""Stop strings that begin before an interruption of a response and end after it.
+
+vLLM's front end looks for stop strings; it is given the end of the text before the interruption.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from verl_rhyme.processes.request import RequestMeta
 
 
 def install(processor: OutputProcessor) -> None:
-    """Let an engine's front end look for stop strings from a response's first token on (``RequestMeta.made``)."""
+    """Make an engine's front end look for stop strings from a response's first token on (``RequestMeta.made``)."""
     original = processor.add_request
 
     @functools.wraps(original)
@@ -23,14 +25,16 @@ def install(processor: OutputProcessor) -> None:
         state = processor.request_states[request.request_id]
         made = RequestMeta.of(request.sampling_params.extra_args).made if request.sampling_params else 0
         if made and getattr(state.detokenizer, "stop", None):
-            state.detokenizer = _knowing(processor.tokenizer, request, made)
+            state.detokenizer = _detokenizer_with_earlier_text(processor.tokenizer, request, made)
 
     processor.add_request = add_request  # type: ignore[method-assign]
 
 
-def _knowing(tokenizer: Any, request: Any, made: int) -> Any:
-    """A detokenizer of a request whose prompt ends in so many tokens of its response, with the end of their text: as
-    long as any stop string. Token ids and log-probs are of the request's own tokens; its text begins with that end.
+def _detokenizer_with_earlier_text(tokenizer: Any, request: Any, made: int) -> Any:
+    """Return a detokenizer of a request whose prompt ends in ``made`` tokens of its response.
+
+    Its text begins with the end of their text, at least as long as any stop string. Its token ids and log-probs are
+    those of the request's new tokens only.
     """
     prompt = request.prompt_token_ids
     last = 16
@@ -39,7 +43,7 @@ def _knowing(tokenizer: Any, request: Any, made: int) -> Any:
         detokenizer: Any = IncrementalDetokenizer.from_new_request(
             tokenizer, replace(request, prompt_token_ids=prompt[:-last])
         )
-        stop, detokenizer.stop = detokenizer.stop, []  # below `min_tokens` it may have been there
+        stop, detokenizer.stop = detokenizer.stop, []  # the text below `min_tokens` may contain a stop string
         detokenizer.update(prompt[-last:], False)
         detokenizer.stop = stop
         if last == made or len(detokenizer.output_text) >= max(map(len, stop)):

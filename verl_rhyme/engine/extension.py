@@ -1,4 +1,4 @@
-"""The worker extension: what the server can ask of each vLLM worker."""
+"""The worker extension: methods that the server calls on each vLLM worker."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ logger = logging.getLogger(__name__)
 
 
 class RhymeWorkerMethods:
-    """For any vLLM worker, also without verl: ``worker_extension_cls`` of a plain engine.
+    """Methods for any vLLM worker, also without verl: ``worker_extension_cls`` of a plain engine.
 
-    Only methods: vLLM puts the extension last in the worker's inheritance and refuses names the worker has.
+    It has methods only: vLLM puts the extension last in the worker's bases and refuses names that the worker has.
     """
 
     model_runner: Any
 
     def attach_proposer(self) -> bool:
-        """Show the proposer its model runner; ``propose()`` alone sees token rows only.
+        """Give the proposer its model runner, as ``propose()`` sees token rows only.
 
         Returns:
-            Whether this worker has a proposer of ours, or needs none: of a pipeline's stages only the last one samples.
+            Whether this worker has our proposer or needs none: only the last pipeline stage samples.
         """
         from vllm.distributed.parallel_state import get_pp_group
 
@@ -40,23 +40,23 @@ class RhymeWorkerMethods:
         return True
 
     def install_sampler(self) -> str:
-        """Let this worker draw all its tokens, and verify drafts, with :mod:`verl_rhyme.engine.sampler`.
+        """Make this worker draw tokens and verify drafts with :mod:`verl_rhyme.engine.sampler`.
 
         Returns:
-            Why it does not; empty when it does.
+            Reason for a refusal; empty on success.
         """
-        from verl_rhyme.engine import sampler  # here: it imports vLLM's samplers
+        from verl_rhyme.engine import sampler  # imports vLLM's samplers
 
         return sampler.install(self.model_runner)
 
     def refused_patches(self) -> list[str]:
-        """Patches this worker needs and did not get, with the reason."""
+        """Return the refused patches of this worker, with reasons."""
         from verl_rhyme import patches
 
         return [str(status) for status in patches.refused(patches.VLLM)]
 
     def take_request_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
-        """Speculation counts of finished requests (``RequestMeta.id``), and forget them."""
+        """Return and forget the speculation counts of finished requests (``RequestMeta.id``)."""
         proposer = getattr(self.model_runner, "drafter", None)
         return proposer.take_counts(ids) if isinstance(proposer, HistoryProposer) else {}
 
@@ -66,9 +66,12 @@ class RhymeWorkerMethods:
         return proposer.totals() if isinstance(proposer, HistoryProposer) else {}
 
 
-def _or_end(load: Callable[..., None], whole: bool = True) -> Callable[..., None]:
-    """A worker that could not load its weights ends, and its engine with it: who sends them waits for its word without
-    end (``BucketedWeightSender``), but an engine that died is noticed (:mod:`verl_rhyme.processes.deaths`)."""
+def _exit_on_error(load: Callable[..., None], whole: bool = True) -> Callable[..., None]:
+    """Wrap a weight loader so that the worker, and its engine with it, exits if loading fails.
+
+    The sender (``BucketedWeightSender``) would wait forever for the worker's reply. A dead engine is detected
+    (:mod:`verl_rhyme.processes.deaths`).
+    """
 
     @functools.wraps(load)
     def loaded(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +81,7 @@ def _or_end(load: Callable[..., None], whole: bool = True) -> Callable[..., None
             if whole and isinstance(proposer, HistoryProposer):
                 proposer.weights_loaded()
         except BaseException:
-            logger.exception("this worker could not load its weights, and ends")
+            logger.exception("this vLLM worker could not load its weights and exits")
             logging.shutdown()
             os._exit(1)
 
@@ -86,7 +89,7 @@ def _or_end(load: Callable[..., None], whole: bool = True) -> Callable[..., None
 
 
 class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
-    """verl's extension and ours."""
+    """verl's worker extension with our methods."""
 
-    update_weights_from_ipc = _or_end(vLLMColocateWorkerExtension.update_weights_from_ipc)
-    update_verl_delta_weights = _or_end(vLLMColocateWorkerExtension.update_verl_delta_weights, whole=False)
+    update_weights_from_ipc = _exit_on_error(vLLMColocateWorkerExtension.update_weights_from_ipc)
+    update_verl_delta_weights = _exit_on_error(vLLMColocateWorkerExtension.update_verl_delta_weights, whole=False)

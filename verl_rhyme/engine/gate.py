@@ -1,4 +1,4 @@
-"""A server's gate: requests that need a newer policy than is served wait for it, and weights wait for requests."""
+"""A server's request gate: requests wait for the policy version that they need, and weights wait for requests."""
 
 from __future__ import annotations
 
@@ -6,65 +6,74 @@ import asyncio
 
 
 class Gate:
-    """In one event loop. ``version`` is the policy's that is served, and ``running`` the requests within."""
+    """Request gate for one event loop.
+
+    Attributes:
+        version: Version of the served policy.
+        running: Requests that entered and have not left.
+        shut: Whether all requests are turned away.
+    """
 
     def __init__(self) -> None:
         self.version = 0
         self.running = 0
         self.shut = False
-        self._waiting: dict[object, str] = {}  # who waits, by a mark of its own
-        self._unwanted: set[object] = set()  # of these
+        self._waiting: dict[object, str] = {}  # waiting requests by a unique mark
+        self._cancelled: set[object] = set()  # marks of waiting requests
         self._changed = asyncio.Condition()
 
     async def enter(self, request: str, version: int) -> bool:
-        """Wait until that version or a newer one is served.
+        """Wait until ``version`` or a newer one is served.
 
         Returns:
-            False where :meth:`turn_away` came first, or the gate is shut; else :meth:`leave` is to follow.
+            Whether the request entered and must :meth:`leave`; False after :meth:`turn_away` or while the gate is shut.
         """
         if version > self.version and not self.shut:
             self._waiting[mark := object()] = request
             try:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: version <= self.version or mark in self._unwanted or self.shut)
-                if mark in self._unwanted:
+                    await self._changed.wait_for(
+                        lambda: version <= self.version or mark in self._cancelled or self.shut
+                    )
+                if mark in self._cancelled:
                     return False
             finally:
                 del self._waiting[mark]
-                self._unwanted.discard(mark)
+                self._cancelled.discard(mark)
         if self.shut:
             return False
         self.running += 1
         return True
 
     async def leave(self) -> None:
+        """Report the end of a request that entered."""
         self.running -= 1
         if not self.running:
-            await self._tell()
+            await self._notify()
 
     async def serve(self, version: int) -> None:
-        """This policy's weights are in the engine; whoever was turned away may come."""
+        """Open the gate for a policy whose weights the engine has loaded."""
         self.version, self.shut = version, False
-        await self._tell()
+        await self._notify()
 
     async def shut_out(self) -> None:
-        """Whoever waits, or comes before :meth:`serve`, is turned away."""
+        """Turn away all waiting requests, and new ones until :meth:`serve`."""
         self.shut = True
-        await self._tell()
+        await self._notify()
 
     async def turn_away(self, request: str) -> bool:
-        """One that waits is not wanted any more; whether it waits."""
+        """Cancel a waiting request. Returns whether it was waiting."""
         marks = {mark for mark, waits in self._waiting.items() if waits == request}
-        self._unwanted |= marks
+        self._cancelled |= marks
         if marks:
-            await self._tell()
+            await self._notify()
         return bool(marks)
 
     async def empty(self) -> None:
-        """Wait until no request is within."""
+        """Wait until no request is running."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self.running)
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()

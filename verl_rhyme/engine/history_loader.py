@@ -1,9 +1,8 @@
-"""Prompts' histories for a drafter, read by a thread of its own: a step that admits requests waits for none.
+"""Background loading of prompts' histories, so that a step that admits requests does not wait for them.
 
-A history of 500k tokens has 4.5 MB to be copied out of the store (from disk, where it is not in memory), checked and
-prepared: several milliseconds, most of them without the interpreter's lock. Giving its memory back takes time, too, and
-is this thread's as well. On a node that does not record, a history is read once its copy is there
-(:mod:`verl_rhyme.history.copies`), for as long as a request needs it.
+A history of 500k tokens takes 4.5 MB. Copying it out of the store (possibly from disk), checking and preparing it takes
+several milliseconds, mostly without the GIL. The thread frees its memory as well. On a node that does not record, a
+history is read once its copy has arrived (:mod:`verl_rhyme.history.copies`), for as long as a request needs it.
 """
 
 from __future__ import annotations
@@ -21,48 +20,48 @@ from verl_rhyme.history.record import PromptHistory
 
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
-#: Seconds between two looks for a copy of an engine that waits for it, and those for which it waits at most.
+#: Seconds between two checks for an expected copy in blocking mode, and the longest wait for it.
 _POLL_S, _COPY_TIMEOUT_S = 0.02, 10.0
 
 
 class HistoryLoader:
-    """A :class:`verl_rhyme.drafting.histories.Source` whose histories are pending first, and then :meth:`ready`.
+    """A :class:`verl_rhyme.drafting.histories.Source` whose histories are first pending and later :meth:`ready`.
 
-    What is asked for is what live requests need: a prompt that none needs any more is not read, or dropped once it is.
-    All methods are for one thread, the engine's; the readers belong to this object's.
+    A history that no live request needs is not read, or is dropped after reading. The engine's thread calls all
+    methods; the loader's thread uses the readers.
 
     Args:
-        reader: Where histories are read.
-        wait: Read at once, in the caller's thread: what is drafted then depends on no clock.
-        copies: Where histories of another node are read.
+        reader: Reader of the local history store.
+        wait: Whether to read in the caller's thread, so that drafts do not depend on timing.
+        copies: Reader of histories copied from another node.
     """
 
     def __init__(self, reader: HistoryReader, wait: bool = False, copies: CopyReader | None = None) -> None:
         self._own, self._copies = reader, copies
         self._pool = None if wait else ThreadPoolExecutor(1, "rhyme-history")
         self._asked: dict[bytes, int] = {}
-        self._due: dict[bytes, int] = {}  # whose copy is not there yet
+        self._due: dict[bytes, int] = {}  # prompts whose copy has not arrived
         self._reading: dict[bytes, Future[PromptHistory | None]] = {}
         self._looked_at = -math.inf
         self._failed = 0
 
     @property
     def errors(self) -> int:
-        """Histories that could not be used, or looks at the store that failed."""
+        """Unusable histories and failed accesses to the store."""
         return self._failed + self._own.errors + (0 if self._copies is None else self._copies.errors)
 
     @property
     def pending(self) -> int:
-        """Prompts whose history is not there yet, or not yet taken."""
+        """Prompts whose history has not been read or not been taken yet."""
         return len(self._due) + len(self._reading)
 
     def expect(self, key: bytes, asked: int) -> None:
-        """Before :meth:`get`: the history is a copy, which was asked for at that time (``RequestMeta.asked``)."""
+        """Expect a copy requested at time ``asked`` (``RequestMeta.asked``; 0: none). Called before :meth:`get`."""
         if asked:
             self._asked.setdefault(key, asked)
 
     def get(self, key: bytes) -> PromptHistory | Pending | None:
-        """Have a prompt's history read."""
+        """Start reading a prompt's history; in blocking mode return it."""
         asked = self._asked.get(key, 0)
         if self._pool is None:
             end = time.monotonic() + _COPY_TIMEOUT_S
@@ -76,7 +75,7 @@ class HistoryLoader:
         return PENDING
 
     def ready(self) -> list[tuple[bytes, PromptHistory | None]]:
-        """Prompts whose history was read since the last call, each with it; none without one is left out."""
+        """Return the prompts read since the last call with their histories; ``None`` for a prompt without one."""
         if self._due and (now := time.monotonic()) >= self._looked_at + _POLL_S:
             self._looked_at = now
             for key, asked in [due for due in self._due.items() if self._arrived(*due)]:
@@ -86,18 +85,18 @@ class HistoryLoader:
         return [(key, self._reading.pop(key).result()) for key in read]
 
     def release(self, key: bytes, history: PromptHistory | None) -> None:
-        """Nobody needs a prompt's history any more; let go of it in the other thread."""
+        """Free the history of a prompt without live requests, in the loader's thread."""
         self._asked.pop(key, None)
         self._due.pop(key, None)
         if (reading := self._reading.pop(key, None)) is not None:
             reading.cancel()
         if history is not None and self._pool is not None:
             with suppress(RuntimeError):  # the thread has ended
-                # The last reference: requests let theirs go before they said so.
+                # This is the last reference: the drafter drops its own before it calls this.
                 self._pool.submit([history].clear)
 
     def close(self) -> None:
-        """End the thread; what was pending stays so."""
+        """Stop the thread; pending histories stay pending."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._own.close()
@@ -117,10 +116,12 @@ class HistoryLoader:
         try:
             history = self._copies.get(key) if asked and self._copies is not None else self._own.get(key)
             if history is not None:
-                history.first_tokens  # noqa: B018 - made here, and not where a step would wait for it
+                history.first_tokens  # noqa: B018 - a cached property, computed here so that no step waits for it
             return history
         except Exception:
             self._failed += 1
             if self._failed == 1:
-                logger.warning("a prompt's history cannot be read, drafting goes on without (told once)", exc_info=True)
+                logger.warning(
+                    "cannot read a prompt's history; its requests draft without it (logged once)", exc_info=True
+                )
             return None

@@ -1,7 +1,7 @@
 """Drafting inside vLLM: a ``custom_class`` proposer around the configured drafter.
 
-The policy is a ``drafting.policy.DraftPolicy``; this file only maps batch rows to requests and keeps vLLM's bounds.
-Drafting can fail, generation can't: any error gives empty drafts, a counter and one warning.
+The drafter is a ``drafting.policy.DraftPolicy``; this file maps batch rows to requests and keeps vLLM's bounds. An
+error in drafting gives empty drafts, one more count and one warning; generation continues.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from verl_rhyme.processes.request import FIELD, RequestMeta
 
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
-#: Counts nobody asked for (of requests that others sent, say) are forgotten beyond this many, 100 bytes each.
+#: Most finished requests whose counts are kept (100 bytes each): no caller takes those of other clients' requests.
 _MAX_FINISHED = 1 << 15
 
 
 @dataclass(slots=True)
 class _Request:
-    id: str  # the server's; vLLM's internal id, by which it is drafted for, is unique whatever a client sends
+    id: str  # the server's id; requests are keyed by vLLM's internal id, which is always unique
     max_tokens: int
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Who drafts; the same step after step until a request comes or goes."""
+    """The requests of a step, reused until a request comes or goes."""
 
     req_ids: tuple[str, ...]  # vLLM's internal ids
     max_tokens: np.ndarray  # int64
 
 
 class HistoryProposer:
-    """Built by vLLM from ``speculative_config={"method": "custom_class", "model": "<this class>"}``.
+    """Draft proposer that vLLM builds from ``speculative_config={"method": "custom_class", "model": "<this class>"}``.
 
-    ``additional_config["rhyme"]`` holds ``drafting`` (the config tree), ``history_dir`` and ``namespace``; with
-    ``copies_dir``, requests may say that their prompt's history is copied from another node.
+    ``additional_config["rhyme"]`` holds ``drafting`` (the config tree), ``history_dir`` and ``namespace``. With
+    ``copies_dir``, a request may state that its prompt's history is copied from another node.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -70,26 +70,26 @@ class HistoryProposer:
         copies = CopyReader(settings["copies_dir"]) if settings.get("copies_dir") else None
         self._history = HistoryLoader(reader, self._config.wait_for_history, copies)
         self._threads: PlanningThreads | None = None
-        self._drafter: DraftPolicy | None = None  # on the one rank whose drafts are used
+        self._drafter: DraftPolicy | None = None  # only on the rank whose drafts are used
         self._head: EngineHead | None = None
         self._folder = settings["history_dir"]
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
-        self._batch: _Batch | None = None  # of the last step, unless one of it has ended since
+        self._batch: _Batch | None = None  # of the last step, unless one of its requests has ended since
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
         self._runner: Any = None
         self._drafted = self._accepted = self._errors = 0
         self._seconds = self._ended = 0.0
         self._planning = 0.0  # seconds of the last plan
-        self._captured, self._paused = 0, False  # graphs of the head; the last plan captured some
-        self._reported: dict[str, float] = {}  # of the counts of all requests, with earlier ones
+        self._captured, self._paused = 0, False  # graphs of the head; whether the last plan captured one
+        self._reported: dict[str, float] = {}  # totals at the last report
         self._calls = 0
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """vLLM asks every drafter to load its model, once it has loaded its own; this one has none.
+        """Check the target model's layers. vLLM calls it after loading the target model, to load a drafter's model.
 
         Raises:
-            ConfigError: The model has recurrent layers (:mod:`verl_rhyme.drafting.recurrent`), whatever its config
-                says of them.
+            ConfigError: The model has recurrent layers (:mod:`verl_rhyme.drafting.recurrent`) that its config does not
+                show.
         """
         from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -99,7 +99,7 @@ class HistoryProposer:
                 recurrent.refuse(f"layer {name} is a {type(layer).__name__}")
 
     def attach(self, model_runner: Any) -> None:
-        """Called through the worker extension once the engine is up."""
+        """Attach the model runner and start drafting. The worker extension calls it once the engine is up."""
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         self._runner = model_runner
@@ -109,34 +109,37 @@ class HistoryProposer:
             self._head = self._new_head(self._config.head, drafts)
         if drafts:
             self._start()
-        # vLLM asks no drafter at all, and drafts zeros for everyone, as soon as one sequence is within the draft
-        # length of max_model_len. The bounds below are per request, so that cliff is not needed.
+        # vLLM skips the drafter and drafts zeros for all requests once one sequence is within the draft length of
+        # max_model_len. The bounds here are per request, so that limit is lifted.
         model_runner.effective_drafter_max_model_len = self._max_model_len + self._config.max_tokens + 1
 
     def _new_head(self, begin: str, drafts: bool) -> EngineHead | None:
-        """The head, on all ranks of the engine or on none: they gather rows together."""
-        made, error = None, None
+        """Return the head on all ranks of the engine or on none, because all ranks gather rows together."""
+        head, error = None, None
         try:
-            made = EngineHead(begin, self._runner, self._folder, drafts)
+            head = EngineHead(begin, self._runner, self._folder, drafts)
         except Exception as failed:
             error = failed
         if not all_ranks(error is None):
-            logger.warning("no draft head for this model: %s; drafts come from text alone", error or "see another rank")
+            logger.warning(
+                "cannot use a draft head (drafting.head) with this model: %s; drafts come from text alone",
+                error or "see the log of another rank",
+            )
             return None
-        return made
+        return head
 
     def _start(self) -> None:
         self._threads = PlanningThreads(sensible(self._config.plan_threads))
         self._drafter = build(self._config, self._history, self._slots, self._vocab_size, self._threads, self._head)
 
     def weights_loaded(self) -> None:
-        """The model has other weights; called on all ranks of the engine."""
+        """Update the draft head's rows after the model loaded new weights; called on all ranks of the engine."""
         if self._head is not None:
             self._head.gather()
             self._head.save()
 
     def close(self) -> None:
-        """End its threads; they end with the process as well."""
+        """Save the draft head and stop all threads; they also stop with the process."""
         if self._head is not None:
             self._head.save()
         self._history.close()
@@ -145,17 +148,17 @@ class HistoryProposer:
 
     @property
     def waiting(self) -> int:
-        """Prompts whose history is being read; their requests draft from what else there is."""
+        """Prompts whose history is being read; their requests draft from other sources."""
         return self._history.pending
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: Any
     ) -> list[list[int]]:
-        """Drafts for the next step.
+        """Return the drafts of the next step.
 
         Args:
-            sampled_token_ids: Tokens this step gave each row; none while a prompt is still being prefilled.
-            num_tokens_no_spec: int32 [rows], tokens of each row, those included.
+            sampled_token_ids: Tokens sampled for each row in this step; none while its prompt is prefilled.
+            num_tokens_no_spec: int32 [rows], tokens of each row, including the sampled ones.
             token_ids_cpu: int32 [rows, max_model_len], prompt and response of each row.
 
         Returns:
@@ -168,7 +171,7 @@ class HistoryProposer:
         except Exception:
             self._errors += 1
             if self._errors == 1:
-                logger.warning("drafting failed; this step goes on without drafts (told once)", exc_info=True)
+                logger.warning("drafting failed; the step continues without drafts (logged once)", exc_info=True)
             return [[] for _ in sampled_token_ids]
         finally:
             self._ended = time.perf_counter()
@@ -186,7 +189,10 @@ class HistoryProposer:
         drafter = self._drafter
         if drafter is None:
             if self._runner is None:
-                raise RuntimeError("no model runner: the worker extension's attach_proposer() was never called")
+                raise RuntimeError(
+                    "the proposer has no model runner: call attach_proposer() of the worker extension "
+                    "(worker_extension_cls) on all workers before the first request"
+                )
             return [[] for _ in sampled_token_ids]
         self._retire(drafter)
         for key, history in self._history.ready():
@@ -204,8 +210,8 @@ class HistoryProposer:
         drafting, known = self._batch, True
         if drafting is None or drafting.req_ids != names:
             known = all(name in self._requests for name in names)
-            drafting = self._batch = self._enrol(drafter, names)
-        # A step that prefilled, or that came after a pause, tells nothing of what decoding costs.
+            drafting = self._batch = self._new_batch(drafter, names)
+        # A step that prefilled or came after a pause does not show the cost of decoding.
         plain = known and bool(self._ended) and len(rows) == count and not self._paused
         self._drafted += int(drafted.sum())
         self._accepted += int(accepted.sum())
@@ -216,7 +222,7 @@ class HistoryProposer:
         limits = request_limits(lengths, generated, drafting.max_tokens, self._max_model_len, longest)
         if self._head is not None:
             self._head.sampled(req_ids, sampled_token_ids, rows)
-        # The engine waits for a plan, so that what it verified cost it the plan, too.
+        # The engine waits for the plan, so a step's cost includes its plan.
         seconds = planning + now - self._ended if plain else None
         began = time.perf_counter()
         planned = drafter.step(
@@ -235,17 +241,17 @@ class HistoryProposer:
         return drafts
 
     def _budget(self, rows: int, prefilling: bool) -> int:
-        """Draft tokens of the whole batch: what memory, the step's tokens and the user allow."""
+        """Return the draft tokens of the batch that memory, the step's token budget and the user allow."""
         config = self._config
         budget = logits_budget(
             self._vocab_size, rows, self._slots, config.logits_memory, self._logit_bytes, self._ranks
         )
-        # A request that waits for a slot is not seen here.
+        # Waiting requests are not visible here, so a free slot counts as a waiting prompt.
         budget = min(budget, step_budget(self._step_tokens, rows, prefilling or rows < self._slots))
         return budget if config.max_batch_tokens is None else min(budget, config.max_batch_tokens)
 
-    def _enrol(self, drafter: DraftPolicy, req_ids: tuple[str, ...]) -> _Batch:
-        """These requests as a batch; those not yet known are started."""
+    def _new_batch(self, drafter: DraftPolicy, req_ids: tuple[str, ...]) -> _Batch:
+        """Return a batch of these requests; new requests are started."""
         running = [self._requests.get(req_id) or self._admit(drafter, req_id) for req_id in req_ids]
         return _Batch(req_ids, np.array([request.max_tokens for request in running], dtype=np.int64))
 
@@ -255,7 +261,7 @@ class HistoryProposer:
         meta = RequestMeta.of(params.extra_args)
         try:
             key = bytes.fromhex(meta.key) if meta.key else prompt_key(state.prompt_token_ids)
-        except (TypeError, ValueError):  # no prompt in tokens, or no key of ours: no history, and others keep theirs
+        except (TypeError, ValueError):  # no token ids, or a foreign key: a unique key, so without history
             key = uuid4().bytes
         self._history.expect(key, meta.asked)
         drafter.start(req_id, key, np.frombuffer(meta.previous, np.int32) if meta.previous else None)
@@ -266,7 +272,7 @@ class HistoryProposer:
         return request
 
     def _retire(self, drafter: DraftPolicy) -> None:
-        """Finished requests leave vLLM's table; keep their counts until the server asks."""
+        """End the requests that have left vLLM's table; keep their counts until the server takes them."""
         for req_id in self._requests.keys() - self._runner.requests.keys():
             self._end(drafter, req_id)
         while len(self._finished) > _MAX_FINISHED:
@@ -279,24 +285,24 @@ class HistoryProposer:
         self._batch = None
 
     def take_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
-        """Counts of finished requests (``RequestMeta.id``), which are then forgotten.
+        """Return and forget the counts of finished requests (``RequestMeta.id``).
 
         Returns:
-            ``{id: fields of RequestCounts}`` of those this worker drafted for. One of them has also ``draft_errors``
-            and ``draft_seconds``, the drafter's and its history's since the last call, and :meth:`EngineHead.training`
-            since then.
+            ``{id: fields of RequestCounts}`` of the requests that this worker drafted for. One of them also has the
+            changes since the last call: ``draft_errors`` (drafter and history), ``draft_seconds`` and
+            :meth:`EngineHead.training`.
         """
         drafter = self._drafter
         if drafter is None:
             return {}
         self._retire(drafter)
         wanted = set(ids)
-        # The engine tells the server of a request's end before it tells the workers.
+        # The server learns of the end of a request before the workers do.
         for req_id in [req_id for req_id, request in self._requests.items() if request.id in wanted]:
             self._end(drafter, req_id)
         finished = {id: self._finished.pop(id) for id in ids if id in self._finished}
         counts: dict[str, dict[str, Any]] = {
-            id: {name: getattr(did, name) for name in RequestCounts.__slots__} for id, did in finished.items()
+            id: {name: getattr(count, name) for name in RequestCounts.__slots__} for id, count in finished.items()
         }
         for first in list(counts)[:1]:
             known = {"draft_errors": self._all_errors(), "draft_seconds": self._seconds}
@@ -310,7 +316,7 @@ class HistoryProposer:
         return self._errors + self._history.errors + (0 if self._head is None else self._head.failures)
 
     def totals(self) -> dict[str, Any]:
-        """Since the start: tokens drafted and accepted, calls, seconds in them, errors of drafter and history."""
+        """Return totals since the start: drafted and accepted tokens, calls, seconds, errors of drafter and history."""
         return {
             "drafted": self._drafted,
             "accepted": self._accepted,

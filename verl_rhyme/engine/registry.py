@@ -1,21 +1,23 @@
-"""Puts our rollout replica, and our workers' hand on it, into verl's registries."""
+"""Registration of our rollout replica and server adapter in verl's registries."""
 
 from __future__ import annotations
 
 
 def _load_vllm_replica() -> type:
-    from verl_rhyme.engine.replica import RhymeReplica  # imports vLLM: only when a replica is needed
+    from verl_rhyme.engine.replica import RhymeReplica  # imports vLLM, so only when a replica is needed
 
     return RhymeReplica
 
 
 def register() -> None:
+    """Register :class:`verl_rhyme.engine.replica.RhymeReplica` for ``rollout.name=vllm``."""
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     RolloutReplicaRegistry.register("vllm", _load_vllm_replica)
 
 
 def register_adapter() -> None:
+    """Register :class:`verl_rhyme.engine.weight_socket.RhymeServerAdapter` for vLLM's asynchronous mode."""
     from verl.workers.rollout import base
 
     base._ROLLOUT_REGISTRY["vllm", "async"] = "verl_rhyme.engine.weight_socket.RhymeServerAdapter"

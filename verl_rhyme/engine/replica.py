@@ -1,4 +1,4 @@
-"""verl's vLLM replica, launching our server where the command has a rhyme tree, and stock verl's elsewhere."""
+"""verl's vLLM replica. It launches our server if the command has a rhyme tree, else verl's server."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 from verl_rhyme.config import config_tree
 from verl_rhyme.engine.server import RhymeHttpServer
 
-#: Calls that a server takes at a time. Each request holds one until its response ends, and questions stand in the same
-#: queue: verl's bound (1000, or the engine's slots and 16 more) is below what many a run has in flight, and a server
-#: that is only busy could neither be asked whether it lives nor be stopped.
+#: Concurrent calls of a server actor. Each request holds one until its response ends, and health checks use the same
+#: queue. Many runs have more requests in flight than verl's bound (1000, or the engine's slots plus 16); a busy server
+#: could then neither be checked nor stopped.
 MAX_CONCURRENCY = 1 << 16
 
 
 class RhymeReplica(vLLMReplica):
-    """``rollout.name=vllm``. Reward and teacher models stay as they are: their prompts have no history."""
+    """Replica for ``rollout.name=vllm``. Reward and teacher models keep verl's server: they have no history."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,5 +28,5 @@ class RhymeReplica(vLLMReplica):
 
     @property
     def max_concurrency(self) -> int:
-        """Of the server actor."""
+        """Concurrent calls of the server actor."""
         return MAX_CONCURRENCY if self._rhyme else super().max_concurrency

@@ -1,13 +1,13 @@
-"""One sampler for vLLM's V1 model runner: a draft is verified by drawing the token that would have come.
+"""Sampler for vLLM's V1 model runner that verifies drafts by sampling from the target.
 
-Every token is drawn from the target's own distribution, at each drafted position as well; as long as it equals the
-draft, the next position counts. For drafts without probabilities (one-hot) that *is* rejection sampling (Leviathan et
-al., 2023, arXiv:2211.17192, section 2.3): a draft x is kept with probability p(x), and a token that differs is a draw
-from the residual. It needs neither the residual nor a table of log-probabilities for each row and draft length: one
-look at each of B + D rows (B requests, D draft tokens in all) gives a token and its log-probability.
+It samples a token from the target's distribution at every drafted position. Sampled tokens count up to the first that
+differs from the draft. For drafts without probabilities (one-hot) this *is* rejection sampling (Leviathan et al., 2023,
+arXiv:2211.17192, section 2.3): a draft x is kept with probability p(x), and a token that differs is a draw from the
+residual. No residual and no table of log-probabilities is computed: one pass over B + D rows (B requests, D draft
+tokens in all) gives each row's token and log-probability.
 
-:mod:`verl_rhyme.engine.drawer` draws. What it cannot do for drafted positions is left to vLLM's sampler, and that
-step's drafts are dropped.
+:mod:`verl_rhyme.engine.drawer` draws the tokens. Sampling options that it does not support at drafted positions go to
+vLLM's sampler, and the drafts of that step are dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from verl_rhyme.engine.drawer import Drawer, ranks
 
 
 class DrawingSampler(Sampler):
-    """vLLM's sampler, for steps without drafts."""
+    """Replacement for vLLM's sampler, used by steps without drafts."""
 
     def __init__(self, drawer: Drawer, logprobs_mode: Any, use_fp64_gumbel: bool) -> None:
         super().__init__(logprobs_mode, use_fp64_gumbel)
@@ -48,15 +48,15 @@ class DrawingSampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
-        """As the base class: ``sampled_token_ids`` is int32 [B, 1]."""
-        if predict_bonus_token or logprobs_mode_override is not None or _foreign(sampling_metadata):
+        """Sample a token for each request: ``sampled_token_ids`` is int32 [B, 1]."""
+        if predict_bonus_token or logprobs_mode_override is not None or _unsupported(sampling_metadata):
             return super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
         drawn = self.drawer.draw(logits, sampling_metadata, np.ones(len(logits), dtype=np.int64))
         return SamplerOutput(drawn.tokens.to(torch.int32)[:, None], drawn.logprobs)
 
 
 class DrawingVerifier(RejectionSampler):
-    """vLLM's rejection sampler, for steps with drafts, whatever their probabilities."""
+    """Replacement for vLLM's rejection sampler, used by steps with drafts; it ignores draft probabilities."""
 
     def __init__(self, sampler: DrawingSampler, spec_config: Any, device: torch.device) -> None:
         super().__init__(sampler, spec_config, device)
@@ -68,17 +68,17 @@ class DrawingVerifier(RejectionSampler):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """As the base class; ``sampled_token_ids`` is int32 [B, longest draft + 1], -1 after a row's last token."""
+        """Verify the drafts: ``sampled_token_ids`` is int32 [B, longest draft + 1], -1 after a row's last token."""
         drafted = np.array(metadata.num_draft_tokens, dtype=np.int64)
         counts = drafted + 1
-        if _foreign(sampling_metadata):  # the token that would have come without drafts
+        if _unsupported(sampling_metadata):  # drop the drafts and sample one token
             first = torch.from_numpy(counts.cumsum() - counts).to(logits.device)
             return self.sampler(logits[first], replace(sampling_metadata, spec_token_ids=None))
         drawn = self.sampler.drawer.draw(logits, sampling_metadata, counts)
         tokens, at = until_first_difference(metadata.draft_token_ids, drawn.tokens, drafted)
         if drawn.logprobs is None:
             return SamplerOutput(tokens, None)
-        # One line for each entry of `tokens`, as vLLM has it; of those after a row's last token nobody reads any.
+        # vLLM expects one line for each entry of `tokens`, but reads none after a row's last token.
         lines = (column.new_zeros((tokens.numel(), *column.shape[1:])) for column in drawn.logprobs[:3])
         filled = (line.index_copy_(0, at, column) for line, column in zip(lines, drawn.logprobs[:3], strict=True))
         return SamplerOutput(tokens, LogprobsTensors(*filled))
@@ -87,15 +87,16 @@ class DrawingVerifier(RejectionSampler):
 def until_first_difference(
     drafts: torch.Tensor, tokens: torch.Tensor, drafted: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each request's tokens up to the first that is not the draft, and the one after all drafts where there is none.
+    """Return each request's tokens up to the first that differs from its draft, or all of them.
 
     Args:
-        drafts: int [sum(drafted)].
-        tokens: int64 [sum(drafted + 1)], what was drawn at each drafted position and after the last of them.
-        drafted: int64 [B].
+        drafts: int [sum(drafted)], draft tokens.
+        tokens: int64 [sum(drafted + 1)], tokens drawn at each drafted position and at the one after.
+        drafted: int64 [B], draft tokens of each request.
 
     Returns:
-        int32 [B, drafted.max() + 1], filled up with -1; and int64 like ``tokens``, where each stands in it, flattened.
+        Output tokens, int32 [B, drafted.max() + 1], padded with -1; and the index of each entry of ``tokens`` in the
+        flattened output, int64.
     """
     width = int(drafted.max()) + 1
     starts = np.arange(len(drafted)) * width
@@ -111,38 +112,38 @@ def until_first_difference(
     return drawn.masked_fill(reached == 0, PLACEHOLDER_TOKEN_ID), where[: len(at)]
 
 
-def _foreign(metadata: SamplingMetadata) -> bool:
-    """Whether only vLLM's own sampler can do what a request wants."""
+def _unsupported(metadata: SamplingMetadata) -> bool:
+    """Whether a request has options that only vLLM's sampler supports."""
     holder = metadata.thinking_budget_state_holder
-    ours = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
+    supported = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
     return bool(
         metadata.logprob_token_ids
         or (holder is not None and holder.has_tracked_requests())
-        or any(type(processor) not in ours for processor in metadata.logitsprocs.all)
+        or any(type(processor) not in supported for processor in metadata.logitsprocs.all)
     )
 
 
 def install(runner: Any) -> str:
-    """Let a V1 model runner draw all its tokens here.
+    """Install our samplers in a V1 model runner.
 
     Returns:
-        Why not, and nothing changed; empty when it does.
+        Reason for a refusal, after which nothing has changed; empty on success.
     """
     sampler, verifier = getattr(runner, "sampler", None), getattr(runner, "rejection_sampler", None)
     batch: Any = getattr(runner, "input_batch", None)
     if not isinstance(sampler, Sampler) or not hasattr(batch, "num_tokens_no_spec"):
-        return "this is not vLLM's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0 chooses it)"
+        return "the engine does not use vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0"
     if getattr(runner, "use_async_spec_decode", False):
-        return "asynchronous scheduling of drafts leaves the positions of the next tokens unknown"
+        return "asynchronous scheduling of drafts is not supported: it does not track the positions of the next tokens"
     if getattr(verifier, "synthetic_mode", False):
-        return "acceptance is simulated (speculative_config.rejection_sample_method=synthetic)"
+        return "simulated acceptance is not supported; unset speculative_config.rejection_sample_method=synthetic"
     if is_installed(runner):
         return ""
     drawing = DrawingSampler(Drawer(runner), sampler.logprobs_mode, sampler.use_fp64_gumbel)
     runner.sampler = drawing
     if verifier is not None:
         runner.rejection_sampler = DrawingVerifier(drawing, runner.speculative_config, runner.device)
-        # With speculation vLLM leaves these two out, as its rejection sampler does not know them.
+        # With speculation vLLM omits these two, because its rejection sampler does not support them.
         present = {type(processor) for processor in batch.logitsprocs.all}
         for kind, among in (
             (MinPLogitsProcessor, batch.logitsprocs.argmax_invariant),
@@ -155,7 +156,7 @@ def install(runner: Any) -> str:
 
 
 def is_installed(runner: Any) -> bool:
-    """Whether both of a runner's samplers are ours, and draw alike."""
+    """Whether both of a runner's samplers are ours and share one drawer."""
     sampler, verifier = getattr(runner, "sampler", None), getattr(runner, "rejection_sampler", None)
     if not isinstance(sampler, DrawingSampler):
         return False
@@ -163,7 +164,7 @@ def is_installed(runner: Any) -> bool:
 
 
 def allow_all_options(engine: Any) -> None:
-    """Let an engine take min_p and logit_bias beside speculation, once all its workers draw here.
+    """Allow ``min_p`` and ``logit_bias`` with speculation in an engine whose workers all use our samplers.
 
     Args:
         engine: vLLM's ``AsyncLLM`` or ``LLMEngine``.
@@ -172,7 +173,7 @@ def allow_all_options(engine: Any) -> None:
 
 
 def _warm_up(runner: Any) -> None:
-    """Compile what is compiled on first use, before a request waits for it."""
+    """Compile all kernels before the first request."""
     vocabulary = runner.model_config.get_vocab_size()
     dtype = runner.model_config.dtype
     logits = torch.zeros((2, vocabulary), dtype=dtype, device=runner.device)

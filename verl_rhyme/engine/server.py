@@ -1,4 +1,4 @@
-"""verl's vLLM server with HistoSpec and a record of every request."""
+"""verl's vLLM server with speculative drafts from histories and a record of every request."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from verl_rhyme.history_writer.history_writer import node_history_dir
 from verl_rhyme.processes.request import DIED, DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
 from verl_rhyme.sampling.continuation import continued
 
-#: Seconds between two looks whether an engine that does not answer is there.
+#: Seconds between two checks whether an engine that does not answer is alive.
 _HEALTH_POLL_S = 1.0
-#: Seconds between two looks whether the engine knows a request.
+#: Seconds between two checks whether the engine knows a request.
 _ADMISSION_POLL_S = 0.002
-#: In place of a first output: no tokens yet.
+#: Placeholder for a first output, without tokens.
 _ADMITTED = SimpleNamespace(outputs=[])
 #: Requests whose counts are kept for the trainer to fetch.
 _MAX_FINISHED = 1 << 15
@@ -41,7 +41,7 @@ EXTENSION = "verl_rhyme.engine.extension.RhymeWorkerExtension"
 
 
 class RhymeHttpServer(vLLMHttpServer):
-    """Drop-in for verl's server; to be wrapped by ``ray.remote`` (``RolloutReplica.server_class``)."""
+    """Drop-in replacement for verl's server, to be wrapped by ``ray.remote`` (``RolloutReplica.server_class``)."""
 
     def _post_init(self, *args: Any, **kwargs: Any) -> None:
         super()._post_init(*args, **kwargs)
@@ -52,14 +52,14 @@ class RhymeHttpServer(vLLMHttpServer):
         self._node_id = ray.get_runtime_context().get_node_id()
         self._histories = HistoryRequests(self._node_id, rhyme.history)
         self._final: dict[str, Any] = {}  # request id -> vLLM's latest output for it
-        self._began: dict[str, int | None] = {}  # request id -> policy version under which the engine got it
+        self._began: dict[str, int | None] = {}  # request id -> policy version when the engine received it
         self._gate = Gate()
-        self._told = 0  # calls to the engine that take their time: weights
+        self._rpcs = 0  # running calls to the engine's workers; loading weights takes long
         self._aborts: set[asyncio.Task[None]] = set()
-        #: Requests of a coordinator's attempts whose engine died after it had said something.
-        self._cut: set[str] = set()
-        self._names: dict[str, str] = {}  # request id -> attempt's name, of a coordinator's
-        self._finished: deque[str] = deque(maxlen=_MAX_FINISHED)  # requests whose counts nobody has asked for
+        #: Requests of a coordinator's attempts whose engine died after it had generated tokens.
+        self._interrupted: set[str] = set()
+        self._names: dict[str, str] = {}  # request id -> name of the coordinator's attempt
+        self._finished: deque[str] = deque(maxlen=_MAX_FINISHED)  # requests whose counts were not fetched
 
     # ---- engine settings ----
 
@@ -68,11 +68,11 @@ class RhymeHttpServer(vLLMHttpServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        # When a request was scheduled and when its first token came: vLLM tells it with its statistics only.
+        # vLLM reports the times of scheduling and of the first token with its statistics only.
         engine_kwargs.setdefault("disable_log_stats", False)
         if not self._rhyme.drafting.enable:
             return
-        # The driver may not have had the model's config.json; an engine that refuses a model ends with many lines.
+        # The driver may not have the model's config.json; an error here is shorter than the engine's.
         recurrent.refuse(recurrent.recurrent(self.model_config.hf_config.to_dict()))
         assert self._rhyme.history.dir is not None, "the trainer sets history.dir before any worker starts"
         engine_kwargs["speculative_config"] = {
@@ -97,23 +97,28 @@ class RhymeHttpServer(vLLMHttpServer):
         }
 
     async def run_server(self, args: Any) -> None:
-        patches.apply_vllm()  # the front end's, whatever VLLM_PLUGINS leaves out
+        patches.apply_vllm()  # VLLM_PLUGINS may exclude our plugin
         await super().run_server(args)
         here = map(str, patches.refused(patches.VLLM))
         refused = sorted(
             {*here, *(line for lines in await self.engine.collective_rpc("refused_patches") for line in lines)}
         )
         if refused:
-            raise RuntimeError("vLLM lacks patches it needs, see `verl-rhyme doctor`:\n  " + "\n  ".join(refused))
+            raise RuntimeError(
+                "vLLM runs without required patches; run `verl-rhyme doctor`:\n  " + "\n  ".join(refused)
+            )
         attached = await self.engine.collective_rpc("attach_proposer")
         if self._rhyme.drafting.enable and not all(attached):
-            raise RuntimeError(f"vLLM runs without the rhyme proposer (workers: {attached}); see `verl-rhyme doctor`")
+            raise RuntimeError(
+                f"vLLM runs without the verl-rhyme proposer (attached on each worker: {attached}); "
+                "run `verl-rhyme doctor`"
+            )
         if self._rhyme.drafting.enable:
             if reasons := sorted(filter(None, set(await self.engine.collective_rpc("install_sampler")))):
-                raise RuntimeError(f"our sampler cannot verify drafts here: {'; '.join(reasons)}")
+                raise RuntimeError(f"cannot verify drafts on this engine: {'; '.join(reasons)}")
             sampler.allow_all_options(self.engine)
             self._histories.start()
-        # Its last output carries the request's times; verl's generate() keeps only the tokens.
+        # A request's last output carries its times; verl's generate() keeps only the tokens.
         self._engine_generate = self.engine.generate
         earlier_text.install(self.engine.output_processor)
         self.engine.generate = self._observed_generate  # type: ignore[method-assign]
@@ -121,11 +126,11 @@ class RhymeHttpServer(vLLMHttpServer):
     async def _observed_generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        self._began[request_id] = self.global_steps  # one that came while weights were loaded has waited until here
+        self._began[request_id] = self.global_steps  # verl holds requests until weights are loaded
         outputs = self._engine_generate(prompt, sampling_params, request_id, **kwargs)
-        # verl's abort waits until every request has given its first output, before it stops the engine: with more
-        # requests than slots that is when the last of them gets one (`_admitting` in its generate()). They are
-        # admitted as soon as the engine knows them; what stands in here for a first output is never the last one.
+        # verl's abort waits for a first output of every request before it stops the engine (`_admitting` in its
+        # generate()). With more requests than slots, that is when the last one gets a slot. The placeholder admits a
+        # request as soon as the engine knows it; it is never the last output.
         first = asyncio.ensure_future(anext(outputs))
         try:
             while not (first.done() or self.engine.output_processor.external_req_ids.get(request_id)):
@@ -145,49 +150,52 @@ class RhymeHttpServer(vLLMHttpServer):
                 output = await anext(outputs, None)
             except EngineDeadError:
                 if request_id not in self._names or not output.outputs:
-                    raise  # whoever asked would take it for the whole response
-                self._cut.add(request_id)
-                yield _cut_short(output)
+                    raise  # any other client would take the tokens so far for a complete response
+                self._interrupted.add(request_id)
+                yield _as_aborted(output)
                 return
 
     async def healthy(self) -> None:
-        """As soon as the engine, too, has answered, which it does between two steps; it has a process of its own, which
-        may hang while this one runs. One that is about something longer, its weights, is not asked.
+        """Return once the engine has answered, which it does between two steps.
+
+        The engine's process may hang while this one runs. During a call to the workers, such as loading weights, the
+        engine is only checked for being alive.
 
         Raises:
-            EngineDeadError: It has died (vLLM's class); this actor may outlive it.
+            EngineDeadError: The engine has died (vLLM's class); this actor may outlive it.
         """
         if self.node_rank != 0:
             return
         await self.engine.check_health()
-        if self._told:
+        if self._rpcs:
             return
         answer = asyncio.ensure_future(self.engine.is_sleeping())
         try:
             while not (await asyncio.wait({answer}, timeout=_HEALTH_POLL_S))[0]:
-                await self.engine.check_health()  # vLLM leaves calls open whose engine died meanwhile
+                await self.engine.check_health()  # vLLM never ends the calls to an engine that died meanwhile
             answer.result()
         finally:
             answer.cancel()
 
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        """As verl's."""
-        self._told += 1
+        """Call a method of all workers, as verl's server does."""
+        self._rpcs += 1
         try:
             return await super().collective_rpc(*args, **kwargs)
         finally:
-            self._told -= 1
+            self._rpcs -= 1
 
     async def cache_tokens(self) -> int:
-        """Tokens that the engine's cache holds of requests of the longest kind, as vLLM logs it: with their recurrent
-        states, and layers that have caches of their own (sliding windows). 0 where vLLM does not say.
+        """Return the KV cache size in tokens of requests of maximum length, as vLLM logs it; 0 if vLLM reports none.
+
+        The size takes recurrent states and layers with separate caches (sliding windows) into account.
         """
         config = self.engine.vllm_config
         one = getattr(config.cache_config, "kv_cache_size_tokens", None) or 0  # of one data-parallel engine
         return one * config.parallel_config.data_parallel_size
 
     async def progress(self, names: list[str]) -> dict[str, int]:
-        """Response tokens so far of these attempts' running requests; those that do not run here are left out."""
+        """Return the response tokens so far of these attempts' requests that run here, by attempt name."""
         requests, wanted = self.engine.output_processor, set(names)
         made: dict[str, int] = {}
         for request_id, name in self._names.items():
@@ -199,18 +207,19 @@ class RhymeHttpServer(vLLMHttpServer):
     # ---- weights ----
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """As verl's; requests that need this policy come in."""
+        """Set the policy version, as verl's server does, and admit the requests that wait for it."""
         await super().set_global_steps(global_steps)
         await self._gate.serve(global_steps)
 
     async def idle(self) -> None:
-        """Wait until nothing runs; what needs newer weights waits for these."""
+        """Wait until no request runs; requests that wait for newer weights do not count."""
         await self._gate.empty()
 
     async def rest(self) -> None:
-        """Leave the rotation until new weights come: what comes is turned away, what runs is cut short, and the memory
-        of the devices is given back where the engine can (vLLM's sleep; not on a CPU, nor with
-        ``free_cache_engine=false``).
+        """Stop serving until new weights are loaded.
+
+        New requests are turned away and running ones aborted. Device memory is freed if the engine can sleep (not on a
+        CPU, nor with ``free_cache_engine=false``).
         """
         await self._gate.shut_out()
         await self.abort_all_requests(reject_request=True)
@@ -218,14 +227,14 @@ class RhymeHttpServer(vLLMHttpServer):
             await self.engine.sleep(level=self._resolve_sleep_level())
 
     async def let_go(self) -> None:
-        """The replica is given up: what its requests have said goes back to those who asked, while this actor lives."""
+        """Return the partial responses of all requests to their callers, before the replica is removed."""
         if self.node_rank == 0:
             self.engine.output_processor.propagate_error(EngineDeadError())
             while self._final:
                 await asyncio.sleep(_ADMISSION_POLL_S)
 
     async def stop_engine(self) -> None:
-        """End vLLM's own processes in order; killed with the Ray actor they leave their shared memory behind."""
+        """Shut down vLLM's processes; if they are killed with the Ray actor, their shared memory remains."""
         if self.node_rank == 0:
             self.engine.shutdown()
 
@@ -240,16 +249,16 @@ class RhymeHttpServer(vLLMHttpServer):
         rhyme: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> TokenOutput:
-        """As verl's.
+        """Generate a response, as verl's server does, with a record of the request.
 
         Args:
-            rhyme: :class:`RequestMeta` as our client sends it; ``None`` from any other.
+            rhyme: Fields of :class:`RequestMeta` from our client; ``None`` from any other client.
         """
         meta = RequestMeta(**{**(rhyme or {}), "id": request_id})
         arrived = time.time()
         if not await self._gate.enter(request_id, meta.assignment.oldest_version):
-            told = {"global_steps": self.global_steps, FIELD: []}
-            return TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields=told)
+            fields = {"global_steps": self.global_steps, FIELD: []}
+            return TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields=fields)
         self._final[request_id] = None
         if meta.name:
             self._names[request_id] = meta.name
@@ -261,12 +270,12 @@ class RhymeHttpServer(vLLMHttpServer):
         finally:
             final = self._final.pop(request_id)
             version = self._began.pop(request_id, self.global_steps)
-            cut = request_id in self._cut
-            self._cut.discard(request_id)
+            interrupted = request_id in self._interrupted
+            self._interrupted.discard(request_id)
             self._names.pop(request_id, None)
             await self._gate.leave()
         if self._rhyme.drafting.enable:
-            self._finished.append(request_id)  # the response goes first: the trainer asks for the counts of many
+            self._finished.append(request_id)  # the trainer fetches counts in bulk, so no response waits for them
         scheduled, first = _wall_times(getattr(final, "metrics", None))
         record = RequestRecord(
             id=request_id,
@@ -287,14 +296,14 @@ class RhymeHttpServer(vLLMHttpServer):
             stop_reason=output.stop_reason or "",
         )
         output.extra_fields[FIELD] = [record.to_dict()]
-        if cut:
+        if interrupted:
             output.extra_fields[DIED] = True
         return output
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
-        """End one request; nothing happens when it is not known.
+        """Abort a request; does nothing for an unknown one.
 
-        verl's looks for it by its name, while vLLM 0.24 knows it by another (``<name>-<8 characters>``).
+        verl's method looks the request up by its id, while vLLM 0.24 uses another id (``<id>-<8 characters>``).
         """
         if await self._gate.turn_away(request_id):
             return {"aborted": True, "request_id": request_id}
@@ -303,7 +312,7 @@ class RhymeHttpServer(vLLMHttpServer):
             await self.engine.abort(request_id)
             if reset_prefix_cache:
                 await self.clear_kv_cache()
-        elif request_id in self._final:  # it waits while weights are loaded
+        elif request_id in self._final:  # the request waits while weights are loaded
             task = asyncio.ensure_future(self._abort_when_known(request_id))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
@@ -317,36 +326,36 @@ class RhymeHttpServer(vLLMHttpServer):
             await asyncio.sleep(_ADMISSION_POLL_S)
 
     async def take_counts(self) -> dict[str, dict[str, Any]]:
-        """What the drafter did for the requests that finished since the last call: record columns by request id."""
+        """Return the draft counts of requests that finished since the last call: record columns by request id."""
         if not self._finished:
             return {}
         ids = list(self._finished)
         self._finished.clear()
-        told = await self.engine.collective_rpc("take_request_counts", args=(ids,))
-        found = {
+        by_worker = await self.engine.collective_rpc("take_request_counts", args=(ids,))
+        columns = {
             id: {DRAFT_COUNTS[name]: count for name, count in counts.items()}
-            for worker in told
+            for worker in by_worker
             for id, counts in worker.items()
         }
-        for counts in found.values():
-            if "draft_errors" in counts:  # one of them has the errors of all
+        for counts in columns.values():
+            if "draft_errors" in counts:  # one request carries the errors of all
                 counts["draft_errors"] += self._histories.take_errors()
-        return found
+        return columns
 
 
-def _cut_short(output: Any) -> Any:
-    """vLLM's output so far as that of an aborted request; its lists may have grown by different lengths since."""
-    said = output.outputs[0]
-    tokens = list(said.token_ids)
-    if said.logprobs is not None:
-        tokens = tokens[: len(said.logprobs)]
-        said.logprobs = said.logprobs[: len(tokens)]
-    said.token_ids, said.finish_reason = tokens, "abort"
+def _as_aborted(output: Any) -> Any:
+    """Turn vLLM's output so far into that of an aborted request; vLLM may have extended its lists unequally."""
+    response = output.outputs[0]
+    tokens = list(response.token_ids)
+    if response.logprobs is not None:
+        tokens = tokens[: len(response.logprobs)]
+        response.logprobs = response.logprobs[: len(tokens)]
+    response.token_ids, response.finish_reason = tokens, "abort"
     return output
 
 
 def _wall_times(stats: Any) -> tuple[float, float]:
-    """(scheduled, first token) in seconds since the epoch, from vLLM's monotonic stamps; NaN where there is none."""
+    """Return (scheduled, first token) in seconds since the epoch, from vLLM's monotonic stamps; NaN if missing."""
     offset = time.time() - time.monotonic()
     scheduled, first = getattr(stats, "scheduled_ts", 0.0), getattr(stats, "first_token_ts", 0.0)
     return (scheduled + offset if scheduled else math.nan, first + offset if first else math.nan)

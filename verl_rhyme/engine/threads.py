@@ -1,9 +1,8 @@
 """Planning threads of an engine's worker.
 
-Threads of our own, over compiled code that holds no lock of the interpreter, and not numba's ``prange``: its OpenMP
-layer shares the process with the engine's OpenMP and its settings, and ends a process that forks after use; its
-``workqueue`` layer aborts the process when two threads enter it; TBB is another package. Waking a thread takes some
-30 us, which is why few rows stay with the caller.
+They run compiled code without the GIL. numba's ``prange`` is no alternative: its OpenMP layer conflicts with the
+engine's OpenMP settings and aborts a process that forks after use. Its ``workqueue`` layer aborts when two threads
+enter it, and TBB is another package. Waking a thread takes some 30 us, so the caller plans small batches itself.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
-#: More are not taken unless asked for: planning is bound by memory.
+#: Most threads by default: planning is bound by memory.
 _MOST = 4
 
 
 def sensible(wanted: int | None) -> int:
-    """How many threads plan: as many as wanted, but no more than the cores that this thread may use.
+    """Return the number of planning threads: ``wanted``, at most the cores that this thread may use.
 
-    ``None``: half of these, 4 at most. An engine on CPU cores binds its thread to one of them: then it is one.
+    ``None`` means half of these cores, at most 4. An engine on a CPU binds its thread to one core: one thread plans.
     """
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores // 2, _MOST) if wanted is None else min(wanted, cores))
@@ -40,9 +39,9 @@ class PlanningThreads:
         self._pool = ThreadPoolExecutor(count - 1, "rhyme-plan") if count > 1 else None
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Call each once; back when all have returned: what they work on may go then.
+        """Call each once and return when all have returned, so that their data may be freed.
 
-        Where a thread cannot be started the caller calls all of them, some for the second time, now and from then on.
+        If a thread cannot be started, the caller makes all calls, some for the second time, now and in future.
         """
         self._settle()
         others: list[Future[None]] = []
@@ -62,7 +61,7 @@ class PlanningThreads:
             other.result()
 
     def later(self, call: Callable[[], None]) -> None:
-        """Call it once in another thread, where there is one, after what was given before."""
+        """Call ``call`` once after the earlier calls, in another thread if there is one."""
         self._settle()
         if self._pool is not None:
             try:
@@ -73,18 +72,18 @@ class PlanningThreads:
         call()
 
     def _settle(self) -> None:
-        """Wait for what was given to :meth:`later`."""
+        """Wait for the call given to :meth:`later`."""
         if self._later is not None:
             later, self._later = self._later, None
             later.result()
 
     def _alone(self, error: RuntimeError) -> None:
-        logger.warning("one thread plans from now on: %s", error)
+        logger.warning("cannot start planning threads: %s; one thread plans all drafts", error)
         assert self._pool is not None
-        self._pool.shutdown(cancel_futures=True)  # the pool has queued that call, too, and would make it later
+        self._pool.shutdown(cancel_futures=True)  # the pool has queued the failed call as well
         self.count, self._pool = 1, None
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown()

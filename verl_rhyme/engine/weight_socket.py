@@ -1,8 +1,8 @@
-"""Where the weights of one run pass from its workers to its engines: at no other run's socket.
+"""Socket names for weight transfer from a run's workers to its engines, unique among runs.
 
-verl names the sockets (``/tmp/rl-colocate-zmq-...``) by the job's number in its Ray cluster. Two runs on a machine that
-have a cluster each are job 1 both: when they sync at the same time, an engine waits for ever, or loads the other run's
-weights. Sender and receiver add the cluster here.
+verl names the sockets (``/tmp/rl-colocate-zmq-...``) by the job's number in its Ray cluster. Two runs on one machine
+with a cluster each are both job 1. If they sync at the same time, an engine waits forever or loads the other run's
+weights. The sender and the receiver add the cluster to the name here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verl.workers.rollout.vllm_rollout import ServerAdapter
 
 from verl_rhyme.config import config_tree
 
-#: verl's server leaves it to its engine's processes, which name the socket by it.
+#: Environment variable by which verl's server passes the job id to its engine's processes.
 _ENVIRONMENT = "VERL_RAY_JOB_ID"
 
 
@@ -25,13 +25,13 @@ def _job(cluster: str, job: str) -> str:
 
 
 def receive_here() -> None:
-    """In a server's process, before its engine starts."""
+    """Set the job id in a server's process, before its engine starts."""
     context = ray.get_runtime_context()
     os.environ[_ENVIRONMENT] = _job(context.gcs_address, context.get_job_id())
 
 
 class RhymeServerAdapter(ServerAdapter):
-    """verl's hand of a worker on its engine; without rhyme in the command it is verl's."""
+    """verl's server adapter of a worker. It behaves as verl's if the command has no rhyme tree."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

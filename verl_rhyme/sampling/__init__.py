@@ -1,4 +1,4 @@
-"""Noise of draws, and which sampling options a continued response keeps.
+"""Sampling noise, and the sampling options of continued responses.
 
 Process: vLLM's worker and server, agent loop workers. Engines: none.
 """

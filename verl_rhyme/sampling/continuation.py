@@ -1,5 +1,6 @@
-"""What of a request's sampling options keeps its meaning when a response goes on: after an interruption, or at another
-replica. The engine is then given the prompt and the tokens so far as one longer prompt, and counts from there.
+"""Sampling options of a response that continues after an interruption or on another replica.
+
+The engine then gets the prompt and the tokens so far as one longer prompt, and counts from there.
 """
 
 from __future__ import annotations
@@ -9,50 +10,48 @@ from typing import Any
 
 from verl_rhyme.sampling.noise import key_of
 
-#: Names in vLLM's ``SamplingParams`` (and verl's name of one) that mean the same in the middle of a response: they look
-#: at a position's distribution alone, at prompt and response alike, or at what is returned.
+#: Options of vLLM's ``SamplingParams`` (and verl's name of one) that need no change in the middle of a response: they
+#: concern one position's distribution, prompt and response alike, or the returned data.
 AS_IT_IS = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),
-        "repetition_penalty",  # of tokens in prompt or response
+        "repetition_penalty",  # counts tokens in prompt or response
         *("stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
-        *("max_tokens", "max_new_tokens"),  # whoever continues gives what is left
+        *("max_tokens", "max_new_tokens"),  # the caller passes the remaining tokens
         *("n", "logprobs", "logprob_token_ids", "flat_logprobs", "prompt_logprobs", "routed_experts_prompt_start"),
         *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
         *("skip_clone", "skip_reading_prefix_cache", "output_text_buffer_length"),
     }
 )
-#: Those that :func:`continued` adapts, but for ``stop``: the server's front end knows the text before
+#: Options that :func:`continued` adapts; for ``stop`` the server's front end has the earlier text
 #: (:mod:`verl_rhyme.engine.earlier_text`).
 ADAPTED = frozenset({"min_tokens", "seed", "stop"})
 
 
 def starting_over(params: Mapping[str, Any]) -> list[str]:
-    """Options with a state that no later request can take up: penalties and bans that look at the response's tokens
-    only, grammars, budgets of thinking, whatever a plug-in reads, and options that are not known here. A response with
-    any of them is generated anew from its first token, with its text so far as the draft.
+    """Return the options whose state a later request cannot restore.
+
+    They are penalties and bans on the response's tokens only, grammars, thinking budgets, options of plug-ins, and
+    unknown options. A response with any of them is regenerated from its first token, with its text so far as the draft.
 
     Args:
-        params: Sampling options as an agent loop gives them.
+        params: Sampling options from an agent loop.
 
     Returns:
-        Names; empty where the response can go on.
+        Names of the options; empty if the response can continue.
     """
     return [name for name, value in params.items() if value and name not in AS_IT_IS | ADAPTED]
 
 
 def continued(params: Mapping[str, Any], made: int, noise_by_position: bool) -> dict[str, Any]:
-    """The options of a request for the rest of a response.
+    """Return a copy of the sampling options, adapted to the rest of a response.
 
     Args:
-        params: As for the whole response, but for ``max_tokens``; nothing of :func:`starting_over` is among them.
+        params: Options of the whole response, except ``max_tokens``; none of :func:`starting_over`.
         made: Tokens of the response so far.
-        noise_by_position: The engine draws by :mod:`verl_rhyme.sampling.noise`, where a seed means the same at any
-            position. vLLM's own generator starts again with its seed, and the rest would be drawn with the numbers that
-            the first tokens were drawn with.
-
-    Returns:
-        A copy.
+        noise_by_position: Whether the engine uses :mod:`verl_rhyme.sampling.noise`, where a seed has the same effect at
+            any position. vLLM's generator restarts with its seed, so the rest would repeat the numbers of the first
+            tokens.
     """
     rest = dict(params)
     if made and rest.get("min_tokens"):

@@ -1,7 +1,7 @@
-"""Drawing a token by inverting the cumulative distribution: one uniform a row, two reads of the row.
+"""Token sampling by inverting the cumulative distribution: one uniform a row, two reads of the row.
 
-Exact, and much cheaper than an exponential for every entry where the noise need not be met again; one row's draw does
-not depend on the others in the batch (Devroye, *Non-uniform random variate generation*, 1986, section III.2).
+The method is exact (Devroye, *Non-uniform random variate generation*, 1986, section III.2). It is much cheaper than an
+exponential for every entry, for draws whose noise need not be reproducible. Rows of a batch do not affect each other.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _BLOCK = 1024
 
 
 def invert(weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
-    """The token of each row: the first at which the cumulative weight exceeds ``uniform * total``.
+    """Return the token of each row: the first at which the cumulative weight exceeds ``uniform * total``.
 
     Args:
         weights: float32 [N, V], at least 0, proportional to the probabilities; 0 where a token is masked.
         uniforms: float64 [N], inside (0, 1).
 
     Returns:
-        int64 [N]. 0 where a row has no weight at all, or holds a NaN; else never a token of weight 0.
+        int64 [N]: 0 for a row without weight or with a NaN, else never a token of weight 0.
     """
     rows, vocabulary = weights.shape
     whole = vocabulary // _BLOCK
@@ -47,7 +47,7 @@ def _locate(weights, sums, uniforms):  # type: ignore[no-untyped-def]
             if sums[row, block] > 0.0:
                 last = block
             block += 1
-            if block == sums.shape[1]:  # rounding left a little over: the last token there is
+            if block == sums.shape[1]:  # rounding left a remainder: take the last token with weight
                 block, left = last, np.inf
                 break
         for token in range(block * _BLOCK, min((block + 1) * _BLOCK, vocabulary)):
@@ -61,19 +61,19 @@ def _locate(weights, sums, uniforms):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def ranks(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """How many entries of each row are at least the token's, itself included.
+    """Return the rank of each row's token: the number of entries that are at least the token's, itself included.
 
     Args:
         logits: float32 [N, V].
         tokens: int64 [N].
 
     Returns:
-        int64 [N], from 1 (0 for a NaN).
+        int64 [N], at least 1 (0 for a NaN).
     """
     out = np.empty(len(tokens), dtype=np.int64)
     for row in range(len(tokens)):
         least = logits[row, tokens[row]]
-        count = np.int32(0)  # as wide as a logit: vector instructions
+        count = np.int32(0)  # as wide as a logit, for vector instructions
         for token in range(logits.shape[1]):
             count += np.int32(logits[row, token] >= least)
         out[row] = count

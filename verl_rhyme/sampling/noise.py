@@ -1,14 +1,14 @@
-"""Counter-based noise: the token that a request draws is a function of its key, the position and the distribution.
+"""Counter-based noise: a request's token is a function of its key, the position and the distribution.
 
 Tokens are drawn as ``argmax_v logits[v] + g[v]`` with standard Gumbel noise g, which is a draw from ``softmax(logits)``
 (Gumbel, 1954; Maddison et al., 2014, arXiv:1411.0030). The noise is Philox4x32-10 (Salmon et al., *Parallel random
-numbers: as easy as 1, 2, 3*, SC 2011) of (key; vocabulary block, position), so that it has no state: whoever draws
-that position of that request again, in any batch, after any interruption, meets the same noise.
-``docs/studies/coupling.md`` says what this is for, and which keys may be used when.
+numbers: as easy as 1, 2, 3*, SC 2011) of (key; vocabulary block, position). It has no state: another draw of the same
+position of the same request, in any batch and after any interruption, uses the same noise.
+``docs/studies/coupling.md`` describes its use and the choice of keys.
 
-A uniform has 32 bits, u = (w + 1/2) 2**-32, and the output distribution is exact up to that resolution: what is less
-likely than 1e-10 may never be drawn. Where nobody will draw again, one uniform of 53 bits serves a row
-(:func:`uniforms`), to be inverted (:mod:`verl_rhyme.sampling.inversion`).
+A uniform has 32 bits, u = (w + 1/2) 2**-32, and the output distribution is exact up to that resolution: tokens with a
+probability below 1e-10 may never be drawn. Draws that need not be reproduced use one uniform of 53 bits for each row
+(:func:`uniforms`), which is inverted (:mod:`verl_rhyme.sampling.inversion`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from numba import njit
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 INCREMENTS = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
-#: Vocabulary entries that one Philox block of four 32-bit words serves.
+#: Vocabulary entries of one Philox block of four 32-bit words.
 BLOCK = 4
 
 _M0, _M1 = (np.uint64(m) for m in MULTIPLIERS)
 _W0, _W1 = (np.uint64(w) for w in INCREMENTS)
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _UNIT = 2.0**-32
-#: Entries that are looked at together.
+#: Entries that are processed together.
 _SPAN = 64 * BLOCK
 _SIGN, _HALF, _SIXTY_FOURTH, _ONE = np.uint32(1 << 31), 2.0**31 + 0.5, 1 / 64, 1 + 1e-9
 
 
 def key_of(*parts: int | str | bytes) -> int:
-    """A key of 64 bits (blake2b) that two different lists of parts hardly ever share."""
+    """Return a 64-bit key (blake2b) of a list of parts."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         kind = b"b" if isinstance(part, bytes) else b"s" if isinstance(part, str) else b"i"
@@ -46,7 +46,7 @@ def key_of(*parts: int | str | bytes) -> int:
 
 @njit(cache=True, nogil=True)
 def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
-    """Philox4x32-10: four words from a counter of four and a key of two; all uint64 below 2**32."""
+    """Return four Philox4x32-10 words of a counter (four words) and a key (two words); all uint64 below 2**32."""
     for _ in range(ROUNDS):
         p0, p1 = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ k0, p1 & _LOW, (p0 >> _32) ^ c3 ^ k1, p0 & _LOW
@@ -62,12 +62,12 @@ def _block(key, position, block):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def words(keys: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
-    """The random bits themselves.
+    """Return the random bits of all vocabulary entries.
 
     Args:
         keys: uint64 [N].
-        positions: int64 [N], 0 and up.
-        vocabulary: Entries of the vocabulary.
+        positions: int64 [N], at least 0.
+        vocabulary: Vocabulary size.
 
     Returns:
         uint32 [N, vocabulary].
@@ -83,11 +83,11 @@ def words(keys: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarra
 
 @njit(cache=True, nogil=True)
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One uniform for each row, from a block that no vocabulary reaches.
+    """Return one uniform for each row, from a Philox block beyond any vocabulary.
 
     Args:
         keys: uint64 [N].
-        positions: int64 [N], 0 and up.
+        positions: int64 [N], at least 0.
 
     Returns:
         float64 [N], inside (0, 1).
@@ -100,13 +100,13 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def gumbel(words: np.ndarray) -> np.ndarray:
-    """float64 Gumbel noise, ``-log(E)`` with the exponential ``E = -log1p(-u)``: exact where small E decide."""
+    """Return float64 Gumbel noise ``-log(E)`` with the exponential ``E = -log1p(-u)``, precise for small E."""
     return -np.log(-np.log1p(-(words + 0.5) * _UNIT))
 
 
 @njit(cache=True, nogil=True)
 def _fill(key, position, first, w0, w1, w2, w3):  # type: ignore[no-untyped-def]
-    """Words (uint32) of the Philox blocks from ``first`` on: as :func:`philox`, in vector instructions."""
+    """Fill the words (uint32) of the Philox blocks from ``first`` on; :func:`philox` in vector instructions."""
     position = np.uint64(position)
     k0, k1 = key & _LOW, key >> _32
     for i in range(len(w0)):
@@ -123,7 +123,7 @@ def _fill(key, position, first, w0, w1, w2, w3):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _may_exceed(logit, word, best):  # type: ignore[no-untyped-def]
-    """Whether the entry could win: 1 or 0, never 0 where it does."""
+    """Return 1 if the entry could exceed ``best``, else 0; never 0 for the winner."""
     u = (np.float64(np.int32(word ^ _SIGN)) + _HALF) * _UNIT  # vector instructions convert signed words only
     # To win, E < exp(-d). E > u, and exp(d) > (1 + d/64)**64.
     power = max(1 + (best - np.float64(logit)) * _SIXTY_FOURTH, 0.0)
@@ -134,7 +134,7 @@ def _may_exceed(logit, word, best):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _count_hopeful(logits, row, first, w, blocks, best):  # type: ignore[no-untyped-def]
-    """How many entries of ``blocks`` Philox blocks, from entry ``first`` on, could exceed ``best``."""
+    """Return how many entries of ``blocks`` Philox blocks, from entry ``first`` on, could exceed ``best``."""
     hopeful = np.int32(0)
     for i in range(blocks):
         at = first + BLOCK * i
@@ -147,16 +147,16 @@ def _count_hopeful(logits, row, first, w, blocks, best):  # type: ignore[no-unty
 
 @njit(cache=True, nogil=True)
 def draw(logits: np.ndarray, keys: np.ndarray, positions: np.ndarray, plain: np.ndarray) -> np.ndarray:
-    """The token of each row: ``argmax(logits + gumbel(words(...)))``.
+    """Return the token of each row: ``argmax(logits + gumbel(words(...)))``.
 
     Args:
         logits: float32 [N, V], already divided by the temperature; -inf where a token is masked.
         keys: uint64 [N].
-        positions: int64 [N], of the token to be drawn in its sequence, 0 and up.
+        positions: int64 [N], at least 0, position of the drawn token in its sequence.
         plain: bool [N], rows without noise (greedy).
 
     Returns:
-        int64 [N]. 0 where a whole row is masked.
+        int64 [N]; 0 for a fully masked row.
     """
     out = np.zeros(len(logits), dtype=np.int64)
     vocabulary = logits.shape[1]
@@ -169,7 +169,7 @@ def draw(logits: np.ndarray, keys: np.ndarray, positions: np.ndarray, plain: np.
         out[row] = likeliest
         if plain[row] or top == -np.inf:
             continue
-        # The likeliest first: a high bar at once.
+        # The likeliest entry goes first, so that most others can be skipped.
         four = _block(keys[row], positions[row], likeliest // BLOCK)
         best = top - np.log(-np.log1p(-(four[likeliest % BLOCK] + 0.5) * _UNIT))
         for first in range(0, vocabulary, _SPAN):

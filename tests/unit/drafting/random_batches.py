@@ -1,7 +1,7 @@
-"""Random batches for the adaptive drafter, for as many seconds as the first argument says, from the seed in the second.
+"""Random batches for the adaptive drafter. Arguments: seconds to run, seed.
 
-Run with ``NUMBA_BOUNDSCHECK=1``: compiled code checks no index otherwise. What it reads by address is spoilt when the
-drafter gives it back, so that a late look leads beyond an array as well.
+Run with ``NUMBA_BOUNDSCHECK=1``, because compiled code checks no index otherwise. Arrays that it reads by address are
+overwritten when the drafter releases them, so that a late read is out of bounds as well.
 """
 
 import sys
@@ -21,7 +21,7 @@ WIDTH, KEYS = 700, [bytes([i]) * 16 for i in range(4)]
 
 
 class Histories:
-    """A source of which some histories arrive late and others never."""
+    """A source of histories, some of which arrive late or never."""
 
     def __init__(self, rng, vocabulary):
         self.rng, self.vocabulary, self.spoilt = rng, vocabulary, []
@@ -49,7 +49,7 @@ class Histories:
 
 
 def one_engine(rng):
-    """A drafter's life: requests start, draft, are accepted in part, start again and end, while histories arrive."""
+    """Start, draft, verify, restart and end random requests while histories arrive."""
     vocabulary = int(rng.choice([2, 3, 12, 300, 152064, (1 << 31) - 1]))
     allowed = int(rng.choice([vocabulary, max(1, vocabulary // 2)]))
     config = DraftingConfig(
@@ -62,7 +62,7 @@ def one_engine(rng):
     drafter = AdaptiveDrafter(config, histories, int(rng.choice([1, 2, 8, 32])), allowed, threads)
     rows = int(rng.choice([1, 3, 16, 70]))
     tokens, lengths = np.zeros((rows, WIDTH), np.int32), np.zeros(rows, int)
-    said = [np.resize(rng.integers(0, vocabulary, 9), WIDTH).astype(np.int32) for _ in KEYS]
+    texts = [np.resize(rng.integers(0, vocabulary, 9), WIDTH).astype(np.int32) for _ in KEYS]
     names, prompts, drafts = [""] * rows, [0] * rows, [[] for _ in range(rows)]
     for number in range(int(rng.integers(5, 120))):
         if rng.random() < 0.4:
@@ -74,7 +74,7 @@ def one_engine(rng):
             if not names[row] and rng.random() < 0.5:
                 names[row], prompts[row], drafts[row] = f"{number} {row}", int(rng.integers(4)), []
                 lengths[row] = rng.choice([1, 2, 5, 140, 300])
-                tokens[row] = said[prompts[row]]
+                tokens[row] = texts[prompts[row]]
                 previous = tokens[row, : rng.integers(lengths[row] + 1)].copy() if rng.random() < 0.3 else None
                 for _ in range(1 + (rng.random() < 0.1)):
                     drafter.start(names[row], KEYS[prompts[row]], previous)
@@ -86,7 +86,7 @@ def one_engine(rng):
             kept = 0
             while kept < len(drafts[row]) and rng.random() < 0.7:
                 kept += 1
-            last = said[prompts[row]][lengths[row]] if rng.random() < 0.6 else rng.integers(vocabulary)
+            last = texts[prompts[row]][lengths[row]] if rng.random() < 0.6 else rng.integers(vocabulary)
             tokens[row, lengths[row] : lengths[row] + kept + 1] = [*drafts[row][:kept], last]
             lengths[row] += kept + 1
             accepted.append(kept)

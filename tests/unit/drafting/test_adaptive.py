@@ -1,4 +1,4 @@
-"""The adaptive drafter: what it learns from, what it promises, and what it must survive."""
+"""The adaptive drafter: its sources, its expected acceptance, and its bounds."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ def history(*responses, step=0):
 
 
 class Engine:
-    """Rows of tokens, as vLLM keeps them, and the drafter's view of each."""
+    """Rows of tokens as in vLLM, with a drafter."""
 
     def __init__(self, drafter, rows=8):
         self.drafter = drafter
@@ -42,7 +42,7 @@ class Engine:
         return self.drafter.finish(request)
 
     def step(self, sampled, limit=32, budget=1 << 20, drafted=None, accepted=None, seconds=None):
-        """``sampled``: request to the tokens this step gave it. Returns request to draft."""
+        """Take in ``sampled`` (request to its tokens of this step). Returns request to draft."""
         for request, tokens in sampled.items():
             end = self.lengths[request]
             self.tokens[self.rows[request], end : end + len(tokens)] = tokens
@@ -62,7 +62,7 @@ class Engine:
         return dict(zip(sampled, drafts, strict=True))
 
     def follow(self, request, path, **kwargs):
-        """Verify drafts against the target's path. Returns the tokens drafted and accepted at each step."""
+        """Verify drafts against the target text. Returns the drafted and accepted tokens of each step."""
         done, counts, drafted, accepted = 0, [], 0, 0
         tokens = path[:1]
         while tokens:
@@ -85,7 +85,7 @@ def test_continues_the_prompts_history():
     engine = Engine(make({KEY: history(range(200, 400))}))
     engine.start("a", [1, 2, 3])
     counts = engine.follow("a", list(range(200, 400)))
-    assert len(counts) < 40, "200 tokens that stood in the history took too many steps"
+    assert len(counts) < 40, "200 tokens of the history took too many steps"
     drafted, accepted = map(sum, zip(*counts, strict=True))
     found = engine.finish("a")
     assert (found.drafted, found.accepted, found.verify_steps) == (drafted, accepted, sum(d > 0 for d, _ in counts))
@@ -95,7 +95,7 @@ def test_continues_the_prompts_history():
 
 
 @pytest.mark.parametrize(("key", "source"), [(KEY, "siblings"), (OTHER_KEY, "others")])
-def test_learns_from_what_runs_beside_it(key, source):
+def test_drafts_from_other_live_requests(key, source):
     engine = Engine(make())
     text = np.random.default_rng(0).integers(0, 500, 300).tolist()
     engine.start("first", [1, 2])
@@ -108,14 +108,14 @@ def test_learns_from_what_runs_beside_it(key, source):
     assert getattr(found, f"accepted_{source}") > 0.5 * found.accepted > 0
 
 
-def test_learns_from_its_own_text():
+def test_drafts_from_the_requests_text():
     engine = Engine(make())
     engine.start("a", [1, 2])
     period = np.random.default_rng(1).integers(0, 500, 40).tolist()
     assert len(engine.follow("a", period * 6)) < 90
 
 
-def test_of_the_groups_matches_the_longest_count_not_the_latest():
+def test_longest_matches_of_the_group_win_over_the_latest():
     engine = Engine(make())
     phrase, common = list(range(10, 20)), 7
     later = [token for i in range(20) for token in (200 + i, common, 300 + i)]
@@ -133,7 +133,7 @@ def test_of_the_groups_matches_the_longest_count_not_the_latest():
     assert sorted(scratch.match[:n])[:-1] == [1] * (n - 1)
 
 
-def test_stops_drafting_what_is_never_accepted():
+def test_stops_drafting_never_accepted_tokens():
     rng = np.random.default_rng(2)
     engine = Engine(make({KEY: history(*rng.integers(0, 4, (4, 200)))}))
     engine.start("a", [1, 2])
@@ -141,8 +141,8 @@ def test_stops_drafting_what_is_never_accepted():
     assert sum(d for d, _ in counts[-100:]) <= 10
 
 
-def test_predicted_acceptance_is_the_observed_one():
-    """A target that leaves its text with probability 1/4 at every token: later drafts must expect as much."""
+def test_predicted_acceptance_matches_the_observed_one():
+    """The target leaves its text with probability 1/4 at every token, and later drafts expect this."""
     rng = np.random.default_rng(3)
     text = rng.integers(0, 1000, 400)
     engine = Engine(make({KEY: history(text)}, floor=0.05))
@@ -179,10 +179,10 @@ def test_limits_budget_and_vocabulary():
     assert all(len(draft) <= 3 for draft in drafts.values())
     drafts = engine.step({"a": [44], "b": [44]}, budget=4)
     assert sum(map(len, drafts.values())) <= 4
-    assert engine.step({"a": [45]})["a"] in ([46, 47, 48, 49][:n] for n in range(1, 5)), "50 is no token"
+    assert engine.step({"a": [45]})["a"] in ([46, 47, 48, 49][:n] for n in range(1, 5)), "50 is outside the vocabulary"
 
 
-def test_a_missed_step_and_a_restart_are_no_harm():
+def test_missed_step_and_restart_are_harmless():
     engine = Engine(make({KEY: history(range(100))}))
     engine.start("a", [1, 2])
     engine.follow("a", list(range(20)))
@@ -205,7 +205,7 @@ def test_more_requests_than_slots():
     assert len(engine.drafter) == 0
 
 
-def test_memory_is_bounded_and_old_text_is_forgotten():
+def test_memory_is_bounded_and_old_text_is_overwritten():
     drafter = make(live_tokens=16 * BLOCK, slots=2)
     live = drafter._live.arrays
     arrays = list(map(id, live))
@@ -223,17 +223,17 @@ def test_memory_is_bounded_and_old_text_is_forgotten():
             done += len(tokens)
             text = [*path[done - 1 : done], *draft]
             for pair in pairwise(text):
-                assert pair in seen, "drafted what no text ever said"
+                assert pair in seen, "drafted a pair that is in no text"
                 drafted += 1
             tokens = path[done : done + 1]
         engine.finish(f"{i}")
     assert drafted
     assert live.fill.sum() <= 16 * BLOCK
-    assert list(map(id, drafter._live.arrays)) == arrays, "none has grown"
+    assert list(map(id, drafter._live.arrays)) == arrays, "no array has grown"
 
 
-def test_rests_while_drafting_does_not_pay_and_wakes_when_it_does(monkeypatch):
-    """A guess among six tokens that costs twenty steps, and later nothing."""
+def test_rests_while_drafting_is_unprofitable_and_resumes_later(monkeypatch):
+    """Tokens are a guess among six; a drafted token costs twenty steps at first and nothing later."""
     rng = np.random.default_rng(4)
     engine = Engine(make({KEY: history(rng.integers(0, 6, 4000))}, slots=16), rows=16)
     planned = []
@@ -254,13 +254,13 @@ def test_rests_while_drafting_does_not_pay_and_wakes_when_it_does(monkeypatch):
         drafts = engine.step({name: [int(rng.integers(0, 6))] for name in names}, drafted=drafted, seconds=seconds)
         drafted = [len(draft) for draft in drafts.values()]
         granted.append(sum(drafted) > 0)
-    assert 0 < sum(planned[200:400]) < 60, "now and then it must see whether drafting would pay"
+    assert 0 < sum(planned[200:400]) < 60, "some plans must test whether drafting is profitable"
     assert np.mean(granted[200:400]) < 0.05
     assert np.mean(granted[-200:]) > 0.9
 
 
-def test_an_experiment_is_no_larger_than_one_draft_or_a_token_a_row():
-    """What drafting costs is tried out even where nothing pays, but not with all that a wide batch could draft."""
+def test_experiment_is_at_most_one_draft_or_a_token_a_row():
+    """Unprofitable drafting is still measured now and then, with few tokens of a wide batch."""
     text = np.random.default_rng(0).permutation(1500)
     drafter = make({KEY: history(text)})
     for drafted in [0, 400] * 32:

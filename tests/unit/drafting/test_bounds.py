@@ -1,4 +1,4 @@
-"""Hard bounds."""
+"""Hard bounds of drafts."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_the_logits_budget_is_the_largest_that_fits(vocab, rows, memory, idle, i
 
 
 @pytest.mark.parametrize("slots", [8, 64, 256, 1024])
-def test_memory_leaves_room_for_any_step_of_verls_size(slots):
+def test_memory_suffices_for_any_step_of_verls_size(slots):
     """152k entries in bf16, one GPU, verl's 8192 tokens a step and at most 32 draft tokens a request."""
     for rows in {1, slots // 2, slots}:
         wanted = min(step_budget(8192, rows, False), 32 * rows)
@@ -36,19 +36,19 @@ def test_memory_leaves_room_for_any_step_of_verls_size(slots):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_gathered_logits_leave_a_wide_batch_some(ranks):
+def test_wide_batch_with_gathered_logits_has_a_budget(ranks):
     assert logits_budget(152_064, 256, 256, MEMORY, ranks=ranks) > 10 * 256
     assert logits_budget(152_064, 1024, 1024, MEMORY, ranks=ranks) > 3 * 1024
 
 
 @given(step=st.integers(0, 10_000), rows=st.integers(0, 1024))
-def test_a_step_has_room_for_rows_and_prompts(step, rows):
+def test_step_has_room_for_rows_and_prompts(step, rows):
     assert step_budget(step, rows, False) == max(0, step - rows)
     left = step - rows - step_budget(step, rows, True)
     assert left >= step_budget(step, rows, True) or step <= rows
 
 
-def test_a_request_never_drafts_past_its_end():
+def test_request_never_drafts_past_its_end():
     limits = request_limits(
         lengths=np.array([10, 10, 10, 95, 99, 100, 10]),
         generated=np.array([0, 5, 9, 0, 0, 0, 20]),
@@ -59,5 +59,5 @@ def test_a_request_never_drafts_past_its_end():
     assert limits.tolist() == [32, 2, 0, 4, 0, 0, 0]
 
 
-def test_vllms_own_limit():
+def test_vllms_limit():
     assert request_limits(np.array([0]), np.array([0]), np.array([10**6]), 10**6, 1000).tolist() == [128]

@@ -1,4 +1,4 @@
-"""Which draft tokens a batch verifies."""
+"""Selection of the draft tokens that a batch verifies."""
 
 import numpy as np
 import pytest
@@ -30,8 +30,8 @@ def test_keeps_the_likeliest_tokens_within_the_budget(data):
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_what_is_worth_less_than_the_least_is_never_granted(data):
-    """So it need not be planned: the grants are the same without it."""
+def test_token_below_the_lower_bound_is_never_granted(data):
+    """Such tokens need not be planned: the grants are the same without them."""
     rows = data.draw(st.lists(st.lists(st.floats(0.01, 1.0), max_size=6), min_size=1, max_size=6))
     cost = tuple(data.draw(st.tuples(*[st.floats(0, 1e-2)] * 4)))
     reach = np.zeros((len(rows), 6))
@@ -43,7 +43,7 @@ def test_what_is_worth_less_than_the_least_is_never_granted(data):
 
 
 def spread(values, rows):
-    """A batch of ``rows`` whose tokens have these values: one token a row as far as they go, or all in the first."""
+    """Return a batch of ``rows`` with these token values, either one token a row or all in the first row."""
     reach = np.zeros((rows, len(values)))
     reach[0] = values
     planned = np.zeros(rows, dtype=np.int64)
@@ -51,7 +51,7 @@ def spread(values, rows):
     return reach, planned
 
 
-def test_everything_where_verifying_is_free_and_little_where_it_is_dear():
+def test_grants_all_if_verification_is_free_and_little_if_it_is_expensive():
     reach, planned = spread(0.9 ** np.arange(1, 200), 8)
     assert grant(reach, planned, 1000, FREE).sum() == 199
     assert grant(reach, planned, 1000, DEAR).sum() == 0, (
@@ -59,7 +59,7 @@ def test_everything_where_verifying_is_free_and_little_where_it_is_dear():
     )
     assert 0 < grant(reach, planned, 1000, (4e-3, 1e-4, 1e-4, 0.0)).sum() < 60
     assert grant(reach, planned, 7, FREE).sum() == 7
-    assert grant(reach, planned, 1000, (8e-3, 1e-5, 0.0, 1e-1)).sum() == 0, "what drafting costs at all is too much"
+    assert grant(reach, planned, 1000, (8e-3, 1e-5, 0.0, 1e-1)).sum() == 0, "the fixed cost of drafting is too high"
 
 
 @settings(max_examples=100, deadline=None)
@@ -71,7 +71,7 @@ def test_everything_where_verifying_is_free_and_little_where_it_is_dear():
     st.integers(1, 128),
     st.lists(st.floats(0, 1), min_size=1, max_size=60),
 )
-def test_is_never_expected_to_be_slower_than_no_draft(a, b, c, drafting, rows, probabilities):
+def test_expected_rate_is_never_below_that_without_drafts(a, b, c, drafting, rows, probabilities):
     values = np.sort(probabilities)[::-1]
     reach, planned = spread(values, rows)
     k = int(grant(reach, planned, 1000, (a, b, c, drafting)).sum())
@@ -81,15 +81,15 @@ def test_is_never_expected_to_be_slower_than_no_draft(a, b, c, drafting, rows, p
 
 
 @pytest.mark.parametrize("cost", [(0.0, 0.0, 1e-3, 0.0), (0.0, 0.0, 0.0, 1e-3), (0.0, 0.0, 1e-3, 1e-3), (0.0,) * 4])
-def test_where_all_steps_drafted_one_without_drafts_is_taken(cost):
-    """A fit to steps that all drafted may leave nothing to one without; its cost is learnt by taking it."""
+def test_step_without_drafts_is_tried_if_all_steps_drafted(cost):
+    """A fit to steps that all drafted may give a step without drafts no cost; trying one measures it."""
     reach = np.full((3, 4), 0.9)
     assert grant(reach, np.full(3, 4), 100, cost).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("sizes", [(8, 160), (60, 100), (76, 84)])
-def test_batches_that_cross_the_size_where_drafting_stops_to_pay_lose_nothing(sizes):
-    """vllm 49548: a threshold that batches cross cost far more than drafting gains. Here each size has what pays."""
+def test_batches_around_the_profitable_size_lose_nothing(sizes):
+    """A threshold that batches cross cost more than drafting gains (vllm 49548). Here each size has its best grant."""
     a, b, c, d = truth = (0.010, 2e-5, 1.2e-4, 2e-3)  # 8 rows gain half by drafting, 76 nothing
     rng, cost = np.random.default_rng(0), StepCost()
     emitted, seconds = dict.fromkeys(sizes, 0.0), dict.fromkeys(sizes, 0.0)

@@ -1,4 +1,4 @@
-"""Which continuation is drafted."""
+"""Choice of the drafted continuation."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_the_last_recorded_breaks_a_tie():
 
 
 def test_the_matched_set_narrows():
-    # After 3, only the responses that said 3 speak: 4 is then the majority, though 5 follows more often overall.
+    # After 3, only responses with 3 vote: 4 is then the majority, though 5 follows more often overall.
     index = history([1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 8, 5], [1, 2, 8, 5])
     assert draft(index, [1, 2]) == [3, 4]
 
@@ -61,7 +61,7 @@ def test_the_matched_set_narrows():
 def test_stops_at_the_end_of_a_response():
     assert draft(history([1, 2, 3]), [2, 3]) == []
     assert draft(history([1, 2, 3], [7]), [1, 2]) == [3]
-    # Two of three ended here: the end wins.
+    # Two of three responses end here, so the end wins.
     assert draft(history([1, 2], [1, 2], [1, 2, 3]), [1, 2]) == []
 
 
@@ -71,25 +71,25 @@ def test_limit():
     assert draft(index, [0, 1], limit=0) == []
 
 
-def test_rewards_that_are_not_finite_count_as_the_least():
+def test_non_finite_rewards_count_as_the_lowest():
     index = history([1, 2, 3], [1, 2, 9], [7], rewards=[1.0, float("nan"), 0.0])
     assert draft(index, [1, 2]) == [3]
     assert index.scaled_reward.tolist() == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("rewards", [[0.5, 0.5], [float("nan"), float("inf")]])
-def test_rewards_without_difference_have_no_voice(rewards):
+def test_equal_rewards_have_no_effect(rewards):
     assert history([1], [2], rewards=rewards).scaled_reward.tolist() == [0.0, 0.0]
 
 
-def test_a_frequent_match_is_sampled_over_its_whole_range():
-    # 1 is followed by 2 and preceded by a token that orders the range: all of the first third say 2, the rest 3.
+def test_frequent_match_is_sampled_over_its_whole_range():
+    # A token before 1 orders the range: the first third continues with 2, the rest with 3.
     responses = [[10 + i, 1, 2 if i < 100 else 3] for i in range(300)]
     assert draft(history(*responses), [1]) == [3]
 
 
 def reference(index, context, limit, weight):
-    """The module's definition, written plainly."""
+    """Reference implementation of the definition."""
     length, low, high = suffix_index.longest_match(index, np.array(context), 7)
     del length
     active = [int(p) for p in index.suffixes[low:high]]

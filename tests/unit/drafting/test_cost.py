@@ -1,4 +1,4 @@
-"""What a step costs."""
+"""Cost of a step."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_follows_a_change():
     assert predicted(cost, 32, 50) == pytest.approx(2.5e-3, rel=0.1)
 
 
-def test_says_nothing_before_it_has_seen_enough():
+def test_is_not_ready_before_enough_observations():
     cost = StepCost()
     for _ in range(500):
         cost.observe(4, 0, 1e-3)
@@ -55,15 +55,15 @@ def test_says_nothing_before_it_has_seen_enough():
     assert not cost.ready
 
 
-def test_drafting_nothing_looks_cheap_until_it_was_seen():
-    """So that it is tried, and then known."""
+def test_step_without_drafts_looks_cheap_until_observed():
+    """It is therefore tried, and then measured."""
     rng = np.random.default_rng(2)
     cost = StepCost()
     for _ in range(400):
         rows, drafted = int(rng.integers(1, 33)), int(rng.integers(1, 100))
         cost.observe(rows, drafted, 4e-3 + 1e-4 * rows + 2e-5 * drafted + 1e-3)
     assert predicted(cost, 16, 50) == pytest.approx(7.6e-3, rel=0.02)
-    assert predicted(cost, 16, 0) < 5.6e-3, "the steps seen do not tell what one without drafts would take"
+    assert predicted(cost, 16, 0) < 5.6e-3, "the observed steps do not determine the cost of one without drafts"
     for _ in range(32):
         cost.observe(16, 0, 5.6e-3)
     assert predicted(cost, 16, 0) == pytest.approx(5.6e-3, rel=0.02)

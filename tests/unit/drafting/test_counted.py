@@ -1,4 +1,4 @@
-"""What a step sampled is counted: every token of every row, once, after all that it follows; by brute force."""
+"""Counting of sampled tokens against brute force: every token of every row counts once after each of its contexts."""
 
 import threading
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.xdist_group("kernels")
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_all_that_a_batch_sampled_is_counted_once(seed):
-    """Rows in any order, some of them missing; a prompt is not counted, nor the text of a request begun again."""
+def test_sampled_tokens_are_counted_once(seed):
+    """Rows come in any order, some missing; prompts and texts of restarted requests are not counted."""
     rng, rows = np.random.default_rng(seed), 6
     pool = PlanningThreads(3)
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 16), lambda key: None, 4, threads=pool)
@@ -36,7 +36,7 @@ def test_all_that_a_batch_sampled_is_counted_once(seed):
         limits = np.full(len(batch), 32)
         names = [str(row) for row in batch]
         drafter.step(DecodeStep(names, batch, tokens, lengths[batch], nothing, nothing, limits, budget))
-        for row in batch:  # the whole text, as one
+        for row in batch:  # the whole text in one call
             text = tokens[row, : lengths[row]].copy()
             kernels._count(counts, text, seen[row] or len(text) - 1, len(text))
             seen[row] = len(text)
@@ -45,8 +45,8 @@ def test_all_that_a_batch_sampled_is_counted_once(seed):
     pool.close()
 
 
-def test_what_can_wait_waits_for_what_came_before_it():
-    """Also where no plan comes between: a drafter that rests."""
+def test_later_calls_run_in_order():
+    """This holds without a plan in between, as for a resting drafter."""
     pool, hold, ended = PlanningThreads(3), threading.Event(), []
     pool.later(lambda: (hold.wait(10), ended.append(1)))
     threading.Timer(0.1, hold.set).start()
@@ -56,7 +56,7 @@ def test_what_can_wait_waits_for_what_came_before_it():
     pool.close()
 
 
-def test_what_can_wait_is_done_at_once_where_a_thread_cannot_be_started(monkeypatch):
+def test_later_call_runs_at_once_if_no_thread_starts(monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 

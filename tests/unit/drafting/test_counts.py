@@ -1,4 +1,4 @@
-"""Counts of what followed the latest tokens in all responses."""
+"""Counts of the next tokens of contexts in all responses."""
 
 from collections import Counter
 
@@ -17,8 +17,8 @@ def counted(texts, entries=1 << 16):
     return counts
 
 
-def found(counts, context):
-    """{(order, token): count} of all that followed the end of ``context``."""
+def counts_after(counts, context):
+    """Return {(order, token): count} of the tokens counted after ``context``."""
     context = np.array(context, dtype=np.int32)
     keys = np.zeros(len(ORDERS), dtype=np.int64)
     result = {}
@@ -32,31 +32,31 @@ def found(counts, context):
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=80), max_size=4), st.lists(st.integers(0, 3), max_size=12))
-def test_counts_are_those_of_brute_force(texts, context):
+def test_counts_match_brute_force(texts, context):
     expected = Counter()
     for text in texts:
         for i in range(len(text)):
             for order in ORDERS:
                 if order <= min(i, len(context)) and text[i - order : i] == context[len(context) - order :]:
                     expected[order, text[i]] += 1
-    assert found(counted(texts), context) == expected
+    assert counts_after(counted(texts), context) == expected
 
 
 def test_counts_are_halved_before_they_overflow():
     counts = counted([[0, 1] * (2 * MAX_COUNT), [0, 2]])
-    after = found(counts, [0])
+    after = counts_after(counts, [0])
     assert MAX_COUNT // 2 < after[1, 1] <= MAX_COUNT
     assert after[1, 2] == 1
 
 
-def test_where_there_is_no_room_what_is_frequent_stays_and_what_was_frequent_goes():
+def test_full_bucket_keeps_frequent_and_drops_formerly_frequent_tokens():
     counts = counted([[0, 1] * 6], entries=WAYS)
     rng = np.random.default_rng(0)
     rare = rng.integers(2, 1 << 30, 3)
     kernels._count(counts, rare.astype(np.int32), 1, 3)
-    assert found(counts, [0])[1, 1] > 1
+    assert counts_after(counts, [0])[1, 1] > 1
     for _ in range(60):
         text = rng.integers(2, 1 << 30, 12).astype(np.int32)
         kernels._count(counts, text, 1, 12)
-    assert (1, 1) not in found(counts, [0])
+    assert (1, 1) not in counts_after(counts, [0])
     assert len(counts) == WAYS

@@ -1,4 +1,4 @@
-"""The gate of the draft head: on where it is profitable, by width, and both ways measured for ever."""
+"""The gate of the draft head: open if the head is profitable, by batch width, with repeated trials of both choices."""
 
 import numpy as np
 import pytest
@@ -7,32 +7,32 @@ from verl_rhyme.drafting.guesses import HeadGate
 
 
 def run(gate, rows, steps, rate, rng):
-    """Which of the steps asked; ``rate`` gives tokens a second with and without."""
-    asked = []
+    """Return which steps used the head; ``rate`` gives the tokens per second with and without it."""
+    used = []
     for _ in range(steps):
         headed = gate.asks(rows)
-        asked.append(headed)
+        used.append(headed)
         seconds = rng.uniform(0.8, 1.2)
         gate.observe(rows, headed, int(1000 * rows * rate(headed) * seconds), 1000 * seconds)
-    return np.array(asked)
+    return np.array(used)
 
 
 @pytest.mark.parametrize("better", [True, False])
-def test_takes_the_faster_way_but_for_trials(better):
+def test_takes_the_faster_choice_except_in_trials(better):
     gate = HeadGate()
-    asked = run(gate, 16, 2000, lambda headed: 1.2 if headed == better else 1.0, np.random.default_rng(0))
-    assert (asked[64:] == better).mean() > 0.9
-    assert 0 < (asked[64:] != better).mean() < 0.1, "the other way is tried again"
+    used = run(gate, 16, 2000, lambda headed: 1.2 if headed == better else 1.0, np.random.default_rng(0))
+    assert (used[64:] == better).mean() > 0.9
+    assert 0 < (used[64:] != better).mean() < 0.1, "the other choice is tried again"
 
 
-def test_changes_its_mind_when_the_head_has_learnt():
+def test_opens_when_the_head_improves():
     gate, rng = HeadGate(), np.random.default_rng(1)
     run(gate, 4, 500, lambda headed: 0.8 if headed else 1.0, rng)
-    asked = run(gate, 4, 3000, lambda headed: 1.3 if headed else 1.0, rng)
-    assert asked[-500:].mean() > 0.9
+    used = run(gate, 4, 3000, lambda headed: 1.3 if headed else 1.0, rng)
+    assert used[-500:].mean() > 0.9
 
 
-def test_wide_and_narrow_batches_are_decided_apart():
+def test_wide_and_narrow_batches_are_decided_separately():
     gate, rng = HeadGate(), np.random.default_rng(2)
     for _ in range(20):
         narrow = run(gate, 2, 50, lambda headed: 1.3 if headed else 1.0, rng)

@@ -1,4 +1,4 @@
-"""The draft head: what it learns, whose text it learns from, and how the drafter walks on what it guesses."""
+"""The draft head: its training, its training data, and drafts from its guesses."""
 
 import copy
 
@@ -33,18 +33,18 @@ def rows(tokens=range(V), generator=None):
 
 
 def cycle(n, first=0):
-    """A policy that counts: the token after t is t + 1. States that give each token, and the tokens."""
+    """Return states and tokens of a policy that counts: the token after t is t + 1."""
     tokens = (first + np.arange(n)) % V
     return rows().output[torch.from_numpy(tokens)], tokens
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_a_new_head_is_trained_to_the_policys_next_tokens(half):
+def test_new_head_learns_the_policys_next_tokens(half):
     head = DraftHead(D)
     head.half = half
     trainer, guesser = HeadTrainer(head, 1024, rate=3e-3), HeadGuesser(head, 4)
     hidden, tokens = cycle(1000)
-    trainer.add(hidden, tokens, np.arange(-1, -1001, -1))  # each after the one before
+    trainer.add(hidden, tokens, np.arange(-1, -1001, -1))  # each token follows the one before
     losses = [float(trainer.update(rows(), 1.0)) for _ in range(300)]
     assert losses[-1] < 0.1 < 1 < losses[0]
     guesser.rows = rows()
@@ -59,8 +59,8 @@ def test_a_new_head_is_trained_to_the_policys_next_tokens(half):
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=60), st.integers(40, 70))
 @settings(max_examples=30, deadline=None)
-def test_what_is_drawn_is_adjacent_text_of_one_request(emitted, capacity):
-    """Four texts grow in turn in a buffer that forgets; no drawn pair was not adjacent."""
+def test_drawn_segments_are_adjacent_text_of_one_request(emitted, capacity):
+    """Four texts grow in turn in a ring buffer, and all drawn pairs are adjacent."""
     trainer = HeadTrainer(DraftHead(D), capacity)
     latest, lengths = [-1] * 4, [0] * 4
     for text, count in emitted:
@@ -76,10 +76,10 @@ def test_what_is_drawn_is_adjacent_text_of_one_request(emitted, capacity):
     both = inside[:, :-1] & inside[:, 1:]
     assert (token[:, 1:] - token[:, :-1])[both].tolist() == [1] * both.sum()
     assert (trainer._token[at] == token).all()
-    assert (np.diff(inside.astype(int), axis=1) <= 0).all(), "what is past the end stays past it"
+    assert (np.diff(inside.astype(int), axis=1) <= 0).all(), "positions after the end stay outside"
 
 
-def test_states_that_are_not_finite_spoil_nothing():
+def test_non_finite_states_are_harmless():
     head = DraftHead(D)
     trainer, guesser = HeadTrainer(head, 256), HeadGuesser(head, 4)
     hidden, tokens = cycle(200)
@@ -97,7 +97,7 @@ def test_states_that_are_not_finite_spoil_nothing():
     assert (named[1] >= 0).all()
 
 
-def test_tokens_without_rows_are_neither_named_nor_in_the_way():
+def test_tokens_without_rows_are_not_named_and_harmless():
     head = DraftHead(D)
     guesser = HeadGuesser(head, 2)
     guesser.rows = rows(range(3))
@@ -111,8 +111,8 @@ def test_tokens_without_rows_are_neither_named_nor_in_the_way():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-def test_graphs_on_a_gpu_guess_what_a_cpu_does():
-    """Batches that grow and shrink, rows in any order, parameters and rows that change."""
+def test_gpu_graphs_match_the_cpu():
+    """Batches grow and shrink, rows come in any order, parameters and rows change."""
     generator = torch.Generator().manual_seed(0)
     head = DraftHead(D)
     nn.init.normal_(head.outer.weight, std=0.3, generator=generator)
@@ -144,15 +144,15 @@ def test_graphs_on_a_gpu_guess_what_a_cpu_does():
 
 
 class Scripted:
-    """A head that names tokens by a rule; it notes what it was asked."""
+    """A head that names tokens by a rule and records its calls."""
 
     steps = 3
 
     def __init__(self, name):
-        self.name, self.asked = name, []
+        self.name, self.calls = name, []
 
     def guess(self, position, going, latest):
-        self.asked.append((position, going.tolist(), latest[going].tolist()))
+        self.calls.append((position, going.tolist(), latest[going].tolist()))
         named = np.full((len(latest), 2), -1, np.int32)
         for row in going:
             named[row, 0] = self.name(position, int(latest[row]))
@@ -160,7 +160,7 @@ class Scripted:
 
 
 def drafts(head, prompts, limit=8, floor=0.1, rounds=1):
-    """Drafts of prompts that have no history."""
+    """Return drafts of prompts without history."""
     drafter = AdaptiveDrafter(
         DraftingConfig(floor=floor, weigh_cost=False), lambda key: None, slots=8, vocabulary=100, head=head
     )
@@ -172,22 +172,22 @@ def drafts(head, prompts, limit=8, floor=0.1, rounds=1):
     names, limits = [str(i) for i in range(len(prompts))], np.full(len(prompts), limit)
     none = np.zeros(len(prompts), dtype=np.int64)
     for _ in range(rounds):
-        found = drafter.step(DecodeStep(names, np.arange(len(prompts)), tokens, lengths, none, none, limits, 1 << 20))
-    return found
+        drafted = drafter.step(DecodeStep(names, np.arange(len(prompts)), tokens, lengths, none, none, limits, 1 << 20))
+    return drafted
 
 
-def test_the_head_alone_drafts_where_no_text_is():
+def test_head_alone_drafts_without_text():
     head = Scripted(lambda position, latest: latest + 10)
     assert drafts(head, [[1, 2, 3], [4, 5, 6]]) == [[13, 23, 33], [16, 26, 36]]
-    assert head.asked == [(0, [0, 1], [3, 6]), (1, [0, 1], [13, 16]), (2, [0, 1], [23, 26])]
+    assert head.calls == [(0, [0, 1], [3, 6]), (1, [0, 1], [13, 16]), (2, [0, 1], [23, 26])]
 
 
-def test_text_leads_on_from_the_heads_tokens():
-    """The head leads back into the row's own text, which is then copied."""
+def test_text_continues_the_heads_tokens():
+    """The head returns to the row's text, which then continues the draft."""
     head = Scripted(lambda position, latest: {0: 50, 1: 2, 2: 3}[position])
-    found = drafts(head, [[1, 2, 3, 4, 5, 6, 7, 60]], floor=0.01)[0]
-    assert found[:3] == [50, 2, 3]
-    assert found[3:4] == [4]
+    draft = drafts(head, [[1, 2, 3, 4, 5, 6, 7, 60]], floor=0.01)[0]
+    assert draft[:3] == [50, 2, 3]
+    assert draft[3:4] == [4]
 
 
 def test_draft_tokens_are_counted_by_their_source():
@@ -206,13 +206,13 @@ def test_draft_tokens_are_counted_by_their_source():
     assert (counts.drafted_own, counts.accepted_own) == (2, 1)
 
 
-def test_rows_that_end_early_are_not_asked_again():
+def test_rows_that_end_early_are_not_guessed_again():
     head = Scripted(lambda position, latest: -1 if latest == 3 else latest + 10)
     assert drafts(head, [[1, 2, 3], [4, 5, 6]]) == [[], [16, 26, 36]]
-    assert [asked[1] for asked in head.asked] == [[0, 1], [1], [1]]
+    assert [call[1] for call in head.calls] == [[0, 1], [1], [1]]
 
 
-def test_a_limit_below_the_heads_steps_holds():
+def test_limit_below_the_heads_steps_holds():
     head = Scripted(lambda position, latest: latest + 10)
     assert drafts(head, [[1, 2, 3]], limit=2) == [[13, 23]]
 
@@ -222,8 +222,8 @@ def test_tokens_outside_the_vocabulary_are_not_drafted():
     assert drafts(head, [[1, 2, 3]]) == [[]]
 
 
-def test_of_a_head_that_is_wrong_the_drafter_learns():
-    """It names nonsense with confidence 0.9: soon none of it is drafted."""
+def test_drafter_learns_to_ignore_a_wrong_head():
+    """The head names wrong tokens with probability 0.9, and the drafter soon drafts none of them."""
     head = Scripted(lambda position, latest: 99)
     drafter = AdaptiveDrafter(
         DraftingConfig(floor=0.1, weigh_cost=False), lambda key: None, slots=1, vocabulary=100, head=head
@@ -238,25 +238,25 @@ def test_of_a_head_that_is_wrong_the_drafter_learns():
     assert np.mean(wrong[:20]) > 0.5 > 0.05 > np.mean(wrong[-500:])
 
 
-def test_a_head_is_read_as_it_was_written_and_another_models_is_refused(tmp_path):
+def test_head_is_loaded_as_saved_and_that_of_another_model_refused(tmp_path):
     written, read, path = DraftHead(D), DraftHead(D), tmp_path / "head.safetensors"
     torch.nn.init.normal_(written.outer.weight)
     save(path, written, np.arange(V), 7)
     counts, updates = load(path, read, V)
     assert (counts.tolist(), updates) == (list(range(V)), 7)
     assert torch.equal(read.outer.weight, written.outer.weight)
-    with pytest.raises(ValueError, match="hidden size 16, this model has 8"):
+    with pytest.raises(ValueError, match="hidden size 16, but this model has 8"):
         load(path, DraftHead(8), V)
-    with pytest.raises(ValueError, match="of 12 tokens, this model has 13"):
+    with pytest.raises(ValueError, match="for 12 tokens, but this model has 13"):
         load(path, read, V + 1)
     torch.nn.init.constant_(written.inner.bias, float("nan"))
     save(path, written, np.arange(V), 7)
     with pytest.raises(ValueError, match="not all of its parameters are finite"):
         load(path, read, V)
     path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="is no draft head"):
+    with pytest.raises(ValueError, match="is not a draft head"):
         load(path, read, V)
-    with pytest.raises(ValueError, match="is no draft head"):
+    with pytest.raises(ValueError, match="is not a draft head"):
         load(tmp_path / "missing", read, V)
     assert torch.equal(read.outer.weight, written.outer.weight)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]

@@ -1,4 +1,4 @@
-"""The drafter over many live requests."""
+"""The paper's drafter over many live requests."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ COUNTING = history(range(100))
 
 
 def step(drafter, *rows, budget=10_000):
-    """Drafts of some rows: request, context, limit, and what was drafted and accepted last."""
+    """Return drafts of rows of (request, context, limit, drafted and accepted tokens of the last step)."""
     names, contexts, limits, drafted, accepted = zip(*rows, strict=True)
     tokens = np.zeros((len(rows), 16), np.int32)
     for row, context in enumerate(contexts):
@@ -47,7 +47,7 @@ def test_window_follows_the_verification():
     assert drafter.finish("a") == RequestCounts()
 
 
-def test_backs_off_to_the_shortest_match_and_no_further():
+def test_backs_off_to_the_shortest_match_only():
     drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
     assert one(drafter, [99, 99, 5, 6, 7]) == [8, 9]
@@ -65,7 +65,7 @@ def test_limits_of_config_and_row():
     assert one(drafter, [0, 1, 2], budget=0) == []
 
 
-def test_a_short_budget_is_given_out_in_turn():
+def test_short_budget_is_granted_in_turn():
     drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     for request in "abc":
         drafter.start(request, KEY)
@@ -79,7 +79,7 @@ def test_a_short_budget_is_given_out_in_turn():
     assert lengths(0, 9, 1) == [0, 4, 1]
 
 
-def test_a_prompt_without_a_history_has_no_draft():
+def test_prompt_without_history_has_no_draft():
     drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     assert drafter.finish("never started") == RequestCounts()
     drafter.start("a", OTHER)
@@ -87,7 +87,7 @@ def test_a_prompt_without_a_history_has_no_draft():
     assert drafter.finish("a") == RequestCounts(history_hit=False)
 
 
-def test_a_prompts_history_is_read_once_for_its_live_requests():
+def test_history_is_read_once_for_live_requests_of_a_prompt():
     reads = []
     drafter = PaperDrafter(DraftingConfig(), lambda key: reads.append(key) or COUNTING)
     for request in "abc":
@@ -99,7 +99,7 @@ def test_a_prompts_history_is_read_once_for_its_live_requests():
     assert reads == [KEY, KEY]  # a later step sees what was recorded meanwhile
 
 
-def test_starting_again_begins_anew():
+def test_restart_resets_a_request():
     drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
     assert len(one(drafter, [0, 1, 2], last=(2, 2))) == 4
@@ -146,5 +146,5 @@ def test_bounds_and_budget_are_never_exceeded_and_drafts_are_deterministic(respo
             drafted[i] = len(draft)
             if draft:
                 assert i < 5
-                seen = context[-1:] + draft  # what is drafted was said after the context's last token
+                seen = context[-1:] + draft  # drafted tokens follow the context in the history
                 assert any(seen == list(r[i : i + len(seen)]) for r in responses for i in range(len(r)))

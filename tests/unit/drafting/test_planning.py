@@ -26,7 +26,7 @@ def history(*responses, step=0):
 
 
 class Late:
-    """A source whose histories are all pending."""
+    """A source that returns all histories as pending."""
 
     def __init__(self):
         self.released = []
@@ -39,7 +39,7 @@ class Late:
 
 
 class Batch:
-    """Requests that all get tokens at every step; the same for several drafters."""
+    """Requests that all get tokens at every step, given to several drafters."""
 
     def __init__(self, *drafters, rows=64):
         self.drafters = drafters
@@ -64,8 +64,8 @@ class Batch:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_are_the_same_with_any_number_of_threads(seed, monkeypatch):
-    """Requests that come and go, learning included; parts as small as a row."""
+def test_drafts_do_not_depend_on_the_number_of_threads(seed, monkeypatch):
+    """Requests come and go, the model learns, and parts are as small as a row."""
     monkeypatch.setattr(adaptive, "ROWS_A_THREAD", 1)
     rng = np.random.default_rng(seed)
     keys = [bytes([i]) * 16 for i in range(5)]
@@ -97,8 +97,8 @@ def test_drafts_are_the_same_with_any_number_of_threads(seed, monkeypatch):
         pool.close()
 
 
-def test_threads_are_waited_for_and_errors_are_told():
-    """What they work on may be gone as soon as the call is over."""
+def test_run_waits_for_all_threads_and_raises_errors():
+    """The data of the calls may be freed as soon as ``run`` returns."""
     pool, ended, hold = PlanningThreads(3), [], threading.Event()
 
     def fails():
@@ -117,7 +117,7 @@ def test_threads_are_waited_for_and_errors_are_told():
     pool.close()
 
 
-def test_what_can_wait_ends_before_the_next_plans_begin_and_its_error_is_told():
+def test_later_call_ends_before_the_next_plans_and_its_error_is_raised():
     for count in (1, 3):
         pool, ended, hold = PlanningThreads(count), [], threading.Event()
 
@@ -138,20 +138,20 @@ def test_what_can_wait_ends_before_the_next_plans_begin_and_its_error_is_told():
         pool.run([])
         assert ended == ["later", "plan", "plan", "once more"]
 
-        def told(pool=pool, fails=fails):
-            pool.later(fails)  # here where there is no other thread
+        def failing(pool=pool, fails=fails):
+            pool.later(fails)  # raises here without other threads
             pool.run([])
 
         with pytest.raises(ValueError, match="not counted"):
-            told()
+            failing()
         pool.run([partial(ended.append, "after it")])
         assert ended[-1] == "after it"
         pool.close()
 
 
-def test_what_is_counted_later_is_not_read_from_rows_that_the_engine_writes_meanwhile():
+def test_deferred_counting_does_not_read_the_engines_rows():
     class Slow(PlanningThreads):
-        """Counts when the engine has moved its rows."""
+        """Defers the counting until the engine has changed its rows."""
 
         def later(self, call):
             self.call = call
@@ -177,8 +177,8 @@ def test_what_is_counted_later_is_not_read_from_rows_that_the_engine_writes_mean
 
 
 @pytest.mark.parametrize("started", [0, 1])
-def test_nothing_runs_on_where_a_thread_cannot_be_started(started, monkeypatch):
-    """Nor in the next call: the histories that it reads may be gone then."""
+def test_no_call_outlives_run_if_a_thread_cannot_start(started, monkeypatch):
+    """The next call runs none either, because its histories may have been freed."""
     start, starts = threading.Thread.start, []
 
     def refuse(thread):
@@ -205,7 +205,7 @@ def test_nothing_runs_on_where_a_thread_cannot_be_started(started, monkeypatch):
 
 
 def follow(batch, row, text):
-    """Steps that a text takes when all that is right of a draft is accepted."""
+    """Return the steps that a text takes if matching draft tokens are accepted."""
     done, steps, new = 0, 0, text[:1]
     while len(new):
         ((draft,),) = batch.step({row: new})
@@ -220,7 +220,7 @@ KEY = b"k" * 16
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "paper"])
-def test_a_history_that_arrives_while_its_request_runs_is_drafted_from(policy):
+def test_running_requests_draft_from_a_history_that_arrives(policy):
     source, text = Late(), np.random.default_rng(0).permutation(600)
     drafter = build(DraftingConfig(policy=policy, live_tokens=1 << 12), source, 8, 1 << 30)
     batch = Batch(drafter, rows=4)
@@ -229,16 +229,16 @@ def test_a_history_that_arrives_while_its_request_runs_is_drafted_from(policy):
     assert follow(batch, 0, text[:100]) == 100
     assert drafter.arrived(KEY, history(text))
     assert follow(batch, 0, text[100:300]) < 80
-    assert follow(batch, 1, text[:200]) < 80, "its sibling was told as well"
-    assert not drafter.arrived(KEY, history(text)), "it has one"
+    assert follow(batch, 1, text[:200]) < 80, "its sibling has the history as well"
+    assert not drafter.arrived(KEY, history(text)), "the prompt already has a history"
     assert drafter.finish("a").history_hit
     assert source.released == []
     assert drafter.finish("b").history_hit
     assert [key for key, _ in source.released] == [KEY]
-    assert not drafter.arrived(KEY, history(text)), "nobody waits"
+    assert not drafter.arrived(KEY, history(text)), "no request waits"
 
 
-def test_until_then_a_request_drafts_from_what_runs_beside_it():
+def test_request_with_pending_history_drafts_from_live_texts():
     source, text = Late(), np.random.default_rng(0).permutation(600)
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), source, 8)
     batch = Batch(drafter, rows=4)
@@ -252,9 +252,9 @@ def test_until_then_a_request_drafts_from_what_runs_beside_it():
     assert source.released == [(KEY, None)]
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["a newer history", "the history of before"])
-def test_siblings_stay_siblings_when_their_history_arrives(known):
-    """Their group's number changes with what the history holds; nothing is counted twice."""
+@pytest.mark.parametrize("known", [False, True], ids=["a newer history", "an unchanged history"])
+def test_siblings_stay_in_one_group_when_their_history_arrives(known):
+    """The group's number changes with the history, and no text is indexed twice."""
     rng = np.random.default_rng(1)
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 14), Late(), 8)
     batch = Batch(drafter, rows=4)
@@ -268,15 +268,15 @@ def test_siblings_stay_siblings_when_their_history_arrives(known):
     follow(batch, 0, text[:300])
     assert drafter.arrived(KEY, history([5, 6], step=7))
     batch.step({0: text[300:301], 1: text[:1]})
-    assert drafter._live.arrays.fill.sum() == 303 + 3, "all text once"
+    assert drafter._live.arrays.fill.sum() == 303 + 3, "all text is indexed once"
     assert follow(batch, 1, text[1:300]) < 60
     slots = drafter._slots
     groups = {int(slots.group[request.slot]) for request in drafter._requests.values()}
     assert groups == set(drafter._live.arrays.group[drafter._live.arrays.fill > 0].tolist())
 
 
-def test_an_early_arrival_is_as_good_as_no_wait():
-    """Drafts of a history that was pending for no step are those of one that was there."""
+def test_history_that_arrives_before_the_first_step_gives_the_same_drafts():
+    """The drafts equal those of a history that was never pending."""
     rng = np.random.default_rng(2)
     text = rng.integers(0, 40, 500)
     known = history(np.where(rng.random(500) < 0.1, 41, text), text[::-1], step=3)
@@ -290,8 +290,8 @@ def test_an_early_arrival_is_as_good_as_no_wait():
         assert first == second
 
 
-def test_no_more_rows_are_planned_than_a_budget_can_serve():
-    """Those that do well, and each of the others now and then."""
+def test_at_most_as_many_rows_are_planned_as_the_budget_has_tokens():
+    """Rows with recent acceptance come first, and each other row gets a plan from time to time."""
     rows, budget = 32, 8
     text = np.random.default_rng(3).permutation(900)
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), {KEY: history(text)}.get, rows)

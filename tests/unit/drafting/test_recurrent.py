@@ -1,4 +1,4 @@
-"""Which models' configs show recurrent layers: those of transformers, and what only their hub's files have."""
+"""Detection of recurrent layers in configs of transformers and in published config files."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def of(model_type, **changes):
 
 
 @pytest.mark.parametrize("model_type", ATTENTION)
-def test_attention_alone(model_type):
+def test_attention_only_models(model_type):
     assert recurrent(of(model_type)) == ""
 
 
@@ -56,7 +56,7 @@ def test_families_of_transformers(model_type, sign):
 @pytest.mark.parametrize(
     ("config", "sign"),
     [
-        # Published files do not list the layers that transformers works out from these.
+        # Published files have no list of layers; transformers derives it from these keys.
         ({"model_type": "new", "full_attention_interval": 4, "linear_num_key_heads": 16}, "linear_num_key_heads"),
         ({"model_type": "lfm2", "conv_L_cache": 3, "full_attn_idxs": [2, 5]}, "lfm2"),
         ({"model_type": "new", "conv_L_cache": 3}, "conv_L_cache"),
@@ -75,5 +75,5 @@ def test_families_of_transformers(model_type, sign):
     ],
 )
 def test_published_files(config, sign):
-    found = recurrent(config)
-    assert sign in found if sign else found == ""
+    shown = recurrent(config)
+    assert sign in shown if sign else shown == ""

@@ -1,4 +1,4 @@
-"""Drafts from an interrupted response: bounds, the way back after an edit, what is learnt, and what must not leak."""
+"""Drafts from an interrupted response: bounds, realignment after edits, learning, and isolation of requests."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ PROMPT = [7, 8, 9]
 
 
 class Engine:
-    """Requests that each follow a path of their own; a draft token is accepted where it is on the path."""
+    """Requests that each follow a fixed path; draft tokens on the path are accepted."""
 
     def __init__(self, slots=4, rows=16, vocabulary=1 << 20, **config):
         config = {"weigh_cost": False, "live_tokens": 1 << 10, **config}
@@ -39,7 +39,7 @@ class Engine:
         return self.drafter.finish(name)
 
     def step(self, limits=32, budget=1 << 20, seconds=None, only=None):
-        """Drafts of all live requests for what follows; then they are verified."""
+        """Draft for all live requests and verify the drafts."""
         names = [name for name in self.live if only is None or name in only]
         live = [self.live[name] for name in names]
         done = DecodeStep(
@@ -67,11 +67,11 @@ class Engine:
         return dict(zip(names, drafts, strict=True))
 
     def run(self, name, **kwargs):
-        """To the end of the path. Returns steps that emitted, and what was drafted in each."""
+        """Run to the end of the path. Returns the number of steps and the drafted tokens of each."""
         drafted = []
         while self.live[name]["done"] < len(self.live[name]["path"]):
             drafted.append(len(self.step(only={name}, **kwargs)[name]))
-        self.step(only={name}, limits=0)  # the engine tells what the last draft came to
+        self.step(only={name}, limits=0)  # reports the verification of the last draft
         return len(drafted), drafted
 
 
@@ -80,7 +80,7 @@ def random_text(rng, n, vocabulary=1000):
 
 
 def edited(rng, text, edits, kinds=("substitute", "insert", "delete"), spacing=60):
-    """A text with ``edits`` edits, each in a stretch of its own, so that there is a way back in between."""
+    """Return a text with ``edits`` edits, far enough from each other to realign in between."""
     starts = 20 + spacing * rng.permutation((len(text) - 40) // spacing)[:edits]
     out = list(text)
     for at in sorted(starts.tolist(), reverse=True):
@@ -95,10 +95,10 @@ def edited(rng, text, edits, kinds=("substitute", "insert", "delete"), spacing=6
 
 
 @pytest.mark.parametrize("longest", [4, 32, 128])
-def test_the_same_again_is_drafted_in_full_windows(longest):
+def test_unchanged_text_is_drafted_in_full_windows(longest):
     rng = np.random.default_rng(0)
     engine = Engine(max_tokens=longest)
-    for i in range(3):  # to warm up: a prior is not sure of 128 tokens
+    for i in range(3):  # warm-up, because the prior does not draft 128 tokens
         text = random_text(rng, 1500)
         engine.start(f"{i}", text, text)
         engine.run(f"{i}", limits=longest)
@@ -109,19 +109,19 @@ def test_the_same_again_is_drafted_in_full_windows(longest):
     counts = engine.finish("a")
     assert steps <= len(text) / (longest + 1) + 3
     assert counts.drafted == sum(drafted)
-    assert counts.drafted - 1 <= counts.accepted == counts.reverified, "but for the last, which nothing follows"
+    assert counts.drafted - 1 <= counts.accepted == counts.reverified, "all but the last draft, which no token follows"
 
 
 @given(seed=st.integers(0, 10**6), edits=st.integers(0, 15), kind=st.sampled_from(["substitute", "insert", "delete"]))
 @settings(max_examples=40, deadline=None)
-def test_finds_its_way_back(seed, edits, kind):
+def test_realigns_after_edits(seed, edits, kind):
     rng = np.random.default_rng(seed)
     text = random_text(rng, 1200)
     previous = edited(rng, text, edits, (kind,))
     engine = Engine()
     engine.start("a", text, previous)
     steps, _ = engine.run("a")
-    # A window cut short and the tokens until the way is known: what was inserted into the response, and four more.
+    # A truncated window, and the tokens until the texts realign: the insertion into the response and four more.
     lost = {"substitute": 2, "insert": 8, "delete": 12 + 8}[kind]
     assert steps <= len(text) / 16 + 8 + lost * edits
 
@@ -138,20 +138,20 @@ def test_a_mixture_of_edits():
     assert steps < 1200 / 20 + 10 * 12
 
 
-def test_another_text_is_soon_left_alone():
+def test_unrelated_text_is_soon_not_drafted():
     rng = np.random.default_rng(2)
     engine = Engine()
     text, other = random_text(rng, 1000), random_text(rng, 1000)
     engine.start("a", text, other)
     steps, drafted = engine.run("a")
     counts = engine.finish("a")
-    assert sum(drafted[60:]) < 50, "now and then two random tokens are the same"
+    assert sum(drafted[60:]) < 50, "random tokens sometimes agree"
     assert sum(drafted) < 150
     assert counts.drafted == sum(drafted)
     assert counts.reverified == counts.accepted == len(text) - 1 - steps
 
 
-def test_a_parted_text_costs_little_and_an_honest_one_beside_it_nothing():
+def test_diverged_text_drafts_little_and_does_not_affect_others():
     rng = np.random.default_rng(3)
     engine = Engine(slots=8)
     texts = [random_text(rng, 1500) for _ in range(8)]
@@ -166,21 +166,21 @@ def test_a_parted_text_costs_little_and_an_honest_one_beside_it_nothing():
     assert (drafted[::2] < 250).all()
 
 
-def test_two_update_rates_are_told_apart_by_the_run_of_agreement():
+def test_longer_agreement_gives_longer_drafts():
     rng = np.random.default_rng(4)
     engine = Engine()
     lengths = {0.0: [], 0.2: []}
     for _ in range(40):
-        for rate, found in lengths.items():
+        for rate, means in lengths.items():
             text = np.array(random_text(rng, 600))
             previous = np.where(rng.random(600) < rate, 100_000, text)
             engine.start("a", text, previous)
-            found.append(np.mean(engine.run("a")[1]))
+            means.append(np.mean(engine.run("a")[1]))
             engine.finish("a")
     assert np.mean(lengths[0.0][20:]) > 1.5 * np.mean(lengths[0.2][20:])
 
 
-def test_expected_acceptance_is_the_observed_one():
+def test_expected_acceptance_matches_the_observed_one():
     rng = np.random.default_rng(5)
     engine = Engine()
     expected = observed = 0.0
@@ -237,8 +237,8 @@ def test_no_draft_is_out_of_bounds(data):
 
 @given(seed=st.integers(0, 10**6), vocabulary=st.sampled_from([3, 20, 1000]))
 @settings(max_examples=40, deadline=None)
-def test_the_state_is_one_of_the_texts_alone(seed, vocabulary):
-    """Token by token or in one piece: the same pointer and the same table."""
+def test_state_depends_on_the_texts_only(seed, vocabulary):
+    """Texts taken in token by token or at once give the same pointer and table."""
     rng = np.random.default_rng(seed)
     text = random_text(rng, 300, vocabulary)
     previous = np.array(edited(rng, text, 4, spacing=50), np.int32)
@@ -269,7 +269,7 @@ def test_nothing_leaks_between_requests_of_a_slot():
     engine.step()
     engine.finish("old")
     assert len(engine.drafter._regrowth) == 0
-    engine.start("new", old, key=b"n" * 16)  # the same path, without a text of its own
+    engine.start("new", old, key=b"n" * 16)  # the same path without a previous text
     engine.drafter._live.arrays.head_group[:], engine.drafter._live.arrays.counts[:] = -1, 0
     assert engine.step()["new"] == []
     counts = engine.finish("new")
@@ -279,7 +279,7 @@ def test_nothing_leaks_between_requests_of_a_slot():
     assert engine.finish("third").reverified > 280
 
 
-def test_a_restart_begins_anew():
+def test_restart_resets_a_request():
     rng = np.random.default_rng(7)
     engine = Engine()
     first, second = random_text(rng, 200), random_text(rng, 200)
@@ -292,7 +292,7 @@ def test_a_restart_begins_anew():
     assert steps < 15
     assert engine.finish("a").reverified == 199 - steps
     engine.start("a", first, first)
-    engine.start("a", first)  # resumed with its text as prompt: nothing previous any more
+    engine.start("a", first)  # resumed with its text as prompt, so without a previous text
     assert len(engine.drafter._regrowth) == 0
 
 
@@ -307,7 +307,7 @@ def test_more_requests_than_slots():
     assert all(engine.finish(f"{i}").reverified > 180 for i in range(12))
 
 
-def test_an_end_of_text_within_it_is_a_token_like_others():
+def test_end_of_text_token_within_the_text_is_drafted():
     rng = np.random.default_rng(9)
     text = random_text(rng, 200)
     text[100] = 0
@@ -316,8 +316,8 @@ def test_an_end_of_text_within_it_is_a_token_like_others():
     assert engine.run("a")[0] < 14
 
 
-def test_the_others_rest_is_none_for_it():
-    """Where a draft token costs a tenth of a step of eight, guesses among six do not pay; what was said before does."""
+def test_previous_text_is_drafted_while_other_requests_rest():
+    """At a tenth of a step per draft token, guesses among six are unprofitable, but the previous text is profitable."""
     rng = np.random.default_rng(10)
     engine = Engine(slots=8, weigh_cost=True)
     for i in range(8):
@@ -337,5 +337,5 @@ def test_the_others_rest_is_none_for_it():
     text = random_text(rng, 600)
     engine.start("again", text, text)
     drafts = [len(step()["again"]) for _ in range(20)]
-    assert engine.drafter._refused > REST_AFTER, "the others rest on"
+    assert engine.drafter._refused > REST_AFTER, "the other requests still rest"
     assert np.mean([n > 0 for n in drafts]) > 0.9

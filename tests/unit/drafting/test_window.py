@@ -1,4 +1,4 @@
-"""The paper's window."""
+"""The paper's draft window."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from verl_rhyme.drafting.window import WindowPolicy
 
 
-def test_the_papers_numbers():
+def test_window_has_the_papers_sizes():
     window = WindowPolicy(start=2, growth=2, cap=32)
     sizes = []
     for _ in range(20):
@@ -17,7 +17,7 @@ def test_the_papers_numbers():
     assert window.size == 2
 
 
-def test_a_short_draft_fully_accepted_grows_and_no_draft_changes_nothing():
+def test_accepted_short_draft_grows_the_window_and_no_draft_keeps_it():
     window = WindowPolicy(start=4, growth=3, cap=32)
     window.observe(1, 1)
     assert window.size == 7

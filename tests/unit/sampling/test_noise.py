@@ -1,4 +1,4 @@
-"""The noise is Philox, behaves like noise, and its argmax is a draw from the softmax."""
+"""The noise is Philox with good statistics, and its argmax is a draw from the softmax."""
 
 import numpy as np
 import pytest
@@ -14,13 +14,13 @@ def positions(n, at=0):
 
 
 def tokens(logits, keys, at, plain=False):
-    """Draws of one row of logits under many keys."""
+    """Draw from one row of logits under many keys."""
     rows = np.ascontiguousarray(np.broadcast_to(np.float32(logits), (len(keys), len(logits))))
     return draw(rows, keys, at, np.full(len(keys), plain))
 
 
 def slow(logits, keys, at):
-    """Definition of a draw, without a shortcut."""
+    """Reference implementation of a draw without shortcuts."""
     return (logits + gumbel(words(keys, at, logits.shape[1]))).argmax(1)
 
 
@@ -41,15 +41,15 @@ def test_known_answers(counter, key, expected):
     assert [f"{word:08x}" for word in philox(*given)] == expected.split()
 
 
-def test_a_counter_is_block_and_position():
+def test_counter_is_block_and_position():
     key, position = 0x299F31D0A4093822, (7 << 32) + 5
-    found = words(np.array([key], dtype=np.uint64), np.array([position]), 10)[0]
+    drawn = words(np.array([key], dtype=np.uint64), np.array([position]), 10)[0]
     low, high = np.uint64(0xA4093822), np.uint64(0x299F31D0)
     expected = [philox(*map(np.uint64, (block, 5, 7, 0)), low, high) for block in range(3)]
-    assert found.tolist() == np.ravel(expected)[:10].tolist()
+    assert drawn.tolist() == np.ravel(expected)[:10].tolist()
 
 
-def test_keys_tell_their_parts_apart():
+def test_keys_distinguish_their_parts():
     lists = [("ab", "c"), ("a", "bc"), ("abc",), (1, 2), ("1", 2), (12,), (b"abc",), (), ("",)]
     assert len({key_of(*parts) for parts in lists}) == len(lists)
     assert all(0 <= key_of(*parts) < 1 << 64 for parts in lists)
@@ -77,8 +77,8 @@ def test_uniform_and_independent(along):
     assert np.abs(correlation).max() < 4.5 / np.sqrt(n)
 
 
-def test_neighbouring_keys_and_bits():
-    """Keys that differ in one bit share nothing, and every bit of a word is fair."""
+def test_neighbouring_keys_are_independent_and_bits_fair():
+    """Keys that differ in one bit give independent words, and every bit of a word is fair."""
     base = words(KEYS[:1], positions(1), 20_000)[0]
     for bit in (0, 1, 31, 32, 63):
         other = words(KEYS[:1] ^ np.uint64(1 << bit), positions(1), 20_000)[0]
@@ -88,7 +88,7 @@ def test_neighbouring_keys_and_bits():
     assert np.abs(each - 0.5).max() < 4.5 * 0.5 / np.sqrt(20_000)
 
 
-def test_the_gumbel_is_precise_where_it_decides():
+def test_gumbel_noise_is_precise_for_small_exponentials():
     assert gumbel(np.array([0], dtype=np.uint32))[0] == pytest.approx(33 * np.log(2), abs=1e-9)
     assert np.isfinite(gumbel(np.array([2**32 - 1], dtype=np.uint32))).all()
     sample = gumbel(words(KEYS[:1], positions(1), 200_000))[0]
@@ -96,7 +96,7 @@ def test_the_gumbel_is_precise_where_it_decides():
 
 
 @pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
-def test_the_argmax_is_a_draw_from_the_softmax(scale):
+def test_argmax_is_a_draw_from_the_softmax(scale):
     logits = np.random.default_rng(1).normal(0, scale, 50).astype(np.float32)
     counts = sum(np.bincount(tokens(logits, KEYS, positions(len(KEYS), at)), minlength=50) for at in range(5))
     distribution = np.exp(logits - logits.max(), dtype=np.float64)
@@ -105,14 +105,14 @@ def test_the_argmax_is_a_draw_from_the_softmax(scale):
     observed = np.append(counts[~rare], counts[rare].sum())
     predicted = np.append(expected[~rare], max(expected[rare].sum(), 1e-3))
     assert stats.chisquare(observed, predicted * observed.sum() / predicted.sum()).pvalue > 1e-4
-    # What the test would notice: another temperature.
+    # The test would fail at another temperature.
     wrong = np.exp((logits - logits.max()) / 1.25, dtype=np.float64)
     wrong *= counts.sum() / wrong.sum()
     assert stats.chisquare(counts, wrong).pvalue < 1e-4
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 3, 4, 5, 12, 97, 1000])
-def test_no_shortcut_changes_a_draw(vocabulary):
+def test_shortcuts_do_not_change_draws(vocabulary):
     rng = np.random.default_rng(vocabulary)
     scale = rng.choice([1e-3, 0.1, 1, 5, 30], size=(512, 1))
     logits = (rng.normal(0, 1, (512, vocabulary)) * scale + rng.normal(0, 20, (512, 1))).astype(np.float32)
@@ -122,13 +122,13 @@ def test_no_shortcut_changes_a_draw(vocabulary):
     assert (draw(logits, KEYS[:512], at, np.zeros(512, bool)) == slow(logits, KEYS[:512], at)).all()
 
 
-def test_greedy_rows_take_no_noise():
+def test_greedy_rows_use_no_noise():
     logits = np.random.default_rng(0).normal(0, 1e-3, (200, 64)).astype(np.float32)
     plain = np.arange(200) % 2 == 0
-    found = draw(logits, KEYS[:200], positions(200), plain)
-    assert (found[plain] == logits[plain].argmax(1)).all()
-    assert (found[~plain] == slow(logits, KEYS[:200], positions(200))[~plain]).all()
-    assert (found[~plain] != logits[~plain].argmax(1)).mean() > 0.9
+    drawn = draw(logits, KEYS[:200], positions(200), plain)
+    assert (drawn[plain] == logits[plain].argmax(1)).all()
+    assert (drawn[~plain] == slow(logits, KEYS[:200], positions(200))[~plain]).all()
+    assert (drawn[~plain] != logits[~plain].argmax(1)).mean() > 0.9
 
 
 def test_masked_entries_never_win():

@@ -1,4 +1,4 @@
-"""Run with TRITON_INTERPRET=1: the Triton kernel's draws next to the CPU's. Prints a JSON line for each case."""
+"""Compares the Triton kernel with the CPU path. Run with TRITON_INTERPRET=1. Prints a JSON line for each case."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 from verl_rhyme.engine import draw_kernel
 from verl_rhyme.sampling import inversion, noise
 
-#: The interpreter is slow, so there are few rows.
+#: Few rows at large vocabularies, because the interpreter is slow.
 CASES = [(1, 8), (3, 8), (97, 16), (2048, 16), (4099, 16), (151_936, 2)]
 
 
@@ -31,7 +31,7 @@ def case(vocabulary, rows, dtype, raw):
     base = torch.from_numpy(logits if raw else scaled).double()
     error = logprobs.double() - base.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
-    # float32 noise may choose the other of two nearly equal tokens.
+    # float32 noise may choose another token if the two best are nearly equal.
     score = scaled.astype(np.float64) + np.where(
         greedy[:, None], 0, noise.gumbel(noise.words(keys, positions, vocabulary))
     )
@@ -50,7 +50,7 @@ def case(vocabulary, rows, dtype, raw):
 
 
 def masked():
-    """Return rows in which one token is possible, or none."""
+    """Return rows with one or no possible token."""
     logits = torch.full((3, 5000), -torch.inf)
     logits[0, 4321] = logits[1, 17] = -80.0
     zeros, one = torch.zeros(3, dtype=torch.int64), torch.ones(3)

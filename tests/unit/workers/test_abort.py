@@ -1,4 +1,4 @@
-"""Aborts of abandoned requests in the engine, by the id that verl gave them."""
+"""An abandoned request is aborted in the engine by the id that verl gave it."""
 
 import asyncio
 from functools import partial
@@ -16,7 +16,7 @@ from verl_rhyme.engine.server import RhymeHttpServer
 
 
 class Core:
-    """The engine's process."""
+    """The engine process."""
 
     def __init__(self):
         self.aborted = []
@@ -27,7 +27,7 @@ class Core:
 
 @pytest.fixture
 def server():
-    """A server with vLLM's front end around one request, which vLLM has renamed."""
+    """Server with vLLM's front end around one request, to which vLLM has given another id."""
     built = object.__new__(RhymeHttpServer)
     engine = SimpleNamespace(
         output_processor=OutputProcessor(None, log_stats=False), engine_core=Core(), log_requests=False
@@ -42,7 +42,7 @@ def server():
     return built
 
 
-async def test_abort_ends_the_request_in_engine_and_server(server):
+async def test_request_is_aborted_for_the_engine_and_for_its_caller(server):
     server.arrives()
     assert await server.abort_request("r", reset_prefix_cache=False) == {"aborted": True, "request_id": "r"}
     assert server.engine.engine_core.aborted == ["r-12345678"]
@@ -50,8 +50,8 @@ async def test_abort_ends_the_request_in_engine_and_server(server):
     assert output.outputs[0].finish_reason == "abort"
 
 
-async def test_aborted_request_that_is_held_during_a_weight_load_ends_on_entry(server):
-    server._final["r"] = None  # it is past the gate, and verl holds it
+async def test_request_that_waits_for_loading_weights_is_aborted_on_arrival(server):
+    server._final["r"] = None  # the request has passed the gate, and verl holds it
     assert not (await server.abort_request("r"))["aborted"]
     assert server._aborts
     server.arrives()
@@ -59,14 +59,14 @@ async def test_aborted_request_that_is_held_during_a_weight_load_ends_on_entry(s
     assert server.engine.engine_core.aborted == ["r-12345678"]
 
 
-async def test_aborted_request_that_awaits_newer_weights_never_enters(server):
+async def test_request_that_waits_at_the_gate_never_enters(server):
     waits = asyncio.create_task(server._gate.enter("r", 1))
     await asyncio.sleep(0)
     assert (await server.abort_request("r"))["aborted"]
     assert not await waits
 
 
-async def test_abort_of_an_unknown_request(server):
+async def test_unknown_request_aborts_nothing(server):
     server.arrives()
     assert not (await server.abort_request("another", reset_prefix_cache=False))["aborted"]
     assert server.engine.engine_core.aborted == []

@@ -1,4 +1,4 @@
-"""With more requests than slots, an abort finds every request that the engine has accepted."""
+"""With more requests than slots, an abort finds every request admitted that the engine knows."""
 
 import asyncio
 from collections import defaultdict
@@ -10,7 +10,7 @@ from verl_rhyme.engine.server import RhymeHttpServer
 
 
 class Engine:
-    """An engine that accepts a request after a moment and answers it on command, like vLLM's AsyncLLM."""
+    """Stand-in for vLLM's AsyncLLM that registers a request after a moment and answers it when ``turn`` is set."""
 
     def __init__(self):
         self.output_processor = SimpleNamespace(external_req_ids=defaultdict(list))
@@ -35,7 +35,7 @@ def server(engine):
     return built
 
 
-def test_a_queued_request_is_admitted_before_it_has_a_token():
+def test_queued_request_is_admitted_before_its_first_token():
     async def run():
         engine = Engine()
         outputs = server(engine)._observed_generate(None, None, "r")
@@ -48,7 +48,7 @@ def test_a_queued_request_is_admitted_before_it_has_a_token():
     assert [output.outputs[0].token_ids for output in rest] == [[1], [1, 2]]
 
 
-def test_a_request_that_is_answered_at_once_needs_no_stand_in():
+def test_request_with_an_immediate_output_needs_no_placeholder():
     async def run():
         engine = Engine()
         engine.turn.set()
@@ -61,7 +61,7 @@ def test_a_request_that_is_answered_at_once_needs_no_stand_in():
     assert built._final["r"] is outputs[-1]
 
 
-def test_a_caller_that_leaves_takes_its_request_with_it():
+def test_cancelled_caller_closes_its_request():
     async def run():
         engine = Engine()
 

@@ -1,4 +1,4 @@
-"""The CUDA graphs that an engine with drafting captures."""
+"""CUDA graph sizes of an engine that drafts."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ from verl_rhyme.engine.cuda_graphs import LARGEST, TOKENS_PER_ROW, capture_sizes
 
 
 @given(st.integers(1, 4096), st.integers(1, 1 << 17))
-def test_sizes_end_at_the_tokens_that_a_wide_batch_verifies(rows, tokens):
+def test_sizes_end_at_the_tokens_of_a_wide_batch(rows, tokens):
     sizes = capture_sizes(rows, tokens)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
@@ -19,7 +19,7 @@ def test_sizes_end_at_the_tokens_that_a_wide_batch_verifies(rows, tokens):
     assert max(padding, default=0) < 64
 
 
-def test_users_sizes_are_kept():
+def test_user_settings_are_kept():
     assert settings(None, False, 64, 8192)["cudagraph_mode"] == "FULL_AND_PIECEWISE"
     assert settings({"cudagraph_mode": "PIECEWISE"}, False, 64, 8192)["cudagraph_mode"] == "PIECEWISE"
     chosen = settings(json.dumps({"cudagraph_capture_sizes": [8], "level": 3}), False, 64, 8192)

@@ -1,4 +1,4 @@
-"""The GPU's draw kernel in Triton's interpreter: it draws as the CPU does; and it compiles for GPUs."""
+"""The GPU kernel in Triton's interpreter draws the same tokens as the CPU path, and it compiles for GPUs."""
 
 import json
 import os
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-pytestmark = [pytest.mark.xdist_group("draw kernel"), pytest.mark.slow]  # they share one probe, which compiles
+pytestmark = [pytest.mark.xdist_group("draw kernel"), pytest.mark.slow]  # one probe, which compiles
 PROBE = Path(__file__).parent / "draw_kernel_probe.py"
 
 
 @pytest.fixture(scope="module")
 def cases():
-    # In a separate process: Triton reads the variable on import.
+    # In a separate process, because Triton reads the variable on import.
     result = subprocess.run(
         [sys.executable, str(PROBE)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -27,7 +27,7 @@ def cases():
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
-def test_draws_equal_the_cpus(cases):
+def test_kernel_draws_the_tokens_of_the_cpu_path(cases):
     *drawn, _ = cases
     assert len(drawn) == 12
     for case in drawn:
@@ -36,7 +36,7 @@ def test_draws_equal_the_cpus(cases):
     assert sum(case["same"] for case in drawn) >= sum(case["rows"] for case in drawn) - 1
 
 
-def test_log_probs_and_ranks_are_right(cases):
+def test_log_probabilities_and_ranks_are_right(cases):
     *drawn, masked = cases
     for case in drawn:
         assert case["logprob_error"] < 5e-5, case
@@ -72,7 +72,7 @@ for kernel, signature, constants in (
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_kernel_compiles_for_other_gpus(capability, tmp_path):
+def test_kernel_compiles_for_an_absent_gpu(capability, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", _COMPILE, str(capability)],
@@ -85,8 +85,8 @@ def test_kernel_compiles_for_other_gpus(capability, tmp_path):
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["_draw", "_combine", "_rank"]
 
 
-def test_other_batch_widths_do_not_recompile(monkeypatch):
-    """Compilation would take seconds on each rank while requests wait."""
+def test_batch_width_triggers_no_recompilation(monkeypatch):
+    """A compilation would take seconds on each rank while requests wait."""
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
@@ -110,7 +110,7 @@ def test_other_batch_widths_do_not_recompile(monkeypatch):
     for name in ("_draw", "_combine", "_rank"):
         monkeypatch.setattr(draw_kernel, name, recorder(getattr(draw_kernel, name)))
     for rows in (1, 2, 3, 15, 16, 17, 63, 64, 255, 256, 257, 1023, 1024, 1025):
-        logits = torch.empty((rows, 151_936), dtype=torch.bfloat16)  # never read
+        logits = torch.empty((rows, 151_936), dtype=torch.bfloat16)  # never touched
         keys, positions, bits = torch.zeros((3, rows), dtype=torch.int64)
         tokens, _ = draw_kernel.draw(logits, keys, positions, bits.float())
         draw_kernel.ranks(logits, tokens)

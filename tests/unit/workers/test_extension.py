@@ -1,4 +1,4 @@
-"""verl's methods in a vLLM worker with rhyme."""
+"""verl's methods in a vLLM worker with our extension."""
 
 import subprocess
 import sys
@@ -8,8 +8,8 @@ import pytest
 
 
 @pytest.mark.slow
-def test_worker_that_cannot_load_weights_exits_with_the_error():
-    """verl's sender would wait for the worker without end, because vLLM continues after an error in a worker."""
+def test_worker_that_cannot_load_its_weights_exits_and_logs_why():
+    """verl's sender would wait for its reply forever; vLLM continues after an error in a worker."""
     script = """
         import logging
         logging.basicConfig()
@@ -22,7 +22,7 @@ def test_worker_that_cannot_load_weights_exits_with_the_error():
                 raise ValueError("out of memory")
 
         theirs.update_weights_from_ipc = load
-        ours = type("Ours", (), {"update_weights_from_ipc": extension._or_end(theirs.update_weights_from_ipc)})()
+        ours = type("Ours", (), {"update_weights_from_ipc": extension._exit_on_error(theirs.update_weights_from_ipc)})()
         assert extension.RhymeWorkerExtension.update_weights_from_ipc.__wrapped__ is not load
         ours.update_weights_from_ipc("whole")
         ours.update_weights_from_ipc("torn")
@@ -32,11 +32,11 @@ def test_worker_that_cannot_load_weights_exits_with_the_error():
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 1
     assert ended.stdout.split("\n")[-3:] == ["loads whole", "loads torn", ""]
-    assert "could not load its weights, and ends" in ended.stderr
+    assert "could not load its weights and exits" in ended.stderr
     assert "ValueError: out of memory" in ended.stderr
 
 
-def test_both_load_methods_are_guarded():
+def test_both_weight_loaders_exit_on_error():
     from verl_rhyme.engine.extension import RhymeWorkerExtension
 
     for name in ("update_weights_from_ipc", "update_verl_delta_weights"):

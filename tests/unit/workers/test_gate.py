@@ -1,4 +1,4 @@
-"""Requests that need a newer policy wait at the server's gate; weights wait until no request runs."""
+"""Requests that need a newer policy wait at the server's gate, and weights wait until no request runs."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ async def started(work):
     return task
 
 
-async def test_request_for_a_newer_version_waits():
+async def test_request_for_a_newer_version_waits_for_it():
     gate = Gate()
     await gate.serve(3)
     assert await gate.enter("old", 2)
@@ -29,7 +29,7 @@ async def test_request_for_a_newer_version_waits():
     assert gate.running == 4
 
 
-async def test_new_weights_wait_for_running_requests_only():
+async def test_new_weights_wait_for_running_requests_but_not_for_waiting_ones():
     gate = Gate()
     assert await gate.enter("a", 0)
     assert await gate.enter("b", 0)
@@ -41,14 +41,14 @@ async def test_new_weights_wait_for_running_requests_only():
     await asyncio.wait_for(empty, 1)
 
 
-async def test_aborted_request_never_enters():
+async def test_cancelled_request_never_enters():
     gate = Gate()
     waits = await started(gate.enter("a", 1))
     assert not await gate.turn_away("b")
     assert await gate.turn_away("a")
     assert not await waits
     assert gate.running == 0
-    assert not await gate.turn_away("a"), "it does not wait any more"
+    assert not await gate.turn_away("a"), "the request no longer waits"
 
 
 async def test_cancelled_caller_leaves_no_state():
@@ -61,7 +61,7 @@ async def test_cancelled_caller_leaves_no_state():
     assert gate.running == 0
 
 
-async def test_resting_server_rejects_requests_until_it_has_weights():
+async def test_shut_gate_turns_away_waiting_and_new_requests_until_weights_arrive():
     gate = Gate()
     waits = await started(gate.enter("next", 1))
     await gate.shut_out()

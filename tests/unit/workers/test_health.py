@@ -1,4 +1,4 @@
-"""A replica is healthy only if its engine answers."""
+"""A replica is healthy only if its engine answers as well."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from verl_rhyme.engine.server import RhymeHttpServer
 
 
 class Engine:
-    """vLLM's front end, and the engine process behind it."""
+    """vLLM's front end and the engine process behind it."""
 
     def __init__(self):
         self.error, self.steps = None, asyncio.Event()
@@ -28,28 +28,28 @@ class Engine:
 def server(monkeypatch):
     monkeypatch.setattr(servers, "_HEALTH_POLL_S", 0.01)
     built = object.__new__(RhymeHttpServer)
-    built.node_rank, built.engine, built._told = 0, Engine(), 0
+    built.node_rank, built.engine, built._rpcs = 0, Engine(), 0
     return built
 
 
-async def test_hung_engine_is_not_healthy(server):
-    asked = asyncio.create_task(server.healthy())
-    done, _ = await asyncio.wait({asked}, timeout=0.1)
-    assert not done, "its process does nothing"
+async def test_hanging_engine_is_not_healthy(server):
+    check = asyncio.create_task(server.healthy())
+    done, _ = await asyncio.wait({check}, timeout=0.1)
+    assert not done, "the engine process hangs"
     server.engine.steps.set()
-    await asyncio.wait_for(asked, 1)
+    await asyncio.wait_for(check, 1)
     await asyncio.wait_for(server.healthy(), 1)
 
 
 async def test_engine_that_dies_during_the_check_is_not_healthy(server):
-    asked = asyncio.create_task(server.healthy())
+    check = asyncio.create_task(server.healthy())
     await asyncio.sleep(0.05)
     server.engine.error = RuntimeError("it has died")
     with pytest.raises(RuntimeError, match="it has died"):
-        await asyncio.wait_for(asked, 1)
+        await asyncio.wait_for(check, 1)
 
 
-async def test_engine_that_loads_weights_gets_more_time(server, monkeypatch):
+async def test_engine_that_loads_weights_is_healthy(server, monkeypatch):
     taken = asyncio.Event()
     monkeypatch.setattr(vLLMHttpServer, "collective_rpc", lambda self, method: taken.wait())
     loads = asyncio.create_task(server.collective_rpc("update_weights"))
@@ -57,9 +57,9 @@ async def test_engine_that_loads_weights_gets_more_time(server, monkeypatch):
     await asyncio.wait_for(server.healthy(), 1)
     taken.set()
     await loads
-    done, _ = await asyncio.wait({asked := asyncio.create_task(server.healthy())}, timeout=0.1)
+    done, _ = await asyncio.wait({check := asyncio.create_task(server.healthy())}, timeout=0.1)
     assert not done
-    asked.cancel()
+    check.cancel()
 
 
 async def test_server_without_engine_is_healthy(server):

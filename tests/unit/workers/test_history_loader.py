@@ -1,4 +1,4 @@
-"""Histories read by a background thread."""
+"""Background loading of histories."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 
 class Slow:
-    """A reader that waits for permission before each read."""
+    """A reader that waits for ``leave`` before each read."""
 
     errors = 0
 
@@ -79,10 +79,10 @@ def test_requested_histories_arrive_as_stored(folder):
     (thread,) = loader._pool._threads
     loader.close()
     assert not thread.is_alive()
-    loader.release(KEYS[0], found[KEYS[0]])  # of a request that ends later
+    loader.release(KEYS[0], found[KEYS[0]])  # a request that ends after the loader
 
 
-def test_released_histories_are_not_read():
+def test_released_history_is_not_read():
     reader = Slow()
     loader = HistoryLoader(reader)
     for key in KEYS[:3]:
@@ -98,7 +98,7 @@ def test_released_histories_are_not_read():
     assert reader.closed
 
 
-def test_loader_ends_with_pending_reads():
+def test_close_cancels_pending_reads():
     reader = Slow()
     loader = HistoryLoader(reader)
     for key in KEYS[:3]:
@@ -111,7 +111,7 @@ def test_loader_ends_with_pending_reads():
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_process_ends_with_a_pending_read(folder, closed):
+def test_process_exits_with_pending_reads(folder, closed):
     code = f"""
 import sys
 from verl_rhyme.engine.history_loader import HistoryLoader
@@ -125,8 +125,8 @@ if {closed}:
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=120)
 
 
-def test_fork_does_not_wait_for_the_thread():
-    """The child process has no such thread."""
+def test_forked_child_does_not_wait_for_the_thread():
+    """The child process does not have the thread."""
     reader = Slow()
     loader = HistoryLoader(reader)
     loader.get(KEYS[0])
@@ -142,7 +142,7 @@ def test_fork_does_not_wait_for_the_thread():
     loader.close()
 
 
-def test_read_error_counts_and_warns_once(caplog):
+def test_error_gives_no_history_a_count_and_one_warning(caplog):
     reader = Slow()
     loader = HistoryLoader(reader)
     reader.leave.release(9)
@@ -150,11 +150,11 @@ def test_read_error_counts_and_warns_once(caplog):
         loader.get(KEYS[3])
         assert wait_for(loader) == [(KEYS[3], None)]
         assert loader.errors == turn
-    assert sum("goes on without" in record.message for record in caplog.records) == 1
+    assert sum("cannot read a prompt's history" in record.message for record in caplog.records) == 1
     loader.close()
 
 
-def test_waiting_loader_reads_at_once(folder):
+def test_blocking_mode_returns_the_history(folder):
     loader = HistoryLoader(HistoryReader(folder, NAMESPACE), wait=True)
     assert len(loader.get(KEYS[0]).response(0)) == 50
     assert loader.get(KEYS[-1]) is None
@@ -173,12 +173,12 @@ def value(token):
     return PromptHistory.build([Trajectory(KEYS[0], np.array([token], np.int32), 1.0, 0, 0, 0)]).encode()
 
 
-def test_pending_copy_does_not_delay_others(folder, copies, tmp_path):
+def test_missing_copy_stays_pending_and_does_not_delay_others(folder, copies, tmp_path):
     loader = HistoryLoader(HistoryReader(folder, NAMESPACE), copies=CopyReader(tmp_path / "copies"))
     copies.put(KEYS[0], value(7), 10)
-    loader.expect(KEYS[0], 20)  # the local copy is older
+    loader.expect(KEYS[0], 20)  # the present copy is older
     assert loader.get(KEYS[0]) is PENDING
-    assert loader.get(KEYS[1]) is PENDING  # recorded on this node
+    assert loader.get(KEYS[1]) is PENDING  # recorded here
     assert [(key, len(found.response(0))) for key, found in wait_for(loader)] == [(KEYS[1], 50)]
     loader.expect(KEYS[2], 20)
     assert loader.get(KEYS[2]) is PENDING
@@ -191,7 +191,7 @@ def test_pending_copy_does_not_delay_others(folder, copies, tmp_path):
     loader.close()
 
 
-def test_released_copy_is_not_awaited(folder, copies, tmp_path):
+def test_released_copy_is_no_longer_pending(folder, copies, tmp_path):
     loader = HistoryLoader(HistoryReader(folder, NAMESPACE), copies=CopyReader(tmp_path / "copies"))
     loader.expect(KEYS[0], 20)
     loader.get(KEYS[0])
@@ -202,7 +202,7 @@ def test_released_copy_is_not_awaited(folder, copies, tmp_path):
     loader.close()
 
 
-def test_waiting_engine_awaits_a_copy_with_a_limit(folder, copies, tmp_path, monkeypatch):
+def test_blocking_mode_waits_for_a_copy_until_the_timeout(folder, copies, tmp_path, monkeypatch):
     loader = HistoryLoader(HistoryReader(folder, NAMESPACE), wait=True, copies=CopyReader(tmp_path / "copies"))
     loader.expect(KEYS[0], 20)
     late = threading.Timer(0.2, copies.put, (KEYS[0], value(8), 20))

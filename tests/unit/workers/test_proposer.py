@@ -1,4 +1,4 @@
-"""Random batches of a scheduler: no error, and no draft beyond a limit. tests/e2e tests the real engine."""
+"""The proposer under arbitrary batches: no errors, and no draft beyond a bound. tests/e2e uses the real engine."""
 
 import time
 from types import SimpleNamespace
@@ -45,12 +45,12 @@ def proposer_for(folder, **drafting):
 
 @pytest.mark.parametrize("policy", ["adaptive", "paper"])
 @pytest.mark.timeout(1800)
-def test_any_schedule_is_drafted_without_errors(tmp_path, policy):
+def test_any_schedule_gives_no_errors_and_bounded_drafts(tmp_path, policy):
     calls = examples(4_000, slow=1_000_000)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCABULARY, rng.integers(2, 30)).tolist() for _ in range(8)]
     with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 22, epochs=2) as store:
-        for prompt in prompts:  # some ids exceed the vocabulary
+        for prompt in prompts:  # some ids are beyond the vocabulary
             response = rng.integers(0, VOCABULARY + 20, 200).astype(np.int32)
             store.append([Trajectory(prompt_key(prompt), response, 1.0, 0, 0, 0)], 0)
     proposer = proposer_for(tmp_path / "h", policy=policy, floor=0.02, plan_threads=2)
@@ -58,7 +58,7 @@ def test_any_schedule_is_drafted_without_errors(tmp_path, policy):
         proposer._drafter._match = 1, 4
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     lengths = np.zeros(ROWS, np.int32)
-    state: dict[str, dict] = {}  # state of requests in vLLM
+    state: dict[str, dict] = {}  # what vLLM knows of a request
     waiting: list[str] = []  # preempted
     rows: list[str] = []
     made = drafted = 0
@@ -99,7 +99,7 @@ def test_any_schedule_is_drafted_without_errors(tmp_path, policy):
         drafts = proposer.propose(sampled, lengths, tokens)
         assert len(drafts) == len(rows)
         room = max(STEP_TOKENS - len(rows), 0)
-        if len(rows) < ROWS or not all(sampled):  # half of the tokens are for prompts
+        if len(rows) < ROWS or not all(sampled):  # half of the tokens are left for prompts
             room //= 2
         assert sum(map(len, drafts)) <= room
         for name, new, draft in zip(list(rows), sampled, drafts, strict=True):
@@ -124,7 +124,7 @@ def test_any_schedule_is_drafted_without_errors(tmp_path, policy):
     assert totals["errors"] == totals["history_errors"] == 0
 
 
-def test_error_costs_only_the_draft_and_is_counted(tmp_path, caplog):
+def test_error_costs_the_draft_and_is_reported_with_the_counts(tmp_path, caplog):
     proposer = proposer_for(tmp_path / "h")
     runner, tokens = proposer._runner, np.ones((ROWS, LENGTH), np.int32)
     for name in ("a", "b"):
@@ -144,7 +144,7 @@ def test_error_costs_only_the_draft_and_is_counted(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "paper"])
-def test_regenerated_request_drafts_its_earlier_text(tmp_path, policy):
+def test_regenerated_request_drafts_its_previous_text(tmp_path, policy):
     proposer = proposer_for(tmp_path / "h", policy=policy)
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
@@ -173,7 +173,7 @@ def test_regenerated_request_drafts_its_earlier_text(tmp_path, policy):
 
 
 def test_memory_bounds_the_drafts_of_a_full_batch(tmp_path):
-    """The drafts are certain, and the vocabulary has a real size."""
+    """All drafts are certain, and the vocabulary has a realistic size."""
     memory, vocabulary = 64 << 20, 151_936
     proposer = proposer_for(tmp_path / "h", logits_memory=memory, weigh_cost=False)
     proposer._vocab_size, proposer._step_tokens = vocabulary, 8192
@@ -206,9 +206,9 @@ def admit(proposer, names, prompt, asked=0):
 @pytest.mark.parametrize(
     ("meta", "prompt"),
     [(RequestMeta(id="a"), [1, 2, 3]), (RequestMeta(id="d", key="no hex"), [1, 2, 3]), (RequestMeta(id="d"), None)],
-    ids=["name of another", "key that is none", "no prompt in tokens"],
+    ids=["id of another request", "invalid key", "no token ids"],
 )
-def test_invalid_request_does_not_affect_other_drafts(tmp_path, meta, prompt):
+def test_malformed_request_does_not_affect_other_drafts(tmp_path, meta, prompt):
     proposer = proposer_for(tmp_path / "h", weigh_cost=False)
     admit(proposer, ["a", "b", "c"], [1, 2, 3])
     runner = proposer._runner
@@ -227,8 +227,8 @@ def test_invalid_request_does_not_affect_other_drafts(tmp_path, meta, prompt):
     assert proposer.totals()["errors"] == 0
 
 
-def test_remaining_requests_keep_their_state_and_drafts(tmp_path):
-    """Compared with a proposer without memory of batches: requests come, end, change rows, and are queried early."""
+def test_cached_batch_gives_the_same_drafts(tmp_path):
+    """Compares with a proposer that caches no batch; requests come, go, change rows, and are taken too early."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCABULARY, 5).tolist() for _ in range(4)]
     texts = [rng.integers(0, 4, LENGTH).tolist() for _ in prompts]
@@ -239,7 +239,7 @@ def test_remaining_requests_keep_their_state_and_drafts(tmp_path):
     tokens, lengths = np.zeros((ROWS, LENGTH), np.int32), np.zeros(ROWS, np.int32)
     running: dict[str, tuple[int, list[int], list[int]]] = {}  # prompt, text, draft
     rows: list[str] = []
-    remembered = 0
+    cached = 0
     for call in range(600):
         if len(rows) < ROWS and rng.random() < 0.2:
             name, prompt = f"r{call}", int(rng.integers(len(prompts)))
@@ -272,7 +272,7 @@ def test_remaining_requests_keep_their_state_and_drafts(tmp_path):
             if number:
                 proposer._batch = proposer._drafter._batch = None
             else:
-                remembered += proposer._batch is not None and proposer._batch.req_ids == (*rows,)
+                cached += proposer._batch is not None and proposer._batch.req_ids == (*rows,)
         drafts, others = (proposer.propose(sampled, lengths, tokens) for proposer in both)
         assert drafts == others
         for name, draft in zip(list(rows), drafts, strict=True):
@@ -280,17 +280,17 @@ def test_remaining_requests_keep_their_state_and_drafts(tmp_path):
             if len(running[name][1]) > 60:
                 rows.remove(name)
                 del running[name]
-        if rng.random() < 0.1:  # the server learns of the end before the worker, or aborts the request
+        if rng.random() < 0.1:  # the server learns of a request's end before the worker does, or aborts it
             counts, others = (proposer.take_counts(rows[:2]) for proposer in both)
             assert counts.keys() == others.keys() == {*rows[:2]}
-    assert remembered > 100
+    assert cached > 100
     assert all(proposer.totals()["errors"] == 0 and proposer.totals()["drafted"] > 1000 for proposer in both)
 
 
-def test_step_cost_includes_the_wait_for_the_plan(tmp_path, monkeypatch):
-    """The cost of a step counts from the start of planning; it excludes admission of other requests."""
+def test_cost_of_a_step_includes_its_plan(tmp_path, monkeypatch):
+    """The time of a step begins with the plan of its drafts and excludes the admission of other requests."""
     proposer = proposer_for(tmp_path / "h")
-    clock, costs = [100.0], []
+    clock, seconds = [100.0], []
     monkeypatch.setattr("verl_rhyme.engine.proposer.time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     class Planner:
@@ -298,7 +298,7 @@ def test_step_cost_includes_the_wait_for_the_plan(tmp_path, monkeypatch):
             clock[0] += 50.0
 
         def step(self, done):
-            costs.append(done.seconds)
+            seconds.append(done.seconds)
             clock[0] += 2.0
             return [[] for _ in done.requests]
 
@@ -306,17 +306,17 @@ def test_step_cost_includes_the_wait_for_the_plan(tmp_path, monkeypatch):
     admit(proposer, ["a", "b"], [1, 2, 3])
     for sampled in ([[5], [5]], [[5], [5]], [[5], []], [[5], [5]], [[5], [5]]):
         proposer.propose(sampled, np.full(ROWS, 4, np.int32), np.ones((ROWS, LENGTH), np.int32))
-        clock[0] += 0.25  # the step of the engine
+        clock[0] += 0.25  # time of the engine
     assert proposer.totals()["errors"] == 0
-    assert costs == [None, 2.25, None, 2.25, 2.25]
+    assert seconds == [None, 2.25, None, 2.25, 2.25]
 
 
 @pytest.mark.parametrize("wait", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
-def test_history_is_used_as_soon_as_it_is_read(tmp_path, wait, copied):
+def test_drafts_use_a_history_as_soon_as_it_is_read(tmp_path, wait, copied):
     prompt, response = [1, 2, 3], np.random.default_rng(0).permutation(VOCABULARY - 4)[:30] + 4
-    said = np.concatenate([prompt, response]).astype(np.int32)  # so that the first token has a context
-    recorded = [Trajectory(prompt_key(prompt), said, 1.0, 0, 0, 0)]
+    text = np.concatenate([prompt, response]).astype(np.int32)  # so that a first token has a context
+    recorded = [Trajectory(prompt_key(prompt), text, 1.0, 0, 0, 0)]
     if copied:  # from another node
         Copies(tmp_path / "h.copies", 1 << 22).put(recorded[0].key, PromptHistory.build(recorded).encode(), 5)
     else:

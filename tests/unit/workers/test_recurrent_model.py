@@ -1,4 +1,4 @@
-"""Engine options when the driver had no config.json to read: verl's server has the model's config."""
+"""Engine options for recurrent models if the driver has no config.json: verl's server has the model's config."""
 
 from types import SimpleNamespace
 
@@ -19,9 +19,9 @@ def options(model_type, drafting):
     )
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0}, name_or_path="t")
     server.model_config = SimpleNamespace(hf_config=CONFIG_MAPPING[model_type](), tokenizer=tokenizer)
-    options = {}
-    server._preprocess_engine_kwargs(options)
-    return options
+    engine_kwargs = {}
+    server._preprocess_engine_kwargs(engine_kwargs)
+    return engine_kwargs
 
 
 def test_server_refuses_to_draft_for_a_recurrent_model():
@@ -29,6 +29,6 @@ def test_server_refuses_to_draft_for_a_recurrent_model():
         options("qwen3_next", drafting=True)
 
 
-def test_recurrent_model_is_served_without_drafts():
+def test_server_serves_a_recurrent_model_without_drafts_and_drafts_for_others():
     assert "speculative_config" not in options("qwen3_next", drafting=False)
     assert options("qwen3", drafting=True)["speculative_config"]["num_speculative_tokens"] == 32

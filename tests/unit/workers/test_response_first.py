@@ -1,4 +1,4 @@
-"""A response does not wait for its counts."""
+"""A response does not wait for its draft counts."""
 
 import asyncio
 import math
@@ -17,15 +17,15 @@ from verl_rhyme.processes.request import DRAFT_COUNTS, FIELD, RequestMeta, Reque
 
 
 class Engine:
-    """Engine whose workers answer on command."""
+    """Engine whose workers answer when ``answer`` is set."""
 
     def __init__(self):
-        self.answer, self.asked = asyncio.Event(), []
+        self.answer, self.calls = asyncio.Event(), []
 
     async def collective_rpc(self, method, args):
-        self.asked.append((method, list(args[0])))
+        self.calls.append((method, list(args[0])))
         await self.answer.wait()
-        return [{id: {"drafted": 9, "history_hit": True} for id in args[0]}, {}]  # only rank 0 drafts
+        return [{id: {"drafted": 9, "history_hit": True} for id in args[0]}, {}]  # rank 0 drafts
 
 
 class Histories:
@@ -52,19 +52,19 @@ def server(monkeypatch):
     built = object.__new__(RhymeHttpServer)
     built.engine, built.global_steps, built.replica_rank, built._node_id = Engine(), 3, 0, "node"
     built._rhyme, built._final, built._names, built._finished = RhymeConfig(), {}, {}, deque(maxlen=4)
-    built._gate, built._cut, built._began, built._histories = Gate(), set(), {}, Histories()
+    built._gate, built._interrupted, built._began, built._histories = Gate(), set(), {}, Histories()
     return built
 
 
-def test_finished_response_does_not_wait_for_busy_workers(server):
+def test_finished_response_returns_while_the_workers_are_busy(server):
     async def run():
         outputs = [await asyncio.wait_for(server.generate([5], {}, f"r{i}"), 1) for i in range(2)]
-        assert server.engine.asked == []
-        asking = asyncio.create_task(server.take_counts())
+        assert server.engine.calls == []
+        counting = asyncio.create_task(server.take_counts())
         await asyncio.sleep(0)
         late = await asyncio.wait_for(server.generate([5], {}, "late"), 1)
         server.engine.answer.set()
-        return [*outputs, late], await asking, await server.take_counts(), await server.take_counts()
+        return [*outputs, late], await counting, await server.take_counts(), await server.take_counts()
 
     outputs, counts, rest, none = asyncio.run(run())
     records = [output.extra_fields[FIELD][0] for output in outputs]
@@ -73,7 +73,7 @@ def test_finished_response_does_not_wait_for_busy_workers(server):
     assert counts == {id: {"drafted_tokens": 9, "history_hit": True} for id in ("r0", "r1")}
     assert list(rest) == ["late"]
     assert none == {}
-    assert server.engine.asked == [("take_request_counts", ["r0", "r1"]), ("take_request_counts", ["late"])]
+    assert server.engine.calls == [("take_request_counts", ["r0", "r1"]), ("take_request_counts", ["late"])]
 
 
 def test_unfetched_counts_are_bounded(server):
@@ -85,26 +85,26 @@ def test_unfetched_counts_are_bounded(server):
     assert list(server._finished) == ["r5", "r6", "r7", "r8"]
 
 
-async def test_engine_gets_the_metadata_for_drafter_and_sampler(server):
-    """The metadata contain nothing that vLLM, which copies every object in them, would copy token by token."""
+async def test_engine_receives_the_fields_of_drafter_and_sampler(server):
+    """It receives no list of tokens, because vLLM copies every object in ``extra_args``."""
     previous = b"\1\0\0\0\2\0\0\0"
     meta = RequestMeta(key="00ff", sample=2, attempt=1, noise="ab", previous=previous, queued_at=12.5)
     params = {"temperature": 1.0, "extra_args": {"theirs": 1}}
     output = await server.generate([5], params, "r", rhyme=meta.to_dict())
-    sent = server.given["extra_args"].pop(FIELD)
+    fields = server.given["extra_args"].pop(FIELD)
     assert server.given == {"temperature": 1.0, "extra_args": {"theirs": 1}}
     engine = {"id": "r", "key": "00ff", "asked": 77, "noise": "ab", "previous": previous, "made": 0}
-    assert sent == engine
+    assert fields == engine
     assert server._histories.asked == [bytes.fromhex("00ff")]
-    assert sent["previous"] is previous
-    assert RequestMeta.of({FIELD: sent}).previous is previous
+    assert fields["previous"] is previous
+    assert RequestMeta.of({FIELD: fields}).previous is previous
     (record,) = output.extra_fields[FIELD]
     assert (record["prompt_key"], record["sample"], record["attempt"], record["queued_at"]) == ("00ff", 2, 1, 12.5)
     assert params == {"temperature": 1.0, "extra_args": {"theirs": 1}}
 
 
-async def test_request_received_during_a_weight_load_has_the_new_version(server, monkeypatch):
-    """Otherwise it would count as generated under two policies; only a change during the request counts so."""
+async def test_request_that_arrives_while_weights_load_starts_under_the_new_policy(server, monkeypatch):
+    """A request whose policy changes while it runs has both versions."""
 
     async def outputs(prompt, sampling_params, request_id):
         yield SimpleNamespace(outputs=[])
@@ -132,12 +132,12 @@ async def test_request_of_another_client_is_served(server):
     assert record["queued_at"] > 0
 
 
-def test_every_count_has_a_column():
+def test_every_count_has_a_record_column():
     assert set(DRAFT_COUNTS.values()) <= set(RequestRecord.__dataclass_fields__)
 
 
-def test_continued_response_gets_the_remaining_limits(server):
-    """``min_tokens`` counts the whole response; vLLM rejects a value above the remaining limit."""
+def test_continued_response_gets_adapted_options(server):
+    """``min_tokens`` counts the tokens of the whole response, but vLLM refuses more than ``max_tokens``."""
 
     async def ask(made, **options):
         await server.generate([5] * (1 + made), {"max_tokens": 1024 - made, **options}, "r", rhyme={"made": made})
@@ -150,6 +150,6 @@ def test_continued_response_gets_the_remaining_limits(server):
     server._rhyme = RhymeConfig(drafting=DraftingConfig(enable=False))
     assert asyncio.run(ask(0, seed=3))["seed"] == 3
     seeds = [asyncio.run(ask(made, seed=3))["seed"] for made in (1, 2, 2)]
-    assert seeds[0] != seeds[1] == seeds[2] != 3, "vLLM's generator would begin its numbers again"
+    assert seeds[0] != seeds[1] == seeds[2] != 3, "vLLM's generator would repeat its numbers"
     server._rhyme = RhymeConfig()
-    assert asyncio.run(ask(2, seed=3))["seed"] == 3, "ours goes by the position"
+    assert asyncio.run(ask(2, seed=3))["seed"] == 3, "our noise depends on the position"

@@ -1,4 +1,4 @@
-"""Acceptance of drafts by the sampler, and the runners that it leaves unchanged. tests/e2e tests the distribution."""
+"""Draft verification by the sampler, and unsupported runners. The distribution is tested in tests/e2e."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ drawer = pytest.importorskip("verl_rhyme.engine.drawer")
 sampler = pytest.importorskip("verl_rhyme.engine.sampler")
 
 
-def test_output_ends_at_the_first_difference():
+def test_output_ends_with_the_first_difference():
     drafted = np.array([2, 0, 3, 1, 3])
     drafts = torch.tensor([5, 6, 1, 2, 3, 9, 1, 2, 3])
     tokens = torch.tensor([5, 6, 10, 11, 1, 7, 3, 12, 8, 13, 1, 2, 4, 14])
@@ -21,7 +21,7 @@ def test_output_ends_at_the_first_difference():
     assert at.tolist() == [0, 1, 2, 4, 8, 9, 10, 11, 12, 13, 16, 17, 18, 19]
 
 
-def test_output_is_a_prefix_of_the_drawn_tokens():
+def test_output_is_a_prefix_of_the_drawn_tokens_for_any_draft():
     rng = np.random.default_rng(0)
     for _ in range(200):
         drafted = rng.integers(0, 5, rng.integers(1, 8))
@@ -36,8 +36,8 @@ def test_output_is_a_prefix_of_the_drawn_tokens():
             assert line == [*drawn[:kept].tolist(), *[-1] * (len(line) - kept)]
 
 
-def test_gpu_parts_have_enough_rows():
-    """Below 8 rows vLLM masks top-k and top-p by sorting; and each part costs dozens of kernel launches."""
+def test_gpu_chunks_have_enough_rows():
+    """vLLM masks top-k and top-p of fewer than 8 rows by sorting, and each chunk costs dozens of launches."""
 
     class Logits:
         shape, device = (1280, 151_936), torch.device("cuda")
@@ -57,7 +57,7 @@ def test_gpu_parts_have_enough_rows():
         assert all(8 <= part.stop - part.start <= 128 for part in parts)
 
 
-def test_runner_without_positions_is_unchanged():
+def test_unsupported_runner_stays_unchanged():
     class Runner:
         pass
 

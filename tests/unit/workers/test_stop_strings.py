@@ -1,5 +1,8 @@
-"""Stop strings with drafts, in vLLM's front end with a real tokenizer: a response ends at the same token as without
-drafts, and one that continues on another replica finds a stop string that began before the interruption."""
+"""Stop strings under speculation, with vLLM's front end and a real tokenizer.
+
+A response ends at the same token as without drafts. A continued response finds a stop string that began before the
+interruption.
+"""
 
 import numpy as np
 import pytest
@@ -24,7 +27,7 @@ PROMPT = [0, 1]
 
 
 def byte_level(pieces=()):
-    """A tokenizer of all bytes and of these ``pieces``, which follow the 256 byte ids."""
+    """Return a tokenizer of all bytes and of ``pieces``, whose ids follow the 256 bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: id for id, token in enumerate(alphabet)}
     merges = []
@@ -44,13 +47,13 @@ TOKENIZER = byte_level(["</search", "ab", "ba"])
 
 @pytest.fixture(scope="module", autouse=True)
 def patched():
-    """Install the patch, as in each process of vLLM."""
+    """Apply the patch, as in each process of vLLM."""
     status = patches.apply(next(patch for patch in patches.VLLM if patch.name == "vllm_stop_strings"))
     assert status.state is patches.State.APPLIED, status
 
 
 class Front:
-    """vLLM's front end around one request; the test plays the engine."""
+    """vLLM's front end with one request; the test plays the engine."""
 
     def __init__(self, kind=RequestOutputKind.CUMULATIVE, n=1, stream_interval=1, prompt=PROMPT, **options):
         self.processor = OutputProcessor(TOKENIZER, log_stats=True, stream_interval=stream_interval)
@@ -68,19 +71,19 @@ class Front:
             self.processor.add_request(child, None, parent, index, self.queue)
 
     def step(self, tokens, finish=None, index=0, experts=None):
-        """Process tokens of an engine step; the log-prob of each is its negative id."""
+        """Deliver the tokens of an engine step; the log-prob of each is its negative id."""
         if self.ids[index] not in self.processor.request_states:
             return
         rows = np.array(tokens)[:, None]
         lines = LogprobsLists(rows, -rows.astype(np.float32), np.ones(len(tokens), int), None)
         output = EngineCoreOutput(self.ids[index], list(tokens), lines, finish_reason=finish, routed_experts=experts)
         self.aborted += self.processor.process_outputs([output]).reqs_to_abort
-        while (delivered := self.queue.get_nowait()) is not None:
-            self.outputs += delivered.outputs
-            self.finished = delivered.finished
+        while (output := self.queue.get_nowait()) is not None:
+            self.outputs += output.outputs
+            self.finished = output.finished
 
     def run(self, tokens, sizes, last=None):
-        """Process the tokens in steps of these sizes, then of one; ``last``: finish reason of the last token."""
+        """Deliver tokens in steps of these sizes, then one by one; ``last`` is the finish reason of the last token."""
         sizes, at = list(sizes), 0
         while at < len(tokens):
             size = min(sizes.pop(0) if sizes else 1, len(tokens) - at)
@@ -89,8 +92,8 @@ class Front:
         return self
 
     @property
-    def outcome(self):
-        """The client's result: ids, log-probs, text, finish reason."""
+    def result(self):
+        """The client's view: ids, log-probs, text, cumulative log-prob, finish and stop reason."""
         if not self.outputs:
             return None
         last = self.outputs[-1]
@@ -106,15 +109,15 @@ def ids_of(text):
     return TOKENIZER.encode(text)
 
 
-def test_draft_beyond_a_stop_string_is_dropped():
-    """As in a search loop: the draft is an earlier response, with the tool's answer after the stop string."""
-    said = ids_of("<search>x</search> <information>42")
+def test_drafted_tool_answer_after_a_stop_string_is_dropped():
+    """In a search loop the draft is an earlier response with the tool's answer after the stop string."""
+    text = ids_of("<search>x</search> <information>42")
     stop = {"stop": ["</search>"], "include_stop_str_in_output": True}
-    undrafted = Front(**stop).run(said, [])
-    drafted = Front(**stop).run(said, [1, len(said)])
+    undrafted = Front(**stop).run(text, [])
+    drafted = Front(**stop).run(text, [1, len(text)])
     assert undrafted.outputs[-1].text == "<search>x</search>"
-    assert drafted.outcome == undrafted.outcome
-    assert drafted.aborted == undrafted.aborted == ["r-0"], "the engine is still at it"
+    assert drafted.result == undrafted.result
+    assert drafted.aborted == undrafted.aborted == ["r-0"], "the engine still runs the request"
 
 
 @settings(max_examples=200)
@@ -128,18 +131,18 @@ def test_draft_beyond_a_stop_string_is_dropped():
     interval=st.sampled_from([1, 3]),
     last=st.sampled_from([None, FinishReason.STOP, FinishReason.LENGTH]),
 )
-def test_response_ends_where_it_would_without_drafts(text, sizes, kind, stop, include, min_tokens, interval, last):
+def test_response_ends_as_without_drafts(text, sizes, kind, stop, include, min_tokens, interval, last):
     tokens = ids_of(text)
     options = {"kind": kind, "stop": stop, "include_stop_str_in_output": include, "min_tokens": min_tokens}
     undrafted = Front(**options).run(tokens, [], last)
     drafted = Front(**options, stream_interval=interval).run(tokens, sizes, last)
-    if undrafted.outcome is None or undrafted.outcome[-2] is None:  # neither ended: partial outputs may differ
-        assert drafted.outcome is None or drafted.outcome[-2] is None
+    if undrafted.result is None or undrafted.result[-2] is None:  # neither ended: the outputs so far may differ
+        assert drafted.result is None or drafted.result[-2] is None
     else:
-        assert drafted.outcome == undrafted.outcome
+        assert drafted.result == undrafted.result
 
 
-def test_each_sample_ends_at_its_own_stop_string():
+def test_each_of_several_samples_ends_at_its_stop_string():
     front = Front(n=2, stop=["b"])
     for index, text in enumerate(("aaaba", "aba")):
         front.step(ids_of("".join(text)), index=index)
@@ -147,7 +150,7 @@ def test_each_sample_ends_at_its_own_stop_string():
     assert [TOKENIZER.decode(ends[index]) for index in range(2)] == ["aaab"[: len(TOKENIZER.decode(ends[0]))], "ab"]
 
 
-def test_routed_experts_are_truncated_with_the_tokens():
+def test_routed_experts_of_dropped_tokens_are_dropped():
     """There is one row for each computed position: the prompt's with the first token, then each token's input."""
     tokens = ids_of("x<y>z")
     front = Front(stop=["y"])
@@ -158,7 +161,7 @@ def test_routed_experts_are_truncated_with_the_tokens():
     assert final.routed_experts.ravel().tolist() == [0, 1, 2, 3]
 
 
-def test_step_without_stop_strings_is_one_output():
+def test_step_without_stop_strings_gives_one_output():
     front = Front()
     front.step(ids_of("<y>z"))
     assert len(front.outputs) == 1
@@ -172,8 +175,8 @@ def test_step_without_stop_strings_is_one_output():
     min_tokens=st.integers(0, 12),
     slow=st.booleans(),
 )
-def test_continued_response_ends_where_an_uninterrupted_one_would(text, cuts, stop, min_tokens, slow):
-    """Also at the first token after an interruption, and with a stop string that spans several."""
+def test_continued_response_ends_as_an_uninterrupted_one(text, cuts, stop, min_tokens, slow):
+    """This includes stops at the first token after an interruption, and stop strings across several ones."""
     tokens, options = ids_of(text), {"stop": stop, "min_tokens": min_tokens}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.v1.engine.detokenizer.USE_FAST_DETOKENIZER", not slow)
