@@ -210,7 +210,7 @@ def test_what_runs_is_as_old_as_what_it_goes_on_from_until_it_tells():
 @pytest.mark.parametrize(
     ("fact", "message"),
     [
-        ((0, "finished", 5, 3), "finished in attempt 1, and what is older tells nothing; restore its latest attempt"),
+        ((0, "finished", 5, 3), "finished in attempt 1, so older evidence is ignored; restore its latest attempt"),
         ((1, "running", 0, None), "cannot be restored as running in attempt 1: it is finished in attempt 1"),
         ((2, "trained", 5, 3), "cannot be restored as trained"),
     ],

@@ -148,7 +148,7 @@ def test_a_server_without_the_latest_weights_stops_the_run():
     made = rollout(start=False)
     made.publish(1, None)
     made.fill()
-    with pytest.raises(RuntimeError, match=r"staleness 1 where 0 to 0 is allowed.* without the latest weights"):
+    with pytest.raises(RuntimeError, match=r"staleness 1, and 0 to 0 is allowed.* without the latest weights"):
         tell(made, generated("a_0", version=0))
 
 
@@ -231,7 +231,7 @@ def test_where_the_filter_drops_every_group_the_run_ends_and_says_what_they_scor
     made.publish(0, None)
     score_groups(made, groups - 28, (0.0, 0.0))
     score_groups(made, 27, (1.0, 1.0))
-    words = rf"all {groups} groups .* filter_groups \(metric acc\).*scores were 0.0 in {groups - 28}, 1.0 in 28.*reward"
+    words = rf"filter_groups dropped all {groups} groups .*metric acc\).*scores: 0.0 in {groups - 28}, 1.0 in 28.*reward"
     with pytest.raises(Hopeless, match=words):
         score_groups(made, 28, (1.0, 1.0))
 
@@ -301,7 +301,7 @@ def test_a_sample_that_is_regenerated_may_leave_a_trajectory_this_time():
 def test_where_no_agent_loop_gives_a_trajectory_the_run_ends():
     made = Rollout(Rules(4, 8, **ON_POLICY))
     made.publish(0, None)
-    with pytest.raises(Hopeless, match=r"16 prompts in a row .* the agent loop gave no trajectory"):
+    with pytest.raises(Hopeless, match=r"16 prompts in a row .* the agent loop returned no trajectory"):
         leave_nothing(made, 16)
 
 
@@ -314,7 +314,7 @@ def test_an_update_without_any_trajectory_ends_the_run():
     for start in made.fill():
         if start.name.endswith("_0"):
             tell(made, Ended(start.name, "generated"), Ended(start.name, "finished", empty=True))
-    with pytest.raises(Hopeless, match="no trajectory for any of an update's 4 samples"):
+    with pytest.raises(Hopeless, match="no trajectory for any of the 4 samples of a batch"):
         made.take()
 
 
