@@ -69,7 +69,7 @@ class Scheduler:
         self.batches_left: int | None = None
         self.step = StepCounts()
         self._training = False  # a batch was collected, and its policy is not published yet
-        self._owed = 0  # replacements still to be loaded; negative: so many dropped prompts are not replaced
+        self._replacements = 0  # replacements still to be loaded; negative: so many dropped prompts are not replaced
         self._reserved: dict[str, None] = {}  # prompts reserved for streamed parts, in order
         self._own_round = False  # only prompts that were put off run
         self._expected: deque[float] = deque(maxlen=_COMPARED * rules.batch_prompts)  # of the latest prompts
@@ -81,20 +81,20 @@ class Scheduler:
     def loadable(self) -> int:
         """Return the number of prompts that may be loaded now."""
         if len(self.ledger) and self.rules.refill == "when_empty":
-            return max(0, self._owed)
+            return max(0, self._replacements)
         return max(0, int(min(self.load_size() - self._held, self._needed)))
 
     def load_size(self) -> int:
         """Return the maximum number of prompts in flight, replacements included, prompts put off excluded."""
         if len(self.ledger) and self.rules.refill == "when_empty":
-            return len(self.ledger) + self._owed
+            return len(self.ledger) + self._replacements
         left = math.inf if self.batches_left is None else max(0, self.batches_left)
         batches = 1 if self._own_round else min(self.rules.batches, left)
         return math.ceil(round(batches * self.rules.batch_prompts, 6))
 
     def owe(self, load_size: int) -> None:
         """Set the number of prompts that are to be in flight, if the ledger is not empty."""
-        self._owed = load_size - self._held if len(self.ledger) else 0
+        self._replacements = load_size - self._held if len(self.ledger) else 0
 
     @property
     def _held(self) -> int:
@@ -117,7 +117,7 @@ class Scheduler:
     @property
     def _to_come(self) -> int:
         """Prompts still to be loaded; with tail batching, replacements of prompts just put off are included."""
-        return self.loadable() if self.rules.rounds else max(0, self._owed)
+        return self.loadable() if self.rules.rounds else max(0, self._replacements)
 
     @property
     def _by_prompts(self) -> bool:
@@ -138,7 +138,7 @@ class Scheduler:
         """Load a prompt with ``samples`` responses to generate."""
         self.ledger.load(uid, samples)
         self.step.loaded += 1
-        self._owed = max(0, self._owed - 1)
+        self._replacements = max(0, self._replacements - 1)
 
     def expect(self, uid: str, tokens: float) -> None:
         """Set the expected response tokens of a prompt; unknown prompts are ignored.
@@ -279,7 +279,7 @@ class Scheduler:
             self.step.dropped += 1
             self.ledger.drop(uid)
             self._reserved.pop(uid, None)
-            self._owed += 1
+            self._replacements += 1
 
     def fail(self, uid: str) -> None:
         """Drop a prompt of which a sample failed."""
@@ -339,7 +339,7 @@ class Scheduler:
             return False
         if not self.ledger.tally.samples["generated"]:
             return True
-        taken = batch(self.rules, self.ledger, self.version, "generated", "finished", promised=self._reserved)
+        taken = batch(self.rules, self.ledger, self.version, "generated", "finished", reserved=self._reserved)
         return all(prompt.samples[number].state == "finished" for prompt, number in taken)
 
     def give_up(self) -> list[tuple[str, int]]:
@@ -384,7 +384,7 @@ class Scheduler:
         """
         if not self.ready():
             raise ValueError("no update batch can be collected yet: call ready() first")
-        taken = batch(self.rules, self.ledger, self.version, "finished", promised=self._reserved)
+        taken = batch(self.rules, self.ledger, self.version, "finished", reserved=self._reserved)
         taken.sort(key=lambda at: at[0].samples[at[1]].tokens)
         samples = [prompt.samples[number] for prompt, number in taken]
         collected = Collected(
@@ -462,7 +462,7 @@ class Scheduler:
         """Return the state as plain values for JSON."""
         return {
             "version": self.version,
-            "owed": self._owed,
+            "owed": self._replacements,
             "training": self._training,
             "expected": list(self._expected),
             "own_round": self._own_round,
@@ -470,7 +470,7 @@ class Scheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.version, self._owed = state["version"], state["owed"]
+        self.version, self._replacements = state["version"], state["owed"]
         self._reserved = {}  # the trainer requests them again
         self._training = state["training"]
         self._expected.extend(state["expected"])

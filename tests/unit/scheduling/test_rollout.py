@@ -231,7 +231,7 @@ def test_where_the_filter_drops_every_group_the_run_ends_and_says_what_they_scor
     made.publish(0, None)
     score_groups(made, groups - 28, (0.0, 0.0))
     score_groups(made, 27, (1.0, 1.0))
-    words = rf"filter_groups dropped all {groups} groups .*metric acc\).*scores: 0.0 in {groups - 28}, 1.0 in 28.*reward"
+    words = rf"filter_groups dropped all {groups} groups .*metric acc\).*: 0.0 in {groups - 28}, 1.0 in 28.*reward"
     with pytest.raises(Hopeless, match=words):
         score_groups(made, 28, (1.0, 1.0))
 
