@@ -37,8 +37,7 @@ class Collected:
 
     @property
     def group_staleness(self) -> list[int]:
-        """Staleness of each group's oldest token, in versions; where ``unit`` is ``trajectory``, that of each sample.
-        """
+        """Staleness of each group's oldest token, in versions; of each sample where ``unit`` is ``trajectory``."""
         if self.unit == "trajectory":
             return self.staleness
         oldest: dict[str, int] = {}

@@ -174,7 +174,7 @@ def test_boosting_finds_them_too_and_its_trees_are_scikit_learns() -> None:
     known, new = world(256), world(256, seed=1)
     ours = Boosting.fit(known)
     assert new.recalls(ours.scores(new.prompts))["rank_correlation"] > 0.7
-    counted = boosting._telling(known.prompts)
+    counted = boosting._varying(known.prompts)
     theirs = GradientBoostingRegressor(
         learning_rate=boosting._RATE,
         max_features=boosting._FEATURES,

@@ -82,7 +82,7 @@ def test_what_runs_when_another_dispatch_takes_over_counts_where_it_is():
     dispatch.take_up({**running, starts["1", 0].name: "c", "99_0": "a", "3_1_7": "a"})
     # "0" has one sample left at "a", "3" both; "1" and "2" were at "b", which is gone, but for one that went to "c".
     assert requests(dispatch) == {"a": 3, "c": 1}
-    assert dispatch.reason(starts["1", 0].name) == "in no plan: where least is to do"
+    assert dispatch.reason(starts["1", 0].name) == "not in a plan: replica with the fewest tokens"
     for sample in (("1", 0), ("3", 0), ("3", 1)):
         dispatch.ended(starts[sample].name, 9)
     assert requests(dispatch) == {"a": 1, "c": 0}

@@ -181,7 +181,7 @@ def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
     [
         (lambda c: finish(c, "p0", 5) or c.finish("p0", 0), "cannot become finished: it is finished"),
         (lambda c: c.load("p0", 2), "p0 is loaded already"),
-        (lambda c: c.collect(), "ask ready"),
+        (lambda c: c.collect(), "call ready"),
         (lambda c: c.ledger.start("p0", 0), "cannot become running: it is running"),
     ],
 )
@@ -522,7 +522,7 @@ def test_the_last_updates_train_all_that_was_put_off():
         ({"at_version": "stop"}, ["at_version", "regenerate", "'stop'"]),
         ({"unit": "prompt"}, ["unit", "trajectory", "'prompt'"]),
         ({"take": "shortest"}, ["take", "finished", "'shortest'"]),
-        ({"batch_samples": 0}, ["a sample of each"]),
+        ({"batch_samples": 0}, ["one sample of each"]),
     ],
 )
 def test_rules_that_contradict_each_other_say_how_to_mend_them(rules, words):

@@ -218,11 +218,11 @@ def test_longest_first_is_within_four_thirds_of_the_best():
         assert max(load.values()) <= (4 / 3 - 1 / 9) * best
 
 
-FEWEST = "of 10, longest first: where the fewest tokens were"
+FEWEST = "of 10, longest first: replica with the fewest tokens"
 REASONS = {
     "longest_first": {
-        "p0-0": f"about 20,000 tokens expected, its prompt in tenth 1 {FEWEST}",
-        "p9-1": f"about 400 tokens expected, its prompt in tenth 10 {FEWEST}",
+        "p0-0": f"about 20,000 tokens expected, prompt in tenth 1 {FEWEST}",
+        "p9-1": f"about 400 tokens expected, prompt in tenth 10 {FEWEST}",
     },
     "skewness_aware": {
         "p0-0": "pool 1 of 2 in step 0, 20,000 tokens or more expected: {long} of 4 replicas",
@@ -241,7 +241,7 @@ def test_why_a_sample_is_where_it_is(policy):
     for name, reason in REASONS[policy].items():
         assert placement.reason(name) == reason.format(**counts)
     placement.acquire(Request("late-0", "late"))
-    assert "in no plan" in placement.reason("late-0")
+    assert "not in a plan" in placement.reason("late-0")
     assert placement.reason("nobody-0") == ""
 
 
