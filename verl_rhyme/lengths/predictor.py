@@ -81,8 +81,8 @@ class LengthPredictor:
         """Record the tokens of a prompt's responses of one visit."""
         if not lengths:
             return
-        if (word := self._rankings.pop(prompt, None)) is not None:
-            self._bias += _NEW * (float(np.log(np.maximum(lengths, 1)).mean()) - word - self._bias)
+        if (location := self._rankings.pop(prompt, None)) is not None:
+            self._bias += _NEW * (float(np.log(np.maximum(lengths, 1)).mean()) - location - self._bias)
         known = self._known.setdefault(prompt, array("i"))
         known.extend(lengths)
         del known[:-LATEST]
@@ -111,8 +111,10 @@ class LengthPredictor:
 
     def _ranking(self, prompt: str) -> list[int]:
         """Return the ranker's forecast of a prompt; empty without one."""
-        word = self._rankings.get(prompt)
-        return [] if word is None else [round(math.exp(min(max(0.0, word + self._bias), math.log(self.limit))))]
+        location = self._rankings.get(prompt)
+        if location is None:
+            return []
+        return [round(math.exp(min(max(0.0, location + self._bias), math.log(self.limit))))]
 
     def _typical(self, prompts: Mapping[str, int]) -> list[int]:
         """Return evenly spaced quantiles of all lengths, if any of these prompts is unknown."""
@@ -124,11 +126,11 @@ class LengthPredictor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values for JSON."""
-        words = {"ranked": self._rankings, "ranker": self._ranker, "bias": self._bias}
+        ranked = {"ranked": self._rankings, "ranker": self._ranker, "bias": self._bias}
         return {
             "lengths": {prompt: known.tolist() for prompt, known in self._known.items()},
             "all": [*self._all],
-            **words,
+            **ranked,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -93,14 +93,14 @@ def test_steps_after_a_change_do_not_count():
     elastic.changed(5)
     told = [elastic.observe(60, 20) for _ in range(3)]
     assert [advice.change for advice in told] == [0, 0, 1]
-    assert told[0].why == "the last change is new"
+    assert told[0].why == "the last change is recent"
 
 
 def test_bounds_hold():
     elastic = Elastic(lambda k: 120 / k, 4, Limits(least=4, most=4, window=1))
     assert elastic.observe(100, 1).change == 0
     assert elastic.observe(1, 100).change == 0
-    with pytest.raises(ValueError, match="3 units, of 4 to 4"):
+    with pytest.raises(ValueError, match="units must be from 4 to 4, not 3"):
         Elastic(lambda k: 1.0, 3, Limits(least=4, most=4))
     with pytest.raises(ValueError, match="least"):
         Limits(least=5, most=4)

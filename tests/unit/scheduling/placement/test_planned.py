@@ -225,8 +225,8 @@ REASONS = {
         "p9-1": f"about 400 tokens expected, prompt in tenth 10 {FEWEST}",
     },
     "skewness_aware": {
-        "p0-0": "pool 1 of 2 in step 0, 20,000 tokens or more expected: {long} of 4 replicas",
-        "p9-1": "pool 2 of 2 in step 0, 400 tokens or more expected: {short} of 4 replicas",
+        "p0-0": "pool 1 of 2 in step 0, at least 20,000 tokens expected: {long} of 4 replicas",
+        "p9-1": "pool 2 of 2 in step 0, at least 400 tokens expected: {short} of 4 replicas",
     },
     "histopipe": {"p0-0": "length group 4 of 4 in step 0, on {long} replicas"},
 }
