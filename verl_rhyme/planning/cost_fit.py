@@ -113,9 +113,9 @@ def fit_steps(requests: Requests) -> StepFit:
     computed = whole(at.within(at.computed) for at in pieces)
     step, prefill, weight = np.eye(1, len(_STEP))[0], 0.0, 1 / seconds
     for _ in range(_ROUNDS):
-        beside = whole(at.beside(step, prefill) for at in pieces)
-        varies = np.append(True, beside[:, 1:].std(axis=0) >= _VARIES * beside[:, 1:].mean(axis=0))
-        rows = np.column_stack([steps[:, None] * beside * varies, computed])
+        step_content = whole(at.step_content(step, prefill) for at in pieces)
+        varies = np.append(True, step_content[:, 1:].std(axis=0) >= _VARIES * step_content[:, 1:].mean(axis=0))
+        rows = np.column_stack([steps[:, None] * step_content * varies, computed])
         scale = np.maximum(rows.max(axis=0), 1e-12)
         found, _ = nnls(rows / scale * weight[:, None], seconds * weight)
         off = np.abs(rows / scale @ found / seconds - 1)
@@ -144,7 +144,7 @@ class _Pieces:
         sums = np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
         return sums[self.last] - sums[self.first]
 
-    def beside(self, step: Floats, prefill: float) -> Floats:
+    def step_content(self, step: Floats, prefill: float) -> Floats:
         """Return the average content of each request's steps, given their seconds."""
         took = self.columns @ step
         free = np.maximum(self.seconds - prefill * self.computed, 0.0)

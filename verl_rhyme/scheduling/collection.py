@@ -33,24 +33,24 @@ from verl_rhyme.scheduling.samples import Prompt, State
 _Bundle = tuple[Prompt, list[int]]
 
 
-def suffices(rules: Rules, ledger: Ledger, owed: int, rewarded: bool) -> bool:
+def suffices(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool:
     """Return whether the generated or finished samples fill a batch, or are all that is left.
 
     Args:
         rules: Rules of the run.
         ledger: Loaded prompts.
-        owed: Prompts still to be loaded.
+        to_load: Prompts still to be loaded.
         rewarded: Count only finished samples.
     """
     tally = ledger.tally
     if rules.take == "loaded":
         first = list(islice(ledger, rules.batch_prompts))
-        if not first or (len(first) < rules.batch_prompts and owed > 0):  # other prompts are still to be loaded
+        if not first or (len(first) < rules.batch_prompts and to_load > 0):  # other prompts are still to be loaded
             return False
         lacking: tuple[State, ...] = ("pending", "running", "generated") if rewarded else ("pending", "running")
         return all(next((p.number for p in tally.prompts(s)), math.inf) > first[-1].number for s in lacking)
     samples = sum((tally.rewarded if rewarded else tally.trainable).values())
-    left = owed * rules.batch_samples // rules.batch_prompts + tally.untrained - sum(ledger.put_off.values())
+    left = to_load * rules.batch_samples // rules.batch_prompts + tally.untrained - sum(ledger.put_off.values())
     return 0 < samples >= min(rules.batch_samples, left)
 
 

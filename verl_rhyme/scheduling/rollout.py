@@ -26,7 +26,7 @@ from verl_rhyme.scheduling.scheduler import Scheduler
 _ATTEMPTS = 1 << 10
 #: Minimum number of consecutive filtered groups that ends a run, however small a batch is. If the filter keeps one in
 #: ten, one of seven runs of a million groups has such a sequence.
-_FRUITLESS = 128
+_UNIFORM_GROUPS = 128
 
 
 class Rollout:
@@ -56,10 +56,10 @@ class Rollout:
         self._wasted: list[Record] = []
         self._failed = 0
         self._filtered: Counter[float] = Counter()
-        self._fruitless: Counter[float] = Counter()  # groups dropped since the filter kept one, by score
+        self._uniform_groups: Counter[float] = Counter()  # groups dropped since the filter kept one, by score
         # Number of samples by finished prompt that was in no streamed part yet, in the order of finishing.
-        self._whole: dict[str, int] = {}
-        self._news = False  # whether a new streamed part is possible
+        self._finished_groups: dict[str, int] = {}
+        self._new_part = False  # whether a new streamed part is possible
 
     @property
     def rules(self) -> Rules:
@@ -113,7 +113,7 @@ class Rollout:
             self._waste(sample)
             if sample in under_way:  # some still wait for a reward
                 self._abandoned.append(under_way[sample].name)
-        self._news = True
+        self._new_part = True
 
     # ---- attempts ----
 
@@ -192,7 +192,7 @@ class Rollout:
                     self._obsolete.append(report.name)
                 self.scheduler.finish(uid, number, bool(self._stored(self.scheduler.ledger.prompt(uid))))
                 self._filter(uid)
-                self._see_whole(uid)
+                self._check_finished(uid)
         elif sample.state == "running":
             before = {record["id"] for record in self._remembered.records.get(attempt.sample, ())}
             if (earlier := self._remembered.attempt.get(attempt.sample)) is not None:
@@ -258,12 +258,12 @@ class Rollout:
         Returns:
             Attempts that were in no part before, in the order in which their groups finished.
         """
-        if not self._news or sum(self._whole.values()) < samples:
+        if not self._new_part or sum(self._finished_groups.values()) < samples:
             return []
-        self._news = False
-        found = self.scheduler.promise(self._whole, samples)
+        self._new_part = False
+        found = self.scheduler.promise(self._finished_groups, samples)
         for uid in found:
-            del self._whole[uid]
+            del self._finished_groups[uid]
         prompts, empty = [self.scheduler.ledger.prompt(uid) for uid in found], self._remembered.empty
         attempts = [Attempt(p.uid, n, sample.attempt) for p in prompts for n, sample in enumerate(p.samples)]
         return [attempt.name for attempt in attempts if attempt.sample not in empty]
@@ -289,7 +289,7 @@ class Rollout:
             )
         trained = [record for sample in collected.samples for record in self._remembered.forget(sample)]
         for uid, _ in collected.samples:
-            self._whole.pop(uid, None)
+            self._finished_groups.pop(uid, None)
         counts, self.scheduler.step = self.scheduler.step, StepCounts()
         batch = Batch(
             collected=collected,
@@ -393,7 +393,7 @@ class Rollout:
             for uid in [prompt.uid for prompt in self.scheduler.ledger]:
                 self._filter(uid)
         for prompt in self.scheduler.ledger:
-            self._see_whole(prompt.uid)
+            self._check_finished(prompt.uid)
         self.scheduler.owe(load_size)
         return gone
 
@@ -442,12 +442,12 @@ class Rollout:
                 "checkpoint."
             )
 
-    def _see_whole(self, uid: str) -> None:
+    def _check_finished(self, uid: str) -> None:
         if uid in self.scheduler.ledger and (prompt := self.scheduler.ledger.prompt(uid)).complete("finished"):
             if not self._stored(prompt):
                 self._fail(uid, f"prompt {uid}: the agent loop returned no trajectory for any of its samples")
                 return
-            self._whole[uid], self._news = len(prompt.samples), True
+            self._finished_groups[uid], self._new_part = len(prompt.samples), True
 
     def _stored(self, prompt: Prompt) -> list[Name]:
         """Return the samples of a finished prompt that have a trajectory."""
@@ -463,13 +463,14 @@ class Rollout:
         by_sample = [self._remembered.scores.get(name) for name in stored]
         scores = [score for of_sample in by_sample for score in of_sample or ()]
         if not (all(by_sample) and len(scores) > 1 and all(score == scores[0] for score in scores)):
-            self._fruitless.clear()
+            self._uniform_groups.clear()
             return
         self._filtered[scores[0]] += 1
-        self._fruitless[scores[0]] += 1
+        self._uniform_groups[scores[0]] += 1
         self._drop(uid)
-        if (count := self._fruitless.total()) >= max(2 * self.rules.batch_prompts, _FRUITLESS):
-            listed = ", ".join(f"{round(score, 4)} in {groups}" for score, groups in self._fruitless.most_common(4))
+        if (count := self._uniform_groups.total()) >= max(2 * self.rules.batch_prompts, _UNIFORM_GROUPS):
+            common = self._uniform_groups.most_common(4)
+            listed = ", ".join(f"{round(score, 4)} in {groups}" for score, groups in common)
             raise Hopeless(
                 f"algorithm.filter_groups dropped all {count} groups since it last kept one (metric {self._filters}): "
                 f"within each group all samples have the same score. The scores: {listed}. Check the reward function "
@@ -480,8 +481,8 @@ class Rollout:
 
     def _drop(self, uid: str, failed: bool = False) -> None:
         self._failed += failed
-        self._whole.pop(uid, None)
-        self._news = True  # another prompt moves up to the next batch
+        self._finished_groups.pop(uid, None)
+        self._new_part = True  # another prompt moves up to the next batch
         for number, sample in enumerate(self.scheduler.ledger.prompt(uid).samples):
             self._wasted += self._remembered.forget((uid, number))
             if sample.state in ON_THEIR_WAY:
