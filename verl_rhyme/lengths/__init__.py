@@ -1,4 +1,4 @@
-"""How long responses will be, from earlier ones or by a ranker.
+"""Forecasts of response lengths, from earlier responses or by a ranker.
 
 Process: the trainer and the coordinator. Engines: none.
 """

@@ -1,9 +1,9 @@
-"""Lengths by gradient boosting over plain features of a prompt: the cheap ranker, without a language model.
+"""Length forecasts by gradient boosting over plain features of a prompt: a cheap ranker without a language model.
 
-Friedman's gradient boosting (Annals of Statistics 2001) by scikit-learn, on prompts' mean log lengths. Trees cannot go
-on beyond what they saw, and the longest responses are those to prompts of which few were seen: so they grow on what a
-line, log length on the log of a prompt's number of tokens, leaves. They are kept as arrays, so that a saved one is
-numbers and nothing is unpickled.
+It uses Friedman's gradient boosting (Annals of Statistics 2001), by scikit-learn, on prompts' mean log lengths. Trees
+cannot extrapolate, and the longest responses belong to prompts of a kind seen rarely. So the trees fit the residuals of
+a line: log length over the log of a prompt's tokens. Trees are kept as arrays, so that a saved model holds only numbers
+and loading unpickles nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from verl_rhyme.lengths.pairs import Ints, Pairs, identity
 
 Floats = npt.NDArray[np.float64]
 
-#: Token ids that are counted each, those in the most prompts but not in all alike; all others count together.
+#: Maximum number of token ids that are counted separately: those whose counts vary most; the others count together.
 COUNTED = 256
 _RATE, _FEATURES = 0.05, 0.5
-#: Small trees, and no more of them than help on a share of the prompts that is held out: prompts are few.
+#: Small trees, stopped early on held-out prompts, since prompts are few.
 _GROWN = {
     "n_estimators": 400,
     "n_iter_no_change": 10,
@@ -31,13 +31,13 @@ _GROWN = {
     "min_samples_leaf": 10,
     "subsample": 0.5,
 }
-#: File of a saved one.
+#: File of a saved model.
 FILE = "boosting.safetensors"
 _NODES = ("left", "right", "feature", "threshold", "value")
 
 
 class Boosting:
-    """See the module; :meth:`fit` makes one.
+    """Boosted trees; see the module. :meth:`fit` makes an instance.
 
     Attributes:
         trained: Prompts it was trained on (:func:`~.pairs.identity`).
@@ -54,8 +54,8 @@ class Boosting:
 
     @classmethod
     def fit(cls, pairs: Pairs, seed: int = 0) -> Boosting:
-        """Learn from known prompts, each weighted by its responses."""
-        counted = _telling(pairs.prompts)
+        """Train on known prompts, each weighted by its number of responses."""
+        counted = _varying(pairs.prompts)
         weights = np.array([len(lengths) for lengths in pairs.lengths], dtype=np.float64)
         line = _line(_sizes(pairs.prompts), pairs.locations, weights)
         left = pairs.locations - _along(line, pairs.prompts)
@@ -74,11 +74,11 @@ class Boosting:
         return cls(counted, trees, line, frozenset(map(identity, pairs.prompts)))
 
     def expected(self, prompts: Sequence[Ints]) -> Floats:
-        """float64[B], as :meth:`scores`."""
+        """Return float64[B], as :meth:`scores`."""
         return self.scores(prompts)
 
     def scores(self, prompts: Sequence[Ints]) -> Floats:
-        """float64[B], mean log length that each prompt's responses are expected to have."""
+        """Return float64[B], expected mean log length of each prompt's responses."""
         # float32, as scikit-learn compares them
         columns = features(prompts, self._counted).astype(np.float32)
         total, rows = _along(self._line, prompts), np.arange(len(prompts))
@@ -103,10 +103,10 @@ class Boosting:
 
     @classmethod
     def load(cls, folder: Path) -> Boosting:
-        """Read what :meth:`save` wrote.
+        """Load a saved model.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The file is missing or invalid.
         """
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
@@ -120,11 +120,11 @@ class Boosting:
             slope, at_one = kept["line"].tolist()
             return cls(kept["counted"], trees, (slope, at_one), frozenset(kept["trained"].tolist()))
         except (OSError, ValueError, SafetensorError, KeyError, IndexError) as error:
-            raise ValueError(f"{file}: no boosted trees of a length ranker: {error}") from error
+            raise ValueError(f"{file} holds no boosted trees of a length ranker: {error}") from error
 
 
 def grown(rows: Floats, wanted: Floats, weights: Floats | None, seed: int) -> Any:
-    """scikit-learn's model of float64[B] numbers by float64[B, F] features, with trees as small as prompts are few."""
+    """Return scikit-learn's model of float64[B] targets by float64[B, F] features, with small trees for few prompts."""
     from sklearn.ensemble import GradientBoostingRegressor
 
     kept = {"learning_rate": _RATE, "max_features": _FEATURES, **_GROWN}
@@ -132,9 +132,11 @@ def grown(rows: Floats, wanted: Floats, weights: Floats | None, seed: int) -> An
 
 
 def features(prompts: Sequence[Ints], counted: npt.NDArray[np.int64]) -> Floats:
-    """float64[B, len(counted) + 6]: how often each counted token is there; of all tokens how many there are, how many
-    differ, how many are not counted, the most frequent one's count, how even the counts are (their entropy); and where
-    the last token came first."""
+    """Return float64[B, len(counted) + 6], features of prompts.
+
+    They are: the count of each counted token; the number of tokens, of distinct tokens, and of uncounted tokens; the
+    count of the most frequent token; the entropy of the counts; and the first position of the last token.
+    """
     rows = np.zeros((len(prompts), len(counted) + 6))
     for row, prompt in zip(rows, prompts, strict=True):
         ids, counts = np.unique(prompt, return_counts=True)
@@ -143,19 +145,19 @@ def features(prompts: Sequence[Ints], counted: npt.NDArray[np.int64]) -> Floats:
             found = counted[at] == ids
             row[at[found]] = counts[found]
         share = counts / counts.sum()
-        told = len(prompt), len(ids), len(prompt) - row.sum(), counts.max(), -(share * np.log(share)).sum()
-        row[-6:-1] = told
+        summary = len(prompt), len(ids), len(prompt) - row.sum(), counts.max(), -(share * np.log(share)).sum()
+        row[-6:-1] = summary
         row[-1] = np.flatnonzero(prompt == prompt[-1])[0]
     return rows
 
 
 def _sizes(prompts: Sequence[Ints]) -> Floats:
-    """float64[B], log of the number of tokens."""
+    """Return float64[B], log of the number of tokens."""
     return np.log([len(prompt) for prompt in prompts])
 
 
 def _line(sizes: Floats, locations: Floats, weights: Floats) -> tuple[float, float]:
-    """Slope and height at 0, by least squares; level where all prompts are of one size."""
+    """Return slope and intercept by least squares; slope 0 where all prompts have the same size."""
     if np.ptp(sizes) < 1e-9:
         return 0.0, float(np.average(locations, weights=weights))
     slope, height = np.polyfit(sizes, locations, 1, w=np.sqrt(weights))
@@ -166,8 +168,8 @@ def _along(line: tuple[float, float], prompts: Sequence[Ints]) -> Floats:
     return line[1] + line[0] * _sizes(prompts)
 
 
-def _telling(prompts: Sequence[Ints]) -> npt.NDArray[np.int64]:
-    """int64, ascending: the token ids whose counts differ most between prompts."""
+def _varying(prompts: Sequence[Ints]) -> npt.NDArray[np.int64]:
+    """Return int64, ascending: the token ids whose counts vary most between prompts."""
     ids, place = np.unique(np.concatenate(prompts), return_inverse=True)
     of = np.repeat(np.arange(len(prompts)), [len(prompt) for prompt in prompts])
     cells, counts = np.unique(of * len(ids) + place, return_counts=True)

@@ -1,8 +1,8 @@
-"""How much longer a response will be, by the lengths of earlier responses to its prompt.
+"""Remaining tokens of a response, by the lengths of earlier responses to its prompt.
 
-A response that has emitted e tokens is taken for one of its prompt's earlier responses that were longer than e: what it
-has to go is the mean of what they had beyond e (their mean excess, or mean residual life). One that is longer than all
-of them is expected to go on for half of what it has, the mean excess of a Pareto tail with index 3.
+A response with e tokens is compared with its prompt's earlier responses longer than e. Its remaining tokens are the
+mean of their tokens beyond e (mean excess, or mean residual life). If it is longer than all of them, it is expected to
+add half of its tokens: the mean excess of a Pareto tail with index 3.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: Earlier responses of a prompt that tell how long the next ones will be: the latest ones.
+#: Number of the latest responses of a prompt that are kept.
 LATEST = 64
 
 
 class EarlierLengths:
-    """Lengths of earlier responses, in rows: one for each running request, or for each prompt, as the caller counts.
+    """Lengths of earlier responses, in rows; a row is a running request or a prompt, as the caller chooses.
 
     A state machine.
 
     Args:
-        rows: Rows to begin with; nothing is known of any.
+        rows: Number of rows, empty at first.
     """
 
     def __init__(self, rows: int):
@@ -29,16 +29,15 @@ class EarlierLengths:
         self._counts = np.zeros(rows, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Rows there are."""
+        """Number of rows."""
         return len(self._counts)
 
     def set(self, row: int, lengths: np.ndarray | Sequence[int]) -> None:
-        """Tell what is known of a row, in place of what was.
+        """Replace the known lengths of a row.
 
         Args:
-            row: Below ``len(self)``.
-            lengths: int[m], tokens of each earlier response, oldest first; the latest :data:`LATEST` count. Empty:
-                nothing is known.
+            row: Row, below ``len(self)``.
+            lengths: int[m], tokens of each earlier response, oldest first; the latest :data:`LATEST` count.
         """
         latest = lengths[-LATEST:]
         known = self._lengths[row, : len(latest)]
@@ -47,17 +46,17 @@ class EarlierLengths:
         self._counts[row] = len(latest)
 
     def remaining(self, rows: np.ndarray, emitted: np.ndarray) -> np.ndarray:
-        """What each response is expected to have to go; with ``emitted`` added, its final length.
+        """Return the expected remaining tokens of each response.
 
         Args:
-            rows: int[B], whose earlier lengths each one is predicted from; a row may stand there several times.
-            emitted: int[B], tokens each has emitted; 0 before it starts.
+            rows: int[B], row of each response; rows may repeat.
+            emitted: int[B], tokens of each response; 0 before it starts.
 
         Returns:
-            float64[B], tokens; NaN where nothing is known.
+            float64[B], tokens; NaN for an empty row.
 
         Raises:
-            IndexError: A row that is not there.
+            IndexError: Unknown row.
         """
         known, counts = self._lengths[rows], self._counts[rows]
         longer = (np.arange(LATEST) < counts[:, None]) & (known > emitted[:, None])

@@ -1,4 +1,4 @@
-"""Prompts with the lengths of several responses to each: what a length ranker learns from."""
+"""Prompts with the lengths of their responses: the training data of a length ranker."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Pairs:
-    """P prompts.
+    """P prompts with response lengths.
 
     Attributes:
         prompts: int32[tokens] each, token ids.
-        lengths: int32[n] each, tokens of its responses; one at least.
+        lengths: int32[n] each, tokens of its responses, at least one.
 
     Raises:
-        ValueError: A prompt has no tokens, or no length.
+        ValueError: A prompt has no tokens or no length.
     """
 
     prompts: list[Ints]
@@ -32,14 +32,14 @@ class Pairs:
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.lengths):
-            raise ValueError(f"{len(self.prompts)} prompts with lengths of {len(self.lengths)}")
+            raise ValueError(f"{len(self.prompts)} prompts, but lengths of {len(self.lengths)} prompts")
         for what, rows in (("prompt", self.prompts), ("lengths", self.lengths)):
             if any(not len(row) for row in rows):
-                raise ValueError(f"a {what} of no tokens" if what == "prompt" else "a prompt without a length")
+                raise ValueError("a prompt has no tokens" if what == "prompt" else "a prompt has no length")
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Pairs:
-        """Of (token ids, lengths); a length of 0 counts as 1."""
+        """Make pairs of (token ids, lengths); a length of 0 counts as 1."""
         made = [(np.asarray(p, dtype=np.int32), np.maximum(np.asarray(n, dtype=np.int32), 1)) for p, n in rows]
         return cls([prompt for prompt, _ in made], [lengths for _, lengths in made])
 
@@ -57,52 +57,52 @@ class Pairs:
         return np.array([np.log(lengths).mean(dtype=np.float64) for lengths in self.lengths], dtype=np.float64)
 
     def take(self, rows: Iterable[int]) -> Pairs:
-        """Those prompts alone."""
+        """Return some of the prompts."""
         rows = list(rows)
         return Pairs([self.prompts[i] for i in rows], [self.lengths[i] for i in rows])
 
     def unseen(self, trained: Container[int]) -> Pairs:
-        """Those whose :func:`identity` is not among these."""
+        """Return the prompts whose :func:`identity` is not in ``trained``."""
         return self.take(i for i, prompt in enumerate(self.prompts) if identity(prompt) not in trained)
 
     def split(self, share: float, seed: int) -> tuple[Pairs, Pairs]:
-        """All but a share of the prompts, and that share: one at least on each side, if there are two."""
+        """Split off a random share of the prompts; each side has at least one, if there are two."""
         order = np.random.default_rng(seed).permutation(len(self))
         aside = min(max(1, round(share * len(self))), len(self) - 1)
         return self.take(order[aside:]), self.take(order[:aside])
 
     def held_out(self, share: float) -> tuple[Pairs, Pairs]:
-        """As :meth:`split`, by :func:`identity`: what is held out now is not what was trained on before others came."""
+        """Split as :meth:`split`, but by :func:`identity`: prompts stay held out when others are added."""
         order = np.argsort([identity(prompt) for prompt in self.prompts], kind="stable")
         aside = min(max(1, round(share * len(self))), len(self) - 1)
         return self.take(order[aside:]), self.take(order[:aside])
 
     def recalls(self, predicted: Floats) -> dict[str, float]:
-        """How well a prediction for each prompt finds the longest responses, beside an oracle's.
+        """Return how well a prediction for each prompt finds the longest responses, next to an oracle's result.
 
         Args:
             predicted: float64[P], on any scale.
 
         Returns:
-            ``rank_correlation`` with the prompts' means; for each tail of :data:`~.quality.TAILS` ``recall_*``,
-            ``oracle_*`` (of who knows each prompt's mean over these very responses) and ``share_*`` of the two.
+            ``rank_correlation`` with the prompts' means. For each tail of :data:`~.quality.TAILS`: ``recall_*``,
+            ``oracle_*`` (with each prompt's true mean of these responses) and ``share_*``, the ratio of both.
         """
         sizes = np.array([len(lengths) for lengths in self.lengths])
         lengths, means = np.concatenate(self.lengths).astype(np.float64), self.means
-        told = {"rank_correlation": rank_correlation(predicted, means)}
+        recalls = {"rank_correlation": rank_correlation(predicted, means)}
         for tail in TAILS:
             name = round(100 * tail)
             ours, best = (tail_recall(np.repeat(of, sizes), lengths, tail) for of in (predicted, means))
-            told |= {f"recall_{name}": ours, f"oracle_{name}": best, f"share_{name}": ours / max(best, 1e-9)}
-        return told
+            recalls |= {f"recall_{name}": ours, f"oracle_{name}": best, f"share_{name}": ours / max(best, 1e-9)}
+        return recalls
 
 
 def joined(prompts: Mapping[bytes, Sequence[int]], lengths: Mapping[bytes, Sequence[int]]) -> Pairs:
-    """Prompts whose lengths are known, by key; others are left out."""
+    """Return the prompts with known lengths, joined by key."""
     return Pairs.of((tokens, lengths[key]) for key, tokens in prompts.items() if len(lengths.get(key, ())))
 
 
 def identity(prompt: Ints) -> int:
-    """A prompt's name among those that a ranker was trained on: 63 bits of its token ids' hash."""
+    """Return a prompt's id among trained prompts: 63 bits of its token ids' hash."""
     digest = hashlib.blake2b(np.asarray(prompt, dtype="<i4").tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,8 +1,9 @@
-"""How long responses will be: by a prompt's earlier responses and its siblings that ended, a ranker's word, or all.
+"""Predictor of response lengths.
 
-Before a response begins a plain mean of its prompt's earlier ones tells as much as anything that was tried; one that is
-longer than all of them goes on for half of what it has (:mod:`.earlier`). A state machine without a clock. At 17,000
-prompts x 16: 5 MB of memory, and as much of JSON.
+The sources, in this order: the prompt's earlier responses and ended siblings, a ranker's forecast, all prompts. Before
+a response starts, the mean of earlier ones is as good as any tried alternative. A response longer than all earlier ones
+is expected to add half of its tokens (:mod:`.earlier`). A state machine without a clock. 17,000 prompts with 16
+responses take 5 MB of memory, and the same of JSON.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ import numpy.typing as npt
 
 from verl_rhyme.lengths.earlier import LATEST, EarlierLengths
 
-#: Responses of all prompts that tell of one of which nothing is known; share of a new group in a ranker's bias.
+#: Number of responses that represent all prompts; weight of a new group in a ranker's bias.
 _ALL, _NEW = 1024, 0.1
-#: Share of a group of lengths in the growth over earlier ones. Small: the groups of a batch that end first are short.
+#: Weight of a group of lengths in the growth. Small, because the groups of a batch that end first are short.
 _GROWING = 1 / 256
-#: Quantile of the lengths that a response will hardly exceed.
+#: Quantile of the lengths that a response rarely exceeds.
 _MOST = 0.9
 
 
 class Forecast(NamedTuple):
-    """Of B responses.
+    """Forecast of B responses.
 
     Attributes:
-        expected: int64[B], tokens at the end, those that are there included.
+        expected: int64[B], final tokens, including present ones.
         p90: int64[B], their 90th percentile.
     """
 
@@ -39,46 +40,52 @@ class Forecast(NamedTuple):
 
 
 class LengthPredictor:
-    """See the module.
+    """Predictor of response lengths; see the module.
 
     Args:
-        limit: Tokens a response can have (``data.max_response_length``).
+        limit: Maximum tokens of a response (``data.max_response_length``).
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._known: dict[str, array[int]] = {}  # lengths by prompt, oldest first
         self._all: deque[int] = deque([max(1, limit // 4)], _ALL)
-        self._words: dict[str, float] = {}  # a ranker's: log lengths of prompts never answered
+        self._rankings: dict[str, float] = {}  # a ranker's log lengths of prompts without responses
         self._ranker, self._bias = 0, 0.0
         self._growth = 0.0  # mean log ratio of new lengths to the known ones of their prompt
 
     def __len__(self) -> int:
-        """Prompts of which something is known."""
+        """Number of prompts with a history."""
         return len(self._known)
 
     def knows(self, prompt: str) -> bool:
-        """By history, or by a ranker's word."""
-        return prompt in self._known or prompt in self._words
+        """Return whether a prompt has a history or a ranker's forecast."""
+        return prompt in self._known or prompt in self._rankings
 
     def ranked(self, prompt: str) -> bool:
-        """By a ranker's word alone."""
-        return prompt in self._words
+        """Return whether a prompt has only a ranker's forecast."""
+        return prompt in self._rankings
 
     def rank(self, prompt: str, location: float, ranker: int = 0) -> None:
-        """A ranker, by its number, expects responses of this log length; it counts until the first of them is known."""
+        """Set a ranker's forecast of a prompt, used until its first responses are known.
+
+        Args:
+            prompt: Key of the prompt.
+            location: Expected log length.
+            ranker: Number of the ranker.
+        """
         if prompt in self._known or not math.isfinite(location):
             return
         if ranker != self._ranker:
             self._ranker, self._bias = ranker, 0.0
-        self._words[prompt] = location
+        self._rankings[prompt] = location
 
     def learn(self, prompt: str, lengths: Sequence[int]) -> None:
-        """A visit's responses ended, with so many tokens."""
+        """Record the tokens of a prompt's responses of one visit."""
         if not lengths:
             return
-        if (word := self._words.pop(prompt, None)) is not None:
-            self._bias += _NEW * (float(np.log(np.maximum(lengths, 1)).mean()) - word - self._bias)
+        if (location := self._rankings.pop(prompt, None)) is not None:
+            self._bias += _NEW * (float(np.log(np.maximum(lengths, 1)).mean()) - location - self._bias)
         known = self._known.setdefault(prompt, array("i"))
         if known:
             ratio = max(1.0, sum(lengths) / len(lengths)) / max(1.0, sum(known) / len(known))
@@ -90,18 +97,18 @@ class LengthPredictor:
     def forecast(
         self, prompts: Sequence[str], emitted: npt.ArrayLike = 0, ended: Mapping[str, Sequence[int]] | None = None
     ) -> Forecast:
-        """Final lengths.
+        """Return the final lengths of responses.
 
         Args:
-            prompts: Of B responses.
-            emitted: int[B] or one number, tokens that each has so far.
-            ended: Tokens of siblings that ended, by prompt.
+            prompts: Key of each of B responses' prompts.
+            emitted: int[B] or one number, tokens that each response has.
+            ended: Tokens of ended siblings, by prompt.
         """
         rows = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         lengths, p90, typical = EarlierLengths(max(1, len(rows))), np.zeros(len(rows)), self._typical(rows)
         growth = np.where([prompt in self._known for prompt in rows], math.exp(self._growth), 1.0)
         for prompt, row in rows.items():
-            before = [*self._known.get(prompt, ())] or self._told(prompt) or typical
+            before = [*self._known.get(prompt, ())] or self._ranking(prompt) or typical
             known = [*before, *(ended or {}).get(prompt, ())]
             lengths.set(row, known)
             p90[row] = sorted(known)[int(_MOST * len(known))]  # np.quantile takes twenty times as long
@@ -112,13 +119,15 @@ class LengthPredictor:
         p90 = np.maximum(expected, (growth * p90)[of]).clip(1, self.limit)
         return Forecast(expected.astype(np.int64), p90.astype(np.int64))
 
-    def _told(self, prompt: str) -> list[int]:
-        """By a ranker; empty where none told."""
-        word = self._words.get(prompt)
-        return [] if word is None else [round(math.exp(min(max(0.0, word + self._bias), math.log(self.limit))))]
+    def _ranking(self, prompt: str) -> list[int]:
+        """Return the ranker's forecast of a prompt; empty without one."""
+        location = self._rankings.get(prompt)
+        if location is None:
+            return []
+        return [round(math.exp(min(max(0.0, location + self._bias), math.log(self.limit))))]
 
     def _typical(self, prompts: Mapping[str, int]) -> list[int]:
-        """Lengths that stand for those of all prompts, where one of these needs them: evenly spaced by their rank."""
+        """Return evenly spaced quantiles of all lengths, if any of these prompts is unknown."""
         if all(map(self.knows, prompts)):
             return []
         ranked = sorted(self._all)
@@ -126,22 +135,22 @@ class LengthPredictor:
         return [ranked[(2 * i + 1) * len(ranked) // (2 * count)] for i in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain, for JSON."""
-        words = {"ranked": self._words, "ranker": self._ranker, "bias": self._bias, "growth": self._growth}
+        """Return the state as plain values for JSON."""
+        ranked = {"ranked": self._rankings, "ranker": self._ranker, "bias": self._bias, "growth": self._growth}
         return {
             "lengths": {prompt: known.tolist() for prompt, known in self._known.items()},
             "all": [*self._all],
-            **words,
+            **ranked,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state_dict` gave.
+        """Restore a :meth:`state_dict`.
 
         Raises:
-            KeyError, TypeError, ValueError: It is not of this class, or torn.
+            KeyError, TypeError, ValueError: The state is invalid or incomplete.
         """
         known = {prompt: array("i", lengths) for prompt, lengths in state["lengths"].items()}
         every = deque(map(int, state["all"]), _ALL)
-        self._words, self._ranker, self._bias = dict(state["ranked"]), int(state["ranker"]), float(state["bias"])
+        self._rankings, self._ranker, self._bias = dict(state["ranked"]), int(state["ranker"]), float(state["bias"])
         self._growth = float(state["growth"])
         self._known, self._all = known, every

@@ -1,4 +1,4 @@
-"""How many tokens prompts have, as their requests tell; of one never seen, the mean of those that were."""
+"""Lengths of prompts, as their requests report them; an unknown prompt has the mean of the others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 
 class PromptLengths:
-    """See the module. A state machine without a clock.
+    """Tokens by prompt; see the module. A state machine without a clock.
 
     Args:
-        most: Prompts that are remembered; the one that was told of longest ago goes first.
+        most: Maximum number of prompts; the one reported longest ago is forgotten first.
     """
 
     def __init__(self, most: int = 1 << 20) -> None:
@@ -19,27 +19,27 @@ class PromptLengths:
         self._sum = 0
 
     def __len__(self) -> int:
-        """Prompts that are remembered."""
+        """Number of remembered prompts."""
         return len(self._tokens)
 
     def tell(self, prompt: str, tokens: int) -> None:
-        """A prompt has so many tokens."""
+        """Set the tokens of a prompt."""
         self._sum += tokens - self._tokens.pop(prompt, 0)
         self._tokens[prompt] = tokens
         if len(self._tokens) > self._most:
             self._sum -= self._tokens.popitem(last=False)[1]
 
     def of(self, prompt: str) -> int:
-        """Tokens of a prompt; 0 before any was told of."""
+        """Return the tokens of a prompt, or the mean of all; 0 before any is known."""
         tokens = self._tokens.get(prompt)
         return round(self._sum / max(1, len(self._tokens))) if tokens is None else tokens
 
     def state_dict(self) -> dict[str, int]:
-        """Plain, for JSON: tokens by prompt."""
+        """Return the tokens by prompt, for JSON."""
         return dict(self._tokens)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Take up what :meth:`state_dict` gave, in the place of what is here."""
+        """Replace the state by a :meth:`state_dict`."""
         self._tokens, self._sum = OrderedDict(), 0
         for prompt, tokens in state.items():
             self.tell(prompt, int(tokens))

@@ -1,16 +1,16 @@
-"""A length ranker: a small language model that reads a prompt and scores how long its responses will be.
+"""A length ranker: a small language model that reads a prompt and scores the expected length of its responses.
 
-For prompts never seen, of which no history tells (StreamRL, arXiv:2504.15930, section 5). Two ways of training it:
+It serves prompts without a history (StreamRL, arXiv:2504.15930, section 5). Two ways of training:
 
-- ``regression``, as published: supervised on every (prompt, length), here squared error of the length as a share of its
-  typical spread;
-- by rank: prompts of a batch are compared with each other, and only their order and distances matter. ``listwise``:
+- ``regression``, as published: supervised on every (prompt, length), here with the squared error of the length as a
+  share of its typical spread;
+- by rank: prompts of a batch are compared with each other, and only order and distances matter. ``listwise``:
   cross-entropy of the softmax over scores against each prompt's share of the batch's tokens (ListNet's top-one loss,
   Cao and others, ICML 2007, with lengths as relevance; its optimum is the log of the expected length). ``margin``: of
-  every two prompts the longer one is to score higher by the difference of their log lengths (a hinge).
+  every two prompts the longer one should score higher by the difference of their log lengths (a hinge).
 
-What a score means in tokens is the calibration's (:mod:`.calibration`), fitted on known prompts held out of training.
-The one file of the policies that has torch; nothing else in them imports it.
+The calibration (:mod:`.calibration`), fitted on held-out prompts, converts scores to tokens. No other module of the
+length predictor imports torch.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from verl_rhyme.lengths.quality import rank_correlation
 Floats = npt.NDArray[np.float64]
 
 LOSSES = ("listwise", "margin", "regression")
-#: Share of the prompts that are held out: to stop by, and to calibrate on.
+#: Share of the prompts held out for early stopping and calibration.
 HELD_OUT = 0.15
-#: Files of a saved ranker, beside those of its language model.
+#: Files of a saved ranker, in addition to those of its language model.
 ABOUT, HEAD = "ranker.json", "head.safetensors"
 _FORMAT = 1
-#: Of a ranker that is made from nothing, for vocabularies and tasks of a test's size: its shape, and the token ids that
-#: it tells apart at most; others are folded into them.
+#: A randomly initialized ranker for small vocabularies and tasks: maximum number of distinct token ids (others are
+#: folded into them), and its shape.
 _VOCABULARY = 1 << 15
 _TINY = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 _SCORED_AT_ONCE = 64
-#: Tokens of a prompt that is neither short nor long; how much the number of tokens counts at first.
+#: Tokens of a typical prompt; initial weight of the number of tokens.
 _TYPICAL, _SIZE = 128.0, 8.0
-#: Learning rate of the head, at least: it begins at nothing, also on a large model that is to change little.
+#: Minimum learning rate of the head: it starts at zero, also on a large model that should change little.
 _HEAD_RATE = 3e-3
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a ranker is trained.
+    """Settings of a ranker's training.
 
     Attributes:
-        loss: Of :data:`LOSSES`.
-        epochs: Passes over the pairs, at most.
+        loss: One of :data:`LOSSES`.
+        epochs: Maximum number of passes over the pairs.
         batch: Prompts that are compared with each other in a step.
-        rate: Learning rate at its height (AdamW; it rises over a tenth of the steps and falls to nothing).
-        patience: Epochs without a better rank correlation on what is held out, after which it ends.
-        seed: Of order and weights.
+        rate: Peak learning rate (AdamW; it rises over a tenth of the steps and falls to zero).
+        patience: Epochs without a better held-out rank correlation, after which training ends.
+        seed: Random seed of order and weights.
 
     Raises:
         ValueError: An unknown loss, or a number out of range.
@@ -75,17 +75,17 @@ class Training:
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
-            raise ValueError(f"loss={self.loss!r}: one of {', '.join(LOSSES)}")
+            raise ValueError(f"loss={self.loss!r} is unknown: choose one of {', '.join(LOSSES)}")
         if self.epochs < 1 or self.batch < 2 or not self.rate > 0 or self.patience < 1:
-            raise ValueError("a ranker needs an epoch, batches of two prompts, a positive rate and patience")
+            raise ValueError("training needs at least one epoch, batches of two prompts, a positive rate and patience")
 
 
 class LengthRanker(nn.Module):
-    """See the module; :func:`tiny` and :func:`from_folder` make one, :func:`load` reads a saved one.
+    """A length ranker; see the module. :func:`tiny` and :func:`from_folder` make one, :func:`load` reads a saved one.
 
     Args:
         body: A transformers model without a head (``AutoModel``): token ids to hidden states.
-        most: Tokens of a prompt that are read; of a longer one the first and the last half of so many.
+        most: Maximum number of prompt tokens that are read: of a longer prompt the first half and the last half.
     """
 
     def __init__(self, body: Any, most: int = 2048) -> None:
@@ -95,14 +95,14 @@ class LengthRanker(nn.Module):
         self.head = nn.Linear(2 * int(body.config.hidden_size) + 1, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        #: How it was trained, and its rank correlation on what was held out then.
+        #: Training settings, and the held-out rank correlation.
         self.about: dict[str, Any] = {}
         self.calibration: Calibration | None = None
         #: Prompts it was trained or calibrated on (:func:`~.pairs.identity`).
         self.trained: frozenset[int] = frozenset()
 
     def forward(self, prompts: Sequence[Ints]) -> torch.Tensor:
-        """float32[B], scores: of the last hidden state, the mean of all, and their number, which a mean hides."""
+        """Return float32[B], scores from the last hidden state, the mean of all, and the number of tokens."""
         cut = [self._cut(prompt) for prompt in prompts]
         device = self.head.weight.device
         sizes = torch.tensor([len(prompt) for prompt in cut], device=device)
@@ -116,9 +116,9 @@ class LengthRanker(nn.Module):
 
     @torch.no_grad()
     def scores(self, prompts: Sequence[Ints]) -> Floats:
-        """float64[B], scores: the higher, the longer."""
+        """Return float64[B], scores; higher means longer."""
         self.eval()
-        order = np.argsort([len(prompt) for prompt in prompts], kind="stable")  # little padding
+        order = np.argsort([len(prompt) for prompt in prompts], kind="stable")  # for little padding
         found = np.zeros(len(prompts))
         for at in range(0, len(order), _SCORED_AT_ONCE):
             rows = order[at : at + _SCORED_AT_ONCE]
@@ -126,13 +126,13 @@ class LengthRanker(nn.Module):
         return found
 
     def expected(self, prompts: Sequence[Ints]) -> Floats:
-        """float64[B], log lengths to expect: what the length predictor takes for a prompt never seen.
+        """Return float64[B], expected log lengths, which the length predictor uses for prompts without a history.
 
         Raises:
-            ValueError: It was not trained.
+            ValueError: The ranker was not trained.
         """
         if self.calibration is None:
-            raise ValueError("this ranker was not trained: it has no calibration")
+            raise ValueError("this ranker was not trained and has no calibration: call fit first")
         return self.calibration.location(self.scores(prompts))
 
     def _cut(self, prompt: Ints) -> torch.Tensor:
@@ -144,7 +144,7 @@ class LengthRanker(nn.Module):
     # ---- files ----
 
     def save(self, folder: Path) -> None:
-        """Write language model (safetensors, JSON), head and what is known of it; no tokenizer: it reads ids."""
+        """Write language model (safetensors, JSON), head and settings; no tokenizer, since it reads token ids."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,12 +157,12 @@ class LengthRanker(nn.Module):
 
 
 def tiny(vocabulary: int, seed: int = 0, **shape: int) -> LengthRanker:
-    """A small model from nothing.
+    """Return a small, randomly initialized ranker.
 
     Args:
-        vocabulary: Token ids it tells apart; ids beyond are folded into them.
-        seed: Of its weights.
-        shape: Over :data:`_TINY`, options of transformers' ``LlamaConfig``.
+        vocabulary: Number of distinct token ids; higher ids are folded into them.
+        seed: Random seed of the weights.
+        shape: Options of transformers' ``LlamaConfig``, over :data:`_TINY`.
     """
     from transformers import LlamaConfig, LlamaModel
 
@@ -171,27 +171,27 @@ def tiny(vocabulary: int, seed: int = 0, **shape: int) -> LengthRanker:
 
 
 def tiny_for(pairs: Pairs, seed: int = 0) -> LengthRanker:
-    """:func:`tiny`, of a vocabulary that fits these prompts."""
+    """Return a :func:`tiny` ranker with a vocabulary for these prompts."""
     return tiny(min(1 + max(int(prompt.max()) for prompt in pairs.prompts), _VOCABULARY), seed)
 
 
 def from_folder(folder: Path, most: int = 2048) -> LengthRanker:
-    """A ranker around a language model's weights, yet to be trained.
+    """Return an untrained ranker on a language model's weights.
 
     Args:
-        folder: A transformers model with ``config.json`` and safetensors, whose tokenizer is the policy's: prompts come
-            as the policy's token ids.
+        folder: A transformers model with ``config.json`` and safetensors. Its tokenizer must be the policy's, since
+            prompts come as the policy's token ids.
         most: See :class:`LengthRanker`.
 
     Raises:
-        ValueError: There is none; the message says what is missing.
+        ValueError: The model is missing or unreadable; the message says which file.
     """
     from transformers import AutoModel
 
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: no model in it (config.json): give a folder of transformers weights")
+        raise ValueError(f"{folder} has no config.json: name a folder of transformers weights")
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder}: no *.safetensors in it; other formats of weights are not read")
+        raise ValueError(f"{folder} has no *.safetensors: convert the weights, other formats are not read")
     try:
         body = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
     except Exception as error:
@@ -200,10 +200,10 @@ def from_folder(folder: Path, most: int = 2048) -> LengthRanker:
 
 
 def load(folder: Path) -> LengthRanker:
-    """A ranker that :meth:`LengthRanker.save` wrote.
+    """Load a saved ranker (:meth:`LengthRanker.save`).
 
     Raises:
-        ValueError: There is none, or not a whole one.
+        ValueError: It is missing, incomplete or invalid.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -211,7 +211,7 @@ def load(folder: Path) -> LengthRanker:
     try:
         about = json.loads((folder / ABOUT).read_text())
         if about["format"] != _FORMAT:
-            raise ValueError(f"of format {about['format']}, this version reads {_FORMAT}")
+            raise ValueError(f"it has format {about['format']}, this version reads format {_FORMAT}")
         ranker = from_folder(folder, int(about["most"]))
         head = load_file(folder / HEAD)
         ranker.trained = frozenset(head.pop("trained").tolist())
@@ -230,32 +230,31 @@ def fit(
     ranker: LengthRanker,
     pairs: Pairs,
     how: Training,
-    told: Callable[[dict[str, float]], bool] | None = None,
+    report: Callable[[dict[str, float]], bool] | None = None,
     gone: Callable[[], float] | None = None,
 ) -> LengthRanker:
-    """Train it, keep the best epoch's weights, or those before the first, and calibrate.
+    """Train a ranker in place, keep the weights of the best epoch (or the initial ones), and calibrate it.
 
-    One that was never trained begins with what a prompt's number of tokens tells: a line of its logarithm.
+    An untrained ranker starts from a line over the log of a prompt's number of tokens.
 
     Args:
-        ranker: Trained in place.
-        pairs: Eight prompts at least; :data:`HELD_OUT` of them are only looked at.
-        how: See there.
-        told: Is given each epoch's ``epoch``, ``loss`` and ``rank_correlation`` on what is held out; true ends it.
-        gone: Share of the time for training that is gone; at 1 it ends, in the middle of an epoch, too. ``None``: it
-            has all the time it wants.
+        ranker: Ranker to train.
+        pairs: At least eight prompts; :data:`HELD_OUT` of them are held out.
+        how: Settings.
+        report: Callback for each epoch's ``epoch``, ``loss`` and held-out ``rank_correlation``; true ends training.
+        gone: Share of the training time that has passed; at 1 training ends, also within an epoch. ``None``: no limit.
 
     Raises:
-        ValueError: There are too few prompts.
+        ValueError: Fewer than eight prompts.
     """
     if len(pairs) < 8:
-        raise ValueError(f"a ranker is trained on eight prompts with known lengths at least; here are {len(pairs)}")
+        raise ValueError(f"a ranker needs at least eight prompts with known lengths, and {len(pairs)} are known")
     train, aside = pairs.held_out(HELD_OUT)
     loss_of, rng = _LOSSES[how.loss], np.random.default_rng(how.seed)
     parts = ((ranker.body, how.rate), (ranker.head, max(how.rate, _HEAD_RATE)))
     optimizer = torch.optim.AdamW([{"params": p.parameters(), "lr": rate} for p, rate in parts], weight_decay=0.01)
     steps = how.epochs * -(-len(train) // how.batch)
-    rising, done = max(1, steps // 10), 0.0  # steps, or time in their place
+    rising, done = max(1, steps // 10), 0.0  # in steps, or in time scaled to steps
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda _: max(0.0, min((done + 1) / rising, (steps - done) / max(1, steps - rising)))
     )
@@ -289,7 +288,7 @@ def fit(
         found = rank_correlation(ranker.scores(aside.prompts), aside.means)
         if found > best:
             best, best_at, kept = found, epoch, copy.deepcopy(ranker.state_dict())
-        ends = told is not None and told({"epoch": epoch, "loss": total / seen, "rank_correlation": found})
+        ends = report is not None and report({"epoch": epoch, "loss": total / seen, "rank_correlation": found})
         if ends or epoch - best_at >= how.patience or done >= steps:
             break
     ranker.load_state_dict(kept)
@@ -301,7 +300,7 @@ def fit(
 
 @torch.no_grad()
 def _begin(ranker: LengthRanker, train: Pairs, wanted: Floats) -> None:
-    """The head's line over the number of tokens that were read, by least squares."""
+    """Fit the head's line over the number of tokens, by least squares."""
     sizes = _SIZE * np.log2([min(len(prompt), ranker.most) / _TYPICAL for prompt in train.prompts])
     if np.ptp(sizes) < 1e-9:
         return
@@ -310,15 +309,19 @@ def _begin(ranker: LengthRanker, train: Pairs, wanted: Floats) -> None:
 
 
 def listwise(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of the softmax over float32[B] scores against shares of float32[B] mean lengths, less the least it
-    can be."""
+    """Return the cross-entropy of the softmax over float32[B] scores against shares of float32[B] mean lengths.
+
+    Its minimum is subtracted.
+    """
     share = lengths / lengths.sum()
     return -(share * torch.log_softmax(scores, 0)).sum() + (share * share.log()).sum()
 
 
 def margin(scores: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
-    """Mean hinge over pairs: how much a longer prompt's score lacks of the other's and the difference of both
-    float32[B] log lengths."""
+    """Return the mean hinge over pairs of prompts.
+
+    It is the amount by which the score difference falls short of the difference of float32[B] log lengths.
+    """
     apart = locations[:, None] - locations[None, :]
     lacking = torch.relu(apart - (scores[:, None] - scores[None, :]))
     longer = apart > 0
@@ -326,8 +329,10 @@ def margin(scores: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
 
 
 def regression(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Mean squared error against float32[B] standardised mean lengths; of every single length it differs by what no
-    score can change."""
+    """Return the mean squared error against float32[B] standardised mean lengths.
+
+    The error against every single length differs by a constant.
+    """
     return (scores - lengths).square().mean()
 
 

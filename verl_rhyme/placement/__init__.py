@@ -1,4 +1,4 @@
-"""Placement: which replica serves which request. Events come in as calls, the answer is a replica's name.
+"""Placement: the replica that serves each request. Events are method calls, the answer is a replica's name.
 
 Process: the coordinator. Engines: none.
 """

@@ -1,4 +1,4 @@
-"""Replicas and what each of them carries."""
+"""Replicas and their loads."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Counts = npt.NDArray[np.int64]
 
 
 class Fleet:
-    """Loads by replica. Adding, removing or reporting costs time in the number of replicas, all else is constant.
+    """Loads by replica. Changes of replicas and capacities cost time in the number of replicas, all else is constant.
 
     Attributes:
-        names: Of the replicas, in the order of the columns below.
-        index: Column of each name.
-        running: int64[2, replicas], requests and their KV tokens (those that are known).
-        capacity: float64[replicas], KV tokens there is room for; infinite where nobody reported it.
-        share: float64[replicas], what part of all load is fair: by capacity if all replicas' is known, else even.
+        names: Names of the replicas, in the order of the columns below.
+        index: Column by name.
+        running: int64[2, replicas], requests and their KV tokens (the known ones).
+        capacity: float64[replicas], KV tokens that fit; infinite where not reported.
+        share: float64[replicas], fair share of the load: by capacity if all are known, else equal.
         totals: Sums of ``running``.
-        version: Changes with replicas and capacities.
-        cost: What a replica's work costs.
+        version: Counter of changes of replicas and capacities.
+        cost: Cost of a replica's work.
     """
 
     def __init__(self, cost: ReplicaCost = TYPICAL) -> None:
@@ -44,7 +44,7 @@ class Fleet:
         return replica in self.index
 
     def add(self, replica: str) -> None:
-        """Does nothing when it is there already."""
+        """Add a replica; a known one is unchanged."""
         if replica in self.index:
             return
         self.index[replica] = len(self.names)
@@ -54,10 +54,10 @@ class Fleet:
         self._settle()
 
     def remove(self, replica: str) -> None:
-        """With its load.
+        """Remove a replica with its load.
 
         Raises:
-            KeyError: No such replica.
+            KeyError: Unknown replica.
         """
         i = self.index[replica]
         del self.names[i]
@@ -67,19 +67,19 @@ class Fleet:
         self._settle()
 
     def report(self, replica: str, capacity: int) -> None:
-        """KV tokens a replica has room for.
+        """Set the KV tokens that fit into a replica's cache.
 
         Raises:
-            KeyError: No such replica.
+            KeyError: Unknown replica.
         """
         self.capacity[self.index[replica]] = capacity
         self._settle()
 
     def room(self, replica: str) -> float:
-        """KV tokens it has room for; infinite where nobody said.
+        """Return the KV tokens that fit into a replica's cache; infinite where unknown.
 
         Raises:
-            KeyError: No such replica.
+            KeyError: Unknown replica.
         """
         return float(self.capacity[self.index[replica]])
 
@@ -91,28 +91,27 @@ class Fleet:
         self.totals = [int(n) for n in self.running.sum(axis=1)]
 
     def run(self, replica: str, requests: int, tokens: int) -> None:
-        """Count them in (or out, when negative)."""
+        """Add requests and tokens to a replica's load; negative numbers subtract."""
         i = self.index[replica]
         for row, more in ((REQUESTS, requests), (TOKENS, tokens)):
             self.running[row, i] += more
             self.totals[row] += more
 
     def requests(self, replica: str) -> int:
-        """Those that run on a replica; 0 where there is none of that name."""
+        """Return the number of requests on a replica; 0 for an unknown one."""
         i = self.index.get(replica)
         return 0 if i is None else self.running.item(REQUESTS, i)
 
     def least(self) -> npt.NDArray[np.intp]:
-        """Columns of the replicas with the fewest requests."""
+        """Return the columns of the replicas with the fewest requests."""
         requests = self.running[REQUESTS]
         return (requests == requests.min()).nonzero()[0]
 
     def least_tokens(self, among: npt.NDArray[np.intp] | None = None) -> int:
-        """Column of the replica with the fewest tokens for its share, of those with as few the one with the fewest
-        requests.
+        """Return the column of the replica with the fewest tokens for its share; fewer requests decide among equals.
 
         Args:
-            among: Columns; ``None``: all.
+            among: Columns to choose from; ``None``: all.
         """
         # Loads are whole numbers far below 2**40: requests never outweigh a token.
         load = (self.running[TOKENS] + self.running[REQUESTS] * 2.0**-20) / self.share

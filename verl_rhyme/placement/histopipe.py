@@ -1,11 +1,11 @@
-"""HistoPipe as published: groups of like lengths, replicas for each, in an order that alternates from step to step.
+"""HistoPipe as published (RhymeRL, arXiv:2508.18588, section 5): length groups with separate replicas, in alternating
+order.
 
-RhymeRL (arXiv:2508.18588), section 5. The prompts of a step are ranked by the length that is expected of them and cut
-into groups of equal size. Each group is answered by replicas of its own, more of them where it takes longer: as many as
-make the slowest group fastest, found by a binary search over what a step costs (tier 2). The groups lie along the
-replicas from the shortest to the longest in one step and the other way round in the next, so that a replica which had
-a long share gets a short one (tier 1). An outlier, one of the last of its group that still run and longer than its
-history lets expect, goes on at the replica where the fewest tokens are expected.
+The prompts of a training step are ranked by expected length and cut into groups of equal size. Each group gets separate
+replicas, more of them where it takes longer. A binary search over the step's cost finds the numbers that make the
+slowest group fastest (tier 2). The groups lie along the replicas from shortest to longest in one step and in reverse in
+the next, so a replica with long responses gets short ones next (tier 1). An outlier moves to the replica with the
+fewest expected tokens. It is one of the last running responses of its group, and longer than its history predicts.
 """
 
 from __future__ import annotations
@@ -19,48 +19,50 @@ from verl_rhyme.placement.fleet import TOKENS, Fleet
 from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request, expected_tokens
 from verl_rhyme.planning.cost import Floats
 
-#: Halvings of the interval in which the slowest group's seconds lie.
+#: Iterations of the binary search for the slowest group's seconds.
 _HALVINGS = 40
 
 
 @dataclass
 class _Group:
-    """Prompts of like lengths, in one step."""
+    """Prompts of similar length, in one training step."""
 
     step: int
     rank: int  # 0 for the shortest
     of: int
-    wanted: dict[str, int]  # samples by prompt that have not ended
+    wanted: dict[str, int]  # number of unfinished samples by prompt
     samples: int
     replicas: tuple[str, ...]
     running: dict[str, tuple[Request, str]] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
-    columns: tuple[int, np.ndarray] = (-1, np.zeros(0, np.intp))  # of the replicas, under this version of the fleet
+    columns: tuple[int, np.ndarray] = (-1, np.zeros(0, np.intp))  # columns of the replicas, by fleet version
 
 
 class HistoPipe(PlacementPolicy):
-    """See the module.
+    """HistoPipe; see the module.
 
     Args:
-        fleet: Where the loads stand.
-        groups: Of prompts in a step; no more than there are replicas.
-        two_tier: Give a group replicas by what it costs; else each the same number.
-        migrate: Outliers move.
-        tail: Share of a group that counts as the last of it.
+        fleet: Loads of the replicas.
+        groups: Number of length groups in a step, at most the number of replicas.
+        two_tier: Give a group replicas by its cost; else each group the same number.
+        migrate: Move outliers.
+        tail: Share of a group that counts as its last responses.
 
     Raises:
-        ValueError: No groups, or a share that is none.
+        ValueError: ``groups`` or ``tail`` is out of range.
     """
 
     def __init__(
         self, fleet: Fleet, groups: int = 4, two_tier: bool = True, migrate: bool = True, tail: float = 0.1
     ) -> None:
         if groups < 1 or not 0 < tail <= 1:
-            raise ValueError(f"histopipe: groups={groups} must be at least 1, tail={tail} above 0 and at most 1")
+            raise ValueError(
+                f"histopipe: placement.options.groups={groups} must be at least 1, tail={tail} above 0 and at most 1"
+            )
         self._fleet = fleet
         self._most, self._two_tier, self._migrate, self._tail = groups, two_tier, migrate, tail
-        self._groups: dict[int, _Group] = {}  # of which prompts are here
+        self._groups: dict[int, _Group] = {}  # groups with present prompts
         self._of: dict[str, _Group] = {}  # by key
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
@@ -87,7 +89,7 @@ class HistoPipe(PlacementPolicy):
     def reason(self, request: Request, replica: str) -> str:
         group = self._of.get(request.key)
         if group is None:
-            return "in no plan: where least is to do"
+            return "not in a plan: replica with the fewest tokens"
         return f"length group {group.rank + 1} of {group.of} in step {group.step}, on {len(group.replicas)} replicas"
 
     def started(self, request: Request, replica: str) -> None:
@@ -105,7 +107,7 @@ class HistoPipe(PlacementPolicy):
     def left(self, keys: Sequence[str]) -> None:
         for key in keys:
             if (group := self._of.pop(key, None)) is not None:
-                group.samples -= group.wanted.pop(key)  # they failed, or nobody needs them
+                group.samples -= group.wanted.pop(key)  # failed or no longer needed
                 if not group.wanted:
                     del self._groups[id(group)]
 
@@ -120,22 +122,22 @@ class HistoPipe(PlacementPolicy):
                 p90, now = request.p90_tokens, progress.get(name)
                 if name in group.moved or now is None or p90 is None or now.made <= p90:
                     continue
-                here, there = fleet.index[replica], fleet.least_tokens()
-                again = prefill * (request.prompt_tokens + now.made)  # its cache is computed anew
-                if fleet.running[TOKENS, there] + request.tokens + again < fleet.running[TOKENS, here]:
+                source, target = fleet.index[replica], fleet.least_tokens()
+                again = prefill * (request.prompt_tokens + now.made)  # its cache is recomputed
+                if fleet.running[TOKENS, target] + request.tokens + again < fleet.running[TOKENS, source]:
                     group.moved.add(name)
-                    yield Move(name, fleet.names[there], f"{now.made} tokens, more than {p90} by its history")
+                    yield Move(name, fleet.names[target], f"{now.made} tokens, more than {p90} by its history")
 
     # ---- within ----
 
     def _last(self) -> list[_Group]:
-        """Groups of which but the last still run."""
+        """Return the groups of which only the last responses run."""
         if not self._migrate or len(self._fleet) < 2:
             return []
         return [g for g in self._groups.values() if g.running and len(g.ended) >= (1 - self._tail) * g.samples]
 
     def _least(self, group: _Group | None) -> str:
-        """Where the fewest tokens are expected, among the replicas of a group; of all where none of these is left."""
+        """Return the replica with the fewest expected tokens, of a group if any of its replicas is left."""
         fleet = self._fleet
         columns = None
         if group is not None:
@@ -146,7 +148,7 @@ class HistoPipe(PlacementPolicy):
         return fleet.names[fleet.least_tokens(columns)]
 
     def _workers(self, groups: Sequence[Sequence[Load]], tokens: Sequence[Floats]) -> list[int]:
-        """Replicas for each group, at least one, all of them together."""
+        """Return the number of replicas of each group, at least one, that add up to the fleet."""
         total, count = len(self._fleet), len(groups)
         even = [total // count + (rank < total % count) for rank in range(count)]
         if not self._two_tier:
@@ -161,7 +163,7 @@ class HistoPipe(PlacementPolicy):
             [(n * each * (p + each / 2)).sum() for n, p, each in zip(samples, prompts, tokens, strict=True)]
         )[:, None]
         workers = np.arange(1, total + 1)
-        seconds = cost.together(longest, whole / workers, held / workers, room)  # falls along the workers
+        seconds = cost.together(longest, whole / workers, held / workers, room)  # decreases with the workers
         low, high = 0.0, float(seconds[:, 0].max())
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
@@ -170,12 +172,12 @@ class HistoPipe(PlacementPolicy):
             else:
                 low = middle
         needed = self._needed(seconds, high)
-        for _ in range(total - int(needed.sum())):  # what is left goes where it still helps
+        for _ in range(total - int(needed.sum())):  # spare replicas go to the slowest group
             slowest = int(np.argmax(seconds[np.arange(count), np.minimum(needed, total) - 1]))
             needed[slowest] += 1
         return [int(n) for n in needed]
 
     @staticmethod
     def _needed(seconds: Floats, bound: float) -> np.ndarray:
-        """int64[groups], workers with which each group takes no longer; one more than there are where none does."""
+        """Return int64[groups], workers with which each group stays within ``bound``; one above the total if none does."""
         return 1 + (seconds > bound).sum(axis=1)

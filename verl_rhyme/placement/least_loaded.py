@@ -1,4 +1,4 @@
-"""verl's own rule, for the simulator: a request goes where fewest run."""
+"""verl's rule, for the simulator: a request goes to the replica with the fewest requests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from verl_rhyme.placement.policy import PlacementPolicy, Request
 
 
 class LeastLoaded(PlacementPolicy):
-    """The reference (``verl.workers.rollout.router.GlobalRequestLoadBalancer``); ties are drawn, as there.
+    """The least loaded replica (``verl.workers.rollout.router.GlobalRequestLoadBalancer``); ties are random, as in
+    verl.
 
     Args:
-        fleet: Where the loads stand.
-        seed: Of the draws; ``None`` for another one each time.
+        fleet: Loads of the replicas.
+        seed: Random seed for ties; ``None``: a different one each time.
     """
 
     def __init__(self, fleet: Fleet, seed: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Longest processing time first: a response goes where the fewest tokens are expected."""
+"""Longest processing time first: a response goes to the replica with the fewest expected tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from verl_rhyme.placement.policy import Load, PlacementPolicy, Request, expected
 
 
 class LongestFirst(PlacementPolicy):
-    """Graham's LPT (SIAM J. Appl. Math. 1969), for requests that come in the order of falling length
-    (:mod:`~verl_rhyme.scheduling.admission`); NeMo-RL's length-first scheduling does the same by history or an oracle.
+    """Graham's LPT (SIAM J. Appl. Math. 1969), for requests in the order of falling length.
+
+    :mod:`~verl_rhyme.scheduling.admission` makes that order. NeMo-RL's length-first scheduling does the same, by
+    history or an oracle.
 
     Args:
-        fleet: Where the loads stand.
+        fleet: Loads of the replicas.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._tenth: dict[str, int] = {}  # by key: where its prompt is in the order by length
+        self._tenth: dict[str, int] = {}  # by key, tenth of the prompts in the order by length
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
         tenth = np.empty(len(loads), np.int64)
@@ -34,8 +36,8 @@ class LongestFirst(PlacementPolicy):
     def reason(self, request: Request, replica: str) -> str:
         tokens, tenth = request.response_tokens, self._tenth.get(request.key)
         expected = "unknown length" if tokens is None else f"about {roughly(tokens)} tokens expected"
-        ranked = "in no plan" if tenth is None else f"its prompt in tenth {tenth} of 10, longest first"
-        return f"{expected}, {ranked}: where the fewest tokens were"
+        ranked = "not in a plan" if tenth is None else f"prompt in tenth {tenth} of 10, longest first"
+        return f"{expected}, {ranked}: replica with the fewest tokens"
 
     def choose(self, request: Request) -> str:
         return self._fleet.names[self._fleet.least_tokens()]

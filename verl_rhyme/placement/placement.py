@@ -1,4 +1,4 @@
-"""Accounts for what runs where, and asks a policy where to send what comes."""
+"""Account of running requests by replica, and the choice of a replica for each request."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ POLICIES: dict[str, Callable[..., PlacementPolicy]] = {
 
 
 class NoReplica(RuntimeError):
-    """There is no replica to send a request to."""
+    """No replica is available for a request."""
 
 
 class Placement:
-    """The events of a fleet, and the answer. A policy that fails costs balance, never a request.
+    """Events of a fleet, and the policy that chooses replicas. A failing policy costs balance, never a request.
 
     Args:
-        policy: A name in :data:`POLICIES`.
-        options: Of the policy.
-        cost: What a replica's work costs, for those policies that reckon with it.
+        policy: Name in :data:`POLICIES`.
+        options: Options of the policy.
+        cost: Cost of a replica's work, for policies that use it.
 
     Attributes:
         fleet: Replicas and loads.
-        errors: Calls of the policy that raised.
-        last_error: The latest of them, in words.
+        errors: Number of failed policy calls.
+        last_error: Call, type and text of the latest error.
 
     Raises:
-        ValueError: No such policy.
-        TypeError: No such option.
+        ValueError: Unknown policy.
+        TypeError: Unknown option.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Placement:
         cost: ReplicaCost = TYPICAL,
     ) -> None:
         if policy not in POLICIES:
-            raise ValueError(f"no placement policy {policy!r}; there are {', '.join(sorted(POLICIES))}")
+            raise ValueError(f"placement.policy={policy!r} is unknown: choose {', '.join(sorted(POLICIES))}")
         self.fleet = Fleet(cost)
         self.policy = POLICIES[policy](self.fleet, **(options or {}))
         self.errors = 0
@@ -60,11 +60,11 @@ class Placement:
         self._random = random.Random(0)
 
     def add(self, replica: str) -> None:
-        """A replica takes requests from now on. One that is there already goes on as it is."""
+        """Add a replica; a known replica is unchanged."""
         self.fleet.add(replica)
 
     def remove(self, replica: str) -> bool:
-        """A replica takes no more, and what ran there is forgotten; false when it was not there."""
+        """Remove a replica and forget its requests; return false for an unknown replica."""
         if replica not in self.fleet:
             return False
         for request_id in [name for name, runs in self._running.items() if any(at == replica for _, at in runs)]:
@@ -74,15 +74,15 @@ class Placement:
         return True
 
     def report(self, replica: str, capacity: int) -> None:
-        """KV tokens a replica has room for, at least 1. Ignored when it has left."""
+        """Set the KV tokens that fit into a replica's cache, at least 1; unknown replicas are ignored."""
         if replica in self.fleet:
             self.fleet.report(replica, capacity)
 
     def acquire(self, request: Request) -> str:
-        """Where to send a request, which counts there from now on until it is released.
+        """Return the replica for a request, which counts there until it is released.
 
         Raises:
-            NoReplica: None was added, or all were removed.
+            NoReplica: The fleet is empty.
         """
         if not self.fleet:
             raise NoReplica("No available servers in load balancer")
@@ -91,12 +91,12 @@ class Placement:
         return replica
 
     def release(self, request_id: str, replica: str, tokens: int | None = None) -> bool:
-        """A request ended; false when none of that name runs there (its replica may have left in between).
+        """Release a request; return false if it does not run there (its replica may have left).
 
         Args:
-            request_id: Its id.
-            replica: Where it ran.
-            tokens: That it added there; ``None`` where nobody said.
+            request_id: Id of the request.
+            replica: Replica on which it ran.
+            tokens: Tokens it added there; ``None`` where unknown.
         """
         runs = self._running.get(request_id, [])
         for i, (request, at) in enumerate(runs):
@@ -105,34 +105,34 @@ class Placement:
                 if not runs:
                     del self._running[request_id]
                 self.fleet.run(replica, -1, -request.tokens)
-                self._tell("released", request, replica, tokens)
+                self._notify("released", request, replica, tokens)
                 return True
         return False
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
-        """These prompts will be answered for the update ``step``."""
+        """Plan the prompts of training step ``step``."""
         if self.fleet:
-            self._tell("plan", step, loads)
+            self._notify("plan", step, loads)
 
     def reason(self, request_id: str) -> str:
-        """Why a running request is where it is; empty when it is not known here."""
+        """Return the reason for a running request's replica; empty where unknown."""
         for request, replica in self._running.get(request_id, []):
-            return str(self._ask("", "reason", request, replica))
+            return str(self._call("", "reason", request, replica))
         return ""
 
     def watched(self) -> list[str]:
-        """Ids of running requests whose progress :meth:`moves` wants to know."""
-        return [name for name in self._ask((), "watched") if name in self._running]
+        """Return ids of running requests whose progress :meth:`moves` needs."""
+        return [name for name in self._call((), "watched") if name in self._running]
 
     def left(self, keys: Sequence[str]) -> None:
-        """These prompts of earlier plans are not answered any more."""
-        self._tell("left", keys)
+        """Forget planned prompts that have left."""
+        self._notify("left", keys)
 
     def moves(self, progress: Mapping[str, Progress]) -> list[Move]:
-        """Running requests that are to go on elsewhere, which count there from now on, with what they have.
+        """Return the policy's moves, and count each moved request, with its tokens, on its new replica.
 
         Args:
-            progress: By id.
+            progress: Progress by request id.
         """
         moved = []
         try:
@@ -154,23 +154,23 @@ class Placement:
     def _settle(self, request: Request, replica: str) -> None:
         self.fleet.run(replica, 1, request.tokens)
         self._running.setdefault(request.id, []).append((request, replica))
-        self._tell("started", request, replica)
+        self._notify("started", request, replica)
 
     def _choose(self, request: Request) -> str:
         try:
             replica = self.policy.choose(request)
             if isinstance(replica, str) and replica in self.fleet:
                 return replica
-            self._failed(f"choose answered {replica!r}, which is no replica")
+            self._failed(f"choose returned {replica!r}, which is no replica")
         except Exception as error:
             self._failed(f"choose: {type(error).__name__}: {error}")
         least = self.fleet.least()
         return self.fleet.names[least[self._random.randrange(len(least))]]
 
-    def _tell(self, event: str, *about: Any) -> None:
-        self._ask(None, event, *about)
+    def _notify(self, event: str, *about: Any) -> None:
+        self._call(None, event, *about)
 
-    def _ask(self, otherwise: Any, event: str, *about: Any) -> Any:
+    def _call(self, otherwise: Any, event: str, *about: Any) -> Any:
         try:
             return getattr(self.policy, event)(*about)
         except Exception as error:

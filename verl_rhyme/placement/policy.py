@@ -1,4 +1,4 @@
-"""What a placement policy is told and what it answers."""
+"""Input and output of placement policies."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from verl_rhyme.planning.cost import Floats
 
 
 class Request(NamedTuple):
-    """What is known of a request when it asks for a replica; all but the id may be missing.
+    """A request that needs a replica; all fields but the id may be missing.
 
     Attributes:
-        id: Its sample: later attempts come under the same id.
-        key: The prompt it belongs to.
-        prompt_tokens: Tokens it begins with.
-        response_tokens: Tokens it will add, as predicted or known; ``None`` when neither.
-        p90_tokens: 90th percentile of the tokens it will add; ``None`` without a prediction.
-        replica: Where it runs already; empty: the policy is asked.
+        id: Id of its sample; later attempts have the same id.
+        key: Id of its prompt.
+        prompt_tokens: Tokens at its start.
+        response_tokens: Tokens it will add, predicted or known; ``None`` where unknown.
+        p90_tokens: 90th percentile of the tokens it will add; ``None`` without a forecast.
+        replica: Replica on which it already runs; empty: the policy chooses.
     """
 
     id: str
@@ -31,18 +31,18 @@ class Request(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """KV tokens it will fill at its end; 0 when nobody knows."""
+        """KV tokens at its end; 0 where unknown."""
         return 0 if self.response_tokens is None else max(0, self.prompt_tokens + self.response_tokens)
 
 
 class Load(NamedTuple):
-    """A prompt that is about to be answered.
+    """A prompt whose responses will be generated.
 
     Attributes:
-        key: As its requests will have it (:attr:`Request.key`).
-        samples: Responses that are wanted.
-        tokens: Expected of each of them; ``None`` when nobody knows.
-        prompt_tokens: Of the prompt; 0 when nobody knows.
+        key: Id of the prompt (:attr:`Request.key`).
+        samples: Number of responses.
+        tokens: Expected tokens of each response; ``None`` where unknown.
+        prompt_tokens: Tokens of the prompt; 0 where unknown.
     """
 
     key: str
@@ -52,26 +52,26 @@ class Load(NamedTuple):
 
 
 def expected_tokens(loads: Sequence[Load]) -> Floats:
-    """float64[loads], tokens of a response of each; where nobody knows, the mean of the others."""
+    """Return float64[loads], expected response tokens; unknown ones are the mean of the others."""
     known = [load.tokens for load in loads if load.tokens is not None]
     mean = float(np.mean(known)) if known else 1.0
     return np.array([mean if load.tokens is None else load.tokens for load in loads])
 
 
 def roughly(tokens: float) -> str:
-    """Rounded to one digit, so that reasons can be told alike and counted: 3,000."""
+    """Return the tokens rounded to one digit (3,000), so that equal reasons can be counted."""
     whole = max(1, int(tokens))
     digit = 10 ** (len(str(whole)) - 1)
     return f"{(2 * whole + digit) // (2 * digit) * digit:,}"
 
 
 class Progress(NamedTuple):
-    """How far a running request is.
+    """Progress of a running request.
 
     Attributes:
-        made: Tokens that it has made since it was placed.
-        left: That it is expected to add to these; ``None`` when nobody knows.
-        p90_left: 90th percentile of that.
+        made: Tokens generated since it was placed.
+        left: Expected further tokens; ``None`` where unknown.
+        p90_left: 90th percentile of the further tokens.
     """
 
     made: int
@@ -80,12 +80,12 @@ class Progress(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A running request that is to go on elsewhere.
+    """A move of a running request to another replica.
 
     Attributes:
-        id: Of its conversation.
-        replica: Where to.
-        reason: In a few words.
+        id: Id of the request.
+        replica: Target replica.
+        reason: Reason, in a few words.
     """
 
     id: str
@@ -94,37 +94,44 @@ class Move(NamedTuple):
 
 
 class PlacementPolicy:
-    """Answers where, over a :class:`~verl_rhyme.placement.fleet.Fleet` that others keep up to date.
+    """Base class of policies that choose replicas, over a :class:`~verl_rhyme.placement.fleet.Fleet` that the caller
+    updates.
 
-    May raise in any method: :class:`~verl_rhyme.placement.placement.Placement` then takes the least loaded.
-    All but :meth:`choose` may be left as they are.
+    Any method may raise: :class:`~verl_rhyme.placement.placement.Placement` then takes the least loaded replica. Only
+    :meth:`choose` must be implemented.
     """
 
     def choose(self, request: Request) -> str:
-        """The replica for a request; changes nothing. The fleet has at least one."""
+        """Return the replica for a request, without side effects; the fleet has at least one."""
         raise NotImplementedError
 
     def reason(self, request: Request, replica: str) -> str:
-        """Why it was chosen, in a few words; empty where the policy's name says all."""
+        """Return the reason for a choice in a few words; empty where the policy's name is enough."""
         return ""
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
-        """These prompts will be answered, for the update ``step``; their requests come later, or have come."""
+        """Plan the prompts of training step ``step``; their requests come later, or have come."""
 
     def started(self, request: Request, replica: str) -> None:
-        """It was sent there, on this policy's word or not; the fleet counts it already."""
+        """Record that a request runs on a replica; the fleet counts it already."""
 
     def released(self, request: Request, replica: str, tokens: int | None) -> None:
-        """It came to its end, having added ``tokens`` there; or, where these are ``None``, it left otherwise: it was
-        cut short or lost, is moved, or its replica is about to leave. The fleet no longer counts it."""
+        """Record that a request left a replica; the fleet no longer counts it.
+
+        Args:
+            request: The request.
+            replica: Replica that it left.
+            tokens: Tokens it added there at its end; ``None``: it was interrupted, lost or moved, or its replica
+                leaves.
+        """
 
     def left(self, keys: Sequence[str]) -> None:
-        """These prompts of earlier plans are not answered any more; nothing of them runs."""
+        """Forget planned prompts; none of their requests runs."""
 
     def watched(self) -> Sequence[str]:
-        """Ids of running requests that may be better off elsewhere: it is to be told how far they are."""
+        """Return ids of running requests whose progress :meth:`moves` needs."""
         return ()
 
     def moves(self, progress: Mapping[str, Progress]) -> Iterable[Move]:
-        """What is to go on elsewhere; each is carried out before the next is asked for."""
+        """Yield moves of running requests; the caller carries out each before it takes the next."""
         return ()

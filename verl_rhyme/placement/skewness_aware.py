@@ -1,11 +1,12 @@
-"""Skewness-aware dispatch (StreamRL, arXiv:2504.15930, section 5, Algorithm 2): the longest on replicas of their own.
+"""Skewness-aware dispatch (StreamRL, arXiv:2504.15930, section 5, Algorithm 2): separate replicas for the longest
+prompts.
 
-The prompts of a step are ranked by their expected lengths, and the longest have so many replicas of their own that the
-seconds of both pools, added up, are least; all numbers are tried. A replica that has M samples and decodes BS of them
-at a time needs ``PTL(BS) L ceil(M / BS)`` seconds: PTL are the seconds of a step of so many rows, L the 90% quantile of
-the tail's lengths, the median of the rest's, and BS what slots and cache hold, or M if that is fewer.
+The prompts of a training step are ranked by expected length. The longest get a separate pool of replicas, whose size
+minimizes the sum of both pools' seconds; all sizes are tried. A replica with M samples that decodes BS at a time needs
+``PTL(BS) L ceil(M / BS)`` seconds. PTL is the time of a decode step with that many rows. L is the 90% quantile of the
+tail's lengths, or the median of the others' lengths. BS is what slots and cache hold, or M if that is fewer.
 
-Within a replica the longest go first (:mod:`~verl_rhyme.scheduling.admission`).
+Within a replica the longest start first (:mod:`~verl_rhyme.scheduling.admission`).
 """
 
 from __future__ import annotations
@@ -19,33 +20,32 @@ from verl_rhyme.placement.fleet import Fleet
 from verl_rhyme.placement.policy import Load, PlacementPolicy, Request, expected_tokens, roughly
 from verl_rhyme.planning.cost import Floats
 
-#: Quantiles that stand for the lengths of the tail, and of the rest.
+#: Quantiles that represent the lengths of the tail and of the other prompts.
 _QUANTILES = (0.9, 0.5)
 
 
 @dataclass
 class _Pool:
     name: str
-    tokens: float  # the least that are expected of its samples
+    tokens: float  # minimum expected tokens of its samples
     replicas: tuple[str, ...]
-    columns: tuple[int, np.ndarray] = (-1, np.zeros(0, np.intp))  # of those that serve, under this version of the fleet
+    columns: tuple[int, np.ndarray] = (-1, np.zeros(0, np.intp))  # columns of serving replicas, by fleet version
 
 
 class SkewnessAware(PlacementPolicy):
-    """See the module. A response of unknown length counts as the mean of the others.
+    """Skewness-aware dispatch; see the module. Responses of unknown length count as the mean of the others.
 
     Args:
-        fleet: Where the loads stand. Its replicas are taken to be alike: all with the cost of the fleet, and the least
-            room of any.
+        fleet: Loads of the replicas, which count as equal: with the fleet's cost and the smallest cache of any.
         tail: Share of the prompts in the first pool.
 
     Raises:
-        ValueError: ``tail`` is no share.
+        ValueError: ``tail`` is not a share.
     """
 
     def __init__(self, fleet: Fleet, tail: float = 0.2) -> None:
         if not 0 < tail < 1:
-            raise ValueError(f"skewness_aware: tail={tail} must be above 0 and below 1")
+            raise ValueError(f"skewness_aware: placement.options.tail={tail} must be above 0 and below 1")
         self._fleet, self._tail = fleet, tail
         self._pool: dict[str, _Pool] = {}  # by prompt
 
@@ -60,8 +60,8 @@ class SkewnessAware(PlacementPolicy):
             self._seconds([loads[i] for i in part], tokens[part], share)
             for part, share in zip(parts, _QUANTILES, strict=True)
         )
-        both = np.stack([np.maximum(tail, rest[::-1]), tail + rest[::-1]])  # 1, 2, ... replicas for the tail
-        width = 1 + int(np.lexsort(both)[0])  # of equal sums the one whose slower pool is faster
+        both = np.stack([np.maximum(tail, rest[::-1]), tail + rest[::-1]])  # with 1, 2, ... replicas for the tail
+        width = 1 + int(np.lexsort(both)[0])  # among equal sums, the fastest slower pool
         for rank, (part, own) in enumerate(zip(parts, (names[:width], names[width:]), strict=True), 1):
             pool = _Pool(f"pool {rank} of 2 in step {step}", float(tokens[part[-1]]), tuple(own))
             self._pool.update((loads[i].key, pool) for i in part.tolist())
@@ -82,14 +82,14 @@ class SkewnessAware(PlacementPolicy):
     def reason(self, request: Request, replica: str) -> str:
         pool = self._pool.get(request.key)
         if pool is None:
-            return "in no plan: where the fewest tokens were"
+            return "not in a plan: replica with the fewest tokens"
         if replica not in pool.replicas:
-            return "its pool's replicas are gone: where the fewest tokens were"
+            return "the pool's replicas have left: replica with the fewest tokens"
         own = f"{len(pool.replicas)} of {len(self._fleet)} replicas"
-        return f"{pool.name}, {roughly(pool.tokens)} tokens or more expected: {own}"
+        return f"{pool.name}, at least {roughly(pool.tokens)} tokens expected: {own}"
 
     def _seconds(self, loads: Sequence[Load], tokens: Floats, share: float) -> Floats:
-        """float64[R - 1], of a pool on 1, 2, ... replicas."""
+        """Return float64[R - 1], seconds of a pool on 1, 2, ... replicas."""
         cost, room = self._fleet.cost, float(self._fleet.capacity.min())
         number = np.array([load.samples for load in loads], np.float64)
         begin = np.array([load.prompt_tokens for load in loads], np.float64)

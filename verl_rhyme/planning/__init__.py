@@ -1,4 +1,4 @@
-"""How many GPUs generate and how many train: cost profiles, times, the planner, replicas that rest.
+"""Numbers of GPUs for generation and training: cost profiles, step times, the planner, the elastic rule.
 
 Process: the command's and the trainer. Engines: none.
 """

@@ -1,12 +1,12 @@
-"""What a replica's work costs in seconds, by a few coefficients: what planner and simulator reckon with.
+"""Seconds of a replica's work, by a few coefficients, for planner and simulator.
 
-A decode step of R rows, whose KV caches hold C tokens together and which verifies D draft tokens, takes::
+A decode step of R rows, with C tokens in their KV caches and D draft tokens to verify, takes::
 
     base + row R + cached C + draft D + drafting [D > 0]
 
-The base is the reading of the weights, C the reading of the caches; a step is bound by memory until rows and drafts are
-many. A prefill of P tokens takes ``prefill P`` and no row advances meanwhile: engines that mix prefill with decoding
-(chunked prefill) lose as much time, only spread out.
+The base is the time to read the weights; ``cached C`` is the time to read the caches. A step is memory-bound until rows
+and drafts are many. A prefill of P tokens takes ``prefill P``, and no row advances meanwhile. Engines that mix prefill
+with decoding (chunked prefill) lose the same time, spread out.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StepCost:
-    """Coefficients of a decode step, seconds each; none below 0.
+    """Coefficients of a decode step, in seconds; none is negative.
 
     Attributes:
-        base: Of a step.
-        row: Of each request in it.
-        cached: Of each token in their KV caches.
-        draft: Of each draft token that is verified.
-        drafting: Of drafting at all.
+        base: Seconds of a step.
+        row: Seconds of each request in it.
+        cached: Seconds of each token in their KV caches.
+        draft: Seconds of each verified draft token.
+        drafting: Seconds of drafting itself.
 
     Raises:
-        ValueError: One is negative or not finite, or a step takes no time.
+        ValueError: A coefficient is negative or not finite, or a step takes no time.
     """
 
     base: float
@@ -45,28 +45,28 @@ class StepCost:
         for field in fields(self):
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"step.{field.name} must be seconds of at least 0, not {value!r}")
+                raise ValueError(f"step.{field.name} must be seconds, at least 0, not {value!r}")
         if not self.base + self.row > 0:
-            raise ValueError("step.base and step.row are both 0: a step takes time")
+            raise ValueError("step.base and step.row are both 0: set one above 0, since a step takes time")
 
     def seconds(self, rows: int, cached: float = 0.0, drafts: float = 0.0) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         return self.base + self.row * rows + self.cached * cached + self.draft * drafts + self.drafting * (drafts > 0)
 
 
 @dataclass(frozen=True)
 class ReplicaCost:
-    """What one kind of replica costs and holds.
+    """Cost and capacity of one kind of replica.
 
     Attributes:
-        step: Of decoding.
+        step: Cost of a decode step.
         prefill: Seconds of a prompt token.
         slots: Requests that it decodes at a time (``max_num_seqs``).
         room: Tokens that fit into its KV cache.
-        gpus: That it has.
+        gpus: GPUs of the replica.
 
     Raises:
-        ValueError: Sizes that cannot be.
+        ValueError: A value is out of range.
     """
 
     step: StepCost
@@ -77,13 +77,13 @@ class ReplicaCost:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.prefill) and self.prefill >= 0):
-            raise ValueError(f"prefill must be seconds of at least 0, not {self.prefill!r}")
+            raise ValueError(f"prefill must be seconds, at least 0, not {self.prefill!r}")
         for name in ("slots", "room", "gpus"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}")
 
     def slowed(self, factor: float) -> ReplicaCost:
-        """One like it whose work takes so many times as long.
+        """Return this cost with all work ``factor`` times as slow.
 
         Raises:
             ValueError: As of the class.
@@ -94,14 +94,14 @@ class ReplicaCost:
         return replace(self, step=step, prefill=factor * self.prefill)
 
     def drafted(self, pace: float, overhead: float) -> ReplicaCost:
-        """One like it that drafts: what a token costs with drafts, for what a decoding step costs.
+        """Return the cost with drafting, per decode step without drafting.
 
         Args:
-            pace: Tokens a decoding step, at least 1.
-            overhead: Draft tokens verified for each token gained.
+            pace: Tokens per decode step, at least 1.
+            overhead: Draft tokens verified for each gained token.
 
         Raises:
-            ValueError: Neither is possible.
+            ValueError: A value is out of range.
         """
         if not (1 <= pace < math.inf and 0 <= overhead < math.inf):
             raise ValueError(f"drafts.acceptance must be at least 1 and drafts.overhead 0, not {pace} and {overhead}")
@@ -112,25 +112,25 @@ class ReplicaCost:
         return replace(self, step=StepCost((step.base + step.drafting) / pace, row / pace, step.cached / pace))
 
     def alone(self, prompt: float, tokens: float) -> float:
-        """Seconds of a response that has the replica to itself."""
+        """Return the seconds of a response that runs alone on the replica."""
         step = self.step
         return self.prefill * prompt + tokens * step.seconds(1) + step.cached * tokens * (prompt + tokens / 2)
 
     def together(
         self, longest: npt.ArrayLike, tokens: npt.ArrayLike, held: npt.ArrayLike, room: npt.ArrayLike | None = None
     ) -> Floats:
-        """Seconds until the last of some responses that are begun together is done, in whatever order they end.
+        """Return the seconds until the last of some responses that start together ends, in any order of ends.
 
-        With steps of ``base + row R + cached C`` seconds that is ``base S + row tokens + cached held``: S, the steps
-        there are, are all those of the longest response, and as many as bring all tokens through the slots, within the
-        cache there is.
+        With steps of ``base + row R + cached C`` seconds that is ``base S + row tokens + cached held``. The number of
+        steps S is at least that of the longest response, and enough to bring all tokens through the slots and through
+        the cache.
 
         Args:
             longest: Tokens of the longest response.
-            tokens: Of all.
-            held: Over the steps of all responses, the tokens in their caches: ``n (p + n / 2)`` for n tokens after a
-                prompt of p.
-            room: Of the cache; ``None``: this kind's.
+            tokens: Tokens of all responses.
+            held: Cached tokens, summed over the steps of all responses: ``n (p + n / 2)`` for n tokens after a prompt
+                of p.
+            room: Tokens that fit into the cache; ``None``: this kind's.
 
         Returns:
             float64, of the arguments' common shape.
@@ -140,23 +140,23 @@ class ReplicaCost:
         return self.step.base * steps + self.step.row * np.asarray(tokens) + self.step.cached * np.asarray(held)
 
 
-#: Where nobody measured: a 32B model in bf16 over four H800s, reckoned (``planning/profiles``). Plans go by ratios.
+#: Default without measurements: a 32B model in bf16 over four H800s, calculated (``planning/profiles``).
 TYPICAL = ReplicaCost(StepCost(base=10e-3, row=33e-6, cached=26e-9), prefill=33e-6)
 
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What happens between the rollouts, on the GPUs that train.
+    """Cost of the work between rollouts, on the training GPUs.
 
     Attributes:
-        token: Seconds of a token of prompt and response, log-probs and update together.
-        logprobs: Share of that which is log-probs (old and reference): two of eight operations a weight and token.
-        update: Seconds of an update beside that.
-        part: Seconds of each part but the last, beside its tokens, where an update's samples come in parts (StreamRL,
+        token: Seconds of a prompt or response token, log-probs and update together.
+        logprobs: Share of that for log-probs (old and reference): two of eight operations a weight and token.
+        update: Further seconds of a training step.
+        part: Further seconds of each part but the last, where a batch's samples come in parts (StreamRL,
             arXiv:2504.15930, section 4.1).
-        sync: Seconds from an update's end until its weights are in the engines.
-        copy: Seconds of these for which the trainer is held where replicas take versions one by one: until the weights
-            lie in the relay. ``None``: all of them; so it is where all replicas take a version together.
+        sync: Seconds from a training step's end until its weights are in the engines.
+        copy: Seconds of these that block the trainer where replicas take versions one by one: until the weights
+            are in the relay. ``None``: all; also where all replicas take a version together.
         reward: Seconds from a response's end to its reward.
         start: Seconds from the new weights until the first requests are in the engines' slots.
     """
@@ -174,23 +174,28 @@ class TrainingCost:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"training.{field.name} must be seconds of at least 0, not {value!r}")
+                raise ValueError(f"training.{field.name} must be seconds, at least 0, not {value!r}")
         if self.logprobs > 1:
             raise ValueError(f"training.logprobs must be a share, from 0 to 1, not {self.logprobs!r}")
 
     def seconds(self, tokens: float, early: float = 0.0, gradients: bool = True) -> float:
-        """Of an update of so many tokens once all are there, of which ``early`` had gone through in parts, with their
-        gradients or without."""
+        """Return the seconds of a training step once all its samples are present.
+
+        Args:
+            tokens: Tokens of the batch.
+            early: Tokens that were processed in parts before.
+            gradients: Whether parts include gradients, or only log-probs.
+        """
         return self.update + self.token * (tokens - early * self._ahead(gradients))
 
     def held(self, one_by_one: bool) -> float:
-        """Seconds for which publication holds the trainer (``Rules.one_by_one``)."""
+        """Return the seconds for which publication blocks the trainer (``Rules.one_by_one``)."""
         return min(self.copy, self.sync) if one_by_one and self.copy is not None else self.sync
 
     def part_seconds(self, tokens: float, gradients: bool = True) -> float:
-        """Of a part."""
+        """Return the seconds of a part."""
         return self.part + self.token * tokens * self._ahead(gradients)
 
     def _ahead(self, gradients: bool) -> float:
-        """Share of a token's seconds that need not wait for the whole batch."""
+        """Return the share of a token's seconds that need not wait for the whole batch."""
         return 1.0 if gradients else self.logprobs

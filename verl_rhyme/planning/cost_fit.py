@@ -1,9 +1,9 @@
-"""The cost model's coefficients, from what a run's servers and trainer told (:mod:`verl_rhyme.planning.cost`).
+"""Fit of the cost model's coefficients to the records of a run's servers (:mod:`verl_rhyme.planning.cost`).
 
-A request's seconds are those of its steps, each with what ran beside it on average, which is known from all requests'
-intervals, and of the prompts that were computed meanwhile. Coefficients are by least squares of the relative errors,
-none below 0 (``scipy.optimize.nnls``); a request that is far off has as much less weight. What did not vary stays 0: it
-lies in the base.
+The seconds of a request are those of its steps and of the prompts computed meanwhile. Each step counts with the average
+number of concurrent requests, known from all requests' intervals. The fit is least squares of the relative errors, with
+no negative coefficients (``scipy.optimize.nnls``); outliers get less weight. A coefficient whose column did not vary
+stays 0: the base includes it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from verl_rhyme.planning.cost import StepCost
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-#: Whole requests below which nothing is fitted.
+#: Minimum number of complete requests for a fit.
 LEAST_REQUESTS = 16
-#: Standard deviation over mean of a column below which it has not varied.
+#: Standard deviation over mean below which a column counts as constant.
 _VARIES = 0.02
-#: Times that requests are weighed anew.
+#: Number of reweighting iterations.
 _ROUNDS = 5
 _STEP = ("base", "row", "cached", "draft", "drafting")
 
 
 class FitError(ValueError):
-    """Too little to fit; the message says what is missing."""
+    """Too few requests for a fit; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Requests:
     """Requests of replicas of one kind, each array of shape [requests]; times in seconds, of one clock.
 
     Attributes:
-        replica: int, which served it.
-        started, first_token, finished: When its slot was taken, its prompt was computed, its end was told.
-        own: Tokens in its cache at its start that it shares with nobody: what a resumed one had said before.
-        prompt: int, a number of the prompt; requests of one share the cache of their ``prompt_tokens``.
-        prompt_tokens: Of that.
-        computed: Tokens that were computed before its first one: prompt and own, without what was cached.
-        tokens: Response tokens that it made.
+        replica: int, replica that served it.
+        started, first_token, finished: Times when its slot was taken, its prompt was computed, its end was reported.
+        own: Unshared tokens in its cache at its start: the earlier tokens of a resumed request.
+        prompt: int, number of the prompt; requests of one prompt share the cache of their ``prompt_tokens``.
+        prompt_tokens: Tokens of the prompt.
+        computed: Tokens that were computed before its first token: prompt and own, without cached ones.
+        tokens: Response tokens that it generated.
         steps: Decode steps for them; with drafts fewer than tokens.
         drafted: Draft tokens that were verified for it.
-        whole: bool, it came to its own end: nobody cut it short.
+        whole: bool, whether it finished without an interruption.
     """
 
     replica: Ints
@@ -67,18 +67,18 @@ class Requests:
         return len(self.replica)
 
     def of(self, chosen: npt.NDArray[np.bool_] | Ints) -> Requests:
-        """Some of them."""
+        """Return some of the requests."""
         return Requests(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
 @dataclass(frozen=True)
 class StepFit:
-    """What :func:`fit_steps` found.
+    """Result of :func:`fit_steps`.
 
     Attributes:
-        step: Of a decode step.
+        step: Cost of a decode step.
         prefill: Seconds of a computed prompt token.
-        requests: That were fitted.
+        requests: Number of fitted requests.
         error, worst: Median and ninth decile of the relative error of their seconds.
     """
 
@@ -90,31 +90,32 @@ class StepFit:
 
 
 def fit_steps(requests: Requests) -> StepFit:
-    """Coefficients of a replica's step, and its prefill.
+    """Fit the coefficients of a replica's step, and its prefill.
 
     Raises:
-        FitError: Fewer than :data:`LEAST_REQUESTS` of them were whole.
+        FitError: Fewer than :data:`LEAST_REQUESTS` requests are complete.
     """
     known = np.isfinite(requests.started) & (requests.finished > requests.started) & (requests.steps >= 1)
     requests = requests.of(known)
     if (count := int(requests.whole.sum())) < LEAST_REQUESTS:
         raise FitError(
-            f"{count} requests that came to their end and tell when they started: at least {LEAST_REQUESTS} are needed"
+            f"{count} requests finished without an interruption and have a start time; at least {LEAST_REQUESTS} are "
+            "needed: record more steps"
         )
     parts = [requests.of(requests.replica == replica) for replica in np.unique(requests.replica)]
     pieces = [_pieces(of) for of in parts]
 
     def whole(values: Iterable[Floats]) -> Floats:
-        """Of the whole requests of all replicas."""
+        """Concatenate the values of the complete requests of all replicas."""
         return np.concatenate([value[of.whole] for value, of in zip(values, parts, strict=True)])
 
     steps, seconds = whole(of.steps for of in parts), whole(at.within(at.seconds) for at in pieces)
     computed = whole(at.within(at.computed) for at in pieces)
     step, prefill, weight = np.eye(1, len(_STEP))[0], 0.0, 1 / seconds
     for _ in range(_ROUNDS):
-        beside = whole(at.beside(step, prefill) for at in pieces)
-        varies = np.append(True, beside[:, 1:].std(axis=0) >= _VARIES * beside[:, 1:].mean(axis=0))
-        rows = np.column_stack([steps[:, None] * beside * varies, computed])
+        step_content = whole(at.step_content(step, prefill) for at in pieces)
+        varies = np.append(True, step_content[:, 1:].std(axis=0) >= _VARIES * step_content[:, 1:].mean(axis=0))
+        rows = np.column_stack([steps[:, None] * step_content * varies, computed])
         scale = np.maximum(rows.max(axis=0), 1e-12)
         try:
             found, _ = nnls(rows / scale * weight[:, None], seconds * weight)
@@ -124,14 +125,16 @@ def fit_steps(requests: Requests) -> StepFit:
         spread = max(1e-4, 1.4826 * float(np.median(off)))
         weight = 1 / seconds / (1 + (off / spread) ** 2) ** 0.25
         step, prefill = (found / scale)[:-1], float((found / scale)[-1])
-    told = StepCost(**dict(zip(_STEP, step.tolist(), strict=True)))
-    return StepFit(told, prefill, count, float(np.median(off)), float(np.quantile(off, 0.9)))
+    cost = StepCost(**dict(zip(_STEP, step.tolist(), strict=True)))
+    return StepFit(cost, prefill, count, float(np.median(off)), float(np.quantile(off, 0.9)))
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Of one replica's time, within which the same requests run: what a step has in it, and prompt tokens computed; and
-    which of them each request is there for."""
+    """Intervals of one replica's time with constant running requests.
+
+    Each has the content of a step, the computed prompt tokens, and the first and last interval of each request.
+    """
 
     seconds: Floats
     columns: Floats
@@ -140,12 +143,12 @@ class _Pieces:
     last: Ints
 
     def within(self, values: Floats) -> Floats:
-        """Of the pieces that each request is there for, summed."""
+        """Return the sum of values over each request's intervals."""
         sums = np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
         return sums[self.last] - sums[self.first]
 
-    def beside(self, step: Floats, prefill: float) -> Floats:
-        """Of each request, what its steps have in them on average, which take such seconds."""
+    def step_content(self, step: Floats, prefill: float) -> Floats:
+        """Return the average content of each request's steps, given their seconds."""
         took = self.columns @ step
         free = np.maximum(self.seconds - prefill * self.computed, 0.0)
         made = np.divide(free, took, out=np.zeros_like(took), where=took > 0)
@@ -153,7 +156,7 @@ class _Pieces:
 
 
 def _pieces(requests: Requests) -> _Pieces:
-    """Of one replica."""
+    """Return the intervals of one replica."""
     times = np.unique(np.concatenate([requests.started, requests.first_token, requests.finished]))
     first = np.searchsorted(times, requests.started)
     last = np.searchsorted(times, requests.finished)
@@ -162,7 +165,7 @@ def _pieces(requests: Requests) -> _Pieces:
     count = len(seconds)
 
     def running(value: Floats) -> Floats:
-        """Of all that run in a piece, summed."""
+        """Return the sum over the requests that run in an interval."""
         change = np.zeros(count + 1)
         np.add.at(change, first, value)
         np.add.at(change, last, -value)
@@ -171,11 +174,11 @@ def _pieces(requests: Requests) -> _Pieces:
     span = requests.finished - requests.started
     pace = requests.tokens / span
     rows = np.round(running(np.ones(len(requests))))
-    # what each has said grows evenly
-    said = running(requests.own - pace * requests.started) + middle * running(pace)
+    # a request's tokens grow evenly
+    generated = running(requests.own - pace * requests.started) + middle * running(pace)
     drafts = np.where(rows > 0, running(requests.drafted / requests.steps), 0.0)
     drafts[drafts < 1e-9] = 0.0
-    cached = np.maximum(0.0, said) + _shared(requests, first, last, count)
+    cached = np.maximum(0.0, generated) + _shared(requests, first, last, count)
     computed = np.zeros(count)
     np.add.at(computed, np.clip(np.searchsorted(times, requests.first_token) - 1, 0, count - 1), requests.computed)
     columns = np.stack([np.ones(count), rows, cached, drafts, (drafts > 0).astype(float)], axis=1)
@@ -183,12 +186,12 @@ def _pieces(requests: Requests) -> _Pieces:
 
 
 def _shared(requests: Requests, first: Ints, last: Ints, count: int) -> Floats:
-    """Prompt tokens in the cache, those of each prompt once, by piece."""
+    """Return the cached prompt tokens by interval; each prompt counts once."""
     change = np.zeros(count + 1)
     order = np.lexsort((first, requests.prompt))
     prompt, end, tokens = -1, -1, 0.0
     for i in order.tolist():
-        if requests.prompt[i] != prompt or first[i] > end:  # nobody has it
+        if requests.prompt[i] != prompt or first[i] > end:  # not in the cache
             prompt, tokens = int(requests.prompt[i]), float(requests.prompt_tokens[i])
             change[first[i]] += tokens
             change[last[i]] -= tokens

@@ -1,14 +1,13 @@
-"""When generation should have one unit more, or less: the elastic rule, a state machine without a clock.
+"""The elastic rule: when generation should have one unit more or less. A state machine without a clock.
 
-Published (StreamRL, arXiv:2504.15930, section 4.2): as responses grow, generation falls behind training by
-``delta = T_gen - T_train``; when that is no less than what one data-parallel unit more would save, one is added.
-Generation is then still no faster than training, so that the rule alone never adds what it would want to take away
-again.
+As published (StreamRL, arXiv:2504.15930, section 4.2): as responses grow, generation falls behind training by
+``delta = T_gen - T_train``. When delta is at least what one more data-parallel unit would save, one is added.
+Generation is then still no faster than training, so the rule never undoes its own change.
 
-Beside it here: the same rule backwards (one less, when generation stays ahead of training all the same); medians over
-some steps, for steps differ by chance, and where two batches are under way they may come in pairs, one long and one
-short; a rest after each change until steps of the new size are seen; and a bound from below: where the long tail is the
-floor a unit saves next to nothing, and any delta is "at least" that.
+Additions here: the same rule in reverse (one unit less when generation stays ahead of training). Medians over some
+steps, since steps vary; with two batches in flight, long and short ones may alternate. A rest after each change until
+steps of the new size are observed. A minimum saving: where the longest responses bound the step, a unit saves almost
+nothing, and any delta would exceed that.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from typing import NamedTuple
 
 
 class Advice(NamedTuple):
-    """What to do after a step.
+    """Advice after a step.
 
     Attributes:
-        change: Units to add (1) or take away (-1); 0: leave it.
-        delta: Seconds by which generation is behind training, over the steps that counted.
-        saving: Those that one unit more would save a step, or one less would cost where training is behind.
-        why: In words.
+        change: Units to add (1) or remove (-1); 0: no change.
+        delta: Seconds by which generation is behind training, over the counted steps.
+        saving: Seconds a step that one more unit would save, or, where training is behind, that one less would cost.
+        why: Reason, in words.
     """
 
     change: int
@@ -39,16 +38,16 @@ class Advice(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """What the rule is held to.
+    """Limits of the rule.
 
     Attributes:
-        least, most: Units of generation.
-        window: Steps whose medians count; an even number, for steps that come in pairs.
+        least, most: Minimum and maximum units of generation.
+        window: Number of steps in the medians; even, for steps that come in pairs.
         rest: Steps after a change that do not count.
-        margin: Share of a step by which the rule has to be exceeded, and which a unit has to save.
+        margin: Share of a step by which the rule must be exceeded, and that a unit must save.
 
     Raises:
-        ValueError: Bounds that cannot be.
+        ValueError: A value is out of range.
     """
 
     least: int = 1
@@ -59,16 +58,16 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not (1 <= self.least <= self.most and self.window >= 1 and self.rest >= 0 and 0 <= self.margin < 1):
-            raise ValueError(f"least must be at least 1 and at most most, window at least 1, margin a share: {self}")
+            raise ValueError(f"least must be 1 to most, window at least 1, rest at least 0, margin a share: {self}")
 
 
 class Elastic:
-    """One for a run.
+    """The elastic rule of one run.
 
     Args:
-        predict: Seconds of generation by units, with the lengths as they now are; not increasing. Only ratios of it
-            count: what is measured sets the scale.
-        units: At the start.
+        predict: Seconds of generation by units, with the current lengths; not increasing. Only ratios count:
+            measurements set the scale.
+        units: Units at the start.
         limits: See :class:`Limits`.
 
     Raises:
@@ -78,29 +77,33 @@ class Elastic:
     def __init__(self, predict: Callable[[int], float], units: int, limits: Limits | None = None) -> None:
         self.limits = Limits() if limits is None else limits
         if not self.limits.least <= units <= self.limits.most:
-            raise ValueError(f"{units} units, of {self.limits.least} to {self.limits.most}")
+            raise ValueError(f"units must be from {self.limits.least} to {self.limits.most}, not {units}")
         self._predict = predict
         self.units = units
         self._resting = 0
         self._seen: deque[tuple[float, float]] = deque(maxlen=self.limits.window)
 
     def changed(self, units: int) -> None:
-        """Generation has so many units from now on, by this advice or by itself (one that died)."""
+        """Set the number of units, after this advice or another event (a unit that died)."""
         if units != self.units:
             self.units, self._resting = units, self.limits.rest
             self._seen.clear()
 
     def observe(self, generated: float, trained: float) -> Advice:
-        """A step ended, of so many seconds of generation and of training; ``change`` is advice until :meth:`changed`.
+        """Return advice after a step; ``change`` stays advice until :meth:`changed`.
+
+        Args:
+            generated: Seconds of generation.
+            trained: Seconds of training.
 
         Raises:
-            ValueError: Seconds that cannot be.
+            ValueError: Seconds are negative or not finite.
         """
         if not (math.isfinite(generated) and math.isfinite(trained) and generated >= 0 and trained >= 0):
             raise ValueError(f"seconds of generation and training must be at least 0: {generated}, {trained}")
         if self._resting:
             self._resting -= 1
-            return Advice(0, generated - trained, 0.0, "the last change is new")
+            return Advice(0, generated - trained, 0.0, "the last change is recent")
         self._seen.append((generated, trained))
         generated, trained = (median(times) for times in zip(*self._seen, strict=True))
         change, saving, why = self._wants(generated, trained)
@@ -115,15 +118,15 @@ class Elastic:
         if delta > 0:
             saving = generated * (1 - self._predict(self.units + 1) / now)
             if self.units >= limits.most:
-                return 0, saving, "there is no unit more"
+                return 0, saving, "no more units are available"
             if saving < slack:
-                return 0, saving, "one unit more would save next to nothing: the longest responses are the floor"
+                return 0, saving, "one more unit would save almost nothing: the longest responses bound the step"
             if delta >= saving + slack:
-                return 1, saving, "generation would still be no faster than training with one unit more"
-            return 0, saving, "one unit more would leave training behind"
+                return 1, saving, "generation would still be no faster than training with one more unit"
+            return 0, saving, "training would be slower than generation with one more unit"
         if self.units <= limits.least:
-            return 0, 0.0, "there is no unit less"
+            return 0, 0.0, "generation has the minimum number of units"
         loss = generated * (self._predict(self.units - 1) / now - 1)
         if -delta >= loss + slack:
             return -1, loss, "generation would be no slower than training with one unit less"
-        return 0, loss, "one unit less would leave generation behind"
+        return 0, loss, "generation would be slower than training with one unit less"

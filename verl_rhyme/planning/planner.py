@@ -1,10 +1,10 @@
-"""Which GPUs roll out and which train, and which bound of staleness is profitable: Algorithm 1 (StreamRL,
-arXiv:2504.15930, section 4.2) for sites, kinds, prices, and a pipeline.
+"""The planner: which GPUs generate, which train, and which staleness bound is profitable.
 
-Published: of all ``x + y <= n`` that with the least ``max(P_gen(x), P_train(y))``. Here both are the floors of
-:mod:`~verl_rhyme.planning.times`, which have the bound of staleness in them; training has a share of one pool of
-GPUs, rollout a share of one, of the same or of another; memory and links bound what may be; and what is least is the
-time of a step, or the price of a trained sample.
+It extends Algorithm 1 (StreamRL, arXiv:2504.15930, section 4.2) to sites, GPU kinds, prices, and a pipeline. As
+published: of all ``x + y <= n``, take the least ``max(P_gen(x), P_train(y))``. Here both are the bounds of
+:mod:`~verl_rhyme.planning.times`, which include staleness. Training has a share of one pool of GPUs, rollout a share of
+the same or another pool. Memory and links limit the splits. The objective is the time of a step, or the price of a
+trained sample.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from verl_rhyme.planning.times import Floats, Training, Work, rollout, slots, st
 
 Objective = Literal["time", "cost"]
 
-#: A split that is slower (or dearer) than the best by less is as good: of such the one with the fewest GPUs is taken.
+#: Relative difference of time (or price) up to which splits count as equal; the one with the fewest GPUs is taken.
 WORTH = 0.01
-#: A larger bound of staleness is profitable where a step is faster (or a sample cheaper) by more.
+#: Minimum relative gain of time (or price) for which a larger staleness bound is profitable.
 PROFIT = 0.1
-#: Bounds that are compared.
+#: Staleness bounds that are compared.
 BOUNDS = (0, 1, 2, 4, 8)
-#: Share of a batch that a streamed part has.
+#: Share of a batch in a streamed part.
 _PART = StreamingConfig().part or 1.0
 
 
 class NoSplit(ValueError):
-    """Nothing fits; the message says why, line by line."""
+    """No split is possible; the message lists the reasons."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be allocated.
+    """An allocation problem.
 
     Attributes:
-        pools: GPUs.
-        model: What is trained.
+        pools: Available GPUs.
+        model: Trained model.
         work: An update batch.
-        max_staleness: Policy versions between a trained token and the policy it trains, at most (k).
-        weights: Seconds from an update's end until its weights are handed out at the site that trains.
-        copy: Seconds of these for which the trainer is held, where engines are separate and run on
+        max_staleness: Maximum number of policy versions between a trained token and the policy it trains (k).
+        weights: Seconds from a training step's end until its weights are available at the training site.
+        copy: Seconds of these that block the trainer, where separate engines run on
             (:class:`~verl_rhyme.planning.cost.TrainingCost`); ``None``: all.
-        links: Between sites.
+        links: Links between sites.
     """
 
     pools: Sequence[Pool]
@@ -63,32 +63,32 @@ class Problem:
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness must be at least 0 (versions), not {self.max_staleness}")
         if not (0 <= self.weights < math.inf and 0 <= (self.copy or 0.0) < math.inf):
-            raise ValueError(f"sync and copy must be seconds of at least 0, not {self.weights} and {self.copy}")
+            raise ValueError(f"sync and copy must be seconds, at least 0, not {self.weights} and {self.copy}")
 
     @property
     def held(self) -> float:
-        """Seconds for which new weights hold the trainer, on separate engines."""
+        """Seconds for which new weights block the trainer, on separate engines."""
         return self.weights if self.copy is None or not self.max_staleness else self.copy
 
 
 @dataclass(frozen=True)
 class Split:
-    """A way to use GPUs, and what comes of it.
+    """A split of GPUs and its results.
 
     Attributes:
-        what: It is, in a table.
-        train, train_gpus: Where it trains.
-        rollout, rollout_gpus: Where it rolls out; the same as those that train where they take turns.
+        what: Name of the split, for tables.
+        train, train_gpus: Pool and GPUs that train.
+        rollout, rollout_gpus: Pool and GPUs that generate; the same as those that train where they alternate.
         tp: GPUs of a replica.
-        colocated: Both take turns on the same GPUs.
-        rolled_out: Seconds of a step that rollout allows: its floor, with the bound of staleness.
-        slots: The same of an unbounded staleness: slots are always full.
-        trained: Seconds of a step that training allows: tokens, update, and weights.
+        colocated: Whether both roles alternate on the same GPUs.
+        rolled_out: Minimum seconds of a step because of rollout, with the staleness bound.
+        slots: The same with unbounded staleness: slots are always full.
+        trained: Minimum seconds of a step because of training: tokens, update, and weights.
         transfer: Seconds of weights over a link.
-        step: Seconds of the whole.
-        tokens_per_s: Trained tokens of responses.
-        hourly: Price of all its GPUs; ``None``: one is not known.
-        cost: Of a trained sample.
+        step: Seconds of the step.
+        tokens_per_s: Trained response tokens a second.
+        hourly: Price of all its GPUs an hour; ``None``: a price is unknown.
+        cost: Price of a trained sample.
     """
 
     what: str
@@ -109,8 +109,11 @@ class Split:
 
     @property
     def binds(self) -> str:
-        """The floor that a step stands on: ``trainer``, ``longest response`` (the time that it has by the bound of
-        staleness), ``slots`` (always full), ``link``, or ``all, in turns``."""
+        """The bound that determines a step.
+
+        One of ``trainer``, ``longest response`` (within its staleness bound), ``slots`` (always full), ``link``, or
+        ``all, in turns``.
+        """
         if self.colocated:
             return "all, in turns"
         if self.transfer >= max(self.rolled_out, self.trained):
@@ -121,7 +124,7 @@ class Split:
 
     @property
     def gpus(self) -> int:
-        """Of both."""
+        """GPUs of both roles."""
         return self.train_gpus + (0 if self.colocated else self.rollout_gpus)
 
     @property
@@ -132,15 +135,15 @@ class Split:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer for one bound of staleness.
+    """The result for one staleness bound.
 
     Attributes:
         max_staleness: The bound.
-        best: The split.
-        others: What it was compared with, from the best on: the best of each other arrangement, and both roles in
-            turns on the same GPUs, where that is possible.
-        refused: Why arrangements are not possible.
-        looked_at: Splits that were.
+        best: Best split.
+        others: Alternatives, best first: the best split of each other arrangement, and both roles in turns on the same
+            GPUs, where possible.
+        refused: Reasons why other arrangements are impossible.
+        looked_at: Number of compared splits.
     """
 
     max_staleness: int
@@ -151,12 +154,12 @@ class Plan:
 
     @property
     def turns(self) -> Split | None:
-        """Both roles in turns on the same GPUs."""
+        """The split with both roles in turns on the same GPUs."""
         return next((split for split in self.others if split.colocated), None)
 
 
 def dial(problem: Problem, objective: Objective = "time", slowest: float = np.inf) -> list[Plan]:
-    """The best split at each of :data:`BOUNDS`; those within ``slowest``. Arguments and errors as :func:`plan`."""
+    """Return the plans of all :data:`BOUNDS` with a split within ``slowest``; arguments and errors as :func:`plan`."""
     found, none = [], None
     for bound in BOUNDS:
         try:
@@ -169,7 +172,7 @@ def dial(problem: Problem, objective: Objective = "time", slowest: float = np.in
 
 
 def profitable(plans: Sequence[Plan], objective: Objective = "time") -> Plan:
-    """The least bound of staleness whose split is within :data:`PROFIT` of the best of all bounds."""
+    """Return the plan of the smallest staleness bound whose split is within :data:`PROFIT` of the best of all."""
     least = min(value(plan.best, objective) for plan in plans)
     return min(
         (plan for plan in plans if value(plan.best, objective) <= (1 + PROFIT) * least),
@@ -178,19 +181,19 @@ def profitable(plans: Sequence[Plan], objective: Objective = "time") -> Plan:
 
 
 def plan(problem: Problem, objective: Objective = "time", slowest: float = np.inf) -> Plan:
-    """The best split.
+    """Return the plan with the best split.
 
     Args:
-        problem: What there is.
-        objective: ``time``: seconds of a step; ``cost``: price of a trained sample, of the GPUs that are used.
-        slowest: Seconds that a step may take.
+        problem: Allocation problem.
+        objective: ``time``: seconds of a step; ``cost``: price of a trained sample on the used GPUs.
+        slowest: Maximum seconds of a step.
 
     Raises:
-        NoSplit: There is none, and why.
-        ValueError: No prices for ``objective="cost"``.
+        NoSplit: No split is possible; the message lists the reasons.
+        ValueError: ``objective="cost"`` without prices.
     """
     if objective == "cost" and (unknown := [pool.name for pool in problem.pools if pool.price is None]):
-        raise ValueError(f"objective=cost needs the price of a GPU and hour, and {', '.join(unknown)} has none")
+        raise ValueError(f"objective=cost needs the price of a GPU-hour: set price for {', '.join(unknown)}")
     refused: list[str] = []
     found: list[Split] = []
     looked_at, fastest, least = 0, np.inf, np.inf
@@ -204,7 +207,7 @@ def plan(problem: Problem, objective: Objective = "time", slowest: float = np.in
         if looked_at:
             refused.insert(
                 0,
-                f"no step takes {slowest:.0f} s or less, the fastest {fastest:.0f} s: allow more, or add GPUs "
+                f"no step takes {slowest:.0f} s or less, the fastest takes {fastest:.0f} s: allow more, or add GPUs "
                 "(training and rollout use one pool each)",
             )
         raise NoSplit("no split is possible:\n" + "\n".join(f"- {why}" for why in dict.fromkeys(refused)))
@@ -218,7 +221,7 @@ def plan(problem: Problem, objective: Objective = "time", slowest: float = np.in
 
 
 def split(problem: Problem, train: tuple[Pool, int], rollout_on: tuple[Pool, int], tp: int, what: str) -> Split:
-    """What comes of a given split, both roles on GPUs of their own.
+    """Return the results of a given split, with separate GPUs for both roles.
 
     Raises:
         NoSplit: It does not fit.
@@ -232,34 +235,36 @@ def split(problem: Problem, train: tuple[Pool, int], rollout_on: tuple[Pool, int
         raise NoSplit(why)
     after = _after(problem, pool.training, np.array(gpus), transfer or 0.0)
     rolled_out = rollout(other.replicas[tp], share / tp, problem.work, problem.max_staleness, after)
-    return _told(problem, train, rollout_on, tp, what, float(rolled_out))
+    return _split(problem, train, rollout_on, tp, what, float(rolled_out))
 
 
 def _after(problem: Problem, training: Training, gpus: Floats, transfer: float) -> Floats:
-    """Seconds from the collection of a batch to engines with its policy: the last part of it, and what is fixed. On-
-    policy these stand beside rollout (:func:`_step`)."""
+    """Return the seconds from the collection of a batch to engines with its policy: its last part, and fixed costs.
+
+    On-policy these are not part of the rollout bound (:func:`_step`).
+    """
     if not problem.max_staleness:
         return np.zeros(np.shape(gpus))
     return training.seconds(gpus, problem.work.trained_tokens, _PART) + problem.weights + transfer
 
 
 def _step(problem: Problem, training: Training, rolled_out: Floats, trained: Floats, transfer: float) -> Floats:
-    """Seconds of a step, of what rollout and an update allow."""
+    """Return the seconds of a step from the bounds of rollout and training."""
     on_policy, fixed = not problem.max_staleness, training.update + problem.held
     seconds = step(rolled_out, trained - training.update, fixed + transfer * on_policy, on_policy)
     return np.maximum(seconds, transfer)
 
 
-def _told(
-    problem: Problem, train: tuple[Pool, int], rollout_on: tuple[Pool, int], tp: int, what: str, floor: float
+def _split(
+    problem: Problem, train: tuple[Pool, int], rollout_on: tuple[Pool, int], tp: int, what: str, bound_s: float
 ) -> Split:
-    """A split whose rollout allows a step of so many seconds."""
+    """Return a split whose rollout allows a step of ``bound_s`` seconds."""
     (pool, gpus), (other, share) = train, rollout_on
     assert pool.training is not None
     work = problem.work
     trained = pool.training.seconds(gpus, work.trained_tokens)
     transfer = problem.links.seconds(pool.site, other.site, problem.model.bytes) or 0.0
-    seconds = float(_step(problem, pool.training, np.array(floor), trained, transfer))
+    seconds = float(_step(problem, pool.training, np.array(bound_s), trained, transfer))
     hourly, cost = _price([rollout_on, train], seconds, work)
     return Split(
         what,
@@ -268,7 +273,7 @@ def _told(
         other,
         share,
         tp,
-        rolled_out=floor,
+        rolled_out=bound_s,
         slots=float(slots(other.replicas[tp], share / tp, work)),
         trained=float(trained) + problem.held,
         transfer=transfer,
@@ -280,7 +285,7 @@ def _told(
 
 
 def _price(used: Sequence[tuple[Pool, int]], seconds: float, work: Work) -> tuple[float | None, float | None]:
-    """What GPUs cost in an hour, and for a trained sample."""
+    """Return the price of GPUs in an hour, and for a trained sample."""
     if any(each.price is None for each, _ in used):
         return None, None
     hourly = sum((each.price or 0.0) * share for each, share in used)
@@ -288,16 +293,16 @@ def _price(used: Sequence[tuple[Pool, int]], seconds: float, work: Work) -> tupl
 
 
 def value(split: Split, objective: Objective) -> float:
-    """Seconds of a step, or the price of a trained sample."""
+    """Return the seconds of a step, or the price of a trained sample."""
     return split.step if objective == "time" else float(split.cost or 0.0)
 
 
-#: Where it trains, where it generates; GPUs of a replica; seconds of weights over a link.
+#: Training pool, generation pool, GPUs of a replica, seconds of weights over a link.
 _Arrangement = tuple[Pool, Pool, int, float]
 
 
 def _arrangements(problem: Problem, refused: list[str]) -> Iterator[_Arrangement]:
-    """What may be; ``refused`` is told why other things may not."""
+    """Yield the possible arrangements, and append the reasons against the others to ``refused``."""
     able: list[tuple[int, Pool]] = []
     for pool in problem.pools:
         for tp in sorted(pool.replicas):
@@ -306,9 +311,9 @@ def _arrangements(problem: Problem, refused: list[str]) -> Iterator[_Arrangement
             else:
                 able.append((tp, pool))
     if not able and not refused:
-        refused.append("no GPUs may generate")
+        refused.append("no GPUs can generate: give a pool replicas")
     if not any(pool.training for pool in problem.pools):
-        refused.append("no GPUs may train")
+        refused.append("no GPUs can train: give a pool training costs")
     for train in problem.pools:
         if train.training is None:
             continue
@@ -319,22 +324,25 @@ def _arrangements(problem: Problem, refused: list[str]) -> Iterator[_Arrangement
         for tp, share in able:
             transfer = problem.links.seconds(train.site, share.site, problem.model.bytes)
             if transfer is None:
-                refused.append(f"training at {train.site}, generation at {share.site}: no link")
+                refused.append(f"training at {train.site}, generation at {share.site}: no link between them")
             else:
                 yield train, share, tp, transfer
 
 
 def _why_none(train: Pool, share: Pool, tp: int) -> str:
-    """Why an arrangement has no split."""
+    """Return why an arrangement has no split."""
     what = f"training on {train.name}, generation on {share.name} with tensor parallel size {tp}"
-    return f"{what}: its {train.gpus} GPUs do not do for both"
+    return f"{what}: its {train.gpus} GPUs are too few for both"
 
 
 def _search(
     problem: Problem, objective: Objective, slowest: float, train: Pool, share: Pool, tp: int, transfer: float
 ) -> tuple[Split | None, int, float, float]:
-    """The best split of an arrangement (within :data:`WORTH` that of the fewest GPUs), how many were looked at;
-    the least seconds of these, and the least of ``objective`` within ``slowest``."""
+    """Return the best split of an arrangement (within :data:`WORTH`, the one with the fewest GPUs).
+
+    Also returned: the number of compared splits, the least seconds of these, and the least ``objective`` within
+    ``slowest``.
+    """
     assert train.training is not None
     model, work = problem.model, problem.work
     ys = [y for y in train.shares(train.training.copy_gpus) if not train.why_no_training(model, y)]
@@ -361,11 +369,11 @@ def _search(
     at = np.unravel_index(np.argmin(np.where(fewest == fewest.min(), worth, np.inf)), worth.shape)
     y, x = ys[int(at[0])], xs[int(at[1])]
     what = "one pool" if share is train else "two pools"
-    return _told(problem, (train, y), (share, x), tp, what, float(rolled_out[at])), looked_at, fastest, least
+    return _split(problem, (train, y), (share, x), tp, what, float(rolled_out[at])), looked_at, fastest, least
 
 
 def _in_turns(problem: Problem, best: Split) -> list[Split]:
-    """All GPUs of the pool that trains, in turns, where that is possible."""
+    """Return the split with both roles in turns on all GPUs of the training pool, where possible."""
     pool = best.train
     if best.tp not in pool.replicas or pool.why_no_replica(problem.model, problem.work, best.tp):
         return []
@@ -375,7 +383,10 @@ def _in_turns(problem: Problem, best: Split) -> list[Split]:
 
 
 def colocated(problem: Problem, pool: Pool, gpus: int, tp: int) -> Split:
-    """Rollout and training in turns on the same GPUs: responses go on across versions, but nothing runs at once."""
+    """Return the split with rollout and training in turns on the same GPUs.
+
+    Responses continue across versions, but the two roles never run at the same time.
+    """
     assert pool.training is not None
     work, cost_of, count = problem.work, pool.replicas[tp], gpus / tp
     rolled_out = float(rollout(cost_of, count, work, problem.max_staleness))

@@ -1,4 +1,4 @@
-"""What one kind of replica costs, from a YAML file: a name in ``profiles/``, or a path (``verl-rhyme profile``)."""
+"""Cost profile of one kind of replica, from YAML: a name in ``profiles/``, or a path (``verl-rhyme profile``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROFILES = Path(__file__).parent / "profiles"
 
 @dataclass
 class StepFile:
-    """Of a profile: :class:`~verl_rhyme.planning.cost.StepCost`."""
+    """Step section of a profile file: :class:`~verl_rhyme.planning.cost.StepCost`."""
 
     base: float = MISSING
     row: float = 0.0
@@ -29,8 +29,9 @@ class StepFile:
 
 @dataclass
 class ProfileFile:
-    """One kind of replica: :class:`~verl_rhyme.planning.cost.ReplicaCost`, where its figures are from, and of a model
-    of how many parameters, where that is known."""
+    """Profile file: :class:`~verl_rhyme.planning.cost.ReplicaCost`, the source of its figures, the model's parameters
+    if known.
+    """
 
     source: str = MISSING
     parameters: float | None = None
@@ -42,8 +43,7 @@ class ProfileFile:
 
 
 class Profile(NamedTuple):
-    """A kind of replica, where its figures are from, of how many parameters its model is (``None``: not known), and
-    what it was named as."""
+    """A kind of replica, the source of its figures, its model's parameters (``None``: unknown), and its given name."""
 
     cost: ReplicaCost
     source: str
@@ -52,14 +52,14 @@ class Profile(NamedTuple):
 
 
 def profile(name: str, beside: Path | None = None) -> Profile:
-    """A kind of replica.
+    """Return the profile of a kind of replica.
 
     Args:
-        name: Of a file in :data:`PROFILES` without its ending, or a path.
-        beside: The file that names it, from whose folder paths count; ``None``: from where we are.
+        name: Name of a file in :data:`PROFILES` without its extension, or a path.
+        beside: File that names it, whose folder paths are relative to; ``None``: the current folder.
 
     Raises:
-        ClusterError: There is none, or it says what cannot be.
+        ClusterError: The profile is missing or invalid.
     """
     known = sorted(file.stem for file in PROFILES.glob("*.yaml"))
     path = (
@@ -70,9 +70,9 @@ def profile(name: str, beside: Path | None = None) -> Profile:
         hint = f"did you mean {near[0]}? " if near else ""
         raise ClusterError(
             ("" if beside is None else f"{beside}: ")
-            + f"no profile {name}: {hint}there are {', '.join(known)}; a YAML's path counts from "
+            + f"no profile {name}: {hint}choose {', '.join(known)}, or a YAML path relative to "
             + ("the current folder" if beside is None else f"the folder of {beside.name}")
-            + f", and {path} is no file"
+            + f"; {path} is not a file"
         )
     found: ProfileFile = read(ProfileFile, path)
     try:

@@ -1,4 +1,4 @@
-"""YAML files whose keys and types are a dataclass's: errors name the file, the key, and what was meant."""
+"""YAML files with the keys and types of a dataclass; errors name file and key, and suggest a fix."""
 
 from __future__ import annotations
 
@@ -13,102 +13,102 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 
 class ClusterError(ValueError):
-    """A cluster file or profile is wrong; the message says where and how to mend it."""
+    """A cluster file or profile is invalid; the message says where, and how to fix it."""
 
 
 def from_folder_of(file: Path, name: str) -> Path:
-    """A path that a file names, from its folder on."""
+    """Return a path that a file names, relative to the file's folder."""
     return Path(os.path.normpath(file.parent / name))
 
 
 def read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
-    """A ``kind``, from a file: :func:`plain`, then :func:`typed`."""
+    """Return a ``kind`` read from a file: :func:`plain`, then :func:`typed`."""
     return typed(kind, plain(path, overrides), path)
 
 
 def plain(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The mapping that a file has.
+    """Return the mapping of a file.
 
     Args:
-        path: Of the YAML.
-        overrides: ``key.in.it=value``; an element of a list has its number as key, from 0 on.
+        path: Path of the YAML file.
+        overrides: Overrides ``key.in.it=value``; a list's element has its number, from 0, as key.
 
     Raises:
-        ClusterError: It cannot be read, or is no mapping.
+        ClusterError: The file is unreadable, or not a mapping.
     """
     try:
-        told = OmegaConf.load(path)
+        tree = OmegaConf.load(path)
     except Exception as error:  # the YAML parser's have no common name
         if isinstance(error, OSError) and error.strerror:  # else OmegaConf's: a single value
             raise ClusterError(f"{path} cannot be read: {error.strerror}") from error
-        raise ClusterError(f"{path} is no YAML mapping: {' '.join(str(error).split())}") from error
-    if not OmegaConf.is_dict(told):
-        raise ClusterError(f"{path} is no YAML mapping of keys to values")
+        raise ClusterError(f"{path} is not a YAML mapping: {' '.join(str(error).split())}") from error
+    if not OmegaConf.is_dict(tree):
+        raise ClusterError(f"{path} is not a YAML mapping of keys to values")
     for override in overrides:
-        _override(told, override, path)
-    with _told_with_its_key(path):
-        return OmegaConf.to_container(told, resolve=True)  # type: ignore[return-value]
+        _override(tree, override, path)
+    with _errors_with_key(path):
+        return OmegaConf.to_container(tree, resolve=True)  # type: ignore[return-value]
 
 
 def typed(kind: type[Any], tree: Mapping[str, Any], path: Path) -> Any:
-    """A ``kind`` of a mapping.
+    """Return a ``kind`` made of a mapping.
 
     Args:
-        kind: A dataclass; what has ``MISSING`` as its default must be told.
-        tree: The file's.
-        path: Of the file.
+        kind: A dataclass; keys with the default ``MISSING`` are required.
+        tree: Mapping of the file.
+        path: Path of the file, for errors.
 
     Raises:
-        ClusterError: It has other keys or types.
+        ClusterError: The mapping has other keys or types.
     """
     made = OmegaConf.structured(kind)
     for key, value in tree.items():
-        with _told_with_its_key(path, str(key)):
+        with _errors_with_key(path, str(key)):
             made.merge_with({key: value})
-    with _told_with_its_key(path):
+    with _errors_with_key(path):
         return OmegaConf.to_object(made)
 
 
 @contextlib.contextmanager
-def _told_with_its_key(path: Path, within: str = "") -> Iterator[None]:
+def _errors_with_key(path: Path, within: str = "") -> Iterator[None]:
     try:
         yield
     except MissingMandatoryValue as error:
         raise ClusterError(f"{path}: {error.full_key} is missing") from error
     except (OmegaConfBaseException, ValueError) as error:
         where = str(getattr(error, "full_key", None) or "")
-        keys = [within, where] if not where.startswith(within) else [where]  # OmegaConf's is within a list's element
+        keys = [within, where] if not where.startswith(within) else [where]  # a list's keys are relative
         raise ClusterError(": ".join([str(path), *filter(None, keys), str(error).partition("\n")[0]])) from error
 
 
-def by_percentile(told: Mapping[Any, float], of: str, path: Path) -> dict[float, float]:
-    """Tokens by percentile, as ``of.percentiles`` of a file has them.
+def by_percentile(percentiles: Mapping[Any, float], of: str, path: Path) -> dict[float, float]:
+    """Return tokens by percentile, from ``of.percentiles`` of a file.
 
     Raises:
-        ClusterError: A key is no number.
+        ClusterError: A key is not a number.
     """
     found = {}
-    for key, tokens in told.items():
+    for key, tokens in percentiles.items():
         try:
             found[float(key)] = tokens
         except (TypeError, ValueError):
-            raise ClusterError(f"{path}: {of}.percentiles.{key}: {key!r} is no percentile, such as 50: 2500") from None
+            raise ClusterError(f"{path}: {of}.percentiles.{key}: write a percentile such as 50: 2500") from None
     return found
 
 
 def _override(tree: Any, override: str, path: Path) -> None:
-    """Set what ``KEY=VALUE`` says; a mapping is merged."""
+    """Apply one ``KEY=VALUE``; mappings are merged."""
     key, given, _ = override.partition("=")
     if not given or not key:
-        raise ClusterError(f"{path}: {override!r} is no KEY=VALUE, such as preset=full")
+        raise ClusterError(f"{path}: write {override!r} as KEY=VALUE, such as preset=full")
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{override[len(key) :]}"]))
         OmegaConf.update(tree, key, value["value"])  # type: ignore[index, call-overload]
     except (IndexError, ValueError, TypeError, OmegaConfBaseException) as error:
         raise ClusterError(
-            f"{path}: cannot set {override}: a list's elements that are there have numbers from 0 on, such as "
-            "replicas.0.count=4; a whole list is set by replicas='[{count: 4, profile: NAME}]', a mapping by "
+            f"{path}: cannot set {override}: name an existing element of a list by its number from 0, such as "
+            "replicas.0.count=4; set a whole list by replicas='[{count: 4, profile: NAME}]', a mapping by "
             "KEY='{NAME: VALUE}'"
         ) from error
     except Exception as error:  # the YAML parser's have no common name
-        raise ClusterError(f"{path}: {override} is no YAML: {' '.join(str(error).split())}") from error
+        raise ClusterError(f"{path}: {override} is not YAML: {' '.join(str(error).split())}") from error

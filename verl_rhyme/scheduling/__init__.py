@@ -1,4 +1,4 @@
-"""Which samples start, are interrupted, trained and dropped: the pipeline's rules as state machines.
+"""The pipeline's rules as state machines: which samples start, are interrupted, trained and dropped.
 
 Process: the coordinator and the simulator. Engines: none.
 """

@@ -1,4 +1,4 @@
-"""Which pending samples may start, and in which order."""
+"""Selection and order of the pending samples that may start."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import Prompt
 
-#: Tokens: more are as good as these.
+#: Maximum expected tokens that the order distinguishes.
 _MOST = 1 << 24
 
 
 def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[str, int]]:
-    """(uid, number) of pending samples that can be trained before they get too stale. The ledger must not change while
-    the iterator is read.
+    """Yield (uid, number) of pending samples that can be trained before they are too stale.
 
-    The oldest batch first, in it the prompts that are expected longest (those of which nothing is known may be long);
-    prompt by prompt, so that groups get complete; within a prompt those first that were longest when they were
-    interrupted. No prompt begins between the collection of a batch and its policy, for it would be a version older when
-    it is trained. What spans versions must fit into the batches of all updates that may still train it: no more prompts
-    begin (AReaL's bound, arXiv:2505.24298), but for those that the next batch waits for, of which there may be some
+    The ledger must not change while the iterator is read.
+
+    The oldest batch comes first. Within it, prompts with the longest expected responses come first (unknown lengths
+    count as long), prompt by prompt, so that groups complete. Within a prompt, samples that were longest at their
+    interruption come first. Between the collection of a batch and its policy no prompt starts, since it would be one
+    version more stale. Samples that span versions must fit into the batches of all training steps that may train them:
+    no more prompts start (AReaL's bound, arXiv:2505.24298). Exempt are prompts of the next batch, which can be pending
     after a loss.
 
     Args:
-        training: A batch was collected, and the policy that it makes is not there yet.
+        rules: Rules of the run.
+        ledger: Loaded prompts.
+        training: Whether a batch was collected and its policy is not published yet.
     """
     if training and rules.max_staleness == 0:
         return
@@ -39,7 +42,7 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
         return rules.take == "loaded" and ledger.place(prompt) < rules.batch_prompts
 
     pending: Iterable[Prompt] = (prompt for prompt in tally.prompts("pending") if not prompt.put_off)
-    if room <= 0:  # the rest need not be ordered after every event
+    if room <= 0:  # sorting all prompts after every event is too slow
         pending = takewhile(awaited, pending)
     for prompt in _in_order(rules, ledger, pending):
         if room <= 0 and not awaited(prompt):
@@ -57,8 +60,11 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
 
 
 def priority(rules: Rules, prompt: Prompt) -> int:
-    """Place of a prompt's samples in an engine's queue, lowest first, from 1: as :func:`startable` has it, but that a
-    prompt which moved up to an earlier batch, in place of one that was dropped, keeps its place here."""
+    """Return the place of a prompt's samples in an engine's queue, lowest first, from 1.
+
+    The order is that of :func:`startable`. One exception: a prompt that moved up to an earlier batch, in place of a
+    dropped one, keeps its place.
+    """
     return 1 + prompt.number // rules.batch_prompts * (_MOST + 1) + int(_shorter(prompt))
 
 
@@ -71,7 +77,7 @@ def _in_order(rules: Rules, ledger: Ledger, prompts: Iterable[Prompt]) -> list[P
 
 
 def _shorter(prompt: Prompt) -> float:
-    """From 0, of the longest, to :data:`_MOST`."""
+    """Return 0 for the longest prompt, up to :data:`_MOST` for the shortest."""
     return _MOST - min(_MOST if prompt.expected is None else prompt.expected, _MOST)
 
 

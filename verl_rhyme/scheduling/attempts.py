@@ -1,6 +1,6 @@
-"""Attempts at a sample: their names, how one is to start, and what it reports when it ends.
+"""Attempts at a sample: names, starts, and reports of their ends.
 
-These travel between the coordinator and the agent loop workers.
+The coordinator and the agent loop workers exchange these.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from typing import Any, Literal, NamedTuple
 
 from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 
-#: How an attempt ends. ``generated``: the response came to its end, its reward is not known yet; ``finished``: it is,
-#: and the trajectories are stored; ``interrupted``: cut short by a weight update; ``failed``: the agent loop or the
-#: reward raised; ``lost``: it could not start.
+#: End of an attempt. ``generated``: the response is complete, its reward is unknown; ``finished``: the reward is known,
+#: the trajectories are stored; ``interrupted``: by a weight update; ``failed``: the agent loop or the reward function
+#: raised; ``lost``: it could not start.
 Status = Literal["generated", "finished", "interrupted", "failed", "lost"]
 
-#: Of verl's session number (an int, as verl wants it in a trajectory's key) the part that is the sample's number.
+#: Multiplier of the attempt in verl's session number (an int in a trajectory's key); the rest is the sample's number.
 _SAMPLES = 1 << 16
 
 
 class Attempt(NamedTuple):
-    """One attempt at a sample: uid of its prompt, the sample's number in its group, and how many came before."""
+    """One attempt at a sample: uid of the prompt, sample's number in the group, number of earlier attempts."""
 
     uid: str
     number: int
@@ -31,22 +31,22 @@ class Attempt(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name: what verl puts before the index of its trajectories.
+        """Name of the attempt: verl's key of its trajectories, without their index.
 
-        Each attempt has its own, so that what an abandoned one still writes is under a name that nobody reads.
+        Each attempt has a unique name, so that late writes of an abandoned attempt are never read.
         """
         return f"{self.uid}_{self.attempt * _SAMPLES + self.number}"
 
     @classmethod
     def named(cls, name: str) -> Attempt:
-        """Inverse of :attr:`name`."""
+        """Return the attempt with this name; inverse of :attr:`name`."""
         uid, _, number = name.rpartition("_")
         attempt, sample = divmod(int(number), _SAMPLES)
         return cls(uid, sample, attempt)
 
 
 def sample_of(name: str) -> tuple[str, int]:
-    """(uid, number in its group) of an :attr:`Attempt.name`."""
+    """Return (uid, number in the group) of an :attr:`Attempt.name`."""
     return Attempt.named(name).sample
 
 
@@ -54,12 +54,11 @@ class Start(NamedTuple):
     """A sample to start.
 
     Attributes:
-        name: Of the attempt (:attr:`Attempt.name`).
-        predecessor: Name of the attempt that left turns: this one goes on from them or drafts from them; ``None``
-            without any.
-        partial: It goes on from these turns, rather than drafts from them (``Rules.continues``).
-        stored: The predecessor finished: its turns are those of its trajectories.
-        assignment: Where and how it is to run.
+        name: Name of the attempt (:attr:`Attempt.name`).
+        predecessor: Name of the attempt whose turns this one continues or drafts from; ``None`` without one.
+        partial: Whether it continues from these turns rather than drafts from them (``Rules.continues``).
+        stored: Whether the predecessor finished: its turns are in its trajectories.
+        assignment: Replica and queue place.
     """
 
     name: str
@@ -70,24 +69,24 @@ class Start(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How an attempt ended, as it reports.
+    """Report of an attempt's end.
 
     Attributes:
-        name: Of the attempt (:attr:`Attempt.name`).
+        name: Name of the attempt (:attr:`Attempt.name`).
         status: See :data:`Status`.
-        tokens: Response tokens it has, with those it went on from.
-        first_version: Policy version of the oldest of them; ``None`` without any.
-        records: What the servers said of its requests, one mapping each (``processes.request.RequestRecord``).
-        scores: ``finished``: for each of its trajectories what groups are filtered by; empty where none are.
-        error: ``failed``, ``lost``: why.
-        empty: ``finished``: the agent loop gave no trajectory; its group does without.
+        tokens: Response tokens, including those it continued from.
+        first_version: Policy version of the oldest of them; ``None`` without tokens.
+        records: Servers' records of its requests, one mapping each (``processes.request.RequestRecord``).
+        scores: ``finished``: scores of its trajectories by which groups are filtered; empty without a filter.
+        error: ``failed``, ``lost``: the reason.
+        empty: ``finished``: whether the agent loop returned no trajectory; the group is trained without it.
     """
 
     name: str
     status: Status
     tokens: int = 0
     first_version: int | None = None
-    records: list[dict[str, Any]] = []  # noqa: RUF012  nobody changes it
+    records: list[dict[str, Any]] = []  # noqa: RUF012  never changed
     scores: list[float] = []  # noqa: RUF012
     error: str = ""
     empty: bool = False

@@ -1,6 +1,6 @@
-"""How many samples engines are given at a time: by their request slots, and by the room of their KV caches.
+"""Maximum number of samples in the engines at a time, by request slots and by the size of the KV caches.
 
-Slots are not capacity: with long responses a cache is full before its slots are, and vLLM preempts what it has begun.
+Slots alone are not enough: with long responses a cache fills before its slots do, and vLLM preempts running requests.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ _DECAY = 0.5 ** (1 / _HALF_LIFE)
 
 
 class Capacity:
-    """A running mean of what a request holds of a cache, by attempts that ended.
+    """Running mean of the cache tokens of a request, from ended attempts.
 
-    At a random moment one of ``L`` response tokens is met in proportion to ``L`` and has half of them, so that the
-    requests that run hold ``(sum p L + sum L**2 / 2) / sum L`` tokens each, ``p`` those of its prompt.
+    At a random moment a response of ``L`` tokens is met in proportion to ``L``, with half of its tokens. A running
+    request thus holds ``(sum p L + sum L**2 / 2) / sum L`` tokens, with ``p`` the tokens of its prompt.
 
     Args:
-        limit: Samples at a time, whatever they hold.
-        room: Tokens that they may hold together; ``None`` where nobody knows.
-        state: Of an earlier one.
+        limit: Maximum number of samples, by slots.
+        room: Tokens that fit into all caches; ``None`` where unknown.
+        state: State of an earlier instance.
 
     Attributes:
-        share: Of the replicas that limit and room are of, those that serve.
+        share: Share of the replicas that serve.
     """
 
     def __init__(self, limit: int, room: int | None = None, state: tuple[float, float] | None = None) -> None:
@@ -32,22 +32,22 @@ class Capacity:
 
     @property
     def state(self) -> tuple[float, float]:
-        """Plain, for JSON."""
+        """State as plain values for JSON."""
         return self._lengths, self._held
 
     def observe(self, prompt_tokens: int, response_tokens: int) -> None:
-        """An attempt ended: tokens before it, and tokens that it made."""
+        """Record an ended attempt: tokens before it, and tokens it generated."""
         self._lengths = self._lengths * _DECAY + response_tokens
         self._held = self._held * _DECAY + response_tokens * (prompt_tokens + response_tokens / 2)
 
     @property
     def held(self) -> float:
-        """Tokens that a running request holds on average; 0 before any ended."""
+        """Mean tokens that a running request holds; 0 before any ended."""
         return self._held / self._lengths if self._lengths else 0.0
 
     @property
     def limit(self) -> int:
-        """Samples at a time."""
+        """Maximum number of samples at a time."""
         limit = float(self._most)
         if self._room is not None and self.held:
             limit = min(limit, self._room / self.held)

@@ -1,20 +1,21 @@
-"""Which update batch could be taken: is there enough for one, what must it not pass by, what is in it.
+"""The content of an update batch: whether it is complete, which samples it must not leave out, and what it contains.
 
-An update takes so many samples and no more, so that of those that become too stale in the next few updates some must be
-trained earlier, or the last batch that may train them has no room for all: of the samples that may be trained in this
-update and k more at the latest, all that k batches cannot hold are due now (earliest deadline first).
+A batch has a fixed number of samples. So some samples that become too stale in the next few training steps must be
+trained earlier: otherwise the last batch that may train them has no room. Consider the samples that may be trained in
+this training step and at most k more. Those that k batches cannot hold must be trained in this batch (earliest deadline
+first).
 
-Say a batch takes 4 samples, ``max_staleness`` is 2, and version 7 is trained. One sample has a token of version 5, five
-have none older than 6, and the rest are of 7. The one of version 5 is due, for at the next update it is past the bound.
-Of the six that go by 5 or 6 the next batch can hold four, so that two are due: that one, and another. The batch is
-then, in this order: the one of version 5, the first loaded of version 6, the first loaded of the others, until there
-are 4.
+Example: a batch takes 4 samples, ``max_staleness`` is 2, and version 7 is trained. One sample has a token of version 5,
+five have oldest tokens of version 6, and the rest are of version 7. The sample of version 5 must be trained in this
+batch, for the next training step exceeds the bound. The next batch can hold four of the six samples of versions 5 and
+6. So two must be trained now: that one, and another. The batch then takes, in this order: the sample of version 5, the
+first loaded sample of version 6, and the first loaded of the others, until it has 4.
 
-What the trainer was promised, because it works on it already, comes before the others; no more is promised than leaves
-room for what is due.
+Samples reserved for streamed parts come before the others, since the trainer already works on them. A reservation
+always leaves room for the samples that must be trained in this batch.
 
-Where batches are taken as they were loaded (``Rules.take``), what is due comes first by itself: no more is begun
-than the batches before the bound can hold, and it is begun in the same order.
+Where batches are taken in loading order (``Rules.take``), the samples with the nearest deadline come first anyway. No
+more samples start than the batches before the bound can hold, and they start in the same order.
 """
 
 from __future__ import annotations
@@ -28,63 +29,70 @@ from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import Prompt, State
 
-#: What is trained together: samples of a prompt, by number.
+#: Samples that are trained together: prompt and numbers in the group.
 _Bundle = tuple[Prompt, list[int]]
 
 
-def suffices(rules: Rules, ledger: Ledger, owed: int, rewarded: bool) -> bool:
-    """What is generated or finished makes a batch: a full one, or all that is left.
+def suffices(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool:
+    """Return whether the generated or finished samples fill a batch, or are all that is left.
 
     Args:
-        owed: Prompts that are yet to be loaded.
-        rewarded: Count only what is finished.
+        rules: Rules of the run.
+        ledger: Loaded prompts.
+        to_load: Prompts still to be loaded.
+        rewarded: Count only finished samples.
     """
     tally = ledger.tally
     if rules.take == "loaded":
         first = list(islice(ledger, rules.batch_prompts))
-        if not first or (len(first) < rules.batch_prompts and owed > 0):  # others are yet to come
+        if not first or (len(first) < rules.batch_prompts and to_load > 0):  # other prompts are still to be loaded
             return False
         lacking: tuple[State, ...] = ("pending", "running", "generated") if rewarded else ("pending", "running")
         return all(next((p.number for p in tally.prompts(s)), math.inf) > first[-1].number for s in lacking)
     samples = sum((tally.rewarded if rewarded else tally.trainable).values())
-    left = owed * rules.batch_samples // rules.batch_prompts + tally.untrained - sum(ledger.put_off.values())
+    left = to_load * rules.batch_samples // rules.batch_prompts + tally.untrained - sum(ledger.put_off.values())
     return 0 < samples >= min(rules.batch_samples, left)
 
 
 def awaits(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> bool:
-    """Something that must not be passed by is not generated yet; or (``rewarded``) it is not finished."""
+    """Return whether a sample that must be trained in this batch is not generated, or (``rewarded``) not finished."""
     tally = ledger.tally
-    there = tally.rewarded if rewarded else tally.trainable
-    return any(_until(there, last) < due for last, due in _due(rules, version, tally.held))
+    available = tally.rewarded if rewarded else tally.trainable
+    return any(_until(available, last) < due for last, due in _must_train(rules, version, tally.held))
 
 
 def promisable(
-    rules: Rules, ledger: Ledger, version: int, uids: Iterable[str], promised: Collection[str] = ()
+    rules: Rules, ledger: Ledger, version: int, uids: Iterable[str], reserved: Collection[str] = ()
 ) -> list[str]:
-    """Of these prompts, in this order, those that the next update batch can have whatever else comes: all their samples
-    are finished, and it has room for them beside what is due and what was promised before."""
+    """Return the prompts that can be reserved for streamed parts of the next batch, in the given order.
+
+    All samples of such a prompt are finished. The batch has room for them in addition to earlier reservations and to
+    the samples that must be trained in this batch.
+    """
     finished = [p for uid in uids if uid in ledger and (p := ledger.prompt(uid)).complete("finished")]
     if rules.take == "loaded":
         return [prompt.uid for prompt in finished if ledger.place(prompt) < rules.batch_prompts]
-    # by stage, so many samples that have no token of its version or older find room beside those that are due
-    room = [(last, rules.batch_samples - due) for last, due in _due(rules, version, ledger.tally.held)]
+    # per stage: room for samples without a token of its version or older, next to those that must be trained
+    room = [(last, rules.batch_samples - due) for last, due in _must_train(rules, version, ledger.tally.held)]
     room.append((-1, rules.batch_samples))
     found: list[str] = []
-    for prompt in [ledger.prompt(uid) for uid in promised] + finished:
+    for prompt in [ledger.prompt(uid) for uid in reserved] + finished:
         whole = list(range(len(prompt.samples)))
         oldest = [_oldest(prompt, whole if rules.unit == "group" else [number]) for number in whole]
         less = [(last, left - sum(version > last for version in oldest)) for last, left in room]
-        if prompt.uid in promised or all(left >= 0 for _, left in less):
+        if prompt.uid in reserved or all(left >= 0 for _, left in less):
             room = less
             found.append(prompt.uid)
-    return [uid for uid in found if uid not in promised]
+    return [uid for uid in found if uid not in reserved]
 
 
 def batch(
-    rules: Rules, ledger: Ledger, version: int, *states: State, promised: Collection[str] = ()
+    rules: Rules, ledger: Ledger, version: int, *states: State, reserved: Collection[str] = ()
 ) -> list[tuple[Prompt, int]]:
-    """The update batch, were it taken of what is in these states: what is due, what was promised, then what was loaded
-    first, of that which is finished or of all."""
+    """Return the update batch made of samples in these states.
+
+    The order is: samples that must be trained in this batch, reserved samples, then loading order.
+    """
     if rules.take == "loaded":
         return [
             (prompt, number)
@@ -92,12 +100,12 @@ def batch(
             for number, sample in enumerate(prompt.samples)
             if sample.state in states
         ]
-    bundles = sorted(_bundles(rules, ledger, *states), key=lambda b: (b[0].uid not in promised, b[0].number, b[1]))
+    bundles = sorted(_bundles(rules, ledger, *states), key=lambda b: (b[0].uid not in reserved, b[0].number, b[1]))
     stages: dict[int, int] = {}
-    for stage, (last, due) in enumerate(_due(rules, version, ledger.tally.held)):
-        there = [i for i, bundle in enumerate(bundles) if _oldest(*bundle) <= last]
-        due -= sum(len(bundles[i][1]) for i in there if i in stages)
-        for i in there:
+    for stage, (last, due) in enumerate(_must_train(rules, version, ledger.tally.held)):
+        old = [i for i, bundle in enumerate(bundles) if _oldest(*bundle) <= last]
+        due -= sum(len(bundles[i][1]) for i in old if i in stages)
+        for i in old:
             if due > 0 and i not in stages:
                 stages[i] = stage
                 due -= len(bundles[i][1])
@@ -110,7 +118,7 @@ def batch(
 
 
 def _bundles(rules: Rules, ledger: Ledger, *states: State) -> list[_Bundle]:
-    """What can be trained of that which is in these states: whole groups, or single trajectories."""
+    """Return the trainable whole groups, or single trajectories, in these states."""
     if rules.unit == "trajectory":
         return [(prompt, [number]) for state in states for prompt, number, _ in ledger.samples(state)]
     found = {prompt.number: prompt for state in states for prompt in ledger.tally.prompts(state)}
@@ -123,9 +131,12 @@ def _oldest(prompt: Prompt, numbers: list[int]) -> int:
     return min(version for version in versions if version is not None)
 
 
-def _due(rules: Rules, version: int, held: Counter[int]) -> list[tuple[int, int]]:
-    """For this update and each later one but the last of those that may train what is made now: samples with a token
-    of that version or older that have to be in this batch. In the module's example: (5, 1) and (6, 2)."""
+def _must_train(rules: Rules, version: int, held: Counter[int]) -> list[tuple[int, int]]:
+    """Return, for this and each later training step within the bound, the samples that must be trained in this batch.
+
+    Each entry is (version, number of samples with a token of that version or older). In the module's example: (5, 1)
+    and (6, 2). The last training step that may train new samples has no entry.
+    """
     due = []
     for later in range(rules.max_staleness):
         last = version - rules.max_staleness + later

@@ -1,8 +1,8 @@
-"""What starts, where, and what is expected of it: the rollout's starts, with forecasts and a plan.
+"""Starts of the rollout with length forecasts and placement.
 
-A plan is made for all prompts of an update when the first of them starts; a policy of
-:mod:`verl_rhyme.placement` that goes by lengths makes it, over an account of what runs where. Pure, as what
-it stands on; an error in it costs the plan, and the router decides.
+The plan covers all prompts of a batch and is made when the first of them starts. A length-based policy of
+:mod:`verl_rhyme.placement` makes it, from an account of what runs on which replica. The module is pure, as are the
+modules it uses. An error in the plan costs only the plan: the router decides then.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from verl_rhyme.scheduling.attempts import Attempt, Start
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.samples import Prompt
 
-#: Of samples (uid, number) that have so many tokens: how long they will be.
+#: Forecasts the final lengths of samples (uid, number) from the tokens that each has.
 Lengths = Callable[[Sequence[tuple[str, int]], Sequence[int]], Forecast | None]
-#: Tokens of prompts, by uid; 0 where nobody knows.
+#: Returns the tokens of prompts, by uid; 0 where unknown.
 PromptTokens = Callable[[Sequence[str]], Sequence[int]]
 
 
-#: States of samples that are yet to end.
+#: States of samples that have not ended.
 _TO_COME = ("pending", "running")
 
 
 class _Placed(NamedTuple):
-    """Where a sample runs, in which attempt, and the tokens that it came there with."""
+    """Replica on which a sample runs, name of its attempt, and tokens that it had at the start there."""
 
     replica: str
     name: str
@@ -37,8 +37,14 @@ class _Placed(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """Where a sample is to run (empty: the router decides), its expected response tokens, their 90th percentile, and
-    the tokens that it comes with."""
+    """Placement of a start.
+
+    Attributes:
+        replica: Name of the replica; empty: the router decides.
+        expected: Expected response tokens.
+        p90: Their 90th percentile.
+        had: Tokens that the sample has at the start.
+    """
 
     replica: str
     expected: int | None
@@ -47,16 +53,16 @@ class _Chosen(NamedTuple):
 
 
 class Dispatch:
-    """See the module.
+    """Starts with forecasts and placement; see the module.
 
     Args:
-        rollout: Whose starts these are.
-        lengths: What is expected.
-        placement: Of a policy that plans; ``None``: the router decides alone.
-        prompts: How long prompts are.
+        rollout: The rollout that starts samples.
+        lengths: Forecast of response lengths.
+        placement: Placement with a policy that plans; ``None``: the router decides.
+        prompts: Lookup of prompt lengths.
 
     Attributes:
-        moved: Samples that were moved so far.
+        moved: Number of samples that were moved to other replicas.
     """
 
     def __init__(
@@ -68,12 +74,16 @@ class Dispatch:
     ) -> None:
         self.rollout, self.placement = rollout, placement
         self._lengths, self._prompts = lengths, prompts
-        self._planned: set[str] = set()  # prompts that are in a plan
-        self._at: dict[str, _Placed] = {}  # of each sample that runs, by its id
+        self._planned: set[str] = set()  # ids of planned prompts
+        self._at: dict[str, _Placed] = {}  # running samples, by id
         self.moved = 0
 
     def serve(self, rooms: Mapping[str, int | None]) -> None:
-        """These replicas serve from now on, and no others; of some the tokens that fit into the cache are known."""
+        """Set the replicas that serve from now on.
+
+        Args:
+            rooms: KV cache tokens by replica; ``None`` where unknown.
+        """
         if self.placement is None:
             return
         for name in [name for name in self.placement.fleet.names if name not in rooms]:
@@ -84,7 +94,7 @@ class Dispatch:
                 self.placement.report(name, room)
 
     def fill(self, limit: int | None = None, min_starts: int = 1) -> list[Start]:
-        """:meth:`Rollout.fill`, with what is expected of each, and where it is to run."""
+        """Return the starts of :meth:`Rollout.fill` with forecasts and replicas."""
         starts = self.rollout.fill(limit, min_starts)
         if not starts:  # as after most events
             return starts
@@ -96,8 +106,8 @@ class Dispatch:
         if replica:
             self._at[_id(*Attempt.named(start.name).sample)] = _Placed(replica, start.name, had)
         reason = self.reason(start.name)
-        told = replace(start.assignment, replica=replica, reason=reason, expected_tokens=expected, p90_tokens=p90)
-        return start._replace(assignment=told)
+        assignment = replace(start.assignment, replica=replica, reason=reason, expected_tokens=expected, p90_tokens=p90)
+        return start._replace(assignment=assignment)
 
     def _choose(self, samples: Sequence[tuple[str, int]]) -> list[_Chosen]:
         had = [self.rollout.kept_tokens(*sample) for sample in samples]
@@ -107,7 +117,7 @@ class Dispatch:
         p90 = none if lengths is None else lengths.p90.tolist()
         replicas = [""] * len(samples)
         if self.placement is not None and self.placement.fleet:
-            for sample in samples:  # it was not told how the one before it ended
+            for sample in samples:  # the end of the previous attempt was not reported
                 if (before := self._at.pop(_id(*sample), None)) is not None:
                     self.placement.release(_id(*sample), before.replica)
             self._plan(dict.fromkeys(uid for uid, _ in samples))
@@ -117,12 +127,17 @@ class Dispatch:
 
     @property
     def adrift(self) -> bool:
-        """Something ran at a replica that serves no more, and went on elsewhere: :meth:`take_up` may tell where."""
+        """Whether a sample ran on a replica that no longer serves; :meth:`take_up` can name its new replica."""
         return self.placement is not None and any(at.replica not in self.placement.fleet for at in self._at.values())
 
     def take_up(self, running: Mapping[str, str]) -> None:
-        """Attempts that run where this dispatch did not send them, or another sent them: they count there from now on,
-        in no plan. Where a replica does not serve, or an attempt counts already, nothing changes."""
+        """Account for attempts that run on replicas this dispatch did not choose; they belong to no plan.
+
+        Attempts on unknown replicas and attempts already counted are ignored.
+
+        Args:
+            running: Replica by name of the attempt.
+        """
         if self.placement is None:
             return
         ledger = self.rollout.scheduler.ledger
@@ -142,19 +157,24 @@ class Dispatch:
                 self._at[id_] = _Placed(replica, name, had)
 
     def ended(self, name: str, tokens: int | None = None) -> None:
-        """An attempt came to its end with so many tokens; ``None``: it was cut short, or is waited for no more."""
+        """Release a finished attempt.
+
+        Args:
+            name: Name of the attempt.
+            tokens: Response tokens at its end; ``None``: it was interrupted or abandoned.
+        """
         attempt = Attempt.named(name)
         if self.placement is None:
             return
         at = self._at.get(_id(*attempt.sample))
-        if at is not None and at.name == name:  # no later attempt at it runs
+        if at is not None and at.name == name:  # no later attempt runs
             del self._at[_id(*attempt.sample)]
             self.placement.release(
                 _id(*attempt.sample), at.replica, None if tokens is None else max(0, tokens - at.had)
             )
 
     def keep(self, needed: Callable[[str], bool]) -> None:
-        """Prompts that are not needed any more have left."""
+        """Forget the prompts for which ``needed`` is false."""
         if self.placement is None:
             return
         for name in [at.name for at in self._at.values() if not needed(Attempt.named(at.name).uid)]:
@@ -164,15 +184,17 @@ class Dispatch:
         self.placement.left(gone)
 
     def reason(self, name: str) -> str:
-        """Why a running attempt is where it is, in a few words; empty where the router decided, or its policy's name
-        says all."""
+        """Return in a few words why a running attempt was placed on its replica.
+
+        It is empty where the router decided, or where the policy's name is reason enough.
+        """
         uid, number = Attempt.named(name).sample
         return "" if self.placement is None else self.placement.reason(f"{uid}-{number}")
 
     # ---- migration ----
 
     def watched(self) -> dict[str, list[str]]:
-        """By replica, the attempts whose progress :meth:`moves` wants to know."""
+        """Return, by replica, the attempts whose progress :meth:`moves` needs."""
         found: dict[str, list[str]] = {}
         for name in () if self.placement is None else self.placement.watched():
             if (at := self._at.get(name)) is not None:
@@ -180,7 +202,11 @@ class Dispatch:
         return found
 
     def moves(self, emitted: Mapping[str, int]) -> list[Move]:
-        """What is to go on elsewhere; by attempts' names, as is what they have made where they are."""
+        """Return the moves of running attempts to other replicas.
+
+        Args:
+            emitted: Tokens that each attempt generated on its current replica, by name.
+        """
         if self.placement is None:
             return []
         running = {}
@@ -195,8 +221,8 @@ class Dispatch:
         if lengths is not None:
             ends = zip(had, lengths.expected.tolist(), lengths.p90.tolist(), strict=True)
             left = [(max(1, t - n), max(1, most - n)) for n, t, most in ends]
-        told = zip(running.items(), left, strict=True)
-        progress = {name: Progress(made, *left) for (name, (_, _, made)), left in told}
+        pairs = zip(running.items(), left, strict=True)
+        progress = {name: Progress(made, *left) for (name, (_, _, made)), left in pairs}
         moves = []
         for move in self.placement.moves(progress):
             at = self._at[move.id]
@@ -213,15 +239,15 @@ class Dispatch:
         if not new:
             return
         scheduler, batch = self.rollout.scheduler, self.rollout.rules.batch_prompts
-        steps: dict[int, list[Prompt]] = {}  # prompts by the update that they would be trained in, as they were loaded
+        steps: dict[int, list[Prompt]] = {}  # prompts by expected training step, in loading order
         for place, prompt in enumerate(prompt for prompt in scheduler.ledger if not prompt.put_off):
             steps.setdefault(scheduler.version + place // batch, []).append(prompt)
         for step, prompts in steps.items():
             if any(prompt.uid in new for prompt in prompts):
                 unplanned = [p for p in prompts if p.uid not in self._planned]
-                told = zip(unplanned, self._prompts([p.uid for p in unplanned]), strict=True)
+                sized = zip(unplanned, self._prompts([p.uid for p in unplanned]), strict=True)
                 # after a restart some samples have ended
-                loads = [Load(p.uid, sum(s.state in _TO_COME for s in p.samples), p.expected, own) for p, own in told]
+                loads = [Load(p.uid, sum(s.state in _TO_COME for s in p.samples), p.expected, own) for p, own in sized]
                 self.placement.plan(step, [load for load in loads if load.samples])
                 self._planned.update(p.uid for p in unplanned)
 

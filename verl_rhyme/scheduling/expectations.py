@@ -1,8 +1,8 @@
-"""What is expected of prompts that are about to be answered: the length predictor, as a run's rollout goes on.
+"""Expected lengths of a run's responses: the length predictor, fed by the rollout.
 
-Of a prompt that is loaded it is known which one it is (its key, the same in every epoch), and then how long it is, and
-how long each of its samples became, the latest attempt at it. When it leaves, these become the prompt's history. A pure
-state machine; an error in it costs the expectation, never the rollout: who asks is told nothing then.
+A loaded prompt has a key, the same in every epoch. Its length and the lengths of its samples (of the latest attempts)
+follow. When the prompt leaves, these lengths become the prompt's history. The class is a pure state machine. An error
+costs only the expectation, never the rollout: the caller then gets no value.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from verl_rhyme.lengths.quality import Quality
 
 T = TypeVar("T")
 
-#: What is known is worth telling again when so many of its prompts have been learnt from since: telling costs by all.
-_TOLD_AGAIN = 1 / 16
-#: Of prompts without a key; nothing is ever learnt of it.
-_NOBODY = ""
+#: Share of changed prompts from which the state is sent again; sending costs time in proportion to all prompts.
+_SENT_AGAIN = 1 / 16
+#: Key of prompts without a key; no history is kept for it.
+_NO_KEY = ""
 
 
 class Expectations:
-    """See the module.
+    """Expected lengths of responses; see the module.
 
     Args:
-        limit: Tokens a response can have.
+        limit: Maximum tokens of a response.
 
     Attributes:
-        predictor: What is known of lengths.
-        prompts: What is known of those of prompts.
-        errors: Calls that failed.
-        last_error: The latest of them, in words.
+        predictor: Predictor of response lengths.
+        prompts: Lengths of prompts.
+        errors: Number of failed calls.
+        last_error: Type and text of the latest error.
     """
 
     def __init__(self, limit: int) -> None:
@@ -43,21 +43,28 @@ class Expectations:
         self._quality = Quality()
         self._keys: dict[str, str] = {}
         self._lengths: dict[str, dict[int, int]] = {}
-        self._untold = 0  # prompts that were learnt from since what is known was told
+        self._unsent = 0  # prompts learnt from since the state was sent
 
     def hand(self, keys: Mapping[str, str]) -> dict[str, float]:
-        """Prompts come, by uid; an empty key is of one that nobody knows.
+        """Add prompts.
+
+        Args:
+            keys: Key by uid; empty for a prompt without a key.
 
         Returns:
-            Tokens that a response of each is expected to have.
+            Expected response tokens by uid.
         """
         return self._try(partial(self._hand, keys), {})
 
     def rank(self, locations: Mapping[str, float], ranker: int) -> dict[str, float]:
-        """A ranker, by its number, expects these log lengths of responses to prompts, by key.
+        """Take in a ranker's forecasts.
+
+        Args:
+            locations: Expected log length of a response, by key.
+            ranker: Number of the ranker.
 
         Returns:
-            As :meth:`hand`, of those that are here.
+            Expected response tokens by uid, of these prompts.
         """
 
         def ranked() -> dict[str, float]:
@@ -69,11 +76,16 @@ class Expectations:
         return self._try(ranked, {})
 
     def lengths(self, uids: Sequence[str], emitted: Sequence[int]) -> Forecast | None:
-        """How long responses to these prompts that have so many tokens will be; ``None`` where that cannot be told."""
+        """Return the forecast of responses to these prompts; ``None`` after an error.
+
+        Args:
+            uids: Id of each response's prompt.
+            emitted: Tokens that each response has.
+        """
 
         def forecast() -> Forecast:
-            # One without a key is no sibling of others without; a prompt with one may be here twice.
-            keys = {uid: self._keys.get(uid) or f"{_NOBODY} {i}" for i, uid in enumerate(dict.fromkeys(uids))}
+            # Prompts without a key are no siblings; a prompt with a key may be present twice.
+            keys = {uid: self._keys.get(uid) or f"{_NO_KEY} {i}" for i, uid in enumerate(dict.fromkeys(uids))}
             ended: dict[str, list[int]] = {}
             for uid, key in keys.items():
                 ended.setdefault(key, []).extend(self._lengths.get(uid, {}).values())
@@ -82,46 +94,51 @@ class Expectations:
         return self._try(forecast, None)
 
     def prompted(self, uid: str, tokens: int) -> None:
-        """A prompt has so many tokens."""
-        if key := self._keys.get(uid, _NOBODY):
+        """Set the number of tokens of a prompt."""
+        if key := self._keys.get(uid, _NO_KEY):
             self.prompts.tell(key, tokens)
 
     def prompt_tokens(self, uids: Sequence[str]) -> list[int]:
-        """Of these prompts; 0 where nothing is known."""
-        return [self.prompts.of(self._keys.get(uid, _NOBODY)) for uid in uids]
+        """Return the tokens of prompts; 0 where unknown."""
+        return [self.prompts.of(self._keys.get(uid, _NO_KEY)) for uid in uids]
 
     def generated(self, uid: str, number: int, tokens: int) -> None:
-        """A sample came to its end; what an earlier attempt at it had counts no more. Without tokens it tells nothing:
-        its agent loop may have dropped them."""
+        """Record the tokens of a finished response, in place of those of an earlier attempt.
+
+        Zero tokens are ignored: the agent loop may have dropped the response.
+        """
         if uid in self._lengths and tokens:
             self._lengths[uid][number] = tokens
 
     def keep(self, needed: Callable[[str], bool]) -> dict[str, list[int]]:
-        """Prompts that are not needed any more have left, whether all their samples came to their end or not.
+        """Remove the prompts that are not needed any more, and learn their lengths.
 
         Returns:
-            Tokens of their samples that did, by key: of trained prompts, and of those that were filtered or failed, if
-            only none.
+            Tokens of their finished samples, by key; an empty list for filtered or failed prompts without any.
         """
         answered: dict[str, list[int]] = {}
         for uid in [uid for uid in self._keys if not needed(uid)]:
             key, lengths = self._keys.pop(uid), self._lengths.pop(uid)
             self._try(partial(self._learn, key, lengths), None)
-            if key != _NOBODY:
+            if key != _NO_KEY:
                 answered.setdefault(key, []).extend(lengths.values())
         return answered
 
     def measures(self) -> dict[str, float]:
-        """How good forecasts were, of the groups that left since the last call (:class:`Quality`)."""
+        """Return the quality of forecasts for the groups removed since the last call (:class:`Quality`)."""
         return self._try(self._quality.take, {})
 
     @property
     def under_way(self) -> dict[str, Any]:
-        """Of the prompts that are here: key, and the number and tokens of each sample that ended. JSON."""
+        """State of the present prompts, for JSON: key, and number and tokens of each ended sample."""
         return {uid: [key, list(self._lengths[uid].items())] for uid, key in self._keys.items()}
 
     def resume(self, under_way: Mapping[str, Any], needed: Callable[[str], bool]) -> dict[str, float]:
-        """Take up what :attr:`under_way` told, as far as it is needed; answers as :meth:`hand`."""
+        """Restore the needed prompts of :attr:`under_way`.
+
+        Returns:
+            As :meth:`hand`.
+        """
 
         def resumed() -> dict[str, float]:
             known = {uid: (str(key), lengths) for uid, (key, lengths) in under_way.items() if needed(uid)}
@@ -133,16 +150,16 @@ class Expectations:
         return self._try(resumed, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain, for JSON: what is known of lengths, without the prompts that are here."""
-        self._untold = 0
+        """Return the known lengths as plain values for JSON, without the present prompts."""
+        self._unsent = 0
         return self._try(lambda: {**self.predictor.state_dict(), "prompt_tokens": self.prompts.state_dict()}, {})
 
     def news(self) -> dict[str, Any] | None:
-        """As :meth:`state_dict`, if much has been learnt since that was last asked for."""
-        return self.state_dict() if self._untold > _TOLD_AGAIN * len(self.predictor) else None
+        """Return :meth:`state_dict` if much was learnt since its last call, else ``None``."""
+        return self.state_dict() if self._unsent > _SENT_AGAIN * len(self.predictor) else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` gave; what cannot be read is as if it had not been there."""
+        """Restore a :meth:`state_dict`; unreadable parts are ignored."""
         self._try(lambda: self.predictor.load_state_dict(state), None)
         self._try(lambda: self.prompts.load_state_dict(state.get("prompt_tokens", {})), None)
 
@@ -155,18 +172,18 @@ class Expectations:
         return self._expected(keys)
 
     def _expected(self, keys: Mapping[str, str]) -> dict[str, float]:
-        """Tokens of a response to each prompt before it begins, by uid."""
+        """Return the expected tokens of a response before it starts, by uid."""
         expected = self.predictor.forecast(list(keys.values())).expected.astype(float)
         return dict(zip(keys, expected.tolist(), strict=True))
 
     def _learn(self, key: str, lengths: Mapping[int, int]) -> None:
-        if key == _NOBODY or not lengths:
+        if key == _NO_KEY or not lengths:
             return
         tokens, predictor = list(lengths.values()), self.predictor
         expected = float(predictor.forecast([key]).expected[0])
         self._quality.add(expected, tokens, predictor.knows(key), predictor.ranked(key))
         predictor.learn(key, tokens)
-        self._untold += 1
+        self._unsent += 1
 
     def _try(self, what: Callable[[], T], otherwise: T) -> T:
         try:

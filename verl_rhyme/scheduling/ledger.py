@@ -1,9 +1,8 @@
-"""What was loaded and is not yet trained: prompts, their samples, and how far each has come.
+"""The ledger of loaded prompts that are not trained yet: their samples and the state of each.
 
-The texts themselves lie with whoever made them; this is the ledger. A sample is pending, running, generated (its reward
-is not known yet), finished or trained, and goes from one to the next by the methods of :class:`Ledger` alone,
-which refuse what cannot be: no sample is lost, started twice or trained twice. Beside it, what a step comes to: its
-:class:`Collected` and its :class:`StepCounts`.
+It holds no texts. A sample is pending, running, generated (its reward is unknown), finished or trained. Only the
+methods of :class:`Ledger` change that state, and they reject impossible changes: no sample is lost, started twice or
+trained twice. The module also has the results of a training step: :class:`Collected` and :class:`StepCounts`.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ from verl_rhyme.scheduling.tally import Tally
 
 @dataclass(frozen=True)
 class Collected:
-    """One update batch.
+    """An update batch.
 
     Attributes:
-        samples: (uid, number in its group), shortest first.
-        lengths: Tokens of each.
-        waited: Updates that passed each one's prompt by.
-        staleness: Of each one's oldest token: policy versions between it and the policy that is trained; 0 is
-            on-policy.
-        unit: What is trained together.
+        samples: (uid, number in the group), shortest first.
+        lengths: Tokens of each sample.
+        waited: Training steps that left out each sample's prompt.
+        staleness: Versions between each sample's oldest token and the policy that is trained; 0 is on-policy.
+        unit: Samples that are trained together.
     """
 
     samples: list[tuple[str, int]]
@@ -39,7 +37,7 @@ class Collected:
 
     @property
     def group_staleness(self) -> list[int]:
-        """Of each group's oldest token, in policy versions; where ``unit`` is a trajectory, each is its own group."""
+        """Staleness of each group's oldest token, in versions; of each sample where ``unit`` is ``trajectory``."""
         if self.unit == "trajectory":
             return self.staleness
         oldest: dict[str, int] = {}
@@ -50,14 +48,14 @@ class Collected:
 
 @dataclass
 class StepCounts:
-    """What became of tokens since the scheduler's last ``begin``.
+    """Counts since the scheduler's last ``begin``.
 
     Attributes:
         loaded, dropped: Prompts.
-        interrupted: Running samples that were cut short.
-        stale: Samples, finished or (where they span versions) still running, that got too stale and are generated anew.
-        abandoned: Attempts that were lost, or not waited for.
-        wasted_tokens: Tokens that were made and will not be trained.
+        interrupted: Running samples that were interrupted.
+        stale: Samples, finished or (where they span versions) running, that became too stale and are regenerated.
+        abandoned: Attempts that were lost or given up.
+        wasted_tokens: Generated tokens that will not be trained.
     """
 
     loaded: int = 0
@@ -72,23 +70,23 @@ class StepCounts:
 
 
 class Ledger:
-    """The ledger; iterating gives the prompts in the order of loading.
+    """The ledger; iteration yields the prompts in loading order.
 
-    Prompts and samples are read by all, and changed here alone: :attr:`tally` counts anew what was changed.
+    Other modules read prompts and samples; only this class changes them, and :attr:`tally` recounts the changed ones.
 
     Args:
-        unit: What is trained together.
+        unit: Samples that are trained together.
     """
 
     def __init__(self, unit: Unit = "group") -> None:
         self._prompts: dict[str, Prompt] = {}
-        self._numbers: list[int] = []  # of these, rising
+        self._numbers: list[int] = []  # numbers of the prompts, ascending
         self._tally = Tally(unit)
-        #: Prompts that were put off, in this order, and their samples.
+        #: Number of samples by prompt that was put off, in this order.
         self.put_off: dict[str, int] = {}
-        #: Prompts loaded since the beginning.
+        #: Number of prompts loaded since the beginning.
         self.loaded = 0
-        #: The least number of an attempt that is started: above those that were started before and may yet tell.
+        #: Minimum number of a new attempt: higher than those of earlier attempts that may still report.
         self.first_attempt = 0
 
     def __len__(self) -> int:
@@ -101,28 +99,32 @@ class Ledger:
         return uid in self._prompts
 
     def prompt(self, uid: str) -> Prompt:
-        """Raises ``KeyError`` for one that is not here (any more)."""
+        """Return a prompt.
+
+        Raises:
+            KeyError: The prompt is not in the ledger.
+        """
         return self._prompts[uid]
 
     def place(self, prompt: Prompt) -> int:
-        """How many that are here were loaded before this one."""
+        """Return the number of prompts in the ledger that were loaded before this one."""
         return bisect_left(self._numbers, prompt.number)
 
     @property
     def tally(self) -> Tally:
-        """What the ledger comes to, as it is now."""
+        """Current counts of the ledger."""
         self._tally.update()
         return self._tally
 
     def samples(self, state: State) -> Iterator[tuple[Prompt, int, Sample]]:
-        """Samples in a state, with prompt and number in the group, in the order of loading."""
+        """Yield the samples in a state, with prompt and number in the group, in loading order."""
         for prompt in list(self.tally.prompts(state)):
             for number, sample in enumerate(prompt.samples):
                 if sample.state == state:
                     yield prompt, number, sample
 
     def load(self, uid: str, samples: int) -> None:
-        """Take in a prompt of which ``samples`` responses are wanted."""
+        """Load a prompt with ``samples`` responses to generate."""
         if uid in self._prompts:
             raise ValueError(f"prompt {uid} is loaded already")
         if samples < 1:
@@ -133,12 +135,12 @@ class Ledger:
         self.loaded += 1
 
     def expect(self, uid: str, tokens: float) -> None:
-        """A response of this prompt is expected to have so many tokens; one that is not here is passed over."""
+        """Set the expected response tokens of a prompt; unknown prompts are ignored."""
         if uid in self._prompts:
             self._prompts[uid].expected = tokens
 
     def postpone(self, uid: str, put_off: bool = True) -> None:
-        """A prompt waits for a round of its own, or (``put_off=False``) waits no longer."""
+        """Put off a prompt until a separate round, or (``put_off=False``) release it."""
         prompt = self._prompts[uid]
         prompt.put_off = put_off
         if put_off:
@@ -147,48 +149,54 @@ class Ledger:
             self.put_off.pop(uid, None)
 
     def start(self, uid: str, number: int, version: int | None = None) -> None:
-        """``version``: what its new tokens are at least of, where it may run on over version changes."""
+        """Start an attempt at a sample.
+
+        Args:
+            uid: Id of the prompt.
+            number: Sample's number in the group.
+            version: Lowest possible version of its new tokens, where it may run over version changes.
+        """
         sample = self._move(uid, number, ("pending",), "running")
         sample.attempt = max(sample.attempt + 1, self.first_attempt)
         if version is not None:
             self.progress(uid, number, version)
 
     def progress(self, uid: str, number: int, version: int) -> None:
-        """The oldest token of a running attempt is of ``version``, or of what it goes on from."""
+        """Set the version of a running attempt's oldest new token; kept tokens may be older."""
         sample = self._move(uid, number, ("running",), "running")
         before = version if sample.first_version is None else sample.first_version
         sample.running_version = min(before, version)
 
     def generate(self, uid: str, number: int, tokens: int, first_version: int) -> None:
-        """A response came to its end: it has ``tokens``, the oldest of them from ``first_version``."""
+        """Record that a response is generated, with ``tokens``, the oldest of them from ``first_version``."""
         sample = self._move(uid, number, ("running",), "generated")
         sample.tokens, sample.first_version = tokens, first_version
 
     def finish(self, uid: str, number: int) -> None:
-        """A generated response has its reward."""
+        """Record the reward of a generated response."""
         self._move(uid, number, ("generated",), "finished")
 
     def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> None:
-        """A running response was cut short after ``tokens``; what is kept of it, the caller decides."""
+        """Record that a response was interrupted after ``tokens``; the caller decides what is kept."""
         sample = self._move(uid, number, ("running",), "pending")
         sample.tokens, sample.first_version = tokens, first_version
 
     def abandon(self, uid: str, number: int) -> None:
-        """Nobody waits for this attempt any longer: the next goes on from what was told before it."""
+        """Abandon an attempt; the next one continues from what earlier attempts reported."""
         self._move(uid, number, ("running", "generated"), "pending")
 
     def regenerate(self, uid: str, number: int) -> None:
-        """What a response says may not be trained any more: it is to be generated anew."""
+        """Make a sample pending, without text that may be trained."""
         sample = self._move(uid, number, ("running", "generated", "finished"), "pending")
         sample.first_version = None
 
     def restore(
         self, uid: str, number: int, attempt: int, state: State, tokens: int, first_version: int | None
     ) -> None:
-        """Put a sample where it was after this ledger was saved.
+        """Restore a sample's state from evidence that is newer than the saved ledger.
 
         Raises:
-            ValueError: The ledger knows of a later attempt, or that this one was further; or no sample is like this.
+            ValueError: The ledger has a later attempt or a later state of this one, or the state is impossible.
         """
         known = self._prompts[uid].samples[number] if uid in self._prompts else Sample()
         if attempt < known.attempt or (
@@ -196,41 +204,41 @@ class Ledger:
         ):
             raise ValueError(
                 f"sample {number} of prompt {uid} cannot be restored as {state} in attempt {attempt}: it is "
-                f"{known.state} in attempt {known.attempt}, and what is older tells nothing; restore its latest attempt"
+                f"{known.state} in attempt {known.attempt}, so older evidence is ignored; restore its latest attempt"
             )
         if state == "trained" or (state != "pending" and attempt < 0):
             raise ValueError(
-                f"sample {number} of prompt {uid} cannot be restored as {state} in attempt {attempt}: it is pending, "
-                "or running, generated or finished in an attempt from 0"
+                f"sample {number} of prompt {uid} cannot be restored as {state} in attempt {attempt}: restore it as "
+                "pending, or as running, generated or finished with an attempt from 0"
             )
         sample = self._move(uid, number, ("pending", *ON_THEIR_WAY, "finished"), state)
         sample.attempt, sample.tokens, sample.first_version = attempt, tokens, first_version
 
     def forget(self, uid: str, number: int) -> None:
-        """What was kept of a response is not gone on from."""
+        """Discard the kept tokens of a response; the next attempt does not continue from them."""
         self._prompts[uid].samples[number].first_version = None
         self._tally.changed(self._prompts[uid])
 
     def wait(self) -> None:
-        """An update passed by all that is here."""
+        """Count a training step that left out all prompts of the ledger."""
         for prompt in self:
             prompt.waited += 1
 
     def train(self, uid: str, number: int) -> None:
-        """A finished response goes to the trainer; with its last one a prompt leaves."""
+        """Mark a finished response as trained; a prompt leaves with its last sample."""
         self._move(uid, number, ("finished",), "trained")
         if self._prompts[uid].complete("trained"):
             self.drop(uid)
 
     def drop(self, uid: str) -> None:
-        """A prompt leaves: it is trained, it failed, or was filtered."""
+        """Remove a prompt that is trained, failed or was filtered."""
         prompt = self._prompts.pop(uid)
         self.put_off.pop(uid, None)
         del self._numbers[self.place(prompt)]
         self._tally.left(prompt)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain, for JSON. What was on its way when it was taken is pending in it."""
+        """Return the state as plain values for JSON; samples in progress are pending in it."""
         prompts = [
             {
                 "uid": prompt.uid,
@@ -270,7 +278,7 @@ class Ledger:
 
 
 def _saved(sample: Sample) -> dict[str, Any]:
-    # By hand: dataclasses.asdict takes ten times as long, with every batch.
+    # Written out because dataclasses.asdict takes ten times as long, with every batch.
     return {
         "state": "pending" if sample.state in ON_THEIR_WAY else sample.state,
         "tokens": sample.tokens,

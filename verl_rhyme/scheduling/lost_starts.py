@@ -1,28 +1,28 @@
-"""Samples that cannot be started: now and then is no end of a run, again and again is."""
+"""Detection of repeated failures to start samples, which end a run; single failures do not."""
 
 from __future__ import annotations
 
-#: Seconds for which samples are lost at their start (one at least in so many), and none gets further, before it ends.
+#: Seconds of lost starts after which the run ends, and maximum seconds between two of them.
 LOSING_S, LOSS_S = 180.0, 30.0
 
 
 class LostStarts:
-    """What became of starts, one after another."""
+    """Sequence of lost starts."""
 
     def __init__(self) -> None:
-        self._losing: tuple[float, float] | None = None  # since when one after another is lost; the latest
+        self._losing: tuple[float, float] | None = None  # times of the first and the latest lost start in a row
 
     def ended(self, lost: bool, now: float) -> bool:
-        """One ended; whether the run cannot go on.
+        """Record the end of an attempt; return whether the run cannot continue.
 
         Args:
-            lost: At its start.
+            lost: Whether it was lost at its start.
             now: Seconds, by any clock.
         """
         if not lost:
             self._losing = None
             return False
         since, latest = self._losing or (now, now)
-        since = now if now - latest > LOSS_S else since  # one that starts tells nothing
+        since = now if now - latest > LOSS_S else since  # a start in progress is no evidence
         self._losing = since, now
         return now - since > LOSING_S

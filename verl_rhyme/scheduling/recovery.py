@@ -1,8 +1,7 @@
-"""What a rollout goes on from after a loss, of its coordinator or of the whole run.
+"""Recovery of a rollout after the loss of its coordinator or of the training run.
 
-The saved state is as old as the last batch, and in it nothing runs. Evidence tells what came to pass since: how
-attempts ended, what they left, and which are still worked on. Each sample is put where both show it; what neither tells
-is done again.
+The saved state is from the last batch, and no sample runs in it. The evidence is newer: ended attempts, what they
+reported, and attempts in progress. Each sample gets the state that both show; work without evidence is repeated.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from verl_rhyme.scheduling.scheduler import Scheduler
 
 
 class Evidence(NamedTuple):
-    """What is known of an attempt after its coordinator was lost.
+    """Facts about an attempt after the loss of its coordinator.
 
     Attributes:
-        status: Of its latest report (:data:`~verl_rhyme.scheduling.attempts.Status`); ``None``: nothing.
+        status: Status of its latest report (:data:`~verl_rhyme.scheduling.attempts.Status`); ``None`` without a report.
         tokens, first_version: As reported (:class:`~verl_rhyme.scheduling.attempts.Ended`).
-        running: An agent loop worker is about it.
-        stored: All its trajectories are stored.
-        reported: Its own report is there as well, with its turns.
+        running: Whether an agent loop worker runs it.
+        stored: Whether all its trajectories are stored.
+        reported: Whether its report is present as well, with its turns.
         records: As reported.
         scores: As reported, where groups are filtered by them.
     """
@@ -35,23 +34,25 @@ class Evidence(NamedTuple):
     running: bool = False
     stored: bool = False
     reported: bool = True
-    records: list[Record] = []  # noqa: RUF012  nobody changes it
+    records: list[Record] = []  # noqa: RUF012  never changed
     scores: list[float] = []  # noqa: RUF012
 
     @property
     def has_turns(self) -> bool:
-        """There are turns to go on from, or to draft from."""
+        """Whether it has turns to continue from or to draft from."""
         return self.status in ("interrupted", "generated")
 
 
 class Recovery:
-    """The steps of :meth:`Rollout.restore <verl_rhyme.scheduling.rollout.Rollout.restore>`, which says what is what:
-    :meth:`load`, :meth:`remember`, then (the version being published) :meth:`place` and :meth:`recall_scores`.
+    """The steps of :meth:`Rollout.restore <verl_rhyme.scheduling.rollout.Rollout.restore>`.
+
+    The order is :meth:`load`, :meth:`remember`, then (after the version is published) :meth:`place` and
+    :meth:`recall_scores`.
 
     Args:
-        scheduler: With its state of then.
-        remembered: What attempts reported; filled here.
-        evidence: By name, all attempts of which anything is known now.
+        scheduler: Scheduler with its saved state.
+        remembered: Reports of attempts; filled here.
+        evidence: All known attempts, by name.
     """
 
     def __init__(self, scheduler: Scheduler, remembered: Remembered, evidence: Mapping[str, Evidence]) -> None:
@@ -59,15 +60,17 @@ class Recovery:
         self._latest: dict[Name, Attempt] = {}
 
     def load(self, stock: dict[str, int], prompts: set[str], load_size: int) -> list[str]:
-        """Load what has been loaded since: of which attempts are known, and as many others as there must have been.
+        """Load the prompts that were loaded after the state was saved.
+
+        Prompts of known attempts are loaded, and others until ``load_size`` is reached.
 
         Args:
-            stock: Prompts that were handed over; left in it are those that wait to be loaded.
-            prompts: Those whose data are there.
-            load_size: Prompts of the load.
+            stock: Waiting prompts and their samples; prompts that still wait remain in it.
+            prompts: Ids of prompts whose data are available.
+            load_size: Number of prompts in flight.
 
         Returns:
-            Prompts whose data are gone.
+            Ids of prompts whose data are lost.
         """
         scheduler, ledger = self._scheduler, self._scheduler.ledger
         gone = [prompt.uid for prompt in ledger if prompt.uid not in prompts]
@@ -77,7 +80,7 @@ class Recovery:
         for uid in [uid for uid in stock if uid not in prompts or uid in ledger]:
             del stock[uid]
         begun = {Attempt.named(name).uid for name in self._evidence} & stock.keys()
-        spare = load_size - len(ledger) - len(begun)  # for those of which nothing is known
+        spare = load_size - len(ledger) - len(begun)  # for prompts without evidence
         for uid in list(stock):  # in the order in which they were loaded since
             if begun and (uid in begun or spare > 0):
                 scheduler.load(uid, stock.pop(uid))
@@ -86,20 +89,20 @@ class Recovery:
         return gone
 
     def remember(self, counted: Iterable[str]) -> None:
-        """What attempts have left that others may go on from, and which one is the latest at each sample.
+        """Record which attempts left turns to continue from, and the latest attempt at each sample.
 
         Args:
             counted: Names of attempts whose reports were counted in the saved state.
         """
-        ledger, told = self._scheduler.ledger, set(counted)
-        for attempt in sorted(map(Attempt.named, {*self._evidence, *told})):
+        ledger, reported = self._scheduler.ledger, set(counted)
+        for attempt in sorted(map(Attempt.named, {*self._evidence, *reported})):
             if attempt.uid not in ledger:
                 continue
             sample = ledger.prompt(attempt.uid).samples[attempt.number]
-            if sample.state == "trained":  # nobody goes on from it
+            if sample.state == "trained":  # no attempt continues from it
                 continue
             known = self._evidence.get(attempt.name, Evidence())
-            if known.has_turns and (attempt.name in told or attempt.attempt >= sample.attempt):
+            if known.has_turns and (attempt.name in reported or attempt.attempt >= sample.attempt):
                 self._remembered.ended(attempt, known.records)
                 if known.stored and not known.reported:
                     self._remembered.stored.add(attempt.sample)
@@ -107,20 +110,21 @@ class Recovery:
                 self._latest[attempt.sample] = attempt
 
     def place(self, filters: bool) -> Iterator[Attempt]:
-        """Put samples where the latest attempts have brought them.
+        """Restore samples to the state of their latest attempts.
 
         Args:
-            filters: What is stored without scores is not finished: its group could not be filtered by them.
+            filters: Whether groups are filtered by scores. A stored sample without scores then does not count as
+                finished.
 
         Yields:
-            Attempts whose tokens may not be trained any more, nor gone on from.
+            Attempts whose tokens may neither be trained nor continued.
         """
         for attempt in self._latest.values():
             if not self._place(attempt, filters):
                 yield attempt
 
     def recall_scores(self) -> None:
-        """What finished samples scored, for groups to be filtered by."""
+        """Restore the scores of finished samples, by which groups are filtered."""
         for prompt, number, sample in self._scheduler.ledger.samples("finished"):
             known = self._evidence.get(Attempt(prompt.uid, number, sample.attempt).name, Evidence())
             self._remembered.scores[prompt.uid, number] = known.scores
@@ -136,9 +140,9 @@ class Recovery:
             state = "finished"
         elif known.running:
             state = "generated" if generated else "running"
-        else:  # cut short, or its worker was lost before it could tell the reward: it goes on from what it had said
+        else:  # interrupted, or its worker was lost before the reward was reported: it continues from its tokens
             state = "pending"
         before = self._remembered.attempt.get(attempt.sample)
-        if not known.has_turns and before is not None:  # what it goes on from
+        if not known.has_turns and before is not None:  # it continues from an earlier attempt
             known = self._evidence[Attempt(*attempt.sample, before).name]
         return self._scheduler.restore(*attempt, state, known.tokens, known.first_version)

@@ -1,8 +1,8 @@
-"""A run's rollout, but for its messages: prompts in stock, attempts and their reports, and what a batch is made of.
+"""A run's rollout without its messages: waiting prompts, attempts and their reports, and the content of a batch.
 
-Around the :class:`~verl_rhyme.scheduling.scheduler.Scheduler`, which counts tokens and versions: who is started under
-which name and from whose text, whose word counts, what an ended attempt leaves to others. A pure state machine too; the
-coordinator (``coordinator/coordinator.py``) carries its messages.
+It surrounds the :class:`~verl_rhyme.scheduling.scheduler.Scheduler`, which counts tokens and versions. The rollout
+decides under which name a sample starts, from whose text it continues, which report counts, and what an ended attempt
+leaves. It is a pure state machine too; the coordinator (``coordinator/coordinator.py``) carries its messages.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import Prompt
 from verl_rhyme.scheduling.scheduler import Scheduler
 
-#: Numbers of attempts that each generation has for itself.
+#: Attempt numbers reserved for each generation.
 _ATTEMPTS = 1 << 10
-#: However small an update is, so many groups in a row with nothing to learn from are no accident: where one in ten is
-#: kept, one of seven runs of a million groups has such a row.
-_FRUITLESS = 128
+#: Minimum number of consecutive filtered groups that ends a run, however small a batch is. If the filter keeps one in
+#: ten, one of seven runs of a million groups has such a sequence.
+_UNIFORM_GROUPS = 128
 
 
 class Rollout:
-    """See the module. Whoever drives it asks :meth:`wanted`, hands prompts, sends what :meth:`fill` and
-    :meth:`take_abandoned` give, and tells :meth:`ended`; between, the scheduler is asked as its class says.
+    """The rollout's state machine; see the module.
+
+    The caller reads :meth:`wanted`, passes prompts to :meth:`hand`, sends what :meth:`fill` and :meth:`take_abandoned`
+    return, and passes reports to :meth:`ended`. In between it calls the scheduler as that class describes.
 
     Args:
-        rules: The scheduler's.
-        filters: The metric by which groups are dropped whose trajectories all have one score (DAPO, arXiv:2503.14476,
-            section 3.2); ``None``: none are.
-        generation: Another for each that takes up what the one before it had begun: no name is given twice.
+        rules: Rules of the scheduler.
+        filters: Metric by which groups are dropped whose trajectories all have one score (DAPO, arXiv:2503.14476,
+            section 3.2); ``None``: no group is dropped.
+        generation: Number of this rollout among those that resume one another; it keeps attempt names unique.
     """
 
     def __init__(self, rules: Rules, filters: str | None = None, generation: int = 0) -> None:
@@ -45,19 +47,19 @@ class Rollout:
         self.scheduler.ledger.first_attempt = generation * _ATTEMPTS
         self._generation = generation
         self._filters = filters
-        self._stock: dict[str, int] = {}  # prompts that wait to be loaded, in order, and how many samples of each
-        self._expected: dict[str, float] = {}  # of those, where it is known
+        self._stock: dict[str, int] = {}  # number of samples by prompt that waits to be loaded, in order
+        self._expected: dict[str, float] = {}  # expected tokens by waiting prompt, where known
         self._remembered = Remembered()
-        self._ran: list[Record] = []  # of the attempts that ended since the last batch
-        self._abandoned: list[str] = []  # attempts that are to end
-        self._obsolete: list[str] = []  # attempts whose reports are of no use any more
+        self._ran: list[Record] = []  # records of attempts that ended since the last batch
+        self._abandoned: list[str] = []  # attempts to be ended
+        self._obsolete: list[str] = []  # attempts whose reports are no longer needed
         self._wasted: list[Record] = []
         self._failed = 0
         self._filtered: Counter[float] = Counter()
-        self._fruitless: Counter[float] = Counter()  # by their score, groups dropped since the filter kept one
-        # Of prompts that are finished and were in no part yet, in the order of their end, how many samples they have.
-        self._whole: dict[str, int] = {}
-        self._news = False  # since a part was asked for
+        self._uniform_groups: Counter[float] = Counter()  # groups dropped since the filter kept one, by score
+        # Number of samples by finished prompt that was in no streamed part yet, in the order of finishing.
+        self._finished_groups: dict[str, int] = {}
+        self._new_part = False  # whether a new streamed part is possible
 
     @property
     def rules(self) -> Rules:
@@ -65,19 +67,23 @@ class Rollout:
 
     @property
     def filtered(self) -> dict[float, int]:
-        """By their common score, groups that were dropped since the last batch."""
+        """Number of groups that were dropped since the last batch, by their common score."""
         return dict(self._filtered)
 
     # ---- prompts ----
 
     def hand(self, prompts: Iterable[tuple[str, int]]) -> None:
-        """Prompts for the stock: uid, and how many samples are wanted. One that is there already is not taken twice."""
+        """Add prompts to the stock of waiting prompts; known prompts are ignored.
+
+        Args:
+            prompts: Pairs of uid and number of samples.
+        """
         for uid, samples in prompts:
             if uid not in self.scheduler.ledger:
                 self._stock.setdefault(uid, samples)
 
     def expect(self, tokens: Mapping[str, float]) -> None:
-        """How many tokens a response of each of these prompts is expected to have."""
+        """Set the expected response tokens by prompt."""
         for uid, length in tokens.items():
             if not math.isfinite(length):
                 continue
@@ -87,17 +93,17 @@ class Rollout:
                 self.scheduler.expect(uid, length)
 
     def wanted(self) -> int:
-        """Prompts that are to be handed over now."""
+        """Return the number of prompts to pass to :meth:`hand` now."""
         return max(0, self.scheduler.loadable() - len(self._stock))
 
     # ---- versions ----
 
     def publish(self, version: int, batches_left: int | None) -> None:
-        """The policy ``version`` is current: what may not be trained any more is to be generated anew.
+        """Make the policy ``version`` the current one; samples too stale for it are regenerated.
 
         Args:
-            version: It counts the updates.
-            batches_left: Update batches until training ends: no more prompts are loaded than these take.
+            version: Number of the policy version, which counts training steps.
+            batches_left: Update batches until training ends; no more prompts are loaded than these take.
         """
         under_way = {a.sample: a for a in self.attempts()}
         before = self.scheduler.step
@@ -105,21 +111,21 @@ class Rollout:
         self.scheduler.step = before + self.scheduler.step  # reported with the next batch
         for sample in stale:
             self._waste(sample)
-            if sample in under_way:  # some wait for a reward yet
+            if sample in under_way:  # some still wait for a reward
                 self._abandoned.append(under_way[sample].name)
-        self._news = True
+        self._new_part = True
 
     # ---- attempts ----
 
     def attempts(self) -> list[Attempt]:
-        """Those that somebody works on."""
+        """Return the attempts in progress."""
         found = []
         for state in ON_THEIR_WAY:
             found += [Attempt(p.uid, number, s.attempt) for p, number, s in self.scheduler.ledger.samples(state)]
         return found
 
     def fill(self, limit: int | None = None, min_starts: int = 1) -> list[Start]:
-        """Load what may be loaded of the stock, start what may be started (:meth:`Scheduler.dispatch`)."""
+        """Load waiting prompts and start samples, as far as the scheduler allows (:meth:`Scheduler.dispatch`)."""
         self.stock_up()
         rules, starts = self.rules, []
         started = self.scheduler.dispatch(limit, min_starts)
@@ -135,18 +141,18 @@ class Rollout:
         return starts
 
     def stock_up(self) -> None:
-        """Load what may be loaded of the stock."""
+        """Load waiting prompts, as far as the scheduler allows."""
         load_size = self.scheduler.load_size()
-        while count := min(self.scheduler.loadable(), len(self._stock)):  # one that is put off makes room for another
+        while count := min(self.scheduler.loadable(), len(self._stock)):  # a prompt put off makes room for another
             for _ in range(count):
                 uid = next(iter(self._stock))
                 self.scheduler.load(uid, self._stock.pop(uid))
                 if (expected := self._expected.pop(uid, None)) is not None:
                     self.scheduler.expect(uid, expected)
-        self.scheduler.owe(load_size)  # the stock may hold a part of a load only: what was left over before
+        self.scheduler.owe(load_size)  # the stock may hold fewer prompts than may be loaded
 
     def kept_tokens(self, uid: str, number: int) -> int:
-        """Tokens that the next attempt at a sample goes on from."""
+        """Return the tokens from which the next attempt at a sample continues."""
         if not self.rules.continues or self._predecessor(uid, number) is None:
             return 0
         return self.scheduler.ledger.prompt(uid).samples[number].kept_tokens
@@ -157,14 +163,15 @@ class Rollout:
         return self._remembered.attempt.get((uid, number))
 
     def ended(self, report: Ended) -> list[Record]:
-        """What an attempt tells of its end. What one tells whom nobody waits for any more changes nothing.
+        """Record the report of an attempt's end; a report that no caller waits for changes nothing.
 
         Returns:
-            Of its requests those that nobody has told before: an attempt tells those that it goes on from, too.
+            Records of requests that were not reported before. A report repeats the records of attempts it continued
+            from.
 
         Raises:
-            Hopeless: Prompt after prompt fails, or the filter drops group after group.
-            RuntimeError: Its tokens are of a policy that must not have made them.
+            Hopeless: Too many consecutive prompts failed, or the filter dropped too many consecutive groups.
+            RuntimeError: Its tokens come from a policy version that is not allowed.
         """
         attempt = Attempt.named(report.name)
         uid, number, _ = attempt
@@ -185,7 +192,7 @@ class Rollout:
                     self._obsolete.append(report.name)
                 self.scheduler.finish(uid, number, bool(self._stored(self.scheduler.ledger.prompt(uid))))
                 self._filter(uid)
-                self._see_whole(uid)
+                self._check_finished(uid)
         elif sample.state == "running":
             before = {record["id"] for record in self._remembered.records.get(attempt.sample, ())}
             if (earlier := self._remembered.attempt.get(attempt.sample)) is not None:
@@ -201,73 +208,88 @@ class Rollout:
         return []
 
     def lost(self, names: Iterable[str]) -> list[str]:
-        """Nobody knows of these attempts any more: those of them that were waited for, which start again."""
+        """Abandon attempts that no process runs any more.
+
+        Returns:
+            Attempts that were still waited for; their samples start again.
+        """
         lost = [name for name in names if self._on_its_way(Attempt.named(name)) is not None]
         for name in lost:
             self.scheduler.abandon(*Attempt.named(name).sample)
         return lost
 
     def give_up(self) -> list[str]:
-        """The engines stand still: whoever has not reported how it ended is busy elsewhere, and starts again."""
+        """Abandon attempts that have not reported although the engines are stopped; their samples start again.
+
+        Returns:
+            Names of these attempts.
+        """
         running = {a.sample: a.name for a in self.attempts()}
         given_up = [running[sample] for sample in self.scheduler.give_up()]
         self._abandoned += given_up
         return given_up
 
     def take_abandoned(self) -> list[str]:
-        """Attempts that are to end without a word, since the last call."""
+        """Return the attempts, since the last call, that are to end without a report."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
 
     def take_obsolete(self) -> list[str]:
-        """Attempts whose reports nobody asks for any more, since the last call: another came after, or their
-        trajectories say the same."""
+        """Return the attempts, since the last call, whose reports are no longer needed.
+
+        A later attempt replaced them, or their trajectories contain the same text.
+        """
         obsolete, self._obsolete = self._obsolete, []
         return obsolete
 
     # ---- batches ----
 
     def part(self, samples: int) -> list[str]:
-        """Attempts that the next update batch will have, whatever else comes: whole groups that are finished.
+        """Return attempts for a streamed part of the next batch: finished whole groups that the batch contains in any
+        case.
 
-        Where batches are taken as they were loaded (``Rules.take``) that changes nothing. Others have then what is
-        finished first, which need not be the shortest; trajectories that are trained one by one
-        (``Rules.unit``) are told where all of their prompt's are there.
+        Where batches are taken in loading order (``Rules.take``), this changes nothing. Elsewhere the part has the
+        groups that finished first, which need not be the shortest. Trajectories that are trained one by one
+        (``Rules.unit``) are included once all samples of their prompt are finished.
 
         Args:
-            samples: Fewer are not told; at least 1.
+            samples: Minimum number of samples, at least 1; with fewer the result is empty.
 
         Returns:
-            Those that were not told before, in the order in which their groups were done.
+            Attempts that were in no part before, in the order in which their groups finished.
         """
-        if not self._news or sum(self._whole.values()) < samples:
+        if not self._new_part or sum(self._finished_groups.values()) < samples:
             return []
-        self._news = False
-        found = self.scheduler.promise(self._whole, samples)
+        self._new_part = False
+        found = self.scheduler.promise(self._finished_groups, samples)
         for uid in found:
-            del self._whole[uid]
+            del self._finished_groups[uid]
         prompts, empty = [self.scheduler.ledger.prompt(uid) for uid in found], self._remembered.empty
         attempts = [Attempt(p.uid, n, sample.attempt) for p in prompts for n, sample in enumerate(p.samples)]
         return [attempt.name for attempt in attempts if attempt.sample not in empty]
 
     def take(self) -> Batch:
-        """The update batch (:meth:`Scheduler.collect`).
+        """Return the update batch (:meth:`Scheduler.collect`).
 
         Raises:
-            Hopeless: There is no trajectory in it.
+            Hopeless: The batch contains no trajectory.
+            RuntimeError: A sample exceeds the staleness bound.
         """
         ledger, version = self.scheduler.ledger, self.scheduler.version
         finished = {(p.uid, number): s.attempt for p, number, s in ledger.samples("finished")}
         collected = self.scheduler.collect()
-        for staleness in harvest.staleness:  # looked at once more before anything is trained
+        for staleness in collected.staleness:  # a last check before training
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
-        stored = [sample for sample in harvest.samples if sample not in self._remembered.empty]
+        stored = [sample for sample in collected.samples if sample not in self._remembered.empty]
         if not stored:
-            raise Hopeless(f"the agent loop gave no trajectory for any of an update's {len(harvest.samples)} samples")
-        trained = [record for sample in harvest.samples for record in self._remembered.forget(sample)]
-        for uid, _ in harvest.samples:
-            self._whole.pop(uid, None)
+            raise Hopeless(
+                f"the agent loop returned no trajectory for any of the {len(collected.samples)} samples of a batch: "
+                "check the agent loop (actor_rollout_ref.rollout.agent)"
+            )
+        trained = [record for sample in collected.samples for record in self._remembered.forget(sample)]
+        for uid, _ in collected.samples:
+            self._finished_groups.pop(uid, None)
         counts, self.scheduler.step = self.scheduler.step, StepCounts()
         batch = Batch(
             collected=collected,
@@ -277,34 +299,37 @@ class Rollout:
             ran=self._ran,
             wasted=self._wasted,
             counts=counts,
-            left=len(finished) - len(harvest.samples),
+            left=len(finished) - len(collected.samples),
             failed=self._failed,
             filtered=self.filtered,
         )
         self._ran, self._wasted, self._failed, self._filtered = [], [], 0, Counter()
         return batch
 
-    # ---- what lies in the queue ----
+    # ---- content of the queue ----
 
     def needs_prompt(self, uid: str) -> bool:
-        """Somebody may yet ask for this prompt's data."""
+        """Return whether this prompt's data may still be read."""
         return uid in self.scheduler.ledger or uid in self._stock
 
     def needs_turns(self, name: str) -> bool:
-        """Somebody may yet go on from, or draft from, what this attempt reported; not where its trajectories say it."""
+        """Return whether a later attempt may continue from, or draft from, the turns that this attempt reported.
+
+        The result is false where the stored trajectories contain these turns.
+        """
         attempt = Attempt.named(name)
         if self._remembered.attempt.get(attempt.sample) == attempt.attempt:
             return attempt.sample not in self._remembered.stored
         return self.may_train(name)
 
     def needs_trajectories(self, name: str) -> bool:
-        """What this attempt stored, or will store, may yet be trained, or drafted from."""
+        """Return whether this attempt's trajectories, stored or to come, may be trained or drafted from."""
         attempt = Attempt.named(name)
         drafted = attempt.sample in self._remembered.stored and self._predecessor(*attempt.sample) == attempt.attempt
         return drafted or self.may_train(name)
 
     def may_train(self, name: str) -> bool:
-        """What this attempt says may yet be trained."""
+        """Return whether this attempt's response may still be trained."""
         attempt = Attempt.named(name)
         if attempt.uid not in self.scheduler.ledger:
             return False
@@ -314,7 +339,7 @@ class Rollout:
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain, for JSON: with what the queue holds it is all that :meth:`restore` needs."""
+        """Return the state as plain values for JSON; :meth:`restore` needs it and the content of the queue."""
         ledger, empty = self.scheduler.ledger, self._remembered.empty
         names = [Attempt(*sample, attempt).name for sample, attempt in self._remembered.attempt.items()]
         return {
@@ -336,17 +361,17 @@ class Rollout:
         prompts: set[str],
         handed: Iterable[tuple[str, int]] = (),
     ) -> list[str]:
-        """Take up what :meth:`state_dict` gave, and what has happened since.
+        """Restore the rollout from a saved state and from the evidence that is newer.
 
         Args:
-            state: Of an earlier moment.
-            version, batches_left: As to :meth:`publish`.
-            evidence: By name, all attempts of which anything is known now.
-            prompts: Those whose data are there.
-            handed: Prompts that were handed over since.
+            state: Value of :meth:`state_dict` at an earlier moment.
+            version, batches_left: Arguments of :meth:`publish`.
+            evidence: All known attempts, by name.
+            prompts: Ids of prompts whose data are available.
+            handed: Prompts that were passed to :meth:`hand` since the state was saved.
 
         Returns:
-            Prompts whose data are gone, which others replace.
+            Ids of prompts whose data are lost; other prompts replace them.
         """
         self.scheduler.load_state_dict(state)
         self._failed, self._filtered = state["failed"], Counter(dict(state["filtered"]))
@@ -368,21 +393,21 @@ class Rollout:
             for uid in [prompt.uid for prompt in self.scheduler.ledger]:
                 self._filter(uid)
         for prompt in self.scheduler.ledger:
-            self._see_whole(prompt.uid)
+            self._check_finished(prompt.uid)
         self.scheduler.owe(load_size)
         return gone
 
     # ---- within ----
 
     def _whole_updates(self, load_size: int) -> int:
-        """A load of whole updates: one that began under other rules may have another size."""
+        """Round a number of prompts up to whole batches, since it may come from other rules."""
         rules = self.scheduler.rules
         if rules.refill == "always" or rules.unit == "trajectory" or rules.batches % 1:
             return load_size
         return math.ceil(load_size / rules.batch_prompts) * rules.batch_prompts
 
     def _on_its_way(self, attempt: Attempt) -> Any:
-        """The ledger's sample, if it is this attempt that is worked on; else ``None``."""
+        """Return the ledger's sample if this attempt at it is in progress, else ``None``."""
         uid, number, which = attempt
         if uid not in self.scheduler.ledger:
             return None
@@ -396,13 +421,13 @@ class Rollout:
             assert report.first_version is not None
             raise _lagging(self.scheduler.version - report.first_version, self.rules)
         self._waste((uid, number))
-        self._abandoned.append(report.name)  # it computes a reward that nobody waits for
+        self._abandoned.append(report.name)  # its reward is not needed
 
     def _waste(self, sample: Name) -> None:
-        """What it has may not be trained any more."""
+        """Count a sample's tokens as wasted: they may not be trained."""
         self._wasted += self._remembered.records.pop(sample, [])
         self._remembered.empty.discard(sample)
-        if self.rules.continues:  # nor gone on from; where nothing is, it is drafted from
+        if self.rules.continues:  # else its text is still a draft
             self._remembered.attempt.pop(sample, None)
             self._remembered.stored.discard(sample)
 
@@ -410,26 +435,27 @@ class Rollout:
         self._drop(uid, failed=True)
         if count := self.scheduler.hopeless():
             raise Hopeless(
-                f"{count} prompts in a row failed, and none came to its end; the latest was {error}\nThe agent loop "
-                "workers logged the traceback. Mend what raised this: the reward function "
-                "(reward.custom_reward_function), or the agent loop or tool (actor_rollout_ref.rollout.agent, "
-                ".multi_turn); the same command goes on from the last checkpoint."
+                f"{count} prompts in a row failed, and no prompt finished. The latest failure: {error}\nThe agent loop "
+                "workers logged the traceback. Fix the code that raised it: the reward function "
+                "(reward.custom_reward_function), the agent loop (actor_rollout_ref.rollout.agent) or the tool "
+                "(actor_rollout_ref.rollout.multi_turn). Then start the same command: it resumes from the last "
+                "checkpoint."
             )
 
-    def _see_whole(self, uid: str) -> None:
+    def _check_finished(self, uid: str) -> None:
         if uid in self.scheduler.ledger and (prompt := self.scheduler.ledger.prompt(uid)).complete("finished"):
             if not self._stored(prompt):
-                self._fail(uid, f"prompt {uid}: the agent loop gave no trajectory for any of its samples")
+                self._fail(uid, f"prompt {uid}: the agent loop returned no trajectory for any of its samples")
                 return
-            self._whole[uid], self._news = len(prompt.samples), True
+            self._finished_groups[uid], self._new_part = len(prompt.samples), True
 
     def _stored(self, prompt: Prompt) -> list[Name]:
-        """Its samples, if they are finished, but for those without a trajectory."""
+        """Return the samples of a finished prompt that have a trajectory."""
         names = [(prompt.uid, number) for number in range(len(prompt.samples))]
         return [name for name in names if name not in self._remembered.empty]
 
     def _filter(self, uid: str) -> None:
-        """A group whose samples all have one score teaches nothing; another prompt takes its place."""
+        """Drop a finished group whose samples all have one score; another prompt replaces it."""
         prompt = self.scheduler.ledger.prompt(uid)
         stored = self._stored(prompt)
         if not self._filters or not prompt.complete("finished") or not stored:
@@ -437,25 +463,26 @@ class Rollout:
         by_sample = [self._remembered.scores.get(name) for name in stored]
         scores = [score for of_sample in by_sample for score in of_sample or ()]
         if not (all(by_sample) and len(scores) > 1 and all(score == scores[0] for score in scores)):
-            self._fruitless.clear()
+            self._uniform_groups.clear()
             return
         self._filtered[scores[0]] += 1
-        self._fruitless[scores[0]] += 1
+        self._uniform_groups[scores[0]] += 1
         self._drop(uid)
-        if (count := self._fruitless.total()) >= max(2 * self.rules.batch_prompts, _FRUITLESS):
-            told = ", ".join(f"{round(score, 4)} in {groups}" for score, groups in self._fruitless.most_common(4))
+        if (count := self._uniform_groups.total()) >= max(2 * self.rules.batch_prompts, _UNIFORM_GROUPS):
+            common = self._uniform_groups.most_common(4)
+            listed = ", ".join(f"{round(score, 4)} in {groups}" for score, groups in common)
             raise Hopeless(
-                f"all {count} groups since the last one that was kept were dropped by filter_groups (metric "
-                f"{self._filters}), for all samples of a group had one score: scores were {told}. Check the reward "
-                "function (reward.custom_reward_function) and algorithm.filter_groups.metric; where prompts are too "
-                "easy or too hard choose others, or set algorithm.filter_groups.enable=false; the same command goes "
-                "on from the last checkpoint."
+                f"algorithm.filter_groups dropped all {count} groups since it last kept one (metric {self._filters}): "
+                f"within each group all samples have the same score. The scores: {listed}. Check the reward function "
+                "(reward.custom_reward_function) and algorithm.filter_groups.metric. If prompts are too easy or too "
+                "hard, choose others or set algorithm.filter_groups.enable=false. Then start the same command: it "
+                "resumes from the last checkpoint."
             )
 
     def _drop(self, uid: str, failed: bool = False) -> None:
         self._failed += failed
-        self._whole.pop(uid, None)
-        self._news = True  # another moves up to the next batch
+        self._finished_groups.pop(uid, None)
+        self._new_part = True  # another prompt moves up to the next batch
         for number, sample in enumerate(self.scheduler.ledger.prompt(uid).samples):
             self._wasted += self._remembered.forget((uid, number))
             if sample.state in ON_THEIR_WAY:
@@ -465,6 +492,6 @@ class Rollout:
 
 def _lagging(staleness: int, rules: Rules) -> RuntimeError:
     return RuntimeError(
-        f"a trajectory has staleness {staleness} where 0 to {rules.max_staleness} is allowed; is a rollout server "
-        "without the latest weights (training/off_policy/*)?"
+        f"a trajectory has staleness {staleness}, and 0 to {rules.max_staleness} is allowed (max_staleness): check "
+        "whether a rollout server runs without the latest weights (metrics training/off_policy/*)"
     )

@@ -1,7 +1,7 @@
-"""The pipeline's rules: how many batches are in flight, how stale a trained token may be, and the papers' variants.
+"""The pipeline's rules: the number of batches in flight, the staleness bound, and the variants of the papers.
 
 Every schedule is a value of :class:`Rules`; presets are settings of it (:mod:`verl_rhyme.config.presets`). Scheduler,
-coordinator and workers ask the rules and know no preset.
+coordinator and workers read the rules and know no preset.
 """
 
 from __future__ import annotations
@@ -14,56 +14,56 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.config import TOPOLOGIES, RhymeConfig, SchedulingConfig, trained_unit
 
-#: What is trained together: all samples of a prompt in one batch (GRPO, RLOO, DAPO), or each as it comes (PPO,
-#: REINFORCE++).
+#: Unit of training: all samples of a prompt in one batch (GRPO, RLOO, DAPO), or single trajectories (PPO, REINFORCE++).
 Unit = Literal["group", "trajectory"]
 
-#: What an update batch is taken from: groups as they finish, or the prompts that were loaded first, all of which it
-#: waits for.
+#: Source of an update batch: groups as they finish, or the prompts that were loaded first. The batch waits for all of
+#: the latter.
 Take = Literal["finished", "loaded"]
 
-#: When prompts are loaded: whenever fewer batches are in flight than may be, or when all that were loaded are trained
-#: (SortedRL, arXiv:2603.23414, section 3).
+#: When prompts are loaded: whenever more batches may be in flight, or when all loaded prompts are trained (SortedRL,
+#: arXiv:2603.23414, section 3).
 Refill = Literal["always", "when_empty"]
 
-#: What happens to a running response at a new version. ``continue``: it is interrupted and goes on where it stood.
-#: ``finish``: its replica takes the version when it has finished. ``regenerate``: it is interrupted and generated
-#: again, its text at most a draft.
+#: Treatment of a running response at a new version. ``continue``: it is interrupted and continues from its tokens.
+#: ``finish``: its replica takes the version after it has finished. ``regenerate``: it is interrupted and regenerated,
+#: with its text at most as a draft.
 AtVersion = Literal["continue", "finish", "regenerate"]
 
-#: On-policy, where nothing is set. Batches that are loaded together, as SortedRL does, where what is interrupted drafts
-#: from its own text with its own noise, so that generating it again costs little and its length stays.
+#: On-policy default: batches that are loaded together, as in SortedRL. It requires that an interrupted response drafts
+#: from its text with the same noise: regeneration is then cheap, and the response keeps its length.
 LOADED_BATCHES = 3.0
-#: Elsewhere tail batching (RollPacker, NSDI'26): batches in flight, and the share of prompts put off.
+#: On-policy default otherwise, tail batching (RollPacker, NSDI'26): batches in flight, share of prompts put off.
 TAIL_BATCHES, TAIL_SHARE = 1.125, 0.25
 
-#: Seconds for which stopped engines wait for samples that are busy elsewhere (a tool, a judge), and an update batch for
-#: its rewards.
+#: Seconds for which stopped engines wait for samples that are busy elsewhere (a tool, a judge), and for which an update
+#: batch waits for rewards.
 STOP_WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the scheduler goes by.
+    """The scheduler's rules.
 
     Attributes:
         batch_prompts: Prompts of an update batch.
         batch_samples: Trajectories of an update batch.
-        max_staleness: Policy versions between a trained token and the policy it trains, at most (k); 0 is on-policy.
-        in_flight: Update batches in flight at most; may be a fraction. ``None``: see :attr:`batches`.
-        put_off: On-policy: share of prompts, those expected longest, that wait for a round of their own.
+        max_staleness: Maximum number of policy versions between a trained token and the policy it trains (k); 0 is
+            on-policy.
+        in_flight: Maximum number of update batches in flight; may be a fraction. ``None``: see :attr:`batches`.
+        put_off: On-policy: share of prompts, with the longest expected responses, that wait for a separate round.
         unit: See :data:`Unit`.
         take: See :data:`Take`.
-        refill: See :data:`Refill`. Prompts that were dropped are replaced at all times.
+        refill: See :data:`Refill`. Dropped prompts are replaced at all times.
         at_version: See :data:`AtVersion`; ``None``: see :attr:`version_rule`.
-        start_early: Prompts also start between the collection of a batch and its policy, as in verl's separate_async
-            (simulated only: verl's own trainer runs it).
-        separate: Engines have devices of their own, and run while the actor trains.
-        relayed: Replicas take a new version each for itself, by the relay of weights.
-        drafts: Text that is generated again is drafted from.
+        start_early: Whether prompts also start between the collection of a batch and its policy, as in verl's
+            separate_async (simulated only: verl's trainer runs it).
+        separate: Whether engines have separate devices and run while the actor trains.
+        relayed: Whether each replica takes a new version by itself, through the relay of weights.
+        drafts: Whether regenerated responses draft from their earlier text.
 
     Raises:
-        ValueError: Rules that contradict each other; the message says how to mend them.
+        ValueError: Contradictory rules; the message names the fix.
     """
 
     batch_prompts: int
@@ -82,7 +82,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.batch_prompts < 1 or self.batch_samples < self.batch_prompts:
-            raise ValueError(f"an update batch needs prompts, and a sample of each: {self}")
+            raise ValueError(f"an update batch needs at least one prompt, and one sample of each prompt: {self}")
         for name, kind in (("unit", Unit), ("take", Take), ("refill", Refill)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
@@ -98,38 +98,39 @@ class Rules:
         if on_policy and self.at_version in ("continue", "finish"):
             raise ValueError(
                 f"at_version={self.at_version} trains tokens of earlier policies: set max_staleness to at least 1, or "
-                "leave at_version out"
+                "omit at_version"
             )
         if on_policy and self.start_early:
             raise ValueError("start_early=true trains tokens of earlier policies: set max_staleness to at least 1")
         if on_policy and self.take == "loaded" and self.batches > 1:
             raise ValueError(
-                f"in_flight={self.in_flight} with take=loaded and max_staleness=0: what starts ahead could not be "
-                "trained; set take=finished, or max_staleness to at least 1"
+                f"in_flight={self.in_flight} with take=loaded and max_staleness=0: samples of later batches would be "
+                "too stale to train; set take=finished, or max_staleness to at least 1"
             )
         if not on_policy and self.refill == "always" and self.batches > self.max_staleness + 1:
             raise ValueError(
-                f"in_flight={self.in_flight} with max_staleness={self.max_staleness}: what starts so far ahead could "
-                f"not be trained in time; set in_flight to at most {self.max_staleness + 1}, or raise max_staleness"
+                f"in_flight={self.in_flight} with max_staleness={self.max_staleness}: samples of the last batches "
+                f"would be too stale to train; set in_flight to at most {self.max_staleness + 1}, or raise "
+                "max_staleness"
             )
         if self.put_off and not self.rounds:
             raise ValueError(
-                f"put_off={self.put_off} is for max_staleness=0 with refill=always and take=finished: elsewhere long "
-                "responses run on while others are trained; set put_off=0"
+                f"put_off={self.put_off} requires max_staleness=0, refill=always and take=finished: otherwise long "
+                "responses already run on while others are trained; set put_off=0"
             )
         if self.at_version == "finish" and not (self.separate and self.relayed):
             raise ValueError(
                 "at_version=finish needs replicas that take versions one by one: set trainer_mode=separate_async and "
-                "checkpoint_engine.backend=relay, or leave at_version out"
+                "checkpoint_engine.backend=relay, or omit at_version"
             )
 
     @property
     def batches(self) -> float:
-        """Update batches in flight at most (n).
+        """Maximum number of update batches in flight (n).
 
-        ``in_flight``, or what the bound lets be in flight where batches are taken as they were loaded, as published;
-        else 1 on-policy (with ``put_off`` :data:`TAIL_BATCHES`), and ``1 + k / 2``, at least 2: a trained group is
-        ``n - 1`` versions old on average (Little's law).
+        It is ``in_flight`` if set. With ``take=loaded`` it is what the bound allows, as published. Otherwise it is 1
+        on-policy (with ``put_off`` :data:`TAIL_BATCHES`), and else ``1 + k / 2``, at least 2. A trained group then has
+        a mean staleness of ``n - 1`` versions (Little's law).
         """
         if self.in_flight is not None:
             return self.in_flight
@@ -141,13 +142,15 @@ class Rules:
 
     @property
     def samples_in_flight(self) -> int:
-        """Samples that may be started and not yet finished, at most."""
+        """Maximum number of samples that may be started and unfinished."""
         return math.ceil(self.batches * self.batch_samples)
 
     @property
     def rounds(self) -> bool:
-        """Tail batching: on-policy, more prompts start than an update trains, and those that an update passed by wait
-        for a round of their own."""
+        """Whether tail batching applies: on-policy, more prompts start than a batch trains.
+
+        Prompts that a batch leaves out wait for a separate round.
+        """
         return (
             self.max_staleness == 0
             and self.refill == "always"
@@ -157,12 +160,12 @@ class Rules:
 
     @property
     def version_rule(self) -> AtVersion:
-        """``at_version``, or what ``None`` stands for."""
+        """``at_version``, or its default for ``None``."""
         if self.at_version is not None:
             return self.at_version
         if self.max_staleness > 0:
             return "continue"
-        return "finish" if self.separate and self.batches <= 1 else "regenerate"  # nothing runs then
+        return "finish" if self.separate and self.batches <= 1 else "regenerate"  # no sample runs at a new version then
 
     @property
     def summary(self) -> str:
@@ -174,38 +177,42 @@ class Rules:
 
     @property
     def finishes(self) -> bool:
-        """What runs is not interrupted at a new version."""
+        """Whether a running sample is not interrupted at a new version."""
         return self.version_rule == "finish"
 
     @property
     def continues(self) -> bool:
-        """What was interrupted, by a new version or otherwise, goes on where it stood."""
+        """Whether an interrupted sample continues from its tokens, whatever interrupted it."""
         return self.version_rule != "regenerate"
 
     @property
     def redrafts(self) -> bool:
-        """What was interrupted is generated again, with its own text as draft."""
+        """Whether an interrupted sample is regenerated with its earlier text as draft."""
         return self.drafts and not self.continues
 
     @property
     def stops(self) -> bool:
-        """Engines stop when a batch is collected: what runs finishes, or is given up, before the batch is taken."""
+        """Whether engines stop when a batch is collected; running samples finish or are given up before."""
         return not self.separate or (self.max_staleness == 0 and not self.finishes)
 
     @property
     def spans_versions(self) -> bool:
-        """What runs may have tokens of earlier policies that will be trained: its staleness is known before it ends."""
+        """Whether running samples may have tokens of earlier policies that are trained; their staleness is tracked
+        while they run.
+        """
         return self.finishes or (self.separate and self.continues)
 
     @property
     def starts_through_training(self) -> bool:
-        """Samples run also while the actor trains."""
+        """Whether samples also run while the actor trains."""
         return self.separate and self.max_staleness > 0
 
     @property
     def one_by_one(self) -> bool:
-        """Replicas take a new version each for itself: some serve an older one for a while, and what needs the new one
-        waits there."""
+        """Whether each replica takes a new version by itself.
+
+        Some replicas then serve an older version for a while, and a request that needs the new version waits there.
+        """
         return self.separate and self.relayed and not self.stops
 
 
@@ -221,26 +228,27 @@ def of_options(
     drafts: bool = True,
     coupled: bool = True,
 ) -> Rules:
-    """The rules that a run's options stand for.
+    """Return the rules of a run's options.
 
     Args:
-        options: Experts' options of scheduling.
-        max_staleness: The bound, in policy versions.
-        separate: Engines have devices of their own.
+        options: Scheduling options.
+        max_staleness: Staleness bound, in policy versions.
+        separate: Whether engines have separate devices.
         batch_prompts: Prompts of an update batch.
         samples: Samples of a prompt.
-        unit: What ``options.unit`` comes to.
-        relayed: Weights go by the relay.
-        drafts: Drafting is on, also from a response's own text.
-        coupled: So is coupled sampling, at ``max_staleness=0``: else interrupting many shortens what is trained.
+        unit: Resolved ``options.unit``.
+        relayed: Whether weights go through the relay.
+        drafts: Whether responses also draft from their earlier text.
+        coupled: Whether coupled sampling is on. At ``max_staleness=0`` many interruptions without it shorten trained
+            responses.
 
     Raises:
-        ValueError: The rules contradict each other.
+        ValueError: Contradictory rules.
     """
     in_flight, put_off, refill = options.in_flight, options.put_off, options.refill
     if max_staleness == 0 and options.take == "finished":
         if drafts and coupled and not put_off:
-            whole = (in_flight or LOADED_BATCHES) % 1 == 0  # a load is whole updates
+            whole = (in_flight or LOADED_BATCHES) % 1 == 0  # whole batches are loaded together
             refill = refill or ("when_empty" if whole else "always")
             if in_flight is None and refill == "when_empty":
                 in_flight = LOADED_BATCHES
@@ -263,11 +271,11 @@ def of_options(
 
 
 def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
-    """The rules that a run's config stands for; ``None`` without a ``max_staleness``.
+    """Return the rules of a run's config; ``None`` without a ``max_staleness``.
 
     Args:
-        config: verl's whole config (a ``DictConfig``); what of it is missing is as :func:`of_options` has it.
-        rhyme: Our tree in it; ``None`` without rhyme.
+        config: verl's config (a ``DictConfig``); missing keys have the defaults of :func:`of_options`.
+        rhyme: The ``rhyme`` section; ``None`` without rhyme.
 
     Raises:
         ValueError: See :func:`of_options`.

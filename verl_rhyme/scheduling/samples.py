@@ -1,14 +1,14 @@
-"""Prompts and their samples, as the ledger holds them."""
+"""Prompts and samples of the ledger."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: How far a sample has come. ``generated``: its reward is not known yet.
+#: State of a sample. ``generated``: its reward is unknown.
 State = Literal["pending", "running", "generated", "finished", "trained"]
 
-#: Samples in these states belong to an attempt that somebody works on.
+#: States of samples whose attempt is in progress.
 ON_THEIR_WAY: tuple[State, ...] = ("running", "generated")
 
 
@@ -17,11 +17,11 @@ class Sample:
     """One response of a prompt.
 
     Attributes:
-        state: See the module.
-        tokens: Response tokens it has: kept, or to be regenerated, while it is not finished.
-        first_version: Policy version of its oldest kept token; ``None`` without any.
-        running_version: While it runs on over version changes, what its oldest token may be of; else ``None``.
-        attempt: Number of its latest start, from 0; what an earlier attempt may still say is nobody's.
+        state: See :data:`State`.
+        tokens: Response tokens; before the sample is finished, tokens that are kept or regenerated.
+        first_version: Policy version of the oldest kept token; ``None`` without any.
+        running_version: Lowest possible version of its oldest token while it runs over version changes, else ``None``.
+        attempt: Number of the latest attempt, from 0; reports of earlier attempts are ignored.
     """
 
     state: State = "pending"
@@ -32,12 +32,12 @@ class Sample:
 
     @property
     def oldest_version(self) -> int | None:
-        """Policy version of its oldest token, the ones in the making included; ``None`` where nobody knows of any."""
+        """Policy version of the oldest token, running ones included; ``None`` where unknown."""
         return self.first_version if self.running_version is None else self.running_version
 
     @property
     def kept_tokens(self) -> int:
-        """Those of its tokens that may yet be trained; the others are at most a draft, and were counted as wasted."""
+        """Tokens that may still be trained; other tokens are at most a draft and counted as wasted."""
         return 0 if self.first_version is None else self.tokens
 
 
@@ -46,12 +46,12 @@ class Prompt:
     """One loading of a prompt.
 
     Attributes:
-        uid: Its name, new at every loading.
-        number: How many were loaded before it.
-        samples: Its group.
-        waited: Updates that passed since it was loaded.
-        expected: Tokens that a response of it is expected to have; ``None`` where nobody said.
-        put_off: It waits for a round of its own (``Rules.rounds``).
+        uid: Id, new at every loading.
+        number: Number of prompts loaded before it.
+        samples: Samples of its group.
+        waited: Training steps since it was loaded.
+        expected: Expected response tokens; ``None`` where unknown.
+        put_off: Whether it waits for a separate round (``Rules.rounds``).
     """
 
     uid: str
@@ -62,10 +62,10 @@ class Prompt:
     put_off: bool = False
 
     def complete(self, *states: State) -> bool:
-        """Every sample is in one of the states."""
+        """Return whether every sample is in one of the states."""
         return all(sample.state in states for sample in self.samples)
 
     @property
     def untrained_tokens(self) -> int:
-        """Those that may yet be trained."""
+        """Tokens that may still be trained."""
         return sum(sample.kept_tokens for sample in self.samples if sample.state != "trained")

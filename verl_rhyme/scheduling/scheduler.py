@@ -1,23 +1,25 @@
-"""The pipeline's scheduler: what to load, what to run, when to collect a batch, what to train on.
+"""The pipeline's scheduler: which prompts to load, which samples to start, when to collect a batch and from what.
 
-What holds at all times (:mod:`verl_rhyme.scheduling.rules` has the terms):
+Invariants (:mod:`verl_rhyme.scheduling.rules` defines the terms):
 
-- At most n update batches of prompts are in flight. They are loaded, and start, when a policy is published.
-- The oldest batch goes first, in it the prompts expected longest (:mod:`.admission`).
-- What runs at a new version continues under it; each token keeps its version and log-probability.
-- Whole groups are trained as they finish; an update batch is the first of them (:mod:`.collection`).
-- An update waits only for what would otherwise exceed ``max_staleness``; what exceeds it all the same is regenerated.
+- At most n update batches of prompts are in flight. Prompts are loaded, and start, when a policy is published.
+- The oldest batch starts first. Within it, the prompts with the longest expected responses start first
+  (:mod:`.admission`).
+- A running response continues under a new version. Each token keeps its version and log-probability.
+- Whole groups are trained as they finish. An update batch consists of the first of them (:mod:`.collection`).
+- A training step waits only for samples that would otherwise exceed ``max_staleness``. Samples that exceed it anyway
+  are regenerated.
 
-On-policy more than one batch may start as well; what an update passed by is regenerated. With ``Rules.rounds`` (tail
-batching, RollPacker, NSDI'26) it is put off until an update's worth of such prompts has a round of its own, in which
-nothing else starts: no prompt waits for ever, and each is trained once. Prompts expected among the longest are put off
-when they are loaded, before anything of them is made.
+On-policy, more than one batch may start too; samples that a training step leaves out are regenerated. With
+``Rules.rounds`` (tail batching, RollPacker, NSDI'26) their prompts are put off. Once a full batch of prompts is put
+off, it gets a separate round, in which no other prompt starts. So no prompt waits forever, and each is trained once.
+Prompts with the longest expected responses are put off at loading, before any of their samples starts.
 
-Attempts can get lost, with their worker or with their report, and can be busy outside the engine (a tool, a judge) when
-it stops: an attempt that nobody knows of, or that the others have waited for long enough, is abandoned, and its sample
-starts again as another attempt.
+An attempt can be lost with its worker or its report. It can also be busy outside the engine (a tool, a judge) when the
+engine stops. The scheduler abandons an attempt that no process runs any more, or that has kept the others waiting for
+too long. The sample then starts again as a new attempt.
 
-A pure state machine: events are method calls, and time comes in as an argument.
+The scheduler is a pure state machine: events are method calls, and time is an argument.
 """
 
 from __future__ import annotations
@@ -35,29 +37,29 @@ from verl_rhyme.scheduling.ledger import Collected, Ledger, StepCounts
 from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Sample, State
 
-#: However small an update batch is, so many failures are no accident.
+#: Minimum number of consecutive failures that ends a run, however small an update batch is.
 _HOPELESS = 16
-#: Update batches whose prompts' expected lengths say which are the longest.
+#: Update batches of prompts among whose expected lengths the longest are selected.
 _COMPARED = 4
 
 
 class Scheduler:
-    """See the module. The order of calls in a step::
+    """The scheduler's state machine; see the module. The order of calls in a training step::
 
         begin(version) -> stale samples             the policy is new
-        loadable() -> load(uid, n) ...              until it says 0; also between the events below
+        loadable() -> load(uid, n) ...              until it returns 0; also between the events below
         dispatch() -> samples to start
-        generate(...), finish(...), drop(...) ...   until enough(); abandon(...) what is lost, fail(...) till hopeless()
+        generate(...), finish(...), drop(...) ...   until enough(); abandon(...) if lost, fail(...) till hopeless()
         interrupt(...), finish(...) ...             once the engines were stopped, until settled()
-        give_up() -> attempts not waited for
-        collect()                                   the update batch, if ready(); else on with dispatch()
+        give_up() -> attempts that are abandoned
+        collect()                                   the update batch, if ready(); else continue with dispatch()
 
-    Where engines do not stop (``Rules.stops``), events, ``progress(...)`` and ``dispatch()`` go on at all times, also
-    between ``collect()`` and ``begin()``, and a batch is collected once it is enough(), settled() and ready(). New
-    weights may reach engines, and what they interrupt may report, before ``begin()`` or after.
+    Where engines do not stop (``Rules.stops``), events, ``progress(...)`` and ``dispatch()`` occur at all times, also
+    between ``collect()`` and ``begin()``. A batch is then collected once it is enough(), settled() and ready(). New
+    weights may reach engines before ``begin()`` or after it; so may the reports of the responses that they interrupt.
 
     Raises:
-        ValueError: An event that cannot be (see :class:`Ledger`), or rules that contradict each other.
+        ValueError: An impossible event (see :class:`Ledger`), or contradictory rules.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -66,37 +68,37 @@ class Scheduler:
         self.version = 0
         self.batches_left: int | None = None
         self.step = StepCounts()
-        self._training = False  # a batch was collected, and the policy it makes is not there yet
-        self._owed = 0  # prompts to load in place of those that were dropped; below 0: so many drops are not replaced
-        self._promised: dict[str, None] = {}  # prompts that the next batch will have, in this order
-        self._own_round = False  # prompts that were put off run, and no others
+        self._training = False  # a batch was collected, and its policy is not published yet
+        self._replacements = 0  # replacements still to be loaded; negative: so many dropped prompts are not replaced
+        self._reserved: dict[str, None] = {}  # prompts reserved for streamed parts, in order
+        self._own_round = False  # only prompts that were put off run
         self._expected: deque[float] = deque(maxlen=_COMPARED * rules.batch_prompts)  # of the latest prompts
         self._sorted: list[float] = []  # the same, sorted
-        self._failed: set[int] = set()  # numbers of those that failed since the last that came to its end, or update
+        self._failed: set[int] = set()  # numbers of prompts that failed since one finished, or since the last batch
 
     # ---- loading ----
 
     def loadable(self) -> int:
-        """Prompts that may be loaded now."""
+        """Return the number of prompts that may be loaded now."""
         if len(self.ledger) and self.rules.refill == "when_empty":
-            return max(0, self._owed)
+            return max(0, self._replacements)
         return max(0, int(min(self.load_size() - self._held, self._needed)))
 
     def load_size(self) -> int:
-        """Prompts in flight at most, those to come in place of others included, and those put off not."""
+        """Return the maximum number of prompts in flight, replacements included, prompts put off excluded."""
         if len(self.ledger) and self.rules.refill == "when_empty":
-            return len(self.ledger) + self._owed
+            return len(self.ledger) + self._replacements
         left = math.inf if self.batches_left is None else max(0, self.batches_left)
         batches = 1 if self._own_round else min(self.rules.batches, left)
         return math.ceil(round(batches * self.rules.batch_prompts, 6))
 
     def owe(self, load_size: int) -> None:
-        """So many prompts the load is to have, those that are here included; where none is, the next is as ever."""
-        self._owed = load_size - self._held if len(self.ledger) else 0
+        """Set the number of prompts that are to be in flight, if the ledger is not empty."""
+        self._replacements = load_size - self._held if len(self.ledger) else 0
 
     @property
     def _held(self) -> int:
-        """Prompts in flight, but for those put off."""
+        """Prompts in flight, without prompts put off."""
         if self._by_prompts or self.rules.refill == "when_empty":
             return len(self.ledger) - len(self.ledger.put_off)
         samples = self.ledger.tally.untrained - sum(self.ledger.put_off.values())
@@ -104,7 +106,7 @@ class Scheduler:
 
     @property
     def _needed(self) -> float:
-        """Prompts that the updates until training ends need beside those that are here, of tail batching."""
+        """With tail batching: prompts still needed for all remaining training steps, in addition to those loaded."""
         if self.batches_left is None or not self.rules.rounds:
             return math.inf
         if self._by_prompts:
@@ -114,34 +116,34 @@ class Scheduler:
 
     @property
     def _to_come(self) -> int:
-        """Prompts that are yet to be loaded; of tail batching those in place of what was put off meanwhile, too."""
-        return self.loadable() if self.rules.rounds else max(0, self._owed)
+        """Prompts still to be loaded; with tail batching, replacements of prompts just put off are included."""
+        return self.loadable() if self.rules.rounds else max(0, self._replacements)
 
     @property
     def _by_prompts(self) -> bool:
-        """Prompts are counted; else samples, for prompts leave one sample at a time."""
+        """Whether prompts are counted; otherwise samples, since single trajectories leave their prompts."""
         return self.rules.unit == "group"
 
     @property
     def _batch(self) -> int:
-        """An update batch, in prompts or in samples."""
+        """Size of an update batch, in prompts or in samples."""
         return self.rules.batch_prompts if self._by_prompts else self.rules.batch_samples
 
     @property
     def _put_off(self) -> int:
-        """What was put off, in prompts or in samples."""
+        """Number of prompts, or of their samples, that are put off."""
         return len(self.ledger.put_off) if self._by_prompts else sum(self.ledger.put_off.values())
 
     def load(self, uid: str, samples: int) -> None:
-        """Take in a prompt; ``samples`` responses of it are wanted."""
+        """Load a prompt with ``samples`` responses to generate."""
         self.ledger.load(uid, samples)
         self.step.loaded += 1
-        self._owed = max(0, self._owed - 1)
+        self._replacements = max(0, self._replacements - 1)
 
     def expect(self, uid: str, tokens: float) -> None:
-        """A response of this prompt is expected to have so many tokens; one that is not here is passed over.
+        """Set the expected response tokens of a prompt; unknown prompts are ignored.
 
-        One of the longest (``Rules.put_off``) of which nothing has started is put off.
+        A prompt among the longest (``Rules.put_off``) is put off if none of its samples has started.
         """
         self.ledger.expect(uid, tokens)
         if not self.rules.put_off or uid not in self.ledger:
@@ -151,7 +153,7 @@ class Scheduler:
         self._expected.append(tokens)
         insort(self._sorted, tokens)
         samples = self.ledger.prompt(uid).samples
-        left = 2 if self.batches_left is None else self.batches_left  # one is to remain for this round
+        left = 2 if self.batches_left is None else self.batches_left  # one training step is kept for this round
         put_off = self._put_off + (1 if self._by_prompts else len(samples))
         if self._own_round or put_off > self._batch * min(1, left - 1) or any(s.attempt >= 0 for s in samples):
             return
@@ -164,46 +166,48 @@ class Scheduler:
         """Start pending samples, in the order in which the engine should take them (:mod:`.admission`).
 
         Args:
-            limit: Samples that may run at a time, those included that do already; ``None``: all.
-            min_starts: Start none before so many may be started: each start is a message.
+            limit: Maximum number of running samples, including those already running; ``None``: no limit.
+            min_starts: Minimum number of samples to start at once, since each call costs a message.
         """
         room = None if limit is None else limit - self.running
         if (room is not None and room < min_starts) or not self.ledger.tally.samples["pending"]:
             return []
         started = list(islice(startable(self.rules, self.ledger, self._training), room))
         for uid, number in started:
-            # What does not span versions is all of the version it tells when it was stopped.
+            # A response that does not span versions has one version, which its report names.
             self.ledger.start(uid, number, self.version if self.rules.spans_versions else None)
         return started
 
     def oldest_versions(self, uids: Iterable[str]) -> list[int]:
-        """Of the policy that may answer samples of these prompts which start now: with tokens of an older one they
-        would be too stale when they are trained. Where replicas take versions one by one; else any is new enough.
+        """Return the oldest policy versions that may generate samples of these prompts which start now.
+
+        Tokens of an older version would be too stale when they are trained. This matters only where replicas take
+        versions one by one; elsewhere the result is 0.
         """
         rules = self.rules
         if not rules.one_by_one:
             return [0 for _ in uids]
-        if rules.take != "loaded":  # any of the next updates may take it
+        if rules.take != "loaded":  # any of the next training steps may take it
             return [self.version for _ in uids]
-        newest = self.version + self._training  # or it would wait for an update that waits for it
+        newest = self.version + self._training  # later: a deadlock, as its training step waits for this sample
         updates = (self.ledger.place(self.ledger.prompt(uid)) // rules.batch_prompts for uid in uids)
         return [max(0, min(newest, newest - rules.max_staleness + update)) for update in updates]
 
     @property
     def running(self) -> int:
-        """Samples that are started, and have not told that they ended."""
+        """Number of samples that have started and whose end is not reported."""
         return self.ledger.tally.samples["running"]
 
     # ---- events ----
 
     def generate(self, uid: str, number: int, tokens: int, first_version: int | None) -> bool:
-        """A response came to its end. Of a dropped prompt it is nobody's any more.
+        """Record that a response is generated; unknown (dropped) prompts are ignored.
 
-        One in which the policy said nothing (``first_version`` is ``None``) counts as the current policy's.
+        A response without policy tokens (``first_version`` is ``None``) counts as generated by the current policy.
 
         Returns:
-            Whether it may be trained. If not (its replica lagged behind), it is generated anew, and the attempt is to
-            end.
+            Whether it may be trained. If not (its replica lagged behind), it is regenerated, and the caller ends the
+            attempt.
         """
         if uid not in self.ledger:
             return False
@@ -211,33 +215,40 @@ class Scheduler:
         return not self._regenerate_stale(uid, number)
 
     def progress(self, uid: str, number: int, first_version: int | None) -> bool:
-        """The oldest token of a running response is of ``first_version``; ``None``: it has none yet.
+        """Record the version of a running response's oldest token; ``None``: it has no token yet.
 
-        Without this what spans versions is taken for as old as its start: a request that queued over a version change
-        is younger, one on a replica that lags behind is older. Other rules need not be told.
+        Without this event a response that spans versions counts as stale as its start. A request that was queued over a
+        version change is in fact less stale; a request on a lagging replica is more stale. Other rules do not need this
+        event.
 
         Returns:
             As :meth:`generate`.
         """
         if uid not in self.ledger:
             return False
-        if not self.rules.spans_versions:  # it tells when it is cut short
+        if not self.rules.spans_versions:  # its version is reported when it is interrupted
             return True
         self.ledger.progress(uid, number, self.version if first_version is None else first_version)
         return not self._regenerate_stale(uid, number)
 
     def finish(self, uid: str, number: int, good: bool = True) -> None:
-        """A generated response has its reward; ``good``: its prompt does not fail when all of them have."""
+        """Record the reward of a generated response.
+
+        Args:
+            uid: Id of the prompt.
+            number: Sample's number in the group.
+            good: Whether the prompt counts as a success once all its samples are rewarded.
+        """
         if uid in self.ledger:
             self.ledger.finish(uid, number)
             if good and self._failed and self.ledger.prompt(uid).complete("finished", "trained"):
                 self._failed.clear()
 
     def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> bool:
-        """A response was cut short after ``tokens``.
+        """Record that a response was interrupted after ``tokens``.
 
         Returns:
-            Whether it goes on where it stood; if not, its text is at most a draft.
+            Whether the next attempt continues from its tokens; otherwise they serve at most as a draft.
         """
         if uid not in self.ledger:
             return False
@@ -251,7 +262,7 @@ class Scheduler:
         return goes_on
 
     def abandon(self, uid: str, number: int) -> None:
-        """An attempt is lost: nobody knows of it any more, and it has not told how it ended."""
+        """Abandon an attempt that no process runs any more and whose end was not reported."""
         if uid not in self.ledger:
             return
         sample = self.ledger.prompt(uid).samples[number]
@@ -262,28 +273,26 @@ class Scheduler:
         self.step.abandoned += 1
 
     def drop(self, uid: str) -> None:
-        """A prompt is lost or was filtered: another may be loaded in its place."""
+        """Drop a prompt that failed or was filtered; another prompt may be loaded in its place."""
         if uid in self.ledger:
             self.step.wasted_tokens += self.ledger.prompt(uid).untrained_tokens
             self.step.dropped += 1
             self.ledger.drop(uid)
-            self._promised.pop(uid, None)
-            self._owed += 1
+            self._reserved.pop(uid, None)
+            self._replacements += 1
 
     def fail(self, uid: str) -> None:
-        """A sample failed, and its prompt is dropped."""
+        """Drop a prompt of which a sample failed."""
         if uid in self.ledger:
             self._failed.add(self.ledger.prompt(uid).number)
             self.drop(uid)
 
     def hopeless(self) -> int:
-        """Prompts that were loaded one after another, as many as an update has, failed, and none got done meanwhile.
+        """Return the length of a run of failed prompts that is long enough to end training, or 0.
 
-        In the order of loading, for bad prompts may all fail before the first good one is done, or be all that is left
-        of a load.
-
-        Returns:
-            How many; 0 as long as it is not hopeless.
+        The prompts must be consecutive in loading order, at least a batch of them, and no prompt may finish meanwhile.
+        The order of failures is not enough: bad prompts may all fail before the first good one finishes, or be the last
+        ones left.
         """
         enough, run = max(self.rules.batch_prompts, _HOPELESS), 0
         for number in sorted(self._failed):
@@ -292,15 +301,17 @@ class Scheduler:
                 return run
         return 0
 
-    # ---- harvest ----
+    # ---- collection ----
 
     def enough(self, rewarded: bool = False) -> bool:
-        """The engines may be stopped: a batch is full, or holds enough tokens, and nothing that must not wait runs.
+        """Return whether the engines may be stopped.
 
-        (Where engines run on, it may be collected as soon as it is :meth:`settled`.) Never while the policy is trained.
+        That holds when a batch is full, or holds enough tokens, and no sample that must be trained in this batch still
+        runs. (With engines that run on, the batch may be collected as soon as it is :meth:`settled`.) It never holds
+        during training.
 
         Args:
-            rewarded: Count only what has its reward, which may yet drop a prompt.
+            rewarded: Count only rewarded samples. A reward may still drop a prompt.
         """
         if self._training:
             return False
@@ -309,31 +320,33 @@ class Scheduler:
         return suffices(self.rules, self.ledger, self._to_come, rewarded)
 
     def settled(self, stopped_s: float) -> bool:
-        """The engines having been stopped (where they run on: it being enough) for so many seconds, all has come that
-        is waited for.
+        """Return whether everything that the batch waits for has arrived.
 
-        Until :data:`~.rules.STOP_WAIT_S` these are: attempts that may still ask stopped engines for tokens, and rewards
-        of what is to be the update batch. Rewards of others change nothing; but a response whose reward is slow is not
-        passed by for a later one, or on-policy those that are slow to judge would be generated again.
+        Until :data:`~.rules.STOP_WAIT_S` the scheduler waits for two things: attempts that may still request tokens of
+        stopped engines, and rewards of the samples in the coming batch. Other rewards change nothing. A response with a
+        slow reward is not replaced by a later one; otherwise, on-policy, slowly judged responses would be regenerated.
+
+        Args:
+            stopped_s: Seconds since the engines were stopped, or (engines that run on) since the batch was enough.
         """
         if stopped_s >= STOP_WAIT_S:
             return True
         if self.rules.stops and self.running:
             return False
-        if not self.enough():  # no reward makes it so
+        if not self.enough():  # no reward can change that
             return True
         if not self.ready():
             return False
         if not self.ledger.tally.samples["generated"]:
             return True
-        taken = batch(self.rules, self.ledger, self.version, "generated", "finished", promised=self._promised)
+        taken = batch(self.rules, self.ledger, self.version, "generated", "finished", reserved=self._reserved)
         return all(prompt.samples[number].state == "finished" for prompt, number in taken)
 
     def give_up(self) -> list[tuple[str, int]]:
-        """Abandon what still runs though the engines are stopped (if they are); rewards may come later.
+        """Abandon attempts that still run although the engines are stopped; rewards may arrive later.
 
         Returns:
-            The samples whose attempts were abandoned.
+            Samples whose attempts were abandoned.
         """
         running = self.ledger.samples("running") if self.rules.stops else ()
         given_up = [(prompt.uid, number) for prompt, number, _ in running]
@@ -342,29 +355,36 @@ class Scheduler:
         return given_up
 
     def promise(self, uids: Iterable[str], samples: int = 1) -> list[str]:
-        """The trainer would begin with these prompts, if they have so many samples: those that the next update batch
-        will have now, whatever else comes (:func:`~.batch.promisable`)."""
+        """Reserve finished prompts for streamed parts of the next batch (:func:`~.collection.promisable`).
+
+        Args:
+            uids: Ids of the prompts that the trainer could begin with.
+            samples: Minimum number of samples; with fewer, none is reserved.
+
+        Returns:
+            Ids of the newly reserved prompts. The next update batch contains them in any case.
+        """
         if self._training:
             return []
-        found = promisable(self.rules, self.ledger, self.version, uids, self._promised)
+        found = promisable(self.rules, self.ledger, self.version, uids, self._reserved)
         if sum(len(self.ledger.prompt(uid).samples) for uid in found) < samples:
             return []
-        self._promised.update(dict.fromkeys(found))
+        self._reserved.update(dict.fromkeys(found))
         return found
 
     def ready(self) -> bool:
-        """The update batch may be taken."""
+        """Return whether the update batch may be collected."""
         return self.enough(rewarded=True)
 
     def collect(self) -> Collected:
-        """Take the update batch (:mod:`.collection`).
+        """Return the update batch and mark its samples as trained (:mod:`.collection`).
 
         Raises:
-            ValueError: It is not :meth:`ready`.
+            ValueError: The batch is not :meth:`ready`.
         """
         if not self.ready():
-            raise ValueError("there is nothing to harvest yet: ask ready() first")
-        taken = batch(self.rules, self.ledger, self.version, "finished", promised=self._promised)
+            raise ValueError("no update batch can be collected yet: call ready() first")
+        taken = batch(self.rules, self.ledger, self.version, "finished", reserved=self._reserved)
         taken.sort(key=lambda at: at[0].samples[at[1]].tokens)
         samples = [prompt.samples[number] for prompt, number in taken]
         collected = Collected(
@@ -374,8 +394,8 @@ class Scheduler:
             staleness=[self.version - _version(sample) for sample in samples],
             unit=self.rules.unit,
         )
-        self._training, self._promised = True, {}
-        for uid, number in harvest.samples:
+        self._training, self._reserved = True, {}
+        for uid, number in collected.samples:
             self.ledger.train(uid, number)
         self.ledger.wait()
         if self.batches_left is not None:
@@ -383,24 +403,24 @@ class Scheduler:
         if self.rules.rounds:
             self._choose_round()
         self._failed.clear()
-        return harvest
+        return collected
 
     def begin(self, version: int, batches_left: int | None = None) -> list[tuple[str, int]]:
-        """The policy's ``version`` is current from now on.
+        """Make the policy ``version`` the current one.
 
         Args:
-            version: It counts the updates.
-            batches_left: Update batches until training ends: no more prompts are loaded than these train; ``None``:
-                it does not end.
+            version: Number of the policy version, which counts training steps.
+            batches_left: Update batches until training ends; no more prompts are loaded than these train. ``None``: no
+                end.
 
         Returns:
-            Samples whose text, finished, generated, kept or (where it spans versions) in the making, is too stale to
-            be trained: they are generated anew, and attempts at them are to end. What runs otherwise tells when it
-            ends or is cut short, and is judged then.
+            Samples whose text is too stale to be trained: finished, generated, kept or (where it spans versions)
+            running. They are regenerated, and the caller ends attempts at them. Other running samples are judged at
+            their report.
         """
-        self.version, self.step, self._training, self._promised = version, StepCounts(), False, {}
+        self.version, self.step, self._training, self._reserved = version, StepCounts(), False, {}
         self.batches_left = batches_left
-        self._release_for_the_last()  # a run that was resumed may have other rules, or fewer updates left
+        self._release_for_the_last()  # a resumed run may have other rules, or fewer steps left
         states: tuple[State, ...] = (*ON_THEIR_WAY, "finished")
         untrained = [(prompt.uid, number) for state in states for prompt, number, _ in self.ledger.samples(state)]
         stale = [sample for sample in untrained if self._regenerate_stale(*sample)]
@@ -412,8 +432,10 @@ class Scheduler:
         return stale
 
     def _choose_round(self) -> None:
-        """What an update passed by is put off. The next one trains prompts that were put off when they make a batch, or
-        when too few others are left."""
+        """Put off the prompts that this batch left out, and choose what the next round runs.
+
+        The next round runs prompts that were put off when they fill a batch, or when too few others are left.
+        """
         for prompt in self.ledger:
             if not prompt.put_off:
                 self.ledger.postpone(prompt.uid)
@@ -426,7 +448,7 @@ class Scheduler:
         self._release_for_the_last()
 
     def _release_for_the_last(self) -> None:
-        """What was put off waits no longer where the updates after this one could not train it."""
+        """Release prompts that were put off when later training steps could not train them."""
         most = 0 if not self.rules.rounds else math.inf
         if self.rules.rounds and self.batches_left is not None:
             most = max(0, self.batches_left - 1) * self._batch
@@ -437,10 +459,10 @@ class Scheduler:
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain, for JSON."""
+        """Return the state as plain values for JSON."""
         return {
             "version": self.version,
-            "owed": self._owed,
+            "owed": self._replacements,
             "training": self._training,
             "expected": list(self._expected),
             "own_round": self._own_round,
@@ -448,8 +470,8 @@ class Scheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.version, self._owed = state["version"], state["owed"]
-        self._promised = {}  # whoever was promised them asks again
+        self.version, self._replacements = state["version"], state["owed"]
+        self._reserved = {}  # the trainer requests them again
         self._training = state["training"]
         self._expected.extend(state["expected"])
         self._sorted, self._own_round = sorted(self._expected), self.rules.rounds and state["own_round"]
@@ -458,25 +480,26 @@ class Scheduler:
     def restore(
         self, uid: str, number: int, attempt: int, state: State, tokens: int, first_version: int | None
     ) -> bool:
-        """After ``load_state_dict`` (all that was on its way is pending then), and ``begin`` where the policy is newer:
-        put a sample where evidence shows it, which came after the state was saved.
+        """Restore a sample from evidence that is newer than the saved state.
 
-        What became of tokens before is not counted again.
+        Call it after ``load_state_dict`` (which makes all samples in progress pending), and after ``begin`` where the
+        policy is newer. Earlier tokens of the sample are not counted again.
 
         Args:
-            uid: Of its prompt.
-            number: In its group.
-            attempt: Its latest.
-            state: ``pending``: interrupted or never started. ``running``, ``generated``, ``finished``.
-            tokens: Those that it has, or (``running``) goes on from, or (``pending``) was cut short after.
-            first_version: Of the oldest of them; ``None``: it has none. What runs is taken for as old as that, else
-                for the current policy's, until :meth:`progress`.
+            uid: Id of the prompt.
+            number: Sample's number in the group.
+            attempt: Number of the latest attempt.
+            state: ``pending`` (interrupted or never started), ``running``, ``generated`` or ``finished``.
+            tokens: Tokens of the response: all of them, those it continues from (``running``), or those before the
+                interruption (``pending``).
+            first_version: Version of the oldest of them; ``None`` without tokens. A running sample without tokens
+                counts as the current policy's, until :meth:`progress`.
 
         Returns:
-            As :meth:`generate` and :meth:`interrupt`: whether its text may be trained, or gone on from.
+            As :meth:`generate` and :meth:`interrupt`: whether its text may be trained or continued.
 
         Raises:
-            ValueError: The ledger knows of a later attempt, or that this one was further; or no sample is like this.
+            ValueError: The ledger has a later attempt or a later state of this one, or the state is impossible.
         """
         if uid not in self.ledger:
             return False
@@ -502,7 +525,7 @@ class Scheduler:
         return self.version - self.rules.max_staleness
 
     def _regenerate_stale(self, uid: str, number: int) -> bool:
-        """Whether the sample's text was too stale to be trained; then it is generated anew."""
+        """Regenerate a sample whose text is too stale to be trained; return whether it was."""
         sample = self.ledger.prompt(uid).samples[number]
         oldest = sample.oldest_version
         if oldest is None or oldest >= self._oldest_trained:

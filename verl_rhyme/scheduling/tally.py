@@ -1,7 +1,7 @@
-"""What a ledger comes to: counts and sums over its prompts, which cost the same however many these are.
+"""Counts and sums over a ledger's prompts, at a cost that does not depend on the number of prompts.
 
-The scheduler asks after every event whether there is enough for a batch and what may start. A prompt that changed is
-counted anew when somebody asks next; all others keep what they were counted with.
+After every event the scheduler checks whether a batch is complete and which samples may start. A changed prompt is
+recounted at the next read; the counts of all others stay.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ from typing import Literal
 from verl_rhyme.scheduling.rules import Unit
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, Sample, State
 
-#: What prompts can be asked for by: samples in a state, or (``begun``) pending ones of a prompt that has been started.
+#: Lookup keys for prompts: samples in a state, or (``begun``) pending samples of a prompt that has started.
 Having = State | Literal["begun"]
 
 
 @dataclass(slots=True)
 class Part:
-    """What one prompt adds.
+    """Counts of one prompt.
 
-    Where single trajectories are trained, each goes by its own oldest token; else all by that of the group. Say a
-    prompt has 3 samples: 2 are finished, with tokens from versions 5 and 6, and one runs on since version 6. Of single
-    trajectories 2 can be trained: ``trainable`` and ``rewarded`` are {5: 1, 6: 1}, ``held`` is {5: 1, 6: 2}. Of a group
-    none can before all are there: ``trainable`` and ``rewarded`` are {}, ``held`` is {5: 3}. ``begun`` is 3 in both.
+    With single trajectories, each sample counts by its oldest token; otherwise all count by the oldest token of the
+    group.
+    Example: of 3 samples, 2 are finished, with tokens from versions 5 and 6, and one runs since version 6. As single
+    trajectories 2 can be trained: ``trainable`` and ``rewarded`` are {5: 1, 6: 1}, ``held`` is {5: 1, 6: 2}. As a group
+    none can be trained before all are finished: ``trainable`` and ``rewarded`` are {}, ``held`` is {5: 3}. ``begun`` is
+    3 in both.
 
     Attributes:
-        samples: In each state.
-        trainable: Samples that can be trained of what is generated or finished, by version of the oldest token.
-        rewarded: The same, of what is finished.
-        held: The same, of all that have tokens, or wait with others for such as have.
-        begun: Untrained samples, if any of them was started.
+        samples: Samples by state.
+        trainable: Generated or finished samples that can be trained, by version of the oldest token.
+        rewarded: The same for finished samples.
+        held: The same for all untrained samples that have tokens, or that are in a group with tokens.
+        begun: Untrained samples, if any of them has started.
     """
 
     samples: dict[State, int]
@@ -51,11 +53,11 @@ _NOTHING = Part({}, {}, {}, {}, 0)
 
 
 def part(prompt: Prompt, unit: Unit) -> Part:
-    """What a prompt adds."""
+    """Return the counts of a prompt."""
     group = prompt.samples
     samples: dict[State, int] = {}
     held: dict[int, int] = {}
-    for sample in group:  # after every event: nothing here that could be asked later
+    for sample in group:  # runs after every event: keep it minimal
         state = sample.state
         samples[state] = samples.get(state, 0) + 1
         version = sample.first_version if sample.running_version is None else sample.running_version
@@ -80,7 +82,7 @@ def part(prompt: Prompt, unit: Unit) -> Part:
 
 
 def _of(group: list[Sample], state: State) -> dict[int, int]:
-    """Of the samples in a state: how many have their oldest token from each version."""
+    """Return the number of samples in a state, by version of the oldest token."""
     versions: dict[int, int] = {}
     for sample in group:
         if sample.state == state and (version := sample.oldest_version) is not None:
@@ -97,10 +99,10 @@ def _sum(*parts: dict[int, int]) -> dict[int, int]:
 
 
 class Tally:
-    """The sums of all prompts' :class:`Part`, and in which prompts to find what.
+    """Sums of all prompts' :class:`Part`, and an index of the prompts.
 
     Args:
-        unit: What is trained together.
+        unit: Samples that are trained together.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -110,36 +112,36 @@ class Tally:
         self.rewarded: Counter[int] = Counter()
         self.held: Counter[int] = Counter()
         self.begun = 0
-        self._numbers: dict[Having, list[int]] = {}  # of prompts, rising
+        self._numbers: dict[Having, list[int]] = {}  # prompt numbers, ascending
         self._prompts: dict[int, Prompt] = {}
         self._parts: dict[int, Part] = {}
         self._changed: dict[int, Prompt] = {}
 
     def changed(self, prompt: Prompt) -> None:
-        """A prompt came, or is not what it was."""
+        """Mark a new or changed prompt for recounting."""
         self._changed[prompt.number] = prompt
 
     def left(self, prompt: Prompt) -> None:
-        """A prompt is gone."""
+        """Remove a prompt."""
         self._changed.pop(prompt.number, None)
         self._replace(prompt.number, _NOTHING)
         self._prompts.pop(prompt.number, None)
 
     def update(self) -> None:
-        """Count what changed."""
+        """Recount the changed prompts."""
         for number, prompt in self._changed.items():
             self._prompts[number] = prompt
             self._replace(number, part(prompt, self.unit))
         self._changed.clear()
 
     def prompts(self, having: Having) -> Iterator[Prompt]:
-        """In the order of loading. Nothing may change meanwhile."""
+        """Yield prompts in loading order; the ledger must not change meanwhile."""
         for number in self._numbers.get(having, ()):
             yield self._prompts[number]
 
     @property
     def untrained(self) -> int:
-        """Samples that are loaded and not trained."""
+        """Number of loaded samples that are not trained."""
         return sum(self.samples.values()) - self.samples["trained"]
 
     def has_begun(self, prompt: Prompt) -> bool:

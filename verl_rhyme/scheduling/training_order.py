@@ -1,7 +1,7 @@
 """The order in which an update batch is trained: sorted by length or shuffled, balanced over the ranks.
 
-verl gives each data-parallel rank one contiguous part of the batch and cuts each part into mini-batches, so that the
-k-th mini-batch is the k-th piece of every part (``verl/workers/engine_workers.py``, ``train_mini_batch``).
+verl gives each data-parallel rank one contiguous part of the batch and cuts each part into mini-batches. The k-th
+mini-batch is thus the k-th piece of every part (``verl/workers/engine_workers.py``, ``train_mini_batch``).
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import numpy.typing as npt
 
 
 def by_length(lengths: npt.ArrayLike, rng: np.random.Generator, shuffled: bool = False) -> np.ndarray:
-    """int64[N], indices, shortest first; ``rng`` decides among equal lengths, or ``shuffled`` among all.
+    """Return int64[N], indices, shortest first.
 
     Args:
         lengths: int[N], tokens of each trajectory.
-        rng: As told.
-        shuffled: Not by length.
+        rng: Random generator for the order of equal lengths, or of all.
+        shuffled: Whether the order is random.
     """
     chance = rng.permutation(len(np.asarray(lengths)))
     return chance if shuffled else np.lexsort((chance, np.asarray(lengths)))
 
 
 def arrange(order: npt.ArrayLike, tokens: npt.ArrayLike, ranks: int, mini_batch: int) -> np.ndarray:
-    """Lay out a batch so that verl's mini-batches follow ``order`` and its ranks have like work in each.
+    """Lay out a batch so that verl's mini-batches follow ``order`` and its ranks have similar work in each.
 
     Args:
         order: int[N], indices in the order of training.
-        tokens: int[N], by index, prompt and response of each.
-        ranks: Data-parallel ranks; divides ``mini_batch``.
+        tokens: int[N], prompt and response tokens, by index.
+        ranks: Number of data-parallel ranks; divides ``mini_batch``.
         mini_batch: Trajectories of one optimizer step over all ranks; divides N.
 
     Returns:
@@ -45,7 +45,7 @@ def arrange(order: npt.ArrayLike, tokens: npt.ArrayLike, ranks: int, mini_batch:
     share = mini_batch // ranks
     parts: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     for start in range(0, len(indices), mini_batch):
-        # Longest first to the rank with the least work that still has room.
+        # Longest first, to the rank with the least work that still has room.
         work, room = np.zeros(ranks), np.full(ranks, share)
         owner = np.empty(mini_batch, dtype=np.int64)
         for at in np.argsort(-sizes[indices[start : start + mini_batch]], kind="stable"):
@@ -59,16 +59,16 @@ def arrange(order: npt.ArrayLike, tokens: npt.ArrayLike, ranks: int, mini_batch:
 
 
 def sortedness(lengths: npt.ArrayLike) -> float:
-    """Of the pairs that differ, the share in rising order less that in falling order (Goodman and Kruskal's gamma).
+    """Return the share of differing pairs in rising order less that in falling order (Goodman and Kruskal's gamma).
 
     Args:
         lengths: int[N] in the order of training.
 
     Returns:
-        1 sorted, near 0 shuffled; 1.0 where no two differ.
+        1 if sorted, near 0 if shuffled; 1.0 where no two lengths differ.
     """
     values = np.asarray(lengths, dtype=np.int64)
-    # The pairs of an even sample tell the same, and a step does not wait for millions of them.
+    # An even sample suffices; millions of pairs would delay the training step.
     values = values[:: max(1, -(-len(values) // 512))]
     signs = np.sign(values[None, :] - values[:, None])[np.triu_indices(len(values), 1)]
     differing = np.count_nonzero(signs)

@@ -1,4 +1,4 @@
-"""What a response has to go, against the definition computed directly."""
+"""Remaining tokens of a response, compared with the definition computed directly."""
 
 import math
 
@@ -51,13 +51,13 @@ def test_only_the_latest_responses_count():
     assert earlier.remaining(np.array([0]), np.array([0])) == 100
 
 
-def test_what_is_told_stays_the_callers():
+def test_the_callers_array_is_not_changed():
     lengths = np.array([3, 1, 2], dtype=np.int32)
     EarlierLengths(1).set(0, lengths)
     assert lengths.tolist() == [3, 1, 2]
 
 
-def test_a_row_that_is_not_there_is_an_error():
+def test_an_unknown_row_is_an_error():
     earlier = EarlierLengths(2)
     with pytest.raises(IndexError):
         earlier.set(2, [1])

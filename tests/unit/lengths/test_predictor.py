@@ -27,7 +27,7 @@ def learn(predictor: LengthPredictor, lengths: np.ndarray) -> None:
         predictor.learn(prompt, group)
 
 
-def test_history_tells_nearly_as_much_as_the_truth():
+def test_history_predicts_nearly_as_well_as_the_truth():
     world, predictor = World(400), LengthPredictor(LIMIT)
     for _ in range(5):
         learn(predictor, world.visit(8))
@@ -40,7 +40,7 @@ def test_history_tells_nearly_as_much_as_the_truth():
 
 
 @pytest.mark.parametrize("tail", [3, 50])
-def test_nine_in_ten_are_no_longer_than_said(tail: float):
+def test_nine_in_ten_are_within_the_90th_percentile(tail: float):
     world, predictor, covered = World(300, tail=tail, drift=0), LengthPredictor(LIMIT), []
     for visit in range(6):
         lengths = world.visit(8)
@@ -50,7 +50,7 @@ def test_nine_in_ten_are_no_longer_than_said(tail: float):
     assert np.mean(covered) == pytest.approx(0.88, abs=0.04)
 
 
-def test_a_prompt_never_seen_is_one_of_all():
+def test_an_unknown_prompt_has_the_lengths_of_all():
     world, predictor = World(300, drift=0, wander=0), LengthPredictor(LIMIT)
     learn(predictor, world.visit(8))
     others = World(300, seed=1, drift=0, wander=0).visit(8).ravel()
@@ -61,7 +61,7 @@ def test_a_prompt_never_seen_is_one_of_all():
     assert (others <= forecast.p90[0]).mean() == pytest.approx(0.9, abs=0.06)
 
 
-def test_some_siblings_tell_of_the_others():
+def test_ended_siblings_predict_the_others():
     world, predictor = World(300, drift=0, wander=0), LengthPredictor(LIMIT)
     learn(predictor, world.visit(8))
     lengths = World(300, seed=1, drift=0, wander=0).visit(8)
@@ -74,7 +74,7 @@ def test_some_siblings_tell_of_the_others():
     assert correlations[0] + 0.4 < correlations[1] < correlations[2]
 
 
-def test_what_runs_is_one_of_those_that_were_longer():
+def test_a_running_response_is_compared_with_longer_ones():
     predictor = LengthPredictor(1000)
     predictor.learn("p", [10, 100, 300])
     assert predictor.forecast(["p"] * 4, [0, 50, 200, 600]).expected.tolist() == [136, 200, 300, 900]
@@ -87,7 +87,7 @@ def test_what_runs_is_one_of_those_that_were_longer():
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5000)), min_size=1, max_size=20),
     st.integers(1, 5000),
 )
-def test_whatever_was_told_forecasts_are_in_order(told, asked, limit):
+def test_forecasts_are_in_order_for_any_history(told, asked, limit):
     predictor = LengthPredictor(limit)
     for prompt, lengths in told:
         predictor.learn(str(prompt), [min(tokens, limit) for tokens in lengths])
@@ -161,13 +161,13 @@ def ranked_world(miss: float, bias: float, prompts: int = 400, word: bool = True
     return rank_correlation(means[half:], lengths[half:].mean(axis=1)), predictor
 
 
-def test_a_rankers_word_stands_for_the_history_that_is_not_there():
+def test_a_rankers_forecast_replaces_a_missing_history():
     assert ranked_world(0.2, 0.0)[0] > 0.8
     assert abs(ranked_world(0.2, 0.0, word=False)[0]) < 0.3
 
 
 @pytest.mark.parametrize(("miss", "bias"), [(0.1, 0.0), (0.4, 0.5), (0.3, -0.4)])
-def test_how_far_off_a_ranker_is_is_learnt(miss: float, bias: float):
+def test_the_bias_of_a_ranker_is_learnt(miss: float, bias: float):
     _, predictor = ranked_world(miss, bias)
     assert predictor._bias == pytest.approx(bias, abs=0.25)
     # of another ranker nothing is known yet
@@ -175,7 +175,7 @@ def test_how_far_off_a_ranker_is_is_learnt(miss: float, bias: float):
     assert predictor._bias == 0
 
 
-def test_a_rankers_word_ends_with_the_first_group_and_moves_nothing_that_is_known():
+def test_a_rankers_forecast_ends_with_the_first_group_and_changes_no_history():
     _, predictor = ranked_world(0.2, 0.0)
     before = predictor.forecast(["5"]).expected
     predictor.rank("5", 1.0)
@@ -187,7 +187,7 @@ def test_a_rankers_word_ends_with_the_first_group_and_moves_nothing_that_is_know
     assert predictor.forecast(["endless"]).expected.tolist() == [20000]
 
 
-def test_how_good_forecasts_were_is_told_once():
+def test_the_quality_of_forecasts_is_reported_once():
     quality = Quality()
     quality.add(100.0, [90, 110], seen=False, ranked=False)
     quality.add(200.0, [300, 310], seen=True, ranked=True)

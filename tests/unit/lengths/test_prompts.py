@@ -1,4 +1,4 @@
-"""How long prompts are: known ones exactly, others by the mean, within bounds."""
+"""Prompt lengths: known ones exactly, others by the mean, within bounds."""
 
 from __future__ import annotations
 

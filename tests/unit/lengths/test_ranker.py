@@ -1,4 +1,4 @@
-"""Rankers on prompts whose lengths a few tokens decide; calibration; what is saved and what is refused."""
+"""Rankers on prompts whose lengths a few tokens determine; calibration; saved files and errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_its_scores_mean_lengths(trained, loss) -> None:
     assert float((expected - new.locations).std()) < 0.6 * float(new.locations.std())
 
 
-def test_untrained_it_knows_nothing() -> None:
+def test_an_untrained_ranker_gives_no_forecast() -> None:
     new, made = world(32), ranker.tiny(VOCABULARY, **SMALL)
     assert not made.scores(new.prompts).any()
     with pytest.raises(ValueError, match="not trained"):
@@ -81,7 +81,7 @@ def test_long_prompts_are_cut_in_the_middle_and_unknown_ids_folded() -> None:
 
 @given(st.integers(0, 1000), st.integers(2, 12))
 @settings(max_examples=25)
-def test_losses_are_least_where_they_should_be(seed, count) -> None:
+def test_losses_have_the_right_minimum(seed, count) -> None:
     lengths = torch.tensor(np.random.default_rng(seed).uniform(1, 500, count), dtype=torch.float32)
     shift, wrong = 3.0, torch.randn(count, generator=torch.Generator().manual_seed(seed))
     right = lengths.log() + shift  # neither minds where scores begin
@@ -91,7 +91,7 @@ def test_losses_are_least_where_they_should_be(seed, count) -> None:
     assert ranker.regression(lengths, lengths) == 0
 
 
-def test_a_saved_one_is_the_same_and_pickles_nothing(trained, tmp_path) -> None:
+def test_a_saved_ranker_is_the_same_and_pickles_nothing(trained, tmp_path) -> None:
     new = world(16, seed=3)
     for name, one in {"model": trained["listwise"], "trees": Boosting.fit(world(64))}.items():
         folder = tmp_path / name
@@ -103,7 +103,7 @@ def test_a_saved_one_is_the_same_and_pickles_nothing(trained, tmp_path) -> None:
     assert ranker.load(tmp_path / "model").about == trained["listwise"].about
 
 
-def test_what_cannot_be_read_says_why(trained, tmp_path) -> None:
+def test_unreadable_rankers_say_why(trained, tmp_path) -> None:
     with pytest.raises(ValueError, match=r"no length ranker in it.*ranker\.json"):
         ranker.load(tmp_path)
     with pytest.raises(ValueError, match=r"config\.json"):
@@ -126,7 +126,7 @@ def test_what_cannot_be_read_says_why(trained, tmp_path) -> None:
 
 @given(st.integers(2, 60), st.integers(0, 1000))
 @settings(max_examples=25)
-def test_what_is_held_out_stays_so_when_others_come(count, seed) -> None:
+def test_held_out_prompts_stay_held_out_when_others_are_added(count, seed) -> None:
     known = Pairs.of(([i, seed], [1]) for i in range(count + 40))
     before, after = known.take(range(count)).held_out(0.15), known.held_out(0.15)
     sides = [[{identity(prompt) for prompt in side.prompts} for side in split] for split in (before, after)]
@@ -136,7 +136,7 @@ def test_what_is_held_out_stays_so_when_others_come(count, seed) -> None:
     assert all((name <= border) == (name in sides[1][1]) for side in sides[0] for name in side), "one border for all"
 
 
-def test_training_ends_when_its_time_is_gone() -> None:
+def test_training_ends_when_its_time_has_passed() -> None:
     gone = iter([0.2, 0.5, 1.0, 9.0])
     known = world(64)
     made = ranker.fit(ranker.tiny(VOCABULARY, **SMALL), known, ranker.Training(batch=16), gone=lambda: next(gone))
@@ -146,7 +146,7 @@ def test_training_ends_when_its_time_is_gone() -> None:
 
 
 @pytest.mark.parametrize("loss", ranker.LOSSES)
-def test_it_begins_with_what_the_number_of_tokens_tells(loss) -> None:
+def test_training_starts_from_the_number_of_tokens(loss) -> None:
     rng = np.random.default_rng(0)
     known = Pairs.of((rng.integers(4, VOCABULARY, size), [3 * size] * 2) for size in rng.permutation(64) + 8)
     how = ranker.Training(loss=loss, epochs=1, rate=1e-9)  # the head's own rate is greater, of two steps
@@ -155,11 +155,11 @@ def test_it_begins_with_what_the_number_of_tokens_tells(loss) -> None:
     np.testing.assert_allclose(made.expected(known.prompts), np.log(known.means), atol=0.4)
 
 
-def test_one_for_a_large_vocabulary_folds_it() -> None:
+def test_a_large_vocabulary_is_folded() -> None:
     assert ranker.tiny_for(Pairs.of([([150_000, 7], [3])])).vocabulary == ranker._VOCABULARY
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_invalid_settings_are_rejected() -> None:
     with pytest.raises(ValueError, match="listwise"):
         ranker.Training(loss="lambda")
     with pytest.raises(ValueError, match="two prompts"):
@@ -168,13 +168,13 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         ranker.fit(ranker.tiny(VOCABULARY, **SMALL), world(4), ranker.Training())
 
 
-def test_boosting_finds_them_too_and_its_trees_are_scikit_learns() -> None:
+def test_boosting_finds_the_longest_and_its_trees_are_scikit_learns() -> None:
     from sklearn.ensemble import GradientBoostingRegressor
 
     known, new = world(256), world(256, seed=1)
     ours = Boosting.fit(known)
     assert new.recalls(ours.scores(new.prompts))["rank_correlation"] > 0.7
-    counted = boosting._telling(known.prompts)
+    counted = boosting._varying(known.prompts)
     theirs = GradientBoostingRegressor(
         learning_rate=boosting._RATE,
         max_features=boosting._FEATURES,
@@ -193,7 +193,7 @@ def test_boosting_finds_them_too_and_its_trees_are_scikit_learns() -> None:
     np.testing.assert_allclose(ours.scores(new.prompts), wanted, atol=1e-6)
 
 
-def test_boosting_goes_on_beyond_the_prompts_it_saw() -> None:
+def test_boosting_extrapolates_beyond_known_prompts() -> None:
     """Responses twice as long as their prompts; those asked are longer than all that were known."""
     rng = np.random.default_rng(0)
     known, new = (
@@ -208,7 +208,7 @@ def test_boosting_goes_on_beyond_the_prompts_it_saw() -> None:
 
 @given(st.integers(0, 1000), st.integers(2, 60))
 @settings(max_examples=40)
-def test_calibration_never_turns_the_order(seed, count) -> None:
+def test_calibration_never_reverses_the_order(seed, count) -> None:
     rng = np.random.default_rng(seed)
     scores = rng.standard_normal(count)
     known = Pairs.of(([i], np.exp(rng.normal(4 + s, 1, 3)).astype(int)) for i, s in enumerate(scores))
@@ -225,7 +225,7 @@ def test_calibration_never_turns_the_order(seed, count) -> None:
     np.testing.assert_array_equal(again.location(at), made.location(at))
 
 
-def test_a_torn_calibration_is_refused() -> None:
+def test_a_torn_calibration_is_rejected() -> None:
     state = Calibration.fit(np.arange(8.0), world(8)).state_dict()
     for name, value in (("scores", [1.0]), ("locations", [float("nan")] * len(state["scores"])), ("residuals", [])):
         with pytest.raises(ValueError, match=r"torn|finite"):

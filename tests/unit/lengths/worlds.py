@@ -1,4 +1,4 @@
-"""Lengths as they may be: prompts of different length, responses around them, from visit to visit longer."""
+"""Simulated lengths: prompts of different length, responses around them, longer from visit to visit."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_rollout_is_no_slower_with_a_replica_more_and_no_faster_with_longer_trai
     assert (rollout(FAST, np.array([count, count + 1.0]), WORK, bound + 1, after) <= seconds + 1e-9).all()
 
 
-def test_without_a_replica_it_never_ends():
+def test_rollout_without_a_replica_never_ends():
     assert np.isinf(rollout(FAST, 0, WORK)).all()
 
 
@@ -73,13 +73,13 @@ def test_drafts_are_fewer_steps_with_more_work_in_each(pace, overhead):
 
 
 @given(st.floats(1, 1e4), st.integers(1, 2000))
-def test_of_equal_lengths_what_is_left_is_even(tokens, rows):
+def test_remaining_tokens_of_equal_lengths_are_uniform(tokens, rows):
     """At a random moment, of responses that are all as long, what is left lies evenly between nothing and all."""
     left = float(Work(np.full(7, tokens), 64).longest_left(rows))
     assert left == pytest.approx(tokens * (rows / (rows + 1) - 0.5), rel=1e-6, abs=1e-6 * tokens)
 
 
-def test_what_is_left_is_that_of_draws():
+def test_remaining_tokens_match_random_draws():
     """A response is met with a chance that goes with its length, at any of its tokens."""
     rng = np.random.default_rng(0)
     met = rng.choice(LENGTHS, p=LENGTHS / LENGTHS.sum(), size=(4000, 15)) * rng.random((4000, 15))
@@ -203,26 +203,26 @@ def test_gpus_for_nothing_cost_nothing():
     assert plan(problem(pool(price=0.0)), "cost").best.cost == 0
 
 
-def test_each_reason_is_told_when_no_step_is_fast_enough():
+def test_each_reason_is_listed_when_no_step_is_fast_enough():
     there = pool("there", training=None)
-    with pytest.raises(NoSplit, match=r"no step takes 1 s or less, the fastest \d+ s: .*\n.*no link"):
+    with pytest.raises(NoSplit, match=r"no step takes 1 s or less, the fastest takes \d+ s: .*\n.*no link"):
         plan(problem(pool(), there), slowest=1)
 
 
-def test_a_pool_that_training_fills_has_nobody_to_generate():
+def test_a_pool_that_training_fills_cannot_generate():
     tight = Training(1e-4, 2.0, 8, 30e9)
-    with pytest.raises(NoSplit, match="its 8 GPUs do not do for both"):
+    with pytest.raises(NoSplit, match="its 8 GPUs are too few for both"):
         plan(problem(pool(gpus=8, training=tight)))
 
 
-def test_the_longest_response_there_is_has_room():
+def test_the_cache_holds_the_longest_response():
     """Also where the batch is so small that it hardly has it."""
     little = ReplicaCost(FAST.step, room=7000, gpus=2)
-    with pytest.raises(NoSplit, match="may have 8200 tokens, and the cache has room for 7000"):
+    with pytest.raises(NoSplit, match="may have 8200 tokens, and the KV cache holds 7000"):
         plan(problem(pool(cost=little), work=Work(LENGTHS, 2, 1, 200)))
 
 
-def test_without_a_link_nothing_goes_between_sites():
+def test_sites_without_a_link_exchange_no_weights():
     found = plan(problem(pool(), pool("there")))
     assert found.best.train.site == found.best.rollout.site
     assert any("no link" in why for why in found.refused)
@@ -230,17 +230,17 @@ def test_without_a_link_nothing_goes_between_sites():
         plan(problem(pool(cost=None), pool("there", training=None)))
 
 
-def test_what_cannot_hold_the_model_is_refused_with_the_reason():
-    with pytest.raises(NoSplit, match=r"14 GB of weights, and 80% of 2 GPUs are 13 GB"):
+def test_gpus_that_cannot_hold_the_model_are_rejected_with_the_reason():
+    with pytest.raises(NoSplit, match=r"14 GB of weights do not fit, 80% of 2 GPUs are 13 GB"):
         plan(problem(pool(memory=8e9)))
-    with pytest.raises(NoSplit, match=r"training on 8 GPUs of here/h800: 62 GB on each .* of 40 GB"):
+    with pytest.raises(NoSplit, match=r"training on 8 GPUs of here/h800: each needs 62 GB .* has 40 GB"):
         plan(problem(pool(gpus=8, memory=40e9, training=Training(1e-3, 2.0, 2, 30e9))))
     little = ReplicaCost(FAST.step, room=4000, gpus=2)
-    with pytest.raises(NoSplit, match=r"may have \d+ tokens, and the cache has room for 4000"):
+    with pytest.raises(NoSplit, match=r"may have \d+ tokens, and the KV cache holds 4000"):
         plan(problem(pool(cost=little)))
-    with pytest.raises(NoSplit, match="no share of its 8 GPUs, 8 in a node, is made of copies over 16"):
+    with pytest.raises(NoSplit, match="its 8 GPUs, 8 in a node, have no share for model copies over 16"):
         plan(problem(pool(gpus=8, training=Training(1e-3, 0.0, 16))))
-    with pytest.raises(NoSplit, match="no GPUs may train"):
+    with pytest.raises(NoSplit, match="no GPUs can train"):
         plan(problem(pool(training=None)))
     with pytest.raises(NoSplit, match="no step takes 1 s or less, the fastest"):
         plan(problem(pool()), slowest=1)
@@ -253,7 +253,7 @@ def test_memory_lets_only_larger_shares_train():
     assert plan(problem(little), "cost").best.train_gpus >= 24
 
 
-def test_what_a_sample_costs_is_all_gpus_for_a_step():
+def test_a_sample_costs_all_gpus_for_its_share_of_a_step():
     """16 GPUs at 3 and 8 at 1 an hour: 56 an hour, for 512 samples a step."""
     there = pool("there", price=1.0)
     given = problem(pool(price=3.0), there, links={frozenset(("here", "there")): 1e12})
@@ -267,11 +267,11 @@ def test_what_a_sample_costs_is_all_gpus_for_a_step():
 
 def test_prices_are_needed_for_costs_alone():
     assert plan(problem(pool(price=None))).best.cost is None
-    with pytest.raises(ValueError, match="here/h800 has none"):
+    with pytest.raises(ValueError, match="set price for here/h800"):
         plan(problem(pool(price=None)), "cost")
 
 
-def test_it_is_compared_with_turns():
+def test_the_plan_is_compared_with_turns():
     uneven = problem(pool(training=Training(token=3e-3, update=2.0, copy_gpus=2, reserve=10e9)))
     found = plan(uneven)
     told = [other.what for other in found.others]
@@ -282,7 +282,7 @@ def test_it_is_compared_with_turns():
     assert turns.step == pytest.approx(turns.rolled_out + turns.trained)
 
 
-def test_gpus_that_gain_nothing_are_left():
+def test_gpus_that_gain_nothing_are_unused():
     """Generation has a floor, and training waits for it."""
     light = Training(1e-6, 1.0, 2, 10e9)
     found = plan(problem(pool(gpus=512, training=light), work=Work(LENGTHS, 64, 8)))
@@ -313,7 +313,7 @@ def test_a_larger_bound_is_no_slower_and_the_least_that_is_nearly_the_best_is_pr
     assert all(found.best.step > 1.1 * min(steps) for found in plans if found.max_staleness < chosen.max_staleness)
 
 
-def test_the_trainer_is_held_for_its_copy_of_the_weights_alone():
+def test_the_trainer_is_blocked_only_for_its_copy_of_the_weights():
     """But on-policy, where it waits for samples under them."""
     for bound, less in ((0, 0.0), (1, 0.75)):
         all_of_it, copied = problem(bound=bound), problem(bound=bound, copy=0.25)
@@ -323,7 +323,7 @@ def test_the_trainer_is_held_for_its_copy_of_the_weights_alone():
     assert steps[0].binds == "trainer"
 
 
-def test_what_a_step_stands_on():
+def test_the_bound_that_determines_a_step():
     """The longest response at small bounds alone; the trainer, slots, or a link where these are slow."""
     given = problem(pool(gpus=64))
     binds = [found.best.binds for found in dial(given)]
@@ -355,6 +355,6 @@ def test_what_a_step_stands_on():
         lambda: FAST.drafted(2.0, -1.0),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(wrong):
+def test_impossible_sizes_are_rejected(wrong):
     with pytest.raises(ValueError):  # noqa: PT011
         wrong()

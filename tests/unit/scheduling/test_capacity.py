@@ -1,4 +1,4 @@
-"""Engines are given no more than their caches hold."""
+"""Engines get no more samples than their caches hold."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from verl_rhyme.scheduling.capacity import Capacity
 
 
-def test_what_running_requests_hold_is_what_a_simulation_of_them_holds():
+def test_tokens_held_by_running_requests_match_a_simulation():
     rng = np.random.default_rng(0)
     lengths, prompts = rng.lognormal(5, 1, 3000).astype(int) + 1, rng.integers(10, 400, 3000)
     capacity = Capacity(10**6, 10**9)
@@ -27,7 +27,7 @@ def test_what_running_requests_hold_is_what_a_simulation_of_them_holds():
     assert capacity.held == pytest.approx(held / samples, rel=0.1)
 
 
-def test_slots_bound_where_there_is_room_and_room_where_there_is_not():
+def test_slots_limit_large_caches_and_cache_size_limits_small_ones():
     capacity = Capacity(256, room=100_000)
     assert capacity.limit == 256  # nothing is known yet
     for _ in range(100):
@@ -41,7 +41,7 @@ def test_slots_bound_where_there_is_room_and_room_where_there_is_not():
     assert capacity.limit == 1
 
 
-def test_without_a_known_room_slots_alone_bound():
+def test_slots_alone_limit_where_the_cache_size_is_unknown():
     capacity = Capacity(64)
     capacity.observe(10, 10**6)
     assert capacity.limit == 64

@@ -1,4 +1,4 @@
-"""Coefficients come back from requests whose steps took what known ones say."""
+"""The fit recovers the coefficients of simulated requests."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_each_coefficient_by_itself():
 
 
 def test_noise_and_requests_that_went_wrong():
-    """Ends are told late by up to a step; one request in twenty was preempted, or its machine stood still."""
+    """Ends are reported up to a step late; one request in twenty was preempted, or its machine paused."""
     requests = decode(COST, PREFILL, count=800)
     rng = np.random.default_rng(1)
     late = rng.uniform(0, 0.02, len(requests))
@@ -101,7 +101,7 @@ def test_noise_and_requests_that_went_wrong():
     assert found.error < 0.03
 
 
-def test_what_a_run_does_not_tell_stays_0():
+def test_coefficients_without_records_stay_0():
     plain = fit_steps(decode(StepCost(base=0.02, row=4e-4), drafts=False))
     assert plain.step.draft == plain.step.drafting == 0
     alone = fit_steps(decode(StepCost(base=0.02), slots=1, drafts=False))
@@ -111,7 +111,7 @@ def test_what_a_run_does_not_tell_stays_0():
     assert fit_steps(cached).prefill == 0
 
 
-def test_a_part_that_cannot_be_told_from_the_base_is_given_up():
+def test_a_coefficient_that_cannot_be_separated_from_the_base_is_dropped():
     """One burst of as many requests as there are slots, all as long: rows and caches hardly vary."""
     requests = decode(StepCost(base=0.02, row=1e-3), count=32, slots=8, drafts=False)
     found = fit_steps(requests.of(np.argsort(-requests.steps)[:20]))

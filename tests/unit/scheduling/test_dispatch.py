@@ -1,4 +1,4 @@
-"""What starts, with its forecast and its place; what ends, is lost, or goes on elsewhere."""
+"""Starts with forecasts and replicas; ends, losses and moves."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_each_start_has_its_forecast_and_its_place():
     assert at["3", 1].reason == "length group 2 of 2 in step 1, on 1 replicas"
 
 
-def test_a_prompts_own_tokens_are_reckoned_with():
+def test_prompt_tokens_count():
     rollout = Rollout(Rules(**LOADED))
     placement = Placement("histopipe", {"groups": 2})
     planned: list[tuple[str, int]] = []
@@ -72,7 +72,7 @@ def test_a_prompts_own_tokens_are_reckoned_with():
     assert request.prompt_tokens == 607
 
 
-def test_what_runs_when_another_dispatch_takes_over_counts_where_it_is():
+def test_running_attempts_count_after_another_dispatch_takes_over():
     rollout, before = made()
     starts = {Attempt.named(start.name).sample: start for start in before.fill()}
     rollout.ended(Ended(starts["0", 0].name, "generated", 5, 0))
@@ -82,13 +82,13 @@ def test_what_runs_when_another_dispatch_takes_over_counts_where_it_is():
     dispatch.take_up({**running, starts["1", 0].name: "c", "99_0": "a", "3_1_7": "a"})
     # "0" has one sample left at "a", "3" both; "1" and "2" were at "b", which is gone, but for one that went to "c".
     assert requests(dispatch) == {"a": 3, "c": 1}
-    assert dispatch.reason(starts["1", 0].name) == "in no plan: where least is to do"
+    assert dispatch.reason(starts["1", 0].name) == "not in a plan: replica with the fewest tokens"
     for sample in (("1", 0), ("3", 0), ("3", 1)):
         dispatch.ended(starts[sample].name, 9)
     assert requests(dispatch) == {"a": 1, "c": 0}
 
 
-def test_what_ran_at_a_replica_that_died_counts_where_it_went_on():
+def test_attempts_of_a_dead_replica_count_where_they_continue():
     _, dispatch = made()
     starts = dispatch.fill()
     at = {start.name: start.assignment.replica for start in starts}
@@ -110,7 +110,7 @@ def test_what_ran_at_a_replica_that_died_counts_where_it_went_on():
     assert requests(dispatch) == {"a": 0}
 
 
-def test_after_a_restart_plans_are_of_what_is_yet_to_end(monkeypatch):
+def test_after_a_restart_plans_cover_unfinished_samples(monkeypatch):
     rollout, before = made()
     starts = {Attempt.named(start.name).sample: start for start in before.fill()}
     for uid, number, status in [("3", 0, "generated"), ("3", 1, "lost"), ("2", 0, "generated"), ("2", 1, "generated")]:
@@ -135,7 +135,7 @@ def test_without_a_policy_that_plans_the_router_decides():
     assert (dispatch.watched(), dispatch.moves({starts[0].name: 3})) == ({}, [])
 
 
-def test_without_forecasts_or_replicas_samples_start_all_the_same():
+def test_samples_start_without_forecasts_or_replicas():
     _, dispatch = made(lengths=lambda samples, had: None, replicas=())
     starts = dispatch.fill()
     assert [(start.assignment.expected_tokens, start.assignment.replica) for start in starts] == [(None, "")] * 8
@@ -143,7 +143,7 @@ def test_without_forecasts_or_replicas_samples_start_all_the_same():
     assert dispatch.fill() == []
 
 
-def test_what_ended_takes_no_room():
+def test_ended_attempts_take_no_room():
     rollout, dispatch = made()
     starts = dispatch.fill()
     for start in starts:
@@ -158,14 +158,14 @@ def test_what_ended_takes_no_room():
     assert dispatch.placement.fleet.totals[0] == 8
 
 
-def test_an_attempt_whose_end_was_not_told_makes_room_for_the_next():
+def test_an_attempt_without_a_report_makes_room_for_the_next():
     rollout, dispatch = made()
     rollout.lost([start.name for start in dispatch.fill()])
     dispatch.fill()
     assert dispatch.placement.fleet.totals[0] == 8
 
 
-def test_what_goes_on_from_tokens_is_expected_to_add_the_rest():
+def test_a_continued_attempt_is_expected_to_add_the_rest():
     rollout, dispatch = made()
     start = next(s for s in dispatch.fill() if Attempt.named(s.name).uid == "0")
     before = dispatch.placement.fleet.totals[1]
@@ -176,7 +176,7 @@ def test_what_goes_on_from_tokens_is_expected_to_add_the_rest():
     assert dispatch.placement.fleet.totals[1] == before, "600 tokens that it brings, and 400 to add"
 
 
-def test_prompts_that_left_are_forgotten_with_what_runs_of_them():
+def test_prompts_that_left_are_forgotten_with_their_running_attempts():
     rollout, dispatch = made()
     starts = dispatch.fill()
     failed = next(s for s in starts if Attempt.named(s.name).uid == "0")
@@ -186,7 +186,7 @@ def test_prompts_that_left_are_forgotten_with_what_runs_of_them():
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_moves_are_told_by_the_attempts_name(known):
+def test_moves_name_the_attempt(known):
     _, dispatch = made()
     starts = [s for s in dispatch.fill() if Attempt.named(s.name).uid == "3"]
     at = starts[0].assignment.replica
@@ -200,7 +200,7 @@ def test_moves_are_told_by_the_attempts_name(known):
     assert dispatch.placement.fleet.requests("c") == 0
 
 
-def test_what_was_begun_anew_brings_no_tokens():
+def test_a_regenerated_sample_brings_no_tokens():
     rollout, dispatch = made()
     start = next(s for s in dispatch.fill() if Attempt.named(s.name).uid == "0")
     rollout.ended(Ended(start.name, "interrupted", 600, 0))

@@ -15,7 +15,7 @@ COST = ReplicaCost(StepCost(base=5e-3, row=1e-4, cached=3e-8), slots=128)
 
 
 def run(elastic, seconds, trained, steps, noise=0.0, rng=None):
-    """The units by step, where generation takes ``seconds(units, step)`` and what is advised is done."""
+    """Return the units by step, where generation takes ``seconds(units, step)`` and advice is followed."""
     units = []
     for step in range(steps):
         shake = 1 + (noise * (2 * rng.random(2) - 1) if rng is not None else np.zeros(2))
@@ -34,13 +34,13 @@ def test_as_published_one_unit_is_added_when_generation_stays_behind():
     assert elastic.units == 4  # advice, until it is done
 
 
-def test_it_is_done_backwards_when_generation_stays_ahead():
+def test_one_unit_is_removed_when_generation_stays_ahead():
     elastic = Elastic(lambda k: 120 / k, 5, Limits(window=1, rest=0, margin=0))
     assert elastic.observe(24, 29.9).change == 0
     assert elastic.observe(24, 30.0).change == -1
 
 
-def test_lengths_that_grow_add_units_and_lengths_that_shrink_take_them_away():
+def test_growing_lengths_add_units_and_shrinking_lengths_remove_them():
     """StreamRL's figure 11: lengths double over some steps; here they come back, too. Training grows with the lengths,
     but less than generation: its batch has a part that does not."""
 
@@ -67,8 +67,8 @@ def test_lengths_that_grow_add_units_and_lengths_that_shrink_take_them_away():
     assert units[peak + 20 :] == sorted(units[peak + 20 :], reverse=True)
 
 
-def test_where_the_tail_is_the_floor_nothing_is_added():
-    """By the rule as published any delta is at least a saving of nothing."""
+def test_no_unit_is_added_where_the_longest_responses_bound_the_step():
+    """By the published rule, any delta is at least a saving of zero."""
     floor = Work(np.array([100.0] * 99 + [20000.0]), 64)
     elastic = Elastic(lambda k: float(rollout(COST, k, floor)), 8, Limits(window=1))
     advice = elastic.observe(110.0, 10.0)
@@ -93,14 +93,14 @@ def test_steps_after_a_change_do_not_count():
     elastic.changed(5)
     told = [elastic.observe(60, 20) for _ in range(3)]
     assert [advice.change for advice in told] == [0, 0, 1]
-    assert told[0].why == "the last change is new"
+    assert told[0].why == "the last change is recent"
 
 
 def test_bounds_hold():
     elastic = Elastic(lambda k: 120 / k, 4, Limits(least=4, most=4, window=1))
     assert elastic.observe(100, 1).change == 0
     assert elastic.observe(1, 100).change == 0
-    with pytest.raises(ValueError, match="3 units, of 4 to 4"):
+    with pytest.raises(ValueError, match="units must be from 4 to 4, not 3"):
         Elastic(lambda k: 1.0, 3, Limits(least=4, most=4))
     with pytest.raises(ValueError, match="least"):
         Limits(least=5, most=4)
@@ -110,8 +110,8 @@ def test_bounds_hold():
 
 @settings(max_examples=200)
 @given(st.floats(1, 1000), st.floats(0, 50), st.floats(1, 200), st.integers(1, 32))
-def test_it_comes_to_rest_and_no_unit_more_or_less_is_wanted(work, floor, trained, units):
-    """In a world that does not change: as many units as are needed, and from then on none is moved."""
+def test_the_rule_settles_on_one_number_of_units(work, floor, trained, units):
+    """With constant times, the units settle at the needed number."""
 
     def seconds(k, step=0):
         return floor + work / k
@@ -130,7 +130,7 @@ def test_it_comes_to_rest_and_no_unit_more_or_less_is_wanted(work, floor, traine
 
 @settings(max_examples=100)
 @given(st.integers(0, 10_000), st.integers(2, 20))
-def test_noise_of_a_few_percent_never_moves_units_to_and_fro(seed, units):
+def test_noise_of_a_few_percent_moves_no_unit(seed, units):
     """At balance: a unit more or less is 1 / units, and the noise is less than the half of what is between."""
     rng = np.random.default_rng(seed)
     elastic = Elastic(lambda k: 100 / k, units, Limits())

@@ -1,4 +1,4 @@
-"""What is expected of prompts, as they come, are answered and go."""
+"""Expected lengths of prompts as they arrive, finish and leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPTS = {"a": 100, "b": 400, "c": 50}
 
 
 def epoch(expectations: Expectations, number: int) -> dict[str, float]:
-    """One visit of all prompts; what had been expected, by key."""
+    """Run one visit of all prompts; return the expected lengths, by key."""
     uids = {f"{key}{number}": key for key in PROMPTS}
     expected = expectations.hand(uids)
     for uid, key in uids.items():
@@ -24,7 +24,7 @@ def epoch(expectations: Expectations, number: int) -> dict[str, float]:
     return {uids[uid]: tokens for uid, tokens in expected.items()}
 
 
-def test_what_came_before_is_expected_again():
+def test_expected_lengths_follow_the_history():
     expectations = Expectations(1000)
     first = epoch(expectations, 0)
     assert len(set(first.values())) == 1, "nothing is known yet"
@@ -38,7 +38,7 @@ def test_what_came_before_is_expected_again():
     assert expectations.under_way == {}
 
 
-def test_a_prompt_that_leaves_early_has_told_what_came():
+def test_a_prompt_that_leaves_early_keeps_its_finished_lengths():
     expectations = Expectations(1000)
     expectations.hand({"u": "key", "v": ""})
     expectations.generated("u", 3, 500)
@@ -50,8 +50,8 @@ def test_a_prompt_that_leaves_early_has_told_what_came():
     assert expectations.measures() == {}
 
 
-def test_what_left_no_token_tells_no_length():
-    """Its agent loop gave no trajectory; how long it ran nobody knows."""
+def test_a_response_without_tokens_has_no_length():
+    """Its agent loop returned no trajectory; its length is unknown."""
     expectations = Expectations(1000)
     expectations.hand({"u": "key", "v": "other"})
     for number in range(4):
@@ -61,7 +61,7 @@ def test_what_left_no_token_tells_no_length():
     assert [expectations.predictor.knows(key) for key in ("key", "other")] == [True, False]
 
 
-def test_a_prompt_that_is_here_twice_has_the_siblings_of_both():
+def test_a_prompt_that_is_present_twice_has_the_siblings_of_both():
     expectations = Expectations(30_000)
     expectations.hand({"first": "key", "second": "key", "other": "another"})
     for number in range(7):
@@ -86,8 +86,8 @@ def test_prompts_without_a_key_are_no_siblings():
     assert told.expected[0] > told.expected[1]
 
 
-def test_a_sample_that_is_generated_anew_counts_once():
-    """On-policy, what was finished and not trained is: short ones are told again and again."""
+def test_a_regenerated_sample_counts_once():
+    """On-policy, untrained finished samples are regenerated: short ones would count again and again."""
     once, again = Expectations(30_000), Expectations(30_000)
     for expectations in (once, again):
         expectations.hand({"u": "key"})
@@ -101,7 +101,7 @@ def test_a_sample_that_is_generated_anew_counts_once():
     assert first == second > 1000
 
 
-def test_who_left_is_told_with_all_their_samples_whenever_these_came():
+def test_prompts_that_left_are_returned_with_all_their_samples():
     expectations = Expectations(1000)
     expectations.hand({"u": "key", "again": "key", "failed": "other", "v": ""})
     expectations.generated("u", 0, 5)
@@ -113,7 +113,7 @@ def test_who_left_is_told_with_all_their_samples_whenever_these_came():
     assert expectations.keep(lambda uid: False) == {}
 
 
-def test_nothing_is_learnt_of_prompts_that_nobody_knows():
+def test_nothing_is_learnt_of_prompts_without_a_key():
     expectations = Expectations(1000)
     for number in range(5):
         expectations.hand({f"u{number}": ""})
@@ -123,7 +123,7 @@ def test_nothing_is_learnt_of_prompts_that_nobody_knows():
     assert not expectations.predictor.knows("")
 
 
-def test_what_is_under_way_goes_on_after_a_restart():
+def test_present_prompts_are_restored_after_a_restart():
     before, after = Expectations(1000), Expectations(1000)
     before.hand({"u": "key", "gone": "other"})
     before.generated("u", 0, 300)
@@ -144,7 +144,7 @@ def test_it_survives_a_restart():
     assert epoch(again, 9) == pytest.approx(epoch(expectations, 9))
 
 
-def test_of_a_prompt_its_tokens_are_known_once_told_and_of_others_the_mean():
+def test_prompt_tokens_are_the_reported_ones_or_the_mean():
     expectations, again = Expectations(1000), Expectations(1000)
     expectations.hand({"u": "short", "v": "long", "w": "new", "x": ""})
     assert expectations.prompt_tokens(["u", "x", "gone"]) == [0, 0, 0]
@@ -174,7 +174,7 @@ def test_an_error_costs_the_expectation_alone():
 
 
 def test_prompts_start_in_the_order_of_what_is_expected():
-    """`d` is known to nobody: it may be long. Scheduler and vLLM's queue agree."""
+    """`d` is unknown and may be long. Scheduler and vLLM's queue agree."""
     rollout = Rollout(Rules(4, 8, max_staleness=0))
     rollout.publish(0, 1)
     rollout.hand([(uid, 2) for uid in "abcd"])
@@ -198,7 +198,7 @@ def test_a_prompt_of_an_older_batch_that_was_lost_starts_before_longer_ones():
     assert [start.name[0] for start in rollout.fill()] == ["b", "a", "c", "c", "d", "d"]
 
 
-def test_what_is_known_is_news_when_much_was_learnt():
+def test_the_state_is_sent_again_when_much_was_learnt():
     expectations = Expectations(1000)
     told = []
     for number in range(400):

@@ -1,4 +1,4 @@
-"""A scheduler that died is built again from what was saved of it and from what its samples left."""
+"""A lost scheduler is restored from its saved state and from newer evidence."""
 
 import json
 from dataclasses import replace
@@ -32,7 +32,7 @@ rules_of = st.builds(
 
 
 class Witness(Scheduler):
-    """Notes what was loaded and dropped, and the latest that each attempt told, as its worker leaves it."""
+    """Records loads, drops, and the latest report of each attempt, as its worker leaves it."""
 
     def __init__(self, rules):
         super().__init__(rules)
@@ -88,12 +88,12 @@ class Witness(Scheduler):
         self.told[uid, number] = (self.told[uid, number][0], state, *text)
 
     def _ended(self, uid, number):
-        """It was told to end; the text is there yet, unless it was in the making."""
+        """It was ended; its text remains unless it was running."""
         attempt, _, tokens, _ = self.told[uid, number]
         self.told[uid, number] = (attempt, "pending", tokens, None)
 
     def again(self, saved, prompts):
-        """Another, of what was saved when so many prompts had been loaded or dropped."""
+        """Return another one from the state saved when so many prompts had been loaded or dropped."""
         restored = Scheduler(self.rules)
         restored.load_state_dict(json.loads(saved))
         for event, arguments in self.prompts[prompts:]:
@@ -119,7 +119,7 @@ def facts(scheduler):
 
 def mortal(kind):
     class Mortal(kind):
-        """Its scheduler may die at any event, and what was saved of it is as old as the last batch or less."""
+        """Its scheduler may die at any event; the saved state is from the last batch or later."""
 
         def __init__(self, rules, seed, **kwargs):
             super().__init__(rules, seed, **kwargs)
@@ -149,7 +149,7 @@ def mortal(kind):
 
 @settings(max_examples=examples(100, slow=300))
 @given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.1]))
-def test_what_was_saved_and_what_was_left_since_make_the_scheduler_that_died(rules, seed, mishaps, losses):
+def test_saved_state_and_newer_evidence_restore_a_lost_scheduler(rules, seed, mishaps, losses):
     kind = World if rules.finishes else Separate
     if rules.stops:  # here nothing stops: as though all had been interrupted
         rules = replace(rules, in_flight=1)
@@ -172,7 +172,7 @@ def sample(built, uid="p0", number=0):
     return found.state, found.attempt, found.tokens, found.first_version
 
 
-def test_a_text_that_was_cut_short_is_kept_where_it_may_go_on():
+def test_an_interrupted_text_is_kept_where_it_may_continue():
     for first_version, kept in ((3, 3), (2, 2), (1, None)):
         built = scheduler("continue", max_staleness=1)
         assert built.restore("p0", 0, 4, "pending", 7, first_version) == (kept is not None)
@@ -184,7 +184,7 @@ def test_a_text_that_was_cut_short_is_kept_where_it_may_go_on():
     assert sample(built)[1] == 5
 
 
-def test_what_became_too_stale_meanwhile_is_generated_anew():
+def test_samples_that_became_too_stale_are_regenerated():
     for state in ("generated", "finished"):
         built = scheduler()
         assert not built.restore("p0", 0, 0, state, 7, 2)
@@ -197,7 +197,7 @@ def test_what_became_too_stale_meanwhile_is_generated_anew():
     assert sample(built) == ("pending", 0, 7, None)
 
 
-def test_what_runs_is_as_old_as_what_it_goes_on_from_until_it_tells():
+def test_a_running_sample_has_the_version_of_its_kept_tokens_until_it_reports():
     built = scheduler("finish", max_staleness=2)
     assert built.restore("p0", 0, 1, "running", 7, 2)
     assert built.restore("p0", 1, 0, "running", 0, None)
@@ -210,12 +210,12 @@ def test_what_runs_is_as_old_as_what_it_goes_on_from_until_it_tells():
 @pytest.mark.parametrize(
     ("fact", "message"),
     [
-        ((0, "finished", 5, 3), "finished in attempt 1, and what is older tells nothing; restore its latest attempt"),
+        ((0, "finished", 5, 3), "finished in attempt 1, so older evidence is ignored; restore its latest attempt"),
         ((1, "running", 0, None), "cannot be restored as running in attempt 1: it is finished in attempt 1"),
         ((2, "trained", 5, 3), "cannot be restored as trained"),
     ],
 )
-def test_older_evidence_is_refused(fact, message):
+def test_older_evidence_is_rejected(fact, message):
     built = scheduler()
     built.restore("p0", 0, 1, "finished", 5, 3)
     before = facts(built)
@@ -224,7 +224,7 @@ def test_older_evidence_is_refused(fact, message):
     assert facts(built) == before
 
 
-def test_what_never_started_cannot_have_ended_and_what_is_gone_is_nobodys():
+def test_samples_that_never_started_cannot_end_and_unknown_prompts_are_ignored():
     built = scheduler()
     with pytest.raises(ValueError, match="from 0"):
         built.restore("p0", 0, -1, "finished", 5, 3)

@@ -1,4 +1,4 @@
-"""Who is started from whose text, whose word counts, and what a coordinator that was started anew takes up."""
+"""Starts of samples, reports that count, and recovery by a restarted coordinator."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from verl_rhyme.scheduling.remembered import Hopeless
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules
 
-#: SortedRL's loads of four batches, on-policy and partial.
+#: SortedRL's four batches in flight, on-policy and partial.
 ON_POLICY = {"max_staleness": 0, "in_flight": 4, "refill": "when_empty"}
 PARTIAL = {**ON_POLICY, "max_staleness": 1}
 
@@ -52,12 +52,12 @@ def states(made, uid="a"):
 
 
 @pytest.mark.parametrize("attempt", [Attempt("a", 0, 0), Attempt("a_b-c", 7, 3), Attempt("x", 65535, 1)])
-def test_names_are_read_back(attempt):
+def test_attempt_names_are_parsed_back(attempt):
     assert Attempt.named(attempt.name) == attempt
     assert sample_of(attempt.name) == attempt.sample
 
 
-def test_a_sample_goes_its_way():
+def test_a_sample_runs_from_start_to_batch():
     made = rollout()
     tell(made, generated("a_0"))
     assert states(made) == ["generated", "running"]
@@ -72,7 +72,7 @@ def test_a_sample_goes_its_way():
     assert not made.needs_turns("a_0")
 
 
-def test_what_an_earlier_attempt_tells_changes_nothing():
+def test_reports_of_earlier_attempts_change_nothing():
     made = rollout()
     made.lost(["a_0"])
     [start] = made.fill()
@@ -86,7 +86,7 @@ def test_what_an_earlier_attempt_tells_changes_nothing():
 
 
 @pytest.mark.parametrize(("drafts", "predecessor"), [(True, "a_0"), (False, None)])
-def test_what_is_regenerated_is_drafted_from_its_own_text_where_drafts_are_on(drafts, predecessor):
+def test_a_regenerated_sample_drafts_from_its_text_where_drafts_are_on(drafts, predecessor):
     made = rollout(drafts=drafts)
     tell(made, interrupted("a_0"))
     assert states(made) == ["pending", "running"]
@@ -96,7 +96,7 @@ def test_what_is_regenerated_is_drafted_from_its_own_text_where_drafts_are_on(dr
     assert made.needs_turns("a_0")
 
 
-def test_what_is_continued_is_not_wasted_and_its_records_are_told_once():
+def test_a_continued_sample_is_not_wasted_and_its_records_are_reported_once():
     made = rollout(PARTIAL)
     tell(made, interrupted("a_0"))
     [start] = made.fill()
@@ -110,7 +110,7 @@ def test_what_is_continued_is_not_wasted_and_its_records_are_told_once():
     assert batch.wasted == []
 
 
-def test_a_response_whose_worker_died_at_its_reward_is_begun_from_what_it_had_said():
+def test_a_response_whose_worker_died_at_its_reward_starts_from_its_tokens():
     made = rollout()
     tell(made, generated("a_0"))
     assert made.lost(["a_0"]) == ["a_0"]
@@ -119,7 +119,7 @@ def test_a_response_whose_worker_died_at_its_reward_is_begun_from_what_it_had_sa
     assert made.needs_turns("a_0")
 
 
-def test_whom_stopped_engines_wait_for_too_long_is_given_up():
+def test_attempts_that_stopped_engines_wait_for_too_long_are_given_up():
     made = rollout()
     assert not made.scheduler.settled(29.9)
     assert made.scheduler.settled(30.0)
@@ -129,7 +129,7 @@ def test_whom_stopped_engines_wait_for_too_long_is_given_up():
     assert len(made.fill()) == 2
 
 
-def test_what_got_too_stale_is_wasted_and_its_attempt_is_to_end():
+def test_a_too_stale_sample_is_wasted_and_its_attempt_ends():
     made = rollout()
     tell(made, generated("a_0"), generated("a_1", 2), finished("a_1"))
     made.publish(1, None)
@@ -148,11 +148,11 @@ def test_a_server_without_the_latest_weights_stops_the_run():
     made = rollout(start=False)
     made.publish(1, None)
     made.fill()
-    with pytest.raises(RuntimeError, match=r"staleness 1 where 0 to 0 is allowed.* without the latest weights"):
+    with pytest.raises(RuntimeError, match=r"staleness 1, and 0 to 0 is allowed.* without the latest weights"):
         tell(made, generated("a_0", version=0))
 
 
-def test_where_every_prompt_fails_an_error_says_what_the_last_failure_was():
+def test_the_error_names_the_last_failure_where_every_prompt_fails():
     made = rollout(prompts=[(f"p{n}", 2) for n in range(64)], in_flight=64)
     failures = [Ended(f"p{n}_1", "failed", error="ValueError: no such column") for n in range(64)]
     with pytest.raises(Hopeless, match=r"16 prompts.* sample 1 of prompt p15: ValueError: no such column") as raised:
@@ -183,7 +183,7 @@ def test_a_group_with_one_score_is_replaced_and_counted():
 
 @pytest.mark.parametrize("scores", itertools.permutations([1.0, 1.0, math.nan]))
 def test_a_group_with_a_score_that_is_no_number_is_kept_as_in_verl(scores):
-    """Whichever of its samples has it."""
+    """For any of its samples."""
     made = rollout(prompts=[("a", 3)], filters="acc")
     for number, score in enumerate(scores):
         tell(made, generated(f"a_{number}"), finished(f"a_{number}", score))
@@ -192,7 +192,7 @@ def test_a_group_with_a_score_that_is_no_number_is_kept_as_in_verl(scores):
 
 
 def test_a_finished_sample_has_one_entry_in_the_queue():
-    """Its trajectory, from which a regenerated response is drafted, too; what was reported before goes."""
+    """That is its trajectory, from which a regenerated response drafts; earlier reports are removed."""
     made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
     tell(made, generated("a_0"))
     assert made.needs_turns("a_0"), "its worker may be lost before the reward is there"
@@ -226,17 +226,17 @@ def score_groups(made, groups, scores):
 
 
 @pytest.mark.parametrize(("batch_prompts", "groups"), [(1, 128), (64, 128), (100, 200)])
-def test_where_the_filter_drops_every_group_the_run_ends_and_says_what_they_scored(batch_prompts, groups):
+def test_the_run_ends_with_the_scores_where_the_filter_drops_every_group(batch_prompts, groups):
     made = Rollout(Rules(batch_prompts, 2 * batch_prompts, **ON_POLICY), "acc")
     made.publish(0, None)
     score_groups(made, groups - 28, (0.0, 0.0))
     score_groups(made, 27, (1.0, 1.0))
-    words = rf"all {groups} groups .* filter_groups \(metric acc\).*scores were 0.0 in {groups - 28}, 1.0 in 28.*reward"
+    words = rf"filter_groups dropped all {groups} groups .*metric acc\).*: 0.0 in {groups - 28}, 1.0 in 28.*reward"
     with pytest.raises(Hopeless, match=words):
         score_groups(made, 28, (1.0, 1.0))
 
 
-def test_a_group_that_is_kept_begins_the_count_anew():
+def test_a_kept_group_resets_the_count():
     made = Rollout(Rules(8, 16, **ON_POLICY), "acc")
     made.publish(0, None)
     for _ in range(3):
@@ -246,7 +246,7 @@ def test_a_group_that_is_kept_begins_the_count_anew():
 
 
 def test_a_sample_without_a_trajectory_is_absent_from_its_group_as_in_verl():
-    """The others are trained; what they score decides about the group."""
+    """The others are trained; their scores decide about the group."""
     made = rollout(filters=True, prompts=[("a", 3), ("b", 3)])
     tell(made, generated("a_0"), Ended("a_1", "generated"), generated("a_2"))
     tell(made, finished("a_0", 1.0), Ended("a_1", "finished", empty=True), finished("a_2", 0.0))
@@ -271,8 +271,8 @@ def test_a_group_without_any_trajectory_is_replaced():
     assert made._failed == 1
 
 
-def test_what_left_no_trajectory_is_known_after_a_restart():
-    """It was finished before the state was saved, and nothing in the queue shows it."""
+def test_samples_without_a_trajectory_are_known_after_a_restart():
+    """It finished before the state was saved, and no entry of the queue shows it."""
     made = rollout()
     tell(made, Ended("a_0", "generated"), Ended("a_0", "finished", empty=True), generated("a_1"))
     state = json.loads(json.dumps(made.state_dict()))
@@ -301,7 +301,7 @@ def test_a_sample_that_is_regenerated_may_leave_a_trajectory_this_time():
 def test_where_no_agent_loop_gives_a_trajectory_the_run_ends():
     made = Rollout(Rules(4, 8, **ON_POLICY))
     made.publish(0, None)
-    with pytest.raises(Hopeless, match=r"16 prompts in a row .* the agent loop gave no trajectory"):
+    with pytest.raises(Hopeless, match=r"16 prompts in a row .* the agent loop returned no trajectory"):
         leave_nothing(made, 16)
 
 
@@ -314,7 +314,7 @@ def test_an_update_without_any_trajectory_ends_the_run():
     for start in made.fill():
         if start.name.endswith("_0"):
             tell(made, Ended(start.name, "generated"), Ended(start.name, "finished", empty=True))
-    with pytest.raises(Hopeless, match="no trajectory for any of an update's 4 samples"):
+    with pytest.raises(Hopeless, match="no trajectory for any of the 4 samples of a batch"):
         made.take()
 
 
@@ -328,7 +328,7 @@ def leave_nothing(made, groups):
             tell(made, Ended(name, "generated"), Ended(name, "finished", empty=True))
 
 
-def test_a_group_without_any_trajectory_is_none_that_the_filter_kept():
+def test_a_group_without_any_trajectory_does_not_count_as_kept():
     made = Rollout(Rules(1, 2, **ON_POLICY), "acc")
     made.publish(0, None)
     score_groups(made, 100, (0.0, 0.0))
@@ -337,7 +337,7 @@ def test_a_group_without_any_trajectory_is_none_that_the_filter_kept():
         score_groups(made, 28, (0.0, 0.0))
 
 
-def test_a_part_has_no_name_of_what_left_no_trajectory():
+def test_a_part_omits_samples_without_a_trajectory():
     made = stream(prompts=1)
     name = next(iter(made.attempts())).uid
     tell(made, generated(f"{name}_0"), finished(f"{name}_0"), Ended(f"{name}_1", "generated"))
@@ -356,7 +356,7 @@ def test_prompts_are_taken_from_the_stock_once_and_as_many_as_are_loadable():
     assert made.state_dict()["stock"] == [("p4", 2), ("p5", 2), ("p9", 2)]
 
 
-def test_no_more_is_wanted_than_will_be_trained():
+def test_no_more_prompts_are_wanted_than_will_be_trained():
     made = rollout(prompts=[], start=False)
     made.publish(3, 2)
     assert made.wanted() == 2
@@ -365,8 +365,8 @@ def test_no_more_is_wanted_than_will_be_trained():
 
 
 @pytest.mark.parametrize("end", [generated, interrupted])
-def test_nobody_goes_on_from_what_was_too_stale_when_it_was_told(end):
-    """It would be told again, and too stale again, for ever."""
+def test_no_attempt_continues_from_text_that_was_too_stale_when_reported(end):
+    """It would be reported and too stale again, without end."""
     made = rollout(PARTIAL, separate=True)
     tell(made, end("a_0"))
     made.publish(1, None)
@@ -377,7 +377,7 @@ def test_nobody_goes_on_from_what_was_too_stale_when_it_was_told(end):
     assert sum(row["response_tokens"] for row in made._wasted) > 0
 
 
-# ---- taking up ----
+# ---- recovery ----
 
 
 def reopened(made, evidence, version=0, prompts=("a",), state=None, mode=ON_POLICY, handed=(), generation=0, **rules):
@@ -388,7 +388,7 @@ def reopened(made, evidence, version=0, prompts=("a",), state=None, mode=ON_POLI
 
 
 @pytest.mark.parametrize("mode", [ON_POLICY, PARTIAL])
-def test_what_happened_since_the_state_was_saved_is_taken_up(mode):
+def test_events_since_the_saved_state_are_restored(mode):
     made = rollout(mode, prompts=[("a", 4)])
     again, gone = reopened(
         made,
@@ -419,7 +419,7 @@ def test_a_later_attempt_than_the_saved_one_counts():
     assert states(again) == ["generated", "pending"]
 
 
-def test_what_an_attempt_before_the_saved_one_left_is_only_gone_on_from():
+def test_turns_of_an_attempt_before_the_saved_one_are_only_continued():
     made = rollout(PARTIAL)
     tell(made, interrupted("a_0"))
     made.fill()  # attempt 1 goes on from it
@@ -432,14 +432,14 @@ def test_what_an_attempt_before_the_saved_one_left_is_only_gone_on_from():
     }
 
 
-def test_a_response_without_its_reward_starts_again_from_what_it_had_said():
+def test_a_response_without_its_reward_starts_again_from_its_tokens():
     made = rollout()
     again, _ = reopened(made, {"a_0": Evidence("generated", 5, 0)})
     assert states(again) == ["pending", "pending"]
     assert [start.predecessor for start in again.fill()] == ["a_0", None]
 
 
-def test_a_report_that_counted_and_is_gone_is_not_gone_on_from():
+def test_no_attempt_continues_from_a_lost_report():
     made = rollout()
     tell(made, generated("a_0"))
     again, _ = reopened(made, {})
@@ -454,8 +454,8 @@ def test_prompts_without_data_are_replaced():
     assert again.state_dict()["stock"] == [("d", 2)]
 
 
-def test_what_was_handed_over_and_begun_since_the_state_is_taken_up():
-    """The coordinator died before its first batch of the load: a whole step's rollout."""
+def test_prompts_handed_and_started_since_the_saved_state_are_restored():
+    """The coordinator died before its first batch: the rollout of a whole training step."""
     made = rollout(prompts=[], start=False)
     evidence = {"b_0": Evidence("interrupted", 3, 0), "b_1": Evidence(running=True)}
     handed = [("a", 2), ("b", 2), ("c", 2)]
@@ -468,8 +468,8 @@ def test_what_was_handed_over_and_begun_since_the_state_is_taken_up():
     assert again.state_dict()["stock"] == [("c", 2)]
 
 
-def test_no_name_is_given_twice_though_nobody_knows_of_the_first():
-    """An attempt of which nothing is known may yet tell."""
+def test_no_name_is_used_twice_though_the_first_attempt_is_unknown():
+    """An unknown attempt may still report."""
     made = rollout()
     before = {attempt.name for attempt in made.attempts()}
     again, _ = reopened(made, {}, generation=1)
@@ -482,7 +482,7 @@ def test_no_name_is_given_twice_though_nobody_knows_of_the_first():
 
 
 @pytest.mark.parametrize("mode", [ON_POLICY, PARTIAL])
-def test_what_is_too_old_for_the_policy_that_is_current_is_not_trained(mode):
+def test_text_too_stale_for_the_current_policy_is_not_trained(mode):
     made = rollout(mode)
     evidence = {"a_0": Evidence("generated", 5, 0, stored=True), "a_1": Evidence("generated", 5, 0, running=True)}
     again, _ = reopened(made, evidence, version=2, mode=mode)
@@ -491,7 +491,7 @@ def test_what_is_too_old_for_the_policy_that_is_current_is_not_trained(mode):
     assert [start.predecessor for start in again.fill()] == ([None, None] if mode is PARTIAL else ["a_0", "a_1"])
 
 
-def test_scores_are_taken_up_so_that_groups_are_filtered_by_all_of_them():
+def test_scores_are_restored_so_that_groups_are_filtered_by_all_of_them():
     made = rollout(prompts=[("a", 2), ("b", 2)], filters="acc")
     tell(made, generated("a_0"), finished("a_0", 0.0))
     state = json.loads(json.dumps(made.state_dict()))
@@ -519,7 +519,7 @@ def test_a_group_is_not_filtered_by_the_scores_of_some():
     assert states(again) == ["finished", "finished"]
 
 
-def test_what_a_trained_sample_left_is_nobodys_after_a_loss_either():
+def test_reports_of_trained_samples_are_ignored_after_a_loss():
     """Single trajectories: its prompt stays in the ledger for the others."""
     made = Rollout(Rules(1, 1, unit="trajectory", **ON_POLICY))
     made.publish(0, 9)
@@ -533,8 +533,8 @@ def test_what_a_trained_sample_left_is_nobodys_after_a_loss_either():
     assert not again.needs_turns("a_0")
 
 
-def test_a_load_has_as_many_prompts_after_a_death_though_some_were_replaced_before_it():
-    """What was filtered is filtered again by its scores; those in its place are there already."""
+def test_as_many_prompts_are_in_flight_after_a_loss_though_some_were_replaced():
+    """Filtered groups are filtered again by their scores; their replacements are loaded already."""
     made = Rollout(Rules(4, 8, **{**ON_POLICY, "in_flight": 2}), filters="acc")
     made.publish(0, 10)
     handed, evidence, state = [], {}, made.state_dict()
@@ -558,8 +558,8 @@ def test_a_load_has_as_many_prompts_after_a_death_though_some_were_replaced_befo
     assert (len(again.scheduler.ledger), again.wanted()) == (8, 0)
 
 
-def test_a_text_whose_reward_is_lost_is_gone_on_from_only_while_it_may_be_trained():
-    """Its worker died with it, and then the coordinator: as old as it is, the ledger is to know."""
+def test_a_text_with_a_lost_reward_continues_only_while_it_may_be_trained():
+    """Its worker died, then the coordinator: the ledger must know the staleness."""
     made = rollout(PARTIAL)
     evidence = {"a_0": Evidence("generated", 5, 0)}
     again = Rollout(made.rules, generation=1)
@@ -572,8 +572,8 @@ def test_a_text_whose_reward_is_lost_is_gone_on_from_only_while_it_may_be_traine
     assert "a_0" in {start.predecessor for start in again.fill()}
 
 
-def test_what_the_next_batch_waits_for_starts_whatever_else_has_begun():
-    """After a loss a prompt that was replaced is here again, and its replacement too: more than may be begun."""
+def test_samples_that_the_next_batch_waits_for_start_in_any_case():
+    """After a loss a replaced prompt and its replacement are both present: more than may start."""
     rollout = Rollout(Rules(1, 2, max_staleness=1, take="loaded", separate=True))
     rollout.publish(0, 3)
     for uid in "abc":  # one more than rolls on
@@ -611,7 +611,7 @@ def test_parts_are_whole_groups_of_the_next_batch():
     assert made.part(1) == []
 
 
-def test_what_is_in_a_part_is_in_the_batch_though_shorter_ones_come():
+def test_groups_in_a_part_are_in_the_batch_though_shorter_ones_come():
     made = Rollout(Rules(2, 4, max_staleness=1, separate=True))
     made.publish(0, None)
     made.hand([(uid, 2) for uid in "abcd"])
@@ -625,8 +625,8 @@ def test_what_is_in_a_part_is_in_the_batch_though_shorter_ones_come():
     assert len(taken) == 4
 
 
-def test_no_part_has_no_room_for_what_is_due():
-    """What would be too old at the next update is in the batch, whatever was finished before it."""
+def test_a_part_leaves_room_for_samples_that_must_be_trained():
+    """Samples too stale for the next training step are in the batch, whatever finished before them."""
     made = Rollout(Rules(2, 4, max_staleness=1, separate=True))
     made.publish(0, None)
     made.hand([(uid, 2) for uid in "abcd"])
@@ -661,7 +661,7 @@ def test_no_part_of_a_later_batch():
     assert made.part(1) == ["b_0", "b_1"]
 
 
-def test_parts_are_told_anew_after_a_loss():
+def test_parts_are_repeated_after_a_loss():
     made = stream()
     through(made, "a_0", "a_1")
     assert made.part(1) == ["a_0", "a_1"]

@@ -1,4 +1,4 @@
-"""The scheduler's decisions, one by one; test_invariants.py has what holds under all schedules."""
+"""The scheduler's decisions, one by one; test_invariants.py has the properties of all schedules."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from verl_rhyme.config import SchedulingConfig
 from verl_rhyme.scheduling.rules import Rules, of_options
 from verl_rhyme.scheduling.scheduler import Scheduler
 
-#: SortedRL's loads of three batches, of a prompt with two samples each; on-policy, partial.
+#: SortedRL's three batches in flight, of a prompt with two samples each; on-policy, partial.
 LOADS = {"in_flight": 3, "refill": "when_empty"}
 ON_POLICY, PARTIAL = {"max_staleness": 0, **LOADS}, {"max_staleness": 1, **LOADS}
 SEPARATE = {"separate": True, "relayed": True}
@@ -56,7 +56,7 @@ def test_surplus_is_stale_on_policy_and_else_kept(bound, stale):
     assert built.ready() == (not stale)
 
 
-def test_a_dropped_prompt_wastes_what_might_have_been_trained_and_nothing_twice():
+def test_a_dropped_prompt_wastes_its_trainable_tokens_once():
     built = scheduler(unit="trajectory")
     finish(built, "p1", 5, 6)
     assert built.collect().lengths == [5, 6]
@@ -65,7 +65,7 @@ def test_a_dropped_prompt_wastes_what_might_have_been_trained_and_nothing_twice(
     built.begin(1)
     built.dispatch()
     built.fail("p0")
-    assert built.step.wasted_tokens == 0, "they were counted when they were cut short"
+    assert built.step.wasted_tokens == 0, "they were counted at the interruption"
     built.generate("p2", 0, 7, 1), built.finish("p2", 0), built.generate("p2", 1, 9, 1)
     built.fail("p2")
     assert built.step.wasted_tokens == 16
@@ -80,7 +80,7 @@ def test_a_trained_sample_of_a_prompt_that_fails_later_is_not_wasted():
     assert built.step.wasted_tokens == 0
 
 
-def test_a_dropped_prompt_is_replaced_and_its_late_samples_are_nobodys():
+def test_a_dropped_prompt_is_replaced_and_its_late_reports_are_ignored():
     built = scheduler()
     built.generate("p0", 0, 5, 0)
     built.drop("p0")
@@ -99,7 +99,7 @@ FAILURES = 16  # of a small batch
 
 
 def replaced(built, failing):
-    """Loads and starts what may be, and lets the prompts fail whose number ``failing`` holds."""
+    """Load and start what may be, and fail the prompts whose number ``failing`` holds."""
     for _ in range(built.loadable()):
         built.load(f"p{built.ledger.loaded}", 2)
     built.dispatch()
@@ -108,7 +108,7 @@ def replaced(built, failing):
             built.fail(prompt.uid)
 
 
-def test_it_is_hopeless_when_as_many_fail_one_after_another_as_an_update_batch_has():
+def test_a_batch_of_consecutive_failures_is_hopeless():
     for batch, failures in ((1, FAILURES), (20, 20)):
         built = scheduler(batch)
         failed = 0
@@ -127,7 +127,7 @@ def test_a_prompt_that_hangs_does_not_hide_that_all_others_fail():
     assert built.hopeless()
 
 
-def test_while_others_come_to_their_end_it_is_not_hopeless():
+def test_it_is_not_hopeless_while_other_prompts_finish():
     built = scheduler(20, in_flight=4)
     for round in range(4):
         replaced(built, lambda number: number % 2 == 0)  # at once, and those of the same age run on
@@ -137,7 +137,7 @@ def test_while_others_come_to_their_end_it_is_not_hopeless():
         replaced(built, lambda failing, number=number: failing == number)
     finish(built, f"p{FAILURES}", 5, 5)
     built.fail(f"p{FAILURES - 1}")
-    assert not built.hopeless(), "one came to its end meanwhile"
+    assert not built.hopeless(), "one finished meanwhile"
 
 
 def test_samples_that_finish_in_prompts_that_fail_are_no_success():
@@ -150,7 +150,7 @@ def test_samples_that_finish_in_prompts_that_fail_are_no_success():
     assert built.hopeless()
 
 
-def test_where_single_trajectories_are_trained_from_prompts_that_fail_it_goes_on():
+def test_training_single_trajectories_of_failing_prompts_continues():
     built = scheduler(unit="trajectory")
     for number in range(0, 3 * FAILURES, 2):
         finish(built, f"p{number}", 5)
@@ -181,11 +181,11 @@ def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
     [
         (lambda c: finish(c, "p0", 5) or c.finish("p0", 0), "cannot become finished: it is finished"),
         (lambda c: c.load("p0", 2), "p0 is loaded already"),
-        (lambda c: c.collect(), "ask ready"),
+        (lambda c: c.collect(), "call ready"),
         (lambda c: c.ledger.start("p0", 0), "cannot become running: it is running"),
     ],
 )
-def test_what_cannot_be_is_refused(event, message):
+def test_impossible_events_are_rejected(event, message):
     with pytest.raises(ValueError, match=message):
         event(scheduler())
 
@@ -230,7 +230,7 @@ def test_a_full_batch_does_not_wait_for_rewards_of_others():
     assert built.collect().samples == [("p0", 0), ("p0", 1)]
 
 
-def test_an_earlier_response_is_not_passed_by_because_its_reward_is_slow():
+def test_an_earlier_response_with_a_slow_reward_is_not_left_out():
     built = scheduler()
     finish(built, "p1", 9, 9)
     for number in range(2):
@@ -245,7 +245,7 @@ def test_an_earlier_response_is_not_passed_by_because_its_reward_is_slow():
     assert built.collect().samples == [("p0", 0), ("p0", 1)]
 
 
-def test_an_attempt_that_may_still_ask_the_engines_is_waited_for_though_the_batch_is_full():
+def test_a_full_batch_waits_for_attempts_that_may_still_use_the_engines():
     built = scheduler()
     finish(built, "p0", 5, 5)
     for number in range(2):
@@ -255,7 +255,7 @@ def test_an_attempt_that_may_still_ask_the_engines_is_waited_for_though_the_batc
     assert built.settled(30.0)
 
 
-def test_engines_go_on_at_once_where_no_reward_can_fill_the_batch():
+def test_engines_continue_at_once_where_no_reward_can_fill_the_batch():
     built = scheduler()
     built.drop("p0")  # its reward failed after the stop
     built.generate("p1", 0, 5, 0)
@@ -266,7 +266,7 @@ def test_engines_go_on_at_once_where_no_reward_can_fill_the_batch():
 
 
 @pytest.mark.parametrize(("bound", "state"), [(0, "pending"), (1, "generated")])
-def test_a_response_whose_reward_comes_after_the_update_is_regenerated_on_policy_and_else_kept(bound, state):
+def test_a_response_with_a_late_reward_is_regenerated_on_policy_and_kept_otherwise(bound, state):
     built = scheduler(max_staleness=bound)
     finish(built, "p0", 5, 5)
     built.generate("p1", 0, 7, 0)
@@ -293,7 +293,7 @@ def test_no_prompt_begins_between_a_batch_and_its_policy_unless_they_start_early
         finish(built, "p0", 5, 5)
         built.collect()
         load(built)
-        assert built.dispatch() == [("p1", 0)] + [("p2", 0), ("p2", 1)] * early, "what has begun goes on"
+        assert built.dispatch() == [("p1", 0)] + [("p2", 0), ("p2", 1)] * early, "samples of started prompts continue"
         built.begin(1)
         assert built.dispatch() == [("p2", 0), ("p2", 1)] * (not early)
 
@@ -308,17 +308,17 @@ def test_the_oldest_batch_starts_first_in_it_the_longest_expected():
     assert [uid for uid, _ in built.dispatch()] == ["long", "short", "unknown", "later"]
 
 
-def test_no_more_is_started_than_the_updates_within_the_bound_can_train():
+def test_no_more_prompts_start_than_batches_within_the_bound_can_train():
     built = scheduler(max_staleness=1, **FINISHING)
     assert running(built) == ["p0", "p1"]
     finish(built, "p1", 3, 3)
     assert built.collect().samples == [("p1", 0), ("p1", 1)]
-    assert built.dispatch() == []  # p0 fills the one update that may train what the old policy says
+    assert built.dispatch() == []  # p0 fills the one batch that may train tokens of the old policy
     built.begin(1)
     assert built.dispatch() == [("p2", 0), ("p2", 1)]
 
 
-def test_what_the_next_batches_could_not_all_take_is_waited_for_before():
+def test_a_batch_waits_for_samples_that_later_batches_cannot_hold():
     """Two of three old prompts are left and each fits into one of the two batches that may train them."""
     built = scheduler(max_staleness=2, **{**FINISHING, "in_flight": 4})
     finish(built, "p1", 3, 3)
@@ -336,8 +336,8 @@ def test_what_the_next_batches_could_not_all_take_is_waited_for_before():
     assert built.begin(3) == []
 
 
-def test_what_is_promised_leaves_room_for_single_trajectories_that_are_due():
-    """p0 has one trajectory of the old policy and one of the new, of which only the first is due."""
+def test_reservations_leave_room_for_trajectories_that_must_be_trained():
+    """p0 has one trajectory of the old policy and one of the new; only the first must be trained in this batch."""
     built = scheduler(2, **{**SEPARATE, "max_staleness": 1, "in_flight": 2, "refill": "always", "unit": "trajectory"})
     finish(built, "p2", 3, 3)
     finish(built, "p3", 3, 3)
@@ -358,14 +358,14 @@ def test_what_is_promised_leaves_room_for_single_trajectories_that_are_due():
     assert {("p0", 0), ("p0", 1), ("p1", 0)} <= set(built.collect().samples)
 
 
-def test_where_more_is_due_than_a_batch_holds_the_rest_is_not_waited_for():
+def test_a_batch_does_not_wait_for_more_samples_than_it_holds():
     built = scheduler(max_staleness=1, **FINISHING)
     built.begin(1)
     finish(built, "p1", 9, 9)
-    assert built.enough(), "p0 is lost, and what is made meanwhile would be, too"
+    assert built.enough(), "p0 is lost, and tokens made meanwhile would be, too"
 
 
-def test_a_request_that_only_queued_is_as_young_as_its_first_token():
+def test_a_queued_request_has_the_version_of_its_first_token():
     built = scheduler(max_staleness=1, **FINISHING)
     finish(built, "p1", 3, 3)
     built.collect()
@@ -377,9 +377,9 @@ def test_a_request_that_only_queued_is_as_young_as_its_first_token():
     assert built.begin(2) == []
 
 
-def test_what_is_past_the_bound_is_regenerated_while_it_runs_or_when_it_reports():
+def test_samples_past_the_bound_are_regenerated_while_running_or_at_their_report():
     built = scheduler(max_staleness=1, **{**FINISHING, "in_flight": 1})
-    assert built.begin(2) == [("p0", 0), ("p0", 1)]  # two updates by somebody else
+    assert built.begin(2) == [("p0", 0), ("p0", 1)]  # two other training steps
     assert built.step.stale == 2
     assert built.dispatch() == [("p0", 0), ("p0", 1)]
     assert not built.progress("p0", 0, 0)  # its replica has not taken the weights
@@ -391,7 +391,7 @@ def test_what_is_past_the_bound_is_regenerated_while_it_runs_or_when_it_reports(
     assert [sample.first_version for sample in built.ledger.prompt("p0").samples] == [None, 1]
 
 
-def test_what_goes_on_stays_as_old_as_what_it_goes_on_from():
+def test_a_continued_response_keeps_the_version_of_its_oldest_token():
     built = scheduler(max_staleness=1, **{**FINISHING, "in_flight": 1})
     assert built.interrupt("p0", 0, 5, 0)
     built.begin(1)
@@ -400,7 +400,7 @@ def test_what_goes_on_stays_as_old_as_what_it_goes_on_from():
     assert built.begin(2) == [("p0", 0), ("p0", 1)]
 
 
-def test_a_replica_may_answer_with_a_version_as_old_as_the_bound_allows():
+def test_a_replica_may_generate_with_the_oldest_version_within_the_bound():
     """Of update batches as they were loaded, with replicas that take new versions one by one."""
     built = scheduler(max_staleness=1, take="loaded", in_flight=None, refill="always", **SEPARATE)
     assert built.oldest_versions(["p0", "p1"]) == [0, 0]  # p1 is trained by version 1 at the earliest
@@ -416,13 +416,13 @@ def test_a_replica_may_answer_with_a_version_as_old_as_the_bound_allows():
 
 
 @pytest.mark.parametrize(("relayed", "wanted"), [(True, 3), (False, 0)])
-def test_any_of_the_next_updates_may_take_what_finishes_first(relayed, wanted):
+def test_any_of_the_next_batches_may_take_the_first_finished_samples(relayed, wanted):
     built = scheduler(max_staleness=1, separate=True, relayed=relayed)
     built.begin(3)
     assert built.oldest_versions(["p1"]) == [wanted]
 
 
-def test_a_batch_waits_for_the_rewards_of_the_first_but_for_nothing_that_runs():
+def test_a_batch_waits_for_rewards_of_the_first_samples_but_not_for_running_ones():
     built = scheduler(max_staleness=1, **FINISHING)
     finish(built, "p1", 9, 9)
     assert built.settled(0.0)  # p0 runs on
@@ -434,7 +434,7 @@ def test_a_batch_waits_for_the_rewards_of_the_first_but_for_nothing_that_runs():
 
 
 @pytest.mark.parametrize("bound", [0, 1])
-def test_no_batch_is_taken_before_the_policy_is_new(bound):
+def test_no_batch_is_collected_before_the_new_policy(bound):
     built = scheduler(max_staleness=bound, separate=True)
     finish(built, "p0", 5, 5)
     built.collect()
@@ -471,7 +471,7 @@ def test_a_prompt_expected_among_the_longest_is_put_off_and_another_loaded_for_i
     assert [uid for uid, _ in built.dispatch()] == ["p0", "p2"]
 
 
-def test_what_an_update_passed_by_waits_for_a_round_in_which_nothing_else_runs():
+def test_prompts_that_a_batch_left_out_wait_for_a_separate_round():
     built = rounds(in_flight=2, put_off=0)
     names = iter(f"p{number}" for number in range(20))
 
@@ -489,11 +489,11 @@ def test_what_an_update_passed_by_waits_for_a_round_in_which_nothing_else_runs()
         return started
 
     assert update(0, ["p0", "p2"]) == {"p0", "p1", "p2", "p3"}
-    assert update(1, ["p1", "p3"]) == {"p1", "p3"}, "those that were passed by have the update for themselves"
+    assert update(1, ["p1", "p3"]) == {"p1", "p3"}, "prompts that were left out have a separate round"
     assert update(2, ["p4", "p5"]) == {"p4", "p5", "p6", "p7"}
 
 
-def test_the_last_updates_train_all_that_was_put_off():
+def test_the_last_batches_train_all_prompts_that_were_put_off():
     built = rounds()
     built.begin(0, batches_left=2)
     for number in range(3):
@@ -522,10 +522,10 @@ def test_the_last_updates_train_all_that_was_put_off():
         ({"at_version": "stop"}, ["at_version", "regenerate", "'stop'"]),
         ({"unit": "prompt"}, ["unit", "trajectory", "'prompt'"]),
         ({"take": "shortest"}, ["take", "finished", "'shortest'"]),
-        ({"batch_samples": 0}, ["a sample of each"]),
+        ({"batch_samples": 0}, ["one sample of each"]),
     ],
 )
-def test_rules_that_contradict_each_other_say_how_to_mend_them(rules, words):
+def test_contradictory_rules_name_the_fix(rules, words):
     with pytest.raises(ValueError) as caught:  # noqa: PT011  (the words are looked at below)
         Rules(**{"batch_prompts": 1, "batch_samples": 2, **rules})
     assert not [word for word in words if word not in str(caught.value)]
@@ -564,6 +564,6 @@ def test_batches_in_flight_follow_from_the_bound(rules, batches):
         ({"take": "loaded"}, {}, 1, "always", 0),
     ],
 )
-def test_on_policy_more_is_loaded_where_text_is_drafted_again(options, given, batches, refill, put_off):
+def test_on_policy_more_batches_are_loaded_with_drafting(options, given, batches, refill, put_off):
     found = of_options(SchedulingConfig(**options), 0, separate=False, **given)
     assert (found.batches, found.refill, found.put_off) == (batches, refill, put_off)

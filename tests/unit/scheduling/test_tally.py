@@ -1,4 +1,4 @@
-"""What is counted as samples change is what the ledger comes to when it is gone through whole."""
+"""The tally equals the counts of the whole ledger after every change."""
 
 import json
 import sys
@@ -131,7 +131,7 @@ def checked(kind):
 
 @settings(max_examples=60)
 @given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.1]), st.booleans())
-def test_the_tally_is_what_the_whole_ledger_says(rules, seed, mishaps, losses, uneven):
+def test_the_tally_equals_the_counts_of_the_whole_ledger(rules, seed, mishaps, losses, uneven):
     kind = World if rules.finishes else Separate
     if rules.stops:
         rules = replace(rules, in_flight=1)
@@ -180,5 +180,5 @@ def lines_of_an_event(samples, **rules):
         {"max_staleness": 3, "separate": True, "relayed": True, "at_version": "finish"},
     ],
 )
-def test_an_event_costs_the_same_whatever_the_size(rules):
+def test_the_cost_of_an_event_does_not_depend_on_the_size(rules):
     assert lines_of_an_event(8192, **rules) <= 1.1 * lines_of_an_event(256, **rules)

@@ -1,4 +1,4 @@
-"""Make-believe engines and trainers around a scheduler: those that wait for nobody, and those that stop."""
+"""Simulated engines and trainers around a scheduler: engines that run on, and engines that stop."""
 
 import copy
 import random
@@ -10,12 +10,12 @@ SAMPLES, LONGEST = 3, 40
 
 
 class World:
-    """Replicas and a trainer around a scheduler; ``text`` holds the version of every token a sample has.
+    """Replicas and a trainer around a scheduler; ``text`` holds the version of every token of a sample.
 
-    ``lag``: replicas take new weights when it suits them, before the scheduler hears of these or long after.
-    ``losses``: share of events at which an attempt is lost with all that it made, or cut short on its replica.
-    ``mishaps``: share of rewards that fail. ``uneven``: prompts have groups of their own size. ``updates``: that are
-    trained.
+    ``lag``: replicas take new weights at random times, before or after the scheduler's event.
+    ``losses``: share of events at which an attempt is lost with its tokens, or interrupted on its replica.
+    ``mishaps``: share of rewards that fail. ``uneven``: prompts have groups of different size. ``updates``: training
+    steps.
     """
 
     def __init__(self, rules, seed, lag=False, losses=0.0, mishaps=0.0, uneven=False, updates=None):
@@ -100,7 +100,7 @@ class World:
         uid, number = sample = self.random.choice(self.unrewarded)
         self.unrewarded.remove(sample)
         if self.random.random() < self.losses:
-            self.scheduler.abandon(uid, number)  # what it had told before is gone on from
+            self.scheduler.abandon(uid, number)  # the next attempt continues from earlier reports
         elif self.random.random() < self.mishaps:
             self.dropped.add(uid)
             self.scheduler.fail(uid)
@@ -112,7 +112,7 @@ class World:
         self.replicas[number] = self.weights
 
     def publish(self):
-        """New weights are there; the scheduler is told at once or later."""
+        """New weights are available; the scheduler receives the event at once or later."""
         if self.weights == self.scheduler.version:
             self.weights += 1
             if self.lag:
@@ -125,7 +125,7 @@ class World:
         self.training = False
 
     def end(self, sample):
-        """Its text is too stale."""
+        """End an attempt whose text is too stale."""
         self.text[sample].clear()
         for place in (self.running, self.unrewarded):
             if sample in place:
@@ -159,9 +159,9 @@ class World:
 
 
 class Separate(World):
-    """Engines apart from the actor: its new weights cut short what runs, and the reports of that take their time.
+    """Separate engines: new weights interrupt running attempts, whose reports take time.
 
-    Some attempts are busy elsewhere then (a tool) and go on under the new weights.
+    Some attempts are busy elsewhere then (a tool) and continue under the new weights.
     """
 
     def __init__(self, *args, **kwargs):
@@ -191,7 +191,7 @@ class Separate(World):
             self.cut += cut
             self.running = [sample for sample in self.running if sample not in cut]
             if self.random.random() < 0.5:
-                return  # the scheduler is told of the policy later than of what it cut short
+                return  # the scheduler receives the policy after the interruptions
         super().publish()
 
     def end(self, sample):
@@ -205,11 +205,10 @@ class Separate(World):
 
 
 class Stopping:
-    """Engines that stop while the policy is trained, around a scheduler; ``text`` holds the version of every token a
-    sample has.
+    """Engines that stop while the policy is trained, around a scheduler; ``text`` holds the version of every token.
 
-    ``mishaps``: share of rewards that fail. ``losses``: share of events at which an attempt gets lost with all that it
-    made, and of aborts that an attempt does not hear of, and of rewards that take longer than the engines wait.
+    ``mishaps``: share of rewards that fail. ``losses``: share of events at which an attempt is lost with its tokens, of
+    aborts that an attempt misses, and of rewards that take longer than the engines wait.
     """
 
     def __init__(self, rules, seed, mishaps=0.0, losses=0.0, uneven=False):
@@ -256,7 +255,7 @@ class Stopping:
         return batch
 
     def check_settled(self):
-        """Engines stand still for rewards as long as these may change the batch, and no longer."""
+        """Check that engines wait for rewards exactly as long as these may change the batch."""
         scheduler = self.scheduler
         assert scheduler.settled(STOP_WAIT_S)
         settled = scheduler.settled(0.0)

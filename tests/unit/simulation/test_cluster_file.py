@@ -77,7 +77,7 @@ def test_what_a_preset_sets_may_be_set_otherwise():
     [
         (
             "preset=full max_staleness=0 scheduling.at_version=finish",
-            "set max_staleness to at least 1, or leave at_ver",
+            "set max_staleness to at least 1, or omit at_ver",
         ),
         ("max_staleness=1", "preset=off with max_staleness=1: presets with the pipeline (full, sorted"),
         ("preset=full scheduling.tool_timeout=5", "scheduling.tool_timeout is not simulated: drop it"),
@@ -119,7 +119,7 @@ def test_simulate_prints_a_table():
         ("replicas=[3]", "replicas[0]: Invalid type assigned: int is not a subclass of ReplicasFile"),
         ("replicas.7.count=4", "such as replicas.0.count=4"),
         ("replicas.0.cuont=4", "Key 'cuont' not in 'ReplicasFile'"),
-        ("updates=[1", "updates=[1 is no YAML: while parsing"),
+        ("updates=[1", "updates=[1 is not YAML: while parsing"),
         ("replicas.0.room=9000", "replicas.0 has room for 9000 tokens, and a request may have "),
         ("limit=0", "limit must be at least 1, not 0"),
         ("workload.growth=.inf", "growth above 0, not 20480 and inf"),
@@ -143,7 +143,7 @@ def test_what_is_wrong_is_told_in_one_line(override, told):
 
 def test_a_profile_that_no_file_names():
     with pytest.raises(
-        ClusterError, match=r"^no profile nope.yaml: .* counts from the current folder, and nope.yaml is no"
+        ClusterError, match=r"^no profile nope.yaml: .* relative to the current folder; nope.yaml is not a file"
     ):
         profile("nope.yaml")
 
@@ -165,7 +165,7 @@ def test_a_file_that_is_none(tmp_path):
     with pytest.raises(ClusterError, match="cannot be read"):
         load(path)
     path.write_text("- 1")
-    with pytest.raises(ClusterError, match="is no YAML mapping of keys"):
+    with pytest.raises(ClusterError, match="is not a YAML mapping of keys"):
         load(path)
     path.write_text("replicas: {count: 1}")
     with pytest.raises(ClusterError, match=r"cluster.yaml: replicas: Cannot merge DictConfig with ListConfig"):

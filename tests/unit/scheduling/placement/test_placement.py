@@ -1,4 +1,4 @@
-"""Placement under any order of events: what is counted, and what a policy that fails costs."""
+"""Placement under any order of events: counts, and the cost of a failing policy."""
 
 from collections import Counter
 
@@ -39,7 +39,7 @@ EVENTS = st.one_of(
 @settings(max_examples=examples(100, slow=300))
 @given(events=st.lists(EVENTS, max_size=60))
 def test_any_order_of_events(policy, events):
-    """Counts are those of what runs, a removed replica gets nothing, and all returns to nothing."""
+    """Counts match the running requests, a removed replica gets none, and all counts return to zero."""
     placement, running, there = Placement(policy), [], set()
     for event, *args in events:
         if event == "acquire":

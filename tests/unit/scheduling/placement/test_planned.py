@@ -1,4 +1,4 @@
-"""Policies that go by forecasts of lengths: what they plan, and what they move."""
+"""Policies that use length forecasts: plans and moves."""
 
 import time
 from itertools import product
@@ -29,7 +29,7 @@ def loads(lengths, samples=2):
 
 
 def place(placement, lengths, samples=2, likely=None):
-    """All samples of these prompts, in their order: replica of each, by id."""
+    """Place all samples of these prompts in order; return the replica of each, by id."""
     placement.plan(0, loads(lengths, samples))
     where = {}
     for n, tokens in enumerate(lengths):
@@ -42,7 +42,7 @@ def place(placement, lengths, samples=2, likely=None):
 
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(PLACEMENTS)), LENGTHS, st.integers(1, 6), st.integers(1, 4), st.data())
-def test_whatever_comes_is_placed_and_leaves_nothing(policy, lengths, replicas, samples, data):
+def test_every_request_is_placed_and_released(policy, lengths, replicas, samples, data):
     placement = fleet(policy, replicas)
     placement.plan(0, loads(lengths, samples))
     where = place(placement, lengths, samples)
@@ -94,7 +94,7 @@ def test_the_second_tier_is_the_best_there_is(lengths, replicas):
     assert slowest(chosen) <= min(map(slowest, ways)) * (1 + 1e-9)
 
 
-def test_a_replica_with_a_long_share_gets_a_short_one_next():
+def test_a_replica_with_long_responses_gets_short_ones_next():
     placement = fleet("histopipe", 2, groups=2, two_tier=False)
     lengths = [100.0, 100.0, 9000.0, 9000.0]
     placement.plan(0, loads(lengths))
@@ -106,7 +106,7 @@ def test_a_replica_with_a_long_share_gets_a_short_one_next():
     assert placement.reason("p3-0") == "length group 2 of 2 in step 0, on 1 replicas"
 
 
-def test_an_outlier_goes_on_where_less_is_to_do_and_only_once():
+def test_an_outlier_moves_once_to_the_replica_with_less_work():
     placement = fleet("histopipe", 2, groups=1, tail=0.25)
     where = place(placement, [1000.0, 1000.0], samples=2, likely=1500)
     names = sorted(where)
@@ -126,7 +126,7 @@ def test_an_outlier_goes_on_where_less_is_to_do_and_only_once():
     assert placement.moves({last: Progress(5000, 1, 2)}) == []
 
 
-def test_where_one_outlier_went_the_next_finds_more_to_do():
+def test_a_moved_outlier_counts_on_its_new_replica():
     placement = fleet("histopipe", 2, groups=1, tail=1.0)
     placement.plan(0, loads([1000.0]))
     for number in range(2):
@@ -136,8 +136,8 @@ def test_where_one_outlier_went_the_next_finds_more_to_do():
     assert placement.errors == 0, placement.last_error
 
 
-def test_what_is_cut_short_has_not_ended():
-    """Else the first weight sync would make of every running response one of the last."""
+def test_an_interrupted_request_has_not_ended():
+    """Otherwise the first weight sync would make every running response one of the last."""
     placement = fleet("histopipe", 2, groups=1, tail=0.1)
     where = place(placement, [1000.0] * 10, samples=2, likely=10)
     for name, replica in where.items():
@@ -146,7 +146,7 @@ def test_what_is_cut_short_has_not_ended():
     assert placement.watched() == []
 
 
-def test_what_failed_is_waited_for_no_more():
+def test_failed_prompts_do_not_count_for_the_group():
     placement = fleet("histopipe", 2, groups=1)
     where = place(placement, [1000.0] * 10, samples=4, likely=1500)
     names = list(where)
@@ -189,7 +189,7 @@ def test_prompts_that_left_leave_nothing():
         assert policy != "histopipe" or not groups(placement)
 
 
-def test_what_moves_counts_where_it_went_with_what_it_has():
+def test_a_moved_request_counts_on_its_new_replica_with_its_tokens():
     placement = fleet("histopipe", 2, groups=1, tail=1.0)
     placement.plan(0, loads([1000.0], samples=1))
     at = placement.acquire(Request("p0-0", "p0", 100, 1000, 1200))
@@ -218,22 +218,22 @@ def test_longest_first_is_within_four_thirds_of_the_best():
         assert max(load.values()) <= (4 / 3 - 1 / 9) * best
 
 
-FEWEST = "of 10, longest first: where the fewest tokens were"
+FEWEST = "of 10, longest first: replica with the fewest tokens"
 REASONS = {
     "longest_first": {
-        "p0-0": f"about 20,000 tokens expected, its prompt in tenth 1 {FEWEST}",
-        "p9-1": f"about 400 tokens expected, its prompt in tenth 10 {FEWEST}",
+        "p0-0": f"about 20,000 tokens expected, prompt in tenth 1 {FEWEST}",
+        "p9-1": f"about 400 tokens expected, prompt in tenth 10 {FEWEST}",
     },
     "skewness_aware": {
-        "p0-0": "pool 1 of 2 in step 0, 20,000 tokens or more expected: {long} of 4 replicas",
-        "p9-1": "pool 2 of 2 in step 0, 400 tokens or more expected: {short} of 4 replicas",
+        "p0-0": "pool 1 of 2 in step 0, at least 20,000 tokens expected: {long} of 4 replicas",
+        "p9-1": "pool 2 of 2 in step 0, at least 400 tokens expected: {short} of 4 replicas",
     },
     "histopipe": {"p0-0": "length group 4 of 4 in step 0, on {long} replicas"},
 }
 
 
 @pytest.mark.parametrize("policy", REASONS)
-def test_why_a_sample_is_where_it_is(policy):
+def test_the_reason_for_a_samples_replica(policy):
     placement = fleet(policy)
     where = place(placement, [19_600.0, 18_000.0] + [420.0] * 8)
     prompts = {"long": range(2), "short": range(2, 10)}
@@ -241,7 +241,7 @@ def test_why_a_sample_is_where_it_is(policy):
     for name, reason in REASONS[policy].items():
         assert placement.reason(name) == reason.format(**counts)
     placement.acquire(Request("late-0", "late"))
-    assert "in no plan" in placement.reason("late-0")
+    assert "not in a plan" in placement.reason("late-0")
     assert placement.reason("nobody-0") == ""
 
 
@@ -252,7 +252,7 @@ def test_why_a_sample_is_where_it_is(policy):
         ("skewness_aware", {"tail": 1.0}),
     ],
 )
-def test_options_that_cannot_be_are_refused(policy, options):
+def test_impossible_options_are_rejected(policy, options):
     with pytest.raises(ValueError, match=f"{policy}: .*must be"):
         Placement(policy, options)
 
@@ -260,7 +260,7 @@ def test_options_that_cannot_be_are_refused(policy, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_step_of_a_hundred_thousand_prompts_on_a_thousand_replicas(policy):
-    """Seconds are generous: what is looked for is a cost that grows with prompts times replicas."""
+    """The limit is generous: the test detects a cost that grows with prompts times replicas."""
     placement = fleet(policy, 1024)
     rng = np.random.default_rng(0)
     lengths = np.sort(rng.lognormal(7.8, 1, 100_000).clip(1, 20_480))[::-1]

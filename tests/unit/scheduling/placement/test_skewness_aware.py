@@ -1,4 +1,4 @@
-"""Long responses on replicas of their own: whether the split is the best there is, and what the policy does with it."""
+"""Separate replicas for long responses: whether the split is optimal, and how the policy uses it."""
 
 import math
 import time
@@ -73,7 +73,7 @@ def test_two_pools_are_the_best_there_are(lengths, samples, cost, replicas, tail
     assert placement.errors == 0, placement.last_error
 
 
-def test_the_tail_has_a_pool_of_its_own():
+def test_the_tail_has_a_separate_pool():
     placement = fleet(SLOW, 4)
     lengths = [10_000] * 4 + [300] * 16
     placement.plan(0, loads_of(lengths))
@@ -85,7 +85,7 @@ def test_the_tail_has_a_pool_of_its_own():
     assert placement.reason("p19-0").endswith("replicas")
 
 
-def test_where_a_pools_replicas_are_gone_the_least_loaded_serves():
+def test_the_least_loaded_serves_where_a_pools_replicas_have_left():
     placement = fleet(SLOW, 4)
     lengths = [10_000] * 4 + [300] * 16
     placement.plan(0, loads_of(lengths))
