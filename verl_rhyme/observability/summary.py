@@ -61,7 +61,8 @@ def _summary(folder: Path, name: str | None, info: Mapping[str, Any], by_step: s
       ``useful_tokens_per_s``, ``bubble_ratio``, and ``staleness_mean`` and ``staleness_max`` of its groups. The
       pipeline adds ``discarded_tokens`` (generated but not trained), ``reverified_tokens`` (of these, drafted and
       accepted again), ``drafted_by_source`` and ``accepted_by_source`` (draft tokens), ``waiting_max`` (training steps
-      that skipped a prompt), ``migrated`` (responses moved to another replica) and ``length_rank_correlation`` (of lengths with their forecasts).
+      that skipped a prompt), ``migrated`` (responses moved to another replica) and ``length_rank_correlation``
+      (of lengths with their forecasts).
     """
     by_epoch: dict[int, list[dict[str, Any]]] = {}
     for data in by_step.values():
