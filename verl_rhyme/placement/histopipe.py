@@ -179,5 +179,5 @@ class HistoPipe(PlacementPolicy):
 
     @staticmethod
     def _needed(seconds: Floats, bound: float) -> np.ndarray:
-        """Return int64[groups], workers with which each group stays within ``bound``; one above the total if none does."""
+        """Return int64[groups], workers to keep each group within ``bound``; the total plus one if none suffices."""
         return 1 + (seconds > bound).sum(axis=1)
