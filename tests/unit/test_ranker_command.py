@@ -136,5 +136,5 @@ def test_what_is_wrong_is_told(run, history, tmp_path) -> None:
 
 
 def test_pairs_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match="without a length"):
+    with pytest.raises(ValueError, match="has no length"):
         Pairs([np.ones(2, np.int32)], [np.zeros(0, np.int32)])
