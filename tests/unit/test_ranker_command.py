@@ -136,5 +136,5 @@ def test_error_messages(run, history, tmp_path) -> None:
 
 
 def test_pairs_without_lengths_are_an_error() -> None:
-    with pytest.raises(ValueError, match="without a length"):
+    with pytest.raises(ValueError, match="has no length"):
         Pairs([np.ones(2, np.int32)], [np.zeros(0, np.int32)])

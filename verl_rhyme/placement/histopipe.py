@@ -179,5 +179,5 @@ class HistoPipe(PlacementPolicy):
 
     @staticmethod
     def _needed(seconds: Floats, bound: float) -> np.ndarray:
-        """Return int64[groups], workers that keep each group within ``bound``; total plus one if none do."""
+        """Return int64[groups], workers to keep each group within ``bound``; the total plus one if none suffices."""
         return 1 + (seconds > bound).sum(axis=1)

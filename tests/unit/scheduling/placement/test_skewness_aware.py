@@ -92,7 +92,7 @@ def test_the_least_loaded_serves_where_a_pools_replicas_have_left():
     for name in placement.policy._pool["p0"].replicas:
         placement.remove(name)
     assert placement.acquire(requests_of(lengths)[0]) in placement.fleet
-    assert "gone" in placement.reason("p0-0")
+    assert "have left" in placement.reason("p0-0")
     assert placement.errors == 0, placement.last_error
 
 
