@@ -206,9 +206,9 @@ TREE = "actor_rollout_ref.rollout.custom.rhyme"
         ("DRY_RUN=yes", "DRY_RUN=yes is unknown; use one of 0 1"),
         ("RUN_DIR=runs/lr=1", "/runs/lr=1 contains =, which hydra cannot read in a path"),
         ("RUN_DIR=/dev/null/run", "cannot write to /dev/null/run/checkpoints (Not a directory)"),
-        ("trainer.save_frq=2", "trainer.save_frq=2: there is no such key; did you mean trainer.save_freq?"),
+        ("trainer.save_frq=2", "trainer.save_frq=2: unknown key; did you mean trainer.save_freq?"),
         ("DRY_RUN=1 trainer.save_frq=2", "did you mean trainer.save_freq?"),
-        ("data.train_batch_size=10", "data.train_batch_size=10 is no multiple of ppo_mini_batch_size=16"),
+        ("data.train_batch_size=10", "data.train_batch_size=10 is not a multiple of ppo_mini_batch_size=16"),
     ],
 )
 def test_a_wrong_input_is_one_line(tmp_path, settings, told):
