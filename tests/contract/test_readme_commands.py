@@ -154,13 +154,13 @@ def test_again_and_further(checkout, trained):
 def test_another_run_is_refused_its_folder(checkout, trained):
     before = tree(trained)
     for settings, told in (
-        ({"RHYME": "off"}, "run histospec there, off here"),
-        ({"MODEL": "llama"}, "model models/qwen2 there, models/llama here"),
-        ({"ENGINE": "megatron"}, "engine fsdp2 there, megatron here"),
-        ({"MODE": "colocate_async"}, "mode sync there, colocate_async here"),
-        ({"SEED": "2"}, "seed 1 there, 2 here"),
-        ({"REPLICAS": "2", "MODE": "separate_async"}, "replicas 1 there, 2 here"),
-        ({"PROMPTS": "32"}, "puzzles 16 of 2 3 people there, 32 of 2 3 people here"),
+        ({"RHYME": "off"}, "run histospec instead of off"),
+        ({"MODEL": "llama"}, "model models/qwen2 instead of models/llama"),
+        ({"ENGINE": "megatron"}, "engine fsdp2 instead of megatron"),
+        ({"MODE": "colocate_async"}, "mode sync instead of colocate_async"),
+        ({"SEED": "2"}, "seed 1 instead of 2"),
+        ({"REPLICAS": "2", "MODE": "separate_async"}, "replicas 1 instead of 2"),
+        ({"PROMPTS": "32"}, "puzzles 16 of 2 3 people instead of 32 of 2 3 people"),
     ):
         for dry_run in ("0", "1") if "ENGINE" in settings else ("0",):
             refused = start(checkout, FIRST, RUN_DIR=str(trained), DRY_RUN=dry_run, **settings)
@@ -206,9 +206,9 @@ TREE = "actor_rollout_ref.rollout.custom.rhyme"
         ("DRY_RUN=yes", "DRY_RUN=yes is unknown; use one of 0 1"),
         ("RUN_DIR=runs/lr=1", "/runs/lr=1 contains =, which hydra cannot read in a path"),
         ("RUN_DIR=/dev/null/run", "cannot write to /dev/null/run/checkpoints (Not a directory)"),
-        ("trainer.save_frq=2", "trainer.save_frq=2: there is no such key; did you mean trainer.save_freq?"),
+        ("trainer.save_frq=2", "trainer.save_frq=2: unknown key; did you mean trainer.save_freq?"),
         ("DRY_RUN=1 trainer.save_frq=2", "did you mean trainer.save_freq?"),
-        ("data.train_batch_size=10", "data.train_batch_size=10 is no multiple of ppo_mini_batch_size=16"),
+        ("data.train_batch_size=10", "data.train_batch_size=10 is not a multiple of ppo_mini_batch_size=16"),
     ],
 )
 def test_a_wrong_input_is_one_line(tmp_path, settings, told):

@@ -1,4 +1,4 @@
-"""Every seam has its shape in the installed packages, and the doctor tells when one has not."""
+"""Every seam matches the installed packages, and the doctor reports seams that do not match."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from verl_rhyme.checks.seam_check import Seam, check
 from verl_rhyme.checks.seams import SEAMS
 from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 
-# The doctor in a process of its own; the code before it may break something.
+# The doctor in a separate process, after code that may break something.
 DOCTOR = "{before}\nfrom verl_rhyme.cli import app\napp({arguments!r})"
 
-# verl's platform must be that of the installed vLLM: it finds a GPU by itself, and the CPU when told.
+# verl's platform must match the installed vLLM. verl detects a GPU, but not the CPU.
 PLATFORM = "cpu" if vllm_runs_on_cpu() else ""
 
 pytestmark = pytest.mark.xdist_group("doctor")  # each start of it takes seconds
@@ -62,7 +62,7 @@ def test_doctor_passes_here(healthy: Any) -> None:
     assert healthy.returncode == 0
     assert report["ok"] is True
     seams = next(check for check in report["checks"] if check["name"] == "seams")
-    assert seams["detail"] == f"all {len(SEAMS)} have their shape"
+    assert seams["detail"] == f"all {len(SEAMS)} match the installed verl and vLLM"
     assert sum(check["name"].startswith("patch ") and check["status"] == "ok" for check in report["checks"]) >= 6
 
 
@@ -117,10 +117,10 @@ def test_seams_are_named_once() -> None:
         ({"target": "json.decoder:JSONDecoder", "has": ("raw_encode",)}, "has no 'raw_encode'"),
         ({"target": "collections.abc:Sized", "implemented_by": "collections.abc:Sequence"}, "lacks '__getitem__'"),
         ({"target": "numbers:Number", "implemented_by": "numbers:Real"}, "lacks"),
-        ({"target": "json:JSONDecoder", "implemented_by": "json:JSONEncoder"}, "no subclass"),
+        ({"target": "json:JSONDecoder", "implemented_by": "json:JSONEncoder"}, "not a subclass"),
     ],
 )
-def test_a_seam_that_differs_is_told(wanted: dict[str, Any], problem: str | None) -> None:
+def test_a_seam_that_differs_is_reported(wanted: dict[str, Any], problem: str | None) -> None:
     found = check(Seam(used_for="a test", **wanted))
     if problem is None:
         assert found is None

@@ -1,4 +1,4 @@
-"""What is refused: each option of each row of the table, what is not, and the document that shows the table."""
+"""Each option of each row of the table is refused, valid configs are not, and the document shows the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def refused(tree: Any) -> list[combinations.Refusal]:
 
 R = "actor_rollout_ref.rollout"
 E = f"{R}.engine_kwargs.vllm"
-#: Folders with a ``config.json`` each, of the fields that count here.
+#: Model folders with the fields of ``config.json`` that the checks read.
 MODELS = Path(__file__).with_name("models")
 SEPARATE = "trainer.v1.trainer_mode=separate_async"
 STEPS = "trainer.v1.separate_async.parameter_sync_step"
@@ -31,20 +31,20 @@ OWN = "actor_rollout_ref.actor.policy_loss.rollout_correction"
 IS = "algorithm.rollout_correction.rollout_is"
 QUEUE = "transfer_queue.backend.SimpleStorage.total_storage_size"
 NO_DRAFTS = f"{CONFIG_PATH}.drafting.enable=false"
-#: Of each option of each row, in the table's order: a config that is refused for it alone, and words of the refusal.
+#: For each option of each row, in table order: preset, overrides that only this option refuses, words of the refusal.
 CASES = [
-    ("histospec", [f"{R}.name=sglang"], [f"{R}.name=sglang: ", "V1 trainer and vllm", f"set {R}.name=vllm"]),
+    ("histospec", [f"{R}.name=sglang"], [f"{R}.name=sglang: ", "V1 trainer and vLLM", f"set {R}.name=vllm"]),
     ("full", ["trainer.use_v1=false"], ["trainer.use_v1=false: ", "V1 trainer", "drop it"]),
     ("histospec", [f"{R}.disaggregation.enabled=true"], [f"{R}.disaggregation.enabled=true: ", "in one engine"]),
     ("sorted", [f"{E}.kv_transfer_config={{kv_role: kv_both}}"], ["kv_transfer_config: ", "prefill and decoding"]),
     ("full", [f"{E}.worker_extension_cls=my.Extension"], ["worker_extension_cls=my.Extension: ", "own worker exten"]),
-    ("sorted", [f"{E}.config=vllm.yaml"], ["vllm.config=vllm.yaml: ", "can be read", "set the options that are in"]),
+    ("sorted", [f"{E}.config=vllm.yaml"], ["vllm.config=vllm.yaml: ", "all engine options", "move the options of"]),
     (
         "histospec",
         [f"{E}.speculative_config={{method: ngram}}"],
-        [f"{E}.speculative_config with {CONFIG_PATH}.drafting.enable=true: ", "something else there", NO_DRAFTS],
+        [f"{E}.speculative_config with {CONFIG_PATH}.drafting.enable=true: ", "replaces one of them", NO_DRAFTS],
     ),
-    ("full", [f"{E}.spec_method=ngram"], ["spec_method=ngram with", "drop the first, or"]),
+    ("full", [f"{E}.spec_method=ngram"], ["spec_method=ngram with", "drop the first option, or"]),
     ("full", [f"{E}.spec_model=small"], ["spec_model=small with"]),
     ("full", [f"{E}.spec_tokens=4"], ["spec_tokens=4 with"]),
     (
@@ -55,9 +55,9 @@ CASES = [
     ("histospec", [f"{E}.async_scheduling=true"], ["async_scheduling=true with", "synchronous scheduler"]),
     ("stream", [f"{E}.scheduler_cls=my.Scheduler", SEPARATE], ["scheduler_cls=my.Scheduler with"]),
     ("histospec", [f"{E}.logits_processors=[my.Processor]"], ["logits_processors with", "own sampler"]),
-    ("histospec", [f"{E}.enable_dbo=true"], ["enable_dbo=true with", "whole steps"]),
-    ("histospec", [f"{E}.ubatch_size=2"], ["ubatch_size=2 with", "whole steps"]),
-    ("histospec", [f"{E}.diffusion_config={{canvas_length: 8}}"], ["diffusion_config with", "one next token"]),
+    ("histospec", [f"{E}.enable_dbo=true"], ["enable_dbo=true with", "whole batches"]),
+    ("histospec", [f"{E}.ubatch_size=2"], ["ubatch_size=2 with", "whole batches"]),
+    ("histospec", [f"{E}.diffusion_config={{canvas_length: 8}}"], ["diffusion_config with", "token by token"]),
     ("sorted", [f"{E}.tensor_parallel_size=2"], ["vllm.tensor_parallel_size=2 with", "tensor_model_parallel_size"]),
     ("full", [f"{E}.pipeline_parallel_size=2"], ["vllm.pipeline_parallel_size=2 with", "pipeline_model_parallel_size"]),
     ("full", [f"{E}.data_parallel_size=2"], ["vllm.data_parallel_size=2 with", f"set {R}.data_parallel_size"]),
@@ -76,7 +76,7 @@ CASES = [
     (
         "full",
         [f"{CONFIG_PATH}.sampling.coupled=true"],
-        ["sampling.coupled=true with", "max_staleness=1: only a response that is regenerated", "drop it"],
+        ["sampling.coupled=true with", "max_staleness=1: coupled sampling applies to", "drop it"],
     ),
     ("full", ["trainer.v1.trainer_mode=my_async"], ["trainer_mode=my_async with", "to one of sync, colocate_async"]),
     (
@@ -85,18 +85,22 @@ CASES = [
         ["agent_loop_manager_class=null with", "max_staleness=0", "use +rhyme=full or +rhyme=sorted"],
     ),
     ("full", [f"{R}.scheduling_policy=fcfs"], [f"{R}.scheduling_policy=fcfs with", "in which order", "=priority, as"]),
-    ("full", [SEPARATE, f"{STEPS}=4"], [f"{STEPS}=4 with", "each update is a policy version", f"set {STEPS}=1"]),
+    (
+        "full",
+        [SEPARATE, f"{STEPS}=4"],
+        [f"{STEPS}=4 with", "each training step makes one policy version", f"set {STEPS}=1"],
+    ),
     (
         "sorted",
         [SEPARATE, "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"],
-        ["enable_switch=true with", "which engines generate it", "drop the first"],
+        ["enable_switch=true with", "which engines generate them", "drop the first option"],
     ),
     (
         "full",
         ["trainer.v1.sampler.custom_sampler.path=mine.py"],
-        ["custom_sampler.path=mine.py with", "what an update trains", "+rhyme=histospec"],
+        ["custom_sampler.path=mine.py with", "samples a training step takes", "+rhyme=histospec"],
     ),
-    ("sorted", ["skip.rollout_tq.enable=true"], ["skip.rollout_tq.enable=true with", "what is loaded and started"]),
+    ("sorted", ["skip.rollout_tq.enable=true"], ["skip.rollout_tq.enable=true with", "prompts are loaded and started"]),
     ("full", ["actor_rollout_ref.actor.shuffle=true"], ["actor.shuffle=true with", "scheduling.order=0 shuffles"]),
     ("full", ["data.gen_batch_size=64"], ["data.gen_batch_size=64 with", "scheduling.in_flight"]),
     ("stream", [f"{QUEUE}=1000"], ["SimpleStorage.total_storage_size=1000 with", f"set {QUEUE}=null"]),
@@ -105,23 +109,23 @@ CASES = [
         [f"{R}.calculate_log_probs=false"],
         ["calculate_log_probs=false with", "max_staleness=1", f"set {R}.calculate_log_probs=true, or {K}=0"],
     ),
-    ("full", ["algorithm.adv_estimator=opo"], ["adv_estimator=opo with", "current policy's own", f"set {K}=0"]),
+    ("full", ["algorithm.adv_estimator=opo"], ["adv_estimator=opo with", "for on-policy tokens only", f"set {K}=0"]),
     ("full", [f"{LOSS}=gpg", f"{IS}=null"], ["loss_mode=gpg with", "max_staleness=1", f"set {IS}=token"]),
     (
         "full",
         [f"{R}.enable_rollout_routing_replay=true"],
-        ["enable_rollout_routing_replay=true with", "experts", "at_version=regenerate"],
+        ["enable_rollout_routing_replay=true with", "expert routing", "at_version=regenerate"],
     ),
     (
         "sorted",
         [f"{CONFIG_PATH}.scheduling.unit=trajectory"],
-        ["scheduling.unit=trajectory with algorithm.adv_estimator=grpo with", "tear groups", "scheduling.unit=group"],
+        ["scheduling.unit=trajectory with algorithm.adv_estimator=grpo with", "splits groups", "scheduling.unit=group"],
     ),
     ("full", [ELASTIC], ["min_replicas=1 with trainer.v1.trainer_mode=sync with", f"set {SEPARATE}, max_staleness"]),
     (
         "stream",
         [SEPARATE, ELASTIC, f"{BACKEND}=delta_sharded"],
-        ["backend=delta_sharded: ", "weights that they take alone", f"{BACKEND}=relay or nccl"],
+        ["backend=delta_sharded: ", "weights to a single replica", f"{BACKEND}=relay or nccl"],
     ),
     ("histospec", [f"{BACKEND}=shm"], ["backend=shm with", f"set {BACKEND}=relay"]),
     ("sorted", [f"{BACKEND}=relay"], ["backend=relay with trainer.v1.trainer_mode=sync: ", "from the actor", SEPARATE]),
@@ -129,20 +133,20 @@ CASES = [
     (
         "histospec",
         [f"{CONFIG_PATH}.placement.policy=histopipe"],
-        ["placement.policy=histopipe with", "max_staleness=null: ", "lengths that the pipeline expects", "as +rhyme="],
+        ["placement.policy=histopipe with", "max_staleness=null: ", "lengths that the pipeline predicts", "as +rhyme="],
     ),
     (
         "full",
         [f"{R}.router_config_path=mine.yaml"],
-        ["router_config_path=mine.yaml with", "placement.policy=longest_first: one router"],
+        ["router_config_path=mine.yaml with", "placement.policy=longest_first: a single router"],
     ),
     ("full", [f"{R}.full_determinism=true"], ["full_determinism=true with", "placement.policy=null"]),
     (
         "full",
         [f"{CONFIG_PATH}.enable=false", f"{BACKEND}=naive"],
-        ["agent_loop_manager_class=", f"needs {CONFIG_PATH}.enable=true", "+rhyme=off"],
+        ["agent_loop_manager_class=", f"requires {CONFIG_PATH}.enable=true", "+rhyme=off"],
     ),
-    ("off", [SEPARATE, f"{BACKEND}=relay"], ["backend=relay: it needs", "drop the override"]),
+    ("off", [SEPARATE, f"{BACKEND}=relay"], ["backend=relay: this setting requires", "drop the override"]),
 ]
 OPTIONS = [(row, option) for row in combinations.TABLE for option in row.options]
 
@@ -156,18 +160,18 @@ def test_each_option_of_each_row(
     row: combinations.Row, option: combinations.Option, case: tuple[str, list[str], list[str]]
 ) -> None:
     preset, changes, words = case
-    [told] = refused(verl_config(preset, *changes))
-    assert told.remedy == (option.remedy or row.remedy)
-    assert told.detail.endswith(row.reason)
+    [refusal] = refused(verl_config(preset, *changes))
+    assert refusal.remedy == (option.remedy or row.remedy)
+    assert refusal.detail.endswith(row.reason)
     for word in words:
-        assert word in str(told)
-    assert "\n" not in str(told)
+        assert word in str(refusal)
+    assert "\n" not in str(refusal)
 
 
 @pytest.mark.parametrize("preset", PIPELINES)
 @pytest.mark.parametrize("mode", TOPOLOGIES)
 @pytest.mark.parametrize("stale", [0, 1, 2, 4])
-def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mode: str, stale: int) -> None:
+def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str, mode: str, stale: int) -> None:
     assert refused(verl_config(preset, f"trainer.v1.trainer_mode={mode}", f"{K}={stale}")) == []
 
 
@@ -203,7 +207,7 @@ def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mo
         ("full", [f"{LOSS}=gspo", f"{IS}=null"]),
         ("full", [f"{LOSS}=bypass_mode", f"{OWN}.loss_type=reinforce", f"{OWN}.rollout_is=token"]),
         ("full", [f"{LOSS}=bypass_mode", f"{OWN}.loss_type=ppo_clip"]),
-        ("histospec", [SEPARATE, f"{BACKEND}=naive"]),  # verl has its say
+        ("histospec", [SEPARATE, f"{BACKEND}=naive"]),  # verl checks it
         ("full", [f"{CONFIG_PATH}.scheduling.at_version=regenerate", f"{R}.enable_rollout_routing_replay=true"]),
         ("full", ["algorithm.adv_estimator=gae", f"{CONFIG_PATH}.scheduling.unit=trajectory"]),
         ("full", ["algorithm.filter_groups.enable=true"]),
@@ -216,18 +220,18 @@ def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mo
         *((preset, [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", NO_DRAFTS]) for preset in PIPELINES),
     ],
 )
-def test_what_goes_together(preset: str, changes: list[str]) -> None:
+def test_valid_configs_are_not_refused(preset: str, changes: list[str]) -> None:
     assert refused(verl_config(preset, *changes)) == []
 
 
-def test_a_loss_that_is_given_no_weights_of_its_own_is_refused() -> None:
-    """verl's ``bypass_mode`` loss with ``loss_type=reinforce`` weighs by its own ``rollout_is`` only."""
-    [told] = refused(verl_config("full", f"{LOSS}=bypass_mode", f"{OWN}.loss_type=reinforce"))
-    assert f"{LOSS}=bypass_mode with {K}=1: " in str(told)
+def test_a_bypass_mode_loss_without_importance_weights_is_refused() -> None:
+    """verl's ``bypass_mode`` loss with ``loss_type=reinforce`` takes importance weights from its own config only."""
+    [refusal] = refused(verl_config("full", f"{LOSS}=bypass_mode", f"{OWN}.loss_type=reinforce"))
+    assert f"{LOSS}=bypass_mode with {K}=1: " in str(refusal)
 
 
-def test_only_the_losses_named_here_have_no_ratio_to_the_policy_that_sampled() -> None:
-    """verl's own: which of its losses give the same gradient whatever ``old_log_prob`` is."""
+def test_only_the_listed_losses_have_no_ratio_to_the_sampling_policy() -> None:
+    """Only these losses of verl have a gradient that does not depend on ``old_log_prob``."""
     import torch
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
     from verl.workers.config import ActorConfig
@@ -235,7 +239,7 @@ def test_only_the_losses_named_here_have_no_ratio_to_the_policy_that_sampled() -
 
     free = set()
     for name in POLICY_LOSS_REGISTRY:
-        if name == "bypass_mode":  # of one of the others, by its own config
+        if name == "bypass_mode":  # it calls one of the other losses, by its own config
             continue
         actor = ActorConfig(
             strategy="fsdp",
@@ -259,14 +263,14 @@ def test_only_the_losses_named_here_have_no_ratio_to_the_policy_that_sampled() -
     "name",
     ["pipeline-parallel-size", "pipeline_parallel", "pipe", "speculative-config", "speculative_config.method", "spec"],
 )
-def test_an_engine_option_is_found_however_its_name_is_written(name: str) -> None:
+def test_an_engine_option_is_found_in_every_spelling_of_its_name(name: str) -> None:
     tree = verl_config("histospec")
     tree.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {name: 2}}
     assert refused(tree)
 
 
 @pytest.mark.parametrize(
-    ("changes", "torn"),
+    ("changes", "is_refused"),
     [
         (["algorithm.adv_estimator=gae"], False),
         (["algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true"], True),
@@ -274,25 +278,26 @@ def test_an_engine_option_is_found_however_its_name_is_written(name: str) -> Non
         (["algorithm.adv_estimator=rloo", "unit=trajectory"], True),
     ],
 )
-def test_groups_that_are_compared_are_not_torn_apart(changes: list[str], torn: bool) -> None:
+def test_groups_that_are_compared_are_not_split(changes: list[str], is_refused: bool) -> None:
     changes = [f"{CONFIG_PATH}.scheduling.{change}" if change.startswith("unit") else change for change in changes]
-    assert ["tear groups apart" in str(refusal) for refusal in refused(verl_config("full", *changes))] == [True] * torn
+    refusals = refused(verl_config("full", *changes))
+    assert ["splits groups" in str(refusal) for refusal in refusals] == [True] * is_refused
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("sorted", "not installed beside verl"),
+        ("sorted", "not installed in verl's environment"),
         (
             "histospeck",
-            r"no such group; use \+rhyme=histospec or \+rhyme=full or .*=sorted or .*=histopipe or .*=stream, or",
+            r"no such preset; use \+rhyme=histospec or \+rhyme=full or .*=sorted or .*=histopipe or .*=stream, or",
         ),
     ],
 )
-def test_a_group_that_hydra_did_not_find(name: str, words: str) -> None:
-    told = combinations.group_not_found(name)
-    assert f"+rhyme={name} did not find its config group" in told.detail
-    assert re.search(words, told.remedy)
+def test_a_config_group_that_hydra_did_not_find(name: str, words: str) -> None:
+    refusal = combinations.group_not_found(name)
+    assert f"+rhyme={name} did not find its config group" in refusal.detail
+    assert re.search(words, refusal.remedy)
 
 
 def test_the_document_shows_the_table() -> None:
@@ -301,8 +306,8 @@ def test_the_document_shows_the_table() -> None:
 
     wanted = []
     for row in combinations.TABLE:
-        looked = keys([option.key for option in row.options])
+        checked = keys([option.key for option in row.options])
         remedies = dict.fromkeys(option.remedy or row.remedy for option in row.options)
-        wanted.append(f"| {looked} | {row.reason} | {'; '.join(remedies)} |".replace(CONFIG_PATH, "rhyme"))
+        wanted.append(f"| {checked} | {row.reason} | {'; '.join(remedies)} |".replace(CONFIG_PATH, "rhyme"))
     lines = (ROOT / "docs" / "combinations.md").read_text().splitlines()
     assert [line for line in lines if line.startswith("| `")] == wanted

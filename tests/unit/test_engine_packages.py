@@ -1,4 +1,4 @@
-"""What a training engine imports is looked at before the run; nothing is asked on a CPU."""
+"""The packages of a training engine are checked before the run; a CPU run needs none."""
 
 import sys
 from pathlib import Path
@@ -27,23 +27,23 @@ def config(vanilla_mbridge: bool = True, attention: str = "flash", implementatio
     return OmegaConf.create({"actor_rollout_ref": {"actor": {"megatron": megatron}, "model": model}})
 
 
-def asked(config, strategy: str) -> list[str]:
+def required(config, strategy: str) -> list[str]:
     return [package.module for package in machine_checks._engine_packages(config, plan(strategy))]
 
 
-def test_what_each_engine_needs() -> None:
+def test_packages_of_each_engine() -> None:
     megatron = ["megatron.core", "mbridge", "transformer_engine.pytorch", "flash_attn"]
-    assert asked(config(), "megatron") == megatron
-    assert asked(config(attention="fused"), "megatron") == megatron[:3]
-    assert asked(config(vanilla_mbridge=False), "megatron")[1] == "megatron.bridge"
-    assert asked(config(), "fsdp2") == asked(config(), "fsdp") == ["flash_attn"]
-    assert asked(config(implementation="sdpa"), "fsdp2") == []
-    assert asked(config(), "torchtitan") == []
+    assert required(config(), "megatron") == megatron
+    assert required(config(attention="fused"), "megatron") == megatron[:3]
+    assert required(config(vanilla_mbridge=False), "megatron")[1] == "megatron.bridge"
+    assert required(config(), "fsdp2") == required(config(), "fsdp") == ["flash_attn"]
+    assert required(config(implementation="sdpa"), "fsdp2") == []
+    assert required(config(), "torchtitan") == []
 
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Packages of our own, found by a process that is started; torch is the first it imports, and takes seconds."""
+    """Stub packages that a subprocess imports, with torch among them, whose real import takes seconds."""
     (tmp_path / "torch.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -63,22 +63,22 @@ def statuses(load: bool) -> list[tuple[str, str]]:
     return [(check.status, check.detail + " " + check.remedy) for check in found]
 
 
-def test_all_there(modules: Path) -> None:
+def test_all_packages_can_be_imported(modules: Path) -> None:
     [(status, detail)] = statuses(load=True)
     assert status == "ok"
     assert "transformer_engine.pytorch" in detail
 
 
-def test_built_against_another_torch(modules: Path) -> None:
+def test_a_package_built_against_another_torch(modules: Path) -> None:
     (modules / "transformer_engine/pytorch.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
-    [(status, told)] = statuses(load=True)
+    [(status, text)] = statuses(load=True)
     assert status == "fail"
-    assert "transformer_engine.pytorch: ImportError: undefined symbol: _ZN3c10" in told
-    assert "bash requirements/build.sh transformer-engine" in told
-    assert packages.IMAGE in told
+    assert "transformer_engine.pytorch: ImportError: undefined symbol: _ZN3c10" in text
+    assert "bash requirements/build.sh transformer-engine" in text
+    assert packages.IMAGE in text
 
 
-def test_one_that_ends_the_process(modules: Path) -> None:
+def test_a_package_that_kills_the_process(modules: Path) -> None:
     (modules / "flash_attn.py").write_text("import os; os.abort()\n")
     assert {status for status, _ in statuses(load=True)} == {"fail"}
 
@@ -87,10 +87,10 @@ def test_a_dry_run_imports_nothing(modules: Path) -> None:
     (modules / "transformer_engine/pytorch.py").write_text("raise SystemExit('imported')\n")
     assert [status for status, _ in statuses(load=False)] == ["ok"]
     (modules / "flash_attn.py").unlink()
-    [(status, told)] = statuses(load=False)
+    [(status, text)] = statuses(load=False)
     assert status == "fail"
-    assert "flash_attn: not installed" in told
+    assert "flash_attn: not installed" in text
 
 
-def test_a_cpu_run_asks_for_nothing() -> None:
+def test_a_cpu_run_requires_no_packages() -> None:
     assert list(machine_checks.engine(config(), plan("megatron", device="cpu"), load=True)) == []

@@ -1,4 +1,4 @@
-"""What YAML may interpolate, from the presets through hydra."""
+"""OmegaConf resolvers of the presets, composed by hydra."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -13,25 +13,25 @@ BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
     ("mode", "carrier", "hybrid"),
     [("sync", "naive", True), ("colocate_async", "naive", True), ("separate_async", "relay", False)],
 )
-def test_the_mode_says_where_engines_are(mode, carrier, hybrid):
+def test_the_trainer_mode_selects_backend_and_engines(mode, carrier, hybrid):
     config = compose(["+rhyme=full", f"trainer.v1.trainer_mode={mode}"])
     assert (OmegaConf.select(config, BACKEND), config.actor_rollout_ref.hybrid_engine) == (carrier, hybrid)
 
 
-def test_an_override_has_the_last_word():
+def test_an_override_wins():
     config = compose(["+rhyme=full", "trainer.v1.trainer_mode=separate_async", f"{BACKEND}=nccl"])
     assert OmegaConf.select(config, BACKEND) == "nccl"
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "nodes"),
     [("trainer.nnodes=${rhyme.quotient:512,32}", 16), ("trainer.nnodes=${rhyme.quotient:512,0}", 512)],
 )
-def test_a_quotient_is_a_whole_number(override, told):
-    assert compose([override]).trainer.nnodes == told
+def test_a_quotient_is_a_whole_number(override, nodes):
+    assert compose([override]).trainer.nnodes == nodes
 
 
-@pytest.mark.parametrize(("staleness", "told"), [("2", "full-k2"), ("-1", "invalid")])
-def test_a_run_is_called_after_its_preset(staleness, told):
+@pytest.mark.parametrize(("staleness", "name"), [("2", "full-k2"), ("-1", "invalid")])
+def test_a_run_is_named_after_its_preset(staleness, name):
     named = "trainer.experiment_name=${rhyme.preset:}"
-    assert compose(["+rhyme=full", f"{CONFIG_PATH}.max_staleness={staleness}", named]).trainer.experiment_name == told
+    assert compose(["+rhyme=full", f"{CONFIG_PATH}.max_staleness={staleness}", named]).trainer.experiment_name == name

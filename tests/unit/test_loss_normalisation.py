@@ -1,4 +1,4 @@
-"""What the loss is divided by, where updates are chosen by length: what is told, and that verl's own loss does it."""
+"""Warnings of loss averages that depend on the length order, and a check of them against verl's own loss."""
 
 import math
 
@@ -13,7 +13,7 @@ from verl_rhyme.config import RhymeConfig, SchedulingConfig
 NORM = "seq-mean-token-sum-norm"
 
 
-def told(average, rules, *, horizon="null"):
+def warnings(average, rules, *, horizon="null"):
     actor = {"loss_agg_mode": average, "loss_scale_factor": horizon}
     sizes = ["data.max_response_length=384"]
     config = verl_config("off", *(f"actor_rollout_ref.actor.{key}={value}" for key, value in actor.items()), *sizes)
@@ -31,35 +31,35 @@ def told(average, rules, *, horizon="null"):
         {"max_staleness": 1, "in_flight": 4.0, "refill": "when_empty"},
     ],
 )
-def test_updates_of_what_finishes_first_divided_by_their_own_tokens_are_told(rules):
-    (line,) = told("token-mean", rules)
+def test_a_token_mean_of_batches_that_finish_first_is_reported(rules):
+    (line,) = warnings("token-mean", rules)
     assert "scheduling.take=finished" in line
     assert "loss_scale_factor=384" in line
-    assert not told("seq-mean-token-mean", rules)
+    assert not warnings("seq-mean-token-mean", rules)
 
 
 @pytest.mark.parametrize(
     "rules",
     [
         {},
-        {"max_staleness": 0, "in_flight": 1.0, "put_off": 0.0},  # all that is loaded is trained
+        {"max_staleness": 0, "in_flight": 1.0, "put_off": 0.0},  # a batch is trained as it was loaded
         {"max_staleness": 0, "take": "loaded"},
         {"max_staleness": 1, "take": "loaded"},
     ],
 )
-def test_updates_as_they_were_loaded_are_not(rules):
-    assert not told("token-mean", rules)
+def test_a_token_mean_of_batches_as_they_were_loaded_is_not_reported(rules):
+    assert not warnings("token-mean", rules)
 
 
-def test_a_horizon_is_to_be_one_number():
-    (line,) = told(NORM, {"max_staleness": 0})
+def test_a_missing_loss_scale_factor_is_reported():
+    (line,) = warnings(NORM, {"max_staleness": 0})
     assert "set actor_rollout_ref.actor.loss_scale_factor=384" in line
-    assert not told(NORM, {"max_staleness": 0}, horizon=384)
-    assert not told(NORM, {"max_staleness": 1, "take": "loaded"})
+    assert not warnings(NORM, {"max_staleness": 0}, horizon=384)
+    assert not warnings(NORM, {"max_staleness": 1, "take": "loaded"})
 
 
 def _weights(average, horizon=None, **info):
-    """Of a token of a short response and of one of a long one: trained together, and in updates of their own."""
+    """Return a short response's token weight over a long one's: trained together, and in separate steps."""
 
     def weight(lengths, of):
         width = max(lengths)
@@ -74,8 +74,8 @@ def _weights(average, horizon=None, **info):
     return together, apart
 
 
-def test_that_is_what_verl_divides_by():
-    """What is told of is where sorting changes how much a short response's token weighs beside a long one's."""
+def test_verls_loss_weighs_tokens_as_the_warnings_claim():
+    """The warnings report the averages with which sorting changes the weight of a short response's token."""
     assert _weights("token-mean") == pytest.approx((1, 4))
     assert _weights(NORM) == pytest.approx((1, 4))
     for average, horizon in (

@@ -1,4 +1,4 @@
-"""Every check is quiet on a good run and fires, with how to mend it, on a bad one."""
+"""Every check passes on a valid run, and reports a problem with its remedy on an invalid one."""
 
 import importlib.util
 import json
@@ -47,7 +47,7 @@ def this_machine(monkeypatch):
 
 @pytest.fixture
 def world(tmp_path):
-    """A folder with a dataset, a model and a reward function, and the arguments of a run on them."""
+    """Arguments of a run, in a folder with a dataset, a model and a reward function."""
     pq.write_table(pa.table({"prompt": ["a"], "data_source": ["x"]}), tmp_path / "train.parquet")
     (tmp_path / "model").mkdir()
     for file in ("config.json", "model.safetensors", "tokenizer.json"):
@@ -80,16 +80,16 @@ def preflight(world, *overrides, **options):
 
 
 def complaints(found):
-    """By name and status; several of a kind are one text."""
-    told = {}
+    """Return the texts of warnings and failures by name and status."""
+    complaints = {}
     for check in found.checks:
         if check.status != "ok":
             assert check.remedy
-            told.setdefault((check.name, check.status), []).append(f"{check.detail} {check.remedy}")
-    return {key: "\n".join(texts) for key, texts in told.items()}
+            complaints.setdefault((check.name, check.status), []).append(f"{check.detail} {check.remedy}")
+    return {key: "\n".join(texts) for key, texts in complaints.items()}
 
 
-def test_a_good_run_is_quiet(world):
+def test_a_valid_run_has_no_complaints(world):
     found = preflight(world)
     assert not complaints(found)
     assert found.estimate is not None
@@ -126,7 +126,7 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
     ("overrides", "name", "words"),
     [
         ([f"+{R}.custom.rhyme.drafting.flor=1"], "rhyme", "drafting.flor"),
-        (["trainer.v1.trainer_mode=rhyme_sorted"], "trainer mode", "rhyme_sorted is none of sync, colocate_async, sep"),
+        (["trainer.v1.trainer_mode=rhyme_sorted"], "trainer mode", "rhyme_sorted is not one of sync, colocate_async"),
         ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=3"], "parallel sizes", "8 training GPUs"),
         ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=4"], "parallel sizes", "14 attention heads"),
         (
@@ -157,13 +157,13 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         (
             ["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=3"],
             "parallel sizes",
-            "3 standalone rollout GPUs are no multiple of a replica's 2",
+            "3 standalone rollout GPUs are not a multiple of the 2 GPUs of a replica",
         ),
-        ([f"{R}.checkpoint_engine.backend=rellay"], "weights", "backend=rellay is unknown; there are naive, nccl"),
+        ([f"{R}.checkpoint_engine.backend=rellay"], "weights", "backend=rellay is not one of naive, nccl"),
         ([f"{R}.checkpoint_engine.backend=rellay"], "weights", "did you mean relay?"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.foldr=/x"], "weights", "did you mean folder?"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay=/x"], "weights", "takes folder only, not /x"),
-        ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.folder=4"], "weights", "relay.folder=4 is no path"),
+        ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.folder=4"], "weights", "relay.folder=4 is not a path"),
         (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1"], "batches", "set it to relay (with rhyme), nccl"),
         (["trainer.v1.trainer_mode=colocate_asnyc"], "trainer mode", "did you mean colocate_async?"),
         ([f"{R}.enforce_eager=maybe"], "types", f"{R}.enforce_eager must be true or false, not 'maybe'"),
@@ -174,7 +174,7 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ([f"{R}.max_num_batched_tokens=32"], "rollout", "max_num_seqs=64"),
         (["data.train_files=/nowhere/dapo-math-17k.parquet"], "data.train_files", "prepare dapo --out /nowhere"),
         (["data.val_files=/nowhere/gsm8k-test.parquet"], "data.val_files", "prepare gsm8k --out /nowhere"),
-        (["data.val_files=/nowhere/x.parquet"], "data.val_files", "make or download the dataset, or mend"),
+        (["data.val_files=/nowhere/x.parquet"], "data.val_files", "create or download the dataset, or correct"),
         (
             ["data.val_files=/nowhere/tiny_cpu/run/data/test.parquet"],
             "data.val_files",
@@ -191,25 +191,25 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ([f"{R}.gpu_memory_utilization=0.001"], "KV cache", "weights and activations"),
     ],
 )
-def test_a_bad_run_is_not(world, overrides, name, words):
+def test_an_invalid_run_fails(world, overrides, name, words):
     found = complaints(preflight(world, *overrides))
     assert words in found.get((name, "fail"), ""), found
 
 
-def test_the_relay_needs_room_for_two_versions_and_better_three(world, tmp_path, monkeypatch):
+def test_the_relay_needs_room_for_two_or_three_versions(world, tmp_path, monkeypatch):
     folder = f"+{R}.checkpoint_engine.engine_kwargs.relay.folder"
     for overrides, place in ((RELAY, "/dev/shm"), ([*RELAY, f"{folder}={tmp_path}/made/later"], str(tmp_path))):
         monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
         found = preflight(world, *overrides)
-        [told] = [check.detail for check in found.checks if check.name == "weights" and "free" in check.detail]
-        assert told.startswith(f"{place}: ")
+        [detail] = [check.detail for check in found.checks if check.name == "weights" and "free" in check.detail]
+        assert detail.startswith(f"{place}: ")
         one = found.plan.sent_bytes * found.estimate.parameters
-        assert f"{gib(2 * one)} for two versions of the weights, {gib(3 * one)} for three on the actor's node" in told
+        assert f"{gib(2 * one)} for two versions of the weights, {gib(3 * one)} for three on the actor's node" in detail
         for free, status in ((2 * one, "fail"), (2 * one + 1, "warn"), (3 * one, "warn"), (3 * one + 1, None)):
             monkeypatch.setattr(machine_checks, "free_disk", lambda path, free=free: (tmp_path, free))
-            told = complaints(preflight(world, *overrides))
-            assert [each for each in ("fail", "warn") if ("weights", each) in told] == ([status] if status else [])
-            assert status is None or "--shm-size" in told["weights", status]
+            found = complaints(preflight(world, *overrides))
+            assert [each for each in ("fail", "warn") if ("weights", each) in found] == ([status] if status else [])
+            assert status is None or "--shm-size" in found["weights", status]
     monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
     nowhere = [*RELAY, f"{folder}=/proc/x", "actor_rollout_ref.model.path=/nowhere"]
     assert "/proc: 0.0 MiB free" in complaints(preflight(world, *nowhere))["weights", "fail"]
@@ -224,11 +224,11 @@ def test_the_relay_needs_room_for_two_versions_and_better_three(world, tmp_path,
         ([f"{R}.dtype=float32", "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"], 2),
     ],
 )
-def test_the_relay_holds_what_engines_compute_in(world, overrides, bytes_each):
+def test_the_relay_holds_weights_in_the_type_of_the_engines(world, overrides, bytes_each):
     assert preflight(world, *RELAY, *overrides).plan.sent_bytes == bytes_each
 
 
-def test_carriers_are_those_that_verl_registers():
+def test_carriers_are_the_registered_backends():
     package = importlib.util.find_spec("verl").submodule_search_locations[0]
     texts = [file.read_text() for file in (Path(package) / "checkpoint_engine").glob("*.py")]
     registered = {name for text in texts for name in re.findall(r'Registry\.register\("(\w+)"\)', text)}
@@ -236,7 +236,7 @@ def test_carriers_are_those_that_verl_registers():
 
 
 @pytest.mark.parametrize(
-    ("group", "overrides", "told"),
+    ("preset", "overrides", "rules"),
     [
         ("histopipe", [], "max_staleness 1, in_flight 2, put_off 0, take loaded, refill always, at_version continue"),
         ("full", RELAY, "max_staleness 1, in_flight 2, put_off 0, take finished, refill always, at_version continue"),
@@ -253,53 +253,53 @@ def test_carriers_are_those_that_verl_registers():
         ("sorted", [], "max_staleness 0, in_flight 4, put_off 0, take finished, refill when_empty, at_version regen"),
     ],
 )
-def test_the_rules_in_force_are_told(world, group, overrides, told):
-    found = preflight(world[1:], f"+rhyme={group}", f"{R}.calculate_log_probs=true", *overrides)
-    assert [check.detail for check in found.checks if f"rules in force: {told}" in check.detail], found.checks
+def test_the_rules_in_force_are_reported(world, preset, overrides, rules):
+    found = preflight(world[1:], f"+rhyme={preset}", f"{R}.calculate_log_probs=true", *overrides)
+    assert [check.detail for check in found.checks if f"rules in force: {rules}" in check.detail], found.checks
 
 
-def test_a_ranker_has_what_it_needs(world, tmp_path, monkeypatch):
-    def told(*overrides):
+def test_requirements_of_a_ranker(world, tmp_path, monkeypatch):
+    def finding(*overrides):
         found = preflight(world[1:], "+rhyme=sorted", f"{R}.calculate_log_probs=true", *overrides)
         ((status, words),) = [(c.status, f"{c.detail} {c.remedy}") for c in found.checks if c.name == "ranker"]
         return status, words
 
     boosting = f"{RANKER}.kind=boosting"
-    assert told(boosting) == ("ok", "boosting, alongside the run ")
-    status, words = told(f"{RANKER}.kind=model", f"{RANKER}.model={tmp_path}/none")
+    assert finding(boosting) == ("ok", "boosting, trained during the run ")
+    status, words = finding(f"{RANKER}.kind=model", f"{RANKER}.model={tmp_path}/none")
     assert status == "fail"
     assert "none is no folder" in words
     with monkeypatch.context() as patched:
         patched.setattr(machine_checks, "lacking", lambda *_: "no scikit-learn: install it")
-        assert told(boosting) == ("fail", "no scikit-learn install it")
+        assert finding(boosting) == ("fail", "no scikit-learn install it")
     assert "ranker" not in {check.name for check in preflight(world).checks}
 
 
-def test_one_replica_leaves_nothing_to_place(world):
+def test_a_placement_policy_needs_several_replicas(world):
     def warned(*overrides):
         return complaints(preflight(world, f"{R}.custom.rhyme.placement.policy=histopipe", *overrides)).get(
             ("placement", "warn"), ""
         )
 
-    assert "placement.policy=histopipe has nothing to choose from" in warned("trainer.n_gpus_per_node=2")
+    assert "placement.policy=histopipe has no effect with a single replica" in warned("trainer.n_gpus_per_node=2")
     assert not warned()
 
 
 @pytest.mark.parametrize(
     ("overrides", "name", "words"),
     [
-        ([f"{R}.max_num_seqs=200", f"{R}.max_num_batched_tokens=300"], "rollout", "no draft token a row"),
-        (["trainer.max_actor_ckpt_to_keep=null"], "checkpoints", "all are kept"),
+        ([f"{R}.max_num_seqs=200", f"{R}.max_num_batched_tokens=300"], "rollout", "leaves no room for draft tokens"),
+        (["trainer.max_actor_ckpt_to_keep=null"], "checkpoints", "keeps all checkpoints"),
         (["data.train_files=hdfs://far/away.parquet"], "data.train_files", "remote"),
-        ([f"{A}.ppo_micro_batch_size_per_gpu=3"], "batches", "no multiple of ppo_micro_batch_size_per_gpu=3"),
+        ([f"{A}.ppo_micro_batch_size_per_gpu=3"], "batches", "not a multiple of ppo_micro_batch_size_per_gpu=3"),
     ],
 )
-def test_what_only_costs_warns(world, overrides, name, words):
+def test_inefficient_settings_warn(world, overrides, name, words):
     found = preflight(world, *overrides)
     assert words in complaints(found)[name, "warn"]
 
 
-def test_a_hub_id_is_warned_of_and_fails_offline(world, monkeypatch):
+def test_a_hub_id_warns_and_fails_offline(world, monkeypatch):
     monkeypatch.setattr(model_folder, "find", lambda path: None)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert "downloads" in complaints(preflight(world, "actor_rollout_ref.model.path=own/er"))["model", "warn"]
@@ -307,7 +307,7 @@ def test_a_hub_id_is_warned_of_and_fails_offline(world, monkeypatch):
     assert "hf download own/er" in complaints(preflight(world, "actor_rollout_ref.model.path=own/er"))["model", "fail"]
 
 
-def test_an_unknown_architecture_is_said_and_not_estimated(world, tmp_path):
+def test_an_unknown_architecture_is_reported_and_not_estimated(world, tmp_path):
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
     found = preflight(world)
     assert found.estimate is None
@@ -315,7 +315,7 @@ def test_an_unknown_architecture_is_said_and_not_estimated(world, tmp_path):
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "mamba_d_state": 16}')
     found = preflight(world)
     assert found.estimate is None
-    assert "(mamba_d_state): neither they nor their states are estimated" in complaints(found)["model", "warn"]
+    assert "recurrent layers (mamba_d_state) and their states is not estimated" in complaints(found)["model", "warn"]
     assert "drafting.enable=false" in complaints(found)["rhyme", "fail"]
     (tmp_path / "model" / "config.json").write_text("{")
     assert ("model", "fail") in complaints(preflight(world))
@@ -323,29 +323,29 @@ def test_an_unknown_architecture_is_said_and_not_estimated(world, tmp_path):
 
 def test_a_broken_or_empty_dataset(world, tmp_path):
     (tmp_path / "train.parquet").write_bytes(b"no parquet")
-    assert "no readable parquet" in complaints(preflight(world))["data.train_files", "fail"]
+    assert "not a readable parquet" in complaints(preflight(world))["data.train_files", "fail"]
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "train.parquet")
     assert "0 prompts" in complaints(preflight(world))["data.train_files", "fail"]
 
 
-def test_only_what_verl_reads_is_data(world, tmp_path):
+def test_only_formats_that_verl_reads_pass(world, tmp_path):
     (tmp_path / "train.sh").write_text("echo\n")
     shell = f"data.train_files={tmp_path}/train.sh"
     assert "verl reads .parquet, .json and .jsonl" in complaints(preflight(world, shell))["data.train_files", "fail"]
     assert not complaints(preflight(world, shell, "data.custom_cls.path=pkg://mine"))
     lines = tmp_path / "train.jsonl"
-    for text, told in (
+    for text, problem in (
         ('{"prompt": []}\n', None),
-        ("echo\n", "holds no JSON object"),
-        ("", "holds no JSON object"),
+        ("echo\n", "neither a list of JSON objects"),
+        ("", "neither a list of JSON objects"),
         ('{"question": ""}\n{}', "has no column 'prompt', only question"),
     ):
         lines.write_text(text)
         found = complaints(preflight(world, f"data.train_files={lines}"))
-        assert told is None if not found else told in found["data.train_files", "fail"]
+        assert problem is None if not found else problem in found["data.train_files", "fail"]
 
 
-def test_a_model_folder_that_is_not_whole(world, tmp_path):
+def test_an_incomplete_model_folder(world, tmp_path):
     folder = tmp_path / "model"
     (folder / "tokenizer.json").unlink()
     assert "no tokenizer (tokenizer.json, " in complaints(preflight(world))["model", "fail"]
@@ -354,7 +354,7 @@ def test_a_model_folder_that_is_not_whole(world, tmp_path):
     own = f"actor_rollout_ref.model.tokenizer_path={tmp_path}/tokenizer"
     assert not complaints(preflight(world, own))
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    assert not complaints(preflight(world, own)), "without an index nobody knows of more"
+    assert not complaints(preflight(world, own)), "without an index, the number of shards is unknown"
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     assert "1 of 2 weight files is missing, such as model-00002" in complaints(preflight(world, own))["model", "fail"]
@@ -367,21 +367,21 @@ def test_a_model_folder_that_is_not_whole(world, tmp_path):
     assert not complaints(preflight(world, own, *megatron))
 
 
-def test_a_trainer_mode_of_ones_own_is_known_to_its_module(world, monkeypatch):
+def test_a_users_trainer_mode_is_registered_by_an_external_module(world, monkeypatch):
     mode = "trainer.v1.trainer_mode=my_async"
     assert ("trainer mode", "fail") in complaints(preflight(world, mode))
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_rhyme.plugin,mine")
     found = complaints(preflight(world, mode))
-    assert "a module of VERL_USE_EXTERNAL_MODULES has to register it" in found["trainer mode", "warn"]
+    assert "a module of VERL_USE_EXTERNAL_MODULES (verl_rhyme.plugin, mine) registers" in found["trainer mode", "warn"]
     found = complaints(preflight(world, mode, f"{R}.custom.rhyme.max_staleness=1"))
     assert "trainer_mode=my_async" in found["rhyme", "fail"]
     assert not [name for name, _ in found if name == "trainer mode"], (
-        "the pipeline has none of its own, and says so once"
+        "with the pipeline, the table of combinations reports it, once"
     )
 
 
-def test_engines_on_training_gpus_that_nobody_needs(world):
-    """``separate_async`` with verl's ``hybrid_engine=true`` keeps engines on the GPUs that train, too."""
+def test_unneeded_engines_on_training_gpus(world):
+    """``separate_async`` with verl's ``hybrid_engine=true`` keeps engines on the training GPUs as well."""
     crowded = [*SEPARATE, f"{R}.gpu_memory_utilization=0.9"]
     crowded[crowded.index("actor_rollout_ref.hybrid_engine=false")] = "actor_rollout_ref.hybrid_engine=true"
     found = preflight(world[1:], *crowded)
@@ -391,12 +391,12 @@ def test_engines_on_training_gpus_that_nobody_needs(world):
     assert "rollout" not in mended.estimate.phases
 
 
-def test_room_is_counted_in_requests_of_this_run(world):
+def test_the_kv_cache_is_counted_in_requests_of_this_run(world):
     found = preflight(world)
     [cache] = [check.detail for check in found.checks if check.name == "KV cache"]
     tokens = found.estimate.serving.tokens
-    assert cache == f"{tokens} tokens a replica, {tokens / 1536:.1f} requests of 1536 tokens at once"
-    assert found.plan.rollout.max_model_len == 32768, "of the model: vLLM starts only where one such request fits"
+    assert cache == f"{tokens} tokens per replica, {tokens / 1536:.1f} requests of 1536 tokens at once"
+    assert found.plan.rollout.max_model_len == 32768, "the model's limit; vLLM needs room for one such request"
     long = complaints(preflight(world, f"{R}.max_model_len=8000000"))
     assert "do not hold one request of 8000000" in long["KV cache", "fail"]
 
@@ -404,11 +404,11 @@ def test_room_is_counted_in_requests_of_this_run(world):
 def test_a_history_folder_that_cannot_be_written(world, monkeypatch):
     monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
     nowhere = [f"{R}.custom.rhyme.history.dir=/proc/nope", "trainer.save_freq=-1"]
-    told = complaints(preflight(world, *nowhere, dry_run=True))
-    assert told["history folder", "warn"] == (
-        "/proc/nope: cannot be made or written set history.dir to a folder that can be written"
+    found = complaints(preflight(world, *nowhere, dry_run=True))
+    assert found["history folder", "warn"] == (
+        "/proc/nope: cannot be created or written set history.dir to a writable folder"
     )
-    assert not [name for name, _ in told if name == "history store"]
+    assert not [name for name, _ in found if name == "history store"]
 
 
 def test_little_memory_and_disk(world, monkeypatch):
@@ -421,10 +421,10 @@ def test_little_memory_and_disk(world, monkeypatch):
     assert "GPU_MEMORY_GB" in found["GPU memory", "warn"]
     assert " needed, 1.0 GiB free: " in found["host memory", "fail"]
     dry = preflight(world, "trainer.n_gpus_per_node=16", "data.train_files=/nowhere.parquet", dry_run=True)
-    assert not dry.failed, "what only this machine lacks"
+    assert not dry.failed, "these problems are of this machine only"
 
 
-def test_checkpoints_hold_a_copy_of_the_history_each(world, monkeypatch):
+def test_each_checkpoint_holds_a_copy_of_the_history(world, monkeypatch):
     """17k prompts x 16 x 8k tokens are more than the weights of a small model."""
     monkeypatch.setattr(history_room, "_prompts", lambda config: history_room._Counted(17_398, 17_398))
     sizes = [f"{R}.n=16", "data.max_response_length=16384", f"{R}.custom.rhyme.history.max_bytes=400000000000"]
@@ -445,7 +445,7 @@ def history_store(found):
     return check
 
 
-def test_what_the_history_will_need_and_what_stays(world, tmp_path):
+def test_size_of_the_history_and_visits_kept(world, tmp_path):
     rows = {"prompt": [str(i) for i in range(17_398)], "data_source": ["x"] * 17_398}
     pq.write_table(pa.table(rows), tmp_path / "train.parquet")
     dapo = [*world, f"{R}.n=16", "data.max_response_length=20480", "trainer.total_epochs=10"]
@@ -464,12 +464,12 @@ def test_what_the_history_will_need_and_what_stays(world, tmp_path):
     assert few.status == "ok"
     assert "100 prompts" in few.detail
     assert "kept: all" in few.detail
-    assert "(null: half of free disk or memory" in few.detail
+    assert "(null: the smaller of half the free disk and half the free memory" in few.detail
 
 
 @pytest.mark.parametrize("shape", ["text", "messages", "parts"])
-def test_prompts_that_the_data_repeat_are_counted_once(world, tmp_path, monkeypatch, shape):
-    """As in verl's DAPO-Math file; where reading takes too long, the rest is taken for alike."""
+def test_repeated_prompts_are_counted_once(world, tmp_path, monkeypatch, shape):
+    """verl's DAPO-Math file repeats prompts. If reading takes too long, the count is extrapolated."""
 
     def row(i):
         content = [{"type": "text", "text": f"find {i}"}] if shape == "parts" else f"find {i}"
@@ -489,21 +489,21 @@ def test_prompts_that_the_data_repeat_are_counted_once(world, tmp_path, monkeypa
     monkeypatch.undo()
     pictures = {"prompt": prompts, "data_source": ["x"] * 70_000, "images": [[{"bytes": b"x"}]] * 70_000}
     pq.write_table(pa.table(pictures), tmp_path / "train.parquet")
-    assert "70000 prompts x 8 responses" in history_store(preflight(world)).detail, "which tell such prompts apart"
+    assert "70000 prompts x 8 responses" in history_store(preflight(world)).detail, "images are not compared"
 
 
-def test_the_history_asks_for_the_disk_that_its_rewrite_takes(world, monkeypatch):
+def test_the_history_needs_disk_for_its_rewrite(world, monkeypatch):
     bound = f"{R}.custom.rhyme.history.max_bytes={10 << 30}"
     for free, short in ((11, True), (16, True), (18, False)):
         monkeypatch.setattr(machine_checks, "free_disk", lambda folder, free=free: (folder, free << 30))
         found = [check for check in preflight(world, bound).checks if check.name == "history store"]
-        assert any("free some" in check.remedy for check in found) == short
+        assert any("free disk space" in check.remedy for check in found) == short
         assert "17.0 GiB while it is rewritten" in found[0].detail
     monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 4 << 30))
     assert history_store(preflight(world)).status == "ok"
 
 
-def test_a_rewrite_takes_as_much_disk_as_the_preflight_says(tmp_path, monkeypatch):
+def test_a_rewrite_takes_the_disk_that_the_preflight_computes(tmp_path, monkeypatch):
     bound, peaks, publish = 2 << 20, [], environment.publish
 
     def watched(path, folder):
@@ -518,7 +518,7 @@ def test_a_rewrite_takes_as_much_disk_as_the_preflight_says(tmp_path, monkeypatc
     assert 1.5 * bound < max(peaks) < 1.02 * history_room.PEAK * bound
 
 
-def test_a_pool_of_its_own(world):
+def test_a_separate_rollout_pool(world):
     found = preflight(
         world,
         "trainer.v1.trainer_mode=separate_async",
@@ -544,24 +544,25 @@ SEPARATE = [
 ]
 
 
-def test_what_is_in_flight_is_told_in_figures_and_sizes_of_several_mini_batches_are_mended(world):
-    def told(*overrides):
+def test_the_load_reports_batches_in_flight_and_warns_of_several_mini_batches(world):
+    def load_of(*overrides):
         (load,) = [check for check in preflight(world[1:], *overrides).checks if check.name == "load"]
         return load
 
-    load = told("+rhyme=sorted")
-    assert load.detail.startswith("4 updates of 64 prompts x 8 in flight: 2048 samples for 256 request slots;")
-    assert load.detail.endswith("an update is 2 optimizer steps, shuffled (order 0)")
+    load = load_of("+rhyme=sorted")
+    assert load.detail.startswith("4 batches of 64 prompts x 8 in flight: 2048 samples for 256 request slots;")
+    assert load.detail.endswith("a training step is 2 optimizer steps, shuffled (order 0)")
     in_flight = f"{R}.custom.rhyme.scheduling.in_flight=8"
-    assert load.remedy.startswith(f"set data.train_batch_size=32 and {in_flight} for updates of one optimizer step")
-    assert "steps are then 2 times as many: multiply save_freq, test_freq, " in load.remedy
-    load = told("+rhyme=sorted", "data.train_batch_size=32", in_flight)
+    assert load.remedy.startswith(f"set data.train_batch_size=32 and {in_flight} for training steps of one optimizer")
+    assert "the run then has 2 times the steps: multiply save_freq, test_freq, " in load.remedy
+    load = load_of("+rhyme=sorted", "data.train_batch_size=32", in_flight)
     assert (load.status, load.remedy) == ("ok", "")
-    assert load.detail.endswith("an update is 1 optimizer step, sorted by length (order 1)")
-    assert told("+rhyme=full").remedy.startswith("set data.train_batch_size=32 for updates of one optimizer step")
-    on_policy = told("+rhyme=full", f"{R}.custom.rhyme.max_staleness=0")
-    assert on_policy.detail.startswith("3 updates of 64 prompts x 8 in flight: 1536 samples")
-    assert on_policy.remedy.startswith("set data.train_batch_size=32 for updates of one optimizer step")
+    assert load.detail.endswith("a training step is 1 optimizer step, sorted by length (order 1)")
+    remedy = "set data.train_batch_size=32 for training steps of one optimizer step"
+    assert load_of("+rhyme=full").remedy.startswith(remedy)
+    on_policy = load_of("+rhyme=full", f"{R}.custom.rhyme.max_staleness=0")
+    assert on_policy.detail.startswith("3 batches of 64 prompts x 8 in flight: 1536 samples")
+    assert on_policy.remedy.startswith(remedy)
     assert not [check for check in preflight(world).checks if check.name == "load"]
 
 
@@ -575,14 +576,14 @@ def test_what_is_in_flight_is_told_in_figures_and_sizes_of_several_mini_batches_
         ("actor_rollout_ref.rollout.rhyme=false", "actor_rollout_ref.rollout.rhyme"),
     ],
 )
-def test_a_tree_that_was_appended_elsewhere_is_refused(world, key, place):
+def test_a_rhyme_tree_in_another_place_is_refused(world, key, place):
     refused = [f"{place} is read by nobody: did you mean {R}.custom.rhyme?"]
-    for group in (["+rhyme=sorted"], []):
-        told = [check.detail for check in preflight(world[1:], *group, f"+{key}").checks if check.name == "rhyme"]
-        assert told == refused
+    for preset in (["+rhyme=sorted"], []):
+        details = [check.detail for check in preflight(world[1:], *preset, f"+{key}").checks if check.name == "rhyme"]
+        assert details == refused
 
 
-def test_what_is_somebody_elses_is_left_alone(world):
+def test_keys_of_the_user_are_not_refused(world):
     mine = ["+weights.mine=1", "+events=x", "+history={}", "+reward.custom_reward_function.reward_kwargs.rhyme=0.5"]
     found = preflight(world[1:], "+rhyme=histospec", *mine, "+trainer.rhyme.scheme=abab")
     assert [check.status for check in found.checks if check.name == "rhyme"] == ["ok"]
@@ -590,17 +591,18 @@ def test_what_is_somebody_elses_is_left_alone(world):
     assert [check.status for check in found.checks if check.name == "rhyme"] == ["ok"]
 
 
-def test_engines_beside_training_on_one_host(world):
-    """A CPU's memory holds both at once; GPUs of two pools hold one each."""
+def test_engines_and_training_on_one_host(world):
+    """On a CPU, training and engines share the memory; with GPUs, each has its own pool."""
     cpu = ["trainer.device=cpu", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=1", f"{R}.tensor_model_parallel_size=1"]
     found = preflight(world[1:], *SEPARATE, *cpu, "trainer.n_gpus_per_node=1")
     phases = {name: phase.total for name, phase in found.estimate.phases.items()}
     pool = phases.pop("rollout pool")
-    [told] = [check.detail for check in found.checks if check.name == "memory"]
-    assert told.startswith(f"{max(phases, key=phases.get)} beside the rollout pool: {gib(max(phases.values()) + pool)}")
+    [detail] = [check.detail for check in found.checks if check.name == "memory"]
+    phase, peak = max(phases, key=phases.get), max(phases.values())
+    assert detail.startswith(f"{phase} with the rollout pool: {gib(peak + pool)}")
 
 
-def test_a_reward_model_that_shares_gpus_with_engines_that_never_sleep(world):
+def test_a_reward_model_must_not_share_gpus_with_separate_engines(world):
     shared = ["reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool=false"]
     found = complaints(preflight(world[1:], *SEPARATE, *shared))
     assert "enable_resource_pool=true" in found[("batches", "fail")]
@@ -614,7 +616,7 @@ def test_tokens_of_a_micro_batch(world):
     assert (split.data_parallel, split.training.tokens) == (4, 768)
 
 
-def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
+def test_gpu_memory_is_set_detected_or_assumed(monkeypatch):
     monkeypatch.setattr(machine, "_nvidia_smi", lambda: [])
     monkeypatch.delenv("GPU_MEMORY_GB", raising=False)
     assert (machine.look().gpu_bytes, machine.look().gpu_source) == (80 << 30, "assumed")
@@ -635,12 +637,12 @@ def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
         (["trainer.save_frq=1"], "did you mean trainer.save_freq"),
         (
             ["+rhyme=histospec", f"{R}.custom.rhyme.placment.policy=x"],
-            r"placment\.policy=x: there is no such key; did you mean .*\.rhyme\.placement\.policy\?$",
+            r"placment\.policy=x: unknown key; did you mean .*\.rhyme\.placement\.policy\?$",
         ),
         (["trainr.v1.trainer_mode=sync"], r"did you mean trainer\.v1\.trainer_mode\?$"),
         (
             ["rhyme.enable=false"],
-            rf"rhyme\.enable=false: there is no such key; did you mean {R}\.custom\.rhyme\.enable\?$",
+            rf"rhyme\.enable=false: unknown key; did you mean {R}\.custom\.rhyme\.enable\?$",
         ),
         (["+rhyme=sorted", "rhyme.scheduling.order=0"], rf"did you mean {R}\.custom\.rhyme\.scheduling\.order\?$"),
         ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
@@ -657,7 +659,7 @@ def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
         (["trainer.project_name=${nothing.here}"], "nothing.here"),
     ],
 )
-def test_what_does_not_compose_says_why(arguments, words):
+def test_errors_of_composition_have_a_reason(arguments, words):
     with pytest.raises(ConfigError, match=words):
         compose(arguments)
 
@@ -669,7 +671,7 @@ def dry_run(*overrides):
     return CliRunner().invoke(app, ["preflight", "--dry-run", "--", "+rhyme=histospec", f"{R}.name=vllm", *overrides])
 
 
-def test_the_dry_run_is_yaml_whatever_is_missing_here(monkeypatch):
+def test_the_dry_run_prints_yaml_on_a_machine_that_lacks_everything(monkeypatch):
     bare = Machine(gpus=0, gpu_bytes=1 << 30, gpu_source="assumed", host_bytes=1 << 30, host_free=1 << 20)
     monkeypatch.setattr(checks, "look", lambda: bare)
     monkeypatch.setattr(doctor, "installed_version", lambda package: None)
@@ -680,31 +682,31 @@ def test_the_dry_run_is_yaml_whatever_is_missing_here(monkeypatch):
     for missing in ("data.train_files: no file", "GPUs: 0 on this machine", "verl: not installed"):
         assert f"# warn: {missing}" in found.stdout
     unset = dry_run(f"{R}.name=???")
-    told = f"verl-rhyme preflight: Missing mandatory value: {R}.name -> set {R}.name=vllm\n"
-    assert (unset.exit_code, unset.stderr) == (1, told)
+    error = f"verl-rhyme preflight: Missing mandatory value: {R}.name -> set {R}.name=vllm\n"
+    assert (unset.exit_code, unset.stderr) == (1, error)
     broken = dry_run("nonsense=1")
     assert broken.exit_code == 1
     assert "Key 'nonsense' is not in struct" in broken.stderr
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "problem"),
     [
         (f"+{R}.custom.rhyme.drafting.max_token=4", "rhyme: unknown key"),
         (f"{A}.ppo_mini_batch_size=100", "batches: "),
         (f"{R}.tensor_model_parallel_size=3", "parallel sizes: "),
     ],
 )
-def test_the_dry_run_fails_where_the_run_would(override, told):
+def test_the_dry_run_fails_where_the_run_would(override, problem):
     found = dry_run(*MICRO, "algorithm.adv_estimator=grpo", override)
     assert found.exit_code == 1
-    assert found.stderr.startswith(f"verl-rhyme preflight: {told}")
+    assert found.stderr.startswith(f"verl-rhyme preflight: {problem}")
     assert " -> " in found.stderr
     assert OmegaConf.create(found.stdout).actor_rollout_ref.rollout.name == "vllm"
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "problem"),
     [
         ("trainer.nnodes=two", "trainer.nnodes must be a whole number, not 'two'"),
         ("trainer.nnodes=null", "trainer.nnodes must be a whole number, not null"),
@@ -717,11 +719,11 @@ def test_the_dry_run_fails_where_the_run_would(override, told):
         (f"{R}.gpu_memory_utilization=high", f"{R}.gpu_memory_utilization must be a number, not 'high'"),
     ],
 )
-def test_a_size_that_is_no_number_is_named(world, override, told):
+def test_a_size_that_is_not_a_number_is_reported(world, override, problem):
     found = CliRunner().invoke(app, ["preflight", "--dry-run", "--", *world, override])
     assert found.exit_code == 1
     assert isinstance(found.exception, SystemExit), found.exception
-    assert told in found.stderr
+    assert problem in found.stderr
     assert len(found.stderr.splitlines()) == 1
 
 
@@ -729,23 +731,23 @@ OWN = "defaults:\n  - ppo_trainer\n  - rhyme: sorted\n  - _self_\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "problem"),
     [
         ("a: [", "did not find expected|expected the node content"),
-        ("", "--config-name mine: no actor_rollout_ref, data, trainer in it; begin its defaults with `- ppo_trainer`"),
+        ("", "--config-name mine: no actor_rollout_ref, data, trainer in it; start its defaults with `- ppo_trainer`"),
         (b"a: \xd2\xff", "mine"),
         (OWN, "Could not load 'ppo_trainer'; add `hydra: {searchpath: [pkg://verl.trainer.config]}` to mine.yaml"),
     ],
 )
-def test_a_yaml_of_your_own_that_does_not_compose_says_why(tmp_path, text, told):
+def test_errors_of_a_users_yaml_have_a_reason(tmp_path, text, problem):
     (tmp_path / "mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as error:
         compose(["--config-path", str(tmp_path), "--config-name", "mine"])
-    assert any(words in str(error.value) for words in (told, *told.split("|"))), error.value
+    assert any(words in str(error.value) for words in (problem, *problem.split("|"))), error.value
 
 
-def test_a_yaml_of_your_own_selects_a_system_as_the_document_says(tmp_path):
-    """Both ways of ``recipes/README.md``, from a folder with a space in its name."""
+def test_a_users_yaml_selects_a_preset_as_documented(tmp_path):
+    """The two ways of ``recipes/README.md``, from a folder with a space in its name."""
     folder = tmp_path / "my configs"
     folder.mkdir()
     (folder / "mine.yaml").write_text(OWN)
@@ -762,7 +764,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def documented():
-    """Of README and docs the verl commands that are whole but for the user's own arguments (``...``) at the end."""
+    """Yield the verl commands of README and docs, without a final ``...`` for the user's own arguments."""
     for file in (
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/*.md"),
@@ -777,7 +779,7 @@ def documented():
 
 
 @pytest.mark.parametrize("arguments", documented())
-def test_nothing_of_a_documented_command_is_refused(world, arguments):
+def test_documented_commands_are_not_refused(world, arguments):
     found = complaints(preflight(world[1:], *arguments))
     assert ("rhyme", "fail") not in found, found["rhyme", "fail"]
 
@@ -790,7 +792,7 @@ def test_json(world):
     assert report["estimate"]["phases"]["update"]["total"] > 1 << 30
 
 
-def test_a_training_engine_that_lacks_something_stops_the_run(world, monkeypatch):
+def test_a_missing_package_of_the_training_engine_fails(world, monkeypatch):
     monkeypatch.setattr(engine_packages, "_installed", lambda module: module != "transformer_engine.pytorch")
     megatron = [MEGATRON, f"{A}.megatron.vanilla_mbridge=true"]
     found = preflight(world, *megatron)

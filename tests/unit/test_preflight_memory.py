@@ -1,4 +1,4 @@
-"""The estimate: published parameter counts, the arithmetic of sharding, vLLM's share."""
+"""The memory estimate: published parameter counts, the arithmetic of sharding, vLLM's share."""
 
 from dataclasses import replace
 
@@ -53,20 +53,20 @@ def test_an_unknown_architecture_is_not_estimated(config):
         Architecture.read(config)
 
 
-def test_tensor_parallel_ranks_hold_all_matrices_once_and_every_norm():
+def test_tensor_parallel_ranks_split_matrices_and_copy_norms():
     whole, half = QWEN_32B.rank_parameters(1), QWEN_32B.rank_parameters(2)
     norms = (2 * QWEN_32B.layers + 1) * QWEN_32B.hidden
     assert 2 * half - whole == norms
 
 
-def test_more_ranks_than_key_heads_copy_them():
+def test_more_ranks_than_key_heads_copy_the_heads():
     eight, sixteen = QWEN_32B.layer(8), QWEN_32B.layer(16)
     keys = 2 * QWEN_32B.head_dim * (QWEN_32B.hidden + 1)  # matrix and bias of one key and one value head
     norms = 2 * QWEN_32B.hidden
     assert sixteen == (eight - norms - keys) // 2 + keys + norms
 
 
-def test_a_pipeline_stage_has_its_share_of_layers_and_one_table():
+def test_a_pipeline_stage_has_its_share_of_layers_and_one_embedding():
     stage = QWEN_32B.rank_parameters(1, 4)
     assert stage == 16 * QWEN_32B.layer() + QWEN_32B.hidden + QWEN_32B.embedding
 
@@ -119,26 +119,26 @@ def test_the_first_stage_of_a_pipeline_keeps_all_micro_batches_in_flight():
     )
 
 
-def test_offloading_moves_bytes_from_rest_to_the_host():
+def test_offloading_moves_bytes_from_the_gpu_to_the_host():
     states = memory.states(LLAMA_8B, FSDP)
-    away = replace(FSDP, parameter_offload=True, optimizer_offload=True)
+    offloaded = replace(FSDP, parameter_offload=True, optimizer_offload=True)
     assert memory.resident(LLAMA_8B, FSDP) == states["parameters"] + states["optimizer"]
     assert memory.offloaded(LLAMA_8B, FSDP) == 0
-    assert memory.resident(LLAMA_8B, away) == 0
-    assert memory.offloaded(LLAMA_8B, away) == memory.resident(LLAMA_8B, FSDP)
-    assert memory.update(LLAMA_8B, away) == memory.update(LLAMA_8B, FSDP), "training has all of it back"
+    assert memory.resident(LLAMA_8B, offloaded) == 0
+    assert memory.offloaded(LLAMA_8B, offloaded) == memory.resident(LLAMA_8B, FSDP)
+    assert memory.update(LLAMA_8B, offloaded) == memory.update(LLAMA_8B, FSDP), "training loads all of it"
     always = replace(FSDP, always_offloaded=True)
     assert memory.resident(LLAMA_8B, always) == memory.optimizer_step(LLAMA_8B, always).total == 0
     assert memory.offloaded(LLAMA_8B, always) == sum(states.values())
 
 
-def test_gradients_of_a_single_micro_batch_come_after_the_activations():
+def test_gradients_of_a_single_micro_batch_exist_after_the_activations():
     alone = memory.update(LLAMA_8B, replace(FSDP, accumulate=False))
     assert alone.components["gradients"] == 0
     assert memory.update(LLAMA_8B, replace(MEGATRON, accumulate=False)).components["gradients"] > 0, "a buffer"
 
 
-def test_no_old_log_probs_no_phase():
+def test_without_old_log_probs_their_phase_is_absent():
     assert memory.log_prob(LLAMA_8B, replace(FSDP, log_prob_tokens=None)) is None
     chunked = memory.log_prob(LLAMA_8B, replace(FSDP, chunked_entropy=True))
     assert chunked.total < memory.log_prob(LLAMA_8B, FSDP).total
@@ -149,7 +149,7 @@ def test_no_old_log_probs_no_phase():
     [
         (LLAMA_8B, Rollout(), 131_072),  # 128 KiB, as often quoted
         (LLAMA_8B, Rollout(tp=4), 32_768),
-        (LLAMA_8B, Rollout(tp=16), 16_384),  # one key head at least
+        (LLAMA_8B, Rollout(tp=16), 16_384),  # at least one key head
         (QWEN_32B, Rollout(), 262_144),
         (QWEN_32B, Rollout(pp=2), 131_072),
         (QWEN3_8B, Rollout(cache_bytes=1), 73_728),
@@ -160,7 +160,7 @@ def test_cache_bytes_per_token(model, rollout, size):
     assert memory.cache_bytes_per_token(model, rollout) == size
 
 
-def test_the_cache_is_what_weights_and_the_profile_run_leave():
+def test_the_kv_cache_takes_the_rest_of_vllms_share():
     rollout = Rollout(tp=4, utilization=0.8, max_model_len=32768, longest=22528)
     serving = memory.serve(QWEN_32B, rollout, 80 << 30)
     assert serving.share == serving.weights + serving.activations + serving.cache
@@ -171,7 +171,7 @@ def test_the_cache_is_what_weights_and_the_profile_run_leave():
     assert memory.serve(QWEN_32B, replace(rollout, utilization=0.1), 80 << 30).tokens == 0
 
 
-def test_a_draft_head_takes_what_its_tensors_do():
+def test_the_estimate_of_a_draft_head_matches_its_tensors():
     from verl_rhyme.drafting.guesses import HEAD_BUFFER, HEAD_POSITIONS, MOST_TOKENS
     from verl_rhyme.drafting.head import DraftHead
 

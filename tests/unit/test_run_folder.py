@@ -1,4 +1,4 @@
-"""A folder of checkpoints is resumed by the run that made them, and refused to any other."""
+"""A run resumes from its own checkpoint folder, and is refused in the folder of another run."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ SHAPE |= {"intermediate_size": 96, "vocab_size": 128}
 
 @pytest.fixture
 def world(tmp_path):
-    """The arguments of a run of 10 prompts in batches of 4 for 3 epochs: 6 steps."""
+    """Arguments of a run of 10 prompts in batches of 4 for 3 epochs: 6 steps."""
     for name in ("qwen2", "llama"):
         (tmp_path / "models" / name).mkdir(parents=True)
         (tmp_path / "models" / name / "config.json").write_text(json.dumps({"model_type": name, **SHAPE}))
@@ -51,7 +51,7 @@ RUNS = {
     "histospec": ["+rhyme=histospec"],
     "sorted": ["+rhyme=sorted"],
     "partial": ["+rhyme=sorted", f"{R}.custom.rhyme.max_staleness=1"],
-    "apart": ["+rhyme=sorted", "trainer.v1.trainer_mode=separate_async"],
+    "separate": ["+rhyme=sorted", "trainer.v1.trainer_mode=separate_async"],
     "mode": ["trainer.v1.trainer_mode=colocate_async"],
     "engine": ["model_engine=megatron"],
     "GPUs": ["trainer.n_gpus_per_node=4"],
@@ -72,7 +72,7 @@ def run_in(folder, name):
 
 @pytest.mark.parametrize("other", RUNS)
 @pytest.mark.parametrize("first", ["off", "histospec", "sorted"])
-def test_a_folder_is_one_runs(tmp_path, first, other):
+def test_a_folder_belongs_to_one_run(tmp_path, first, other):
     folder = tmp_path / "checkpoints"
     config, second = run_in(folder, first), run_in(folder, other)
     run_folder.claim(config)
@@ -83,7 +83,7 @@ def test_a_folder_is_one_runs(tmp_path, first, other):
     if first == other:
         run_folder.claim(second)
     else:
-        with pytest.raises(run_folder.ForeignFolder, match=f"^{folder} belongs to another run: .* there, .* here"):
+        with pytest.raises(run_folder.ForeignFolder, match=f"^{folder} belongs to another run: .* instead of .*"):
             run_folder.claim(second)
         [check] = run_folder.check(second)
         assert check.status == "fail"
@@ -91,17 +91,17 @@ def test_a_folder_is_one_runs(tmp_path, first, other):
     assert contents(folder) == before
 
 
-def test_models_data_and_notes_differ_too(world, tmp_path):
+def test_another_model_data_or_note_is_refused(world, tmp_path):
     run_folder.claim(compose(world), {"puzzles": "64"})
     for wrong, part in (
-        ([f"actor_rollout_ref.model.path={tmp_path}/models/llama"], "model models/qwen2 there, models/llama here"),
-        ([f"data.train_files=[{tmp_path}/other.parquet]"], "data train.parquet there, other.parquet here"),
+        ([f"actor_rollout_ref.model.path={tmp_path}/models/llama"], "model models/qwen2 instead of models/llama"),
+        ([f"data.train_files=[{tmp_path}/other.parquet]"], "data train.parquet instead of other.parquet"),
     ):
         assert part in run_folder.refusal(compose([*world, *wrong]), {"puzzles": "64"})
-    assert "puzzles 64 there, 16 here" in run_folder.refusal(compose(world), {"puzzles": "16"})
+    assert "puzzles 64 instead of 16" in run_folder.refusal(compose(world), {"puzzles": "16"})
 
 
-def test_what_may_change_from_start_to_start(tmp_path):
+def test_settings_that_may_change_between_starts(tmp_path):
     config = run_in(tmp_path, "histospec")
     run_folder.claim(config)
     config.trainer.total_epochs += 4
@@ -111,13 +111,13 @@ def test_what_may_change_from_start_to_start(tmp_path):
     assert run_folder.refusal(config) is None
 
 
-def test_the_colocated_trainer_modes_are_one_to_the_pipeline(tmp_path):
+def test_the_pipeline_may_resume_in_the_other_colocated_mode(tmp_path):
     config = run_in(tmp_path, "sorted")
     run_folder.claim(config)
     config.trainer.v1.trainer_mode = "colocate_async"
     assert run_folder.refusal(config) is None
     config.trainer.v1.trainer_mode = "separate_async"
-    assert "mode colocated there, separate_async here" in run_folder.refusal(config)
+    assert "mode colocated instead of separate_async" in run_folder.refusal(config)
 
 
 @pytest.mark.parametrize("preset", ["histospec", "sorted"])
@@ -146,7 +146,7 @@ def test_steps(world, tmp_path):
     checkpoint(folder, 4)
     assert run_folder.latest_step(folder) == 4
     (folder / "latest_checkpointed_iteration.txt").write_text("6")
-    assert run_folder.latest_step(folder) is None, "verl begins anew where the folder is missing"
+    assert run_folder.latest_step(folder) is None, "verl starts from the beginning if the folder is missing"
     assert run_folder.total_steps(compose(world)) == 6
     assert run_folder.total_steps(compose([*world, "data.train_max_samples=8", "trainer.total_epochs=5"])) == 10
     assert run_folder.total_steps(compose([*world, "trainer.total_training_steps=7"])) == 7
@@ -163,18 +163,18 @@ def test_the_command_names_a_run(world):
             "full-k2-qwen2-fsdp-colocated-2_replicas",
         ),
     ):
-        told = CliRunner().invoke(app, ["run-name", *notes, "--", *world, *changes])
-        assert (told.exit_code, told.output) == (0, f"{name}\n")
-    told = CliRunner().invoke(app, ["run-name", "--", *world, "+rhyme=full", f"{R}.custom.rhyme.max_staleness=-1"])
-    assert (told.exit_code, told.stdout, len(told.stderr.splitlines())) == (1, "", 1)
-    assert "max_staleness must be null, or at least 0" in told.stderr
+        result = CliRunner().invoke(app, ["run-name", *notes, "--", *world, *changes])
+        assert (result.exit_code, result.output) == (0, f"{name}\n")
+    result = CliRunner().invoke(app, ["run-name", "--", *world, "+rhyme=full", f"{R}.custom.rhyme.max_staleness=-1"])
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (1, "", 1)
+    assert "max_staleness must be null, or at least 0" in result.stderr
 
 
 def claim(*arguments):
     return CliRunner().invoke(app, ["claim", "--note", "puzzles=10", "--", *arguments])
 
 
-def test_the_command_begins_resumes_and_ends(world, tmp_path):
+def test_the_command_starts_resumes_and_finishes_a_run(world, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     assert (claim(*world).exit_code, claim(*world).output) == (0, "")
     assert json.loads((folder / "run.json").read_text())["puzzles"] == "10"
@@ -193,19 +193,19 @@ def test_the_command_refuses_in_one_line(world, tmp_path):
     claim(*world)
     file = tmp_path / "file"
     file.write_text("")
-    for wrong, told in (
-        (["data.seed=2"], "seed 1 there, 2 here"),
+    for wrong, problem in (
+        (["data.seed=2"], "seed 1 instead of 2"),
         (["trainer.totl_epochs=2"], "did you mean trainer.total_epochs?"),
         ([f"+{R}.custom.rhyme.drafting.max_token=2"], "drafting.max_tokens?"),
         ([f"trainer.default_local_dir={file}/run"], f"cannot write to {file}/run (Not a directory)"),
     ):
         found = claim(*world, *wrong)
         assert found.exit_code == 1
-        assert told in found.stderr
+        assert problem in found.stderr
         assert len(found.stderr.splitlines()) == 1
 
 
-def test_check_fails_what_fails_a_dry_run(world):
+def test_claim_check_fails_where_a_dry_run_fails(world):
     batch = [f"{R}.log_prob_micro_batch_size_per_gpu=4", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"]
     one = [f"{R}.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=1", "algorithm.adv_estimator=grpo"]
     for mini, code in ((4, 0), (3, 1)):
@@ -216,8 +216,8 @@ def test_check_fails_what_fails_a_dry_run(world):
         assert OmegaConf.create(dry.stdout).trainer.total_epochs == 3
 
 
-def test_metrics_of_an_earlier_start_are_set_aside(world, tmp_path):
-    """verl's logger would empty the file; the report reads both."""
+def test_metrics_of_an_earlier_start_are_renamed(world, tmp_path):
+    """verl's logger would truncate the file; the report reads both files."""
     metrics = tmp_path / "run" / "metrics.jsonl"
     logged = f"+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH={metrics}"
     claim = ["claim", "--", *world, logged]

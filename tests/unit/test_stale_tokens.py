@@ -24,7 +24,7 @@ SEPARATE = "trainer.v1.trainer_mode=separate_async"
         ("full", [f"{CONFIG_PATH}.max_staleness=0"], None),
         ("histospec", ["trainer.v1.trainer_mode=colocate_async"], None),  # nothing but drafts
         ("stream", [f"{CONFIG_PATH}.enable=false"], None),  # stock verl
-        # an override has the last word
+        # an override wins
         ("stream", [f"{IS}=sequence"], "sequence"),
         ("full", [f"{IS}=null"], None),
     ],
@@ -48,18 +48,18 @@ def test_stale_tokens_have_token_level_importance_weights_unless_an_override_say
 )
 def test_stale_tokens_without_a_correction_are_reported(preset, overrides, reported):
     found = verl_config(preset, *overrides)
-    told = stale_tokens.uncorrected(found, config_tree.from_verl(found))
-    assert (told is not None) == reported
-    assert not reported or f"at most 1 version old, and without importance weights ({IS}=null)" in told
+    warning = stale_tokens.uncorrected(found, config_tree.from_verl(found))
+    assert (warning is not None) == reported
+    assert not reported or f"up to 1 version behind the policy, and without importance weights ({IS}=null)" in warning
 
 
-def test_the_weight_of_a_token_is_what_the_current_policy_gives_it_over_what_its_own_policy_gave_it():
-    """verl's own code on the preset's config: two versions in one response, each token by its own policy."""
+def test_the_weight_of_a_token_is_the_ratio_of_the_current_policy_to_the_sampling_policy():
+    """verl's code with the preset's config, on a response that two policy versions sampled."""
     correction = composed("+rhyme=full", "actor_rollout_ref.rollout.name=vllm").algorithm.rollout_correction
-    made = torch.log(torch.tensor([[0.5, 0.5, 0.1, 0.2]]))
+    sampled = torch.log(torch.tensor([[0.5, 0.5, 0.1, 0.2]]))
     now = torch.log(torch.tensor([[0.5, 0.25, 0.9, 0.2]]))
     mask = torch.tensor([[1, 1, 1, 0]])
-    batch = DataProto.from_dict({"old_log_probs": now, "rollout_log_probs": made, "response_mask": mask})
+    batch = DataProto.from_dict({"old_log_probs": now, "rollout_log_probs": sampled, "response_mask": mask})
     batch, _ = compute_rollout_correction_and_add_to_batch(batch, correction)
     weights = batch.batch["rollout_is_weights"]
     assert weights[0].tolist() == pytest.approx([1.0, 0.5, 2.0, 0.0]), "9 is truncated to 2, padding has none"

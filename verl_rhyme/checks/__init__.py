@@ -1,4 +1,4 @@
-"""What is looked at before a run: doctor, start-up, preflight, seams, combinations of options.
+"""Checks before a run: doctor, start-up, preflight, seams, combinations of options.
 
 Process: the command's, and verl's driver at its start. Engines: verl, vllm.
 """

@@ -1,8 +1,8 @@
-"""What cannot go together, why, and what to set instead: the one table.
+"""Table of the verl options that rhyme refuses, with reasons and remedies.
 
-Start-up (:mod:`verl_rhyme.checks.startup`) and the preflight read it; ``docs/combinations.md`` shows it. What options
-of ours exclude among themselves is refused where they are read: a section in :mod:`verl_rhyme.config`, the pipeline's
-rules in :mod:`verl_rhyme.scheduling.rules`.
+Start-up (:mod:`verl_rhyme.checks.startup`) and the preflight apply it; ``docs/combinations.md`` shows it.
+Contradictions between rhyme's own options are refused where they are parsed: sections in :mod:`verl_rhyme.config`, the
+pipeline's rules in :mod:`verl_rhyme.scheduling.rules`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BOUND = "rhyme.max_staleness"
 _QUEUE = "transfer_queue.backend"
 _PLACEMENT = "rhyme.placement.policy"
 
-#: vLLM's options that verl sets from a key of its own, which rhyme reads.
+#: vLLM options that verl sets from its own rollout keys; rhyme reads verl's keys.
 VERLS = {
     "tensor_parallel_size": "tensor_model_parallel_size",
     "pipeline_parallel_size": "pipeline_model_parallel_size",
@@ -50,26 +50,26 @@ VERLS = {
     "scheduling_policy": "scheduling_policy",
 }
 
-#: Values of ``algorithm.adv_estimator`` that are defined for samples of the current policy: OPO (arXiv:2505.23585:
-#: "exact on-policy training"), and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
+#: Values of ``algorithm.adv_estimator`` that are defined for on-policy samples only: OPO (arXiv:2505.23585: "exact
+#: on-policy training") and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
 ON_POLICY_ESTIMATORS = ("opo", "remax")
 
-#: Values of ``policy_loss.loss_mode`` without a ratio to the policy that sampled: only ``rollout_is_weights`` correct
-#: them. All others of verl 0.9.1 take ``old_log_probs``.
+#: Values of ``policy_loss.loss_mode`` without a ratio to the sampling policy: only ``rollout_is_weights`` correct them.
+#: All other losses of verl 0.9.1 take ``old_log_probs``.
 RATIO_FREE_LOSSES = ("gpg",)
 
-#: Carriers of weights that send to all replicas at once only.
+#: Checkpoint-engine backends that send weights to all replicas at once only.
 _ALL_AT_ONCE = ("kimi_ckpt_engine", "delta_sharded")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the rows look at.
+    """Configuration of a run, as the rows read it.
 
     Attributes:
         config: verl's whole config.
-        rhyme: Our tree in it; ``None`` without rhyme.
-        rules: The pipeline's; ``None`` without it, or where its options contradict each other.
+        rhyme: Rhyme tree of the config; ``None`` without rhyme.
+        rules: Rules of the pipeline; ``None`` without a pipeline, or where its options contradict each other.
     """
 
     config: Any
@@ -77,21 +77,21 @@ class Run:
     rules: Rules | None
 
     def value(self, key: str) -> Any:
-        """Of verl's config, or with ``rhyme.`` in front of ours, as typed; ``None`` for what is not set."""
+        """Return the value of ``key``, ``None`` if it is not set; the prefix ``rhyme.`` selects the rhyme tree."""
         prefix, _, ours = key.partition(".")
         if prefix == "rhyme":
             return functools.reduce(getattr, ours.split("."), self.rhyme)
         tree, _, option = key.rpartition(".")
         if tree != _ENGINE:
             return OmegaConf.select(self.config, key, throw_on_missing=True)
-        # verl hands them to vLLM's command line, which also takes dashes, beginnings, and a part of a tree (``a.b``).
+        # verl passes them to vLLM's command line, which also accepts dashes, abbreviations and subkeys (``a.b``).
         given = OmegaConf.select(self.config, tree, throw_on_missing=True) or {}
         named = ((str(name).replace("-", "_").partition(".")[0], value) for name, value in given.items())
         return next((value for name, value in named if name and option.startswith(name)), None)
 
     @property
     def topology(self) -> str | None:
-        """``"colocated"``, ``"separate"``, or ``None`` under a trainer of somebody's own."""
+        """``"colocated"``, ``"separate"``, or ``None`` for a user's own trainer."""
         return TOPOLOGIES.get(str(self.value(_MODE)))
 
     @property
@@ -104,49 +104,49 @@ class Run:
 
     @property
     def stale(self) -> bool:
-        """Tokens of earlier policies are trained."""
+        """Whether stale tokens are trained."""
         return self.rules is not None and self.rules.max_staleness > 0
 
 
 @dataclass(frozen=True)
 class Option:
-    """A key that a row looks at.
+    """A config key that a row checks.
 
     Attributes:
-        key: Of verl's config; with ``rhyme.`` in front of ours.
-        refused: Whether this value of it is, in this run; by default whether it is set at all.
-        remedy: Instead of the row's.
-        beside: Keys that the refusal names as well.
+        key: Key of verl's config, or ``rhyme.`` and a key of the rhyme tree.
+        refused: Predicate on the value and the run; by default, any true value is refused.
+        remedy: Remedy that replaces the row's.
+        named_with: Further keys that the refusal names.
     """
 
     key: str
     refused: Callable[[Any, Run], bool] = lambda value, run: bool(value)
     remedy: str = ""
-    beside: tuple[str, ...] = ()
+    named_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Row:
-    """What cannot go together for one reason.
+    """Options that are refused for the same reason.
 
     Attributes:
-        options: Each is refused by itself.
-        when: Of which runs the row speaks.
-        reason: Why.
-        remedy: What to do instead.
-        beside: Keys that each refusal names as well.
+        options: Options, each refused independently of the others.
+        when: Predicate on the runs that the row applies to.
+        reason: Reason of the refusal.
+        remedy: Remedy, unless the option has its own.
+        named_with: Further keys that each refusal names.
     """
 
     options: tuple[Option, ...]
     when: Callable[[Run], bool]
     reason: str
     remedy: str
-    beside: tuple[str, ...] = ()
+    named_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What of a config is refused, in one line, and how to mend it, in another, unless the first says that, too."""
+    """A refused setting: the problem in one line, and the remedy unless ``detail`` contains it."""
 
     detail: str
     remedy: str = ""
@@ -168,7 +168,7 @@ def _differs_from(key: str) -> Callable[[Any, Run], bool]:
 
 
 def _recurrent(path: Any, run: Run) -> bool:
-    """The model's ``config.json`` is on this machine and shows recurrent layers; engines look at all models' layers."""
+    """Whether a local ``config.json`` declares recurrent layers; engines check the loaded model's layers as well."""
     file = model_folder.find(str(path))
     try:
         return file is not None and bool(recurrent.recurrent(model_folder.read(file)))
@@ -176,26 +176,25 @@ def _recurrent(path: Any, run: Run) -> bool:
         return False
 
 
-def _uncoupled(coupled: bool | None, run: Run) -> bool:
-    """Nothing is regenerated that could repeat itself."""
+def _coupled_without_regeneration(coupled: bool | None, run: Run) -> bool:
     return bool(coupled) and not (run.rules.redrafts if run.rules else run.pipeline)
 
 
-def _torn(unit: str | None, run: Run) -> bool:
-    """Trajectories are trained one by one, and something compares a prompt's samples."""
+def _splits_groups(unit: str | None, run: Run) -> bool:
+    """Whether trajectories are trained one by one although the estimator or filter compares a prompt's samples."""
     alone = run.rules is not None and run.rules.unit == "trajectory"
     return alone and (bool(run.value(_FILTER)) or run.value(_ESTIMATOR) not in SINGLE_ESTIMATORS)
 
 
 def _uncorrected(loss: str | None, run: Run) -> bool:
-    if loss == "bypass_mode":  # verl's V1 trainer hands it options of its own
+    if loss == "bypass_mode":  # verl's V1 trainer gives this loss a separate correction config
         own = run.value("actor_rollout_ref.actor.policy_loss.rollout_correction") or {}
         return own.get("loss_type") == "reinforce" and not (own.get("rollout_is") or own.get("rollout_rs"))
     kinds = [run.value(f"{_CORRECTION}.{name}") for name in ("rollout_is", "rollout_rs")]
     return loss in RATIO_FREE_LOSSES and (bool(run.value(f"{_CORRECTION}.bypass_mode")) or not any(kinds))
 
 
-def _rests(run: Run) -> bool:
+def _elastic(run: Run) -> bool:
     return run.rhyme is not None and run.rhyme.streaming.elastic.min_replicas is not None
 
 
@@ -209,11 +208,11 @@ TABLE = (
             Option("trainer.use_v1", lambda v1, run: v1 is not None and not v1, "drop it"),
             Option(f"{_ROLLOUT}.disaggregation.enabled"),
             *_engine("kv_transfer_config", "worker_extension_cls"),
-            Option(f"{_ENGINE}.config", remedy=f"set the options that are in that file in {_ENGINE}"),
+            Option(f"{_ENGINE}.config", remedy=f"move the options of that file to {_ENGINE}"),
         ),
         _rhyme,
-        "rhyme works with verl's V1 trainer and vllm: prefill and decoding in one engine, rhyme's own worker extension "
-        "and options that can be read",
+        "rhyme requires verl's V1 trainer and vLLM, with prefill and decoding in one engine, rhyme's own worker "
+        "extension, and all engine options in verl's config",
         f"drop it, or set {CONFIG_PATH}.enable=false",
     ),
     Row(
@@ -229,9 +228,9 @@ TABLE = (
             *_engine("diffusion_config"),
         ),
         lambda run: run.drafting,
-        "rhyme drafts one next token after the other in vLLM's synchronous scheduler, and verifies whole steps in its "
-        "own sampler; this puts something else there",
-        f"drop the first, or set {_NO_DRAFTING}",
+        "rhyme drafts token by token in vLLM's synchronous scheduler and verifies whole batches in its own sampler; "
+        "this option replaces one of them",
+        f"drop the first option, or set {_NO_DRAFTING}",
         (_DRAFTING,),
     ),
     Row(
@@ -245,7 +244,7 @@ TABLE = (
             for name, key in VERLS.items()
         ),
         _rhyme,
-        "verl and rhyme size replicas, slots and the order of requests by verl's own key",
+        "verl and rhyme read this setting from verl's own key",
         f"set that key of {_ROLLOUT} instead",
     ),
     Row(
@@ -255,21 +254,22 @@ TABLE = (
         recurrent.REMEDY,
         (_DRAFTING,),
     ),
-    # vLLM answers a question to all workers with the first engine's answer (DPLBAsyncMPClient.call_utility_async): that
-    # another one runs without our proposer or sampler would go unseen, and its counts would be lost.
+    # DPLBAsyncMPClient.call_utility_async returns the first engine's answer only: rhyme could not see that another
+    # engine runs without its proposer or sampler, and would lose that engine's counts.
     Row(
         (Option(f"{_ROLLOUT}.data_parallel_size", lambda size, run: int(size or 1) > 1),),
         lambda run: run.drafting,
-        "vLLM shows the first of a replica's engines only",
-        f"set {_ROLLOUT}.data_parallel_size=1: verl then makes that many times the replicas of the same GPUs; or set "
-        f"{CONFIG_PATH}.enable=false (a mixture of experts that needs it for its experts)",
+        "vLLM returns the answers of a replica's first engine only, so that rhyme cannot check the other ones",
+        f"set {_ROLLOUT}.data_parallel_size=1 (verl then starts more replicas on the same GPUs), or "
+        f"{CONFIG_PATH}.enable=false if a mixture-of-experts model requires data parallelism",
         (_DRAFTING,),
     ),
     Row(
-        (Option("rhyme.sampling.coupled", _uncoupled),),
+        (Option("rhyme.sampling.coupled", _coupled_without_regeneration),),
         _rhyme,
-        "only a response that is regenerated, with its own text as draft, can repeat itself",
-        "drop it: null couples wherever that is so",
+        "coupled sampling applies to responses that are regenerated with their own text as the draft, and this run has "
+        "none",
+        "drop it: null couples the samples where responses are regenerated",
         (_DRAFTING, _BOUND),
     ),
     Row(
@@ -299,24 +299,24 @@ TABLE = (
             Option("skip.rollout_tq.enable"),
             Option(
                 "actor_rollout_ref.actor.shuffle",
-                remedy=f"drop it; {CONFIG_PATH}.scheduling.order=0 shuffles an update",
+                remedy=f"drop it; {CONFIG_PATH}.scheduling.order=0 shuffles each training batch",
             ),
             Option(
                 "data.gen_batch_size",
                 lambda size, run: size not in (None, 1),
-                f"drop it; {CONFIG_PATH}.scheduling.in_flight says how much is loaded",
+                f"drop it; {CONFIG_PATH}.scheduling.in_flight sets how many batches are loaded",
             ),
             Option(
                 f"{_QUEUE}.SimpleStorage.total_storage_size",
                 lambda limit, run: limit is not None and run.value(f"{_QUEUE}.storage_backend") == "SimpleStorage",
-                f"set {_QUEUE}.SimpleStorage.total_storage_size=null (no limit), as {_OTHERS} do: a sample that finds "
-                "no room would be lost",
+                f"set {_QUEUE}.SimpleStorage.total_storage_size=null (no limit), as {_OTHERS} do: samples above the "
+                "limit would be lost",
             ),
         ),
         lambda run: run.pipeline,
-        "the pipeline itself decides what is loaded and started, which engines generate it in which order, what an "
-        "update trains, and that each update is a policy version",
-        "drop the first, or use +rhyme=histospec (verl's own schedule)",
+        "the pipeline itself decides which prompts are loaded and started, which engines generate them in which order, "
+        "and which samples a training step takes; each training step makes one policy version",
+        "drop the first option, or use +rhyme=histospec (verl's own schedule)",
         (_BOUND,),
     ),
     Row(
@@ -334,22 +334,23 @@ TABLE = (
             ),
         ),
         lambda run: run.stale,
-        "tokens of earlier policies are trained by the log-probabilities they were sampled with, and this goes "
-        "without: it is exact for the current policy's own tokens only",
-        f"choose another one, or set {CONFIG_PATH}.max_staleness=0",
+        "stale tokens are corrected with the log-probabilities of the policy that sampled them; this setting leaves "
+        "the correction out and is exact for on-policy tokens only",
+        f"choose another value, or set {CONFIG_PATH}.max_staleness=0",
         (_BOUND,),
     ),
     Row(
         (Option(f"{_ROLLOUT}.enable_rollout_routing_replay"),),
         lambda run: run.rules is not None and run.rules.continues,
-        "the experts of a response that several policies, or replicas, made cannot be replayed",
+        "the expert routing of a response that several policies or replicas generated cannot be replayed",
         f"set it to false, or {CONFIG_PATH}.scheduling.at_version=regenerate",
         (_BOUND,),
     ),
     Row(
-        (Option("rhyme.scheduling.unit", _torn),),
+        (Option("rhyme.scheduling.unit", _splits_groups),),
         lambda run: run.pipeline,
-        "trajectories that are trained one by one tear groups apart, which the estimator or the filter compares",
+        "training trajectories one by one splits groups, but the estimator or the filter compares the samples of a "
+        "group",
         f"set {CONFIG_PATH}.scheduling.unit=group",
         (_ESTIMATOR, _FILTER),
     ),
@@ -358,13 +359,13 @@ TABLE = (
             Option(
                 "rhyme.streaming.elastic.min_replicas",
                 lambda least, run: run.rules is None or not run.rules.starts_through_training,
-                beside=(_MODE, _BOUND),
+                named_with=(_MODE, _BOUND),
             ),
             Option(_BACKEND, lambda backend, run: backend in _ALL_AT_ONCE),
         ),
-        _rests,
-        "replicas rest where separate engines generate while the actor trains, and return with weights that they take "
-        "alone",
+        _elastic,
+        "replicas can stop and return only on separate engines that generate during training, with a backend that "
+        "sends weights to a single replica",
         f"set {_MODE}=separate_async, max_staleness to at least 1 and {_BACKEND}=relay or nccl, or drop "
         "streaming.elastic.min_replicas",
     ),
@@ -379,7 +380,7 @@ TABLE = (
             ),
         ),
         _rhyme,
-        "the relay carries weights through shared memory to separate engines; colocated ones take them from the actor "
+        "the relay sends weights to separate engines through shared memory; colocated engines take them from the actor "
         "(naive)",
         f"drop the override of the backend, or set {_MODE}=separate_async",
         (_MODE,),
@@ -392,13 +393,13 @@ TABLE = (
                 f"set {CONFIG_PATH}.max_staleness, as {_OTHERS} do, or placement.policy=null",
                 (_BOUND,),
             ),
-            Option(f"{_ROLLOUT}.router_config_path", beside=(_PLACEMENT,)),
-            Option(f"{_ROLLOUT}.full_determinism", beside=(_PLACEMENT,)),
+            Option(f"{_ROLLOUT}.router_config_path", named_with=(_PLACEMENT,)),
+            Option(f"{_ROLLOUT}.full_determinism", named_with=(_PLACEMENT,)),
         ),
         lambda run: run.rhyme is not None and run.rhyme.placement.policy is not None,
-        "one router places requests: verl's, your own, or ours by a placement, which goes by lengths that the pipeline "
-        "expects",
-        f"drop the first, or set {CONFIG_PATH}.placement.policy=null",
+        "a single router assigns requests to replicas: verl's, your own, or rhyme's, which uses the response lengths "
+        "that the pipeline predicts",
+        f"drop the first option, or set {CONFIG_PATH}.placement.policy=null",
     ),
     Row(
         (
@@ -406,20 +407,20 @@ TABLE = (
             Option(_BACKEND, lambda backend, run: backend == "relay"),
         ),
         lambda run: run.rhyme is None,
-        f"it needs {CONFIG_PATH}.enable=true, which all presets but off set",
-        "for stock verl use +rhyme=off, or none, and drop the override",
+        f"this setting requires {CONFIG_PATH}.enable=true, which all presets except off set",
+        "for stock verl, use +rhyme=off or no preset, and drop the override",
     ),
 )
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
-    """Those options that :data:`TABLE` refuses, and rules that contradict each other.
+    """Yield the options that :data:`TABLE` refuses, and contradictory rules.
 
     Imports neither verl nor an engine.
 
     Args:
         config: verl's whole config.
-        rhyme: Our tree in it; ``None`` without rhyme.
+        rhyme: Rhyme tree of the config; ``None`` without rhyme.
     """
     rules = None
     try:
@@ -432,22 +433,22 @@ def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
             continue
         for option in row.options:
             if option.refused(run.value(option.key), run):
-                keys = (option.key, *option.beside, *row.beside)
-                told = " with ".join(_told(key, run.value(key)) for key in keys)
-                yield Refusal(f"{told}: {row.reason}", option.remedy or row.remedy)
+                keys = (option.key, *option.named_with, *row.named_with)
+                settings = " with ".join(_setting(key, run.value(key)) for key in keys)
+                yield Refusal(f"{settings}: {row.reason}", option.remedy or row.remedy)
 
 
 def group_not_found(name: str) -> Refusal:
-    """Of ``+rhyme=name`` that hydra took for a plain value: its config group was not there."""
+    """Return the refusal of a ``+rhyme=name`` that hydra took for a plain value because it found no config group."""
     if name in PRESETS:
-        remedy = "verl-rhyme is not installed beside verl (pip show verl-rhyme): install it there"
+        remedy = "verl-rhyme is not installed in verl's environment (pip show verl-rhyme): install it there"
     else:
         groups = " or ".join(f"+rhyme={preset}" for preset in PRESETS if preset != "off")
-        remedy = f"there is no such group; use {groups}, or nothing for stock verl"
+        remedy = f"no such preset; use {groups}, or drop +rhyme for stock verl"
     return Refusal(f"+rhyme={name} did not find its config group", remedy)
 
 
-def _told(key: str, value: Any) -> str:
+def _setting(key: str, value: Any) -> str:
     key = f"{CONFIG_PATH}{key.removeprefix('rhyme')}" if key.startswith("rhyme.") else key
     if OmegaConf.is_config(value):
         return key

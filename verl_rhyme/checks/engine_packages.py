@@ -1,7 +1,7 @@
-"""What a training engine imports on a GPU, beyond verl's own dependencies, and how to get it.
+"""Packages that training engines import on a GPU in addition to verl's dependencies, and how to install them.
 
-Two of the packages are built from source against one torch and one CUDA: that they are installed says little, so they
-are imported.
+Two of the packages are built from source against one version of torch and CUDA. An installed package may be broken, so
+the check imports it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-#: verl's own image for vLLM 0.24.0 (its docker/README.md), which has all of it.
+#: verl's image for vLLM 0.24.0 (its docker/README.md), which contains all of these packages.
 IMAGE = "verlai/verl:vllm024.latest"
 
-_ELSEWHERE = f", or take {IMAGE}: recipes/README.md, Start"
+_ELSEWHERE = f", or use the image {IMAGE}: recipes/README.md, Start"
 
 
 @dataclass(frozen=True)
 class Package:
-    """One import: the ``module``, what it is ``used_for``, and the command that brings it, ``remedy``."""
+    """A required package: its ``module``, its use ``used_for``, and the command that installs it, ``remedy``."""
 
     module: str
     used_for: str
@@ -49,16 +49,16 @@ FSDP_ATTENTION = Package(
     "FSDP's attention (attn_implementation=flash_attention_2, verl's default)",
     f"bash requirements/build.sh flash-attn{_ELSEWHERE}",
 )
-#: What verl's Megatron engine needs as verl and the recipes configure it.
+#: Packages of verl's Megatron engine as verl and the recipes configure it.
 MEGATRON_ENGINE = (MEGATRON, MBRIDGE, TRANSFORMER_ENGINE, MEGATRON_ATTENTION)
 
 
 def missing(packages: Iterable[Package], load: bool = True) -> list[tuple[Package, str]]:
-    """Those that cannot be imported, and why.
+    """Return the packages that cannot be imported, with the error of each.
 
     Args:
-        packages: Imported in this order, in one process of its own, after torch.
-        load: ``False`` looks only whether they are installed, which takes no time.
+        packages: Packages to import in this order, after torch, in one subprocess.
+        load: ``False`` only checks whether the packages are installed, without imports.
     """
     packages = list(packages)
     if not load:
@@ -75,7 +75,7 @@ def missing(packages: Iterable[Package], load: bool = True) -> list[tuple[Packag
     )
     command = [sys.executable, "-c", code, *(package.module for package in packages)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:  # a library took the process down
+    if done.returncode:  # a library killed the process
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         return [(package, f"the import ended the process: {last}") for package in packages]
     errors = json.loads(done.stdout.splitlines()[-1])

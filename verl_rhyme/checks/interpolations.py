@@ -1,13 +1,13 @@
-"""What YAML may interpolate where verl-rhyme is installed (the plugin registers it).
+"""OmegaConf resolvers that presets and users' YAML may use; the plugin registers them.
 
 ``${rhyme.if_separate:A,B}``
     A where ``trainer.v1.trainer_mode=separate_async``, else B.
 ``${rhyme.preset:}``
-    What the run is called (:mod:`verl_rhyme.config.run_name`).
+    Name of the run (:mod:`verl_rhyme.config.run_name`).
 ``${rhyme.quotient:A,B}``
-    A whole number of times that B is in A.
+    A divided by B, rounded down.
 ``${rhyme.rollout_is:}``
-    ``token`` where the rules in force let tokens of earlier policies be trained, else ``null``.
+    ``token`` where the run trains stale tokens, else ``null``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a seam is, and how its shape is compared with what is installed. The lists of them are in ``seams/``."""
+"""Definition of a seam, and its comparison with the installed packages. The lists of seams are in ``seams/``."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-#: From a Ray actor class to the Python class below it.
+#: Path from a Ray actor class to the Python class that it wraps.
 RAY_CLASS = ".__ray_metadata__.modified_class"
 
 
 @dataclass(frozen=True)
 class Seam:
-    """One place and its shape; what is left empty is not checked.
+    """An object of verl or vLLM that verl-rhyme relies on, and its expected shape; empty fields are not checked.
 
     Attributes:
-        target: ``"module:qualname"``.
-        used_for: What of ours breaks when the place changes.
-        signature: Parameters without defaults and annotations, exactly: for what we override.
-        accepts: Parameters that must be among those it takes: for what we only call.
-        has: Attributes of the target that must exist.
-        contains: Pieces of its source (blanks do not count): for behaviour that no signature shows.
-        implemented_by: ``"module:qualname"`` of our subclass, which must leave none of its methods abstract.
+        target: Object, as ``"module:qualname"``.
+        used_for: Feature of verl-rhyme that breaks when the object changes.
+        signature: Exact parameters without defaults and annotations, for objects that verl-rhyme overrides.
+        accepts: Parameters that the object must take, for objects that verl-rhyme only calls.
+        has: Attributes that the object must have.
+        contains: Pieces of the object's source (without regard to blanks), for behaviour that no signature shows.
+        implemented_by: ``"module:qualname"`` of a subclass in verl-rhyme, which must leave no method abstract.
     """
 
     target: str
@@ -36,23 +36,23 @@ class Seam:
 
     @property
     def name(self) -> str:
-        """Short and readable: the qualname without Ray's wrapping, or the module."""
+        """Qualified name without Ray's wrapper, or the module."""
         module, _, qualname = self.target.partition(":")
         return qualname.replace(RAY_CLASS, "") or module
 
 
 def find(target: str) -> Any:
-    """The object at ``"module:qualname"`` (or ``"module"``).
+    """Return the object at ``"module:qualname"`` (or ``"module"``).
 
     Raises:
-        ImportError, AttributeError: It is not there.
+        ImportError, AttributeError: The object does not exist.
     """
     module, _, qualname = target.partition(":")
     return functools.reduce(getattr, qualname.split(".") if qualname else [], importlib.import_module(module))
 
 
 def check(seam: Seam) -> str | None:
-    """What is wrong with ``seam`` in the installed packages, or ``None``; never raises."""
+    """Return the mismatch between ``seam`` and the installed packages, or ``None``; never raises."""
     try:
         found = find(seam.target)
         problems = [*_signature_problems(seam, found), *_source_problems(seam, found)]
@@ -60,7 +60,7 @@ def check(seam: Seam) -> str | None:
         if seam.implemented_by is not None:
             ours = find(seam.implemented_by)
             if not issubclass(ours, found):
-                problems.append(f"{seam.implemented_by} is no subclass of it")
+                problems.append(f"{seam.implemented_by} is not a subclass of it")
             problems += [
                 f"{seam.implemented_by} lacks {name!r}" for name in sorted(getattr(ours, "__abstractmethods__", ()))
             ]

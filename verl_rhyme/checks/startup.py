@@ -1,4 +1,4 @@
-"""What must be right before anything heavy starts. Called before Ray does, for commands with a rhyme tree."""
+"""Checks of versions, config, files and shared memory before Ray starts, for runs with a rhyme tree."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from verl_rhyme.router import router_file
 
 logger = logging.getLogger(__name__)
 
-#: The releases whose seams this version was built on; the doctor checks the same.
+#: Supported releases of verl and vLLM; the doctor checks the same ones.
 SUPPORTED = {"verl": "0.9.1", "vllm": "0.24.0"}
 
-#: What a weight sync through /dev/shm needs at least.
+#: Minimum of /dev/shm for a weight sync, in bytes.
 SHM_BYTES = 256 << 20
 
 
 def check(config: Any) -> None:
-    """Refuse, with how to mend it, what would fail later or be ignored in silence.
+    """Refuse settings that would fail later or be silently ignored.
 
     Args:
-        config: verl's whole config. Without a rhyme tree, or with ``enable=false``, only that nothing of ours that
-            needs rhyme is left in it.
+        config: verl's whole config. Without a rhyme tree, or with ``enable=false``, only settings that require rhyme
+            are refused.
 
     Raises:
-        ConfigError: See the message.
+        ConfigError: The run would fail; the message has the reason and the remedy.
     """
     if isinstance(config.get("rhyme"), str):
         raise ConfigError(str(combinations.group_not_found(config.rhyme)))
@@ -48,18 +48,18 @@ def check(config: Any) -> None:
     check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
-    for found in loss_normalisation.contradictions(config, rhyme):
-        logger.warning("%s", found)
-    if (told := stale_tokens.uncorrected(config, rhyme)) is not None:
-        logger.warning("%s; %s", told, stale_tokens.REMEDY)
+    for contradiction in loss_normalisation.contradictions(config, rhyme):
+        logger.warning("%s", contradiction)
+    if (problem := stale_tokens.uncorrected(config, rhyme)) is not None:
+        logger.warning("%s; %s", problem, stale_tokens.REMEDY)
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
-    """What a config is refused for, whatever the machine: the preflight lists it, start-up raises the first.
+    """Return all refusals of a config that do not depend on the machine.
 
     Args:
         config: verl's whole config.
-        rhyme: Our tree in it; ``None`` without rhyme.
+        rhyme: Rhyme tree of the config; ``None`` without rhyme.
     """
     found = list(combinations.refusals(config, rhyme))
     if rhyme is None:
@@ -77,10 +77,10 @@ def _check_versions() -> None:
         try:
             found = version(package)
         except PackageNotFoundError:
-            raise ConfigError(f"{package} is not installed; verl-rhyme needs {package}=={supported}") from None
+            raise ConfigError(f"{package} is not installed; verl-rhyme requires {package}=={supported}") from None
         if Version(found).base_version != supported:
             raise ConfigError(
-                f"{package} {found} is installed, verl-rhyme supports {supported}: "
+                f"{package} {found} is installed, but verl-rhyme supports {package} {supported}: "
                 f"pip install '{package}=={supported}', or set {CONFIG_PATH}.enable=false"
             )
 
@@ -91,19 +91,19 @@ def _check_plugin() -> None:
     failures = [*plugin.FAILURES, *map(str, patches.refused())]
     if failures:
         listed = "\n  ".join(failures)
-        raise ConfigError(f"verl-rhyme could not be set up (see `verl-rhyme doctor`):\n  {listed}")
+        raise ConfigError(f"verl-rhyme cannot patch verl or vLLM (run `verl-rhyme doctor`):\n  {listed}")
 
 
 def check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
-    """A manager of somebody's own is one of ours with something added; its class is imported to see that.
+    """Check that a user's own agent loop manager derives from rhyme's; imports its class.
 
     Raises:
-        ConfigError: It is not, or cannot be imported.
+        ConfigError: The class does not derive from rhyme's manager, or cannot be imported.
     """
     from omegaconf import OmegaConf
 
     name = OmegaConf.select(config, MANAGER)
-    if name in (DRAFTING_MANAGER, PIPELINE_MANAGER, None):  # the table's; verl's own lacks the samples' numbers only
+    if name in (DRAFTING_MANAGER, PIPELINE_MANAGER, None):  # combinations.TABLE refuses the wrong ones of these
         return
     from verl.utils.import_utils import load_class_from_fqn
 
@@ -114,8 +114,8 @@ def check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
         raise ConfigError(f"{MANAGER}={name} cannot be imported: {error}") from error
     if not known:
         raise ConfigError(
-            f"{MANAGER}={name} does not derive from {needed}, which rhyme needs there: put that in the "
-            "place of verl's manager among its bases, or drop the override"
+            f"{MANAGER}={name} does not derive from {needed}, which rhyme requires: replace verl's manager among its "
+            "bases with that class, or drop the override"
         )
 
 
@@ -124,11 +124,11 @@ def _check_files(config: Any) -> None:
         files = config.data.get(option) or []
         for file in [files] if isinstance(files, str) else files:
             if "://" not in str(file) and not os.path.exists(os.path.expanduser(str(file))):
-                raise ConfigError(f"data.{option}: no file {file}; make or download the dataset, or mend the path")
+                raise ConfigError(f"data.{option}: no file {file}; create or download the dataset, or correct the path")
 
 
 def _check_shared_memory() -> None:
-    """verl moves weights through /dev/shm where devices have no IPC."""
+    """Check the room in /dev/shm, through which verl sends weights where devices have no IPC."""
     from verl.plugin.platform import get_platform
 
     if get_platform().is_ipc_supported():
@@ -136,9 +136,9 @@ def _check_shared_memory() -> None:
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
-        raise ConfigError(f"no shared memory ({error}): mount a tmpfs on /dev/shm; weights go through it") from None
+        raise ConfigError(f"no shared memory ({error}): mount a tmpfs on /dev/shm for the weight sync") from None
     if free < SHM_BYTES:
         raise ConfigError(
-            f"/dev/shm has {free >> 20} MiB free, weights need at least {SHM_BYTES >> 20}: free some, or start the "
-            "container with a larger --shm-size"
+            f"/dev/shm has {free >> 20} MiB free, the weight sync needs at least {SHM_BYTES >> 20} MiB: free shared "
+            "memory, or start the container with a larger --shm-size"
         )

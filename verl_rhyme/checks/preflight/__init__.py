@@ -1,1 +1,1 @@
-"""What can be known of a run before anything heavy starts: its config, its memory, and what would stop it."""
+"""Preflight of a run: its composed config, its estimated memory, and problems that would stop it."""

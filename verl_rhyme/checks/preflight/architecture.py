@@ -1,4 +1,4 @@
-"""The shape of a dense decoder, read from the ``config.json`` of its Hugging Face folder."""
+"""Shape of a dense decoder, read from the ``config.json`` of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any
 
 from verl_rhyme.drafting.recurrent import recurrent
 
-#: ``model_type`` of the architectures whose tensors are counted here.
+#: Values of ``model_type`` with an estimate.
 KNOWN = ("llama", "qwen2", "qwen3")
 
 
 class UnknownArchitecture(ValueError):
-    """Not one of :data:`KNOWN`, or with recurrent layers: nothing is estimated rather than something wrong."""
+    """The architecture is not one of :data:`KNOWN`, or has recurrent layers, and is not estimated."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of RMSNorm, grouped-query attention and SwiGLU; counts of parameters, not bytes.
+    """Decoder with RMSNorm, grouped-query attention and SwiGLU; its sizes count parameters, not bytes.
 
     Attributes:
-        layers, hidden, ffn, heads, kv_heads, head_dim, vocab: As in ``config.json``.
-        tied: Input and output embedding are one tensor.
-        qkv_bias, out_bias, mlp_bias: Which linear layers have a bias.
-        qk_norm: Queries and keys are normalised per head (Qwen3).
+        name: ``model_type``.
+        layers, hidden, ffn, heads, kv_heads, head_dim, vocab: Sizes of ``config.json``.
+        tied: Whether input and output embedding are one tensor.
+        qkv_bias, out_bias, mlp_bias: Whether these linear layers have a bias.
+        qk_norm: Whether queries and keys are normalised per head (Qwen3).
     """
 
     name: str
@@ -43,13 +44,13 @@ class Architecture:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Architecture:
-        """From a parsed ``config.json``.
+        """Return the architecture of a parsed ``config.json``.
 
         Raises:
-            UnknownArchitecture: ``model_type`` is none of :data:`KNOWN`, or a size is missing.
+            UnknownArchitecture: ``model_type`` is not in :data:`KNOWN`, the model is recurrent, or a size is missing.
         """
         if sign := recurrent(config):
-            raise UnknownArchitecture(f"recurrent layers ({sign}): neither they nor their states are estimated")
+            raise UnknownArchitecture(f"the memory of recurrent layers ({sign}) and their states is not estimated")
         kind = config.get("model_type")
         if kind not in KNOWN:
             raise UnknownArchitecture(f"unknown architecture {kind!r}: not estimated (known: {', '.join(KNOWN)})")
@@ -72,7 +73,7 @@ class Architecture:
                 qk_norm=kind == "qwen3",
             )
         except KeyError as missing:
-            raise UnknownArchitecture(f"config.json of a {kind} without {missing}: not estimated") from None
+            raise UnknownArchitecture(f"config.json of {kind} has no {missing}: not estimated") from None
 
     @property
     def query(self) -> int:
@@ -81,17 +82,17 @@ class Architecture:
 
     @property
     def key(self) -> int:
-        """Width of all keys of a token; values are as wide."""
+        """Width of all keys of a token, and of all values."""
         return self.kv_heads * self.head_dim
 
     @property
     def embedding(self) -> int:
-        """One V x h table."""
+        """Parameters of one embedding table, V x h."""
         return self.vocab * self.hidden
 
     def layer(self, tp: int = 1) -> int:
-        """One layer on one of ``tp`` tensor-parallel ranks: matrices are split, norms are not."""
-        key = self.head_dim * max(1, self.kv_heads // tp) * tp  # fewer key heads than ranks: each rank holds one
+        """Return a layer's parameters on one of ``tp`` tensor-parallel ranks, which split matrices but not norms."""
+        key = self.head_dim * max(1, self.kv_heads // tp) * tp  # each rank holds at least one key head
         matrices = self.hidden * (2 * self.query + 2 * key + 3 * self.ffn)
         biases = self.qkv_bias * (self.query + 2 * key) + self.mlp_bias * 2 * self.ffn
         whole = 2 * self.hidden + self.qk_norm * 2 * self.head_dim + (self.out_bias + self.mlp_bias) * self.hidden
@@ -99,14 +100,14 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        """All of the model."""
+        """Parameters of the whole model."""
         return self.layers * self.layer() + self.hidden + self.embedding * (1 if self.tied else 2)
 
     def rank_parameters(self, tp: int = 1, pp: int = 1) -> int:
-        """Of the fullest pipeline stage, on one tensor-parallel rank.
+        """Return the parameters of the largest pipeline stage on one tensor-parallel rank.
 
-        The first stage has the input embedding, the last one the output embedding (also when tied: a stage of its own
-        needs its own copy) and the final norm.
+        The first stage has the input embedding. The last one has the output embedding (a copy if tied) and the final
+        norm.
         """
         if pp == 1:
             tables = self.embedding * (1 if self.tied else 2)

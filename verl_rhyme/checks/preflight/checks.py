@@ -1,8 +1,8 @@
-"""What would stop a run, found before anything heavy starts. Each finding says how to mend it.
+"""All checks of a run before it starts; each problem comes with a remedy.
 
-:mod:`.config_checks` look at the config alone, :mod:`.machine_checks` compare it with what is here. A dry run may
-happen on another machine than the run, so there the latter warn where they would fail; so do versions. Another run's
-checkpoints in this run's folder are no lack of this machine, and fail there, too.
+:mod:`.config_checks` check the config alone, :mod:`.machine_checks` compare it with this machine. A dry run may be on
+another machine than the run, so its machine checks and versions warn instead of failing. Another run's checkpoints in
+the run folder fail in a dry run as well.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from verl_rhyme.checks.preflight.plan import ENGINES, Plan, check_numbers, read
 
 @dataclass(frozen=True)
 class Preflight:
-    """All that was found.
+    """Result of a preflight.
 
     Attributes:
-        checks: What fails, then what warns, then what is fine; each in the order of what would stop a run first.
-        plan: What verl will do with the config.
-        estimate: ``None`` where the model or the strategy is not known; a check says why.
-        machine: What is here.
+        checks: Findings: failures, then warnings, then passed checks.
+        plan: Plan of the run.
+        estimate: Memory estimate, ``None`` where the model or the strategy is unknown; a check reports the reason.
+        machine: This machine.
     """
 
     checks: list[Check]
@@ -37,24 +37,24 @@ class Preflight:
 
     @property
     def failed(self) -> int:
-        """Findings that would stop the run."""
+        """Number of failures, which would stop the run."""
         return sum(check.status == FAIL for check in self.checks)
 
 
 def examine(
     config: Any, dry_run: bool = False, with_doctor: bool = True, notes: Mapping[str, str] | None = None
 ) -> Preflight:
-    """All checks of a resolved config on this machine.
+    """Run all checks of a resolved config on this machine.
 
     Args:
-        config: From :func:`verl_rhyme.checks.preflight.compose.compose`.
-        dry_run: What only this machine lacks warns instead of failing, and the doctor looks at versions only.
-        with_doctor: Look at Python, packages, plugin and patches at all; 20 to 45 s unless ``dry_run``.
-        notes: Of :func:`verl_rhyme.checks.preflight.run_folder.describe`.
+        config: Config from :func:`verl_rhyme.checks.preflight.compose.compose`.
+        dry_run: Whether machine checks warn instead of failing, and the doctor checks versions only.
+        with_doctor: Whether to check Python, packages, plugin and patches; takes 20 to 45 s unless ``dry_run``.
+        notes: Notes of :func:`verl_rhyme.checks.preflight.run_folder.describe`.
 
     Raises:
-        ConfigError: A size is no number.
-        ValueError: ``GPU_MEMORY_GB`` is no number.
+        ConfigError: A size is not a number.
+        ValueError: ``GPU_MEMORY_GB`` is not a number.
     """
     check_numbers(config)
     machine = look()
@@ -63,7 +63,7 @@ def examine(
     plan = read(config, positions)
     memory = machine.host_bytes if plan.device == "cpu" else machine.gpu_bytes
     found = estimate(model, plan, memory) if model else None
-    there: list[Check] = [
+    on_machine: list[Check] = [
         *machine_checks.datasets(config),
         *model_check,
         *machine_checks.reward_function(config, load=with_doctor and not dry_run),
@@ -71,24 +71,24 @@ def examine(
         *machine_checks.gpus(plan, machine),
     ]
     if found:
-        there += machine_checks.gpu_memory(found, plan)
-        there += machine_checks.host_memory(found, config, machine)
+        on_machine += machine_checks.gpu_memory(found, plan)
+        on_machine += machine_checks.host_memory(found, config, machine)
     history, copied = history_room.check(config)
-    there += machine_checks.disk(config, found, copied)
-    there += machine_checks.weights(config, plan, found)
-    there += machine_checks.ranker(config)
-    there += history
+    on_machine += machine_checks.disk(config, found, copied)
+    on_machine += machine_checks.weights(config, plan, found)
+    on_machine += machine_checks.ranker(config)
+    on_machine += history
     if dry_run or not with_doctor:
-        there += machine_checks.history_folder(config)
+        on_machine += machine_checks.history_folder(config)
     checks: list[Check] = []
     if dry_run:
         checks = doctor.versions()
     elif with_doctor:
         checks = doctor.examine(machine_checks.history_dir(config), engines=False)
     if dry_run:
-        checks, there = (
+        checks, on_machine = (
             [replace(check, status=WARN) if check.status == FAIL else check for check in part]
-            for part in (checks, there)
+            for part in (checks, on_machine)
         )
     checks += config_checks.rhyme(config)
     checks += config_checks.types(config)
@@ -103,9 +103,10 @@ def examine(
     checks += config_checks.load(config, plan)
     checks += config_checks.rollout(config, plan)
     checks += run_folder.check(config, notes)
-    checks += there
+    checks += on_machine
     if not found and model:
         known = ", ".join(ENGINES)
-        checks.append(Check("memory", WARN, f"strategy {plan.strategy}: not estimated (known: {known})", "none needed"))
+        detail = f"the memory of strategy {plan.strategy} is not estimated (known: {known})"
+        checks.append(Check("memory", WARN, detail, "none needed"))
     checks.sort(key=lambda check: (FAIL, WARN, OK).index(check.status))
     return Preflight(checks, plan, found, machine)

@@ -1,8 +1,8 @@
-"""The config that ``python -m verl.trainer.main_ppo ARGS`` would run with, without running it.
+"""Composition of the config of ``python -m verl.trainer.main_ppo ARGS``, without running the command.
 
-Hydra's own argument parser, search path and composer do the work, as behind verl's ``@hydra.main``. Its compose API
-takes no ``--config-dir`` and reads a relative ``--config-path`` from the caller's file, hence its ``_internal`` here;
-``tests/contract/test_preflight.py`` holds the result equal to what verl's command prints.
+The module calls hydra's argument parser, search path and composer, as verl's ``@hydra.main`` does. Hydra's compose API
+takes no ``--config-dir`` and resolves a relative ``--config-path`` from the caller's file, hence the imports of
+``_internal``. ``tests/contract/test_preflight.py`` compares the result with the output of verl's command.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 
 _ABSENT = object()
-#: The file of verl's ``@hydra.main``, and what that names.
+#: File of verl's ``@hydra.main``, and the config path and name that it sets.
 _MAIN, _CONFIG_PATH, _CONFIG_NAME = "trainer/main_ppo.py", "config", "ppo_trainer"
 
 
 def compose(arguments: Sequence[str]) -> DictConfig:
-    """Compose and resolve.
+    """Return the composed and resolved config of the given arguments.
 
     Args:
-        arguments: What stands after ``python -m verl.trainer.main_ppo``: ``--config-path``, ``--config-name``,
-            ``--config-dir`` and overrides, all optional. A relative ``--config-path`` counts from verl's
+        arguments: Arguments of ``python -m verl.trainer.main_ppo``: ``--config-path``, ``--config-name``,
+            ``--config-dir`` and overrides, all optional. A relative ``--config-path`` is relative to verl's
             ``main_ppo.py``, as with verl.
 
     Returns:
-        The whole tree without hydra's own node; no interpolation is left in it.
+        The whole config without hydra's own node and without interpolations.
 
     Raises:
-        ConfigError: It does not compose or not resolve; the message is hydra's, in one line, with the nearest key.
+        ConfigError: The config does not compose or resolve; the message is hydra's, in one line, with the nearest key.
     """
     parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]  # argparse would end the process
+    parser.error = _refuse  # type: ignore[method-assign]  # argparse would exit
     args = parser.parse_intermixed_args(list(arguments))
     if args.multirun:
-        raise ConfigError("--multirun is many configs: give the overrides of one")
+        raise ConfigError("--multirun is not supported: pass the overrides of a single run")
     main = _verl() / _MAIN
     state = GlobalHydra.instance(), HydraConfig.instance().cfg
     previous = state[0].hydra
@@ -76,19 +76,20 @@ def compose(arguments: Sequence[str]) -> DictConfig:
             try:
                 config = hydra.compose_config(name, args.overrides, RunMode.RUN, with_log_configuration=False)
             except HydraException as error:
-                raise ConfigError(_told(error, hydra, name, args.overrides)) from error
+                raise ConfigError(_message(error, hydra, name, args.overrides)) from error
         HydraConfig.instance().set_config(config)  # ${hydra:...} reads it
         config = hydra.get_sanitized_cfg(config, "job")
         OmegaConf.resolve(config)
         missing = [key for key in ("actor_rollout_ref", "data", "trainer") if key not in config]
         if missing:
-            begin = f"begin its defaults with `- {_CONFIG_NAME}`"
-            raise ConfigError(f"--config-name {name}: no {', '.join(missing)} in it; {begin}")
+            remedy = f"start its defaults with `- {_CONFIG_NAME}`"
+            raise ConfigError(f"--config-name {name}: no {', '.join(missing)} in it; {remedy}")
         return config
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_one_line(error)) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--config-name {name}: it, or a file of its defaults, is no UTF-8 text: {error}") from error
+        detail = f"--config-name {name}: the file, or a file of its defaults, is not UTF-8 text: {error}"
+        raise ConfigError(detail) from error
     finally:
         state[0].hydra = previous
         HydraConfig.instance().cfg = state[1]
@@ -96,28 +97,28 @@ def compose(arguments: Sequence[str]) -> DictConfig:
 
 @functools.cache
 def defaults(strategy: str) -> dict[str, Any]:
-    """verl's own values of all keys, not resolved, for an ``actor.strategy``: the file that verl generates of them."""
+    """Return verl's unresolved default config for an ``actor.strategy``, from the file that verl generates."""
     folder = _verl() / "trainer" / _CONFIG_PATH
     own = folder / f"_generated_ppo_{strategy}_trainer.yaml"  # FSDP has no file of its own
     found = OmegaConf.load(own if own.is_file() else folder / f"_generated_{_CONFIG_NAME}.yaml")
     return OmegaConf.to_container(found, resolve=False)  # type: ignore[return-value]
 
 
-def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[str]) -> str:
-    """The error in one line; of an unknown key, the nearest that there is."""
+def _message(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[str]) -> str:
+    """Return the error in one line; for an unknown key, with the nearest known key."""
     text = _one_line(error)
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override, text)
-    if text.endswith(f"Could not load '{_CONFIG_NAME}'"):  # --config-path takes the place of verl's own folder
+    if text.endswith(f"Could not load '{_CONFIG_NAME}'"):  # --config-path replaces verl's config folder
         search = "hydra: {searchpath: [pkg://verl.trainer.config]}"
-        return f"{text}; add `{search}` to {name}.yaml, or give its folder as --config-dir"
+        return f"{text}; add `{search}` to {name}.yaml, or pass its folder as --config-dir"
     key = getattr(error.__cause__, "full_key", None)
     wrong = [override for override in overrides if re.match(rf"{re.escape(str(key))}[.=@]", override)]
     if not (key and wrong):
         return text
     place, ours, option = wrong[0].partition("=")[0].partition("rhyme.")
     if ours and set(place.split(".")) <= {"", *CONFIG_PATH.split(".")} and f"{place}rhyme" != CONFIG_PATH:
-        return f"{wrong[0]}: there is no such key; did you mean {CONFIG_PATH}.{option}?"
+        return f"{wrong[0]}: unknown key; did you mean {CONFIG_PATH}.{option}?"
     parent, _, leaf = str(key).rpartition(".")
     try:
         rest = [override for override in overrides if override not in wrong]
@@ -127,13 +128,13 @@ def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[st
         below = re.split("[=@]", wrong[0].removeprefix(str(key)), maxsplit=1)[0]
         if not near or (below and OmegaConf.select(known, near[0] + below, default=_ABSENT) is _ABSENT):
             return text
-    except (HydraException, OmegaConfBaseException, TypeError):  # another override is wrong, too
+    except (HydraException, OmegaConfBaseException, TypeError):  # another override is also wrong
         return text
-    return f"{wrong[0]}: there is no such key; did you mean {parent}{'.' if parent else ''}{near[0]}{below}?"
+    return f"{wrong[0]}: unknown key; did you mean {parent}{'.' if parent else ''}{near[0]}{below}?"
 
 
 def _unreadable(override: str, text: str) -> str:
-    """Of an override that hydra's grammar does not take, which it is, and the same with its value in quotes."""
+    """Return the message for an override that hydra cannot parse, with a quoted value if that parses."""
     key, equals, value = override.partition("=")
     quoted = f'{key}="{value}"'
     try:
@@ -149,8 +150,8 @@ def _one_line(error: BaseException) -> str:
     lines = [line.strip().rstrip(".;") for text in texts for line in text.splitlines()]
     if "Config search path:" in lines:
         lines = lines[: lines.index("Config search path:")]
-    told = dict.fromkeys(line for line in lines if line and not line.startswith(("full_key", "object_type")))
-    return "; ".join(told).replace(":; ", ": ")  # of a heading, such as "Available options in 'rhyme':"
+    kept = dict.fromkeys(line for line in lines if line and not line.startswith(("full_key", "object_type")))
+    return "; ".join(kept).replace(":; ", ": ")  # after a heading, such as "Available options in 'rhyme':"
 
 
 @contextlib.contextmanager
@@ -158,7 +159,7 @@ def _packages_of_verl() -> Iterator[None]:
     """Let hydra find ``pkg://verl.trainer.config`` without running verl, whose import takes seconds."""
     added = []
     for name in ("verl", "verl.trainer", "verl.trainer.config"):
-        # the parents stand in sys.modules by now, so that nothing is imported to find the spec
+        # the parents are in sys.modules by now, so that find_spec imports nothing
         if name not in sys.modules and (spec := importlib.util.find_spec(name)) is not None:
             sys.modules[name] = importlib.util.module_from_spec(spec)
             added.append(name)
@@ -172,9 +173,9 @@ def _packages_of_verl() -> Iterator[None]:
 def _verl() -> Path:
     found = importlib.util.find_spec("verl")  # imports nothing
     if found is None or not found.submodule_search_locations:
-        raise ConfigError("verl is not installed here, and the config is its own: install verl==0.9.1")
+        raise ConfigError("verl is not installed, but the config needs verl's defaults: install verl==0.9.1")
     return Path(found.submodule_search_locations[0])
 
 
 def _refuse(message: str) -> None:
-    raise ConfigError(f"arguments after --: {message}; give them as for `python -m verl.trainer.main_ppo`")
+    raise ConfigError(f"arguments after --: {message}; pass the arguments of `python -m verl.trainer.main_ppo`")

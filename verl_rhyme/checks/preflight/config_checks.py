@@ -1,4 +1,4 @@
-"""What would stop a run whatever the machine: a config against itself and against what verl and vLLM assert later."""
+"""Checks of a config that do not depend on the machine, among them what verl and vLLM assert later."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from verl_rhyme.config.run_name import run_name
 from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.weights import BACKEND as RELAY
 
-#: What carries weights in verl 0.9.1 (``rollout.checkpoint_engine.backend``), and ours.
+#: Checkpoint-engine backends of verl 0.9.1 (``rollout.checkpoint_engine.backend``), and rhyme's relay.
 CARRIERS = ("naive", "nccl", "nixl", "mooncake", "kimi_ckpt_engine", "delta_sharded", RELAY)
 
-#: What ``checkpoint_engine.engine_kwargs.relay`` may have.
+#: Keys of ``checkpoint_engine.engine_kwargs.relay``.
 RELAY_KEYS = ("folder",)
 
-#: Of a finding whose text says how.
-_MEND = "mend what the message names"
+#: Remedy of a finding whose text contains the remedy.
+_SEE_TEXT = "correct the setting that this message names"
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def rhyme(config: Any) -> Iterator[Check]:
-    """The rhyme tree parses, and what it excludes is not set."""
+    """Check that the rhyme tree parses, and that nothing in the config is refused with it."""
     name = "rhyme"
     if isinstance(config.get("rhyme"), str):
         refusal = combinations.group_not_found(config.rhyme)
@@ -42,32 +42,32 @@ def rhyme(config: Any) -> Iterator[Check]:
     try:
         tree = config_tree.from_verl(config)
     except ConfigError as error:
-        yield Check(name, FAIL, str(error), _MEND)
+        yield Check(name, FAIL, str(error), _SEE_TEXT)
         return
-    found = startup.refusals(config, tree)
-    for refusal in found:
-        yield Check(name, FAIL, refusal.detail, refusal.remedy or _MEND)
-    if not found:
-        yield Check(name, OK, "no rhyme tree, or enable=false: stock verl" if tree is None else _what(tree, config))
+    refusals = startup.refusals(config, tree)
+    for refusal in refusals:
+        yield Check(name, FAIL, refusal.detail, refusal.remedy or _SEE_TEXT)
+    if not refusals:
+        yield Check(name, OK, "no rhyme tree, or enable=false: stock verl" if tree is None else _summary(tree, config))
 
 
-def _what(tree: RhymeConfig, config: Any) -> str:
+def _summary(tree: RhymeConfig, config: Any) -> str:
     rules, name = of_config(config, tree), run_name(tree)
     if rules is not None:
         name += " on separate engines" if rules.separate else " on colocated engines"
-    told = [name, f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}"]
+    parts = [name, f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}"]
     if tree.placement.policy:
-        told.append(f"placement {tree.placement.policy}")
+        parts.append(f"placement {tree.placement.policy}")
     if rules is not None:
-        told.append(f"rules in force: {rules.summary}")
-    return "; ".join(told)
+        parts.append(f"rules in force: {rules.summary}")
+    return "; ".join(parts)
 
 
 def types(config: Any) -> Iterator[Check]:
-    """A value where verl's default is a switch or a number is one, too; verl looks when a Ray worker takes it."""
+    """Check that values have the type of verl's default, a boolean or a number; verl checks this in its Ray workers."""
     mine = OmegaConf.to_container(config, resolve=False)
     for detail in _mistyped(mine, compose.defaults(str(config.actor_rollout_ref.actor.strategy)), ""):
-        yield Check("types", FAIL, detail, "mend the value")
+        yield Check("types", FAIL, detail, "correct the value")
 
 
 def _mistyped(mine: Any, theirs: Any, path: str) -> Iterator[str]:
@@ -89,16 +89,16 @@ TRAINER_MODES = tuple(TOPOLOGIES)
 
 
 def trainer_mode(config: Any) -> Iterator[Check]:
-    """Somebody registers it; verl asks once Ray and its task runner have started."""
+    """Check that the trainer mode is registered; verl checks this after the start of Ray and the task runner."""
     mode, key = str(config.trainer.v1.trainer_mode), "trainer.v1.trainer_mode"
-    if mode in TRAINER_MODES or _pipeline(config):  # of the pipeline the table tells it
+    if mode in TRAINER_MODES or _pipeline(config):  # with the pipeline, combinations.TABLE refuses other modes
         return
-    detail = f"{key}={mode} is none of {', '.join(TRAINER_MODES)}{_near(mode, TRAINER_MODES)}"
+    detail = f"{key}={mode} is not one of {', '.join(TRAINER_MODES)}{_near(mode, TRAINER_MODES)}"
     if own := [module for module in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if module]:
-        remedy = f"a module of VERL_USE_EXTERNAL_MODULES has to register it ({', '.join(own)})"
+        remedy = f"make sure that a module of VERL_USE_EXTERNAL_MODULES ({', '.join(own)}) registers it"
         yield Check("trainer mode", WARN, detail, remedy)
     else:
-        remedy = "set one of them; one of your own is registered by a module of VERL_USE_EXTERNAL_MODULES"
+        remedy = "set one of them, or name the module that registers your own mode in VERL_USE_EXTERNAL_MODULES"
         yield Check("trainer mode", FAIL, detail, remedy)
 
 
@@ -108,17 +108,17 @@ def _pipeline(config: Any) -> bool:
 
 
 def agent_loops(config: Any) -> Iterator[Check]:
-    """An agent loop manager of somebody's own is one of ours; imports it, and with it verl."""
+    """Check that a user's own agent loop manager derives from rhyme's; imports its class and verl."""
     try:
         tree = config_tree.from_verl(config)
         if tree is not None:
             startup.check_agent_loops(config, tree)
     except ConfigError as error:
-        yield Check("agent loops", FAIL, str(error), _MEND)
+        yield Check("agent loops", FAIL, str(error), _SEE_TEXT)
 
 
 def load(config: Any, plan: Plan) -> Iterator[Check]:
-    """What is in flight, in figures, and whether an update is one optimizer step."""
+    """Report the prompts in flight, and whether a training step is one optimizer step."""
     try:
         tree = config_tree.from_verl(config)
         rules = of_config(config, tree)
@@ -133,9 +133,9 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
     trained = {0.0: "shuffled", 1.0: "sorted by length"}.get(order, "partly sorted by length") + f" (order {order:g})"
     if rules.separate and tree.streaming.part is not None and steps == 1 and rules.unit == "group":
         trained = "trained in parts as they finish"
-    told = (
-        f"{rules.batches:g} updates of {batch} prompts x {samples} in flight: "
-        f"{math.ceil(rules.batches * rules.batch_samples)} samples for {slots} request slots; an update is "
+    detail = (
+        f"{rules.batches:g} batches of {batch} prompts x {samples} in flight: "
+        f"{math.ceil(rules.batches * rules.batch_samples)} samples for {slots} request slots; a training step is "
         f"{steps} optimizer step{'s' if steps > 1 else ''}, {trained}"
     )
     if steps > 1 and rules.batches > 1 and rules.take == "finished":
@@ -143,56 +143,57 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
         if tree.scheduling.in_flight is not None:
             remedy += f" and {CONFIG_PATH}.scheduling.in_flight={steps * rules.batches:g}"
         remedy += (
-            f" for updates of one optimizer step; steps are then {steps} times as many: multiply save_freq, test_freq, "
-            "total_training_steps and warm-up steps"
+            f" for training steps of one optimizer step; the run then has {steps} times the steps: multiply save_freq, "
+            "test_freq, total_training_steps and warm-up steps"
         )
-        yield Check("load", WARN, told, remedy)
+        yield Check("load", WARN, detail, remedy)
     else:
-        yield Check("load", OK, told)
+        yield Check("load", OK, detail)
 
 
 def loss(config: Any) -> Iterator[Check]:
-    """What a loss is divided by, where updates are chosen by length, and that it corrects for stale tokens."""
+    """Check that the loss average does not depend on the length order, and that stale tokens are corrected."""
     try:
         tree = config_tree.from_verl(config)
-        told, stale = list(loss_normalisation.contradictions(config, tree)), stale_tokens.uncorrected(config, tree)
+        averages, stale = list(loss_normalisation.contradictions(config, tree)), stale_tokens.uncorrected(config, tree)
     except ValueError:  # :func:`rhyme` reports it
         return
-    yield from (Check("loss", WARN, each.detail, each.remedy) for each in told)
+    yield from (Check("loss", WARN, each.detail, each.remedy) for each in averages)
     if stale is not None:
         yield Check("stale tokens", WARN, stale, stale_tokens.REMEDY)
 
 
 def placement(config: Any, plan: Plan) -> Iterator[Check]:
-    """There is something to place."""
+    """Check that a placement policy has more than one replica to choose from."""
     policy = OmegaConf.select(config, f"{CONFIG_PATH}.placement.policy")
     if policy is not None and OmegaConf.select(config, f"{CONFIG_PATH}.enable") is not False and plan.replicas == 1:
-        detail = f"one replica serves all: placement.policy={policy} has nothing to choose from"
-        yield Check("placement", WARN, detail, f"more replicas: more GPUs, or a lower {_R}.tensor_model_parallel_size")
+        detail = f"placement.policy={policy} has no effect with a single replica"
+        remedy = f"add replicas: more GPUs, or a lower {_R}.tensor_model_parallel_size"
+        yield Check("placement", WARN, detail, remedy)
 
 
 def weights(config: Any) -> Iterator[Check]:
-    """Who carries weights is known, and what it is told; verl's workers ask when the model is loaded."""
+    """Check the weight-transfer backend and its options; verl's workers check them after loading the model."""
     name, engine = "weights", config.actor_rollout_ref.rollout.checkpoint_engine
     backend, key = str(engine.backend), f"{_R}.checkpoint_engine"
     problems = []
-    if backend not in CARRIERS and not engine.get("custom_backend_module") and backend != "shm":  # that is the table's
-        detail = f"{key}.backend={backend} is unknown; there are {', '.join(CARRIERS)}{_near(backend, CARRIERS)}"
-        problems.append((detail, f"set one of them, or {key}.custom_backend_module for one of your own"))
-    told = engine.get("engine_kwargs") or {}
-    for option, value in _items(told.get(RELAY)):
+    if backend not in CARRIERS and not engine.get("custom_backend_module") and backend != "shm":  # TABLE refuses shm
+        detail = f"{key}.backend={backend} is not one of {', '.join(CARRIERS)}{_near(backend, CARRIERS)}"
+        problems.append((detail, f"set one of them, or {key}.custom_backend_module for your own backend"))
+    options = engine.get("engine_kwargs") or {}
+    for option, value in _items(options.get(RELAY)):
         where = f"{key}.engine_kwargs.{RELAY}"
         if option not in RELAY_KEYS:
             detail = f"{where} takes {', '.join(RELAY_KEYS)} only, not {option or value}{_near(option, RELAY_KEYS)}"
             problems.append((detail, f"drop it, or set {where}.folder=FOLDER"))
         elif value is not None and not isinstance(value, str):
-            problems.append((f"{where}.{option}={value} is no path", "name a folder"))
+            problems.append((f"{where}.{option}={value} is not a path", f"set {where}.{option} to a folder"))
     for detail, remedy in problems:
         yield Check(name, FAIL, detail, remedy)
 
 
 def _items(tree: Any) -> list[tuple[str, Any]]:
-    """Of a mapping; a plain value is one without a name."""
+    """Return the items of a mapping, or a plain value as one item with an empty name."""
     if OmegaConf.is_dict(tree):
         return [(str(name), value) for name, value in tree.items()]
     return [] if tree is None else [("", tree)]
@@ -204,23 +205,24 @@ def _near(name: str, known: tuple[str, ...]) -> str:
 
 
 def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
-    """GPU counts and the model's sizes against the parallel sizes, as Megatron, Ulysses and vLLM ask for."""
+    """Check GPU counts and model sizes against the parallel sizes, as Megatron, Ulysses and vLLM require."""
     name, problems = "parallel sizes", []
     mesh = "tensor x pipeline x context parallel" if plan.strategy == "megatron" else "Ulysses sequence parallel"
     if plan.train_gpus < 1 or plan.train_gpus % plan.model_parallel:
-        detail = f"{plan.train_gpus} training GPUs are no multiple of {mesh} = {plan.model_parallel}"
-        problems.append((detail, "change trainer.nnodes, trainer.n_gpus_per_node or the sizes"))
+        detail = f"{plan.train_gpus} training GPUs are not a multiple of {mesh} = {plan.model_parallel}"
+        problems.append((detail, "change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes"))
     shards = plan.training.shards if plan.training and plan.training.engine == "fsdp" else 1
     if plan.train_gpus % shards:
-        detail = f"{plan.train_gpus} training GPUs are no multiple of fsdp_size = {shards}"
+        detail = f"{plan.train_gpus} training GPUs are not a multiple of fsdp_size = {shards}"
         problems.append((detail, f"set {_A}.fsdp_config.fsdp_size to a divisor, or to -1 for all"))
     pools = {"rollout": plan.train_gpus} if plan.colocated else {}
     if plan.standalone:
         pools["standalone rollout"] = plan.rollout_gpus
     for pool, held in pools.items():
-        if held % plan.replica_gpus:  # a pool of none: :func:`batches` tells it
+        if held % plan.replica_gpus:  # :func:`batches` reports an empty pool
             detail = (
-                f"{held} {pool} GPUs are no multiple of a replica's {plan.replica_gpus}; verl would leave some idle"
+                f"{held} {pool} GPUs are not a multiple of the {plan.replica_gpus} GPUs of a replica; verl would leave "
+                "some idle"
             )
             problems.append((detail, f"change the GPU count or {_R}.tensor_model_parallel_size"))
     if model:
@@ -233,14 +235,14 @@ def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
             OK,
             f"{plan.train_gpus} training GPUs: data parallel {plan.data_parallel} x model parallel "
             f"{plan.model_parallel}; {plan.replicas} rollout replicas of {plan.replica_gpus}"
-            + (f", {plan.rollout_gpus} GPUs of their own beside those" if plan.standalone else ""),
+            + (f", with {plan.rollout_gpus} separate rollout GPUs" if plan.standalone else ""),
         )
 
 
 def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
-    def odd(what: str, size: int, who: str, by: int, option: str) -> Iterator[tuple[str, str]]:
+    def odd(parts: str, size: int, engine: str, by: int, option: str) -> Iterator[tuple[str, str]]:
         if size % by:
-            yield f"{who}: {size} {what} are not divisible by {by}", f"choose a divisor for {option}"
+            yield f"{engine}: {size} {parts} are not divisible by {by}", f"set {option} to a divisor of {size}"
 
     training = plan.training
     if training and training.engine == "megatron":
@@ -251,7 +253,7 @@ def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
         yield from odd("layers", model.layers, "Megatron", training.pp, f"{_A}.megatron.pipeline_model_parallel_size")
         if model.kv_heads % training.tp and training.tp % model.kv_heads:
             yield (
-                f"Megatron: {model.kv_heads} key heads and tp={training.tp} do not divide each other",
+                f"Megatron: neither of {model.kv_heads} key heads and tp={training.tp} divides the other",
                 f"change {option}",
             )
     elif training:
@@ -261,25 +263,26 @@ def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
     yield from odd("attention heads", model.heads, "vLLM", rollout.tp, option)
     yield from odd("MLP columns", model.ffn, "vLLM", rollout.tp, option)
     if model.kv_heads % rollout.tp and rollout.tp % model.kv_heads:
-        yield f"vLLM: {model.kv_heads} key heads and tp={rollout.tp} do not divide each other", f"change {option}"
+        yield f"vLLM: neither of {model.kv_heads} key heads and tp={rollout.tp} divides the other", f"change {option}"
     if model.layers < rollout.pp:
-        yield f"vLLM: {model.layers} layers for {rollout.pp} stages", f"lower {_R}.pipeline_model_parallel_size"
+        detail = f"vLLM: {model.layers} layers are fewer than {rollout.pp} pipeline stages"
+        yield detail, f"lower {_R}.pipeline_model_parallel_size"
 
 
 def _warm_up(config: Any) -> Iterator[tuple[str, str, str]]:
-    """Megatron's scheduler asserts it, once all is loaded."""
+    """Check the warm-up steps against the total, which Megatron's scheduler asserts after loading the model."""
     steps = config.trainer.total_training_steps
     if steps is None or config.actor_rollout_ref.actor.strategy != "megatron":
         return
     for key in (f"{_A}.optim.lr_warmup_steps", "critic.optim.lr_warmup_steps"):
         warm_up = OmegaConf.select(config, key)
         if warm_up and int(warm_up) >= int(steps):
-            detail = f"{key}={warm_up} is no less than trainer.total_training_steps={steps}"
+            detail = f"{key}={warm_up} is not below trainer.total_training_steps={steps}"
             yield FAIL, detail, f"lower it: {key}=0"
 
 
 def batches(config: Any, plan: Plan) -> Iterator[Check]:
-    """Batch, mini-batch and micro-batch against each other and the data-parallel size, as verl asserts later."""
+    """Check batch, mini-batch, micro-batch and data-parallel size against each other, as verl asserts later."""
     name, problems = "batches", []
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     batch, mini, n, dp = (
@@ -289,36 +292,36 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
         plan.data_parallel,
     )
     if batch < 1:
-        problems.append((FAIL, f"data.train_batch_size={batch}: an update trains nothing", "raise it"))
+        problems.append((FAIL, f"data.train_batch_size={batch} must be at least 1", "raise it"))
     elif mini < 1 or batch % mini:
         problems.append(
             (
                 FAIL,
-                f"data.train_batch_size={batch} is no multiple of ppo_mini_batch_size={mini}",
+                f"data.train_batch_size={batch} is not a multiple of ppo_mini_batch_size={mini}",
                 _multiples(batch, mini),
             )
         )
     elif mini * n % dp:
-        detail = f"a mini-batch of {mini} x {n} responses does not divide over {dp} data-parallel ranks"
+        detail = f"a mini-batch of {mini} x {n} responses is not divisible by {dp} data-parallel ranks"
         problems.append((FAIL, detail, f"change {_A}.ppo_mini_batch_size or {_R}.n"))
     problems += list(_warm_up(config))
     if not actor.use_dynamic_bsz:
         micro, total = actor.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size
         if (micro is None) == (total is None):
-            detail = "micro-batch size set twice" if micro is not None else "no micro-batch size"
-            remedy = f"set {_A}.ppo_micro_batch_size_per_gpu, or {_A}.use_dynamic_bsz=true"
+            detail = "the micro-batch size is set twice" if micro is not None else "no micro-batch size"
+            remedy = f"set only {_A}.ppo_micro_batch_size_per_gpu, or {_A}.use_dynamic_bsz=true"
             problems.append((FAIL, detail, remedy))
         if micro is not None and (mini * n // dp) % int(micro):
-            detail = f"{mini * n // dp} responses a rank are no multiple of ppo_micro_batch_size_per_gpu={micro}"
-            problems.append((WARN, detail, "the last micro-batch is smaller; choose a divisor"))
+            detail = f"{mini * n // dp} responses per rank are not a multiple of ppo_micro_batch_size_per_gpu={micro}"
+            problems.append((WARN, detail, "set it to a divisor, or accept a smaller last micro-batch"))
         smallest = dp * int(micro) if micro is not None and plan.strategy == "megatron" else plan.train_gpus
         if batch * n % smallest:
-            detail = f"{batch} x {n} responses are no multiple of {smallest}, as verl asks without dynamic batches"
-            problems.append((FAIL, detail, "change data.train_batch_size"))
+            detail = f"{batch} x {n} responses are not a multiple of {smallest}, required without dynamic batches"
+            problems.append((FAIL, detail, f"change data.train_batch_size, or set {_A}.use_dynamic_bsz=true"))
         if rollout.log_prob_micro_batch_size is None and rollout.log_prob_micro_batch_size_per_gpu is None:
             problems.append((FAIL, "no micro-batch size for log-probs", f"set {_R}.log_prob_micro_batch_size_per_gpu"))
     elif int(actor.ppo_max_token_len_per_gpu) * _split(plan) < sequence_tokens(config):
-        detail = f"ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is below prompt + response"
+        detail = f"ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is below the longest prompt and response"
         problems.append((FAIL, detail, f"raise it to {-(-sequence_tokens(config) // _split(plan))} or more"))
     problems += [(FAIL, *problem) for problem in _modes(config, batch, mini)]
     for status, detail, remedy in problems:
@@ -327,21 +330,21 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
         yield Check(
             name,
             OK,
-            f"{batch} prompts x {n}, {batch // mini} optimizer steps of it, {mini * n // dp} responses a rank each",
+            f"{batch} prompts x {n} in {batch // mini} optimizer steps, each of {mini * n // dp} responses per rank",
         )
 
 
 def _multiples(batch: int, mini: int) -> str:
-    """What is near, as a remedy."""
+    """Return a remedy with the nearest sizes that divide."""
     if mini < 1:
-        return f"set {_A}.ppo_mini_batch_size to a divisor of it"
+        return f"set {_A}.ppo_mini_batch_size to a divisor of data.train_batch_size"
     near = sorted({max(mini, batch // mini * mini), -(-batch // mini) * mini})
     divisor = max(size for size in range(1, min(batch, mini) + 1) if batch % size == 0)
-    return f"data.train_batch_size={' or '.join(map(str, near))}, or {_A}.ppo_mini_batch_size={divisor}"
+    return f"set data.train_batch_size={' or '.join(map(str, near))}, or {_A}.ppo_mini_batch_size={divisor}"
 
 
 def _split(plan: Plan) -> int:
-    """Over how many GPUs one sequence is cut."""
+    """Return the number of GPUs that share one sequence."""
     return plan.training.cp if plan.training and plan.training.engine == "megatron" else plan.model_parallel
 
 
@@ -353,13 +356,13 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
             yield f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy
         return
     steps = int(config.trainer.v1.separate_async.parameter_sync_step)
-    pipeline = _pipeline(config)  # one sync an update, whatever its parts
+    pipeline = _pipeline(config)  # the pipeline syncs weights once per training step
     if batch != steps * mini and not pipeline:
         detail = f"data.train_batch_size={batch} is not parameter_sync_step={steps} x ppo_mini_batch_size={mini}"
-        yield detail, "separate_async asks for that: align the three"
+        yield detail, "change one of them: separate_async requires that they are equal"
     if int(rollout.nnodes) < 1 or int(rollout.n_gpus_per_node) < 1:
         yield "separate_async without a rollout pool", f"set {_R}.nnodes and {_R}.n_gpus_per_node"
-    if rollout.checkpoint_engine.backend == "naive" and not pipeline:  # else the table tells it
+    if rollout.checkpoint_engine.backend == "naive" and not pipeline:  # else combinations.TABLE refuses it
         remedy = "set it to relay (with rhyme), nccl, nixl or mooncake"
         yield f"{_R}.checkpoint_engine.backend=naive with separate_async", remedy
     reward = config.reward.reward_model
@@ -371,7 +374,7 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
 
 
 def rollout(config: Any, plan: Plan) -> Iterator[Check]:
-    """vLLM's lengths and the room of drafts."""
+    """Check vLLM's length limits and the token budget for drafts."""
     name, problems = "rollout", []
     options, serving = config.actor_rollout_ref.rollout, plan.rollout
     if serving.max_model_len < sequence_tokens(config):
@@ -384,9 +387,12 @@ def rollout(config: Any, plan: Plan) -> Iterator[Check]:
         detail = f"max_num_batched_tokens={serving.max_num_batched_tokens} is below max_num_seqs={serving.max_num_seqs}"
         problems.append((FAIL, detail, f"raise {_R}.max_num_batched_tokens"))
     elif serving.draft_bytes and serving.max_num_batched_tokens < 2 * serving.max_num_seqs:
-        detail = "max_num_batched_tokens leaves no draft token a row when all rows run"
+        detail = (
+            f"max_num_batched_tokens={serving.max_num_batched_tokens} leaves no room for draft tokens with "
+            f"max_num_seqs={serving.max_num_seqs} requests"
+        )
         problems.append((WARN, detail, f"raise {_R}.max_num_batched_tokens above {2 * serving.max_num_seqs}"))
     for status, detail, remedy in problems:
         yield Check(name, status, detail, remedy)
     if not problems:
-        yield Check(name, OK, f"{serving.max_model_len} tokens a request, {serving.max_num_batched_tokens} a step")
+        yield Check(name, OK, f"{serving.max_model_len} tokens per request, {serving.max_num_batched_tokens} per step")

@@ -1,4 +1,4 @@
-"""The memory estimate of a plan: phases, vLLM's share, host and disk, and how it reads."""
+"""Memory estimate of a plan (phases, vLLM's share, host and disk) and its text."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from verl_rhyme.checks.preflight.plan import Plan
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one GPU by phase, of vLLM, on one host and of one checkpoint.
+    """Estimated bytes on one GPU by phase, of vLLM, on one host and of one checkpoint.
 
     Attributes:
-        parameters: Of the model, a count.
-        gpu_bytes: What a GPU has (on a CPU: the host's memory, shared by the node's ranks).
-        phases: On a GPU of each pool: "update", "optimizer step", "old log-probs", "rollout" (colocated, or
-            "rollout pool" of GPUs that only sample).
-        serving: What vLLM makes of its share.
-        host: By component, on one node: offloaded states and the model while it is loaded.
+        parameters: Number of the model's parameters.
+        gpu_bytes: Bytes of a GPU (on a CPU: the host's memory, which the node's ranks share).
+        phases: Bytes on a GPU in each phase: "update", "optimizer step", "old log-probs", "rollout" (colocated) and
+            "rollout pool" (separate engines).
+        serving: Split of vLLM's share.
+        host: Bytes on one node by component: offloaded states, reference and the model during loading.
         checkpoint: Bytes of one checkpoint of the actor.
-        left_out: What is not in it, in words.
+        left_out: Components that the estimate leaves out.
     """
 
     parameters: int
@@ -36,11 +36,11 @@ class Estimate:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The fullest phase and its bytes."""
-        return max(((name, phase.total) for name, phase in self.phases.items()), key=lambda found: found[1])
+        """Phase of highest memory, and its bytes."""
+        return max(((name, phase.total) for name, phase in self.phases.items()), key=lambda item: item[1])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dict, bytes throughout."""
+        """Return a nested dict; all sizes in bytes."""
         return {
             **asdict(self),
             "phases": {name: {**phase.components, "total": phase.total} for name, phase in self.phases.items()},
@@ -49,7 +49,7 @@ class Estimate:
 
 
 def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None:
-    """Put the phases of a plan together; ``None`` where verl's strategy is not one that is estimated."""
+    """Return the estimate of a plan; ``None`` for a strategy without an estimate."""
     training = plan.training
     if training is None:
         return None
@@ -58,9 +58,9 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None
     serving = memory.serve(model, plan.rollout, gpu_bytes)
     served = {"vLLM": serving.share, "drafts": plan.rollout.draft_bytes}
     head = memory.draft_head(model, plan.rollout)
-    beside_engine = {"draft head": head} if head else {}
-    served |= beside_engine
-    asleep = served if plan.colocated and not plan.sleeps else beside_engine if plan.colocated else {}
+    never_freed = {"draft head": head} if head else {}
+    served |= never_freed
+    asleep = served if plan.colocated and not plan.sleeps else never_freed if plan.colocated else {}
     reference = memory.states(model, training)["parameters"] if plan.reference and not plan.lora else 0
     phases = {
         "update": memory.update(model, training),
@@ -70,10 +70,10 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None
     if old is not None:
         phases["old log-probs"] = old
     on_gpu_reference = reference if training.engine == "megatron" and not training.parameter_offload else 0
-    beside = {"reference": on_gpu_reference} if on_gpu_reference else {}
-    phases = {name: Phase({**phase.components, **beside, **asleep, **context}) for name, phase in phases.items()}
+    ref = {"reference": on_gpu_reference} if on_gpu_reference else {}
+    phases = {name: Phase({**phase.components, **ref, **asleep, **context}) for name, phase in phases.items()}
     if plan.colocated:
-        held = {"actor at rest": memory.resident(model, training), **beside}
+        held = {"actor at rest": memory.resident(model, training), **ref}
         phases["rollout"] = Phase({**held, **served, **context})
     if plan.standalone:
         phases["rollout pool"] = Phase({**served, **context})
@@ -84,41 +84,41 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None
         # the first rank reads the whole model before it is split
         "model while loading": (4 if training.engine != "megatron" else 2) * model.parameters,
     }
-    left_out = [name for name, there in (("the critic", plan.critic), ("LoRA's savings", plan.lora > 0)) if there]
+    left_out = [name for name, present in (("the critic", plan.critic), ("LoRA's savings", plan.lora > 0)) if present]
     return Estimate(model.parameters, gpu_bytes, phases, serving, host, memory.checkpoint_bytes(model), tuple(left_out))
 
 
 def lines(found: Estimate, plan: Plan, source: str) -> list[str]:
-    """The estimate as text, GiB throughout."""
+    """Return the estimate as lines of text."""
     has = gib(found.gpu_bytes)
-    told = [
+    text = [
         f"model: {count(found.parameters)} parameters; "
         + (f"this host has {has}" if plan.device == "cpu" else f"a GPU has {has} ({source})"),
         f"training: {plan.train_gpus} GPUs, {plan.strategy}, data parallel {plan.data_parallel} x model parallel "
-        f"{plan.model_parallel}, {plan.training.tokens if plan.training else 0} tokens a micro-batch on a GPU",
+        f"{plan.model_parallel}, {plan.training.tokens if plan.training else 0} tokens per micro-batch on a GPU",
     ]
     for name, phase in found.phases.items():
         parts = ", ".join(f"{part} {gib(size)}" for part, size in phase.components.items() if size >= 1 << 16)
-        told.append(f"{name}: {gib(phase.total)} a GPU ({parts})")
+        text.append(f"{name}: {gib(phase.total)} per GPU ({parts})")
     serving = found.serving
-    told += [
-        f"vLLM: {plan.replicas} replicas of {plan.replica_gpus} GPUs; {gib(serving.share)} a GPU: weights "
+    text += [
+        f"vLLM: {plan.replicas} replicas of {plan.replica_gpus} GPUs; {gib(serving.share)} per GPU: weights "
         f"{gib(serving.weights)}, activations {gib(serving.activations)}, KV cache {gib(max(0, serving.cache))}",
-        f"KV cache: {serving.bytes_per_token} bytes a token on each GPU, {serving.tokens} tokens a replica, "
+        f"KV cache: {serving.bytes_per_token} bytes per token on each GPU, {serving.tokens} tokens per replica, "
         f"{serving.sequences:.1f} sequences of {plan.rollout.longest} tokens at once",
         "host, each node: " + ", ".join(f"{part} {gib(size)}" for part, size in found.host.items() if size),
         f"checkpoint: {gib(found.checkpoint)}",
     ]
     if found.left_out:
-        told.append(f"not in it: {', '.join(found.left_out)}")
-    return told
+        text.append(f"not included: {', '.join(found.left_out)}")
+    return text
 
 
 def count(parameters: int) -> str:
-    """A number of parameters in billions, or in millions where they are few."""
+    """Format a number of parameters in billions or millions."""
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, or in MiB where they are few."""
+    """Format bytes in GiB or MiB."""
     return f"{size / (1 << 30):.1f} GiB" if abs(size) >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"

@@ -1,4 +1,4 @@
-"""What a run's history will need, and how much of it the configured room will keep."""
+"""Size of a run's history, and the part of it that fits into the configured room."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from verl_rhyme.checks.preflight.machine import can_write
 from verl_rhyme.config import HISTORY_FILL, ConfigError, config_tree
 from verl_rhyme.history.share import available_memory
 
-#: Bytes of a stored token and, beside them, of a response; ``history/record.py`` is the format. A token: 18 bits for
-#: one of 262,143 ids, 20 for a place among a million tokens, 8 for its probability.
+#: Bytes of a stored token, and further bytes of a response, in the format of ``history/record.py``. A token has 18 bits
+#: for one of 262,143 ids, 20 for its position among a million tokens, and 8 for its probability.
 TOKEN_BYTES, RESPONSE_BYTES = 5.75, 27
 
-#: Of ``history.max_bytes``, what the disk must have: the file, and once more its values while they are copied into the
-#: next one (``history/eviction.py``).
+#: Disk space in units of ``history.max_bytes``: the file, and a second copy of its values during a rewrite
+#: (``history/eviction.py``).
 PEAK = 1 + HISTORY_FILL
 
-#: Seconds for reading prompts, to find which are the same.
+#: Seconds for reading prompts, to find repeated ones.
 _COUNTING_S = 10.0
 
-#: The mean length of a response cannot be known before a run: these shares of ``data.max_response_length`` are taken.
+#: Assumed range of the mean response length, as shares of ``data.max_response_length``; a run has no lengths before it
+#: starts.
 MEAN_SHARES = (1 / 8, 1 / 2)
-_TOLD = "1/8 to 1/2 of max_response_length"
+_RANGE = "1/8 to 1/2 of max_response_length"
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of values, at one mean length of a response.
+    """Size of the history at one mean response length.
 
     Attributes:
-        tokens: The mean length.
+        tokens: Mean response length.
         epoch: Bytes of one visit of all prompts.
-        epochs: Visits of each prompt that are to be kept.
+        epochs: Visits of each prompt to keep.
     """
 
     tokens: int
@@ -56,19 +57,19 @@ class Need:
         return self.epoch * self.epochs
 
     def kept(self, bound: int) -> str:
-        """What stays of it in a store of ``bound`` bytes, in words."""
+        """Return text on the part that a store of ``bound`` bytes keeps."""
         level = self.level(bound)
         if level >= self.epochs:
             return "all"
         return f"{level:.1f} of {self.epochs} visits" if level >= 1 else f"{level:.0%} of the prompts"
 
     def level(self, bound: int) -> float:
-        """Visits of all prompts that fit; below 1, the share of the prompts whose latest one does."""
+        """Return the visits of all prompts that fit; below 1, the share of prompts whose latest visit fits."""
         return min(float(self.epochs), bound * HISTORY_FILL / self.epoch)
 
 
 def needs(prompts: int, samples: int, longest: int, epochs: int) -> tuple[Need, Need]:
-    """At both ends of :data:`MEAN_SHARES`."""
+    """Return the sizes at both ends of :data:`MEAN_SHARES`."""
 
     def need(share: float) -> Need:
         tokens = max(1, round(share * longest))
@@ -79,34 +80,35 @@ def needs(prompts: int, samples: int, longest: int, epochs: int) -> tuple[Need, 
 
 
 def check(config: Any) -> tuple[list[Check], tuple[int, int]]:
-    """Prompts x samples x mean length x visits against ``history.max_bytes`` and the disk of this machine.
+    """Check prompts x samples x mean length x visits against ``history.max_bytes`` and the disk of this machine.
 
     Returns:
         Findings, and bytes of the history's copy in a checkpoint once all visits are kept, at both ends of
-        :data:`MEAN_SHARES`: 0 without a history, or where the number of prompts is not known here.
+        :data:`MEAN_SHARES`: 0 without a history or with an unknown number of prompts.
     """
-    name, wanted = "history store", Path(machine_checks.history_dir(config) or tempfile.gettempdir())
+    name, history_dir = "history store", Path(machine_checks.history_dir(config) or tempfile.gettempdir())
     try:
         tree = config_tree.from_verl(config)
-    except ConfigError:  # a finding of its own
+    except ConfigError:  # the check of the rhyme tree reports it
         tree = None
-    if tree is None or not can_write(wanted):  # the latter is a finding of its own, too
+    if tree is None or not can_write(history_dir):  # the check of the history folder reports the latter
         return [], (0, 0)
     checks = []
-    folder, free = machine_checks.free_disk(wanted)
+    folder, free = machine_checks.free_disk(history_dir)
     bound = tree.history.bound(free, available_memory())
     where = f"{folder}: {gib(free)} free, history.max_bytes {gib(bound)}"
     if tree.history.max_bytes is None:
-        where += " (null: half of free disk or memory, the smaller one)"
+        where += " (null: the smaller of half the free disk and half the free memory)"
     peak = int(PEAK * bound)
     where += f", {gib(peak)} while it is rewritten"
     if free < peak:
-        checks.append(Check(name, WARN, where, "free some, set history.dir elsewhere, or lower history.max_bytes"))
+        remedy = "free disk space, set history.dir to a folder on another disk, or lower history.max_bytes"
+        checks.append(Check(name, WARN, where, remedy))
         bound = int(free / PEAK)
     counted = _prompts(config)
     if counted is None:
-        return [*checks, Check(name, OK, f"{where}; how many prompts there are is not known here")], (0, 0)
-    visits = math.ceil(counted.rows / counted.prompts * int(config.trainer.total_epochs))  # of a prompt in the run
+        return [*checks, Check(name, OK, f"{where}; the number of prompts is unknown on this machine")], (0, 0)
+    visits = math.ceil(counted.rows / counted.prompts * int(config.trainer.total_epochs))  # per prompt in the run
     epochs = max(1, min(tree.history.epochs, visits))
     samples, longest = int(config.actor_rollout_ref.rollout.n), int(config.data.max_response_length)
     low, high = needs(counted.prompts, samples, longest, epochs)
@@ -114,26 +116,26 @@ def check(config: Any) -> tuple[list[Check], tuple[int, int]]:
     repeated = f" (in {counted.rows} rows)" if counted.rows > counted.prompts else ""
     kept = " to ".join(dict.fromkeys((low.kept(bound), high.kept(bound))))
     detail = (
-        f"{counted.prompts} prompts{repeated} x {samples} responses x {low.tokens} to {high.tokens} tokens ({_TOLD}) x "
-        f"{epochs} visits = {gib(low.all)} to {gib(high.all)} on the trainer's node, up to {gib(copied[1])} of it in "
+        f"{counted.prompts} prompts{repeated} x {samples} responses x {low.tokens} to {high.tokens} tokens ({_RANGE}) "
+        f"x {epochs} visits = {gib(low.all)} to {gib(high.all)} on the trainer's node, up to {gib(copied[1])} of it in "
         f"each checkpoint; kept: {kept}. {where}"
     )
     if high.level(bound) >= 1:
         checks.append(Check(name, OK, detail))
     else:
         one, whole = (gib(size / HISTORY_FILL) for size in (high.epoch, high.all))
-        remedy = f"for one visit of all prompts set history.max_bytes to {one}, for all visits {whole}; or accept it"
+        remedy = f"set history.max_bytes to {one} for one visit of all prompts, to {whole} for all visits, or accept it"
         checks.append(Check(name, WARN, detail, remedy))
     return checks, copied
 
 
 @dataclass
 class _Counted:
-    """Prompts of files.
+    """Counts of the prompts in the training files.
 
     Attributes:
-        rows: Rows, of each epoch.
-        prompts: Distinct prompts among them, or where that took too long, at most as many.
+        rows: Rows per epoch.
+        prompts: Distinct prompts among the rows, or an upper bound if counting takes too long.
     """
 
     rows: int = 0
@@ -141,7 +143,7 @@ class _Counted:
 
 
 def _prompts(config: Any) -> _Counted | None:
-    """Of the training files that can be read here; ``None`` where one cannot."""
+    """Count the prompts of the training files; ``None`` if a file cannot be read on this machine."""
     import pyarrow
     import pyarrow.parquet as pq
 
@@ -160,12 +162,12 @@ def _prompts(config: Any) -> _Counted | None:
                 names = set(opened.schema_arrow.names)
                 column = str(data.get("prompt_key") or "prompt")
                 media = {str(data.get(f"{kind}_key") or f"{kind}s") for kind in ("image", "video", "audio")}
-                if column not in names or media & names:  # what tells such prompts apart is too much to read
+                if column not in names or media & names:  # comparing images would read too much data
                     counted.prompts += rows
                 else:
                     counted.prompts += _distinct(opened, column, seen, deadline)
         except (OSError, pyarrow.ArrowException):
-            return None  # a finding of its own
+            return None  # the check of the datasets reports it
     most = int(data.get("train_max_samples") or -1)
     if 0 < most < counted.rows:
         counted = _Counted(most, min(most, counted.prompts))
@@ -173,8 +175,10 @@ def _prompts(config: Any) -> _Counted | None:
 
 
 def _distinct(file: Any, column: str, seen: set[int], deadline: float) -> int:
-    """Prompts of a file that are not among those ``seen``, by the texts of their messages; after the deadline, as many
-    of the rows that are left as of the last that were read."""
+    """Return the number of prompts of a file that are not in ``seen``, by the texts of their messages.
+
+    After the deadline, the remaining rows count at the rate of new prompts in the last batch that was read.
+    """
     import pyarrow as pa
 
     before, read, new = len(seen), 0, 0.0

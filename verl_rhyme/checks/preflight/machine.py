@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, host memory, disk."""
+"""GPUs, host memory and disk of this machine."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Taken for a GPU's memory, in bytes, where none is seen and ``GPU_MEMORY_GB`` is not set: an A100's or H100's.
+#: Assumed bytes of a GPU (A100 or H100) where no GPU is found and ``GPU_MEMORY_GB`` is not set.
 ASSUMED_GPU = 80 << 30
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks compare with; bytes.
+    """Resources of this machine.
 
     Attributes:
-        gpus: Seen on this machine.
-        gpu_bytes: Of the smallest one; of ``GPU_MEMORY_GB``, or :data:`ASSUMED_GPU`, where none is seen.
-        gpu_source: Where ``gpu_bytes`` is from: "nvidia-smi", "GPU_MEMORY_GB" or "assumed".
-        host_bytes, host_free: Memory that this process may use (its cgroup's limit counts), all and free.
+        gpus: Number of GPUs.
+        gpu_bytes: Bytes of the smallest GPU; without a GPU, of ``GPU_MEMORY_GB`` or :data:`ASSUMED_GPU`.
+        gpu_source: Source of ``gpu_bytes``: "nvidia-smi", "GPU_MEMORY_GB" or "assumed".
+        host_bytes, host_free: Total and free memory of this process, within its cgroup's limit; bytes.
     """
 
     gpus: int
@@ -32,34 +32,34 @@ class Machine:
 
 
 def look() -> Machine:
-    """This machine; imports no torch.
+    """Return the resources of this machine, without importing torch.
 
     Raises:
-        ValueError: ``GPU_MEMORY_GB`` is no number above 0.
+        ValueError: ``GPU_MEMORY_GB`` is not a number above 0.
     """
     sizes = _nvidia_smi()
-    asked = os.environ.get("GPU_MEMORY_GB")
-    if asked is not None and not (asked.replace(".", "", 1).isdigit() and float(asked) > 0):
-        raise ValueError(f"GPU_MEMORY_GB={asked!r} is no number of GiB: set it to, for example, 80")
+    given = os.environ.get("GPU_MEMORY_GB")
+    if given is not None and not (given.replace(".", "", 1).isdigit() and float(given) > 0):
+        raise ValueError(f"GPU_MEMORY_GB={given!r} is not a number of GiB above 0: set it to, for example, 80")
     if sizes:
         memory, source = min(sizes), "nvidia-smi"
-    elif asked is not None:
-        memory, source = int(float(asked) * (1 << 30)), "GPU_MEMORY_GB"
+    elif given is not None:
+        memory, source = int(float(given) * (1 << 30)), "GPU_MEMORY_GB"
     else:
         memory, source = ASSUMED_GPU, "assumed"
     return Machine(len(sizes), memory, source, *_host())
 
 
 def free_disk(folder: Path) -> tuple[Path, int]:
-    """The nearest existing parent of a folder that may not exist yet, and the bytes free there."""
+    """Return the nearest existing parent of a folder that may not exist yet, and its free bytes."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     return existing, shutil.disk_usage(existing).free
 
 
 def can_write(folder: Path) -> bool:
-    """A folder that may not exist yet can be made and written."""
+    """Whether a folder, which may not exist yet, can be created and written."""
     try:
-        tempfile.TemporaryFile(dir=free_disk(folder)[0]).close()  # root has permission where nothing can be made
+        tempfile.TemporaryFile(dir=free_disk(folder)[0]).close()  # os.access passes root where no file can be created
     except OSError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""What would stop a run on this machine: data, model, GPUs, memory, disk."""
+"""Checks of a config against this machine: data, model, GPUs, memory, disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from verl_rhyme.coordinator.ranker_service import lacking
 from verl_rhyme.weights import BACKEND as RELAY
 from verl_rhyme.weights.folder import SHARED_MEMORY
 
-#: Which argument of ``examples.data.prepare`` makes a file, by its name.
+#: Argument of ``examples.data.prepare`` that creates a file, by the pattern of its name.
 PREPARED = {
     r"dapo-math-17k": "dapo",
     r"aime-2024": "aime",
@@ -39,19 +39,19 @@ PREPARED = {
     r"kk-.+": "kk",
 }
 
-#: Characters of a JSON file that are read.
-_LOOKED_AT = 1 << 16
+#: Characters that are read of a JSON file.
+_READ_CHARACTERS = 1 << 16
 
-#: A share of a GPU's memory above which an estimate within 15 % may not fit after all.
+#: Share of a GPU's memory above which an estimate with an error of 15 % may not fit.
 TIGHT = 0.87
 
 _R = "actor_rollout_ref.rollout"
 
 
 def datasets(config: Any) -> Iterator[Check]:
-    """Each file of ``data.train_files`` and ``data.val_files`` is one that verl reads, with the prompt's column."""
+    """Check that verl can read the files of ``data.train_files`` and ``data.val_files`` and finds the prompt column."""
     column = config.data.get("prompt_key") or "prompt"
-    own = OmegaConf.select(config, "data.custom_cls.path")  # a dataset class of the user's own reads what it likes
+    own = OmegaConf.select(config, "data.custom_cls.path")  # a custom dataset class reads any format
     for option in ("train_files", "val_files"):
         listed = config.data.get(option) or []
         for file in listed if isinstance(listed, list | tuple | ListConfig) else [listed]:
@@ -63,22 +63,22 @@ def _dataset(name: str, file: str, column: str, own: str | None) -> Check:
     import pyarrow.parquet as pq
 
     if "://" in file:
-        return Check(name, WARN, f"{file}: remote, not looked at", "none needed if verl can read it")
+        return Check(name, WARN, f"{file}: remote, not checked", "none needed if verl can read it")
     path = Path(file).expanduser()
     if not path.is_file():
         return Check(name, FAIL, f"no file {path}", _prepare(path))
     if own:
-        return Check(name, OK, f"{path}: read by data.custom_cls.path={own}, not looked into")
+        return Check(name, OK, f"{path}: content not checked, data.custom_cls.path={own} reads it")
     if path.suffix in (".json", ".jsonl"):
         return _json_dataset(name, path, column)
     if path.suffix != ".parquet":
-        remedy = "convert it, or set data.custom_cls to a dataset class of your own that reads it"
+        remedy = "convert it, or set data.custom_cls to a dataset class that reads it"
         return Check(name, FAIL, f"{path}: verl reads .parquet, .json and .jsonl only", remedy)
     try:
         footer = pq.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
         return Check(
-            name, FAIL, f"{path} is no readable parquet file: {error}", f"convert it, or delete it; {_prepare(path)}"
+            name, FAIL, f"{path} is not a readable parquet file: {error}", f"convert or delete it; {_prepare(path)}"
         )
     if column not in footer.schema_arrow.names:
         return _no_column(name, path, column, footer.schema_arrow.names)
@@ -87,38 +87,42 @@ def _dataset(name: str, file: str, column: str, own: str | None) -> Check:
 
 
 def _json_dataset(name: str, path: Path, column: str) -> Check:
-    """By its first object; a file may be one list of them, which is not read to its end."""
+    """Check the first object of a JSON file, which may be a list or have one object a line."""
     with path.open(errors="replace") as file:
-        begin = file.read(_LOOKED_AT).lstrip()
+        begin = file.read(_READ_CHARACTERS).lstrip()
     try:
         first, _ = json.JSONDecoder().raw_decode(begin.lstrip("[ \n"))
     except ValueError:
-        if begin.startswith(("{", "[")) and len(begin) > _LOOKED_AT // 2:  # its first object is a long one
+        if begin.startswith(("{", "[")) and len(begin) > _READ_CHARACTERS // 2:  # an object longer than that
             return Check(name, OK, f"{path}: JSON")
         first = None
     if not isinstance(first, dict):
-        return Check(name, FAIL, f"{path} holds no JSON object, one a line or in a list", _prepare(path))
+        return Check(name, FAIL, f"{path} is neither a list of JSON objects nor has one a line", _prepare(path))
     return Check(name, OK, f"{path}: JSON") if column in first else _no_column(name, path, column, list(first))
 
 
-def _no_column(name: str, path: Path, column: str, there: list[str]) -> Check:
-    detail = f"{path} has no column {column!r}, only {', '.join(there)}"
+def _no_column(name: str, path: Path, column: str, present: list[str]) -> Check:
+    detail = f"{path} has no column {column!r}, only {', '.join(present)}"
     return Check(name, FAIL, detail, "set data.prompt_key, or convert the file")
 
 
 def _prepare(path: Path) -> str:
-    if path.parent.name == "eval":  # the sets together, with how often each problem is answered
+    if path.parent.name == "eval":  # all evaluation sets together, with the number of samples per problem
         return f"python -m examples.data.prepare eval --out {path.parent.parent}"
     for pattern, argument in PREPARED.items():
         if re.fullmatch(pattern, path.stem):
             return f"python -m examples.data.prepare {argument} --out {path.parent}"
     if "tiny_cpu" in path.parts:
-        return "none needed with recipes/run_tiny_cpu.sh, which makes it; else make or download the dataset"
-    return "make or download the dataset, or mend the path"
+        return "none needed with recipes/run_tiny_cpu.sh, which creates it; else create or download the dataset"
+    return "create or download the dataset, or correct the path"
 
 
 def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None]:
-    """The model's folder or hub id: findings, the fields of its ``config.json``, and its shape where that is known."""
+    """Check the model's folder or hub id.
+
+    Returns:
+        The findings, the fields of ``config.json``, and the architecture, ``None`` where it is unknown.
+    """
     name, path = "model", str(config.actor_rollout_ref.model.path)
     file = model_folder.find(path)
     if file is None:
@@ -130,61 +134,61 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
             fields = model_folder.PUBLISHED.get(path, {})
             known = Architecture.read(fields) if fields else None
             if known is not None:
-                detail += f"; counted by its published shape, {count(known.parameters)} parameters"
+                detail += f"; its published shape has {count(known.parameters)} parameters"
             return [Check(name, FAIL if offline else WARN, detail, f"hf download {path}")], fields, known
         remedy = "set actor_rollout_ref.model.path to a folder with config.json, or to a hub id (owner/name)"
-        return [Check(name, FAIL, f"{path}: no such folder with a config.json", remedy)], {}, None
+        return [Check(name, FAIL, f"{path}: no such folder, or no config.json in it", remedy)], {}, None
     try:
         fields = model_folder.read(file)
     except ValueError as error:
         return [Check(name, FAIL, f"{file}: {error}", "download the model again")], {}, None
-    lacks = [] if model_folder.is_hub_id(path) else list(_incomplete(config, file.parent))
+    missing = [] if model_folder.is_hub_id(path) else list(_incomplete(config, file.parent))
     try:
         shape = Architecture.read(fields)
     except UnknownArchitecture as error:
         return (
             [
-                *lacks,
+                *missing,
                 Check(
                     name,
                     WARN,
                     f"{path}: {error}",
-                    "none needed where verl and vLLM have the model: only the estimate is missing",
+                    "none needed if verl and vLLM support the model: only the memory estimate is missing",
                 ),
             ],
             fields,
             None,
         )
-    return [*lacks, Check(name, OK, f"{path}: {shape.name}, {count(shape.parameters)} parameters")], fields, shape
+    return [*missing, Check(name, OK, f"{path}: {shape.name}, {count(shape.parameters)} parameters")], fields, shape
 
 
 def _incomplete(config: Any, folder: Path) -> Iterator[Check]:
-    """What verl reads of a model's folder, and is not there."""
-    elsewhere = config.actor_rollout_ref.model.get("tokenizer_path")
-    tokenizer = Path(str(elsewhere)).expanduser() if elsewhere else folder
-    if tokenizer.is_dir() and not model_folder.has_tokenizer(tokenizer):  # else it is a hub id
+    """Yield findings for missing tokenizer and weight files of a model folder."""
+    separate = config.actor_rollout_ref.model.get("tokenizer_path")
+    tokenizer = Path(str(separate)).expanduser() if separate else folder
+    if tokenizer.is_dir() and not model_folder.has_tokenizer(tokenizer):  # not a folder: a hub id
         detail = f"{tokenizer}: no tokenizer ({', '.join(model_folder.TOKENIZERS)})"
-        remedy = "copy the tokenizer's files there, or set actor_rollout_ref.model.tokenizer_path"
+        remedy = "copy the tokenizer files into that folder, or set actor_rollout_ref.model.tokenizer_path"
         yield Check("model", FAIL, detail, remedy)
     if OmegaConf.select(config, "actor_rollout_ref.actor.megatron.use_dist_checkpointing"):
-        return  # weights come from there
-    if lacking := model_folder.lacking_weights(folder):
-        yield Check("model", FAIL, f"{folder}: {lacking}", "download the model again, or mend the path")
+        return  # Megatron loads the weights from dist_checkpointing_path
+    if problem := model_folder.lacking_weights(folder):
+        yield Check("model", FAIL, f"{folder}: {problem}", "download the model again, or correct the path")
 
 
 def reward_function(config: Any, load: bool) -> Iterator[Check]:
-    """Its file, and that verl can load it: a run waits for ever for reward workers that could not.
+    """Check that verl can load the reward function; otherwise, a run waits for its reward workers forever.
 
     Args:
-        config: The resolved config.
-        load: Let verl load it, in a process of its own (some 10 s).
+        config: Resolved config.
+        load: Whether verl loads the function in a subprocess (about 10 s); else only its file is checked.
     """
     name, key = "reward function", "reward.custom_reward_function"
     path, function = (str(OmegaConf.select(config, f"{key}.{part}") or "") for part in ("path", "name"))
     if not path or "://" in path:
         return
     if not Path(path).expanduser().is_file():
-        yield Check(name, FAIL, f"no file {path}", f"mend {key}.path")
+        yield Check(name, FAIL, f"no file {path}", f"correct {key}.path")
         return
     if load:
         code = "import sys; from verl.utils.import_utils import load_extern_object as load; load(*sys.argv[1:])"
@@ -192,18 +196,18 @@ def reward_function(config: Any, load: bool) -> Iterator[Check]:
         loaded = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if loaded.returncode:
             error = (loaded.stderr.strip() or f"exit code {loaded.returncode}").splitlines()[-1]
-            yield Check(name, FAIL, f"{path}: {function} cannot be loaded: {error}", f"mend the file, or {key}")
+            yield Check(name, FAIL, f"{path}: {function} cannot be loaded: {error}", f"fix the file, or correct {key}")
             return
     yield Check(name, OK, path)
 
 
 def engine(config: Any, plan: Plan, load: bool) -> Iterator[Check]:
-    """What the chosen training engine imports on a GPU can be imported.
+    """Check that the packages of the chosen training engine can be imported, unless the run is on a CPU.
 
     Args:
-        config: The resolved config.
-        plan: What verl makes of it.
-        load: Import it, in a process of its own (some 15 s); else look whether it is installed.
+        config: Resolved config.
+        plan: Plan of that config.
+        load: Whether to import the packages in a subprocess (about 15 s); else only their installation is checked.
     """
     name = "training engine"
     packages = _engine_packages(config, plan)
@@ -221,10 +225,10 @@ def _engine_packages(config: Any, plan: Plan) -> list[engine_packages.Package]:
     if plan.strategy == "megatron":
         megatron = ref.actor.megatron
         bridge = engine_packages.MBRIDGE if megatron.get("vanilla_mbridge") else engine_packages.MEGATRON_BRIDGE
-        found = [engine_packages.MEGATRON, bridge, engine_packages.TRANSFORMER_ENGINE]
+        packages = [engine_packages.MEGATRON, bridge, engine_packages.TRANSFORMER_ENGINE]
         if (megatron.get("override_transformer_config") or {}).get("attention_backend") == "flash":
-            found.append(engine_packages.MEGATRON_ATTENTION)
-        return found
+            packages.append(engine_packages.MEGATRON_ATTENTION)
+        return packages
     attention = (ref.model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
     if plan.strategy in ("fsdp", "fsdp2") and attention == "flash_attention_2":
         return [engine_packages.FSDP_ATTENTION]
@@ -232,22 +236,24 @@ def _engine_packages(config: Any, plan: Plan) -> list[engine_packages.Package]:
 
 
 def gpus(plan: Plan, machine: Machine) -> Iterator[Check]:
-    """As many GPUs on this machine as a node shall have."""
+    """Check that this machine has the GPUs of one node."""
     name = "GPUs"
     if plan.device == "cpu":
         yield Check(name, OK, f"trainer.device=cpu: {plan.gpus_per_node} logical")
         return
     ok = machine.gpus >= plan.gpus_per_node
     detail = f"{machine.gpus} on this machine, trainer.n_gpus_per_node={plan.gpus_per_node}"
-    yield Check(name, OK if ok else FAIL, detail, "" if ok else "lower it, or start on the node that has them")
+    yield Check(name, OK if ok else FAIL, detail, "" if ok else "lower it, or start on a node with that many GPUs")
     if machine.gpu_source == "assumed":
-        detail = f"none seen: {gib(machine.gpu_bytes)} each is assumed"
-        yield Check("GPU memory", WARN, detail, "set GPU_MEMORY_GB to what the run's GPUs have")
+        detail = f"no GPU found: {gib(machine.gpu_bytes)} per GPU is assumed"
+        yield Check("GPU memory", WARN, detail, "set GPU_MEMORY_GB to the memory of the run's GPUs, in GiB")
 
 
 def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
-    """The fullest phase against a GPU; vLLM's share against its weights and one request of ``max_model_len``, without
-    room for which vLLM does not start."""
+    """Check the phase of highest memory against a GPU, and vLLM's share against its weights and one request.
+
+    vLLM does not start without KV cache for one request of ``max_model_len``.
+    """
     name, cpu = "GPU memory", plan.device == "cpu"
     phase, peak = found.peak
     if cpu:
@@ -260,7 +266,8 @@ def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
     serving = found.serving
     if serving.cache <= 0:
         detail = (
-            f"{gib(serving.share)} do not hold weights and activations ({gib(serving.weights + serving.activations)})"
+            f"{gib(serving.share)} of vLLM do not hold weights and activations "
+            f"({gib(serving.weights + serving.activations)})"
         )
         yield Check("KV cache", FAIL, detail, f"raise {_R}.gpu_memory_utilization or tensor_model_parallel_size")
     elif serving.tokens < plan.rollout.max_model_len:
@@ -268,103 +275,108 @@ def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
         yield Check("KV cache", FAIL, detail, f"raise {_R}.gpu_memory_utilization or lower {_R}.max_model_len")
     else:
         requests = f"{serving.sequences:.1f} requests of {plan.rollout.longest} tokens at once"
-        detail = f"{serving.tokens} tokens a replica, {requests}"
+        detail = f"{serving.tokens} tokens per replica, {requests}"
         yield Check("KV cache", OK, detail)
 
 
 def _on_one_host(found: Estimate, plan: Plan) -> tuple[str, int]:
-    """The fullest phase of ranks that share a machine, with the engines that run beside it, if any; and its bytes."""
-    beside = found.phases.get("rollout pool")
-    if beside is None:
+    """Return the phase of highest memory on a machine that ranks and rollout engines share, and its bytes."""
+    engines = found.phases.get("rollout pool")
+    if engines is None:
         phase, peak = found.peak
         return phase, peak * plan.gpus_per_node
-    training = {name: phase for name, phase in found.phases.items() if phase is not beside}
+    training = {name: phase for name, phase in found.phases.items() if phase is not engines}
     phase, peak = replace(found, phases=training).peak
-    return f"{phase} beside the rollout pool", peak * plan.gpus_per_node + beside.total * plan.rollout_gpus
+    return f"{phase} with the rollout pool", peak * plan.gpus_per_node + engines.total * plan.rollout_gpus
 
 
 def _lighter(phase: str, plan: Plan) -> str:
     if phase == "rollout" and plan.standalone:
         return (
-            "set actor_rollout_ref.hybrid_engine=false: rollout has GPUs of its own, and those that train then hold no "
+            "set actor_rollout_ref.hybrid_engine=false: rollout has separate GPUs, and the training GPUs then hold no "
             "engine"
         )
     if phase.startswith("rollout"):
         return f"lower {_R}.gpu_memory_utilization, or offload the actor (param_offload, optimizer_offload)"
     return (
-        "more tensor parallelism or GPUs, full recomputation, or fewer tokens a micro-batch "
+        "use more tensor parallelism or GPUs, full recomputation, or fewer tokens per micro-batch "
         "(ppo_max_token_len_per_gpu, ppo_micro_batch_size_per_gpu)"
     )
 
 
 def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Check]:
-    """Offloaded states, the loading model and Ray's object store against free host memory."""
+    """Check offloaded states, the model during loading and Ray's object store against free host memory."""
     store = OmegaConf.select(config, "ray_kwargs.ray_init.object_store_memory")
-    # Ray takes 30 % of the memory unless told otherwise, 200 GB at most
+    # Ray's default: 30 % of the memory, 200 GB at most
     ray = int(store) if store else min(int(0.3 * machine.host_bytes), 200_000_000_000)
     needed = sum(found.host.values()) + ray
     ok = needed <= machine.host_free
     detail = (
-        f"{gib(needed)} needed, {gib(machine.host_free)} free: offloading, loading and Ray's object store ({gib(ray)})"
+        f"{gib(needed)} needed, {gib(machine.host_free)} free: offloaded states, model loading and Ray's object store "
+        f"({gib(ray)})"
     )
     remedy = "" if ok else "offload less, lower +ray_kwargs.ray_init.object_store_memory, or use a larger node"
-    # the object store is filled as needed only
+    # a warning only if it fits without the object store, which Ray fills on demand
     yield Check("host memory", OK if ok else FAIL if needed - ray > machine.host_free else WARN, detail, remedy)
 
 
 def disk(config: Any, found: Estimate | None, history: tuple[int, int]) -> Iterator[Check]:
-    """Room for checkpoints.
+    """Check the disk space for checkpoints.
 
     Args:
-        config: The resolved config.
-        found: What the model takes.
-        history: Bytes of the history's copy in each, at least and at most.
+        config: Resolved config.
+        found: Memory estimate, ``None`` where the model is unknown.
+        history: Minimum and maximum bytes of the history's copy in each checkpoint.
     """
     trainer = config.trainer
     if int(trainer.save_freq) > 0 and found:
         folder, free = free_disk(Path(str(trainer.default_local_dir)).expanduser())
         keep = trainer.get("max_actor_ckpt_to_keep")
-        many = int(keep or 1) + 1  # the new one is written before the oldest goes
+        many = int(keep or 1) + 1  # verl writes the new one before it deletes the oldest
         least, needed = (many * (found.checkpoint + copy) for copy in history)
-        every = "" if keep else "; all are kept (max_actor_ckpt_to_keep is null)"
+        every = "" if keep else "; verl keeps all checkpoints (trainer.max_actor_ckpt_to_keep is null)"
         status = FAIL if free < least else OK if keep and free >= needed else WARN
-        remedy = "" if status == OK else "set trainer.max_actor_ckpt_to_keep, or trainer.default_local_dir elsewhere"
+        remedy = "set trainer.max_actor_ckpt_to_keep, or trainer.default_local_dir to a folder on another disk"
+        remedy = "" if status == OK else remedy
         copies = f" and {gib(history[0])} to {gib(history[1])} of history" if any(history) else ""
-        detail = f"{folder}: {gib(free)} free, {gib(needed)} for {many} of {gib(found.checkpoint)}{copies}{every}"
+        sizes = f"{gib(needed)} for {many} checkpoints of {gib(found.checkpoint)}"
+        detail = f"{folder}: {gib(free)} free, {sizes}{copies}{every}"
         yield Check("checkpoints", status, detail, remedy)
 
 
 def ranker(config: Any) -> Iterator[Check]:
-    """The length ranker has what it is trained with."""
+    """Check the package or model that the length ranker requires."""
     try:
         tree = config_tree.from_verl(config)
     except ConfigError:
-        return  # the check of the rhyme tree tells
+        return  # the check of the rhyme tree reports it
     if tree is None or tree.lengths.ranker.kind is None:
         return
     if problem := lacking(tree.lengths.ranker, None):
         detail, _, remedy = problem.partition(": ")
         yield Check("ranker", FAIL, detail, remedy)
     else:
-        yield Check("ranker", OK, f"{tree.lengths.ranker.kind}, alongside the run")
+        yield Check("ranker", OK, f"{tree.lengths.ranker.kind}, trained during the run")
 
 
 def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
-    """Room for versions of the weights in the relay's folder: two, and on the actor's node a third while an engine or
-    another site is still at an old one.
+    """Check the room for two versions of the weights in the relay's folder.
+
+    The actor's node also holds a third one while an engine or another site still uses an old version.
     """
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     if engine.backend != RELAY:
         return
-    told = OmegaConf.select(engine, f"engine_kwargs.{RELAY}.folder")
-    folder, free = free_disk(Path(str(told)) if told else SHARED_MEMORY)
-    one = plan.sent_bytes * found.parameters if found else 0  # where the model is not known, anything at all
+    setting = OmegaConf.select(engine, f"engine_kwargs.{RELAY}.folder")
+    folder, free = free_disk(Path(str(setting)) if setting else SHARED_MEMORY)
+    one = plan.sent_bytes * found.parameters if found else 0  # for an unknown model, any free byte passes
     fits = int(free > 2 * one) + int(free > 3 * one) if os.access(folder, os.W_OK) else 0
     detail = (
-        f"{folder}: {gib(free)} free, beside Ray's object store where that lies there; {gib(2 * one)} for two versions "
-        f"of the weights, {gib(3 * one)} for three on the actor's node while an engine or site is behind, by the relay"
+        f"{folder}: {gib(free)} free, shared with Ray's object store if that is in /dev/shm; the relay needs "
+        f"{gib(2 * one)} for two versions of the weights, {gib(3 * one)} for three on the actor's node while an engine "
+        "or site is behind"
     )
-    remedy = "give the container a larger --shm-size, or name a folder with room that can be written: "
+    remedy = "start the container with a larger --shm-size, or set a writable folder with more room: "
     yield Check(
         "weights",
         (FAIL, WARN, OK)[fits],
@@ -374,13 +386,13 @@ def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
 
 
 def history_folder(config: Any) -> Iterator[Check]:
-    """It can be made and written; where the doctor looks, it tries."""
-    wanted = history_dir(config)
-    if wanted is not None and not can_write(Path(wanted)):
-        remedy = "set history.dir to a folder that can be written"
-        yield Check("history folder", FAIL, f"{wanted}: cannot be made or written", remedy)
+    """Check that the history folder is writable; for runs whose doctor does not check it."""
+    folder = history_dir(config)
+    if folder is not None and not can_write(Path(folder)):
+        remedy = "set history.dir to a writable folder"
+        yield Check("history folder", FAIL, f"{folder}: cannot be created or written", remedy)
 
 
 def history_dir(config: Any) -> str | None:
-    found = OmegaConf.select(config, f"{rhyme_config.CONFIG_PATH}.history.dir")
-    return None if found is None else str(Path(str(found)).expanduser())
+    setting = OmegaConf.select(config, f"{rhyme_config.CONFIG_PATH}.history.dir")
+    return None if setting is None else str(Path(str(setting)).expanduser())

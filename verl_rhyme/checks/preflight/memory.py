@@ -1,14 +1,15 @@
-"""How many bytes a run takes on each GPU, by component and phase. Pure arithmetic: nothing is imported or measured.
+"""Arithmetic of the bytes of a run on each GPU, by component and phase.
 
-Written for steady state: optimizer states exist, and gradients of earlier micro-batches do where there are any. Not
-counted: the CUDA context and NCCL's buffers (:data:`CONTEXT`, added once a GPU), fragmentation of the allocator.
+The estimate is of the steady state: optimizer states exist, and gradients of earlier micro-batches do if there are any.
+It leaves out fragmentation of the allocator, and the CUDA context and NCCL's buffers (:data:`CONTEXT`, which
+``estimate.py`` adds once per GPU).
 
 Symbols: t tokens of a micro-batch on one GPU, h hidden, f MLP width, a all queries, k all keys, V vocabulary, b bytes
 of an element in computation.
 
 Sources: Korthikanti et al. 2022 (arXiv:2205.05198), sections 4 and 5, for what a layer keeps, with SwiGLU instead of
 GELU, no dropout, and attention that keeps no t x t scores; Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), section 3,
-for parameters, gradients and Adam; Megatron-LM's docs/dist_optimizer.md for 6 + 12/d bytes a parameter; Narayanan et
+for parameters, gradients and Adam; Megatron-LM's docs/dist_optimizer.md for 6 + 12/d bytes per parameter; Narayanan et
 al. 2021 (arXiv:2104.04473), section 2.2, for the micro-batches in flight of a pipeline; and the source of verl 0.9.1,
 transformers 5.9, megatron-core 0.16 and vLLM 0.24 for which tensor is kept in which type.
 """
@@ -20,34 +21,34 @@ from dataclasses import dataclass, field
 from verl_rhyme.checks.preflight.architecture import Architecture
 from verl_rhyme.drafting.guesses import HEAD_BUFFER, HEAD_POSITIONS, MOST_TOKENS
 
-#: Bytes of CUDA's context, cuBLAS workspaces and NCCL's buffers, a round figure (not measured here).
+#: Bytes of CUDA's context, cuBLAS workspaces and NCCL's buffers, a round figure (not measured).
 CONTEXT = 2 << 30
 
 
 @dataclass(frozen=True)
 class Training:
-    """How the actor is trained.
+    """Training settings of the actor.
 
     Attributes:
         engine: ``"megatron"``, ``"fsdp"`` (also FSDP2), or ``"torch"`` (one process, nothing sharded or gathered).
         world: GPUs of the training pool.
         tp, pp, cp: Megatron's tensor, pipeline and context parallel sizes.
-        sequence_parallel: Megatron: norms and residuals are split over ``tp`` as well.
-        distributed_optimizer: Megatron: master weights and Adam states are split over data and context parallel ranks.
-        shards: FSDP: over how many GPUs parameters, gradients and states are split.
-        tokens: Of one micro-batch on one GPU (after the context or Ulysses split).
-        log_prob_tokens: The same, when old log-probs are recomputed; ``None`` where they never are.
-        recompute: Keep only each layer's input, and compute the rest again (full activation checkpointing).
-        accumulate: More than one micro-batch is added up before a step: gradients exist while activations do.
-        parameter_bytes, compute_bytes, reduce_bytes: Of an element of a stored parameter, in computation, and of a
-            gradient that is reduced.
-        fused_loss: FSDP: flash-attn's cross-entropy, which works in place; else verl's torch fallback.
-        fused_kernels: verl's ``use_fused_kernels``: the logits are never whole.
-        entropy: The entropy is computed in the update as well (``entropy_coeff`` is not 0).
-        chunked_entropy: It is computed chunk by chunk, or compiled into one kernel.
-        foreach: Adam works on all tensors at once, as torch does on GPUs, and takes one more copy of them.
-        parameter_offload, optimizer_offload: On the host when the actor is not training.
-        always_offloaded: FSDP2's offload policy: parameters, gradients and states never leave the host.
+        sequence_parallel: Megatron: whether ``tp`` also splits norms and residuals.
+        distributed_optimizer: Megatron: whether data and context parallel ranks split master weights and Adam states.
+        shards: FSDP: GPUs over which parameters, gradients and states are split.
+        tokens: Tokens of one micro-batch on one GPU (after the context or Ulysses split).
+        log_prob_tokens: The same for old log-probs; ``None`` if they are not recomputed.
+        recompute: Whether only each layer's input is kept (full activation checkpointing).
+        accumulate: Whether several micro-batches accumulate, so that gradients exist at the same time as activations.
+        parameter_bytes, compute_bytes, reduce_bytes: Bytes per element of stored parameters, in computation, and of
+            reduced gradients.
+        fused_loss: FSDP: whether flash-attn computes the cross-entropy in place; else verl's torch fallback does.
+        fused_kernels: verl's ``use_fused_kernels``, which never materialises the whole logits.
+        entropy: Whether the update also computes the entropy (``entropy_coeff`` is not 0).
+        chunked_entropy: Whether the entropy is computed chunk by chunk, or compiled into one kernel.
+        foreach: Whether Adam processes all tensors at once, as torch does on GPUs, with one more copy of them.
+        parameter_offload, optimizer_offload: Whether they are on the host while the actor is not training.
+        always_offloaded: FSDP2's offload policy: parameters, gradients and states stay on the host.
     """
 
     engine: str
@@ -76,22 +77,22 @@ class Training:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same Megatron parameters; the distributed optimizer splits its states over them."""
+        """Number of ranks with the same Megatron parameters, over which the distributed optimizer splits its states."""
         return max(1, self.world // (self.tp * self.pp))
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """How vLLM serves.
+    """Settings of vLLM.
 
     Attributes:
-        tp, pp: Its parallel sizes.
+        tp, pp: Tensor and pipeline parallel sizes.
         utilization: ``gpu_memory_utilization``, a share of the whole GPU.
-        max_model_len, max_num_seqs, max_num_batched_tokens: vLLM's, in tokens and rows.
+        max_model_len, max_num_seqs, max_num_batched_tokens: vLLM's limits, in tokens, requests and tokens.
         longest: Tokens of the run's longest request, prompt and response.
-        weight_bytes, cache_bytes: Of an element of a weight and of the KV cache.
-        draft_bytes: What the logits of draft tokens may take, on top of what vLLM profiles.
-        draft_head: There is one.
+        weight_bytes, cache_bytes: Bytes per element of the weights and of the KV cache.
+        draft_bytes: Bytes for the logits of draft tokens, in addition to vLLM's profiled peak.
+        draft_head: Whether rhyme's draft head is on.
     """
 
     tp: int = 1
@@ -109,13 +110,13 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Phase:
-    """What is on one GPU at the fullest moment of a phase: bytes by component."""
+    """Bytes by component on one GPU at the peak of a phase."""
 
     components: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Sum of all components."""
         return sum(self.components.values())
 
 
@@ -123,9 +124,9 @@ class Phase:
 
 
 def states(model: Architecture, training: Training) -> dict[str, int]:
-    """Parameters, gradients and optimizer states of one GPU, in bytes, wherever they lie.
+    """Return the bytes of one GPU's parameters, gradients and optimizer states, whether offloaded or not.
 
-    Megatron: bf16 parameters, fp32 gradients, fp32 master weights and Adam's two moments: 2 + 4 + 12/d bytes a
+    Megatron: bf16 parameters, fp32 gradients, fp32 master weights and Adam's two moments: 2 + 4 + 12/d bytes per
     parameter, d being the data and context parallel ranks under the distributed optimizer, else 1.
     FSDP: parameters, gradients and both moments in the type of the stored parameter (verl: fp32), over all shards.
     """
@@ -138,11 +139,11 @@ def states(model: Architecture, training: Training) -> dict[str, int]:
 
 
 def layer_activations(model: Architecture, training: Training, tokens: int) -> int:
-    """Bytes that one layer keeps for its backward pass.
+    """Return the bytes that one layer keeps for its backward pass.
 
     Megatron (fused norms, bf16): inputs of both norms and of both linear pairs, q, k, v, the attention's output, both
-    halves of the MLP and their product: b t (4h + 2a + 2k + 3f); all but the 4h are split over ``tp``, and these as
-    well under sequence parallelism.
+    halves of the MLP and their product: b t (4h + 2a + 2k + 3f). ``tp`` splits all but the 4h, and these as well under
+    sequence parallelism.
     transformers (eager norms): a norm keeps its input in fp32, the normalised input and its output, (4 + 2b) h bytes;
     attention q, k, v and its output; the MLP gate, silu(gate), up and their product. Qwen3's query and key norms keep
     their fp32 input and the normalised one.
@@ -157,20 +158,19 @@ def layer_activations(model: Architecture, training: Training, tokens: int) -> i
 
 
 def _layer_backward(model: Architecture, training: Training, tokens: int) -> int:
-    """Gradients of activations in flight while a layer's MLP goes backward, its widest place, and of one matrix."""
+    """Return the bytes of activation gradients in the backward pass of a layer's MLP, and of one matrix gradient."""
     width = 2 * model.hidden + 2 * model.ffn // training.tp
     gradient = 0 if training.engine == "megatron" else model.hidden * model.ffn  # Megatron adds into its buffer
     return training.compute_bytes * (tokens * width + gradient)
 
 
 def loss_bytes(model: Architecture, training: Training, tokens: int) -> int:
-    """Bytes around the logits at the fullest moment of forward and backward, final norm included.
+    """Return the peak bytes of logits, loss and final norm in forward and backward.
 
-    Megatron: logits in bf16, which vocab-parallel cross-entropy turns into an fp32 softmax in place of which the
-    gradient is written, and that gradient in bf16: (2 + 4 + 2) t V / tp; with the entropy a copy of the logits and
-    its fp32 softmax as well.
+    Megatron: bf16 logits, an fp32 softmax that the gradient overwrites, and that gradient in bf16:
+    (2 + 4 + 2) t V / tp; the entropy adds a copy of the logits and its fp32 softmax.
     FSDP: flash-attn's loss works in place, b t V; verl's fallback holds the logits and logsumexp's gradient twice, by
-    row and stacked: 3 b t V; then the output embedding's gradient beside that of the logits. The eager entropy keeps
+    row and stacked: 3 b t V. The gradients of logits and output embedding then exist together. The eager entropy keeps
     a softmax and its gradient.
     """
     b, table = training.compute_bytes, 0 if training.fused_kernels else tokens * model.vocab
@@ -184,7 +184,7 @@ def loss_bytes(model: Architecture, training: Training, tokens: int) -> int:
 
 
 def update(model: Architecture, training: Training) -> Phase:
-    """The fullest moment of forward and backward."""
+    """Return the peak of forward and backward."""
     held = states(model, training)
     if training.always_offloaded:
         held = dict.fromkeys(held, 0)
@@ -194,12 +194,12 @@ def update(model: Architecture, training: Training) -> Phase:
     layer = layer_activations(model, training, tokens)
     split = training.tp if training.engine == "megatron" and training.sequence_parallel else 1
     kept = tokens * training.compute_bytes * model.hidden // split if training.recompute else layer
-    # The first stage of a pipeline has pp micro-batches in flight, the last one the loss and one.
+    # The first pipeline stage has pp micro-batches in flight, the last stage has one, and the loss.
     backward = _layer_backward(model, training, tokens) + (layer if training.recompute else 0)
     backward += _gathered_layers(model, training, backward=True)
     end = 0
     if model.tied and training.engine != "megatron":
-        # The one gradient of both embeddings: the output's part waits for the input's, and a third holds their sum.
+        # The gradient of a tied embedding exists three times: the output's part, the input's part and their sum.
         backward += training.compute_bytes * model.embedding
         end = 3 * training.compute_bytes * model.embedding
     loss = loss_bytes(model, training, tokens)
@@ -214,15 +214,17 @@ def update(model: Architecture, training: Training) -> Phase:
 
 
 def _gathered_root(model: Architecture, training: Training) -> int:
-    """FSDP: the root unit (embeddings and final norm) stays whole from the forward to the end of the backward pass."""
+    """Return the bytes of FSDP's root unit (embeddings, final norm), gathered until the end of the backward pass."""
     if training.engine != "fsdp":
         return 0
     return training.compute_bytes * (model.parameters - model.layers * model.layer())
 
 
 def _gathered_layers(model: Architecture, training: Training, backward: bool) -> int:
-    """FSDP: two layers are whole, one being fetched ahead; going backward so are one layer's gradients, in the type of
-    the computation and again in that of the reduction."""
+    """Return the bytes of FSDP's gathered layers: the current one and the prefetched one.
+
+    The backward pass adds one layer's gradients in the compute type and in the reduction type.
+    """
     if training.engine != "fsdp":
         return 0
     gradients = training.compute_bytes + training.reduce_bytes if backward else 0
@@ -230,7 +232,7 @@ def _gathered_layers(model: Architecture, training: Training, backward: bool) ->
 
 
 def optimizer_step(model: Architecture, training: Training) -> Phase:
-    """Adam: no activations, but the square root of the second moment, of all tensors at once (foreach) or of one."""
+    """Return the peak of Adam's step: the states, and square roots of the second moments, of one tensor or of all."""
     held = states(model, training)
     if training.always_offloaded:
         return Phase(dict.fromkeys(held, 0))
@@ -245,7 +247,10 @@ def optimizer_step(model: Architecture, training: Training) -> Phase:
 
 
 def log_prob(model: Architecture, training: Training) -> Phase | None:
-    """Old log-probs and entropies, without gradients: logits, and for the eager entropy a softmax and a product."""
+    """Return the peak of old log-probs and entropies, without gradients; ``None`` if they are not recomputed.
+
+    It holds the logits, and for the eager entropy a softmax and a product.
+    """
     tokens = training.log_prob_tokens
     if tokens is None:
         return None
@@ -264,22 +269,22 @@ def log_prob(model: Architecture, training: Training) -> Phase | None:
 
 
 def resident(model: Architecture, training: Training) -> int:
-    """Bytes of the actor that stay on the GPU while vLLM samples on it."""
+    """Return the bytes of the actor that stay on the GPU while vLLM generates on it."""
     if training.always_offloaded:
         return 0
     held = states(model, training)
     kept = 0 if training.parameter_offload else held["parameters"]
     if training.engine == "megatron" and not training.parameter_offload:
-        kept += held["gradients"]  # a buffer; FSDP's gradients are gone after the step
+        kept += held["gradients"]  # Megatron keeps a buffer, FSDP frees its gradients after the step
     return kept + (0 if training.optimizer_offload else held["optimizer"])
 
 
 def offloaded(model: Architecture, training: Training) -> int:
-    """Bytes a GPU's process keeps in host memory while the actor does not train (with FSDP2's policy: always)."""
+    """Return the bytes of a GPU's process in host memory while the actor does not train (FSDP2's policy: always)."""
     held = states(model, training)
     if training.always_offloaded:
         return sum(held.values())
-    # Megatron's gradient buffer is dropped, not copied
+    # Megatron frees its gradient buffer without a copy
     return training.parameter_offload * held["parameters"] + training.optimizer_offload * held["optimizer"]
 
 
@@ -287,9 +292,9 @@ def offloaded(model: Architecture, training: Training) -> int:
 
 
 def cache_bytes_per_token(model: Architecture, rollout: Rollout) -> int:
-    """KV cache of one token on one GPU: 2 x layers x key heads x head_dim x bytes (vLLM's ``FullAttentionSpec``).
+    """Return a token's KV cache on one GPU: 2 x layers x key heads x head_dim x bytes (vLLM's ``FullAttentionSpec``).
 
-    Fewer key heads than tensor-parallel ranks are replicated, one a rank.
+    If there are fewer key heads than tensor-parallel ranks, each rank holds a copy of one.
     """
     heads = max(1, model.kv_heads // rollout.tp)
     return 2 * -(-model.layers // rollout.pp) * heads * model.head_dim * rollout.cache_bytes
@@ -297,14 +302,15 @@ def cache_bytes_per_token(model: Architecture, rollout: Rollout) -> int:
 
 @dataclass(frozen=True)
 class Serving:
-    """What vLLM makes of its share of a GPU.
+    """Split of vLLM's share of a GPU.
 
     Attributes:
-        share: ``utilization`` of the GPU, bytes.
-        weights, activations: Bytes of it that are not KV cache; ``activations`` is the peak of its profile run.
-        cache: Bytes left for the KV cache, below 0 where nothing is.
-        bytes_per_token, tokens, sequences: KV cache of a token, tokens that fit on one replica, and how many of the
-            run's longest requests that is.
+        share: Bytes of ``utilization`` of the GPU.
+        weights, activations: Bytes of the weights, and of the peak of vLLM's profile run.
+        cache: Bytes left for the KV cache, negative if the rest does not fit.
+        bytes_per_token: Bytes of KV cache per token.
+        tokens: Tokens that fit on one replica.
+        sequences: Number of the run's longest requests that fit on one replica.
     """
 
     share: int
@@ -317,10 +323,11 @@ class Serving:
 
 
 def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:
-    """Split ``utilization`` of a GPU into weights, the profile run's peak, and KV cache.
+    """Return the split of ``utilization`` of a GPU into weights, the profile run's peak, and KV cache.
 
-    The profile run is a step of ``max_num_batched_tokens``: residual, norm, both halves of the MLP and their product,
-    and for ``max_num_seqs`` rows the logits and two fp32 tables of the sampler, which are not split over ``tp``.
+    The profile run is a step of ``max_num_batched_tokens`` with residual, norm, both halves of the MLP and their
+    product. For ``max_num_seqs`` requests, it has the logits and two fp32 tables of the sampler, which ``tp`` does not
+    split.
     """
     weights = rollout.weight_bytes * model.rank_parameters(rollout.tp, rollout.pp)
     forward = rollout.max_num_batched_tokens * rollout.weight_bytes * (3 * model.hidden + 3 * model.ffn // rollout.tp)
@@ -334,9 +341,11 @@ def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:
 
 
 def draft_head(model: Architecture, rollout: Rollout) -> int:
-    """Of a draft head, which stays while vLLM sleeps: buffer, float32 parameters, gradients and moments, a bf16 copy,
-    bf16 rows, and these once more while they are copied, or the distributions that it is trained towards; what its CUDA
-    graphs hold for the widest batch."""
+    """Return the bytes of a draft head, which stay on the GPU while vLLM sleeps.
+
+    They are its buffer; float32 parameters, gradients and moments; a bf16 copy; bf16 rows; a copy of these rows or the
+    target distributions of its training; and the buffers of its CUDA graphs for the largest batch.
+    """
     if not rollout.draft_head:
         return 0
     rows = min(model.vocab, MOST_TOKENS)
@@ -346,5 +355,5 @@ def draft_head(model: Architecture, rollout: Rollout) -> int:
 
 
 def checkpoint_bytes(model: Architecture) -> int:
-    """A checkpoint of the actor: weights in bf16, and fp32 master weights and both moments, 2 + 12 a parameter."""
+    """Return the bytes of an actor checkpoint: bf16 weights, fp32 master weights and moments, 2 + 12 a parameter."""
     return 14 * model.parameters

@@ -1,4 +1,4 @@
-"""A model's ``config.json`` and weight files, from its folder or the hub's local cache; nothing is downloaded."""
+"""``config.json`` and weight files of a model, from its folder or the local hub cache; no downloads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-#: What ``config.json`` of the recipes' models says of their shape, for a dry run on a machine that has not got them.
+#: Shapes from ``config.json`` of the recipes' models, for dry runs on machines without these models.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-32B": {
         "model_type": "qwen2",
@@ -46,12 +46,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether it names a repository, ``owner/name``, and no folder here."""
+    """Whether ``path`` is a hub repository, ``owner/name``, and not a local folder."""
     return bool(_HUB_ID.fullmatch(path)) and not Path(path).exists()
 
 
 def find(path: str) -> Path | None:
-    """The ``config.json`` of ``actor_rollout_ref.model.path``; ``None`` where it is not on this machine."""
+    """Return the ``config.json`` of ``actor_rollout_ref.model.path``; ``None`` if it is not on this machine."""
     local = Path(path).expanduser() / "config.json"
     if local.is_file():
         return local
@@ -71,7 +71,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def lacking_weights(folder: Path) -> str:
-    """What is missing of a model's weights, in words; empty where nothing is."""
+    """Return a message about missing weight files, empty if none are missing."""
     indices = [*folder.glob("*.safetensors.index.json")] or [*folder.glob("*.bin.index.json")]
     shards = {shard for index in indices for shard in read(index).get("weight_map", {}).values()}
     if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
@@ -83,12 +83,12 @@ def lacking_weights(folder: Path) -> str:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Parse it.
+    """Return the JSON object of a file.
 
     Raises:
-        ValueError: It is no JSON object.
+        ValueError: The file does not contain a JSON object.
     """
-    found = json.loads(file.read_text())
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no JSON object")
-    return found
+    content = json.loads(file.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} does not contain a JSON object")
+    return content

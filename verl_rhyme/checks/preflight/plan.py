@@ -1,4 +1,4 @@
-"""What verl will do with a resolved config: pools, parallel sizes, tokens of a micro-batch, vLLM's settings."""
+"""Plan of a run as verl derives it from the config: pools, parallel sizes, tokens of a micro-batch, vLLM's settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from verl_rhyme.config import ConfigError, config_tree
 
 _BYTES = {"fp32": 4, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # all others: 2
 
-#: verl's ``actor.strategy`` and what the estimate calls it.
+#: Engine of the estimate for each of verl's values of ``actor.strategy``.
 ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 
 
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
-#: What is reckoned with as a whole number.
+#: Keys that must be whole numbers.
 _WHOLE = (
     "data.train_batch_size",
     "data.max_prompt_length",
@@ -43,7 +43,7 @@ _WHOLE = (
     f"{_ROLLOUT}.max_num_batched_tokens",
 )
 
-#: The same, or null.
+#: Keys that must be whole numbers or null.
 _WHOLE_OR_NULL = (
     "data.train_max_samples",
     "trainer.total_training_steps",
@@ -65,24 +65,24 @@ _NUMBERS = (f"{_ROLLOUT}.gpu_memory_utilization",)
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes that the config asks for.
+    """Sizes of a run.
 
     Attributes:
         strategy: ``actor_rollout_ref.actor.strategy``.
         device: ``trainer.device``.
-        training: ``None`` where the strategy is not one of :data:`ENGINES`.
+        training: Training settings, ``None`` where the strategy is not one of :data:`ENGINES`.
         rollout: vLLM's settings.
-        train_gpus, rollout_gpus: Of each pool; the same GPUs where ``colocated``.
-        gpus_per_node: Of the training pool.
-        colocated: vLLM samples on the GPUs that train.
-        standalone: There is a pool that only samples.
-        sleeps: vLLM frees its memory while the actor trains.
-        data_parallel: Copies of the actor that see different samples.
-        model_parallel: GPUs of one such copy.
+        train_gpus, rollout_gpus: GPUs of each pool; the same GPUs where ``colocated``.
+        gpus_per_node: GPUs per node of the training pool.
+        colocated: Whether vLLM generates on the training GPUs.
+        standalone: Whether the run has a separate rollout pool.
+        sleeps: Whether vLLM frees its memory while the actor trains.
+        data_parallel: Copies of the actor that train on different samples.
+        model_parallel: GPUs of one copy of the actor.
         replica_gpus: GPUs of one vLLM replica.
-        reference, critic: Models beside the actor.
-        lora: The rank, 0 without.
-        sent_bytes: Of an element of the weights as the relay holds them.
+        reference, critic: Whether the run has a reference model or a critic.
+        lora: LoRA rank, 0 without LoRA.
+        sent_bytes: Bytes per element of the weights in the relay.
     """
 
     strategy: str
@@ -105,38 +105,38 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """vLLM replicas of all pools."""
+        """Number of vLLM replicas in all pools."""
         pools = self.colocated * self.train_gpus + self.standalone * self.rollout_gpus
         return pools // self.replica_gpus
 
 
 def check_numbers(config: Any) -> None:
-    """Look whether sizes are numbers at all, before anything reckons with them; verl's own tree types none of them.
+    """Check that all sizes are numbers, which verl's config does not check.
 
     Raises:
-        ConfigError: It names each that is none.
+        ConfigError: Sizes are not numbers; the message names each of them.
     """
     kinds = ((_WHOLE, int, "a whole number"), (_WHOLE_OR_NULL, int, "a whole number"), (_NUMBERS, float, "a number"))
     wrong = []
-    for keys, kind, what in kinds:
+    for keys, kind, requirement in kinds:
         for key in keys:
-            value = OmegaConf.select(config, key, default=0)  # an engine's keys are there if it is
+            value = OmegaConf.select(config, key, default=0)  # keys of other engines are absent
             if value is None and keys is _WHOLE_OR_NULL:
                 continue
             try:
                 kind(value)
             except (TypeError, ValueError, OverflowError):
-                wrong.append(f"{key} must be {what}, not {'null' if value is None else repr(value)}")
+                wrong.append(f"{key} must be {requirement}, not {'null' if value is None else repr(value)}")
     if wrong:
         raise ConfigError("; ".join(wrong))
 
 
 def read(config: Any, max_positions: int | None = None) -> Plan:
-    """Read verl's resolved config (a ``DictConfig``).
+    """Return the plan of verl's resolved config.
 
     Args:
-        config: Resolved.
-        max_positions: The model's ``max_position_embeddings``, which verl takes where ``max_model_len`` is null.
+        config: Resolved config (a ``DictConfig``).
+        max_positions: ``max_position_embeddings`` of the model, verl's default of ``max_model_len``.
     """
     ref = config.actor_rollout_ref
     actor, rollout = ref.actor, ref.rollout
@@ -202,15 +202,15 @@ def read(config: Any, max_positions: int | None = None) -> Plan:
 
 
 def sequence_tokens(config: Any) -> int:
-    """The longest prompt and response."""
+    """Return the tokens of the longest prompt and the longest response."""
     return int(config.data.max_prompt_length) + int(config.data.max_response_length)
 
 
 def _tokens(config: Any, section: Any, kind: str, local: int, split: int, data_parallel: int) -> tuple[int, int]:
-    """Tokens of a micro-batch on one GPU, and of the whole mini-batch that it is cut from.
+    """Return the tokens of a micro-batch on one GPU, and of its mini-batch.
 
-    A dynamic micro-batch is filled up to its budget, but a sequence is never cut, so one of full length counts where
-    it is above the budget.
+    verl fills a dynamic micro-batch up to its budget. It never splits a sequence, so a sequence of full length counts
+    if it exceeds the budget.
     """
     longest = -(-sequence_tokens(config) // split)
     whole = local * longest
@@ -254,7 +254,7 @@ def _rollout(config: Any, max_positions: int | None) -> Rollout:
     engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     try:
         rhyme = config_tree.from_verl(config)
-    except ConfigError:  # a finding of its own
+    except ConfigError:  # the check of the rhyme tree reports it
         rhyme = None
     weight = _size(rollout.dtype)
     cache = str(engine.get("kv_cache_dtype") or "auto")
@@ -274,7 +274,10 @@ def _rollout(config: Any, max_positions: int | None) -> Rollout:
 
 
 def _sent(rollout: Any, training: Training | None) -> int:
-    """FSDP's float32 is narrowed to what engines compute in, unless they quantise it: ``weights/engine.py``."""
+    """Return the bytes per element that the relay sends.
+
+    ``weights/engine.py`` casts FSDP's float32 to the type of the engines, unless they quantise the weights.
+    """
     held = 2 if training is not None and training.engine == "megatron" else getattr(training, "parameter_bytes", 4)
     return held if rollout.get("quantization") else min(held, max(2, _size(rollout.dtype)))
 

@@ -1,11 +1,10 @@
-"""Whose checkpoints stand in a folder: a run resumes from its own, and from nobody else's.
+"""Ownership of checkpoint folders: a run resumes from its own checkpoints only.
 
-``run.json`` in ``trainer.default_local_dir`` says what run marked the folder (:func:`claim`); the run scripts call the
-folder after the same (:func:`name`). A run with another arm,
-trainer mode, engine, model, seed or data is refused there, because it would resume from weights, from a data order or
-from metrics that are not its own. What may change from one start to the next is not part of it: epochs, steps,
-learning rates, batch sizes, drafting's options, ``drafting.enable`` among them: drafts change no sample's distribution,
-and a run that they do not help goes on without.
+``run.json`` in ``trainer.default_local_dir`` describes the run that owns the folder (:func:`claim`). The run scripts
+name the folder after the same description (:func:`name`). A run with another preset, trainer mode, engine, model, seed
+or data is refused, because it would resume from the weights, data order or metrics of another run. Settings that may
+change between two starts are not part of the description: epochs, steps, learning rates, batch sizes and the options
+of drafting. ``drafting.enable`` is one of them, since drafts do not change the distribution of samples.
 """
 
 from __future__ import annotations
@@ -25,92 +24,96 @@ from verl_rhyme.config.run_name import run_name
 from verl_rhyme.observability import steps
 from verl_rhyme.observability.progress import LOGGER_VARIABLE
 
-#: In the checkpoint folder. Not the event log's ``events/run.json`` (``observability.events.INFO_FILE``).
+#: File in the checkpoint folder; not the event log's ``events/run.json`` (``observability.events.INFO_FILE``).
 MARKER = "run.json"
 
-#: What to do about a :class:`ForeignFolder`.
+#: Remedy of a :class:`ForeignFolder`.
 REMEDY = "set another folder (RUN_DIR=... of the recipes, trainer.default_local_dir=... of verl), or move this one away"
 
 
 class ForeignFolder(ValueError):
-    """A folder belongs to another run; the message says how they differ and what to do."""
+    """The folder belongs to another run; the message lists the differences."""
 
 
 def folder(config: Any) -> Path:
-    """``trainer.default_local_dir``."""
+    """Return ``trainer.default_local_dir``."""
     return Path(str(config.trainer.default_local_dir)).expanduser()
 
 
 def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What makes a run this run; names of parts to values, in the order in which differences are told.
+    """Return the settings that identify a run, as names and values in the order of the messages.
 
     Args:
         config: verl's resolved config.
-        notes: More of it that the config does not say.
+        notes: Further names and values that are not in the config.
 
     Raises:
-        ConfigError: The rhyme tree is wrong.
+        ConfigError: The rhyme tree is invalid.
     """
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     rhyme = config_tree.from_verl(config)
     run = {"run": run_name(rhyme, switches=False), "mode": _mode(rhyme, config)}
     run["engine"] = str(actor.strategy)
-    if run["engine"].startswith("fsdp"):  # one file a rank
+    if run["engine"].startswith("fsdp"):  # FSDP's checkpoints have one file per rank
         run["training GPUs"] = str(int(trainer.nnodes) * int(trainer.n_gpus_per_node))
     path = str(config.actor_rollout_ref.model.path)
-    run["model"] = "/".join(Path(path).parts[-2:])  # a run survives a move of its model
+    run["model"] = "/".join(Path(path).parts[-2:])  # the model's folder may be moved between starts
     run["seed"] = str(config.data.get("seed"))
     run["data"] = ", ".join(Path(file).name for file in _files(config))
     return run | dict(notes or {})
 
 
 def name(config: Any, notes: Mapping[str, str] | None = None) -> str:
-    """What the run scripts call a run's folder: preset, model, engine, mode, e.g. ``full-k2-qwen2-fsdp-colocated``.
+    """Return the folder name of a run: preset, model, engine and mode, e.g. ``full-k2-qwen2-fsdp-colocated``.
 
     Args:
         config: verl's resolved config.
-        notes: As of :func:`describe`; each becomes ``VALUE_NAME``.
+        notes: Notes as in :func:`describe`; each becomes ``VALUE_NAME``.
 
     Raises:
-        ConfigError: The rhyme tree is wrong.
+        ConfigError: The rhyme tree is invalid.
     """
     rhyme = config_tree.from_verl(config)
     model = Path(str(config.actor_rollout_ref.model.path)).name
-    engine = str(config.actor_rollout_ref.actor.strategy).removesuffix("2")  # of FSDP there is one engine in V1
+    engine = str(config.actor_rollout_ref.actor.strategy).removesuffix("2")  # the V1 trainer has one FSDP engine
     parts = [run_name(rhyme), model, engine, _mode(rhyme, config)]
-    parts += [f"{value}_{what}" for what, value in (notes or {}).items()]
-    return re.sub(r"[^A-Za-z0-9._@%+-]+", "_", "-".join(parts))  # of a path that hydra reads without quotes
+    parts += [f"{value}_{key}" for key, value in (notes or {}).items()]
+    return re.sub(r"[^A-Za-z0-9._@%+-]+", "_", "-".join(parts))  # characters that hydra reads without quotes
 
 
 def refusal(config: Any, notes: Mapping[str, str] | None = None) -> str | None:
-    """How the folder's run differs from this one, in one line; ``None`` where it does not."""
-    here, there = describe(config, notes), _owner(folder(config))
+    """Return the differences between the folder's run and this one in one line, or ``None``.
+
+    Raises:
+        ForeignFolder: The marker cannot be read.
+    """
+    run, owner = describe(config, notes), _owner(folder(config))
     differences = [
-        f"{part} {there[part]} there, {value} here" for part, value in here.items() if there.get(part, value) != value
+        f"{part} {owner[part]} instead of {value}" for part, value in run.items() if owner.get(part, value) != value
     ]
     return f"{folder(config)} belongs to another run: {'; '.join(differences)}" if differences else None
 
 
 def check(config: Any, notes: Mapping[str, str] | None = None) -> Iterator[Check]:
-    """The finding of a preflight."""
+    """Check that the run folder does not belong to another run."""
     try:
-        told = refusal(config, notes)
-    except ConfigError:  # a finding of its own
+        problem = refusal(config, notes)
+    except ConfigError:  # the check of the rhyme tree reports it
         return
     except ForeignFolder as error:
-        told = str(error)
-    yield Check("run folder", FAIL if told else OK, told or str(folder(config)), REMEDY if told else "")
+        problem = str(error)
+    yield Check("run folder", FAIL if problem else OK, problem or str(folder(config)), REMEDY if problem else "")
 
 
 def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
-    """Mark the folder as this run's; a folder that already is stays as it is.
+    """Mark the folder as this run's, unless it is already marked so.
 
     Raises:
-        ForeignFolder: It is another run's. Nothing was changed.
-        OSError: It cannot be written.
+        ForeignFolder: The folder belongs to another run; it is left unchanged.
+        OSError: The folder cannot be written.
     """
-    if told := refusal(config, notes):
-        raise ForeignFolder(told)
+    if problem := refusal(config, notes):
+        raise ForeignFolder(problem)
     marker = folder(config) / MARKER
     if not marker.exists():
         marker.parent.mkdir(parents=True, exist_ok=True)
@@ -120,14 +123,14 @@ def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
 
 
 def set_metrics_aside(config: Any) -> None:
-    """Of an earlier start, where the config tells verl's logger which file is theirs."""
+    """Rename the metrics file of an earlier start, if the config sets the file of verl's logger."""
     path = OmegaConf.select(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{LOGGER_VARIABLE}")
     if path:
         steps.set_aside(str(path))
 
 
 def latest_step(checkpoints: Path) -> int | None:
-    """The step from which verl resumes there."""
+    """Return the step from which verl resumes in this folder, or ``None``."""
     try:
         step = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     except (OSError, ValueError):
@@ -136,9 +139,9 @@ def latest_step(checkpoints: Path) -> int | None:
 
 
 def total_steps(config: Any) -> int | None:
-    """Steps of the whole training as verl counts them; ``None`` where the data can't be counted.
+    """Return verl's number of training steps of the whole run; ``None`` if the data cannot be counted.
 
-    An upper bound where prompts are filtered: that is known only once the tokenizer has seen them.
+    It is an upper bound if verl filters prompts by length, which requires the tokenizer.
     """
     if (steps := config.trainer.total_training_steps) is not None:
         return int(steps)
@@ -146,7 +149,7 @@ def total_steps(config: Any) -> int | None:
 
     try:
         rows = sum(pq.ParquetFile(Path(file).expanduser()).metadata.num_rows for file in _files(config))
-    except (OSError, ValueError):  # ArrowException is one
+    except (OSError, ValueError):  # ArrowException is a ValueError
         return None
     limit = int(config.data.get("train_max_samples", -1))
     prompts = min(rows, limit) if limit > 0 else rows
@@ -154,14 +157,14 @@ def total_steps(config: Any) -> int | None:
 
 
 def _mode(rhyme: RhymeConfig | None, config: Any) -> str:
-    """The trainer mode; to the pipeline ``sync`` and ``colocate_async`` are one, ``colocated``."""
+    """Return the trainer mode; with the pipeline, ``sync`` and ``colocate_async`` are both ``colocated``."""
     mode = str(config.trainer.v1.trainer_mode)
-    one = rhyme is not None and rhyme.pipeline and TOPOLOGIES.get(mode) == "colocated"
-    return "colocated" if one else mode
+    colocated = rhyme is not None and rhyme.pipeline and TOPOLOGIES.get(mode) == "colocated"
+    return "colocated" if colocated else mode
 
 
 def _owner(checkpoints: Path) -> dict[str, str]:
-    """What the marker says; nothing without one."""
+    """Return the content of the marker, empty without a marker."""
     marker = checkpoints / MARKER
     try:
         return {str(part): str(value) for part, value in json.loads(marker.read_text()).items()}

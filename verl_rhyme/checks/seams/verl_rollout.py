@@ -33,19 +33,19 @@ SEAMS: tuple[Seam, ...] = (
         contains=(
             "SamplingParams(max_tokens=max_tokens, **sampling_params)",
             "self.engine.generate(",
-            "if not admitted: admitted = True self._admitting -= 1",  # a first output that says nothing
+            "if not admitted: admitted = True self._admitting -= 1",  # the first output is empty
             "if not final_res.outputs: return TokenOutput( token_ids=[],",
         ),
     ),
     Seam(f"{_SERVER}:vLLMHttpServer._post_init", "our server", signature="(self, cuda_visible_devices)"),
     Seam(
         "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension._get_zmq_handle",
-        "the socket of a run's weights: engines",
+        "socket of the weight sync: engines",
         contains=('job_id = os.environ.get("VERL_RAY_JOB_ID", "0")', "/tmp/rl-colocate-zmq-{job_id}-replica-"),
     ),
     Seam(
         "verl.workers.rollout.vllm_rollout:ServerAdapter.__init__",
-        "the socket of a run's weights: workers",
+        "socket of the weight sync: workers",
         contains=(
             "job_id = ray.get_runtime_context().get_job_id()",
             'self.zmq_handle = f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-',
@@ -53,7 +53,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "verl.workers.rollout.base:get_rollout_class",
-        "the socket of a run's weights: workers",
+        "socket of the weight sync: workers",
         contains=("fqdn = _ROLLOUT_REGISTRY[(rollout_name, mode)]",),
     ),
     Seam(
@@ -69,7 +69,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_SERVER}:vLLMHttpServer.launch_server",
-        "our engine settings come last",
+        "our engine settings override verl's",
         contains=("self._preprocess_engine_kwargs(engine_kwargs)", "self._get_worker_extension_cls()"),
     ),
     Seam(
@@ -80,7 +80,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_SERVER}:vLLMHttpServer.__init__",
-        "policy version of a request; the socket of a run's weights: engines",
+        "policy version of a request; socket of the weight sync: engines",
         contains=(
             "self.global_steps = None",
             'os.environ["VERL_RAY_JOB_ID"] = ray.get_runtime_context().get_job_id()',
@@ -116,12 +116,12 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_CLIENT}:LLMServerManager.get_replicas", "request slots", signature="(self)"),
     Seam(
         f"{_CLIENT}:LLMServerManager.__init__",
-        "replicas in the place of dead ones",
+        "replacement of dead replicas",
         contains=("self.rollout_replica_class = get_rollout_replica_class(",),
     ),
     Seam(
         f"{_CLIENT}:LLMServerManager._initialize_llm_servers",
-        "replicas in the place of dead ones",
+        "replacement of dead replicas",
         contains=(
             "self.server_handles = [server._server_handle for server in self.rollout_replicas]",
             "self.server_addresses = [server._server_address for server in self.rollout_replicas]",
@@ -129,13 +129,13 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "verl.workers.rollout.replica:RolloutReplica.init_standalone",
-        "replicas in the place of dead ones",
+        "replacement of dead replicas",
         signature="(self)",
         contains=("[self.gpus_per_replica_node] * self.nnodes", "self.resource_pool ="),
     ),
     Seam(
         f"{_SERVER}:vLLMReplica.launch_servers",
-        "calls that a server takes at a time; replicas in the place of dead ones",
+        "concurrent calls of a server; replacement of dead replicas",
         contains=(
             "max_concurrency=self.max_concurrency",
             "self._server_handle = self.servers[0]",
@@ -150,7 +150,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_ROUTER}:GlobalRequestLoadBalancer.acquire_server",
-        "our router: a request goes where it was assigned",
+        "our router: a request goes to its assigned replica",
         signature="(self, request_id)",
         contains=(
             "if request_id in self._request_id_to_server: server_id = self._request_id_to_server[request_id]",
@@ -160,7 +160,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_ROUTER}:GlobalRequestLoadBalancer.remove_servers", "our router", signature="(self, server_ids)"),
     Seam(
         f"{_ROUTER}:RequestLoadBalancer",
-        "a router of the user's own",
+        "a user's own router",
         has=(
             "acquire_server",
             "release_server",
@@ -182,7 +182,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_ROUTER}:_create_plugin_extension", "our router", contains=("ray_cls.remote(servers, yaml_config)",)),
     Seam(
         f"{_CLIENT}:LLMServerClient._acquire_server",
-        "what the router is told of a request",
+        "request fields that the router gets",
         signature="(self, request_id, **extra)",
         contains=("for name in self._lb_require_acquire_fields if name in extra",),
     ),
@@ -198,13 +198,13 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_AGENT}:AgentLoopManagerTQ.generate_sequences",
-        "pipeline: prompts for the workers that live",
+        "pipeline: prompts for live workers",
         signature="(self, prompts)",
         contains=("prompts.chunk(len(self.agent_loop_workers))", "worker.generate_sequences.remote(chunk)"),
     ),
     Seam(
         "verl.experimental.agent_loop:AgentLoopManager._init_agent_loop_workers",
-        "pipeline: new workers when the last one died",
+        "pipeline: new workers after the last one has died",
         signature="(self)",
         contains=("self.agent_loop_workers = []",),
     ),
@@ -215,7 +215,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_AGENT}:AgentLoopWorkerTQ{RAY_CLASS}._run_prompt",
-        "sample number of each request; the pipeline runs its own",
+        "sample number of each request; the pipeline replaces it",
         signature="(self, prompt, sampling_params, trajectory, trace)",
         contains=("session_id", '"__rollout_n__"', '"__do_sample__"'),
     ),
@@ -227,13 +227,13 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_AGENT}:AgentLoopWorkerTQ{RAY_CLASS}._compute_score",
-        "pipeline: a sample whose reward is no number fails before it is stored",
+        "pipeline: a sample whose reward is not a number fails before it is stored",
         signature="(self, outputs, kwargs)",
         contains=("final_output = outputs[-1]", "self.reward_loop_worker_handles is not None"),
     ),
     Seam(
         f"{_SERVER}:vLLMHttpServer.abort_all_requests",
-        "pipeline: cutting samples short without waiting for the queue",
+        "pipeline: aborting samples without waiting for the queue",
         contains=("while self._admitting > 0:", "await self.engine.pause_generation("),
     ),
 )

@@ -16,10 +16,10 @@ SEAMS: tuple[Seam, ...] = (
         "the check before Ray starts",
         contains=("validate_config(config=config", "run_ppo(config, task_runner_class=TaskRunnerV1)"),
     ),
-    Seam("verl.workers.config:RolloutConfig", "where our configuration travels", has=("custom",)),
+    Seam("verl.workers.config:RolloutConfig", "carries our configuration", has=("custom",)),
     # ---- trainer ----
     Seam(f"{_TRAINER}:TRAINER_REGISTRY", "our trainers under verl's names", has=("update",)),
-    Seam(f"{_TRAINER}:register_trainer", "trainer modes of our own", signature="(name)"),
+    Seam(f"{_TRAINER}:register_trainer", "our trainer modes", signature="(name)"),
     Seam(f"{_TRAINER}:get_trainer_cls", "our trainers under verl's names", contains=("return TRAINER_REGISTRY[name]",)),
     Seam(f"{_TRAINER}:PPOTrainer.__init__", "trainer base", signature="(self, config)"),
     Seam(
@@ -30,7 +30,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_TRAINER}:PPOTrainer._validate",
-        "recipes: evaluation sets say how many samples are drawn of each problem",
+        "recipes: evaluation sets contain the number of samples per problem",
         contains=('"__rollout_n__", [self.config.actor_rollout_ref.rollout.val_kwargs.n] * batch_size',),
     ),
     Seam(f"{_TRAINER}:PPOTrainer._init_tokenizer", "history service", contains=("self.tokenizer =",)),
@@ -106,18 +106,18 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_REPLAY}:ReplayBuffer.__init__", "poll interval", contains=("self.poll_interval = poll_interval",)),
     Seam(
         f"{_REPLAY}:ReplayBuffer._wait_for_next_poll",
-        "poll interval; replicas are looked after while the trainer waits",
+        "poll interval; replicas are checked while the trainer waits",
         signature="(self, partition_id, last_debug_time)",
         contains=("time.sleep(self.poll_interval)",),
     ),
     Seam(
         "verl.trainer.ppo.v1.trainer_separate_async:HybridEngineMode",
-        "replicas are replaced while the actor's devices are its own",
+        "replicas are replaced while no engine uses the actor's devices",
         contains=('ROLLOUT = "rollout"',),
     ),
     Seam(
         "verl.single_controller.ray.base:RayResourcePool.get_placement_groups",
-        "replicas that found no devices leave no claim to them; those that span nodes start one by one",
+        "failed replicas release their placement groups; replicas that span nodes start one by one",
         contains=(
             "f\"{self.name_prefix}verl_group_{'_'.join([str(count) for count in self._store])}:\"",
             "name=pg_name_prefix + str(idx)",
@@ -131,7 +131,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_REPLAY}:ReplayBuffer._clear_groups",
-        "groups that are filtered, stale or surplus are recorded before they go",
+        "groups that are filtered, stale or surplus are recorded before their removal",
         signature="(self, partition_id, uids)",
         contains=('for key in self.partitions[partition_id] if key.split("_")[0] in uids', "tq.kv_clear("),
     ),
@@ -153,11 +153,11 @@ SEAMS: tuple[Seam, ...] = (
         "pipeline: prompts one by one",
         signature="(self, num_prompts)",
     ),
-    Seam(f"{_TRAINER}:PPOTrainer._reissue_inflight_prompts", "pipeline: starts them itself", accepts=("self",)),
+    Seam(f"{_TRAINER}:PPOTrainer._reissue_inflight_prompts", "pipeline: prompts in flight", accepts=("self",)),
     Seam(f"{_TRAINER}:PPOTrainer._resolve_filter_groups_metric", "pipeline: DAPO's filter", signature="(self)"),
     Seam(
         "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
-        "pipeline: the k-th mini-batch is the k-th piece of each rank's part",
+        "pipeline: the k-th mini-batch is the k-th slice of each rank's batch",
         accepts=("data",),
         contains=("mini_batch_size_per_gpu = mini_batch_size // self.engine.get_data_parallel_size()",),
     ),
@@ -170,12 +170,12 @@ SEAMS: tuple[Seam, ...] = (
     Seam("transfer_queue:kv_batch_put", "pipeline: prompts", accepts=("keys", "partition_id", "fields", "tags")),
     Seam(
         "transfer_queue:async_kv_batch_put",
-        "pipeline: what attempts left",
+        "pipeline: samples of earlier attempts",
         accepts=("keys", "partition_id", "fields", "tags"),
     ),
     Seam(
         "transfer_queue:async_kv_batch_get",
-        "pipeline: prompts, and what attempts left",
+        "pipeline: prompts, and samples of earlier attempts",
         accepts=("keys", "partition_id", "select_fields"),
     ),
     Seam(
@@ -183,25 +183,25 @@ SEAMS: tuple[Seam, ...] = (
         "pipeline: tags of all partitions",
         contains=("partition_id: str | None = None",),
     ),
-    Seam("transfer_queue:async_kv_clear", "pipeline: what is nobody's any more", accepts=("keys", "partition_id")),
+    Seam("transfer_queue:async_kv_clear", "pipeline: removal of unused samples", accepts=("keys", "partition_id")),
     Seam(
         f"{_CHECKPOINT}:CheckpointEngineManager.abort_replicas",
-        "pipeline: cutting samples short",
+        "pipeline: aborting samples",
         accepts=("reject_request",),
     ),
     Seam(
         f"{_CHECKPOINT}:CheckpointEngineManager.resume_generation_replicas",
-        "pipeline: engines go on under the same policy",
+        "pipeline: engines continue with the same policy",
         signature="(self)",
     ),
     Seam(
         f"{_CHECKPOINT}:CheckpointEngineManager.sleep_replicas",
-        "pipeline: colocated engines give way to the actor",
+        "pipeline: colocated engines free their memory for the actor",
         signature="(self)",
     ),
     Seam(
         "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync.__init__",
-        "pipeline: what it sets, but for its rule of weight syncs",
+        "pipeline: attributes that it sets, except for its rule of weight syncs",
         contains=(
             'self._enable_hybrid_replicas = bool(config.actor_rollout_ref.get("hybrid_engine", True))',
             "self.hybrid_rollout_config: HybridRolloutSwitchConfig = omega_conf_to_dataclass(",
@@ -209,7 +209,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._setup",
-        "pipeline: engines apart from the actor",
+        "pipeline: separate engines",
         contains=(
             "self.standalone_server_manager: LLMServerManager = LLMServerManager.create(",
             "self.standalone_checkpoint_manager = CheckpointEngineManager(",
@@ -217,13 +217,13 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_CHECKPOINT}:CheckpointEngineManager.__init__",
-        "pipeline: weights for a replica in the place of a dead one",
+        "pipeline: weights for a replacement replica",
         signature="(self, config, actor_wg, replicas)",
         contains=("self.replicas = replicas",),
     ),
     Seam(
         f"{_CHECKPOINT}:CheckpointEngineManager.update_weights",
-        "weights for a replica in the place of a dead one; a replica that dies meanwhile",
+        "weights for a replacement replica; a replica that dies during the weight sync",
         accepts=("global_steps",),
     ),
     # ---- platform, engines, weight transfer ----
@@ -250,7 +250,7 @@ SEAMS: tuple[Seam, ...] = (
         implemented_by="verl_rhyme.weights.engine:RelayCheckpointEngine",
     ),
     Seam("verl.workers.rollout.utils:ensure_async_iterator", "relay of weights"),
-    Seam("verl.utils.device", "relay of weights: where engines are", has=("get_device_id", "get_device_name")),
+    Seam("verl.utils.device", "relay of weights: devices of the engines", has=("get_device_id", "get_device_name")),
     Seam(f"{_CHECKPOINT}:CheckpointEngineWorker.update_weights", "relay of weights", signature="(self, global_steps)"),
     Seam(
         f"{_CHECKPOINT}:CheckpointEngineWorker.execute_checkpoint_engine",
@@ -259,7 +259,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer",
-        "relay of weights: what a replica does before and after it takes them",
+        "relay of weights: steps of a replica before and after a weight sync",
         has=("release_kv_cache", "resume_kv_cache", "resume_engine_generation", "open_submission_gate"),
     ),
 )

@@ -1,4 +1,4 @@
-"""verl: the actor's update, which may come in parts."""
+"""verl: the actor's update, which streaming splits into parts."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ _ENGINE = "verl.workers.engine.base"
 SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_TRAINER}._init_resource_pool_mgr",
-        "our actor worker before verl's",
+        "our actor worker instead of verl's",
         signature="(self)",
         contains=("self.role_worker_mapping[role] = ray.remote(ActorRolloutRefWorker)",),
     ),
     Seam(
         f"{_TRAINER}._update_actor",
-        "what travels with a part of an update",
+        "data sent with a part of an update",
         signature="(self, batch, metrics)",
         contains=("self.actor_rollout_wg.update_actor(batch)", 'output.pop("actor/mfu")'),
     ),
-    Seam(f"{_TRAINER}._compute_reward_colocate", "of a part", accepts=("batch", "metrics")),
-    Seam(f"{_TRAINER}._compute_ref_log_prob", "of a part", signature="(self, batch, metrics)"),
-    Seam(f"{_TRAINER}._compute_advantage", "of a part", signature="(self, batch, metrics)"),
+    Seam(f"{_TRAINER}._compute_reward_colocate", "reward of a part", accepts=("batch", "metrics")),
+    Seam(f"{_TRAINER}._compute_ref_log_prob", "reference log-probs of a part", signature="(self, batch, metrics)"),
+    Seam(f"{_TRAINER}._compute_advantage", "advantages of a part", signature="(self, batch, metrics)"),
     Seam(
         "verl.trainer.ppo.padding_utils:upsample_batch_to_divisible_size",
-        "parts that ranks can share",
+        "parts that are divisible by the ranks",
         signature="(batch, batch_multiple, eos_token_id)",
     ),
-    Seam(f"{_WORKERS}:ActorRolloutRefWorker.compute_log_prob", "rows that are here", signature="(self, data)"),
-    Seam(f"{_WORKERS}:ActorRolloutRefWorker.compute_ref_log_prob", "rows that are here", signature="(self, data)"),
+    Seam(f"{_WORKERS}:ActorRolloutRefWorker.compute_log_prob", "rows held by the worker", signature="(self, data)"),
+    Seam(f"{_WORKERS}:ActorRolloutRefWorker.compute_ref_log_prob", "rows held by the worker", signature="(self, data)"),
     Seam(
         "verl.utils.transferqueue_utils:async_kv_batch_meta2batch_meta",
-        "a stage fetches the fields that it is told",
+        "a stage fetches the requested fields",
         contains=("fields = meta.fields", "batch_meta.select_fields(fields)"),
     ),
     Seam(
@@ -42,17 +42,17 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_WORKERS}:ActorRolloutRefWorker.update_actor", "an update in parts", signature="(self, data)"),
     Seam(
         "verl.workers.engine.megatron.transformer_impl:MegatronEngine._build_tf_config",
-        "what keeps Megatron's gradients of parts from being added up",
+        "Megatron settings that prevent accumulation over parts",
         contains=("self.tf_config = tf_config", "self.engine_config.dynamic_context_parallel"),
     ),
     Seam(
         "verl.workers.engine.megatron.transformer_impl:MegatronEngine.forward_backward_batch",
-        "micro-batches that an interleaved pipeline takes in turns",
+        "micro-batch groups of an interleaved pipeline",
         contains=("num_batches_divided_by = self.tf_config.microbatch_group_size_per_vp_stage",),
     ),
     Seam(
         f"{_WORKERS}:TrainingWorker.train_batch",
-        "what travels beside the data of an update",
+        "settings sent with the data of an update",
         contains=("use_remove_padding=", "max_token_len_per_gpu=", "micro_batch_size_per_gpu=", "use_fused_kernels="),
     ),
     Seam(
@@ -62,13 +62,13 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_ENGINE}:BaseEngine.train_batch",
-        "what an optimizer's step consists of",
+        "stages of an optimizer step",
         contains=("self.optimizer_zero_grad()", "self.forward_backward_batch(", "self.optimizer_step()"),
     ),
     Seam(f"{_ENGINE}:BaseEngineCtx.__init__", "gradients stay between parts", contains=('"zero_grad_on_exit", True',)),
     Seam(
         "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.forward_backward_batch",
-        "tokens by which a loss is divided",
+        "token count of the loss average",
         contains=("tu.assign_non_tensor(data, batch_num_tokens=batch_num_tokens.item())",),
     ),
     Seam(
@@ -78,7 +78,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "verl.workers.utils.losses:ppo_loss",
-        "tokens by which a loss is divided",
+        "token count of the loss average",
         contains=('config.global_batch_info["batch_num_tokens"] = data["batch_num_tokens"]',),
     ),
 )

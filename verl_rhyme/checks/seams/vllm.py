@@ -21,7 +21,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_RUNNER}:GPUModelRunner.propose_draft_token_ids",
-        "what our proposer is given, and hidden states on their way to it for our draft head",
+        "input of our proposer, and hidden states for our draft head",
         signature="(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, "
         "sample_hidden_states, aux_hidden_states, spec_decode_metadata, common_attn_metadata, slot_mappings)",
         contains=(
@@ -33,22 +33,22 @@ SEAMS: tuple[Seam, ...] = (
     # ---- the draft head ----
     Seam(
         f"{_RUNNER}:GPUModelRunner.execute_model",
-        "our draft head: which hidden states these are",
+        "our draft head: hidden states of the sampled positions",
         contains=("sample_hidden_states = hidden_states[logits_indices]",),
     ),
     Seam(
         "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding.__init__",
-        "our draft head: the policy's rows",
+        "our draft head: rows of the policy's embedding",
         contains=("self.shard_indices = self._get_indices(", "self.tp_size ="),
     ),
     Seam(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor.__init__",
-        "our draft head: what logits are multiplied by",
+        "our draft head: scale of the logits",
         contains=("self.scale = scale",),
     ),
     Seam(
         f"{_RUNNER}:GPUModelRunner.__init__",
-        "our proposer finds the rows' requests",
+        "our proposer: requests of the batch's rows",
         contains=(
             "self.drafter = create_custom_proposer(",
             "self.requests: dict[str, CachedRequestState] = {}",
@@ -65,7 +65,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.worker.gpu_input_batch:InputBatch",
-        "our proposer finds the rows' requests",
+        "our proposer: requests of the batch's rows",
         has=("req_ids",),
         contains=(
             "self.spec_token_ids:",
@@ -88,7 +88,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.sample.sampler:Sampler.gather_logprobs",
-        "our sampler: which log-probabilities go with a token",
+        "our sampler: log-probabilities of a token",
         contains=(
             "indices = torch.cat((token_ids, topk_indices), dim=1)",
             "token_ranks = batched_count_greater_than(logprobs, token_logprobs)",
@@ -96,7 +96,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p",
-        "our sampler: same masks",
+        "our sampler: top-k and top-p masks",
         signature="(logits, k, p)",
     ),
     Seam(
@@ -117,18 +117,18 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.sample.logits_processor:build_logitsprocs",
-        "our sampler: what speculation leaves out",
+        "our sampler: logits processors that speculation leaves out",
         contains=("return LogitsProcessors([MinTokensLogitsProcessor(vllm_config, device, is_pin_memory)])",),
     ),
     Seam(
         "vllm.v1.sample.logits_processor.state:LogitsProcessors",
-        "our sampler: what speculation leaves out",
+        "our sampler: logits processors that speculation leaves out",
         has=("all",),
         contains=("self.argmax_invariant:", "self.non_argmax_invariant:"),
     ),
     Seam(
         "vllm.v1.engine.input_processor:InputProcessor._validate_params",
-        "our sampler: min-p and logit bias beside speculation",
+        "our sampler: min-p and logit bias with speculation",
         contains=("params.verify(self.model_config, self.speculative_config,",),
     ),
     Seam(
@@ -163,7 +163,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.sample.rejection_sampler:RejectionSampler.parse_output",
-        "our sampler: what is left of a rejected row",
+        "our sampler: tokens kept of a rejected row",
         contains=(
             "output_token_ids_np != PLACEHOLDER_TOKEN_ID",
             "filtered_tensors = logprobs_tensors.filter(valid_mask.flatten())",
@@ -171,17 +171,17 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.spec_decode.metadata:SpecDecodeMetadata",
-        "our sampler: which logits are whose",
+        "our sampler: logits of each request",
         accepts=("draft_token_ids", "num_draft_tokens"),
     ),
     Seam(
         f"{_RUNNER}:GPUModelRunner._calc_spec_decode_metadata",
-        "our sampler: a request's drafted positions and the one after lie together",
+        "our sampler: a request's drafted positions and the next one are contiguous",
         contains=("bonus_logits_indices = cu_num_sampled_tokens - 1",),
     ),
     Seam(
         f"{_RUNNER}:GPUModelRunner._sample",
-        "our sampler: every token goes through one of the two",
+        "our sampler: every token passes one of the two samplers",
         signature="(self, logits, spec_decode_metadata)",
         contains=(
             "return self.sampler(logits=logits, sampling_metadata=sampling_metadata,)",
@@ -245,14 +245,14 @@ SEAMS: tuple[Seam, ...] = (
     Seam("vllm.v1.engine.async_llm:AsyncLLM.check_health", "whether an engine has died", signature="(self)"),
     Seam(
         "vllm.v1.engine.async_llm:AsyncLLM.is_sleeping",
-        "whether an engine hangs: it answers between two steps",
+        "whether an engine hangs: a healthy one answers between two steps",
         signature="(self)",
         contains=("self.engine_core.is_sleeping_async()",),
     ),
     Seam("vllm.v1.engine.exceptions:EngineDeadError", "whether an engine has died"),  # also by its name
     Seam(
         "vllm.v1.engine.output_processor:OutputProcessor.propagate_error",
-        "what requests have said when their engine hangs",
+        "tokens that requests have generated when their engine hangs",
         signature="(self, e)",
         contains=("state.queue.put(e)",),
     ),
@@ -263,13 +263,13 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.engine.output_processor:OutputProcessor.add_request",
-        "the text before a response that goes on, for its stop strings",
+        "stop strings of a continued response: its earlier text",
         signature="(self, request, prompt, parent_req, request_index, queue)",
         contains=("self.request_states[request_id] = req_state",),
     ),
     Seam(
         "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update",
-        "the same",
+        "stop strings of a continued response",
         signature="(self, new_token_ids, stop_terminated)",
         contains=(
             "self.token_ids.append(new_token_id)",
@@ -279,12 +279,12 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.engine.detokenizer:SlowIncrementalDetokenizer",
-        "the same: which of its tokens are the request's own",
+        "stop strings of a continued response: tokens of the current request",
         contains=("return self.token_ids[self.prompt_len :]", "return len(self.token_ids) - self.prompt_len"),
     ),
     Seam(
         "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.get_next_output_text",
-        "the same: its text is not given out again",
+        "stop strings of a continued response: earlier text is not returned again",
         contains=("last_offset = self._last_output_text_offset",),
     ),
 )
