@@ -154,7 +154,7 @@ def test_refuses_another_version(make: Callable[..., Patch], package: str, requi
     [
         ("farewell", "does not exist"),
         ("wrapped", "cannot be read"),  # an instance has no source
-        ("stubborn.func", "still gives the original"),
+        ("stubborn.func", "still returns the original"),
     ],
 )
 def test_refuses_what_it_cannot_replace(make: Callable[..., Patch], package: str, qualname: str, reason: str) -> None:
@@ -210,7 +210,7 @@ def test_one_target_carries_one_patch(make: Callable[..., Patch], package: str) 
     assert core.apply(make()).state is State.APPLIED
     second = core.apply(make(name="second"))
     assert second.state is State.REFUSED
-    assert "already carries" in second.detail
+    assert "already has the patch" in second.detail
 
 
 def test_patches_import_nothing_they_patch() -> None:
