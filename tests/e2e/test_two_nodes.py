@@ -149,7 +149,7 @@ def test_what_was_cleared_is_told_and_never_taken_for_another(cluster, tmp_path)
         service.rewards(batch.stored)
     batch = named(4)
     stored(4, length=19)  # under the same keys
-    with pytest.raises(SamplesGone, match="took their place"):
+    with pytest.raises(SamplesGone, match="replaced by others"):
         service.append(batch, step=1)
     assert service.append(named(4), step=1)["responses"] == 4  # the writer is none the worse for it
     assert service.restarts == 0

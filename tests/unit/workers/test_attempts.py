@@ -419,7 +419,7 @@ async def test_a_tool_or_a_reward_that_never_answers_ends_its_sample_alone(monke
     }
     for number in range(2):
         error = worker.reports[f"a_{number}"].error
-        assert f"prompt a, sample {number}: no answer of its tool or its reward for 0.1 s" in error
+        assert f"prompt a, sample {number}: no answer from its tool or reward for 0.1 s" in error
         assert "scheduling.tool_timeout" in error
 
 
