@@ -103,7 +103,7 @@ def test_a_damaged_copy_is_no_history_a_count_and_one_warning(copies, reader, ca
             copies.put(KEYS[0], harm(value(9)), turn)
             assert reader.get(KEYS[0]) is None
             assert reader.errors == turn
-    assert caplog.text.count("told once") == 1
+    assert caplog.text.count("logged once") == 1
 
 
 def test_one_writer_and_what_a_dead_one_left_goes(copies, reader, tmp_path, monkeypatch):

@@ -200,7 +200,7 @@ def test_another_users_folder_is_refused_and_nothing_in_it_deleted(tmp_path):
     folder.mkdir()
     (folder / "theirs").touch()
     os.chown(folder, 12345, -1)
-    with pytest.raises(HistoryError, match=r"node belongs to the user 12345.*history\.dir"):
+    with pytest.raises(HistoryError, match=r"node belongs to user 12345.*history\.dir"):
         open_store(folder)
     assert [path.name for path in folder.iterdir()] == ["theirs"]
 
