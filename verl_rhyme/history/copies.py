@@ -99,7 +99,8 @@ class Copies:
         if len(value) > self._bound:
             logger.warning(
                 "a prompt's history of %d bytes is larger than history.max_bytes=%d and is not copied to this node",
-                *(len(value), self._bound),
+                len(value),
+                self._bound,
             )
             value = b""
         size = max(_BLOCK, -(-len(value) // _BLOCK) * _BLOCK)
@@ -164,7 +165,8 @@ class CopyReader:
             if self.errors == 1:
                 logger.warning(
                     "a copied history in %s cannot be read; its prompt drafts without a history (logged once): %s",
-                    *(self._path, error),
+                    self._path,
+                    error,
                 )
             return None
 

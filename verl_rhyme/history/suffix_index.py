@@ -99,8 +99,8 @@ def first_tokens(tokens: np.ndarray) -> np.ndarray:
         tokens: Text from :func:`join`, int32[n].
 
     Returns:
-        Hash table, int32[2**k, 3]: token (-1 in a free row), first entry, entry after the last. A token is in the row of
-        its lowest k bits or the next free row after it; at least half of the rows are free.
+        Hash table, int32[2**k, 3]: token (-1 in a free row), first entry, entry after the last. A token is in the row
+        of its lowest k bits or the next free row after it; at least half of the rows are free.
     """
     return _first_tokens(np.asarray(tokens, dtype=np.int32))
 
@@ -114,8 +114,8 @@ def longest_match(index: Index, context: np.ndarray, max_len: int) -> tuple[int,
         max_len: Most tokens of the context to compare; at most :data:`DEPTH` count.
 
     Returns:
-        ``(length, lo, hi)``: ``index.suffixes[lo:hi]`` are all positions where the last ``length`` tokens of the context
-        end; no position matches more. ``(0, 0, n)`` if the newest token does not occur.
+        ``(length, lo, hi)``: ``index.suffixes[lo:hi]`` are all positions where the last ``length`` tokens of the
+        context end; no position matches more. ``(0, 0, n)`` if the newest token does not occur.
     """
     return _longest_match(index.tokens, index.suffixes, tail(context, min(max_len, DEPTH)))
 
