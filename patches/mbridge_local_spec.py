@@ -1,4 +1,4 @@
-"""mbridge builds every model from Transformer Engine's layers, which need a GPU."""
+"""Build mbridge's models from megatron-core layers: Transformer Engine layers need a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _local_spec(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="mbridge_local_spec",
     target="mbridge.core.llm_bridge:LLMBridge._get_transformer_layer_spec",
-    why="Megatron training on a CPU fails, since mbridge asks for Transformer Engine's layers, not megatron-core's own",
+    why="Megatron training on a CPU fails: mbridge uses Transformer Engine layers instead of megatron-core layers",
     upstream="unreported",
     requires="mbridge==0.15.1",
     source_sha256="e36beb23731fe9675274cc612a25f6e502dfbef247bf4065d5cfed5743aa1a9f",

@@ -1,4 +1,4 @@
-"""mbridge knows the norms' weights only where Transformer Engine has them: inside the linear layer that follows."""
+"""Map separate norm weights: mbridge knows only Transformer Engine norms, fused into the next linear layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from verl_rhyme.patches.conditions import megatron_runs_on_cpu
 from verl_rhyme.patches.core import Patch
 
-#: megatron-core's own layers keep a norm apart.
+#: megatron-core's local layers keep each norm separate.
 _FUSED = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
     ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
@@ -19,8 +19,8 @@ _FUSED = {
 def _fused_names(original: Callable[[Any, str], list[str]]) -> Callable[[Any, str], list[str]]:
     @functools.wraps(original)
     def _weight_name_mapping_mcore_to_hf(self: Any, mcore_weights_name: str) -> list[str]:
-        for apart, fused in _FUSED.items():
-            mcore_weights_name = mcore_weights_name.replace(apart, fused)
+        for separate, fused in _FUSED.items():
+            mcore_weights_name = mcore_weights_name.replace(separate, fused)
         return original(self, mcore_weights_name)
 
     return _weight_name_mapping_mcore_to_hf
@@ -29,7 +29,7 @@ def _fused_names(original: Callable[[Any, str], list[str]]) -> Callable[[Any, st
 PATCH = Patch(
     name="mbridge_norm_names",
     target="mbridge.core.bridge:Bridge._weight_name_mapping_mcore_to_hf",
-    why="Megatron training on a CPU can neither load nor export the weights of the norms",
+    why="Megatron training on a CPU can neither load nor export the norm weights",
     upstream="unreported",
     requires="mbridge==0.15.1",
     source_sha256="194b182083144de15586fffa45a7edfa2925dfc7581c70abd7cbde61d935dd1b",

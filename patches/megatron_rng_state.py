@@ -1,4 +1,4 @@
-"""megatron-core sets the state of CUDA's generator through CUDA's internals."""
+"""Set torch's CPU generator where megatron-core sets the CUDA generator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _torch_state(original: Callable[..., None]) -> Callable[..., None]:
 PATCH = Patch(
     name="megatron_rng_state",
     target="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
-    why="Megatron training on a CPU fails as soon as weights are initialised: there is no CUDA generator to set",
+    why="Megatron training on a CPU fails at weight initialisation: there is no CUDA generator",
     upstream="unreported",
     requires="megatron-core==0.16.1",
     source_sha256="dea947ca0b7dc92be0bb70f6161b4d04bdcac7e3223e3be967bd05a40898d0de",

@@ -1,4 +1,4 @@
-"""verl has no seam for a plugin's checks before it starts Ray."""
+"""Check the rhyme configuration before verl starts Ray: verl has no plugin hook there."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _check_rhyme_first(original: Callable[..., None]) -> Callable[..., None]:
             try:
                 check(config)
             except ConfigError as error:
-                if ray.is_initialized():  # in a worker, which would die of it
+                if ray.is_initialized():  # SystemExit would kill a worker
                     raise
-                raise SystemExit(f"verl-rhyme: {error}") from None  # hydra shows all else with a traceback
+                raise SystemExit(f"verl-rhyme: {error}") from None  # hydra prints other exceptions with a traceback
         original(config, *args, **kwargs)
 
     return validate_config
@@ -36,7 +36,7 @@ def _check_rhyme_first(original: Callable[..., None]) -> Callable[..., None]:
 PATCH = Patch(
     name="verl_early_check",
     target="verl.utils.config:validate_config",
-    why="a misspelt rhyme option or a missing piece shows up only after a minute, inside a Ray worker; "
+    why="a misspelt rhyme option or a missing component appears only after a minute, inside a Ray worker; "
     "verl calls no plugin between reading the configuration and starting Ray",
     upstream="unreported",
     requires="verl==0.9.1",

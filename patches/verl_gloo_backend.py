@@ -1,4 +1,4 @@
-"""verl asks torch for two backends of one device when the device is the CPU."""
+"""Request the gloo backend once on a CPU: verl requests it twice for the same device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _gloo_once(original: Callable[..., None]) -> Callable[..., None]:
 PATCH = Patch(
     name="verl_gloo_backend",
     target="verl.utils.distributed:initialize_global_process_group_ray",
-    why='on the platform "cpu" it builds the backend "cpu:gloo,cpu:gloo", which torch rejects; workers pass none',
+    why='on the platform "cpu" verl builds the backend "cpu:gloo,cpu:gloo", which torch rejects',
     upstream="unreported",
     requires="verl==0.9.1",
     source_sha256="e9ec517a0089c3c5e6917f28bdd2f55bf493b452aa70fd85c7c17bd12a3e485f",

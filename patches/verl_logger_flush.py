@@ -1,4 +1,4 @@
-"""verl's separate_async trainer passes print's ``flush`` to a logger."""
+"""Drop the ``flush`` argument that verl's separate_async trainer passes to a logger."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _DropsFlush(logging.LoggerAdapter):
 PATCH = Patch(
     name="verl_logger_flush",
     target="verl.trainer.ppo.v1.trainer_separate_async:logger",
-    why="separate_async with actor_rollout_ref.hybrid_engine=False dies at start-up, at verl's default log level: "
+    why="separate_async with actor_rollout_ref.hybrid_engine=False fails at start-up with verl's default log level: "
     "TypeError: Logger._log() got an unexpected keyword argument 'flush'",
     upstream="unreported",
     requires="verl==0.9.1",

@@ -1,4 +1,4 @@
-"""vLLM's CPU stand-in for the expand kernel writes into a copy, so sampling reads uninitialised memory."""
+"""Make vLLM's CPU expand kernel write its output: the original writes a copy, and sampling reads unset memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _write_into_output(original: Callable[..., None]) -> Callable[..., None]:
         replace_to: Any,
         MAX_NUM_TOKENS: int | None = None,
     ) -> None:
-        """Repeat ``input_val[i]`` over request i's tokens, in place, as the Triton kernel does.
+        """Repeat ``input_val[i]`` over request i's tokens, in place, like the Triton kernel.
 
         Args:
-            output: [num_tokens], of ``input_val``'s dtype (float32 temperature and top-p, int32 top-k); written.
-            input_val: [batch_size]
-            cu_num_tokens: [batch_size], inclusive cumulative token counts.
-            replace_from, replace_to: Values equal to the first become the second.
-            MAX_NUM_TOKENS: A compile-time constant of the Triton kernel; unused.
+            output: Result, [num_tokens], dtype of ``input_val`` (float32 temperature and top-p, int32 top-k).
+            input_val: Value per request, [batch_size].
+            cu_num_tokens: Inclusive cumulative token counts, [batch_size].
+            replace_from, replace_to: Value to replace, and its replacement.
+            MAX_NUM_TOKENS: Compile-time constant of the Triton kernel; unused.
         """
         counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
         values = input_val.masked_fill(input_val == replace_from, replace_to)
@@ -42,7 +42,7 @@ def _write_into_output(original: Callable[..., None]) -> Callable[..., None]:
 PATCH = Patch(
     name="vllm_cpu_expand",
     target="vllm.utils.cpu_triton_utils:expand_kernel.func",
-    why="on a CPU temperature, top-k and top-p of speculated tokens are uninitialised memory: wrong samples in silence",
+    why="on a CPU, temperature, top-k and top-p of draft tokens are uninitialised memory: samples are silently wrong",
     upstream="unreported",
     requires="vllm==0.24.0",
     source_sha256="cb72d4d389c5be6da303fd70bfd461aaacb238aa014a853e5fb49523fcd5056d",

@@ -1,4 +1,4 @@
-"""vLLM on a CPU throws away the weights it has packed, so that new ones can't be loaded."""
+"""Keep vLLM's linear weights on a CPU: the original frees them after packing, so no weight sync can load new ones."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _keep_weight(original: Callable[..., None]) -> Callable[..., None]:
 
 PATCH = Patch(
     name="vllm_cpu_keep_weight",
-    # Its callers import it by name inside the function that calls it, so they all get what stands here.
+    # All callers import it by name at call time, so they all get the replacement.
     target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
-    why="on a CPU the first weight sync fails, since linear weights were emptied after packing; verl packs them again "
+    why="on a CPU the first weight sync fails: vLLM empties linear weights after packing; verl packs them again "
     "after each sync",
     upstream="unreported",
     requires="vllm==0.24.0",

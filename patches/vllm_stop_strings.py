@@ -1,4 +1,4 @@
-"""vLLM looks for a stop string once a step, after all of the step's tokens: what follows it stays in ``token_ids``."""
+"""Check stop strings after each token: vLLM checks once a step and keeps the tokens after a stop string."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from verl_rhyme.patches.core import Patch
 def _one_token_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def process_outputs(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
-        # As an engine without speculation gives them: at the token that ends the stop string the request leaves
-        # `request_states`, and the original ignores what comes for it after that.
+        # An engine without speculation sends one token at a time. The request leaves `request_states` at the token
+        # that completes the stop string, and the original ignores later tokens of that request.
         single: list[Any] = []
         for output in engine_core_outputs:
             state = self.request_states.get(output.request_id)
@@ -26,12 +26,15 @@ def _one_token_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tokens(output: Any) -> Iterator[Any]:
-    """A step's output as one for each of its tokens; what comes once comes with the first, the end with the last."""
+    """Split a step's output into one output per token.
+
+    Fields that come once go with the first token, the finish reason with the last.
+    """
     from msgspec.structs import replace
 
     tokens, logprobs, experts = output.new_token_ids, output.new_logprobs, output.routed_experts
     count = len(tokens)
-    before = 0 if experts is None else len(experts) - count  # a first token has its prompt's
+    before = 0 if experts is None else len(experts) - count  # the first token also carries the prompt's experts
     for at, token in enumerate(tokens):
         once: dict[str, Any] = {}
         if at > 0:
@@ -50,8 +53,8 @@ def _tokens(output: Any) -> Iterator[Any]:
 PATCH = Patch(
     name="vllm_stop_strings",
     target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
-    why="with speculation a response that ends at a stop string keeps the tokens accepted after it: they would be "
-    "trained as the model's own, and an agent loop would take a drafted tool's answer for the tool's",
+    why="with speculation, a response that ends at a stop string keeps the draft tokens accepted after it: training "
+    "would use them, and an agent loop would read a drafted tool answer as the tool's answer",
     upstream="vllm-project/vllm#47616",
     requires="vllm==0.24.0",
     source_sha256="337dee57e36992f169e0660dcb76e740f2dda9c14135651925556594b461f339",

@@ -1,4 +1,4 @@
-"""vLLM makes full CUDA graphs for steps in which every row drafted the longest draft, which ragged drafts never do."""
+"""Capture full CUDA graphs for one token per row: vLLM captures rows with the longest draft only, drafts here vary."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from verl_rhyme.patches.core import Patch
 
-#: The proposer whose drafts are ragged; compared by name, for importing it here would import vLLM.
+#: The proposer whose drafts vary in length. Compared by name, because importing it would import vLLM.
 _PROPOSER = "verl_rhyme.engine.proposer"
 
 
 def _capture_undrafted_steps(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def _check_and_update_cudagraph_mode(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Both read it from here on only: a "uniform decode" is a step of one token a row, as without speculation, and
-        # what is larger goes to piecewise graphs. Capture sizes are then not rounded up to multiples of it either.
+        # Both attributes are read only after this call. A "uniform decode" becomes a step of one token per row, as
+        # without speculation; larger steps use piecewise graphs. Capture sizes are not rounded up to multiples then.
         if type(getattr(self, "drafter", None)).__module__ == _PROPOSER:
             self.uniform_decode_query_len = self.cudagraph_dispatcher.uniform_decode_query_len = 1
         original(self, *args, **kwargs)
@@ -27,7 +27,7 @@ def _capture_undrafted_steps(original: Callable[..., None]) -> Callable[..., Non
 PATCH = Patch(
     name="vllm_undrafted_graphs",
     target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._check_and_update_cudagraph_mode",
-    why="full CUDA graphs would be made for drafts of one length only, and every step padded to multiples of it",
+    why="vLLM would capture full CUDA graphs for one draft length only, and pad every step to multiples of it",
     upstream="unreported",
     requires="vllm==0.24.0",
     source_sha256="4e5d2d418c432126092a0b010819e020ffaa064a53d8f4826e4f6801360a19ea",

@@ -1,9 +1,8 @@
 """The ``verl.plugins`` entry point: verl imports this module in every one of its processes.
 
-All that verl-rhyme registers or patches in verl stands in :data:`REGISTRATIONS` and in ``patches/``.  Each entry waits
-until the module it needs has been imported, so that this module costs verl almost nothing.  verl hides the errors of
-plugins at DEBUG level; here they are printed and kept in :data:`FAILURES`, and a run that asks for rhyme refuses to
-start while there are any.
+:data:`REGISTRATIONS` and ``patches/`` list everything that verl-rhyme registers or patches in verl. Each entry waits
+for the import of its module, so this module costs verl almost nothing. verl logs plugin errors at DEBUG level only.
+This module prints them and keeps them in :data:`FAILURES`; a run that uses rhyme does not start with failures.
 """
 
 import importlib
@@ -17,7 +16,7 @@ import wrapt
 
 logger = logging.getLogger(__name__)
 
-#: When this module of verl has been imported ... call this function of ours (without arguments).
+#: (module, function of verl-rhyme to call without arguments after the module's import)
 REGISTRATIONS: tuple[tuple[str, str], ...] = (
     ("omegaconf", "verl_rhyme.checks.resolvers:register"),
     ("verl.plugin.platform.platform_manager", "verl_rhyme.platforms.cpu:register_platform"),
@@ -29,12 +28,12 @@ REGISTRATIONS: tuple[tuple[str, str], ...] = (
     ("verl.trainer.ppo.v1", "verl_rhyme.trainer.registry:register"),
 )
 
-#: What could not be done in this process, one line each.
+#: Registrations and patches that failed in this process, one line each.
 FAILURES: list[str] = []
 
 
 def _report(what: str) -> None:
-    """Say loudly, on standard error and in :data:`FAILURES`, that ``what`` failed with the current exception."""
+    """Report on standard error and in :data:`FAILURES` that ``what`` failed with the current exception."""
     line = f"{what}: {sys.exc_info()[1]!r}"
     FAILURES.append(line)
     print(f"verl-rhyme: FAILED {line}\n{traceback.format_exc()}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Lets hydra find ``+rhyme=histospec`` from any command, any primary config and any working directory."""
+"""Hydra plugin that finds ``+rhyme=histospec`` from any command, primary config and working directory."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ _GROUPS = Path(__file__).parents[2] / "verl_rhyme" / "conf"
 
 
 class VerlRhymeSearchPath(SearchPathPlugin):
-    """Appends the config groups that ship with verl-rhyme, and registers what they interpolate."""
+    """Search path plugin that appends verl-rhyme's config groups and registers their interpolations."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         resolvers.register()

@@ -1,8 +1,8 @@
-"""Runs in a process of its own (see test_patches.py): what the patched places do, as one JSON object.
+"""Probe of the patched functions, run in a separate process by test_patches.py; prints one JSON object.
 
 python patch_probe.py patched | unpatched
 
-Unpatched it is at last offered the patches of vLLM, over an original that has changed.
+The unpatched probe finally applies vLLM's patches to a changed original.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 MODE = sys.argv[1]
 if MODE != "patched":
     os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"
-    os.environ.pop("VERL_PLATFORM", None)  # without our plugin verl has no such platform
+    os.environ.pop("VERL_PLATFORM", None)  # without the plugin verl has no such platform
 
 
 def attempt(function: Callable[[], Any]) -> Any:
@@ -60,7 +60,7 @@ def recover(fp64: bool) -> dict[str, Any]:
 
 
 def load_linear() -> dict[str, Any]:
-    """A linear layer after vLLM has prepared its weights, and again after new ones were loaded."""
+    """Run a linear layer after vLLM has prepared its weights, and again after new weights are loaded."""
     import torch
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -88,7 +88,7 @@ def join_process_group() -> str:
 
     if MODE != "patched":
         set_platform(PlatformCPU())
-    from verl.workers.engine_workers import initialize_global_process_group_ray  # as verl's workers name it
+    from verl.workers.engine_workers import initialize_global_process_group_ray  # the name that verl's workers import
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["DIST_INIT_METHOD"] = f"file://{folder}/rendezvous"
@@ -117,14 +117,14 @@ def log_with_flush() -> str:
 
 def validate(tree: dict[str, Any]) -> str:
     from omegaconf import OmegaConf
-    from verl.trainer.main_ppo import validate_config  # as verl's entry point names it
+    from verl.trainer.main_ppo import validate_config  # the name that verl's entry point imports
 
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": tree}}})
     return attempt(lambda: validate_config(config=config, use_reference_policy=False, use_critic=False))
 
 
 def change_originals() -> dict[str, Any]:
-    """Somebody else's vLLM: the kernel is not the one that the patch was written for."""
+    """Apply the patches to a vLLM with another kernel than the patch is written for."""
     import vllm.utils.cpu_triton_utils as kernels
 
     from verl_rhyme import patches
@@ -143,7 +143,7 @@ def behave() -> dict[str, Any]:
 
     from verl_rhyme import patches
 
-    current_platform.import_kernels()  # as vLLM's workers do
+    current_platform.import_kernels()  # like vLLM's workers
     if MODE == "patched":
         import mbridge.core.llm_bridge  # noqa: F401
         import verl.workers.engine.megatron  # noqa: F401 - applies the patches through the plugin
@@ -151,7 +151,7 @@ def behave() -> dict[str, Any]:
 
         load_general_plugins()
         import vllm.v1.engine.output_processor
-        import vllm.v1.worker.gpu_model_runner  # noqa: F401 - as vLLM's workers do
+        import vllm.v1.worker.gpu_model_runner  # noqa: F401 - like vLLM's workers
     result = {
         "expand": {name: expand(name) for name in ("float32", "int32", "int64")},
         "recover": attempt(lambda: recover(False)),

@@ -146,7 +146,7 @@ def test_busy_replica_is_awaited_and_hung_one_is_dead(
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
     assert dead([replica]) == {}
-    assert [line for line in warned if "replicas [0] live, but do not answer" in line]
+    assert [line for line in warned if "replicas [0] are alive but do not answer" in line]
     monkeypatch.setattr(deaths, "_HUNG_S", 1.0)
     os.kill(pid, signal.SIGSTOP)
     assert dead([replica]) == {replica: "no answer for 1 s"}
@@ -205,8 +205,8 @@ class Waiting(Weights):
 @pytest.mark.parametrize(
     ("happens", "words"),
     [
-        ("dies", r"replica 0 died while it got its weights: .*\n.* from the last checkpoint"),
-        ("killed for memory", r"replica 0 died while it got its weights: .*low on memory"),
+        ("dies", r"replica 0 died during its weight sync: .*\n.* from the last checkpoint"),
+        ("killed for memory", r"replica 0 died during its weight sync: .*low on memory"),
         ("hangs", "no answer for 1 s"),
         ("a worker dies", r"died during a weight sync: .*\n.* from the last checkpoint"),  # its server lives
     ],
@@ -241,7 +241,7 @@ def test_death_is_detected_while_other_calls_block(replica: Replica, sender: Any
     dying = ray.remote(num_cpus=0)(Sender).remote()
     other.workers = [dying]
     threading.Timer(0.5, os.kill, (other.pid(), signal.SIGKILL)).start()
-    with pytest.raises(ReplicaDied, match="replica 1 died while it got its weights"):
+    with pytest.raises(ReplicaDied, match="replica 1 died during its weight sync"):
         Outliving(All(replicas=[replica, other])).update_weights(60)
     assert replica.pid()
     ray.kill(blocked)

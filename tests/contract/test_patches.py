@@ -1,6 +1,6 @@
-"""Every patch applies to the installed packages, does what it says, and is refused by others.
+"""Every patch applies to the installed packages, fixes its fault, and is refused for changed packages.
 
-Each kind of process is a real one: patches can't be undone, and the unpatched fault must be seen without them.
+Patched and unpatched behaviour come from separate processes, because a patch cannot be undone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ EXPANDED = [1, 1, 2, 2, 2, -9, -9]  # 0 becomes 1; the second request has no tok
 
 pytestmark = [
     pytest.mark.skipif(not vllm_runs_on_cpu(), reason="these patches are for vLLM's CPU platform"),
-    pytest.mark.xdist_group("patches"),  # of one probe each
-    pytest.mark.slow,  # which takes a quarter of a minute
+    pytest.mark.xdist_group("patches"),  # all tests share the probes
+    pytest.mark.slow,  # a probe takes 15 seconds
 ]
 
 
@@ -55,7 +55,7 @@ def test_applies_and_reads_back(probe: Callable[[str], dict[str, Any]], name: st
 @pytest.mark.parametrize("dtype", ["float32", "int32", "int64"])
 def test_expand(probe: Callable[[str], dict[str, Any]], dtype: str) -> None:
     assert probe("patched")["expand"][dtype] == EXPANDED
-    if dtype != "int64":  # the one type that the fault spares
+    if dtype != "int64":  # the fault does not affect this type
         assert probe("unpatched")["expand"][dtype] != EXPANDED
 
 
@@ -66,7 +66,7 @@ def test_recovered_tokens(probe: Callable[[str], dict[str, Any]]) -> None:
     assert "USE_FP64_GUMBEL" in probe("unpatched")["recover"]
 
 
-def test_weights_can_be_loaded_again(probe: Callable[[str], dict[str, Any]]) -> None:
+def test_weights_can_be_loaded_twice(probe: Callable[[str], dict[str, Any]]) -> None:
     linear = probe("patched")["linear"]
     assert linear["kept"] == 32 * 64
     assert len(linear["errors"]) == 2

@@ -1,4 +1,4 @@
-"""verl finds the plugin, it costs nothing, and it leaves stock verl to those who did not ask for rhyme."""
+"""verl finds the plugin, which costs nothing and leaves verl unchanged in runs without rhyme."""
 
 import json
 import os
@@ -23,19 +23,19 @@ def python(code, **env):
 
 
 def test_import_costs_under_50_ms_and_loads_no_engine():
-    """``import verl`` takes seconds and varies by more than 50 ms, so the plugin is timed alone, after it."""
+    """``import verl`` takes seconds and varies by more than 50 ms, so the plugin is timed separately, after it."""
     code = """
 import sys, time, json
 import verl
 before = set(sys.modules)
-start = time.process_time()  # others may have the cores
+start = time.process_time()  # not wall time: other processes use the cores
 import verl_rhyme.plugin
 seconds = time.process_time() - start
 print(json.dumps([seconds, sorted({m.split(".")[0] for m in set(sys.modules) - before}), verl_rhyme.plugin.FAILURES]))
 """
-    for _ in range(3):  # on a busy machine one may be slow
-        told = python(code, VERL_USE_EXTERNAL_PLUGINS="none").stdout.splitlines()[-1]
-        seconds, loaded, failures = json.loads(told)
+    for _ in range(3):  # on a busy machine one try may be slow
+        output = python(code, VERL_USE_EXTERNAL_PLUGINS="none").stdout.splitlines()[-1]
+        seconds, loaded, failures = json.loads(output)
         assert not {"vllm", "megatron", "numba", "lmdb", "matplotlib"} & set(loaded)
         assert failures == []
         if seconds < 0.05:
@@ -63,7 +63,7 @@ assert all(get_trainer_cls(mode) is trainer for mode, trainer in TRAINERS.items(
     forks.python(code)
 
 
-def test_failures_are_loud_and_stop_a_run_that_asks_for_rhyme():
+def test_failures_are_printed_and_stop_a_run_with_rhyme():
     code = """
 import sys
 sys.modules["verl_rhyme.platforms.cpu"] = None  # its import fails
@@ -92,7 +92,7 @@ def test_the_group_is_found_from_any_folder_with_verls_own_yaml(forks, tmp_path)
 
 
 @FORKS
-def test_a_mode_that_does_not_exist_fails_and_names_those_that_do(forks, tmp_path):
+def test_an_unknown_preset_fails_and_lists_the_presets(forks, tmp_path):
     result = forks.main_ppo("+rhyme=fullest", "--cfg", "job", cwd=tmp_path)
     assert result.returncode != 0
     assert "histospec" in result.stderr
@@ -108,8 +108,8 @@ def test_a_preset_with_the_pipeline_leaves_the_trainer_mode_to_its_user(forks, t
 
 
 @FORKS
-def test_each_of_verls_modes_yields_the_pipeline_and_colocated_ones_are_one(forks):
-    """verl's base takes ``sync`` for a mode that has nothing in flight when it saves."""
+def test_each_trainer_mode_of_verl_selects_a_pipeline_trainer(forks):
+    """verl's base trainer assumes that ``sync`` has no requests in flight when it saves."""
     code = """
 import verl
 from omegaconf import OmegaConf
@@ -148,7 +148,7 @@ assert built == [PPOTrainerSync] * 2
 
 
 @FORKS
-def test_somebodys_own_trainer_stays_itself_without_rhyme(forks):
+def test_a_users_trainer_is_unchanged_without_rhyme(forks):
     code = """
 import verl
 from omegaconf import OmegaConf
@@ -196,7 +196,7 @@ for tree in (None, {"rhyme": {"enable": False}}):
 
 @FORKS
 def test_every_method_of_the_mixin_that_verl_calls_is_inert_without_rhyme(forks):
-    """A hook that is added and not marked would run without a history."""
+    """A new hook without the mark would run without a history."""
     code = """
 import inspect, verl
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -210,7 +210,7 @@ assert marked
     forks.python(code)
 
 
-#: One process: both import vLLM.
+#: One process for both tests, because both import vLLM.
 SERVER = """
 import verl
 from verl.workers.rollout.replica import get_rollout_replica_class
@@ -234,7 +234,7 @@ logging.getLogger("verl_rhyme.coordinator.coordinator").warning("sample %d is lo
 
 
 @FORKS
-def test_disabled_rhyme_launches_verls_own_server_and_our_warnings_are_heard_beside_vllm(forks):
+def test_disabled_rhyme_launches_verls_server_and_rhyme_warnings_are_logged_with_vllm(forks):
     assert forks.python(SERVER).stderr.count("sample 7 is lost") == 1
 
 

@@ -1,4 +1,4 @@
-"""Tests of one ``xdist_group`` run in one worker: what they share is made once."""
+"""Tests of one ``xdist_group`` run in one worker, which creates their shared fixtures once."""
 
 import os
 import shutil

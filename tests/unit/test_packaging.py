@@ -1,4 +1,4 @@
-"""Each way of installing finds every patch and hydra group; a checkout keeps the patches elsewhere than a wheel."""
+"""Each way of installing finds every patch and hydra group; checkout and wheel keep patches in different folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from verl_rhyme import patches
 
-pytestmark = pytest.mark.slow  # each way of installing is a Python of its own
+pytestmark = pytest.mark.slow  # each way of installing starts a separate Python
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("verl_rhyme", "hydra_plugins", "patches", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
@@ -40,7 +40,7 @@ print(json.dumps({
 
 
 def build(what: str, source: Path, folder: Path) -> Path:
-    """The wheel, editable wheel or sdist of ``source``, made by the backend that ``pip install`` calls."""
+    """Build the wheel, editable wheel or sdist of ``source`` with the backend that ``pip install`` calls."""
     pytest.importorskip("hatchling", reason="the build backend is not installed (extra dev)")
     code = f"from hatchling import build; print(build.build_{what}({str(folder)!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120)
@@ -49,7 +49,7 @@ def build(what: str, source: Path, folder: Path) -> Path:
 
 
 class Machine:
-    """A checkout of ours, and an environment with our dependencies, but without us."""
+    """A checkout of verl-rhyme, and an environment with its dependencies, but without verl-rhyme."""
 
     def __init__(self, folder: Path) -> None:
         self.checkout, self.folder = folder / "checkout", folder
@@ -62,10 +62,10 @@ class Machine:
                 shutil.copy(source, copy)
         venv.create(folder / "env", with_pip=False, symlinks=True)
         [self.site] = (folder / "env").glob("lib/python*/site-packages")
-        # a path of a .pth: the .pth files there, among them our own, are not read
+        # Python ignores the .pth files in a folder that a .pth file adds, including that of verl-rhyme
         (self.site / "zz_dependencies.pth").write_text(sysconfig.get_path("purelib"))
-        (self.site / "patches").mkdir()  # somebody else's
-        (self.site / "patches" / "verl_gloo_backend.py").write_text("raise ImportError('not ours')")
+        (self.site / "patches").mkdir()  # of another project
+        (self.site / "patches" / "verl_gloo_backend.py").write_text("raise ImportError('another project')")
 
     def install(self, wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
@@ -85,7 +85,7 @@ def from_path(machine: Machine) -> dict:
 
 def editable(machine: Machine) -> dict:
     machine.install(build("editable", machine.checkout, machine.folder))
-    assert not (machine.site / "verl_rhyme").exists(), "copies would grow old"
+    assert not (machine.site / "verl_rhyme").exists(), "copies would become outdated"
     return machine.look()
 
 
@@ -123,7 +123,7 @@ def test_every_patch_and_group_is_found(way: Callable[[Machine], dict], tmp_path
 
 
 def test_the_checkout_has_no_links() -> None:
-    """A checkout on some file systems makes a text file of each."""
+    """Some file systems turn each link of a checkout into a text file."""
     tracked = subprocess.run(["git", "-C", ROOT, "ls-files", "-s"], capture_output=True, text=True)
     if tracked.returncode:
         pytest.skip("not a git checkout")

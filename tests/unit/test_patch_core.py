@@ -1,4 +1,4 @@
-"""The patch core against packages made for the occasion."""
+"""The patch core with generated packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Holder:
 
 
 class Stubborn:
-    """Forgets what it is told."""
+    """Ignores assignments."""
 
     func = staticmethod(greet)
 
@@ -54,7 +54,7 @@ def _louder(original: Callable[[str], str]) -> Callable[[str], str]:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """Name of a fresh package with the modules ``target`` and ``caller``; nothing of it is imported yet."""
+    """Name of a new package with the modules ``target`` and ``caller``, not imported yet."""
     name = f"patched_{abs(hash(request.node.nodeid))}"
     folder = tmp_path / name
     folder.mkdir()
@@ -68,7 +68,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
 
 @pytest.fixture
 def make(package: str, tmp_path: Path) -> Callable[..., Patch]:
-    """Builds a patch of ``target.greet`` that fits; keyword arguments replace its fields."""
+    """Function that builds a valid patch of ``target.greet``; keyword arguments replace its fields."""
     (tmp_path / "same.py").write_text(ORIGINAL)
     sha = core.source_hash(importlib.import_module("same").greet)
     sys.modules.pop("same")
@@ -77,7 +77,7 @@ def make(package: str, tmp_path: Path) -> Callable[..., Patch]:
         patch = Patch(
             name=f"{package}_{qualname}",
             target=f"{package}.target:{qualname}",
-            why="a test asks for it",
+            why="a test requires it",
             upstream="unreported",
             requires=f"packaging=={metadata.version('packaging')}",
             source_sha256=sha,
@@ -134,7 +134,7 @@ def test_refuses_a_changed_original(
     assert patch.why in caplog.text
 
 
-def test_blanks_at_line_ends_do_not_count(make: Callable[..., Patch], package: str, tmp_path: Path) -> None:
+def test_trailing_blanks_do_not_change_the_hash(make: Callable[..., Patch], package: str, tmp_path: Path) -> None:
     (tmp_path / package / "target.py").write_text(ORIGINAL.replace("greet(name):\n", "greet(name):  \n"))
     importlib.import_module(f"{package}.target")
     assert core.apply(make()).state is State.APPLIED
@@ -154,10 +154,10 @@ def test_refuses_another_version(make: Callable[..., Patch], package: str, requi
     [
         ("farewell", "does not exist"),
         ("wrapped", "cannot be read"),  # an instance has no source
-        ("stubborn.func", "still gives the original"),
+        ("stubborn.func", "still returns the original"),
     ],
 )
-def test_refuses_what_it_cannot_replace(make: Callable[..., Patch], package: str, qualname: str, reason: str) -> None:
+def test_refuses_irreplaceable_targets(make: Callable[..., Patch], package: str, qualname: str, reason: str) -> None:
     target = importlib.import_module(f"{package}.target")
     found = core.apply(make(qualname))
     assert found.state is State.REFUSED
@@ -165,7 +165,7 @@ def test_refuses_what_it_cannot_replace(make: Callable[..., Patch], package: str
     assert target.greet("you") == "hello you"
 
 
-def test_an_attribute_without_source_is_guarded_by_the_code_beside_it(make: Callable[..., Patch], package: str) -> None:
+def test_guard_replaces_missing_source(make: Callable[..., Patch], package: str) -> None:
     target = importlib.import_module(f"{package}.target")
     new = target.Holder(None)
     patch = make("wrapped", guard="greet", replace=lambda original: new)
@@ -173,7 +173,9 @@ def test_an_attribute_without_source_is_guarded_by_the_code_beside_it(make: Call
     assert target.wrapped is new
 
 
-def test_never_half_way(make: Callable[..., Patch], package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_replacement_changes_nothing(
+    make: Callable[..., Patch], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = importlib.import_module(f"{package}.target")
     original = target.greet
 
@@ -205,15 +207,15 @@ def test_not_needed_is_left_alone(make: Callable[..., Patch], package: str) -> N
     assert target.greet("you") == "hello you"
 
 
-def test_one_target_carries_one_patch(make: Callable[..., Patch], package: str) -> None:
+def test_one_target_has_at_most_one_patch(make: Callable[..., Patch], package: str) -> None:
     importlib.import_module(f"{package}.target")
     assert core.apply(make()).state is State.APPLIED
     second = core.apply(make(name="second"))
     assert second.state is State.REFUSED
-    assert "already carries" in second.detail
+    assert "already has the patch" in second.detail
 
 
-def test_patches_import_nothing_they_patch() -> None:
+def test_importing_patches_imports_no_patched_package() -> None:
     code = (
         "import sys, verl_rhyme.patches as p; p.apply_verl(); p.apply_vllm();"
         "print([m for m in ('verl', 'vllm', 'torch', 'ray') if m in sys.modules])"
@@ -222,7 +224,7 @@ def test_patches_import_nothing_they_patch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_names_are_unique_and_name_their_file() -> None:
+def test_names_are_unique_and_equal_the_file_names() -> None:
     from verl_rhyme import patches
 
     names = [patch.name for patch in patches.ALL]

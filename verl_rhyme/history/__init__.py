@@ -1,4 +1,4 @@
-"""Responses of earlier epochs on disk and as an index; private files.
+"""Store and index of responses from earlier epochs, in private files.
 
-Process: all that read or write them. Engines: none.
+Process: all that read or write the history. Engines: none.
 """

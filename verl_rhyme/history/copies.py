@@ -1,8 +1,8 @@
-"""Copies of prompts' histories, on a node that does not record: a file for each prompt that its replicas answer.
+"""Copies of prompts' histories on a node without the store: one file for each prompt that its replicas answer.
 
-The next visit of a prompt changes its history, so that a copy serves the requests of one visit: copies are bounded by
-bytes, and those that were needed longest ago go first. A file's time of modification is when the copy was last known to
-be the latest, in nanoseconds since the epoch. A prompt that has no history has an empty file.
+A copy serves the requests of one visit, because the next visit changes the history. Copies are bounded by bytes; the
+least recently used go first. A file's modification time is the time at which the copy was last known to be the latest,
+in nanoseconds since the epoch. A prompt without a history has an empty file.
 """
 
 from __future__ import annotations
@@ -23,57 +23,58 @@ from verl_rhyme.history.record import CorruptRecord, PromptHistory, version_of
 logger = logging.getLogger(__name__)
 
 _LOCK_TIMEOUT_S = 10.0
-#: Bytes of disk that a file takes at least.
+#: Smallest size of a file on disk, in bytes.
 _BLOCK = 4096
 
 
 class _Copy(NamedTuple):
-    version: bytes  # version_of() its value
-    size: int  # bytes of disk
-    time: int  # as of, in ns since the epoch
+    version: bytes  # version_of() the value
+    size: int  # bytes on disk
+    time: int  # time at which it was the latest, in ns since the epoch
 
 
 _NONE = _Copy(b"", 0, 0)
 
 
 class Copies:
-    """The one writer of a folder of copies; any number of :class:`CopyReader` may read it meanwhile.
+    """Writer of a folder of copies, one per folder; any number of :class:`CopyReader` may read it at the same time.
 
-    Copies are worth nothing to another process: what stands in the folder goes.
+    Copies of another process are useless, so existing files in the folder are deleted.
 
     Args:
-        path: Node-local folder, made where it is missing.
-        max_bytes: Bound of all files; ``None``: half of what is free (:mod:`~verl_rhyme.history.share`).
+        path: Node-local folder, created if missing.
+        max_bytes: Bound of all files; ``None``: half of the free space (:mod:`~verl_rhyme.history.share`).
 
     Raises:
-        HistoryError: Another process writes here.
+        HistoryError: Another process writes to the folder.
         OSError: The folder cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int | None) -> None:
         self._path = Path(path)
-        self._known: OrderedDict[bytes, _Copy] = OrderedDict()  # the one needed longest ago first
+        self._known: OrderedDict[bytes, _Copy] = OrderedDict()  # least recently used first
         self._bytes = 0
         self._lock: int | None = owner.claim(self._path, uuid.uuid4().hex, _LOCK_TIMEOUT_S)
         self._bound = max_bytes or share.automatic(self._path)
 
     def outdated(self, asked: Mapping[bytes, int]) -> dict[bytes, bytes]:
-        """Prompts whose copy is older than it should be, each with its copy's version; empty: there is no copy.
+        """Return the prompts whose copy is outdated, with the copy's version (empty: no copy).
 
         Args:
-            asked: Prompt key -> time from which on the copy must have been the latest, in ns since the epoch.
+            asked: Prompt key -> time at which the copy must have been the latest, or later, in ns since the epoch.
         """
         known = {key: self._known.get(key, _NONE) for key in asked}
         return {key: known[key].version for key, time in asked.items() if known[key].time < time}
 
     def confirm(self, key: bytes, time: int) -> None:
-        """The copy of a prompt is still the latest.
+        """Note that the copy of a prompt is still the latest.
 
         Args:
-            time: As of, in ns since the epoch.
+            key: Prompt key.
+            time: Time of the check, in ns since the epoch.
 
         Raises:
-            OSError: It is gone, as old files of a temporary folder may be; it is outdated from now on.
+            OSError: The file is missing, for instance after a clean-up of the temporary folder; the copy is outdated.
         """
         try:
             os.utime(self._file(key), ns=(time, time))
@@ -84,19 +85,22 @@ class Copies:
         self._known.move_to_end(key)
 
     def put(self, key: bytes, value: np.ndarray | bytes, time: int) -> None:
-        """Replace a prompt's copy; those needed longest ago go for it.
+        """Replace a prompt's copy; the least recently used copies make room.
 
         Args:
-            value: uint8[n], ``PromptHistory.encode()``; empty: the prompt has no history. One that is larger than the
-                bound counts as empty.
-            time: As of, in ns since the epoch.
+            key: Prompt key.
+            value: Encoded history, uint8[n], ``PromptHistory.encode()``; empty: the prompt has no history. A value
+                larger than the bound counts as empty.
+            time: Time at which the value was the latest, in ns since the epoch.
 
         Raises:
-            OSError: It cannot be written; the copy is as it was.
+            OSError: The file cannot be written; the old copy stays.
         """
         if len(value) > self._bound:
             logger.warning(
-                "a prompt's history of %d bytes is larger than history.max_bytes=%d", len(value), self._bound
+                "a prompt's history of %d bytes is larger than history.max_bytes=%d and is not copied to this node",
+                len(value),
+                self._bound,
             )
             value = b""
         size = max(_BLOCK, -(-len(value) // _BLOCK) * _BLOCK)
@@ -119,7 +123,7 @@ class Copies:
         self._known[key] = _Copy(version_of(value), size, time)
 
     def close(self) -> None:
-        """End, and delete the folder. Closing twice does nothing."""
+        """Delete the folder and give up the lock. A second call does nothing."""
         if self._lock is not None:
             owner.disclaim(self._path, self._lock, delete=True)
             self._lock = None
@@ -129,19 +133,20 @@ class Copies:
 
 
 class CopyReader:
-    """Reads :class:`Copies`; bad data is logged once, counted in :attr:`errors`, and reads as no history."""
+    """Reader of :class:`Copies`. Unusable data are logged once, counted in :attr:`errors`, and read as no history."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         packing.warm()
         self._path = os.fspath(path)
-        #: Times that data could not be used.
+        #: Number of reads of unusable data.
         self.errors = 0
 
     def arrived(self, key: bytes, asked: int) -> bool:
-        """Whether the copy of a prompt was the latest when it was asked for, or later.
+        """Return whether the copy of a prompt was the latest at the time of the request, or later.
 
         Args:
-            asked: In ns since the epoch.
+            key: Prompt key.
+            asked: Time of the request, in ns since the epoch.
         """
         try:
             return os.stat(self._file(key)).st_mtime_ns >= asked
@@ -149,7 +154,7 @@ class CopyReader:
             return False
 
     def get(self, key: bytes) -> PromptHistory | None:
-        """A prompt's copy; ``None`` where there is none, or the prompt has no history."""
+        """Return a prompt's copy; ``None`` if there is none or the prompt has no history."""
         try:
             value = np.fromfile(self._file(key), dtype=np.uint8)
             return PromptHistory.decode(value) if len(value) else None
@@ -159,7 +164,9 @@ class CopyReader:
             self.errors += 1
             if self.errors == 1:
                 logger.warning(
-                    "a copied history in %s cannot be read, drafting goes on without (told once): %s", self._path, error
+                    "a copied history in %s cannot be read; its prompt drafts without a history (logged once): %s",
+                    self._path,
+                    error,
                 )
             return None
 

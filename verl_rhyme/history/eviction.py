@@ -1,13 +1,13 @@
-"""Making room: how what was kept goes.
+"""Eviction: how values of prompts are removed.
 
-:mod:`verl_rhyme.history.room` decides what stays. A prompt that arrives in an append is kept with as many visits as its
-level gives it, or not written at all, so that nothing thrashes (``HistoryStore.append``). What others keep goes here:
+:mod:`verl_rhyme.history.room` decides which values stay. A prompt in an append is kept with as many visits as the level
+allows, or not written at all, to avoid thrashing (``HistoryStore.append``). Values of other prompts are removed here:
 
-- :func:`shed`, in the append's transaction, while values fill more than their bound (0.7 of
-  ``history.max_bytes``): excess visits are cut off, excess prompts deleted, and LMDB uses their pages again later;
-- :func:`rewrite`, where pages run out all the same (a transaction writes before it frees, and values need pages in a
-  row): what stays is copied into a new, dense environment, which then takes the old one's place. Until then both are on
-  the disk: ``max_bytes`` and the values once more.
+- :func:`shed` runs in the append's transaction while the values exceed their bound (0.7 of ``history.max_bytes``). It
+  drops excess visits and deletes excess prompts; LMDB reuses their pages later.
+- :func:`rewrite` runs if LMDB still has no pages left (a transaction writes before it frees, and values need contiguous
+  pages). It copies the remaining values into a new, dense environment that replaces the old one. Until then the disk
+  holds both: ``max_bytes`` and the values once more.
 """
 
 from __future__ import annotations
@@ -22,13 +22,19 @@ from verl_rhyme.history.environment import Environment
 from verl_rhyme.history.room import Entry
 from verl_rhyme.history.values import Values, entry_of
 
-#: Bytes that a rewrite commits at a time: LMDB holds in memory what is not committed.
+#: Bytes per commit of a rewrite: LMDB holds uncommitted data in memory.
 _COMMIT_BYTES = 256 << 20
 
 
 @dataclass
 class Shed:
-    """What went: prompts of which nothing is kept, prompts that keep less, and how many visits those lost."""
+    """Result of an eviction.
+
+    Attributes:
+        gone: Prompts that lost all visits.
+        shortened: Prompts that lost some visits.
+        epochs: Visits that the shortened prompts lost.
+    """
 
     gone: set[bytes] = field(default_factory=set)
     shortened: set[bytes] = field(default_factory=set)
@@ -36,31 +42,31 @@ class Shed:
 
 
 def shed(values: Values, txn: Any) -> Shed:
-    """Evict until the values fit into their bound; ``txn`` writes, and the list of prompts is left to the caller."""
-    room, did = values.room, Shed()
+    """Evict until the values fit their bound, in the write transaction ``txn``; the caller updates the prompt list."""
+    room, result = values.room, Shed()
     while excess := room.excess(room.bound):
         for key, epochs in excess.items():
             entry = room.entry(key)
             history = values.get(txn, key).latest(epochs) if epochs else None
             if history:
-                did.epochs += entry.units - epochs
-                did.shortened.add(key)
+                result.epochs += entry.units - epochs
+                result.shortened.add(key)
                 value = history.encode()
                 values.put(txn, key, value, entry_of(value, history, entry.epoch))
-            else:  # nothing is to stay, or it is damaged
-                did.gone.add(key)
+            else:  # no visit stays, or the value is damaged
+                result.gone.add(key)
                 values.evict(txn, key)
-    return did
+    return result
 
 
 def rewrite(values: Values, into: Environment, bound: int) -> set[bytes]:
-    """Copy what fits into ``bound`` bytes into a new environment, which nobody reads yet.
+    """Copy as many values as fit into ``bound`` bytes into a new environment that no process reads yet.
 
     Returns:
-        The prompts that went.
+        The evicted prompts.
 
     Raises:
-        lmdb.Error, OSError: It does not fit on the disk or into the map; the old environment is as it was.
+        lmdb.Error, OSError: The copy does not fit on the disk or into the map; the old environment is unchanged.
     """
     excess = values.room.excess(bound)
     entries = list(values.room.entries())
@@ -77,7 +83,7 @@ def rewrite(values: Values, into: Environment, bound: int) -> set[bytes]:
 
 
 def _copy(values: Values, source: Any, txn: Any, into: Environment, key: bytes, entry: Entry, epochs: int) -> int:
-    """One prompt, with the latest visits of it. Returns its bytes."""
+    """Copy the latest visits of one prompt and return their bytes."""
     value = source.get(key, b"") if epochs else b""
     if epochs < entry.units and value:
         history = values.get(source, key).latest(epochs)

@@ -1,4 +1,4 @@
-"""What a history holds."""
+"""Inspection of a history's contents, for ``verl-rhyme history`` and other readers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from verl_rhyme.history.record import CorruptRecord, PromptHistory
 
 @dataclass
 class Inspection:
-    """One store or snapshot.
+    """Contents of one store or snapshot.
 
     Attributes:
-        folder: Where it lies.
+        folder: Folder of the environment.
         namespace: Fingerprint of the vocabulary.
-        bytes: Of its file.
-        prompts, responses, tokens: Kept.
-        corrupt: Prompts whose value is damaged.
+        bytes: Size of the file.
+        prompts, responses, tokens: Numbers of kept prompts, responses and tokens.
+        corrupt: Number of prompts with a damaged value.
     """
 
     folder: str
@@ -39,11 +39,12 @@ class Inspection:
 
 
 def find(path: Path) -> Iterator[Path]:
-    """Environments below a history folder, a checkpoint or a snapshot, by the numbers in their names; damaged ones set
-    aside are left out.
+    """Yield the environments below a history folder, checkpoint or snapshot, by the numbers in their names.
+
+    Damaged environments that were set aside are skipped.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no environment.
     """
     current = environment.current(path)
     if current is not None:
@@ -52,15 +53,15 @@ def find(path: Path) -> Iterator[Path]:
     found = [file.parent for file in path.rglob(environment.DATA_FILE) if "corrupt-" not in str(file.parent)]
     found.sort(key=lambda folder: re.sub("[0-9]+", lambda number: number[0].zfill(20), str(folder)))
     if not found:
-        raise FileNotFoundError(f"{path} holds no history; give a history folder, or a checkpoint's global_step_N")
+        raise FileNotFoundError(f"{path} holds no history; pass a history folder, or a checkpoint's global_step_N")
     yield from found
 
 
 def inspect(folder: Path) -> Inspection:
-    """Read one environment; a running writer is not disturbed.
+    """Read one environment without disturbing a running writer.
 
     Raises:
-        environment.Damaged: It is not sound.
+        environment.Damaged: The environment is damaged.
     """
     with _opened(folder) as (env, prompts, namespace):
         result = Inspection(str(folder), namespace, (folder / environment.DATA_FILE).stat().st_size)
@@ -78,10 +79,10 @@ def inspect(folder: Path) -> Inspection:
 
 
 def lengths(folder: Path) -> dict[bytes, np.ndarray]:
-    """Of each prompt, by its key, the tokens of its responses, oldest first: int32[m]; damaged ones are left out.
+    """Return the response lengths in tokens by prompt key, int32[m], oldest first; damaged prompts are left out.
 
     Raises:
-        environment.Damaged: The environment is not sound.
+        environment.Damaged: The environment is damaged.
     """
     found: dict[bytes, np.ndarray] = {}
     with _opened(folder) as (env, prompts, _), env.begin(db=prompts, buffers=True) as txn:
@@ -93,7 +94,7 @@ def lengths(folder: Path) -> dict[bytes, np.ndarray]:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[tuple[lmdb.Environment, Any, str]]:
-    """A store's or snapshot's environment, its prompts and their namespace."""
+    """Open a store or snapshot; yields its environment, the prompts' database and the namespace."""
     if (folder / "lock.mdb").exists():
         opened = environment.acquire(folder)
         try:

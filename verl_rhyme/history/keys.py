@@ -1,13 +1,13 @@
-"""Prompt keys: what makes two prompts the same one across epochs.
+"""Prompt keys, which identify a prompt across epochs.
 
-A prompt is what the user's data say: its messages, with the images, videos and audio in them, what its tools are given,
-and what else ``extra_info`` holds for an agent loop, such as an environment's seed; but for the row's number: data that
-repeat a prompt number each of its rows. What a chat template adds is no part of it: some add today's date, which
-would make another prompt of each at midnight. The template itself is, with its options: under another one the policy
-answers otherwise. (A date in the data's own messages makes another prompt.)
+The key covers the user's data: the messages with their images, videos and audio, the arguments of the tools, and the
+rest of ``extra_info``, such as an environment's seed. It leaves out the row number, because repeated prompts have
+different row numbers. It leaves out text that a chat template adds: some templates add today's date, and the key would
+change at midnight. It covers the template itself with its options, because they change the policy's answers. (A date in
+the data's messages is part of the key.)
 
-Lengths, drafts, placement and event log go by this one key. A prompt whose data are not known, such as one that another
-client sends to an engine, goes by its token ids.
+Lengths, drafts, placement and the event log all use this key. A prompt without known data, such as a request of another
+client, uses a key of its token ids.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ logger = logging.getLogger(__name__)
 
 #: Bytes of a prompt key.
 KEY_BYTES = 16
-#: Columns of a row of the data that make its key.
+#: Columns of a data row that enter the key.
 KEY_COLUMNS = ("raw_prompt", "multi_modal_data", "tools_kwargs", "interaction_kwargs", "extra_info")
-#: Of ``extra_info``, where a row stands in the data.
+#: Entries of ``extra_info`` that number the rows.
 _NUMBERING = ("index", "split")
 
 
 def prompt_key(token_ids: Sequence[int]) -> bytes:
-    """Key of a prompt whose data are not known: blake2b-128 of its token ids as little-endian int32.
+    """Return the key of a prompt without known data: blake2b-128 of its token ids as little-endian int32.
 
     Args:
         token_ids: Token ids of the first-turn prompt, chat template applied.
 
     Returns:
-        16 bytes.
+        The key, 16 bytes.
 
     Raises:
         OverflowError: A token id does not fit in int32.
     """
     tokens = np.asarray(token_ids, dtype=np.int64)
     if tokens.size and not (tokens.min() >= -(1 << 31) and tokens.max() < 1 << 31):
-        raise OverflowError(f"a prompt's token ids must fit in int32, found {tokens.min()}..{tokens.max()}")
+        raise OverflowError(f"a prompt's token ids must fit in int32, but they are {tokens.min()} to {tokens.max()}")
     return hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=KEY_BYTES).digest()
 
 
 def data_key(row: Mapping[str, Any], template: str = "") -> str:
-    """Key of a prompt by its data, the same in every process. Never raises: a row that cannot be read has none.
+    """Return the key of a prompt from its data, the same in every process. Never raises.
 
     Args:
-        row: Columns by name, of which :data:`KEY_COLUMNS` count; ``raw_prompt`` are verl's messages, dicts with
-            ``role`` and ``content``, or one text. Entries that are ``None`` or empty count as missing. Images count by
-            their encoded bytes, or by their pixels; files that a path names are not read.
-        template: See :func:`template_label`.
+        row: Columns by name; :data:`KEY_COLUMNS` count. ``raw_prompt`` holds verl's messages, dicts with ``role`` and
+            ``content``, or one text. ``None`` and empty entries count as missing. Images count by their encoded bytes
+            or their pixels; files named by a path are not read.
+        template: Label from :func:`template_label`.
 
     Returns:
-        32 hex digits; empty where the row has no message with a content.
+        32 hex digits; empty if the row has no message with content or cannot be read.
     """
     try:
         return _data_key(row, template)
@@ -71,7 +71,7 @@ def data_key(row: Mapping[str, Any], template: str = "") -> str:
 
 @functools.lru_cache(maxsize=16)
 def _warn(error: str) -> None:
-    logger.warning("prompts whose data cannot be read go by their token ids (told once): %s", error)
+    logger.warning("prompts whose data cannot be read use a key of their token ids (logged once): %s", error)
 
 
 def _data_key(row: Mapping[str, Any], template: str) -> str:
@@ -87,12 +87,12 @@ def _data_key(row: Mapping[str, Any], template: str) -> str:
 
 
 def template_label(tokenizer: Any, processor: Any = None, options: Mapping[str, Any] | None = None) -> str:
-    """What tells one chat template from another.
+    """Return a label that identifies a chat template and its options.
 
     Args:
-        tokenizer: With a ``chat_template``, or ``None``.
-        processor: The same, of a model with images; where it has a template, that one counts.
-        options: Of the template (``data.apply_chat_template_kwargs``).
+        tokenizer: Tokenizer with a ``chat_template``, or ``None``.
+        processor: Processor of a multimodal model; its template, if any, takes precedence.
+        options: Options of the template (``data.apply_chat_template_kwargs``).
 
     Returns:
         32 hex digits.
@@ -104,7 +104,7 @@ def template_label(tokenizer: Any, processor: Any = None, options: Mapping[str, 
 
 
 def visit_label(uid: str) -> int:
-    """Label of a prompt's visit, by verl's uid, which each prompt that is loaded gets anew: 0 to 2**31 - 1."""
+    """Return the label of a prompt's visit, 0 to 2**31 - 1, from the uid that verl assigns at each loading."""
     return zlib.crc32(uid.encode()) >> 1
 
 
@@ -118,7 +118,7 @@ def _content(message: Any) -> bool:
 
 
 def _feed(digest: Any, value: Any) -> None:
-    """Feed a value to a hash, without ambiguity: what it is, how much of it there is, and its bytes."""
+    """Feed a value to a hash unambiguously: its kind, its length, and its bytes."""
 
     def put(kind: bytes, of: bytes | memoryview = b"") -> None:
         digest.update(kind + len(of).to_bytes(8, "little"))
@@ -137,7 +137,7 @@ def _feed(digest: Any, value: Any) -> None:
     elif isinstance(value, bool | int | float):
         put(b"n", repr(value).encode())
     elif isinstance(value, Mapping):
-        # An image that was opened from bytes which stand beside it (verl's ``RLHFDataset``) is not decoded for this.
+        # Do not decode an image whose encoded bytes are in the same dict (verl's ``RLHFDataset``).
         skipped = "image" if isinstance(value.get("bytes"), bytes) else None
         entries = {str(name): each for name, each in value.items() if name != skipped and not _is_missing(each)}
         put(b"m", str(len(entries)).encode())
@@ -149,7 +149,7 @@ def _feed(digest: Any, value: Any) -> None:
     elif (array := _array(value)) is not None:
         put(b"a", f"{array.dtype} {array.shape}".encode())
         put(b"b", array.tobytes())
-    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # PIL's
+    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # a PIL image
         _feed_image(digest, value)
     elif isinstance(value, Iterable):
         parts = list(value)
@@ -165,7 +165,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """Numbers of an array or a tensor; ``None`` where it is neither."""
+    """Return the numbers of an array or a tensor; ``None`` for other values."""
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else value
     if not hasattr(value, "numpy"):
@@ -180,5 +180,5 @@ def _feed_image(digest: Any, image: Any) -> None:
     try:
         palette = image.getpalette() if image.mode == "P" else None
         _feed(digest, [image.mode, image.size, palette, image.tobytes()])
-    except OSError:  # truncated: whoever wants its pixels says so
+    except OSError:  # truncated image; the code that needs its pixels reports it
         _feed(digest, [image.mode, image.size])

@@ -1,7 +1,7 @@
-"""Whose a history folder is: its one writer holds ``writer.lock`` (flock), and ``owner.json`` says who that is.
+"""Ownership of a history folder: its writer holds ``writer.lock`` (flock), and ``owner.json`` identifies the writer.
 
-Who reads in it, for as long as its run lasts, shares ``in_use.lock``: a writer that was killed alone leaves a folder
-that is still needed.
+Processes of the run that read in the folder share ``in_use.lock``, because the folder is still needed if only the
+writer is killed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 _LOCK = "writer.lock"
 _IN_USE = "in_use.lock"
-#: In the order of going, when all else has: who waits for the lock would write into a folder that is being deleted.
+#: Files deleted last, in this order: a process that waits for the lock must not write into a half-deleted folder.
 _MARKS = (OWNER_FILE, _IN_USE, _LOCK)
 
 
 def make(path: Path) -> None:
-    """Make a history folder, or take one that is there; nobody else may enter it.
+    """Create a history folder or use an existing one, private to this user.
 
     Raises:
-        HistoryError: It is a link, or another user's.
-        OSError: It cannot be made.
+        HistoryError: The folder is a link, or belongs to another user.
+        OSError: The folder cannot be created.
     """
     try:
         make_private(path)
@@ -42,20 +42,22 @@ def make(path: Path) -> None:
 
 
 def _not_ours(error: NotOurs) -> HistoryError:
-    return HistoryError(f"no history is kept where others may put theirs: {error.strerror}; set history.dir elsewhere")
+    return HistoryError(
+        f"the history folder is not private to this user: {error.strerror}; set history.dir to another folder"
+    )
 
 
 def lock_writer(path: Path, timeout: float) -> int:
-    """Become the one writer.
+    """Acquire the writer's lock.
 
-    The kernel's lock says whether an owner under this kernel lives, in whichever container. One on another host may
-    live without our seeing its lock, so it counts as alive; one of this host before it was booted anew does not.
+    The kernel's lock shows whether an owner under this kernel is alive, in any container. An owner on another host
+    counts as alive, because its lock may not be visible here. An owner from before a reboot of this host does not.
 
     Returns:
-        A file descriptor; closing it, or the process's death, gives the lock back.
+        A file descriptor; closing it, or the death of the process, releases the lock.
 
     Raises:
-        HistoryError: Another writer is alive, or may be; the folder is a link, or another user's.
+        HistoryError: Another writer is alive, or may be; the folder is a link, or belongs to another user.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -69,8 +71,8 @@ def lock_writer(path: Path, timeout: float) -> int:
         if descriptor is None:
             if time.monotonic() > deadline:
                 raise HistoryError(
-                    f"another process writes the history in {path}: {Owner.of(path) or 'unknown'}; end it, or give "
-                    "this run its own history.dir"
+                    f"another process writes the history in {path}: {Owner.of(path) or 'unknown'}; end it, or set "
+                    "another history.dir for this run"
                 )
         else:
             try:
@@ -85,7 +87,7 @@ def lock_writer(path: Path, timeout: float) -> int:
 
 
 def _is_at(descriptor: int, file: Path) -> bool:
-    """Whether a locked file was not deleted meanwhile, with its folder, by the writer that had it before."""
+    """Return whether a locked file still exists: the previous writer may have deleted it with its folder."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
     except FileNotFoundError:
@@ -96,19 +98,25 @@ def _refuse_foreign(path: Path) -> None:
     owner = Owner.of(path)
     if owner is not None and owner.is_foreign():
         raise HistoryError(
-            f"the history in {path} belongs to {owner}, another machine's, where it may be alive: give this run its "
-            f"own history.dir, on a disk of this node; or, if that run is over, delete {path / OWNER_FILE}"
+            f"the history in {path} belongs to {owner}, which may be alive on that machine: set another history.dir "
+            f"for this run, on a disk of this node; or, if that run has ended, delete {path / OWNER_FILE}"
         )
 
 
 def claim(path: Path, run: str | None, timeout: float) -> int:
-    """Become the one writer.
+    """Acquire the writer's lock and sign the folder.
 
     Args:
-        run: What another run left is deleted, what a dead writer of this run left stays. ``None``: all stays.
+        path: History folder.
+        run: Name of the run. Data of another run are deleted; data of a dead writer of this run stay. ``None``: keep
+            all data.
         timeout: Seconds to wait for a writer that is just ending.
 
-    Returns, raises: As :func:`lock_writer`.
+    Returns:
+        The file descriptor of :func:`lock_writer`.
+
+    Raises:
+        HistoryError: See :func:`lock_writer`.
     """
     descriptor = lock_writer(path, timeout)
     try:
@@ -126,10 +134,10 @@ def claim(path: Path, run: str | None, timeout: float) -> int:
 
 
 def use(path: Path) -> int | None:
-    """Say that a folder is needed, whether its writer lives or not, until the descriptor is closed.
+    """Mark a folder as needed until the descriptor is closed, whether its writer is alive or not.
 
     Returns:
-        A file descriptor; ``None`` where there is no writer's folder, or it is just being removed.
+        A file descriptor; ``None`` if no writer has created the folder, or it is being removed.
     """
     with suppress(OSError):
         return lock(path / _IN_USE, shared=True)
@@ -137,9 +145,15 @@ def use(path: Path) -> int | None:
 
 
 def disclaim(path: Path, descriptor: int, delete: bool = False) -> None:
-    """Give a folder back, or delete it, while the lock is held; with the last one goes its run's in the user's."""
+    """Release a history folder or delete it; an empty run folder above it, in the user's folder, is deleted too.
+
+    Args:
+        path: History folder.
+        descriptor: Descriptor of the writer's lock.
+        delete: Whether to delete the folder.
+    """
     if delete:
-        with suppress(OSError):  # what cannot be deleted stays signed, for the next run to try again
+        with suppress(OSError):  # files that cannot be deleted stay signed, so that the next run tries again
             _empty(path, keep=_MARKS)
             for name in _MARKS:
                 (path / name).unlink(missing_ok=True)
@@ -153,10 +167,10 @@ def disclaim(path: Path, descriptor: int, delete: bool = False) -> None:
 
 
 def remove_dead(base: Path, keep: Collection[Path]) -> None:
-    """Delete the folders below ``base`` whose writer was killed, but for ``keep``: their lock can be had, and nobody
-    reads there. Where ``base`` is in the user's own folder on a node, also those of this user's other runs.
+    """Delete the folders below ``base`` whose writer was killed, except ``keep``: their lock is free, without readers.
 
-    A folder that no writer of ours signed, or not of this user, is somebody else's.
+    If ``base`` is in the user's folder of a node, this includes folders of the user's other runs. A folder that no
+    writer signed, or that belongs to another user, is left alone.
     """
     shared = is_user_folder(base.parent)
     for file in base.parent.glob(f"*/*/{OWNER_FILE}") if shared else base.glob(f"*/{OWNER_FILE}"):
@@ -173,7 +187,7 @@ def remove_dead(base: Path, keep: Collection[Path]) -> None:
 def _remove(folder: Path) -> None:
     descriptor = lock_writer(folder, timeout=0)
     try:
-        unread = lock(folder / _IN_USE)  # none of a run begins to read there meanwhile
+        unread = lock(folder / _IN_USE)  # while it is held, no process starts to read there
     except BaseException:
         os.close(descriptor)
         raise
@@ -194,7 +208,7 @@ def _empty(path: Path, keep: Collection[str]) -> None:
 
 @contextmanager
 def without_writer(path: Path) -> Iterator[bool]:
-    """Whether no writer is alive; none can start within the block then."""
+    """Yield whether no writer is alive; if so, none can start within the block."""
     try:
         descriptor = os.open(path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,8 +1,8 @@
-"""Folders and lock files of one user in places that users, hosts and runs share: /tmp, /dev/shm, a cluster's disk.
+"""Private folders and lock files in places that users, hosts and runs share: /tmp, /dev/shm, a cluster's disk.
 
-They are made private. Nothing is emptied or deleted before it is known to be a real folder of this user's, no link, and
-its process to be dead: a lock that can be had says so of this host's processes only, for on some network file systems
-each client has locks of its own. So whoever holds a lock signs (:class:`Owner`).
+A folder is emptied or deleted only if it is a real folder of this user, no link, and its process is dead. A free lock
+proves that for processes of this host only, because on some network file systems each client has separate locks. The
+holder of a lock therefore signs the folder (:class:`Owner`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-#: In a folder, who wrote to it last.
+#: File in a folder that identifies its last writer.
 OWNER_FILE = "owner.json"
 _USER_FOLDER = re.compile(r"verl_rhyme-\d+")
 
 
 class NotOurs(OSError):
-    """A link, or another user's; ``strerror`` says which."""
+    """A path is a link or belongs to another user; ``strerror`` says which."""
 
     def __init__(self, what: str) -> None:
         super().__init__(errno.EPERM, what)
@@ -35,12 +35,12 @@ class NotOurs(OSError):
 class Owner:
     """A process that holds a lock, or held it when it was killed.
 
-    A pid alone says nothing: it is used again after a reboot, and another container or host has its own.
+    A pid alone does not identify a process: pids repeat after a reboot and in other containers and hosts.
 
     Attributes:
-        run: Name of the run that it works for.
-        host, boot: The machine, and the start of its kernel that the process lived under.
-        pid: To be told, not to be trusted.
+        run: Name of the process's run.
+        host, boot: Name of the machine, and id of its kernel's boot.
+        pid: Process id, for messages only.
     """
 
     run: str
@@ -50,25 +50,25 @@ class Owner:
 
     @classmethod
     def here(cls, run: str) -> Owner:
-        """This process."""
+        """Return the owner record of this process."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return cls(run, socket.gethostname(), boot, os.getpid())
 
     @classmethod
     def of(cls, path: Path) -> Owner | None:
-        """Who signed a folder or a lock file last; ``None`` where that ended in order, or was never told."""
+        """Return the last signer of a folder or lock file; ``None`` if it ended in order or never signed."""
         try:
             return cls(**json.loads((path / OWNER_FILE if path.is_dir() else path).read_text()))
         except (OSError, ValueError, TypeError):
             return None
 
     def sign(self, descriptor: int) -> None:
-        """Write it to an open file, in place of what that holds."""
+        """Replace the content of an open file with this record."""
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{json.dumps(asdict(self))}\n".encode(), 0)
 
     def is_foreign(self) -> bool:
-        """Whether it was on another machine, as far as can be told: a reboot or a new container keeps one of both."""
+        """Return whether the process ran on another machine: a reboot or a new container keeps boot id or host name."""
         here = Owner.here("")
         return self.boot != here.boot and self.host != here.host
 
@@ -77,21 +77,21 @@ class Owner:
 
 
 def user_folder() -> Path:
-    """Where this user's runs keep what is theirs on a node; it may not be there yet."""
+    """Return the folder of this user's runs on a node; it may not exist yet."""
     return Path(tempfile.gettempdir(), f"verl_rhyme-{os.geteuid()}")
 
 
 def is_user_folder(path: Path) -> bool:
-    """Whether a folder is, by its name, a user's :func:`user_folder` on some node."""
+    """Return whether a folder has the name of a user's :func:`user_folder`."""
     return _USER_FOLDER.fullmatch(path.name) is not None
 
 
 def make_private(path: Path) -> None:
-    """Make a folder, or take one that is there, which nobody else may enter; so is each one above it up to the user's.
+    """Create a private folder, or make an existing one private, with its parents up to the user's folder.
 
     Raises:
-        NotOurs: One of these is a link, or another user's.
-        OSError: It cannot be made.
+        NotOurs: One of the folders is a link, or belongs to another user.
+        OSError: A folder cannot be created.
     """
     folders = [path, *path.parents]
     top = next((number for number, folder in enumerate(folders) if is_user_folder(folder)), 0)
@@ -100,12 +100,12 @@ def make_private(path: Path) -> None:
             folder.mkdir(mode=0o700, parents=True)
         _require_ours(folder)
         if folder.stat().st_mode & 0o077:
-            with suppress(OSError):  # some network file systems have no modes
+            with suppress(OSError):  # some network file systems have no file modes
                 folder.chmod(0o700)
 
 
 def is_ours(path: Path) -> bool:
-    """Whether it is a folder of this user's, and no link."""
+    """Return whether the path is a folder of this user, and no link."""
     try:
         _require_ours(path)
     except OSError:
@@ -118,13 +118,13 @@ def _require_ours(path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise NotOurs(f"{path} is a link")
     if not stat.S_ISDIR(status.st_mode):
-        raise NotOurs(f"{path} is no folder")
+        raise NotOurs(f"{path} is not a folder")
     if not _is_mine(status.st_uid, path):
-        raise NotOurs(f"{path} belongs to the user {status.st_uid}")
+        raise NotOurs(f"{path} belongs to user {status.st_uid}")
 
 
 def _is_mine(uid: int, folder: Path) -> bool:
-    """Whether files of that user are those that this process makes: some network file systems have one user for all."""
+    """Return whether the uid is that of this process's files: some network file systems map all users to one uid."""
     if uid == os.geteuid():
         return True
     try:
@@ -135,19 +135,19 @@ def _is_mine(uid: int, folder: Path) -> bool:
 
 
 def lock(file: Path, create: bool = False, shared: bool = False) -> int | None:
-    """The kernel's lock on a file, in whichever container other holders live, until the descriptor is closed.
+    """Acquire the kernel's lock on a file, valid across containers, until the descriptor is closed.
 
     Args:
-        file: Of this user.
-        create: Make it where it is missing.
-        shared: With others that share it.
+        file: File of this user.
+        create: Whether to create a missing file.
+        shared: Whether to take a shared lock.
 
     Returns:
-        A file descriptor; ``None`` where a process of this host holds the lock.
+        A file descriptor; ``None`` if a process of this host holds the lock.
 
     Raises:
-        NotOurs: A link, no plain file, or another user's.
-        OSError: It cannot be opened.
+        NotOurs: The path is a link, no plain file, or belongs to another user.
+        OSError: The file cannot be opened.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     try:
@@ -157,7 +157,7 @@ def lock(file: Path, create: bool = False, shared: bool = False) -> int | None:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or not _is_mine(status.st_uid, file.parent):
-            raise NotOurs(f"{file} is no plain file of this user's")
+            raise NotOurs(f"{file} is not a plain file of this user")
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)

@@ -1,7 +1,7 @@
-"""Whole numbers at the width that the largest of them needs: 18 bits for the ids of a vocabulary of 152,064.
+"""Bit packing of integers at the width of the largest: 18 bits for the ids of a vocabulary of 152,064.
 
-Value i lies in the bits from ``i * width`` on of a row of little-endian 32-bit words, the lowest bit first; one word
-more than is full ends the row, so that reading never asks whether there is a next one.
+Value i starts at bit ``i * width`` of an array of little-endian 32-bit words, lowest bit first. One extra word ends the
+array, so that reading needs no bounds check.
 
 Every numba function here is self-contained: numba's disk cache does not notice a change in another file.
 """
@@ -13,31 +13,34 @@ from numba import njit
 
 
 def width_of(most: int) -> int:
-    """Bits that values from 0 to ``most`` take, 1 to 32."""
+    """Return the bits per value for values from 0 to ``most``, 1 to 32."""
     return max(1, int(most).bit_length())
 
 
 def words(count: int, width: int) -> int:
-    """32-bit words that so many values of ``width`` bits take."""
+    """Return the number of 32-bit words for ``count`` values of ``width`` bits."""
     return (count * width + 31) // 32 + 1
 
 
 def pack(values: np.ndarray, width: int) -> np.ndarray:
-    """uint32[words]: int32[n] read as uint32, each below ``2**width``."""
+    """Pack int32[n], read as uint32 below ``2**width``, into uint32[words]."""
     return _pack(np.ascontiguousarray(values).view(np.uint32), width, words(len(values), width))
 
 
 def unpack(packed: np.ndarray, count: int, width: int, shift: int = 0) -> np.ndarray:
-    """int32[count]: what :func:`pack` was given, with ``shift`` added.
+    """Return the values that :func:`pack` packed, plus ``shift``, int32[count].
 
     Args:
-        packed: uint32[words(count, width)], writeable and aligned (numba compiles anew for others).
+        packed: Packed words, uint32[words(count, width)], writeable and aligned (numba would recompile for others).
+        count: Number of values.
+        width: Bits per value.
+        shift: Number to add to each value.
     """
     return _unpack(packed, count, width, shift)
 
 
 def warm() -> None:
-    """Compile (or load from numba's disk cache) everything here, so that no request waits for it."""
+    """Compile all functions here, or load them from numba's disk cache, so that no request waits."""
     unpack(pack(np.zeros(1, np.int32), 1), 1, 1)
 
 

@@ -1,4 +1,4 @@
-"""Reading the history, in any number of processes, while one writes it."""
+"""Reader of the history, for any number of processes, while one process writes it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 class HistoryReader:
-    """Reads a :class:`~verl_rhyme.history.store.HistoryStore` through its memory map.
+    """Reader of a :class:`~verl_rhyme.history.store.HistoryStore` through its memory map.
 
-    The store may not exist yet, and may be replaced at any time by a restore or a clear; the reader follows. Bad data
-    is never an error to the caller: it is logged once, counted in :attr:`errors`, and reads as no history. A reader
-    that was carried into a child process by a fork opens its own environment there.
+    The store may not exist yet, and a restore or clear may replace it at any time; the reader follows. Unusable data
+    never raise: they are logged once, counted in :attr:`errors`, and read as no history. After a fork, the reader opens
+    a new environment in the child process.
 
     Args:
-        path: The history folder.
-        namespace: Fingerprint of this run's vocabulary; another one's history is not read.
-        refresh_interval: Seconds between two looks whether the store was replaced.
+        path: History folder.
+        namespace: Fingerprint of this run's vocabulary; a history of another vocabulary is not read.
+        refresh_interval: Seconds between two checks for a replaced store.
     """
 
     def __init__(self, path: str | os.PathLike[str], namespace: str, refresh_interval: float = 1.0):
@@ -42,14 +42,14 @@ class HistoryReader:
         self._environment: Environment | None = None
         self._in_use: int | None = None
         self._logged = False
-        #: Times that data could not be used.
+        #: Number of reads of unusable data.
         self.errors = 0
 
     def get(self, key: bytes) -> PromptHistory | None:
-        """All that is kept of a prompt, as of the last finished append; ``None`` where there is nothing.
+        """Return the history of a prompt after the last finished append; ``None`` if there is none.
 
         Args:
-            key: See :func:`verl_rhyme.history.keys.prompt_key`.
+            key: Prompt key, see :func:`verl_rhyme.history.keys.prompt_key`.
         """
         opened = self._latest()
         if opened is None:
@@ -63,12 +63,12 @@ class HistoryReader:
 
     @contextmanager
     def value(self, key: bytes) -> Iterator[memoryview]:
-        """A prompt's value where it lies, unchecked; empty where there is none.
+        """Yield a prompt's value as a view of the map, unchecked; empty if there is none.
 
-        It is valid within the block. For the writer's process, which alone changes the size of the map.
+        The view is valid within the block. Only for the writer's process, which is the only one to resize the map.
 
         Raises:
-            lmdb.Error: It cannot be read.
+            lmdb.Error: The value cannot be read.
         """
         opened = self._latest()
         if opened is None:
@@ -84,7 +84,7 @@ class HistoryReader:
         return self._environment
 
     def refresh(self) -> None:
-        """Look now whether the store was made or replaced."""
+        """Check now whether the store was created or replaced."""
         self._next_look = time.monotonic() + self._interval
         identity = environment.identity(self._path)
         forked = self._environment is not None and self._environment.pid != os.getpid()
@@ -99,11 +99,11 @@ class HistoryReader:
         except (lmdb.Error, OSError, Damaged) as error:
             if environment.identity(self._path) == identity:
                 self._bad(str(error))
-            else:  # replaced while it was being opened; the next look finds the new one
+            else:  # replaced while it was being opened; the next check finds the new one
                 self._identity, self._next_look = None, 0.0
 
     def close(self) -> None:
-        """Give the environment back; a later :meth:`get` opens it again."""
+        """Release the environment; a later :meth:`get` opens it again."""
         if self._environment is not None:
             environment.release(self._environment)
         if self._in_use is not None:
@@ -121,9 +121,9 @@ class HistoryReader:
                 environment.check(folder)
             opened = environment.acquire(folder)
         try:
-            found = opened.namespace()
-            if found != self._namespace:
-                raise Damaged(f"it belongs to the vocabulary {found}, this run's is {self._namespace}")
+            recorded = opened.namespace()
+            if recorded != self._namespace:
+                raise Damaged(f"it belongs to vocabulary {recorded}, but this run's vocabulary is {self._namespace}")
         except BaseException:
             environment.release(opened)
             raise
@@ -133,11 +133,13 @@ class HistoryReader:
         self.errors += 1
         if not self._logged:
             self._logged = True
-            logger.warning("history in %s cannot be read, drafting goes on without (told once): %s", self._path, what)
+            logger.warning(
+                "the history in %s cannot be read; drafting continues without it (logged once): %s", self._path, what
+            )
 
 
 def _read(opened: Environment, key: bytes) -> np.ndarray | None:
-    """A private copy of a value: a view of the map would be overwritten once the writer reuses its pages."""
+    """Return a copy of a value: a view of the map would change when the writer reuses its pages."""
     try:
         return _copy(opened, key)
     except lmdb.MapResizedError:
@@ -148,6 +150,5 @@ def _read(opened: Environment, key: bytes) -> np.ndarray | None:
 def _copy(opened: Environment, key: bytes) -> np.ndarray | None:
     with opened.env.begin(db=opened.prompts, buffers=True) as txn:
         value = txn.get(key)
-        # numpy copies without the interpreter's lock, while another thread may run: it takes long where pages of the
-        # map are not in memory.
+        # numpy releases the interpreter lock during the copy, which takes long if pages of the map are not in memory.
         return None if value is None else np.frombuffer(value, dtype=np.uint8).copy()

@@ -1,13 +1,13 @@
-"""What is recorded: one trajectory, and all that is kept of one prompt.
+"""Records of the history: one trajectory, and the history of one prompt.
 
 A prompt's value in the store is a header and arrays, little-endian::
 
-    magic "RHY3" | crc32 of all that follows it | n | m | bits of a token, of a suffix (a byte each), two bytes of 0
+    magic "RHY3" | crc32 of the rest | n | m | bits per token, bits per suffix (a byte each), two bytes of 0
     bounds int32[m+1] | reward float32[m] | visit, policy_version, sample, step int32[m] each
     tokens + 1, packed[n] | suffixes, packed[n-m-1] | confidence uint8[n]
 
-Tokens and suffixes are packed at the bits that the largest of each needs (:mod:`~verl_rhyme.history.packing`): of a
-vocabulary of 152,064 in half a million tokens 18 and 19, so that a token takes 5.6 bytes. Nothing is unpickled.
+Tokens and suffixes are packed at the width of the largest value (:mod:`~verl_rhyme.history.packing`). With a vocabulary
+of 152,064 and half a million tokens these are 18 and 19 bits, or 5.6 bytes per token. Decoding unpickles nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,19 @@ _PER_RESPONSE = ("visit", "policy_version", "sample", "step")
 
 
 def encoded_bytes(tokens: int, responses: int, most: int) -> int:
-    """Bytes of the value of a prompt with so many responses, of so many tokens together, the greatest id ``most``."""
+    """Return the bytes of a prompt's value.
+
+    Args:
+        tokens: Total tokens of the responses.
+        responses: Number of responses.
+        most: Largest token id.
+    """
     n = tokens + responses + 1
     return _size(n, responses, packing.width_of(most + 1), packing.width_of(n - 1))
 
 
 def version_of(value: bytes | memoryview | np.ndarray) -> bytes:
-    """What tells a prompt's value from an earlier or later one: its header, with checksum and sizes; empty of none."""
+    """Return the version of a prompt's value: its header, with checksum and sizes; empty for an empty value."""
     return bytes(value[: _HEADER.size])
 
 
@@ -44,14 +50,17 @@ def _size(n: int, m: int, token_bits: int, suffix_bits: int) -> int:
 
 
 def confidence_codes(logprobs: np.ndarray | None, length: int) -> np.ndarray:
-    """Probabilities of sampled tokens in a byte each.
+    """Encode the probabilities of sampled tokens, one byte each.
 
     Args:
-        logprobs: float[length], natural logarithms, or ``None`` where they are not known.
-        length: Tokens.
+        logprobs: Log-probs (natural logarithm), float[length], or ``None`` if unknown.
+        length: Number of tokens.
 
     Returns:
-        uint8[length]: ``128 + 16 * logit`` within 1 to 255; 0 where nothing is known.
+        Codes, uint8[length]: ``128 + 16 * logit`` within 1 to 255; 0 if unknown.
+
+    Raises:
+        ValueError: There are not ``length`` log-probs.
     """
     if logprobs is None:
         return np.zeros(length, dtype=np.uint8)
@@ -63,7 +72,7 @@ def confidence_codes(logprobs: np.ndarray | None, length: int) -> np.ndarray:
 
 
 class CorruptRecord(ValueError):
-    """A prompt's stored value is not what was written."""
+    """A prompt's stored value is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +80,15 @@ class Trajectory:
     """One finished response.
 
     Attributes:
-        key: The prompt's key, 16 bytes; see :func:`verl_rhyme.history.keys.prompt_key`.
-        tokens: int32[length], the response's token ids.
-        reward: Its scalar reward (the sum over tokens where rewards are per token).
-        policy_version: Version of the weights that ended it.
-        epoch: Pass over the data set it was made in.
-        sample: Its number within the group of its prompt.
-        logprobs: float32[length], of the tokens under the policy that sampled them; ``None`` where they are not known.
-        visit: Label of the prompt's visit, at least 0: the same for all samples of a group, however many parts and
-            steps record them. -1: the epoch, for prompts that come once in each.
+        key: Prompt key, 16 bytes; see :func:`verl_rhyme.history.keys.prompt_key`.
+        tokens: Token ids of the response, int32[length].
+        reward: Scalar reward; the sum of token rewards.
+        policy_version: Policy version that finished the response.
+        epoch: Pass over the data set.
+        sample: Number of the sample in the group of its prompt.
+        logprobs: Log-probs of the tokens under the policy that sampled them, float32[length]; ``None`` if unknown.
+        visit: Label of the prompt's visit, at least 0: the same for all samples of a group, in all parts and steps that
+            record them. -1: use the epoch, for prompts that occur once per epoch.
     """
 
     key: bytes
@@ -98,19 +107,19 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class PromptHistory:
-    """Everything kept of one prompt: m responses, oldest first, and their suffix array.
+    """History of one prompt: m responses, oldest first, and their suffix array.
 
-    Treat the arrays as read-only: they are shared. (They are left writeable because numba takes several times longer to
+    The arrays are shared: treat them as read-only. (They stay writeable because numba takes several times longer to
     accept a read-only argument.)
 
     Attributes:
-        tokens: int32[n], ``[-1, r0..., -1, r1..., -1]``; see :mod:`verl_rhyme.history.suffix_index`.
-        bounds: int32[m + 1], positions of the separators; response i is ``tokens[bounds[i] + 1 : bounds[i + 1]]``.
-        suffixes: int32[n - m - 1], the suffix array of the reversed text.
-        reward: float32[m].
-        visit, policy_version, sample, step: int32[m]; visit is a label that a visit's responses share
-            (:attr:`Trajectory.visit`), step the trainer's step that recorded the response.
-        confidence: uint8[n], how probable each token was when it was sampled; see :func:`confidence_codes`.
+        tokens: Text, int32[n], ``[-1, r0..., -1, r1..., -1]``; see :mod:`verl_rhyme.history.suffix_index`.
+        bounds: Positions of the separators, int32[m + 1]; response i is ``tokens[bounds[i] + 1 : bounds[i + 1]]``.
+        suffixes: Suffix array of the reversed text, int32[n - m - 1].
+        reward: Rewards, float32[m].
+        visit, policy_version, sample, step: Labels of the responses, int32[m]. All responses of a visit share
+            :attr:`Trajectory.visit`; step is the training step that recorded the response.
+        confidence: Probability code of each token when it was sampled, uint8[n]; see :func:`confidence_codes`.
     """
 
     tokens: np.ndarray
@@ -125,7 +134,7 @@ class PromptHistory:
 
     @classmethod
     def build(cls, trajectories: Sequence[Trajectory], step: int = 0) -> PromptHistory:
-        """Index the responses of one prompt, oldest first, all recorded at ``step``."""
+        """Index the responses of one prompt, oldest first, recorded at ``step``."""
         return cls._build(
             [t.tokens for t in trajectories],
             [t.reward for t in trajectories],
@@ -143,7 +152,7 @@ class PromptHistory:
         indexed: int = 0,
         suffixes: np.ndarray | None = None,
     ) -> PromptHistory:
-        """``suffixes`` is the suffix array of the first ``indexed`` responses."""
+        """Index responses; ``suffixes`` is the suffix array of the first ``indexed`` ones."""
         tokens, bounds = suffix_index.join(responses)
         columns = np.ascontiguousarray(np.array(labels, dtype=np.int32).reshape(len(responses), 4).T)
         confidence = np.zeros(len(tokens), dtype=np.uint8)
@@ -156,15 +165,15 @@ class PromptHistory:
 
     @cached_property
     def first_tokens(self) -> np.ndarray:
-        """int32[2**k, 3]; see :func:`verl_rhyme.history.suffix_index.first_tokens`. Not stored: made when asked for."""
+        """Table of :func:`verl_rhyme.history.suffix_index.first_tokens`, int32[2**k, 3]; computed on first use."""
         return suffix_index.first_tokens(self.tokens)
 
     def __len__(self) -> int:
-        """Responses kept."""
+        """Return the number of responses."""
         return len(self.reward)
 
     def response(self, i: int) -> np.ndarray:
-        """Tokens of response ``i``, int32."""
+        """Return the tokens of response ``i``, int32."""
         return self.tokens[self._span(i)]
 
     def _span(self, i: int) -> slice:
@@ -172,14 +181,14 @@ class PromptHistory:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int32[m]: tokens of each response."""
+        """Number of tokens of each response, int32[m]."""
         return np.diff(self.bounds) - 1
 
     @cached_property
     def scaled_reward(self) -> np.ndarray:
-        """float32[m]: rewards scaled to [0, 1] over this prompt's history; all 0 where they do not differ.
+        """Rewards scaled to [0, 1] over this prompt's history, float32[m]; all 0 if they are equal.
 
-        A reward that is not finite counts as the least.
+        A reward that is not finite counts as the lowest.
         """
         finite = np.isfinite(self.reward)
         scaled = np.zeros(len(self.reward), dtype=np.float32)
@@ -190,15 +199,15 @@ class PromptHistory:
         return scaled
 
     def extended(self, trajectories: Sequence[Trajectory], step: int, epochs: int) -> PromptHistory:
-        """This history with a step's trajectories added and old visits dropped.
+        """Return this history with a step's trajectories added and old visits dropped.
 
-        A sample that the same step recorded before is replaced: a step that is recorded again counts once, and groups
-        of one prompt that a step records in several appends add up. A visit's age is when it was last recorded.
+        A sample that the same step recorded before is replaced. So a repeated step counts once, and the appends of one
+        step to one group add up. Visits are ordered by their last recording.
 
         Args:
-            trajectories: Of this prompt.
-            step: The trainer's step.
-            epochs: How many of the latest visits stay (``history.epochs``).
+            trajectories: Trajectories of this prompt.
+            step: Training step.
+            epochs: Number of latest visits to keep (``history.epochs``).
         """
         again = {(t.visit, t.sample) for t in trajectories}
         labels = zip(self.step.tolist(), self.visit.tolist(), self.sample.tolist(), strict=True)
@@ -218,10 +227,10 @@ class PromptHistory:
         )
 
     def _suffixes_of(self, responses: Sequence[int]) -> np.ndarray:
-        """Suffix array of some of the responses, in their order here, as a text of their own."""
+        """Return the suffix array of a text of some of the responses, in their order here."""
         if len(responses) == len(self):
             return self.suffixes
-        spans: list[list[int]] = []  # of positions that stay and move as far
+        spans: list[list[int]] = []  # start, stop and shift of the positions that stay
         end = 0
         for i in responses:
             start, stop = int(self.bounds[i]), int(self.bounds[i + 1])
@@ -233,11 +242,11 @@ class PromptHistory:
         return suffix_index.without(self.suffixes, np.array(spans, dtype=np.int32).reshape(-1, 3))
 
     def latest(self, epochs: int) -> PromptHistory:
-        """This history without all but its latest visits."""
+        """Return this history with its latest visits only."""
         return self.extended((), step=-1, epochs=epochs)
 
     def encode(self) -> bytes:
-        """The prompt's value in the store."""
+        """Return the prompt's value in the store."""
         n = len(self.tokens)
         token_bits, suffix_bits = packing.width_of(int(self.tokens.max()) + 1), packing.width_of(n - 1)
         tokens = packing.pack(self.tokens + np.int32(1), token_bits)
@@ -251,21 +260,22 @@ class PromptHistory:
 
     @classmethod
     def decode(cls, value: bytes | bytearray | memoryview | np.ndarray) -> PromptHistory:
-        """Tokens and suffixes unpacked, the rest as views over ``value``, or over one copy of it where it is neither a
-        bytearray nor an array of bytes.
+        """Decode a value: tokens and suffixes are unpacked, the other arrays are views.
+
+        The views are over ``value``, or over one copy of it if it is neither a bytearray nor an array of bytes.
 
         Raises:
-            CorruptRecord: The value is cut off, altered, or of another format.
+            CorruptRecord: The value is truncated, altered, or of another format.
         """
         value = memoryview(value if isinstance(value, bytearray | np.ndarray) else bytearray(value))  # type: ignore[arg-type]
         if value[:4] != _MAGIC or len(value) < _HEADER.size:
-            raise CorruptRecord(f"not a prompt's history ({len(value)} bytes, begins with {bytes(value[:4])!r})")
+            raise CorruptRecord(f"not a prompt's history ({len(value)} bytes, starts with {bytes(value[:4])!r})")
         _, checksum, n, m, token_bits, suffix_bits = _HEADER.unpack_from(value)
         expected = _size(n, m, token_bits, suffix_bits)
         if n < m + 1 or len(value) != expected:
-            raise CorruptRecord(f"{len(value)} bytes where the header asks for {expected}")
+            raise CorruptRecord(f"{len(value)} bytes, but the header requires {expected}")
         if zlib.crc32(value[8:]) != checksum:
-            raise CorruptRecord("the checksum does not agree")
+            raise CorruptRecord("the checksum does not match")
         offset = _HEADER.size
 
         def take(dtype: str, count: int) -> np.ndarray:

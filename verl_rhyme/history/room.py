@@ -1,12 +1,12 @@
-"""Which prompts, and how many of their visits, fit into a number of bytes: shallower first, then fewer prompts.
+"""Selection of the prompts and visits that fit a byte bound: first fewer visits per prompt, then fewer prompts.
 
-A visit is one group of responses to a prompt: one an epoch, or many where the data repeat a prompt. Each prompt has a
-fixed place in [0, 1), a hash of its key. Its latest visit ranks at ``place``, the one before at ``1 + place``, and so
-on; what ranks below one number, the level, is kept. A level of 2.3 keeps three visits of 30 % of the prompts and two of
-the others; one of 0.4 keeps the latest visit of 40 % of the prompts, always the same ones: under reshuffled epochs,
-room for a share C of the prompts is hit C of the time (oldest first: about C*C/2, since what goes comes back soonest).
-A prompt above the level is not written, but its size is remembered, so that the level follows the sizes of all prompts,
-down and up.
+A visit is one group of responses to a prompt: one per epoch, or more if the data repeat the prompt. Each prompt has a
+fixed place in [0, 1), a hash of its key. Its latest visit has rank ``place``, the visit before ``1 + place``, and so
+on. Visits with a rank below one number, the level, are kept. A level of 2.3 keeps three visits of 30 % of the prompts
+and two of the others. A level of 0.4 keeps the latest visit of 40 % of the prompts, always the same ones. With
+reshuffled epochs, room for a share C of the prompts then has a hit rate of C. (Evicting the oldest first gives about
+C*C/2, because the evicted prompts come back soonest.) A prompt above the level is not written, but its size is
+remembered, so the level follows the sizes of all prompts in both directions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Epochs of the data that must have passed a prompt by before it counts as gone, at least.
+#: Least number of epochs without a prompt before it counts as gone.
 _PATIENCE = 2
 _COLUMNS = np.dtype(
     [
@@ -37,15 +37,15 @@ _COLUMNS = np.dtype(
 
 
 class Entry(NamedTuple):
-    """What is known of a prompt without its value.
+    """Ledger entry of a prompt.
 
     Attributes:
-        epoch: The pass over the data that it was last seen in.
-        size: Bytes of one visit of it: the mean of those kept, or what its latest one would have taken.
-        units: Visits kept; 0: it has no room, and the next three are 0.
-        bytes, tokens, responses: Kept.
-        step: The latest one that recorded it, or would have.
-        visit: Label of its latest visit; -1 where none is known.
+        epoch: Pass over the data in which the prompt was last seen.
+        size: Bytes of one visit: the mean of the kept visits, or the size that the latest visit would have.
+        units: Number of kept visits; if 0, the next three are 0.
+        bytes, tokens, responses: Kept bytes, tokens and responses.
+        step: Latest training step that recorded the prompt, or would have.
+        visit: Label of the latest visit; -1 if unknown.
     """
 
     epoch: int
@@ -58,44 +58,48 @@ class Entry(NamedTuple):
     visit: int = -1
 
     def emptied(self) -> Entry:
-        """What stays known when nothing is kept."""
+        """Return the entry after the eviction of all visits."""
         return Entry(self.epoch, self.size, step=self.step, visit=self.visit)
 
 
 def place(key: bytes) -> float:
-    """In [0, 1): where a prompt stands in the order of going."""
+    """Return a prompt's place in the order of eviction, in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big") / (1 << 48)
 
 
 class Room:
-    """The ledger of a store: about 70 bytes a prompt, and as much for Python's index of the keys.
+    """Ledger of a store: about 70 bytes per prompt, and as much again for Python's index of the keys.
 
     Args:
-        bound: Bytes that values may fill.
-        epochs: Visits of a prompt that are kept where there is room for all.
+        bound: Most bytes of all values.
+        epochs: Most visits per prompt.
     """
 
     def __init__(self, bound: int, epochs: int) -> None:
         self.bound, self.epochs = bound, epochs
         self._row: dict[bytes, int] = {}
         self._table = np.zeros(64, _COLUMNS)
-        #: The epoch that arrives.
+        #: Current epoch.
         self.now = 0
         self._full, self._cut = epochs, 0.0
 
-    # ---- what is known ----
+    # ---- entries and totals ----
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether anything is kept of a prompt."""
+        """Return whether any visit of a prompt is kept."""
         row = self._row.get(key)
         return row is not None and bool(self._table["units"][row])
 
     def entry(self, key: bytes) -> Entry:
-        """Raises: KeyError: It was never seen."""
+        """Return a prompt's entry.
+
+        Raises:
+            KeyError: The prompt is unknown.
+        """
         return Entry(*self._table[self._row[key]].tolist()[2:])
 
     def entries(self) -> Iterator[tuple[bytes, Entry]]:
-        """All that is known."""
+        """Yield all keys and entries."""
         for row in self._known.tolist():
             yield bytes(row[0]), Entry(*row[2:])
 
@@ -105,50 +109,51 @@ class Room:
 
     @property
     def known(self) -> int:
-        """Prompts seen lately, with and without room."""
+        """Number of recently seen prompts, kept or not."""
         return len(self._row)
 
     @property
     def prompts(self) -> int:
-        """Prompts of which anything is kept."""
+        """Number of prompts with kept visits."""
         return int(np.count_nonzero(self._known["units"]))
 
     @property
     def deepest(self) -> int:
-        """The most visits that any prompt has."""
+        """Largest number of kept visits of any prompt."""
         return int(self._known["units"].max(initial=0))
 
     def total(self, column: str) -> int:
-        """Sum of ``bytes``, ``tokens`` or ``responses`` over what is kept."""
+        """Return the sum of ``bytes``, ``tokens`` or ``responses`` over the kept visits."""
         return int(self._known[column].sum())
 
     @property
     def kept_share(self) -> float:
-        """Prompts kept of those known; 1 where none is known."""
+        """Share of the known prompts that are kept; 1 if none is known."""
         return self.prompts / self.known if self.known else 1.0
 
     @property
     def level(self) -> float:
-        """See the module; ``epochs`` where there is room for all."""
+        """Level of the module docstring; ``epochs`` if all visits fit."""
         return self._full + self._cut
 
-    # ---- what happens ----
+    # ---- changes ----
 
     def record(self, key: bytes, entry: Entry) -> None:
-        """What is now known of a prompt."""
+        """Set a prompt's entry."""
         row = self._row.setdefault(key, len(self._row))
         if row == len(self._table):
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
         self._table[row] = (np.void(key), place(key), *entry)
 
     def arrive(self, key: bytes, epoch: int, visit: int, size: float, step: int) -> None:
-        """A prompt is seen; what its new responses would take is the best guess of a prompt that is not kept.
+        """Note that a prompt was seen; the size of its new responses estimates the size of a prompt that is not kept.
 
         Args:
+            key: Prompt key.
             epoch: Pass over the data.
             visit: Label of the visit.
-            size: Bytes of its new responses; those of one visit may come in several parts.
-            step: That of the part; one that comes again does not count again.
+            size: Bytes of the new responses; the responses of one visit may come in several parts.
+            step: Training step of the part; a repeated step does not count again.
         """
         self.now = epoch
         if key in self:
@@ -160,7 +165,7 @@ class Room:
             self.record(key, Entry(epoch, before.size + size, step=step, visit=visit))
 
     def settle(self) -> None:
-        """Find the level at which all known prompts fit, each with as many visits as the level gives it."""
+        """Set the level at which all known prompts fit, each with the visits that the level allows."""
         table = self._known
         counts = ~self._gone(table) & (table["size"] <= self.bound)
         sizes, places = table["size"][counts], table["place"][counts]
@@ -174,9 +179,10 @@ class Room:
         self._cut = float(places[order[fits]]) if fits < len(order) else 1.0
 
     def epochs_for(self, key: bytes) -> int:
-        """How many visits of a prompt the level keeps; 0: it is not to be written.
+        """Return the number of visits that the level keeps of a prompt; 0: do not write the prompt.
 
-        Raises: KeyError: It was never seen.
+        Raises:
+            KeyError: The prompt is unknown.
         """
         row = self._table[self._row[key]]
         if row["size"] > self.bound:
@@ -184,9 +190,10 @@ class Room:
         return min(self.epochs, self._full + int(row["place"] < self._cut))
 
     def excess(self, bound: int) -> dict[bytes, int]:
-        """What has to go until the rest takes at most ``bound`` bytes: prompt to the visits that it keeps.
+        """Return the prompts to shorten until the rest takes at most ``bound`` bytes, with the visits they keep.
 
-        Prompts that are gone from the data go first, then the highest ranks. Sizes within a prompt are taken as equal.
+        Prompts that are gone from the data come first, then the highest ranks. All visits of a prompt count as equally
+        large.
         """
         table = self._known
         over = self.total("bytes") - bound
@@ -212,11 +219,11 @@ class Room:
         return {table["key"][row].tobytes(): units for row, units in left.items()}
 
     def evict(self, key: bytes) -> None:
-        """Nothing is kept of a prompt any more; its size stays known."""
+        """Mark a prompt as evicted; its size stays known."""
         self.record(key, self.entry(key).emptied())
 
     def forget(self) -> list[bytes]:
-        """Drop what has no room and has not been seen for epochs. Returns the keys."""
+        """Drop the entries of prompts that are evicted and gone from the data; return their keys."""
         table = self._known
         keys = [key.tobytes() for key in table["key"][self._gone(table) & (table["units"] == 0)]]
         for key in keys:
@@ -224,15 +231,16 @@ class Room:
         return keys
 
     def drop(self, key: bytes) -> None:
-        """Know nothing of a prompt any more.
+        """Drop a prompt's entry.
 
-        Raises: KeyError: It was never seen.
+        Raises:
+            KeyError: The prompt is unknown.
         """
         row, last = self._row.pop(key), len(self._row)
-        if row != last:  # the last one takes its row
+        if row != last:  # keep the table dense
             self._table[row] = self._table[last]
             self._row[self._table["key"][row].tobytes()] = row
 
     def _gone(self, table: np.ndarray) -> np.ndarray:
-        """Whole epochs passed it by: the data has changed."""
+        """Return which rows are prompts gone from the data: not seen for whole epochs."""
         return self.now - table["epoch"] > max(_PATIENCE, self.epochs)

@@ -1,4 +1,4 @@
-"""The history of a run: one writer, one LMDB transaction per training step, bounded by bytes and by visits."""
+"""Store of a run's history: one writer, one LMDB transaction per append, bounded by bytes and visits."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-#: A prompt's history before and after an append, and its value.
+#: A prompt's history before and after an append, and the encoded value.
 _Extended = tuple[PromptHistory, PromptHistory, bytes]
-#: Threads that index prompts, at most.
+#: Most threads that index prompts.
 _MAX_THREADS = 8
-#: Part of the present bytes that is kept, at each successive attempt to make room.
+#: Share of the present bytes to keep, at each successive attempt to make room.
 _KEPT = (1.0, 0.6, 0.3, 0.0)
-#: Seconds to wait for a writer that is just ending, or a reader that is just checking.
+#: Seconds to wait for a writer that is just ending, or a reader that is verifying the file.
 _LOCK_TIMEOUT_S = 10.0
 _META_FILE = "meta.json"
 
 
 @dataclass(frozen=True, slots=True)
 class AppendStats:
-    """What one append did.
+    """Result of one append.
 
     Attributes:
-        prompts, trajectories, tokens: Recorded.
+        prompts, trajectories, tokens: Recorded prompts, trajectories and tokens.
         dropped: Trajectories that could not be recorded (full disk, too large, bad tokens).
-        unkept: Trajectories of prompts that there is no room for.
-        evicted: Prompts that were kept and had to go for the byte bound, whole.
-        shed_epochs: Visits of prompts that had to go for it, beyond those of whole prompts.
+        unkept: Trajectories of prompts above the level, which are not kept.
+        evicted: Prompts evicted for the byte bound.
+        shed_epochs: Visits evicted for the byte bound, except those of evicted prompts.
     """
 
     prompts: int = 0
@@ -65,24 +65,24 @@ class AppendStats:
 
 
 class HistoryStore:
-    """The one writer of a history folder; any number of :class:`HistoryReader` may read it meanwhile.
+    """Writer of a history folder, one per folder; any number of :class:`HistoryReader` may read it at the same time.
 
-    An append is one transaction: a killed writer leaves the steps it finished, whole. A damaged environment is set
-    aside in the folder, with a warning, and the history starts empty. Values are kept within 0.7 of ``max_bytes`` and
-    the file within ``max_bytes``; :mod:`verl_rhyme.history.room` decides what goes. Methods may be called from several
-    threads.
+    An append is one transaction: a killed writer leaves complete appends. A damaged environment is set aside in the
+    folder with a warning, and the history starts empty. Values stay within 0.7 of ``max_bytes``, and the file within
+    ``max_bytes``; :mod:`verl_rhyme.history.room` decides which values go. Methods may be called from several threads.
 
     Args:
-        path: Node-local folder, made where it is missing.
+        path: Node-local folder, created if missing.
         namespace: Fingerprint of tokenizer and vocabulary.
         max_bytes: Bound of the file; at least 1 MiB.
-        epochs: How many of a prompt's latest visits are kept.
-        run: Name of the run it is written for: what another run left here is deleted, what a killed writer of this
-            run left is taken over. ``None`` takes over whatever stands here.
+        epochs: Most visits per prompt; the latest are kept.
+        run: Name of the run. Data of another run are deleted; data of a killed writer of this run stay. ``None``: keep
+            all data.
+        threads: Number of threads that index prompts; ``None``: a quarter of the cores.
 
     Raises:
         HistoryMismatch: The folder holds the history of another vocabulary.
-        HistoryError: Another process writes here.
+        HistoryError: Another process writes to the folder.
         OSError: The folder cannot be written.
     """
 
@@ -111,17 +111,17 @@ class HistoryStore:
             raise
 
     def append(self, trajectories: Iterable[Trajectory], step: int) -> AppendStats:
-        """Record a step's trajectories and index their prompts anew.
+        """Record a step's trajectories and update the index of their prompts.
 
-        Recording a sample of a step again replaces what the step recorded of it before.
+        A repeated step replaces the samples that it recorded before.
 
         Args:
-            trajectories: Of any prompts, in any order; empty responses are passed over.
-            step: The trainer's step, or any other number of this append that a resumed run gives it again.
+            trajectories: Trajectories of any prompts, in any order; empty responses are skipped.
+            step: Training step, or any other number that a resumed run repeats for the same append.
 
         Returns:
-            What was recorded. A full disk or map is a warning and ``dropped``; the history stays as it was. Where the
-            map is full and the disk has no room for a copy of all, what a smaller copy leaves out goes.
+            Counts of the append. A full disk or map is logged and counted in ``dropped``, and the history is unchanged.
+            If the map is full and the disk has no room for a complete copy, a smaller copy evicts prompts.
         """
         with self._mutex:
             groups: dict[bytes, list[Trajectory]] = {}
@@ -134,12 +134,12 @@ class HistoryStore:
                 else:
                     groups.setdefault(bytes(trajectory.key), []).append(trajectory)
             if bad:
-                self._warn(f"{bad} trajectories with a bad key, bad tokens or bad log-probs are not recorded")
+                self._warn(f"{bad} trajectories with an invalid key, tokens or log-probs are not recorded")
             error: Exception | None = None
             gone: set[bytes] = set()
             for kept in (None, *_KEPT):
                 if kept == 0 and not isinstance(error, lmdb.MapFullError):
-                    break  # a full disk may be mended: it never costs the whole history
+                    break  # a full disk may be temporary, so it must not cost the entire history
                 rewritten = kept is None
                 try:
                     if kept is not None:
@@ -147,7 +147,7 @@ class HistoryStore:
                         rewritten = True
                     stats = self._append(groups, step, gone)
                     stats = replace(stats, dropped=stats.dropped + bad)
-                    self._tell_evictions(stats)
+                    self._warn_of_evictions(stats)
                     return stats
                 except lmdb.MapFullError as full:
                     error = full
@@ -155,15 +155,15 @@ class HistoryStore:
                     error = failure
                     if rewritten:
                         break
-                    self._warn(f"there is no room for a whole copy of it, which making room takes: {failure}")
-            self._warn(f"a step is not recorded, the history stays as it was: {error}")
+                    self._warn(f"the disk has no room for a complete copy, which eviction requires: {failure}")
+            self._warn(f"a step is not recorded, and the history stays as it was: {error}")
             return AppendStats(dropped=sum(map(len, groups.values())) + bad, evicted=len(gone))
 
     def snapshot(self, dest_dir: str | os.PathLike[str]) -> None:
-        """Copy the history, compacted, into a folder; it appears whole or not at all, replacing an older one.
+        """Copy the history, compacted, into a folder, atomically; an older snapshot is replaced.
 
         Raises:
-            OSError, lmdb.Error: It cannot be written; nothing is left behind.
+            OSError, lmdb.Error: The snapshot cannot be written; no partial files remain.
         """
         dest = Path(dest_dir)
         dest.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ class HistoryStore:
                     with open(file, "rb") as opened:
                         os.fsync(opened.fileno())
                 old = _before(dest)
-                if dest.exists():  # else a killed writer's old one may be all there is, until the new one stands
+                if dest.exists():  # otherwise the old one of a killed writer may be the only snapshot: keep it for now
                     shutil.rmtree(old, ignore_errors=True)
                     dest.rename(old)
                 temporary.rename(dest)
@@ -190,17 +190,17 @@ class HistoryStore:
                 raise
 
     def restore(self, src_dir: str | os.PathLike[str]) -> bool:
-        """Replace the history by a snapshot's.
+        """Replace the history with a snapshot.
 
         Args:
-            src_dir: A snapshot; where a killed writer was just replacing it, the one before counts.
+            src_dir: Folder of the snapshot. If a killed writer was replacing it, the previous snapshot is used.
 
         Returns:
-            True; or False, with a warning and the present history kept, where the snapshot is missing or damaged or
-            does not fit on the disk.
+            True on success. False, with a warning and the present history kept, if the snapshot is missing or damaged
+            or does not fit on the disk.
 
         Raises:
-            HistoryMismatch: The snapshot is of another vocabulary.
+            HistoryMismatch: The snapshot belongs to another vocabulary.
         """
         source, before = Path(src_dir), _before(Path(src_dir))
         if not source.exists() and before.exists():
@@ -214,7 +214,7 @@ class HistoryStore:
                 self._replace(self._open_checked(folder), folder)
             except (OSError, lmdb.Error, Damaged) as error:
                 shutil.rmtree(folder, ignore_errors=True)
-                logger.warning("the history in %s is not restored, the present one stays: %s", source, error)
+                logger.warning("the history in %s is not restored; the present history stays: %s", source, error)
                 return False
             except HistoryMismatch:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -223,14 +223,17 @@ class HistoryStore:
             return True
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all values."""
         with self._mutex:
             folder = environment.new_folder(self._path)
             self._replace(environment.create(folder, self._namespace, self._map_size), folder)
 
     def stats(self) -> dict[str, float]:
-        """``prompts``, ``responses``, ``tokens``, ``bytes`` (of their values), ``file_bytes``, ``epochs`` (the most
-        visits that any prompt has), and ``kept_share`` (prompts kept of those seen lately)."""
+        """Return the store's statistics.
+
+        They are ``prompts``, ``responses``, ``tokens``, ``bytes`` (of the values), ``file_bytes``, ``epochs`` (largest
+        number of visits of a prompt), and ``kept_share`` (share of the recently seen prompts that are kept).
+        """
         with self._mutex:
             room = self._values.room
             return {
@@ -242,10 +245,10 @@ class HistoryStore:
             }
 
     def close(self, delete: bool = False) -> None:
-        """End writing; readers go on reading. Closing twice does nothing.
+        """Close the store; readers continue. A second call does nothing.
 
         Args:
-            delete: The folder goes, too.
+            delete: Whether to delete the folder.
         """
         with self._mutex:
             if self._lock is not None:
@@ -266,13 +269,13 @@ class HistoryStore:
             return AppendStats()
         try:
             env = self._values.opened.env
-            env.reader_check()  # readers that were killed would hold old pages for ever
+            env.reader_check()  # killed readers would hold old pages forever
             with env.begin(write=True, buffers=True) as txn:
                 stats = self._write(txn, groups, step, set(gone))
             environment.fill_up(self._values.opened.folder, env)
             return stats
         except BaseException:
-            self._values = self._load(self._values.opened)  # as of the last transaction
+            self._values = self._load(self._values.opened)  # state after the last transaction
             raise
 
     def _write(self, txn: Any, groups: dict[bytes, list[Trajectory]], step: int, gone: set[bytes]) -> AppendStats:
@@ -307,8 +310,8 @@ class HistoryStore:
                 continue
             entry = entry_of(value, history, group[-1].epoch)
             values.put(txn, key, value, entry)
-            there = len({*old.visit.tolist(), *(t.visit for t in group)})
-            cut += min(there, self._epochs) - entry.units
+            visits = len({*old.visit.tolist(), *(t.visit for t in group)})
+            cut += min(visits, self._epochs) - entry.units
             written += stored_bytes(len(value))
             prompts += 1
             trajectories += len(group)
@@ -318,20 +321,21 @@ class HistoryStore:
         values.note(txn, set(groups) | shed.shortened | shed.gone, forgotten)
         if dropped:
             self._warn(
-                f"{dropped} trajectories of one step are not recorded: a step takes more than history.max_bytes holds"
+                f"{dropped} trajectories of one step are not recorded, because one step exceeds history.max_bytes; "
+                "raise history.max_bytes"
             )
         evicted = sum(key not in room for key in gone)
         shed_epochs = cut + shed.epochs
         return AppendStats(prompts, trajectories, tokens, dropped, unkept, evicted, shed_epochs)
 
-    def _tell_evictions(self, stats: AppendStats) -> None:
+    def _warn_of_evictions(self, stats: AppendStats) -> None:
         if stats.evicted or stats.unkept:
             room = self._values.room
             self._warn(
-                f"evicting whole prompts: history.max_bytes={self._map_size} keeps the latest visit of about "
-                f"{room.kept_share:.0%} of the {room.known} prompts seen so far, always the same ones, and "
-                "of a smaller share until all have been seen (rollout/history/kept_share); the others draft without a "
-                "history. Raise history.max_bytes to keep more"
+                f"evicting prompts: history.max_bytes={self._map_size} keeps the latest visit of about "
+                f"{room.kept_share:.0%} of the {room.known} prompts seen so far. The share falls until all prompts "
+                "have been seen (rollout/history/kept_share). The other prompts draft without a history. "
+                "Raise history.max_bytes to keep more"
             )
 
     # ---- environments ----
@@ -351,7 +355,7 @@ class HistoryStore:
                 return values
             except (Damaged, lmdb.Error) as error:
                 aside = environment.set_aside(folder)
-                logger.warning("the history in %s is damaged and starts empty (kept as %s): %s", folder, aside, error)
+                logger.warning("the history in %s is damaged and starts empty (moved to %s): %s", folder, aside, error)
         folder = environment.new_folder(self._path)
         opened = environment.create(folder, self._namespace, self._map_size)
         environment.publish(self._path, folder)
@@ -361,11 +365,12 @@ class HistoryStore:
         environment.check(folder)
         opened = environment.acquire(folder)
         try:
-            found = opened.namespace()
-            if found != self._namespace:
+            recorded = opened.namespace()
+            if recorded != self._namespace:
                 raise HistoryMismatch(
-                    f"the history in {folder} belongs to the vocabulary {found}, this run's is {self._namespace}: "
-                    f"its tokens would mean other text; give this run its own history.dir, or delete {self._path}"
+                    f"the history in {folder} belongs to vocabulary {recorded}, but this run's vocabulary is "
+                    f"{self._namespace}, where its tokens mean other text: set another history.dir for this run, or "
+                    f"delete {self._path}"
                 )
             opened.env.set_mapsize(self._map_size)
         except BaseException:
@@ -388,16 +393,16 @@ class HistoryStore:
         return Values(opened, int(self._map_size * HISTORY_FILL), self._epochs, self._warn)
 
     def _shrink(self) -> None:
-        """Obey a bound that is lower than the one the environment was written under."""
+        """Shrink an environment that was written with a higher bound."""
         stats = self.stats()
         if stats["bytes"] > self._values.room.bound or stats["file_bytes"] > self._map_size:
             try:
                 self._rewrite(self._values.room.bound)
             except (lmdb.Error, OSError) as error:
-                self._warn(f"it stays larger than history.max_bytes for now: {error}")
+                self._warn(f"the file stays larger than history.max_bytes for now: {error}")
 
     def _rewrite(self, bound: int) -> set[bytes]:
-        """Keep what fits into ``bound`` bytes, in a dense environment. Returns the prompts that went."""
+        """Copy the values that fit into ``bound`` bytes into a dense environment; return the evicted prompts."""
         folder = environment.new_folder(self._path)
         opened = environment.create(folder, self._namespace, self._map_size)
         try:
@@ -413,11 +418,11 @@ class HistoryStore:
         kind = message.lstrip("0123456789 ")[:32]
         if kind not in self._warned:
             self._warned.add(kind)
-            logger.warning("history in %s: %s (told once)", self._path, message)
+            logger.warning("history in %s: %s (logged once)", self._path, message)
 
 
 def _results(calls: Iterable[Callable[[], _Result]], threads: int) -> Iterator[_Result]:
-    """What calls return, in their order. ``calls`` is read by the caller's thread, few ahead of what is taken here."""
+    """Yield the results of calls, in order; the caller's thread reads ``calls``, a few ahead of the results."""
     if threads == 1:
         for call in calls:
             yield call()
@@ -433,12 +438,12 @@ def _results(calls: Iterable[Callable[[], _Result]], threads: int) -> Iterator[_
 
 
 def _before(snapshot: Path) -> Path:
-    """Where a snapshot waits while another takes its place."""
+    """Return the path of a snapshot while a new one replaces it."""
     return snapshot.with_name(f".{snapshot.name}.old")
 
 
 def _is_sound(trajectory: Trajectory) -> bool:
-    """Token ids are neither negative, as the separators of the index are, nor beyond int32; log-probs go with them."""
+    """Return whether token ids are non-negative (negative ids are separators) and fit int32, and log-probs match."""
     tokens, logprobs = trajectory.tokens, trajectory.logprobs
     if logprobs is not None and len(logprobs) != len(tokens):
         return False

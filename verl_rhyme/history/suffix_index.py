@@ -1,12 +1,12 @@
-"""Suffix array over the reversed text of a prompt's responses: where have the latest tokens been seen before?
+"""Suffix array over the reversed text of a prompt's responses, to find earlier occurrences of the latest tokens.
 
-The text is ``[-1, r0..., -1, r1..., -1]``: token ids are not negative, so no match can cross a separator and no search
-needs to look at bounds. An entry ``p`` of the array stands for the tokens read backwards from ``text[p]``; entries that
-share the last k tokens of a context lie side by side, and what followed each of them is ``text[p + 1]``.
+The text is ``[-1, r0..., -1, r1..., -1]``. Token ids are not negative, so no match can cross a separator, and no search
+needs bounds checks. An entry ``p`` of the array stands for the tokens read backwards from ``text[p]``. Entries that
+share the last k tokens of a context are adjacent, and the token after each of them is ``text[p + 1]``.
 
-Entries are compared by :data:`DEPTH` tokens at most and never beyond their response; equal ones keep the order of the
-text. So their order does not depend on other responses: those of new responses are sorted among themselves and merged
-with the ones that are there, and a response that goes takes its entries with it.
+Entries are compared by at most :data:`DEPTH` tokens and never beyond their response; equal entries keep the order of
+the text. Their order therefore does not depend on other responses. Entries of new responses are sorted separately and
+merged into the array, and a removed response takes its entries along.
 
 Every numba function here is self-contained: numba's disk cache does not notice a change in another file.
 """
@@ -19,19 +19,19 @@ from typing import Protocol
 import numpy as np
 from numba import njit
 
-#: Stands between responses and at both ends of the text.
+#: Token between responses and at both ends of the text.
 SEPARATOR = -1
 
-#: Entries are sorted by this many tokens; longer contexts are matched up to here.
+#: Number of tokens by which entries are sorted; longer contexts are matched up to this length.
 DEPTH = 64
-#: Fewer entries than this are sorted by comparing their texts, more by keys of several tokens.
+#: Most entries that are sorted by comparing their texts; more are sorted by keys of several tokens.
 _FEW = 16
-#: Bits of a key that one pass of the radix sort goes by.
+#: Key bits per pass of the radix sort.
 _DIGIT = 11
 
 
 class Index(Protocol):
-    """What :func:`longest_match` searches; ``PromptHistory`` is one."""
+    """Text and suffix array that :func:`longest_match` searches, such as ``PromptHistory``."""
 
     @property
     def tokens(self) -> np.ndarray: ...
@@ -41,13 +41,13 @@ class Index(Protocol):
 
 
 def join(responses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Lay responses out as one text.
+    """Join responses into one text.
 
     Args:
-        responses: m arrays of token ids, none negative.
+        responses: Arrays of non-negative token ids, m of them.
 
     Returns:
-        The text, int32[n], and the positions of its separators, int32[m + 1]: response i is
+        Text, int32[n], and positions of its separators, int32[m + 1]: response i is
         ``text[bounds[i] + 1 : bounds[i + 1]]``.
     """
     lengths = np.fromiter((len(r) + 1 for r in responses), dtype=np.int64, count=len(responses))
@@ -60,15 +60,15 @@ def join(responses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def build(tokens: np.ndarray, begin: int = 0, known: np.ndarray | None = None) -> np.ndarray:
-    """Suffix array of the reversed text, without its separators.
+    """Build the suffix array of the reversed text, without its separators.
 
     Args:
-        tokens: int32[n], as :func:`join` makes it.
-        begin: Position of the separator from which on the text is new.
-        known: The suffix array of the text before, int32[k]; left as it is.
+        tokens: Text from :func:`join`, int32[n].
+        begin: Position of the separator where the new text begins.
+        known: Suffix array of the text before it, int32[k]; not modified.
 
     Returns:
-        int32[n - m - 1] for m responses, positions in ``tokens``, ordered by the tokens read backwards from each.
+        Positions in ``tokens``, int32[n - m - 1] for m responses, ordered by the tokens read backwards from each.
     """
     text = np.asarray(tokens, dtype=np.int32)
     bits = max(1, (int(text.max()) + 1).bit_length())
@@ -80,52 +80,53 @@ def build(tokens: np.ndarray, begin: int = 0, known: np.ndarray | None = None) -
 
 
 def without(suffixes: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    """The suffix array of what stays of a text, in its order.
+    """Return the suffix array of a text after the removal of responses, in the same order.
 
     Args:
-        suffixes: int32[n].
-        spans: int32[k, 3], disjoint: positions from the first to before the second stay, and move down by the third.
+        suffixes: Suffix array of the entire text, int32[n].
+        spans: Disjoint rows (start, stop, shift), int32[k, 3]: positions from start to before stop stay, and move down
+            by shift.
     """
     return _without(suffixes, spans)
 
 
 def first_tokens(tokens: np.ndarray) -> np.ndarray:
-    """Where the entries of each token begin and end in the suffix array: the first step of a search in it.
+    """Return the range of entries of each token in the suffix array, for the first step of a search.
 
-    Found from the text alone, read from front to back: a millisecond for 500k tokens.
+    The text alone suffices: one pass from front to back, a millisecond for 500k tokens.
 
     Args:
-        tokens: int32[n], as :func:`join` makes it.
+        tokens: Text from :func:`join`, int32[n].
 
     Returns:
-        int32[2**k, 3], a hash table: token, first entry, entry after the last; -1 for the token where there is none.
-        A token lies at its lowest k bits or at the next free place after it; at least half of the places are free.
+        Hash table, int32[2**k, 3]: token (-1 in a free row), first entry, entry after the last. A token is in the row
+        of its lowest k bits or the next free row after it; at least half of the rows are free.
     """
     return _first_tokens(np.asarray(tokens, dtype=np.int32))
 
 
 def longest_match(index: Index, context: np.ndarray, max_len: int) -> tuple[int, int, int]:
-    """Find where the latest tokens were seen before, the longest agreement first.
+    """Find the positions in the text with the longest match to the latest tokens.
 
     Args:
-        index: The text and its suffix array.
-        context: int32[c], the latest tokens, newest last.
-        max_len: Tokens of the context to compare, at most; more than :data:`DEPTH` counts as :data:`DEPTH`.
+        index: Text and its suffix array.
+        context: Latest tokens, newest last, int32[c].
+        max_len: Most tokens of the context to compare; at most :data:`DEPTH` count.
 
     Returns:
-        ``(length, lo, hi)``: ``index.suffixes[lo:hi]`` are all the positions at which the last ``length`` tokens of the
-        context end; no position agrees with more. ``(0, 0, n)`` when not even the newest token is there.
+        ``(length, lo, hi)``: ``index.suffixes[lo:hi]`` are all positions where the last ``length`` tokens of the
+        context end; no position matches more. ``(0, 0, n)`` if the newest token does not occur.
     """
     return _longest_match(index.tokens, index.suffixes, tail(context, min(max_len, DEPTH)))
 
 
 def tail(context: np.ndarray, length: int) -> np.ndarray:
-    """The last ``length`` tokens as the one array type the compiled code knows: a fresh, contiguous int32 copy."""
+    """Return a contiguous int32 copy of the last ``length`` tokens, the only array type the compiled code accepts."""
     return np.array(context[max(0, len(context) - length) :], dtype=np.int32)
 
 
 def warm() -> None:
-    """Compile (or load from numba's disk cache) everything here, so that no request waits for it."""
+    """Compile all functions here, or load them from numba's disk cache, so that no request waits."""
     text, bounds = join([np.array([1, 2, 3], dtype=np.int32)])
     suffixes = build(text, 0)
     suffixes = build(np.concatenate([text, text[1:]]), int(bounds[-1]), suffixes)
@@ -142,7 +143,7 @@ def _longest_match(text, suffixes, context):
         token = context[len(context) - 1 - length]
         if token < 0:
             break
-        # Entries of [low, high) agree on `length` tokens and are ordered by the one before those.
+        # Entries of [low, high) match `length` tokens and are ordered by the token before those.
         first, last = low, high
         while first < last:
             middle = (first + last) // 2
@@ -190,7 +191,7 @@ def _first_tokens(text):
                         at = (at + 1) & mask
                     larger[at] = table[i]
             table = larger
-    distinct = np.empty(known, dtype=np.int64)  # token and place, to be sorted by token
+    distinct = np.empty(known, dtype=np.int64)  # token and row, to be sorted by token
     n = 0
     for i in range(len(table)):
         if table[i, 0] >= 0:
@@ -209,9 +210,10 @@ def _first_tokens(text):
 
 @njit(cache=True, nogil=True)
 def _key(text, position, depth, bits, each):
-    """The next ``each`` tokens, those at ``depth`` and before, as a number by which entries are ordered.
+    """Return a sort key of the next ``each`` tokens, from ``depth`` on backwards.
 
-    Its lowest token is 0 where the response, or what is compared, ends with these: entries of that key are equal.
+    The lowest token of the key is 0 if the response or the compared depth ends within these; entries with such a key
+    are equal.
     """
     key = np.uint64(0)
     taken = 0
@@ -226,7 +228,7 @@ def _key(text, position, depth, bits, each):
 
 @njit(cache=True, nogil=True)
 def _before(text, one, other, depth):
-    """Whether an entry comes before another, with which it agrees on ``depth`` tokens."""
+    """Return whether an entry comes before another one, given that they match on ``depth`` tokens."""
     while depth < DEPTH:
         a, b = text[one - depth], text[other - depth]
         if a != b:
@@ -239,7 +241,7 @@ def _before(text, one, other, depth):
 
 @njit(cache=True, nogil=True)
 def _sorted(text, begin, bits, each):
-    """Entries of ``text[begin:]`` in order, int32[n], and their keys at depth 0, uint64[n]."""
+    """Return the sorted entries of ``text[begin:]``, int32[n], and their keys at depth 0, uint64[n]."""
     n = 0
     for position in range(begin, len(text)):
         n += text[position] >= 0
@@ -272,12 +274,15 @@ def _sorted(text, begin, bits, each):
 
 @njit(cache=True, nogil=True)
 def _refine(text, order, keys, spare, spare_keys, groups, bits, each):
-    """Sort entries, which are sorted by their keys at depth 0, to the full depth, where two have the same key.
+    """Sort entries with equal keys to the full depth; all entries are sorted by their keys at depth 0 already.
 
     Args:
-        text, order, keys: Of n entries; the last two are changed in place.
-        spare, spare_keys: As large.
-        groups: int32[n // 2 + 1, 3], room for a stack: first entry, entry after the last, depth of agreement.
+        text: Text.
+        order, keys: Entries and keys, n each; changed in place.
+        spare, spare_keys: Work space of the same size.
+        groups: Work space for a stack, int32[n // 2 + 1, 3]: first entry, entry after the last, depth of the match.
+        bits: Bits per token of a key.
+        each: Tokens per key.
     """
     last_token = np.uint64((1 << bits) - 1)
     end, waiting = 0, 0
@@ -317,7 +322,7 @@ def _refine(text, order, keys, spare, spare_keys, groups, bits, each):
 
 @njit(cache=True, nogil=True)
 def _merge_sort(order, keys, spare, spare_keys, low, high):
-    """Sort entries from ``low`` to before ``high`` by key, equal ones in the order that they have."""
+    """Sort entries from ``low`` to before ``high`` by key, stably."""
     for start in range(low, high, _FEW):
         for i in range(start + 1, min(start + _FEW, high)):
             key, entry = keys[i], order[i]
@@ -333,7 +338,7 @@ def _merge_sort(order, keys, spare, spare_keys, low, high):
             left, right = start, middle
             for to in range(start, end):
                 if left == middle:
-                    break  # the rest is in its place
+                    break  # the rest is in place already
                 if right < end and keys[right] < spare_keys[left]:
                     order[to], keys[to] = order[right], keys[right]
                     right += 1
@@ -345,9 +350,9 @@ def _merge_sort(order, keys, spare, spare_keys, low, high):
 
 @njit(cache=True, nogil=True)
 def _merged(text, old, new, new_keys, bits, each):
-    """Two sorted arrays of entries as one; of equal entries those of ``old`` come first."""
+    """Merge two sorted arrays of entries; of equal entries those of ``old`` come first."""
     last_token = np.uint64((1 << bits) - 1)
-    old_keys = np.empty(len(old), dtype=np.uint64)  # apart from the merge, so that the memory serves many at a time
+    old_keys = np.empty(len(old), dtype=np.uint64)  # in a separate loop, so that memory loads overlap
     for i in range(len(old)):
         old_keys[i] = _key(text, old[i], 0, bits, each)
     merged = np.empty(len(old) + len(new), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The prompts' values in one environment, and the ledger of what they take: one never changes without the other."""
+"""Values of the prompts in one environment, with the ledger of their sizes; both change together."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from verl_rhyme.history.room import Entry, Room
 
 
 class Values:
-    """Reads and writes within the caller's LMDB transactions.
+    """Reads and writes of values within the caller's LMDB transactions.
 
-    A transaction that fails leaves a ledger that is no longer the environment's: make a new one.
+    After a failed transaction the ledger differs from the environment: create a new object.
 
     Args:
-        opened: The environment.
-        bound: Bytes that values may fill.
-        epochs: Visits of a prompt that are kept where there is room for all.
-        warn: Told of damaged values.
+        opened: Environment.
+        bound: Most bytes of all values.
+        epochs: Most visits per prompt.
+        warn: Function that logs a warning about damaged values.
 
     Attributes:
-        room: The ledger, as of the environment's last transaction and what was done here since.
+        room: Ledger after the environment's last transaction and the changes here since.
 
     Raises:
-        Damaged: The environment's list of prompts is unreadable.
+        Damaged: The environment's list of prompts cannot be read.
     """
 
     def __init__(self, opened: Environment, bound: int, epochs: int, warn: Callable[[str], None]) -> None:
@@ -42,38 +42,38 @@ class Values:
                     self.room.record(bytes(key), entry)
                     self.room.now = max(self.room.now, entry.epoch)
             except (TypeError, ValueError, msgpack.UnpackException) as error:
-                raise Damaged(f"its list of prompts is unreadable: {error}") from error
+                raise Damaged(f"its list of prompts cannot be read: {error}") from error
 
     def get(self, txn: Any, key: bytes) -> PromptHistory:
-        """What is kept of a prompt; an empty history where that is nothing, or damaged."""
+        """Return the history of a prompt; an empty history if there is none or it is damaged."""
         return self.decoded(key, self.stored(txn, key))
 
     def stored(self, txn: Any, key: bytes) -> np.ndarray | None:
-        """A prompt's value, uint8[n], a copy; ``None`` where there is none."""
+        """Return a copy of a prompt's value, uint8[n]; ``None`` if there is none."""
         value = txn.get(key, db=self.opened.prompts)
         return None if value is None else np.frombuffer(value, dtype=np.uint8).copy()
 
     def decoded(self, key: bytes, value: np.ndarray | None) -> PromptHistory:
-        """What a prompt's value says; as :meth:`get`. From any thread."""
+        """Decode a prompt's value like :meth:`get`; may be called from any thread."""
         if value is not None:
             try:
                 return PromptHistory.decode(value)
             except CorruptRecord as error:
-                self._warn(f"the history of prompt {key.hex()} starts anew: {error}")
+                self._warn(f"the history of prompt {key.hex()} is damaged and starts empty: {error}")
         return PromptHistory.build([])
 
     def put(self, txn: Any, key: bytes, value: bytes, entry: Entry) -> None:
-        """Keep a value, with its :func:`entry_of`."""
+        """Write a value and its :func:`entry_of`."""
         txn.put(key, value, db=self.opened.prompts)
         self.room.record(key, entry)
 
     def evict(self, txn: Any, key: bytes) -> None:
-        """Keep nothing of a prompt but what its size was."""
+        """Delete a prompt's value; its size stays known."""
         txn.delete(key, db=self.opened.prompts)
         self.room.evict(key)
 
     def note(self, txn: Any, changed: Iterable[bytes], forgotten: Iterable[bytes]) -> None:
-        """Bring the environment's list of prompts up to the ledger."""
+        """Update the environment's list of prompts from the ledger."""
         for key in changed:
             txn.put(key, msgpack.packb(self.room.entry(key)), db=self.opened.seen)
         for key in forgotten:
@@ -81,12 +81,12 @@ class Values:
 
 
 def stored_bytes(value_bytes: int) -> int:
-    """Bytes of the file that a value takes: whole pages, with LMDB's page header."""
+    """Return the bytes of the file for a value: whole pages, with LMDB's page header."""
     return -(-(value_bytes + 16) // 4096) * 4096
 
 
 def entry_of(value: bytes, history: PromptHistory, epoch: int) -> Entry:
-    """What the ledger knows of a prompt that was last seen in ``epoch``."""
+    """Return the ledger entry of a prompt that was last seen in ``epoch``."""
     size, units = stored_bytes(len(value)), len(np.unique(history.visit))
     tokens, step = len(history.tokens) - len(history.bounds), int(history.step.max())
     return Entry(epoch, size / units, units, size, tokens, len(history), step, int(history.visit[-1]))

@@ -1,4 +1,4 @@
-"""The history of a node: who writes it, who brings it from another node.
+"""Ray actors of the history: the writer on the trainer's node, the fetchers on other nodes.
 
-Process: the writer's actor of each node. Engines: ray.
+Process: the history actor of each node. Engines: ray.
 """

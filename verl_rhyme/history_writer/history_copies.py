@@ -1,9 +1,9 @@
-"""Histories on nodes that do not record: what requests need is fetched from the trainer's node when they start.
+"""Copies of histories on nodes without the writer: each request's history is fetched from the trainer's node.
 
-A server asks its node's one :class:`HistoryFetcher`, an actor that all servers of a node share, and goes on at once.
-The fetcher fetches what has changed since it was last asked, through Ray's store, into a folder where engines find it
-(:mod:`verl_rhyme.history.copies`). An engine drafts from other sources until the copy is there. Whatever fails here
-costs requests their history, and nothing else.
+A server calls the :class:`HistoryFetcher` of its node, an actor that all servers of the node share, and does not wait.
+The fetcher fetches changed histories through Ray's object store into a folder that the engines read
+(:mod:`verl_rhyme.history.copies`). Until the copy arrives, an engine drafts from other sources. A failure here costs
+requests their history, nothing else.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from verl_rhyme.history_writer.history_writer import READ, node_history_dir, wri
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that the history writer has to answer, and values to come from its node.
+#: Seconds for the history writer's answer, and again for the values to arrive.
 _FETCH_TIMEOUT_S = 60.0
-#: Prompts that are asked for at a time; the writer bounds the bytes.
+#: Prompts per request to the writer; the writer bounds the bytes.
 _AT_A_TIME = 64
-#: Seconds after which a server looks for the fetcher that takes a dead one's place.
+#: Seconds until a server looks for the successor of a dead fetcher.
 _RETRY_S = 1.0
 
 
 def node_copies_dir(base: str, node_id: str) -> str:
-    """Folder of one node's copies, beside that of a store (:func:`node_history_dir`)."""
+    """Return the folder of one node's copies, next to the store's folder (:func:`node_history_dir`)."""
     return f"{node_history_dir(base, node_id)}.copies"
 
 
 def fetchers(base: str) -> list[Any]:
-    """The fetchers of all nodes."""
+    """Return the fetchers of all nodes."""
     found = []
     for name in ray.util.list_named_actors():
         if name.startswith(_fetcher_name(base, "")):
@@ -55,11 +55,12 @@ def _fetcher_name(base: str, node_id: str) -> str:
 
 
 class HistoryFetcher:
-    """Ray actor: keeps the copies of its node.
+    """Ray actor that keeps the copies of its node.
 
     Args:
         node_id: Ray's id of the node.
-        config: ``max_bytes`` bounds the copies; ``None``: as it bounds a store, when the first copy is needed.
+        config: Options of the history. ``max_bytes`` bounds the copies; ``None``: a bound chosen as for a store, at the
+            first copy.
     """
 
     def __init__(self, node_id: str, config: HistoryConfig) -> None:
@@ -68,10 +69,10 @@ class HistoryFetcher:
         self._writer: Any = None
 
     def fetch(self, asked: Mapping[bytes, int]) -> None:
-        """Have copies that are as late as was asked for; servers that ask for the same prompts share one fetch.
+        """Bring copies up to the times of their requests; servers that request the same prompts share one fetch.
 
         Args:
-            asked: Prompt key -> when it was asked for, in ns since the epoch.
+            asked: Prompt key -> time of the request, in ns since the epoch.
 
         Raises:
             RayError, ValueError: The history writer is dead or does not answer.
@@ -90,11 +91,11 @@ class HistoryFetcher:
                 refs = [ref for ref in answers.values() if ref is not None]
                 values = iter(ray.get(refs, timeout=_FETCH_TIMEOUT_S))
             except Exception:
-                self._writer = None  # another one may have taken its place
+                self._writer = None  # a new writer may have replaced it
                 raise
             for key, ref in answers.items():
                 del outdated[key]
-                as_of = max(began, asked[key])  # a clock may be set back
+                as_of = max(began, asked[key])  # the clock may be set back
                 if ref is not None:
                     copies.put(key, next(values), as_of)
                 elif known[key]:
@@ -116,10 +117,11 @@ class HistoryFetcher:
 
 
 class HistoryRequests:
-    """A server's side of it, in the server's event loop.
+    """Client of a server to its node's fetcher, in the server's event loop.
 
     Args:
         node_id: Ray's id of the server's node.
+        config: Options of the history.
     """
 
     def __init__(self, node_id: str, config: HistoryConfig) -> None:
@@ -131,15 +133,15 @@ class HistoryRequests:
         self._recorded_here = False
 
     def start(self) -> None:
-        """Start the node's fetcher, so that the first request does not wait for its process."""
+        """Start the node's fetcher early, so that the first request does not wait for the process."""
         if not self._records():
             self._start()
 
     def ask(self, key: bytes) -> int:
-        """Have the latest history of a prompt fetched; returns at once.
+        """Request the latest history of a prompt; returns at once.
 
         Returns:
-            When it was asked for, in ns since the epoch: the copy must be as late. 0: the node records itself.
+            Time of the request, in ns since the epoch; a valid copy is at least as recent. 0: the node has the store.
         """
         if self._records():
             return 0
@@ -149,12 +151,12 @@ class HistoryRequests:
         return now
 
     def take_errors(self) -> int:
-        """Fetches that failed since the last call."""
+        """Return the number of fetches that failed since the last call."""
         new, self._reported = self._errors - self._reported, self._errors
         return new
 
     def _records(self) -> bool:
-        """Whether the trainer's history is on this node, where engines read it in place."""
+        """Return whether the history store is on this node, where engines read it in place."""
         if not self._recorded_here:
             folder = Path(node_history_dir(str(self._config.dir), self._node_id))
             with owner.without_writer(folder) as dead:
@@ -163,21 +165,25 @@ class HistoryRequests:
 
     async def _send(self) -> None:
         while self._asked:
-            await asyncio.sleep(0)  # requests that start together are asked for together
+            await asyncio.sleep(0)  # collect the requests that start together
             asked, self._asked = self._asked, {}
             try:
                 await self._fetch(asked)
             except Exception as error:
                 self._errors += 1
                 if self._errors == 1:
-                    logger.warning("requests go without their prompts' history (told once): %s", error)
+                    logger.warning(
+                        "fetching prompt histories from the trainer's node failed; requests run without them "
+                        "(logged once): %s",
+                        error,
+                    )
 
     async def _fetch(self, asked: dict[bytes, int]) -> None:
         for again in (True, False):
             try:
                 await self._start().fetch.remote(asked)
                 return
-            except RayActorError:  # the writer's death is the fetcher's error, which is of this kind as well
+            except RayActorError:  # the fetcher died, or it reports the writer's death with the same class
                 self._fetcher = None
                 if not again:
                     raise
@@ -187,7 +193,7 @@ class HistoryRequests:
         if self._fetcher is None:
             actor = ray.remote(HistoryFetcher).options(
                 name=_fetcher_name(str(self._config.dir), self._node_id),
-                get_if_exists=True,  # another server of this node's
+                get_if_exists=True,  # another server of this node may have started it
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=self._node_id, soft=False),
             )

@@ -1,4 +1,4 @@
-"""The trainer's side of the history: its writer (``history_writer.py``), and the end of the copies on other nodes."""
+"""The trainer's client of the history: starts and calls the writer (``history_writer.py``), ends the nodes' copies."""
 
 from __future__ import annotations
 
@@ -38,36 +38,36 @@ from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
 
 logger = logging.getLogger(__name__)
 
-#: Below a verl checkpoint folder ``global_step_N``.
+#: Subfolder of a verl checkpoint folder ``global_step_N``.
 SNAPSHOT_FOLDER = "history"
-#: Seconds that the writer has for a piece of an update (128 MiB), before it is started anew.
+#: Seconds for the writer to record a piece of a batch (128 MiB), before it is restarted.
 _TIMEOUT_S = 300.0
-#: Bytes a second that copying a snapshot is granted, on top of :data:`_TIMEOUT_S`.
+#: Bytes per second assumed for copying a snapshot, in addition to :data:`_TIMEOUT_S`.
 _COPY_RATE = 50e6
 _CLOSE_TIMEOUT_S = 30.0
-#: Of the node's part of Ray's store, what values that other nodes fetch may take: a step's, where there is room.
+#: Share of the node's Ray object store for values that other nodes fetch: enough for those of one step.
 _SHARED = 0.1
 _LONGEST_PAUSE_S = 3600.0
-#: Seconds that a writer has to sum the rewards, before the trainer does it.
+#: Seconds for the writer to sum the rewards, before the trainer does it.
 _REWARDS_TIMEOUT_S = 30.0
 
 
 class HistoryUnavailable(RuntimeError):
-    """The writer is dead or does not answer."""
+    """The history writer is dead or does not answer."""
 
 
 def tokenizer_namespace(tokenizer: Any) -> str:
-    """Fingerprint of a vocabulary: token ids of another tokenizer must never be drafted."""
+    """Return the fingerprint of a vocabulary: drafts must never use token ids of another tokenizer."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()
 
 
 class HistoryService:
-    """The trainer's side of the history.
+    """The trainer's client of the history writer.
 
-    Nothing here waits for ever, and a writer that died or does not answer is an error of that call only: it is ended,
-    and a new one takes over its folder, at once the first time, then after pauses that grow with the time lost.
-    Methods are not called at the same time from two threads.
+    All waits have a timeout. A writer that died or does not answer fails that call only. It is killed, and a new
+    writer takes over its folder: at once the first time, then after pauses that grow with the lost time.
+    Do not call methods from two threads at the same time.
     """
 
     def __init__(self, config: HistoryConfig, namespace: str) -> None:
@@ -79,14 +79,14 @@ class HistoryService:
         self._writer: Any = None
         self._opening: Any = None
         self._in_use: int | None = None
-        self._failures, self._retry_at = 0, 0.0  # since a writer answered last
+        self._failures, self._retry_at = 0, 0.0  # failures since the last answer
         self._bytes = 0
-        #: Writers that were started in the place of one that failed.
+        #: Number of writers started to replace a failed one.
         self.restarts = 0
         self._start()
 
     def _start(self) -> None:
-        """Start a writer where there is none; does not wait for it: Ray keeps its calls."""
+        """Start a writer if there is none, without waiting: Ray queues its calls."""
         if self._writer is not None or (self._failures and time.monotonic() < self._retry_at):
             return
         self.restarts += bool(self._failures)
@@ -98,26 +98,30 @@ class HistoryService:
         arguments = (self._folder, self._namespace, self._config, self._run, shared)
         try:
             writer = actor.options(num_cpus=0, scheduling_strategy=where, **named).remote(*arguments)
-        except ValueError as error:  # of another run, whose folder this one is refused, too
-            logger.warning("other nodes find no history: %s", error)
+        except ValueError as error:  # another run has the name; opening its folder will fail too
+            logger.warning(
+                "the history writer's actor name is taken, so other nodes find no history (set history.dir to a "
+                "folder of this run): %s",
+                error,
+            )
             writer = actor.options(num_cpus=0, scheduling_strategy=where).remote(*arguments)
         self._writer, self._opening = writer, writer.open.remote()
         writer.give_way.remote()
 
     def ready(self) -> None:
-        """Wait until the writer has its folder; one that fails otherwise is a warning.
+        """Wait until the writer has opened its folder; other failures are logged as a warning.
 
         Raises:
-            HistoryError: The folder is another run's that is alive.
+            HistoryError: The folder belongs to another run that is alive.
         """
         try:
             self._answer(self._opening, _TIMEOUT_S)
-            # What a writer that dies leaves is this run's, which goes on, also where no engine reads it.
+            # If the writer dies, the folder still belongs to this run, even if no engine reads it.
             self._in_use = owner.use(Path(self._folder))
-            if self._config.max_bytes is None:  # the next writer's, too: engines and trainer have the memory by then
+            if self._config.max_bytes is None:  # keep the bound for the next writer: less memory is free by then
                 bound = self._answer(self._writer.bound.remote(), _TIMEOUT_S)
                 self._config = replace(self._config, max_bytes=bound)
-                logger.info("history.max_bytes: %.2f GiB, half of the free disk or memory", bound / (1 << 30))
+                logger.info("history.max_bytes=null: %.2f GiB, half of the free disk or memory", bound / (1 << 30))
                 if bound > (free := available_memory()):
                     logger.warning(
                         "the history may grow to %.1f GiB, but %.1f GiB of memory are free next to models and engines: "
@@ -128,42 +132,42 @@ class HistoryService:
         except HistoryError:
             raise
         except Exception as error:
-            logger.warning("the history writer could not start; training goes on without it: %s", error)
+            logger.warning("the history writer failed to start; training continues without a history: %s", error)
 
     def rewards(self, stored: StoredSamples) -> np.ndarray:
-        """float64[N], each sample's; summed by the writer, so that those of the tokens don't pass through here.
+        """Return each sample's reward, float64[N]. The writer sums the token rewards, so they are not sent here.
 
         Raises:
-            HistoryUnavailable: It does not answer now. That is no failure of the writer's.
+            HistoryUnavailable: The writer does not answer now; this does not count as a failure of the writer.
         """
         if self._writer is None:
-            raise HistoryUnavailable("there is no history writer now")
+            raise HistoryUnavailable("no history writer is running now")
         try:
             return ray.get(self._writer.rewards.remote(stored), timeout=_REWARDS_TIMEOUT_S)
         except RayError as error:
-            raise HistoryUnavailable(f"the history writer summed no rewards: {error}") from error
+            raise HistoryUnavailable(f"the history writer failed to sum the rewards: {error}") from error
 
     def fetch(self, piece: TrainedBatch) -> None:
-        """Have the writer fetch samples into its memory: they may be cleared then, and recorded later.
+        """Let the writer fetch samples into its memory; afterwards they may be cleared, and recorded later.
 
         Args:
-            piece: One of :meth:`TrainedBatch.pieces`; :meth:`append` must be given the same one.
+            piece: Piece from :meth:`TrainedBatch.pieces`; pass the same piece to :meth:`append`.
 
         Raises:
             HistoryUnavailable: The writer does not fetch now.
-            SamplesGone: They were cleared before they were fetched.
+            SamplesGone: The samples were cleared before the fetch.
         """
         self._ask(lambda writer: writer.fetch.remote(piece), _TIMEOUT_S)
 
     def append(self, batch: TrainedBatch, step: int) -> dict[str, Any]:
-        """Have the writer record samples, which it fetches where it has not; returns its statistics.
+        """Let the writer record samples, fetching them if necessary; returns its statistics.
 
-        The deadline bounds each piece (:meth:`TrainedBatch.pieces`), not the whole: the writer may take as long as it
-        makes progress, and one that is started anew is asked for the piece that is missing, not for those before.
+        The timeout applies to each piece (:meth:`TrainedBatch.pieces`), so a slow writer may go on while it makes
+        progress. A restarted writer gets the missing piece, not the earlier ones.
 
         Raises:
             HistoryUnavailable: The writer does not record now.
-            SamplesGone: They were cleared before they were fetched.
+            SamplesGone: The samples were cleared before the fetch.
         """
         counts: Counter[str] = Counter()
         stats: dict[str, Any] = {}
@@ -186,12 +190,12 @@ class HistoryService:
         self._ask(lambda writer: writer.snapshot.remote(folder), _TIMEOUT_S + self._bytes / _COPY_RATE)
 
     def restore(self, checkpoint: str) -> dict[str, Any] | None:
-        """Load the snapshot of a checkpoint; ``None`` and a warning when it has none, or the writer gives no answer."""
+        """Load a checkpoint's snapshot; logs and returns ``None`` if there is none or the writer does not answer."""
         folder = Path(checkpoint, SNAPSHOT_FOLDER)
         if not folder.is_dir() and (before := folder.with_name(f".{folder.name}.old")).is_dir():
-            folder = before  # a run that was killed while it replaced a snapshot
+            folder = before  # a run was killed while it replaced a snapshot
         if not folder.is_dir():
-            logger.warning("no history in %s: drafting starts with an empty one", checkpoint)
+            logger.warning("the checkpoint %s has no history: drafting starts with an empty history", checkpoint)
             return None
         self._bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
         timeout = _TIMEOUT_S + self._bytes / _COPY_RATE
@@ -201,12 +205,12 @@ class HistoryService:
             raise
         except Exception:
             logger.warning(
-                "the history in %s is not restored: drafting starts with an empty one", checkpoint, exc_info=True
+                "the history in %s is not restored: drafting starts with an empty history", checkpoint, exc_info=True
             )
             return None
 
     def close(self) -> None:
-        """End the writer and the copies of other nodes, and delete their folders; never raises."""
+        """Close the writer and the copies on other nodes, and delete their folders; never raises."""
         try:
             calls = [actor.close.remote() for actor in fetchers(str(self._config.dir))]
             if self._writer is not None:
@@ -215,38 +219,39 @@ class HistoryService:
             ray.get(ended)
             if len(ended) < len(calls):
                 logger.warning(
-                    "%d of %d actors of the history did not end in order", len(calls) - len(ended), len(calls)
+                    "%d of %d actors of the history did not close within %.0f s; their folders may remain",
+                    *(len(calls) - len(ended), len(calls), _CLOSE_TIMEOUT_S),
                 )
         except Exception:
-            logger.warning("the history did not end in order", exc_info=True)
+            logger.warning("closing the history failed; its folders may remain", exc_info=True)
         if self._in_use is not None:
             os.close(self._in_use)
             self._in_use = None
 
     def _ask(self, call: Callable[[Any], Any], timeout: float) -> Any:
-        """Call the writer; one that had to be started anew is asked again.
+        """Call the writer, and once more if it had to be restarted.
 
         Args:
-            call: Of one writer.
-            timeout: Seconds.
+            call: Function that calls a method of the given writer.
+            timeout: Seconds per call.
 
         Raises:
-            HistoryUnavailable: It gave no answer.
-            Exception: What it raised.
+            HistoryUnavailable: The writer does not answer.
+            Exception: An exception of the writer's method.
         """
         for _ in range(2):
             self._start()
             if self._writer is not None:
                 with suppress(HistoryUnavailable):
                     return self._answer(call(self._writer), timeout)
-        raise HistoryUnavailable("the history writer does not record now; see the warnings before")
+        raise HistoryUnavailable("the history writer does not record now; see the warnings above")
 
     def _answer(self, call: Any, timeout: float) -> Any:
-        """The writer's answer; one that gives none in time is ended, and :meth:`_start` starts the next one.
+        """Return the writer's answer. A writer without an answer is killed; :meth:`_start` starts the next one.
 
         Raises:
-            HistoryUnavailable: It gave none.
-            Exception: What it raised.
+            HistoryUnavailable: The writer does not answer.
+            Exception: An exception of the writer's method.
         """
         started = time.monotonic()
         try:
@@ -263,12 +268,12 @@ class HistoryService:
         pause = 0.0 if self._failures == 1 else min(_LONGEST_PAUSE_S, lost * 2**self._failures)
         self._retry_at = time.monotonic() + pause
         logger.warning(
-            "the history writer %s; training goes on, it is started anew %s (folder %s)",
+            "the history writer %s; training continues, and the writer restarts %s (folder %s)",
             what,
             f"after {pause:.0f} s" if pause else "at once",
             self._folder,
         )
         writer, self._writer = self._writer, None
-        with suppress(Exception):  # its process may be gone; a stopped one holds the folder's lock until it is
+        with suppress(Exception):  # the process may be gone; a stopped process would hold the folder's lock
             ray.kill(writer)
         raise HistoryUnavailable(f"the history writer {what}")

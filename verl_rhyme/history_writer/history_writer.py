@@ -1,7 +1,7 @@
-"""The history writer: the Ray actor on the trainer's node that alone writes the run's history.
+"""The history writer: the Ray actor on the trainer's node, and the only writer of the run's history.
 
-Engines of its node read the store in place, through shared maps; other nodes fetch what their requests need
-(:mod:`verl_rhyme.history_writer.history_copies`).
+Engines on its node read the store in place, through shared memory maps. Other nodes fetch the histories of their
+requests (:mod:`verl_rhyme.history_writer.history_copies`).
 """
 
 from __future__ import annotations
@@ -23,38 +23,40 @@ from verl_rhyme.history.record import Trajectory, version_of
 from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
 
-#: The most: Ray starts all of its processes with 15.
+#: Highest niceness; Ray starts its processes with 15.
 _NICENESS = 19
-#: What is counted by append, as opposed to what the store says of itself.
+#: Counts per append, in addition to the store's statistics.
 STORE_COUNTS = ("dropped", "unkept", "evicted", "shed_epochs", "sent_bytes")
-#: The same, of which :class:`~verl_rhyme.trainer.recorder.Recorder` makes ``rollout/entropy``.
+#: Counts per append for ``rollout/entropy`` (:class:`~verl_rhyme.trainer.recorder.Recorder`).
 TOKEN_COUNTS = ("sampled", "nats")
 
-#: The actor's concurrency group of :meth:`HistoryWriter.values`: a thread of its own, beside recording.
+#: Concurrency group of :meth:`HistoryWriter.values`: a separate thread, in addition to recording.
 READ = "read"
-#: Bytes of values that one answer has, and one value more.
+#: Bytes of values after which an answer is complete.
 _ANSWER_BYTES = 64 << 20
 
 
 def node_history_dir(base: str, node_id: str) -> str:
-    """Folder of the store on one node; two Ray nodes on one machine have two."""
+    """Return the folder of one node's store; two Ray nodes on one machine have two folders."""
     return str(Path(base) / node_id[:16])
 
 
 def writer_name(base: str) -> str:
-    """The writer's name among Ray's actors: by ``history.dir``, which no other run of a cluster writes to."""
+    """Return the writer's Ray actor name. It contains ``history.dir``, which no other run of the cluster uses."""
     return f"verl_rhyme_history:{base}"
 
 
 class HistoryWriter:
-    """Ray actor: the one writer of a run's history.
+    """Ray actor, the only writer of a run's history.
 
     Args:
-        folder: See :func:`node_history_dir`. What killed runs left beside it is deleted
+        folder: Folder of the store, see :func:`node_history_dir`. Folders of killed runs next to it are deleted
             (:func:`~verl_rhyme.history.owner.remove_dead`).
-        run: What another run left in the folder is deleted; what a dead writer of this run left is taken over.
-        shared_bytes: Of values that other nodes fetched, how much stays in Ray's store: samples of a prompt start on
-            several nodes at about the same time, and a node that has a value passes it on.
+        namespace: Fingerprint of the vocabulary.
+        config: Options of the history.
+        run: Name of the run. Data of another run in the folder are deleted; data of a dead writer of this run stay.
+        shared_bytes: Bytes of fetched values that stay in Ray's object store. Samples of a prompt start on several
+            nodes at about the same time, and a node that has a value passes it on.
     """
 
     def __init__(
@@ -64,9 +66,9 @@ class HistoryWriter:
         self._namespace, self._config, self._run = namespace, config, run
         self._opened: HistoryStore | None = None
         self._bound = 0
-        self._fetched: dict[str, list[list[Trajectory]]] = {}  # by the first of their keys
+        self._fetched: dict[str, list[list[Trajectory]]] = {}  # by the first key of each batch
         self._reader = HistoryReader(self._folder, namespace, refresh_interval=0.0)
-        self._reading = threading.Lock()  # nobody may read while the size of the map changes
+        self._reading = threading.Lock()  # no thread may read while the size of the map changes
         self._shared: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()  # version -> value in Ray's store, its bytes
         self._sent = 0
 
@@ -85,62 +87,61 @@ class HistoryWriter:
         return HistoryStore(folder, self._namespace, self._bound, epochs, self._run)
 
     def open(self) -> int:
-        """Take the folder; a second call does nothing. Returns the process's id.
+        """Open the folder and return the process id; a second call does nothing.
 
         Raises:
-            HistoryError: It is another run's that is alive.
+            HistoryError: The folder belongs to another run that is alive.
         """
         assert self._store is not None
         return os.getpid()
 
     def bound(self) -> int:
-        """Bytes that the history may take."""
+        """Return the bytes that the history may take."""
         assert self._store is not None
         return self._bound
 
     def give_way(self) -> None:
-        """Let training and engines of this node have the cores first: of the thread that records, and of those that it
-        starts."""
+        """Lower the priority of the recording thread and the threads it starts: training and engines come first."""
         os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
 
     def rewards(self, stored: StoredSamples) -> np.ndarray:
-        """float64[N], of samples in TransferQueue; sent, instead of the tokens' rewards, to the trainer."""
+        """Return the rewards of samples in TransferQueue, float64[N], so that token rewards need not be sent."""
         return stored.rewards()
 
     def fetch(self, batch: TrainedBatch) -> None:
-        """Fetch samples from TransferQueue and hold them for :meth:`append`, after which they may be cleared there.
+        """Fetch samples from TransferQueue and keep them for :meth:`append`; the queue may clear them afterwards.
 
         Raises:
-            SamplesGone: They have been.
+            SamplesGone: The queue has cleared them already.
         """
         if fetched := list(batch.trajectories()):
             self._fetched[batch.stored.keys[0]] = fetched
 
     def append(self, batch: TrainedBatch, step: int) -> dict[str, Any]:
-        """Record samples, which are fetched from TransferQueue where :meth:`fetch` has not, piece by piece.
+        """Record samples piece by piece; samples that :meth:`fetch` did not fetch are fetched now.
 
-        A killed writer leaves whole prompts, and what it held is lost.
+        A killed writer leaves complete prompts and loses the samples in its memory.
 
         Returns:
-            The store's statistics, what was dropped, evicted and sent (:data:`STORE_COUNTS`), and tokens with their
-            nats (:data:`TOKEN_COUNTS`).
+            The store's statistics, the counts of the append (:data:`STORE_COUNTS`), and the number of tokens with the
+            sum of their nats (:data:`TOKEN_COUNTS`).
 
         Raises:
-            SamplesGone: They were cleared before they were fetched; the pieces before are recorded.
+            SamplesGone: The samples were cleared before the fetch; earlier pieces are recorded.
         """
         first = batch.stored.keys[0] if batch.stored.keys else ""
-        held = None
-        while first in self._fetched:  # those before it, which nobody asked to record, go
-            held = self._fetched.pop(next(iter(self._fetched)))
-        return self.record(batch.trajectories() if held is None else held, step)
+        fetched = None
+        while first in self._fetched:  # drop earlier batches, which were never recorded
+            fetched = self._fetched.pop(next(iter(self._fetched)))
+        return self.record(batch.trajectories() if fetched is None else fetched, step)
 
     def record(self, pieces: Iterable[list[Trajectory]], step: int) -> dict[str, Any]:
-        """Record one step, of which no two pieces have the same prompt; see :meth:`append`."""
+        """Record one step; no two pieces may contain the same prompt. See :meth:`append`."""
         counts: dict[str, float] = dict.fromkeys((*STORE_COUNTS, *TOKEN_COUNTS), 0)
         for trajectories in pieces:
-            did = self._store.append(trajectories, step)
+            appended = self._store.append(trajectories, step)
             for name in counts:
-                counts[name] += getattr(did, name, 0)
+                counts[name] += getattr(appended, name, 0)
             known = [t.logprobs for t in trajectories if t.logprobs is not None]
             counts["sampled"] += sum(map(len, known))
             counts["nats"] -= sum(float(logprobs.sum(dtype=np.float64)) for logprobs in known)
@@ -156,15 +157,15 @@ class HistoryWriter:
         return self._store.stats()
 
     def values(self, known: Mapping[bytes, bytes]) -> dict[bytes, Any]:
-        """What is kept of prompts, for another node; to be called in the group :data:`READ`.
+        """Return the values of prompts for another node; call it in the group :data:`READ`.
 
         Args:
-            known: Prompt key -> :func:`~verl_rhyme.history.record.version_of` the value that is there; empty where
-                there is none.
+            known: Prompt key -> :func:`~verl_rhyme.history.record.version_of` the caller's value; empty if it has none.
 
         Returns:
-            Of the first of the prompts, one at least: reference of the value (uint8[n], ``PromptHistory.encode()``) in
-            Ray's store, an empty one where nothing is kept any more; ``None`` where what is known is the latest.
+            Key -> value for the first prompts, at least one: a reference to the value (uint8[n],
+            ``PromptHistory.encode()``) in Ray's object store, to an empty one if nothing is kept any more; ``None`` if
+            the caller's value is the latest.
         """
         answers: dict[bytes, Any] = {}
         size = 0
@@ -180,7 +181,7 @@ class HistoryWriter:
         return answers
 
     def _share(self, value: memoryview) -> Any:
-        """A value's reference; held while its prompt is likely to be asked for by other nodes as well."""
+        """Return a reference to a value, kept while other nodes are likely to request the same prompt."""
         version = version_of(value)
         if version not in self._shared:
             self._shared[version] = ray.put(np.frombuffer(value, np.uint8)), len(value)
@@ -190,7 +191,7 @@ class HistoryWriter:
         return self._shared[version][0]
 
     def close(self) -> None:
-        """End, and delete the folder; a folder that was never taken is left alone."""
+        """Close the store and delete the folder; a folder that was never opened is left alone."""
         with self._reading:
             self._reader.close()
         if self._opened is not None:

@@ -1,8 +1,8 @@
-"""Changes to other packages where they have no seam: one file per patch, all of them listed here.
+"""Patches for other packages where they offer no extension point: one file per patch, all listed here.
 
-A wheel has the patches in this folder; a checkout has them in ``patches/`` at its top, which is searched as well.
-Importing this package imports none of the packages it patches; each patch waits for the module of its target.
-``verl-rhyme doctor`` applies and reads back every patch; see ``CONTRIBUTING.md`` for how to add one.
+A wheel has the patches in this folder. A checkout has them in its top-level ``patches/``, which is searched too.
+Importing this package imports none of the patched packages: each patch waits for its target's module.
+``verl-rhyme doctor`` applies and verifies every patch. ``CONTRIBUTING.md`` explains how to add one.
 
 Process: all. Engines: verl, vllm, ray, torch.
 """
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _CHECKOUT = Path(__file__).parents[2]
-if (_CHECKOUT / "pyproject.toml").is_file():  # beside an installed package, patches/ would be somebody else's
+if (_CHECKOUT / "pyproject.toml").is_file():  # next to an installed package, patches/ may belong to another project
     __path__.append(str(_CHECKOUT / "patches"))
 
 
@@ -49,7 +49,7 @@ VERL = _load(
     "verl_logger_flush",
 )
 
-#: Applied with verl's, where megatron-core and mbridge are imported.
+#: Applied with :data:`VERL`, in processes that import megatron-core and mbridge.
 MEGATRON = _load(
     "mbridge_local_spec",
     "mbridge_norm_names",
@@ -70,20 +70,20 @@ ALL: tuple[Patch, ...] = VERL + MEGATRON + VLLM
 
 
 def apply_all(patches: Iterable[Patch]) -> list[Status]:
-    """Apply each of ``patches`` now, or when the module of its target is imported; never raises."""
+    """Apply each patch now, or after the import of its target's module; never raises."""
     return [apply_on_import(patch) for patch in patches]
 
 
 def apply_verl() -> list[Status]:
-    """:func:`apply_all` of :data:`VERL` and :data:`MEGATRON`."""
+    """Apply :data:`VERL` and :data:`MEGATRON`."""
     return apply_all(VERL + MEGATRON)
 
 
 def apply_vllm() -> list[Status]:
-    """:func:`apply_all` of :data:`VLLM`."""
+    """Apply :data:`VLLM`."""
     return apply_all(VLLM)
 
 
 def refused(patches: Iterable[Patch] = ALL) -> list[Status]:
-    """Those that do not fit what is installed; for a caller that would rather not start than run without them."""
+    """Return the patches that do not fit the installed packages, for a caller that must not start without them."""
     return [found for found in map(status, patches) if found.state is State.REFUSED]

@@ -1,4 +1,4 @@
-"""When a patch is needed: cheap looks at the environment that import nothing heavy."""
+"""Conditions under which a patch is needed: cheap checks of the environment, without heavy imports."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from verl_rhyme.patches.core import installed_version
 
 
 def vllm_runs_on_cpu() -> bool:
-    """Whether vLLM will choose its CPU platform; its own rule (``vllm.platforms.cpu_platform_plugin``)."""
+    """Return whether vLLM will choose its CPU platform (the rule of ``vllm.platforms.cpu_platform_plugin``)."""
     version = installed_version("vllm")
     return version is not None and ("cpu" in version or not _has_distribution("vllm"))
 
 
 def verl_runs_on_cpu() -> bool:
-    """Whether verl was asked for the platform ``cpu``; it never detects it by itself."""
+    """Return whether ``VERL_PLATFORM`` selects the platform ``cpu``; verl never detects it."""
     return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 
 def megatron_runs_on_cpu() -> bool:
-    """Whether verl's Megatron engine may be asked to run on the platform ``cpu``."""
+    """Return whether verl's Megatron engine may run on the platform ``cpu``."""
     return verl_runs_on_cpu() and None not in map(installed_version, ("megatron-core", "mbridge"))
 
 

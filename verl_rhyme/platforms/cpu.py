@@ -1,6 +1,6 @@
-"""verl on a machine without an accelerator: FSDP on gloo, real vLLM, several replicas.
+"""verl on a machine without an accelerator: FSDP on gloo, vLLM, several replicas.
 
-verl chooses it only when asked, with ``VERL_PLATFORM=cpu``: a head node without a GPU must stay what it was.
+verl uses this platform only with ``VERL_PLATFORM=cpu``: a head node without a GPU must not change.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 
-#: For the rollout servers, where the user's environment does not say otherwise.
+#: Default environment of the rollout servers; the user's environment takes precedence.
 ROLLOUT_ENV = {
-    # vLLM would bind each engine's threads to all cores of one NUMA node, and two replicas to the same ones.
+    # vLLM would bind each engine's threads to all cores of one NUMA node, and two replicas to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # GiB of KV cache for each replica; vLLM would take most of the memory.
+    # GiB of KV cache per replica; vLLM would take most of the memory.
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 
 
 class _CpuId(str):
-    """verl's device id on a CPU: ``tensor.to(id)`` sees "cpu", ``f"cpu:{id}"`` gives "cpu:0", ``int(id)`` is 0."""
+    """Device id for verl on a CPU: ``tensor.to(id)`` sees "cpu", ``f"cpu:{id}"`` is "cpu:0", ``int(id)`` is 0."""
 
     def __format__(self, spec: str) -> str:
         return "0"
@@ -53,7 +53,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _device_module() -> ModuleType:
-    """``torch.cpu`` with what verl expects of ``torch.cuda``; memory figures are those of the process."""
+    """Return ``torch.cpu`` with the functions of ``torch.cuda`` that verl calls; memory figures are the process's."""
     module = ModuleType("verl_rhyme_cpu_device")
     vars(module).update({name: value for name, value in vars(torch.cpu).items() if not name.startswith("__")})
     vars(module).update(
@@ -85,7 +85,7 @@ _DEVICE_MODULE = _device_module()
 
 
 class PlatformCPU(PlatformBase):
-    """The platform ``cpu``. verl's pools ask Ray for GPUs: let it count logical ones, ``ray_init.num_gpus=N``."""
+    """Platform ``cpu``. verl's pools request GPUs from Ray: declare logical GPUs with ``ray_init.num_gpus=N``."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -95,7 +95,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        return False  # never chosen by detection
+        return False  # never selected by detection
 
     def current_device(self) -> Any:
         return _CpuId("cpu")
@@ -147,7 +147,7 @@ class PlatformCPU(PlatformBase):
         return []
 
     def is_ipc_supported(self) -> bool:
-        return False  # weights reach vLLM through verl's own shared-memory path
+        return False  # verl sends weights to vLLM through shared memory instead
 
     def rollout_env_vars(self) -> dict[str, str]:
         return {name: os.environ.get(name, value) for name, value in ROLLOUT_ENV.items()}
@@ -163,7 +163,7 @@ def register_platform() -> None:
 
 
 def register_fsdp_engines() -> None:
-    """verl's FSDP engines are device-neutral; they are only not listed for "cpu"."""
+    """Register verl's FSDP engines for "cpu": they are device-neutral, but verl does not list this device."""
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp import transformer_impl
 

@@ -1,8 +1,7 @@
 """verl's Megatron engine on a machine without an accelerator: megatron-core on gloo.
 
-megatron-core and mbridge name CUDA as their device in hundreds of places. :class:`CudaIsCpu` gives that name another
-meaning while the engine runs, instead of changing those places; what is left are the patches ``megatron_*`` and
-``mbridge_*`` below ``patches/``.
+megatron-core and mbridge name CUDA as their device in hundreds of places. :class:`CudaIsCpu` redirects that device to
+the CPU while the engine runs. The patches ``megatron_*`` and ``mbridge_*`` below ``patches/`` cover the rest.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _engine_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    """torch leaves a mode while it handles ``torch.autograd.backward``; what is recomputed in there needs it."""
+    """Run backward within :class:`CudaIsCpu`: torch leaves a mode there, but activation recomputation needs it."""
     with CudaIsCpu():
         return _engine_run_backward(*args, **kwargs)
 
 
-#: What takes the place of functions that no mode sees: module, name, function.
+#: Replacements for functions that a torch function mode does not see: module, name, function.
 _STAND_INS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (torch.cuda, "current_device", lambda: _CPU),
     (torch.cuda, "synchronize", _nothing),
@@ -51,9 +50,9 @@ _STAND_INS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Within it a torch function that is given the device "cuda" runs on the CPU, and tensors call their type CUDA's.
+    """Mode in which torch functions run on the CPU when called with device "cuda", and tensors report CUDA types.
 
-    For the thread that enters it, and for ``torch.cuda`` in the whole process. May be entered within itself.
+    It applies to the thread that enters it, and to ``torch.cuda`` in the whole process. It may be nested.
     """
 
     _depth = 0
@@ -100,12 +99,12 @@ def _within(method: Callable) -> Callable:
     return call
 
 
-#: Whatever the config says: the only bridge and the only layers that need no GPU.
+#: Overrides of the config: the only bridge and the only layers that need no GPU.
 _ENGINE = {"vanilla_mbridge": True, "sequence_parallel": False, "dtype": "float32"}
 _TRANSFORMER = {
     "use_cpu_initialization": True,
     "attention_backend": "unfused",
-    "sequence_parallel": False,  # megatron-core's own norms have none
+    "sequence_parallel": False,  # megatron-core's local norms do not support it
     "apply_rope_fusion": False,
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
@@ -114,7 +113,7 @@ _TRANSFORMER = {
     "persist_layer_norm": False,
 }
 
-#: Of verl's ``MegatronEngine``: what runs code of megatron-core or mbridge.
+#: Methods of verl's ``MegatronEngine`` that run code of megatron-core or mbridge.
 _METHODS = (
     "initialize",
     "forward_backward_batch",
@@ -127,10 +126,10 @@ _METHODS = (
 
 
 def on_cpu(engine: type) -> type:
-    """A subclass of verl's Megatron engine that runs on the CPU, in float32.
+    """Return a subclass of verl's Megatron engine that runs on the CPU, in float32.
 
-    verl admits bfloat16 and float16 only. On a CPU both are slower than float32, and vLLM's rollout is in float32 here:
-    log-probs of another precision would differ from it by what this platform is to show the absence of.
+    verl accepts bfloat16 and float16 only. On a CPU both are slower than float32. vLLM's rollout uses float32 here, and
+    log-probs in another precision would differ from it.
     """
 
     class EngineOnCpu(engine):  # type: ignore[misc, valid-type]
@@ -147,7 +146,7 @@ def on_cpu(engine: type) -> type:
             return _each_within(tensors), peft
 
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            # The distributed optimizer writes into views of the parameters: float32 ones are leaves of autograd.
+            # The distributed optimizer writes into views of the parameters; float32 parameters are autograd leaves.
             with CudaIsCpu(), torch.no_grad():
                 _begin_adam(self.optimizer)
                 super().load_checkpoint(*args, **kwargs)
@@ -159,7 +158,7 @@ def on_cpu(engine: type) -> type:
 
 
 def _begin_adam(optimizer: Any) -> None:
-    """Give torch's Adam the state it makes at its first step: megatron-core wants one to load into."""
+    """Create the state that torch's Adam creates at its first step: megatron-core loads into an existing state."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         adam = part.optimizer
         for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
@@ -179,7 +178,7 @@ def _each_within(items: Iterator) -> Iterator:
 
 
 def register() -> None:
-    """For the backend "megatron" on the device "cpu"."""
+    """Register the engines for the backend "megatron" on the device "cpu"."""
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.megatron import transformer_impl
 

@@ -1,4 +1,4 @@
-"""What processes of a run share: messages, deadlines, deaths, request metadata, rows of TransferQueue.
+"""Modules that the processes of a run share: messages, deadlines, deaths, request metadata, TransferQueue rows.
 
 Process: all of a run. Engines: ray.
 """

@@ -1,4 +1,4 @@
-"""Work that goes on beside the trainer, which looks later what came of it."""
+"""Background work of the trainer, which collects the result later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def begin(work: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Begin some work in a thread of its own, for which the end of the process does not wait."""
+    """Start ``work`` in a daemon thread and return its future; the process does not wait for it at exit."""
     future: Future[T] = Future()
 
     def run() -> None:

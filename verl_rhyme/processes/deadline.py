@@ -1,4 +1,4 @@
-"""A tool or a reward that never answers ends its sample, not the run."""
+"""Deadlines for tools and rewards: one that never answers ends its sample, not the run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from verl_rhyme.config import CONFIG_PATH
 
 
 class NoAnswer(RuntimeError):
-    """A sample waited for its tool or its reward for too long."""
+    """A tool or a reward did not answer a sample in time."""
 
 
 class Deadline:
-    """While it is entered, the task that entered it is cancelled when it has waited for so long outside of generation,
-    at one time; it leaves with :class:`NoAnswer` then. An agent loop that survives the cancellation gets another one
-    after the same time.
+    """Context manager that cancels its task after one long wait outside of generation; then raises :class:`NoAnswer`.
+
+    An agent loop that survives the cancellation is cancelled again after the same time.
 
     Args:
-        seconds: For which it may wait; ``None``: for ever.
+        seconds: Longest wait; ``None``: unlimited.
         where: Agent loop, prompt and sample, for the error.
     """
 
@@ -43,13 +43,13 @@ class Deadline:
         self._wait()
         if self._passed and kind is not None and issubclass(kind, asyncio.CancelledError):
             raise NoAnswer(
-                f"{self._where}: no answer of its tool or its reward for {self._seconds:g} s "
-                f"({CONFIG_PATH}.scheduling.tool_timeout)"
+                f"{self._where}: no answer from its tool or reward for {self._seconds:g} s "
+                f"(raise {CONFIG_PATH}.scheduling.tool_timeout if the tool needs longer)"
             ) from error
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Meanwhile nothing counts: engines may be busy. May be entered anew."""
+        """Stop the clock within the block, since engines may be busy. Blocks may be nested."""
         self._pauses += 1
         self._wait()
         try:

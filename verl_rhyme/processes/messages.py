@@ -1,4 +1,4 @@
-"""What trainer and coordinator tell each other."""
+"""Messages between the trainer and the coordinator."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from verl_rhyme.scheduling.rules import Rules
 
 
 class NotOpen(RuntimeError):
-    """The coordinator was started anew and knows nothing yet."""
+    """The coordinator has restarted and has no state yet."""
 
 
 class Part(NamedTuple):
-    """Some of the next update batch: whole groups that are finished.
+    """Finished groups of the next training batch.
 
     Attributes:
-        keys, tags: Of their trajectories in TransferQueue's ``train``.
+        keys, tags: Keys and tags of their trajectories in TransferQueue's ``train``.
     """
 
     keys: list[str]
@@ -26,13 +26,13 @@ class Part(NamedTuple):
 
 
 class Wants(NamedTuple):
-    """What the trainer is to supply, or to do meanwhile.
+    """Requests of the coordinator to the trainer.
 
     Attributes:
-        prompts: To hand over.
-        workers: All agent loop workers are gone: others are to be made.
-        replicas: A look whether they all live: the wait is long.
-        part: To be worked on: it will be in the batch.
+        prompts: Number of prompts to pass.
+        workers: Whether to create new agent loop workers, because all are dead.
+        replicas: Whether to check that all replicas are alive, because the wait is long.
+        part: Part of the next batch to preprocess.
     """
 
     prompts: int = 0
@@ -42,11 +42,11 @@ class Wants(NamedTuple):
 
 
 class Serving(NamedTuple):
-    """How many replicas generate, where some of them rest.
+    """Replicas that generate, if some of them are idle.
 
     Attributes:
-        share: Of those that :class:`Setting` counts.
-        slots: Q of the bubble ratio.
+        share: Share of the replicas that :class:`Setting` counts.
+        slots: Slots, Q of the bubble ratio.
     """
 
     share: float
@@ -55,21 +55,21 @@ class Serving(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What does not change in a run.
+    """Settings that do not change during a run.
 
     Attributes:
-        rules: The scheduler's.
-        filters: The metric by which groups are dropped whose trajectories all have one score; ``None``: none are.
-        limit: Samples that the engines are given at a time.
-        min_starts: How many are started together at least; fewer where the engines are given fewer.
-        slots: Q of the bubble ratio.
-        lost_after: Seconds without an answer after which an agent loop worker is given up.
-        room: Tokens of KV cache that the samples may take together; ``None`` where nobody knows.
-        router: A ``PlacementRouter``, which says who serves; ``None``: verl's.
+        rules: Rules of the scheduler.
+        filters: Metric for dropping groups whose trajectories all have the same score; ``None``: no filter.
+        limit: Most samples in the engines at a time.
+        min_starts: Least number of samples to start together; the limit may lower it.
+        slots: Slots, Q of the bubble ratio.
+        lost_after: Seconds without an answer after which an agent loop worker counts as lost.
+        room: Tokens of KV cache for all samples together; ``None`` if unknown.
+        router: ``PlacementRouter`` that selects the serving replicas; ``None``: the router of verl.
         placement: Policy and options by which the coordinator places samples; ``None``: the router decides.
-        cost: What a replica's work costs, and its slots, by which the coordinator plans.
-        response_limit: Tokens a response can have.
-        part_samples: Samples of a part of the next batch that the trainer would begin with.
+        cost: Cost model and slots of a replica, for the coordinator's plans.
+        response_limit: Most tokens of a response.
+        part_samples: Samples in a part of the next batch that the trainer preprocesses.
     """
 
     rules: Rules
@@ -90,9 +90,9 @@ class Handed(NamedTuple):
     """A prompt whose data are in TransferQueue.
 
     Attributes:
-        uid: Of this loading.
-        samples: Responses that are wanted.
-        key: Of the prompt itself, the same in every epoch; empty where nobody knows.
+        uid: Id that verl assigned when it loaded the prompt.
+        samples: Number of responses to generate.
+        key: Prompt key, the same in every epoch; empty if unknown.
     """
 
     uid: str
@@ -102,15 +102,16 @@ class Handed(NamedTuple):
 
 @dataclass(frozen=True)
 class Before:
-    """What a coordinator takes up.
+    """State that a coordinator starts from.
 
     Attributes:
-        state: Of a checkpoint, or of the last batch; ``None``: nothing that is in TransferQueue counts.
-        handed: Prompts that were handed over since.
-        version, batches_left: Of the current policy, and update batches until training ends.
-        generation: Above that of every coordinator before (:class:`Rollout`).
-        lengths: What was last told of response lengths; ``None``: nothing.
-        serving: What was last told of the replicas; ``None``: all serve.
+        state: State in a checkpoint, or with the last batch; ``None``: ignore everything in TransferQueue.
+        handed: Prompts passed to the coordinator since then.
+        version: Version of the current policy.
+        batches_left: Training batches until training ends.
+        generation: Number of the coordinator, above that of all earlier ones (:class:`Rollout`).
+        lengths: Last reported statistics of response lengths; ``None``: none yet.
+        serving: Last reported state of the replicas; ``None``: all serve.
     """
 
     state: dict[str, Any] | None
@@ -124,20 +125,20 @@ class Before:
 
 @dataclass
 class Reply:
-    """An update batch, for the trainer.
+    """A training batch, for the trainer.
 
     Attributes:
-        keys, tags: Of its trajectories in TransferQueue's ``train``, shortest first.
-        metrics: Of the step.
-        filtered: By their common score, how many groups were dropped since the last batch.
-        failed: Prompts that were dropped since, because a sample failed.
+        keys, tags: Keys and tags of its trajectories in TransferQueue's ``train``, shortest first.
+        metrics: Metrics of the step.
+        filtered: Number of groups filtered since the last batch, by their common score.
+        failed: Prompts dropped since the last batch because a sample failed.
         wasted: Request records of attempts whose tokens will not be trained.
-        dropped, dropped_tags: Keys of finished trajectories that will not be trained, in TransferQueue's ``train``, and
-            their tags: groups that were filtered, siblings of samples that failed. Whoever gets the batch clears them.
-        state: What the coordinator can be opened with again.
-        lengths: What is known of response lengths, where that is news; else ``None``.
-        answered: Tokens of the responses to prompts that left since the last batch, by prompt key.
-        paces: Seconds of a token of a request since the last batch, by the replica's rank.
+        dropped, dropped_tags: Keys and tags, in TransferQueue's ``train``, of finished trajectories that will not be
+            trained: filtered groups and siblings of failed samples. The receiver of the batch clears them.
+        state: State to open the coordinator with again.
+        lengths: Statistics of response lengths if they changed, else ``None``.
+        answered: Response tokens of the prompts that left since the last batch, by prompt key.
+        paces: Seconds per token of a request since the last batch, by replica rank.
     """
 
     keys: list[str]

@@ -1,12 +1,12 @@
-"""What travels with a request, and what comes back.
+"""Metadata of a request, and the records that come back with its output.
 
-Towards the server it is one keyword of ``generate``, a plain dict: :class:`RequestMeta` by its fields' names. The
-client makes it, a router of ours is told its assignment, our server takes it off. The engine gets the rest that
-it needs (:data:`ENGINE`) in ``SamplingParams.extra_args``, which vLLM passes through: bytes, numbers and short strings
-only, since vLLM copies every object in there.
+The client passes :class:`RequestMeta` to the server as one keyword of ``generate``, a plain dict of its fields. The
+rhyme router reads the assignment, and the rhyme server removes the keyword. The engine gets the fields it needs
+(:data:`ENGINE`) in ``SamplingParams.extra_args``, which vLLM passes through. They are bytes, numbers and short strings
+only, because vLLM copies every object there.
 
-Back comes a list with the :class:`RequestRecord` of each request, as dicts, in ``TokenOutput.extra_fields``, which verl
-stores with the trajectory.
+The output carries a list with the :class:`RequestRecord` of each request, as dicts, in ``TokenOutput.extra_fields``.
+verl stores it with the trajectory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 
 __all__ = ["DIED", "DRAFT_COUNTS", "ENGINE", "FIELD", "RequestMeta", "RequestRecord"]
 
-#: The keyword of ``generate``, and the key in ``extra_args`` and in ``extra_fields``.
+#: Keyword of ``generate``, and key in ``extra_args`` and ``extra_fields``.
 FIELD = "rhyme"
-#: Among an output's extra fields: its engine died, and the request is to go on elsewhere with these tokens.
+#: Extra field of an output whose engine died: another replica continues the request with these tokens.
 DIED = "rhyme_died"
-#: What proposer, sampler and the engine's front end go by.
+#: Fields for the proposer, the sampler and the engine's front end.
 ENGINE = ("id", "key", "asked", "noise", "previous", "made")
 
 #: The drafter's counts of a request (``HistoryProposer.take_counts``), and their columns in its record.
@@ -45,25 +45,24 @@ DRAFT_COUNTS = {
 
 @dataclass
 class RequestMeta:
-    """Towards the engine.
+    """Metadata that the client sends with a request.
 
     Attributes:
-        key: Prompt key in hex (see ``history.keys``); empty when no client of ours sent the request.
-        sample: Number of the sample in its group, -1 when unknown.
-        attempt: Number of the request in its conversation: 0 for the first, one more for each resumption and each turn
-            (the event log's column is called so).
-        before: Response tokens of the sample before it: of earlier turns, and of this one.
-        assignment: Where and how it is to run.
-        name: Of the sample's attempt; empty for one that no coordinator started.
-        queued_at: When the client sent it, seconds since the epoch; 0 when unknown.
-        noise: Key in hex of the noise its tokens are drawn with (:mod:`verl_rhyme.sampling.noise`); empty for one of
-            the request's own.
-        previous: int32 little-endian, tokens of the response that an interruption cut short and that this request
-            generates anew.
-        made: Tokens at the prompt's end that are this response's own: it goes on from them.
-        id: The server's name of the request, set there.
-        asked: When the server asked for a copy of the prompt's history, in ns since the epoch, set there; 0: the
-            history is on its node.
+        key: Prompt key in hex (see ``history.keys``); empty if another client sent the request.
+        sample: Number of the sample in its group, -1 if unknown.
+        attempt: Number of the request in its conversation, from 0; each resumption and each turn adds one. The event
+            log has a column of this name.
+        before: Response tokens of the sample before this request, in earlier turns and in this one.
+        assignment: Replica, priority and expected length of the request.
+        name: Name of the sample's attempt; empty if no coordinator started it.
+        queued_at: Time the client sent it, seconds since the epoch; 0 if unknown.
+        noise: Key, in hex, of the noise that draws its tokens (:mod:`verl_rhyme.sampling.noise`); empty: noise of this
+            request alone.
+        previous: Tokens of the interrupted response that this request regenerates, int32 little-endian.
+        made: Number of response tokens at the prompt's end; the request continues after them.
+        id: Request id, set by the server.
+        asked: Time the server requested a copy of the prompt's history, in ns since the epoch; 0: the history is on its
+            node.
     """
 
     key: str = ""
@@ -81,13 +80,13 @@ class RequestMeta:
 
     @classmethod
     def of(cls, extra_args: dict[str, Any] | None) -> RequestMeta:
-        """What :meth:`put` gave the engine, from ``SamplingParams.extra_args``."""
+        """Return the metadata that :meth:`put` passed to the engine, from ``SamplingParams.extra_args``."""
         return cls(**((extra_args or {}).get(FIELD) or {}))
 
     def put(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
-        """A copy of ``sampling_params`` that carries what the engine is told."""
-        told = {name: getattr(self, name) for name in ENGINE}
-        return {**sampling_params, "extra_args": {**(sampling_params.get("extra_args") or {}), FIELD: told}}
+        """Return a copy of ``sampling_params`` with the engine's fields."""
+        fields = {name: getattr(self, name) for name in ENGINE}
+        return {**sampling_params, "extra_args": {**(sampling_params.get("extra_args") or {}), FIELD: fields}}
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))

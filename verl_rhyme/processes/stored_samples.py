@@ -1,7 +1,7 @@
-"""What a step trains, by name: whoever needs its tokens fetches them from TransferQueue itself, in pieces.
+"""References to a step's samples: processes that need the tokens fetch them from TransferQueue, in pieces.
 
-verl clears the samples when the step is over. TransferQueue leaves out what it has no more, and may give a cleared
-sample's place to another: what comes is compared with what was asked for.
+verl clears the samples at the end of the step. TransferQueue omits missing samples and may reuse the place of a cleared
+sample, so the fetched data are compared with the request.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import transfer_queue as tq
 
 from verl_rhyme.history.record import Trajectory
 
-#: Bytes that are fetched at a time, but for a prompt whose samples take more.
+#: Bytes to fetch at a time; a prompt whose samples are larger comes in one piece.
 PIECE_BYTES = 128 << 20
 
 _TOKEN_ID_BYTES, _FLOAT_BYTES = 8, 4  # as verl stores token ids (int64), log-probs and rewards (float32)
 
 
 class SamplesGone(RuntimeError):
-    """TransferQueue has no longer, or not yet, what was asked for."""
+    """TransferQueue no longer has the requested samples, or not yet."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class StoredSamples:
     """Finished samples in TransferQueue.
 
     Attributes:
-        partition: verl's ``"train"`` or ``"val"``.
-        keys: Of the samples, N.
-        lengths: int64[N], response tokens.
+        partition: Partition of verl, ``"train"`` or ``"val"``.
+        keys: Keys of the N samples.
+        lengths: Response tokens, int64[N].
     """
 
     partition: str
@@ -40,26 +40,26 @@ class StoredSamples:
     lengths: np.ndarray
 
     def columns(self, rows: Sequence[int], fields: Sequence[str]) -> list[list[Any]]:
-        """Fields of some samples, each a list with a tensor (or what else verl put there) per row.
+        """Fetch fields of some samples, each a list with one value per row (a tensor, or another type verl stored).
 
         Raises:
-            SamplesGone: Not all are there.
+            SamplesGone: Some samples are missing.
         """
         if not len(rows):
             return [[] for _ in fields]
         keys = [self.keys[row] for row in rows]
-        # It joins the run's queue when first called. `tq.init` would, where there is none, start another.
+        # The first call joins the run's queue. `tq.init` would start another queue if there is none.
         data = tq.kv_batch_get(keys=keys, partition_id=self.partition, select_fields=list(fields))
         if len(data) != len(keys):
             raise SamplesGone(f"{len(keys) - len(data)} of {len(keys)} samples were cleared before they were fetched")
         return [list(data[name].unbind() if hasattr(data[name], "unbind") else data[name]) for name in fields]
 
     def pieces(self, token_bytes: int, together: Sequence[Any] | None = None) -> Iterator[list[int]]:
-        """Rows in pieces of at most :data:`PIECE_BYTES`.
+        """Split the rows into pieces of at most :data:`PIECE_BYTES`.
 
         Args:
-            token_bytes: Of each response token.
-            together: A label of each row; rows of one label are in one piece, which may be larger for it.
+            token_bytes: Bytes per response token.
+            together: Label of each row; rows with the same label stay in one piece, which may then be larger.
         """
         groups: dict[Any, list[int]] = {}
         for row in range(len(self.keys)):
@@ -77,7 +77,7 @@ class StoredSamples:
             yield piece
 
     def rewards(self) -> np.ndarray:
-        """float64[N]: the sum of each sample's rewards over its tokens."""
+        """Return the sum of each sample's token rewards, float64[N]."""
         summed = np.zeros(len(self.keys))
         for rows in self.pieces(_FLOAT_BYTES):
             (scores,) = self._per_token(rows, ["rm_scores"])
@@ -87,14 +87,14 @@ class StoredSamples:
     def responses(
         self, logprobs: bool, together: Sequence[Any] | None = None
     ) -> Iterator[tuple[list[int], list[np.ndarray], list[np.ndarray | None]]]:
-        """Piece by piece: rows, their tokens (int32[length] each), and log-probs (float32[length] each, or ``None``).
+        """Fetch rows, tokens (int32[length] each) and log-probs (float32[length] each, or ``None``), piece by piece.
 
         Args:
-            logprobs: They are stored.
-            together: As of :meth:`pieces`.
+            logprobs: Whether log-probs are stored.
+            together: Label of each row, see :meth:`pieces`.
 
         Raises:
-            SamplesGone: Not all are there.
+            SamplesGone: Some samples are missing.
         """
         fields = ["responses", *(["rollout_log_probs"] if logprobs else [])]
         for rows in self.pieces(_TOKEN_ID_BYTES + _FLOAT_BYTES * logprobs, together):
@@ -106,23 +106,23 @@ class StoredSamples:
         columns = self.columns(rows, fields)
         for column in columns:
             if any(len(values) != self.lengths[row] for row, values in zip(rows, column, strict=True)):
-                raise SamplesGone("samples were cleared, and others took their place, before they were fetched")
+                raise SamplesGone("samples were cleared and replaced by others before they were fetched")
         return columns
 
 
 @dataclass(frozen=True)
 class TrainedBatch:
-    """A step's samples with all that the history keeps of them but their tokens.
+    """A step's samples with all data that the history keeps, except the tokens.
 
     Attributes:
-        stored: Where their tokens are, N samples.
-        prompts: Key of each one's prompt (:mod:`verl_rhyme.history.keys`).
-        visits: Label of the prompt's visit that each is of (:func:`verl_rhyme.history.keys.visit_label`).
-        rewards: float64[N].
-        numbers: Each one's number within the group of its prompt.
-        versions: Version of the weights that ended it.
+        stored: References to the tokens of the N samples.
+        prompts: Prompt key of each sample (:mod:`verl_rhyme.history.keys`).
+        visits: Visit label of each sample (:func:`verl_rhyme.history.keys.visit_label`).
+        rewards: Rewards, float64[N].
+        numbers: Number of each sample in the group of its prompt.
+        versions: Policy version that finished each sample.
         epoch: Pass over the data, from 0.
-        logprobs: verl keeps the log-probs of sampled tokens (``rollout.calculate_log_probs``).
+        logprobs: Whether verl stores the log-probs of sampled tokens (``rollout.calculate_log_probs``).
     """
 
     stored: StoredSamples
@@ -135,7 +135,7 @@ class TrainedBatch:
     logprobs: bool = True
 
     def pieces(self) -> Iterator[TrainedBatch]:
-        """In pieces that are fetched and recorded at a time: all samples of a prompt are in one, few megabytes else."""
+        """Split the batch into pieces to fetch and record one at a time; all samples of a prompt are in one piece."""
         token_bytes = _TOKEN_ID_BYTES + _FLOAT_BYTES * self.logprobs
         for rows in self.stored.pieces(token_bytes, together=self.prompts):
             yield self._of(rows)
@@ -156,7 +156,7 @@ class TrainedBatch:
         )
 
     def trajectories(self) -> Iterator[list[Trajectory]]:
-        """Fetched piece by piece; all samples of a prompt come in one piece."""
+        """Fetch the trajectories piece by piece; all samples of a prompt are in one piece."""
         for rows, tokens, logprobs in self.stored.responses(self.logprobs, together=self.prompts):
             yield [
                 Trajectory(

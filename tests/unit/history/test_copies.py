@@ -1,4 +1,4 @@
-"""Copies of histories on nodes that do not record."""
+"""Copies of histories on nodes without the store."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ def reader(tmp_path):
     return CopyReader(tmp_path / "c")
 
 
-def test_a_copy_has_arrived_once_it_is_as_late_as_it_was_asked_for(copies, reader):
+def test_a_copy_has_arrived_once_it_is_as_recent_as_the_request(copies, reader):
     assert copies.outdated({KEYS[0]: 5}) == {KEYS[0]: b""}
     assert not reader.arrived(KEYS[0], 5)
     assert reader.get(KEYS[0]) is None
@@ -48,11 +48,11 @@ def test_a_copy_has_arrived_once_it_is_as_late_as_it_was_asked_for(copies, reade
     assert reader.get(KEYS[0]).response(0).tolist() == [40, 41, 42]
     copies.put(KEYS[0], b"", 9)
     assert reader.arrived(KEYS[0], 9)
-    assert reader.get(KEYS[0]) is None, "it has no history any more"
+    assert reader.get(KEYS[0]) is None, "the history was deleted"
     assert copies.outdated({KEYS[0]: 10}) == {KEYS[0]: b""}
 
 
-def test_those_needed_longest_ago_go_first_and_all_stay_within_the_bound(copies, reader, tmp_path):
+def test_least_recently_used_copies_go_first_and_the_bound_holds(copies, reader, tmp_path):
     for step, key in enumerate(KEYS[:4]):
         copies.put(key, value(2000), step)  # 2 pages each, of 8
     copies.confirm(KEYS[0], 9)
@@ -64,7 +64,7 @@ def test_those_needed_longest_ago_go_first_and_all_stay_within_the_bound(copies,
     assert held == copies._bytes == 1 << 15
 
 
-def test_a_copy_that_a_cleaner_of_tmp_removed_is_fetched_anew(copies, tmp_path):
+def test_a_copy_removed_from_tmp_is_fetched_again(copies, tmp_path):
     copies.put(KEYS[0], value(9), 1)
     (tmp_path / "c" / KEYS[0].hex()).unlink()
     with pytest.raises(FileNotFoundError):
@@ -73,7 +73,7 @@ def test_a_copy_that_a_cleaner_of_tmp_removed_is_fetched_anew(copies, tmp_path):
     assert copies._bytes == 0
 
 
-def test_a_value_without_room_counts_as_no_history(copies, reader, caplog):
+def test_a_value_larger_than_the_bound_counts_as_no_history(copies, reader, caplog):
     copies.put(KEYS[0], value(9), 1)
     with caplog.at_level(logging.WARNING):
         copies.put(KEYS[1], bytes((1 << 15) + 1), 2)
@@ -83,7 +83,7 @@ def test_a_value_without_room_counts_as_no_history(copies, reader, caplog):
     assert "larger than" in caplog.text
 
 
-def test_a_disk_that_takes_nothing_leaves_the_copy_as_it_was(copies, reader, monkeypatch, tmp_path):
+def test_a_full_disk_leaves_the_copy_unchanged(copies, reader, monkeypatch, tmp_path):
     copies.put(KEYS[0], value(9), 1)
     with monkeypatch.context() as full:
         full.setattr(os, "utime", lambda *_, **__: (_ for _ in ()).throw(OSError("no space left on device")))
@@ -97,21 +97,21 @@ def test_a_disk_that_takes_nothing_leaves_the_copy_as_it_was(copies, reader, mon
 
 
 @pytest.mark.parametrize("harm", [lambda v: v[:-1], lambda v: v[:40] + b"?" + v[41:], lambda v: b"?"])
-def test_a_damaged_copy_is_no_history_a_count_and_one_warning(copies, reader, caplog, harm):
+def test_a_damaged_copy_counts_as_no_history_and_warns_once(copies, reader, caplog, harm):
     with caplog.at_level(logging.WARNING):
         for turn in (1, 2):
             copies.put(KEYS[0], harm(value(9)), turn)
             assert reader.get(KEYS[0]) is None
             assert reader.errors == turn
-    assert caplog.text.count("told once") == 1
+    assert caplog.text.count("logged once") == 1
 
 
-def test_one_writer_and_what_a_dead_one_left_goes(copies, reader, tmp_path, monkeypatch):
+def test_one_writer_and_files_of_a_dead_writer_are_deleted(copies, reader, tmp_path, monkeypatch):
     monkeypatch.setattr("verl_rhyme.history.copies._LOCK_TIMEOUT_S", 0.1)
     with pytest.raises(HistoryError, match="another process writes"):
         Copies(tmp_path / "c", 1 << 15)
     copies.put(KEYS[0], value(9), 1)
-    os.close(copies._lock)  # it dies
+    os.close(copies._lock)  # like the death of the process
     copies._lock = None
     again = Copies(tmp_path / "c", None)
     assert reader.get(KEYS[0]) is None

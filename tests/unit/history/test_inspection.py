@@ -1,4 +1,4 @@
-"""What ``verl-rhyme history`` tells of a store and of a snapshot."""
+"""Output of ``verl-rhyme history`` for a store and for a snapshot."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def store(tmp_path):
         yield opened
 
 
-def test_a_live_store_and_its_snapshot_say_the_same(store, tmp_path):
+def test_a_live_store_and_its_snapshot_have_the_same_contents(store, tmp_path):
     store.snapshot(tmp_path / "step" / "history")
     for path in (tmp_path / "h", tmp_path / "step"):
         [folder] = find(path)
@@ -38,9 +38,9 @@ def test_a_live_store_and_its_snapshot_say_the_same(store, tmp_path):
 
 
 def test_command_line(store, tmp_path):
-    told = CliRunner().invoke(app, ["history", str(tmp_path / "h")])
-    assert told.exit_code == 0
-    assert "3 prompts, 6 responses, 750 tokens" in told.output
+    result = CliRunner().invoke(app, ["history", str(tmp_path / "h")])
+    assert result.exit_code == 0
+    assert "3 prompts, 6 responses, 750 tokens" in result.output
     found = json.loads(CliRunner().invoke(app, ["history", "--json", str(tmp_path / "h")]).output)
     assert found["responses"] == 6
     missing = CliRunner().invoke(app, ["history", str(tmp_path / "nothing")])
@@ -52,12 +52,12 @@ def test_command_line(store, tmp_path):
 def test_checkpoints_come_in_the_order_of_their_steps(store, tmp_path):
     for step in (4, 8, 12, 100):
         store.snapshot(tmp_path / "run" / f"global_step_{step}" / "history")
-    told = CliRunner().invoke(app, ["history", str(tmp_path / "run")])
-    steps = [int(step) for step in re.findall(r"global_step_(\d+)", told.output)]
+    result = CliRunner().invoke(app, ["history", str(tmp_path / "run")])
+    steps = [int(step) for step in re.findall(r"global_step_(\d+)", result.output)]
     assert steps == [4, 8, 12, 100]
 
 
-def test_a_damaged_snapshot_is_an_error_that_names_it(store, tmp_path):
+def test_a_damaged_snapshot_is_an_error_with_its_path(store, tmp_path):
     store.snapshot(tmp_path / "s")
     with open(tmp_path / "s" / "data.mdb", "r+b") as file:
         file.truncate(5000)

@@ -40,13 +40,13 @@ def test_another_prompt_has_another_key():
     assert len({prompt_key(t) for t in ([], [0], [0, 0], [1, 0], [0, 1])}) == 5
 
 
-def test_a_token_beyond_int32_is_an_error():
+def test_a_token_beyond_int32_raises():
     with pytest.raises(OverflowError, match="int32"):
         prompt_key([2**31])
 
 
-def said(content, role="user", **columns):
-    """A row of the data."""
+def data_row(content, role="user", **columns):
+    """Return a row of the data."""
     return {"raw_prompt": [{"role": role, "content": content}], **columns}
 
 
@@ -59,18 +59,18 @@ def picture(seed=0, size=(8, 6), kind=Image.Image):
     return {"bytes": file.getvalue(), "path": "7.png"} if kind is bytes else Image.open(file)
 
 
-def shown(image, text="find x"):
-    """As verl puts an image into the messages."""
+def image_row(image, text="find x"):
+    """Return a row with an image in its messages, like verl's."""
     part = {"type": "image", **image} if isinstance(image, dict) else {"type": "image", "image": image}
-    return said([part, {"type": "text", "text": text}])
+    return data_row([part, {"type": "text", "text": text}])
 
 
 def test_a_row_has_one_key_in_any_container():
     rows = [
-        said("add 1 and 2", uid="a", index=3, data_source="d", tools_kwargs={}, extra_info={"index": 3}),
-        said("add 1 and 2", uid="c", index=4, extra_info={"index": 4, "split": "test"}),
-        {"raw_prompt": np.array(said("add 1 and 2")["raw_prompt"], dtype=object), "uid": "b", "tools_kwargs": None},
-        {"raw_prompt": ({"content": "add 1 and 2", "name": None, "role": "user"},)},  # as parquet fills up a struct
+        data_row("add 1 and 2", uid="a", index=3, data_source="d", tools_kwargs={}, extra_info={"index": 3}),
+        data_row("add 1 and 2", uid="c", index=4, extra_info={"index": 4, "split": "test"}),
+        {"raw_prompt": np.array(data_row("add 1 and 2")["raw_prompt"], dtype=object), "uid": "b", "tools_kwargs": None},
+        {"raw_prompt": ({"content": "add 1 and 2", "name": None, "role": "user"},)},  # parquet adds None to a struct
     ]
     assert len({data_key(row) for row in rows}) == 1
     assert len(data_key(rows[0])) == 2 * KEY_BYTES
@@ -80,33 +80,34 @@ def test_rows_that_differ_have_other_keys():
     search = {"search": {"create_kwargs": {"corpus": "a"}}}
     rows = [
         {"raw_prompt": "one text"},
-        *(said(content) for content in ("ab", ["a", "b"], [{"type": "text", "text": "ab"}], "\ud800")),
-        said("ab", role="system"),
-        {"raw_prompt": [*said("a")["raw_prompt"], *said("b")["raw_prompt"]]},
-        said("ab", tools_kwargs=search),
-        said("ab", tools_kwargs={"search": {"create_kwargs": {"corpus": "b"}}}),
-        said("ab", interaction_kwargs=search),
-        said("ab", extra_info={"index": 3, "tool_selection": ["search"]}),
-        said("ab", extra_info={"seed": 3}),
-        said("ab", extra_info={"seed": 4}),
-        said("ab", multi_modal_data={"image": [picture()]}),
+        *(data_row(content) for content in ("ab", ["a", "b"], [{"type": "text", "text": "ab"}], "\ud800")),
+        data_row("ab", role="system"),
+        {"raw_prompt": [*data_row("a")["raw_prompt"], *data_row("b")["raw_prompt"]]},
+        data_row("ab", tools_kwargs=search),
+        data_row("ab", tools_kwargs={"search": {"create_kwargs": {"corpus": "b"}}}),
+        data_row("ab", interaction_kwargs=search),
+        data_row("ab", extra_info={"index": 3, "tool_selection": ["search"]}),
+        data_row("ab", extra_info={"seed": 3}),
+        data_row("ab", extra_info={"seed": 4}),
+        data_row("ab", multi_modal_data={"image": [picture()]}),
     ]
     assert len({data_key(row) for row in rows}) == len(rows)
-    for nothing in ({}, {"raw_prompt": None}, {"raw_prompt": []}, said(""), said(None), said([]), {"prompts": [1, 2]}):
-        assert data_key(nothing) == "", "its requests go by their token ids"
+    without_text = ({}, {"raw_prompt": None}, {"raw_prompt": []}, data_row(""), data_row(None), data_row([]))
+    for row in (*without_text, {"prompts": [1, 2]}):
+        assert data_key(row) == "", "its requests use a key of their token ids"
 
 
 @pytest.mark.parametrize("kind", [Image.Image, bytes, "file"])
 def test_one_text_with_other_images_is_another_prompt(kind):
-    keys = [data_key(shown(picture(seed, kind=kind))) for seed in (0, 1, 0)]
+    keys = [data_key(image_row(picture(seed, kind=kind))) for seed in (0, 1, 0)]
     assert keys[0] == keys[2] != keys[1]
-    assert data_key(shown(picture(0, (6, 8), kind))) != keys[0]
-    assert data_key(shown(picture(0, kind=kind), "find y")) != keys[0]
-    sent = pickle.loads(pickle.dumps(shown(picture(kind=kind))))
+    assert data_key(image_row(picture(0, (6, 8), kind))) != keys[0]
+    assert data_key(image_row(picture(0, kind=kind), "find y")) != keys[0]
+    sent = pickle.loads(pickle.dumps(image_row(picture(kind=kind))))
     assert data_key(sent) == keys[0], "in another process"
 
 
-def test_media_of_every_kind_are_told_apart():
+def test_media_of_every_kind_have_different_keys():
     wave = np.linspace(0, 1, 16, dtype=np.float32)
     tensors = [torch.zeros(size, dtype=kind) for size in (2, 3) for kind in (torch.uint8, torch.bfloat16)]
     media = {
@@ -115,21 +116,21 @@ def test_media_of_every_kind_are_told_apart():
         "image": [Path("a.png"), *tensors, *(picture().convert(mode) for mode in ("L", "P", "RGBA"))],
     }
     parts = [{"type": kind, kind: each} for kind, of_kind in media.items() for each in of_kind]
-    assert len({data_key(said([part])) for part in parts}) == len(parts)
-    assert data_key(shown("a.png")) == data_key(shown(Path("a.png")))
+    assert len({data_key(data_row([part])) for part in parts}) == len(parts)
+    assert data_key(image_row("a.png")) == data_key(image_row(Path("a.png")))
     half = picture().crop((0, 0, 3, 3))
-    assert data_key(shown(half)) == data_key(shown(half.copy()))
+    assert data_key(image_row(half)) == data_key(image_row(half.copy()))
 
 
-def test_what_cannot_be_read_costs_nothing_but_its_part_of_the_key(caplog):
+def test_unreadable_parts_are_left_out_of_the_key(caplog):
     broken = picture(kind=bytes)
     torn = Image.open(io.BytesIO(broken["bytes"][:60]))
-    assert data_key(shown(torn)) == data_key(shown(torn)) != data_key(shown(picture()))
-    assert data_key(shown(object())) == data_key(shown(object()))
+    assert data_key(image_row(torn)) == data_key(image_row(torn)) != data_key(image_row(picture()))
+    assert data_key(image_row(object())) == data_key(image_row(object()))
     endless = []
     endless.append(endless)
     for _ in range(2):
-        assert data_key(said(endless)) == "", "its requests go by their token ids"
+        assert data_key(data_row(endless)) == "", "its requests use a key of their token ids"
     assert caplog.text.count("RecursionError") == 1
 
 
@@ -142,7 +143,7 @@ def test_keys_are_the_same_in_every_process():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A template with today's date, as those of gpt-oss, Llama 3.2 and Granite."""
+    """Tokenizer with today's date in the template, like gpt-oss, Llama 3.2 and Granite."""
     words = Tokenizer(models.WordLevel({"[UNK]": 0, **{word: i for i, word in enumerate(WORDS, 1)}}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     made = PreTrainedTokenizerFast(tokenizer_object=words)
@@ -158,15 +159,16 @@ def test_a_templates_date_does_not_change_the_key(tokenizer, monkeypatch):
     for day in (24, 25):
         now = SimpleNamespace(now=lambda day=day: datetime.datetime(2026, 11, day))
         monkeypatch.setattr(chat_template_utils, "datetime", now)
-        row = said("add 1 and 2")
+        row = data_row("add 1 and 2")
         ids.add(tuple(tokenizer.apply_chat_template(row["raw_prompt"], tokenize=True, return_dict=False)))
         keys.add(data_key(row, template_label(tokenizer)))
     assert len(ids) == 2
     assert len(keys) == 1
-    assert data_key(said("today is 24 November")) != data_key(said("today is 25 November")), "the data's own date does"
+    dated = [data_row(f"today is {day} November") for day in (24, 25)]
+    assert data_key(dated[0]) != data_key(dated[1]), "a date in the data changes the key"
 
 
-def test_another_template_or_other_options_of_it_are_another_prompt(tokenizer):
+def test_another_template_or_other_options_change_the_key(tokenizer):
     other, processor = copy.deepcopy(tokenizer), SimpleNamespace(chat_template="{{ messages }}")
     other.chat_template = {"default": other.chat_template, "tool_use": ""}
     labels = [
@@ -176,11 +178,11 @@ def test_another_template_or_other_options_of_it_are_another_prompt(tokenizer):
         template_label(other),
         template_label(tokenizer, processor),
     ]
-    assert len({data_key(said("a"), label) for label in labels}) == len(labels)
+    assert len({data_key(data_row("a"), label) for label in labels}) == len(labels)
     assert template_label(tokenizer, SimpleNamespace(chat_template=None), OmegaConf.create({})) == labels[0]
     assert template_label(None) != labels[0]
 
 
-def test_a_visits_label_is_the_uids():
+def test_a_visit_label_depends_on_the_uid_only():
     assert visit_label("a") == visit_label("a") != visit_label("b")
     assert all(0 <= visit_label(str(n)) < 1 << 31 for n in range(1000))

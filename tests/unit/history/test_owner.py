@@ -1,4 +1,4 @@
-"""Who may write to a history folder, and who may delete it: never what belongs to a writer that lives, or may live."""
+"""Ownership of history folders: no process writes to or deletes the folder of a writer that is or may be alive."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def short_wait(monkeypatch):
 
 @pytest.fixture
 def writer(tmp_path):
-    """A process that writes, of run "first", to ``base/node``."""
+    """A process of run "first" that writes to ``base/node``."""
     command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "base" / "node"), "first"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -66,36 +66,36 @@ def owned_by(folder, **changes):
     (folder / "owner.json").write_text(json.dumps({**before, **changes}))
 
 
-def test_a_second_run_is_told_and_deletes_nothing(tmp_path, writer):
+def test_a_second_run_fails_and_deletes_nothing(tmp_path, writer):
     folder = tmp_path / "base" / "node"
-    with pytest.raises(HistoryError) as told:
+    with pytest.raises(HistoryError) as error:
         open_store(folder)
     for part in (str(folder), str(writer.pid), os.uname().nodename, "first", "history.dir"):
-        assert part in str(told.value)
+        assert part in str(error.value)
     assert tokens(folder) == [5, 6]
 
 
 @pytest.mark.parametrize("pid", [2**22 + 1, 1], ids=["a pid of another container", "a pid used again"])
-def test_a_live_writer_is_not_taken_for_dead_by_its_pid(tmp_path, writer, pid):
+def test_a_live_writer_does_not_count_as_dead_because_of_its_pid(tmp_path, writer, pid):
     folder = tmp_path / "base" / "node"
     owned_by(folder, pid=pid)
     owner.remove_dead(tmp_path / "base", keep={tmp_path})
     assert tokens(folder) == [5, 6]
 
 
-def test_a_killed_writers_folder_is_removed_and_an_own_one_is_not(tmp_path, writer):
+def test_a_killed_writers_folder_is_removed_but_not_this_runs(tmp_path, writer):
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     folder = tmp_path / "base" / "node"
     owner.remove_dead(tmp_path / "base", keep={folder})
     assert tokens(folder) == [5, 6]
-    owned_by(folder, pid=os.getpid())  # its pid is used again: the lock says that it is dead
+    owned_by(folder, pid=os.getpid())  # the pid is in use again, but the free lock shows that the writer is dead
     owner.remove_dead(tmp_path / "base", keep={tmp_path})
     assert not folder.exists()
 
 
 def test_another_machines_folder_counts_as_alive(tmp_path, writer):
-    """On a shared filesystem without common locks."""
+    """Two machines share a file system, but not its locks."""
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     folder = tmp_path / "base" / "node"
@@ -104,12 +104,12 @@ def test_another_machines_folder_counts_as_alive(tmp_path, writer):
     with pytest.raises(HistoryError, match=r"elsewhere.*history\.dir.*owner\.json"):
         open_store(folder)
     assert tokens(folder) == [5, 6]
-    (folder / "owner.json").unlink()  # as the message says
+    (folder / "owner.json").unlink()  # the remedy in the message
     with open_store(folder):
         assert tokens(folder) is None
 
 
-def test_this_machines_folder_of_before_a_reboot_is_free(tmp_path, writer):
+def test_a_folder_from_before_a_reboot_is_free(tmp_path, writer):
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     folder = tmp_path / "base" / "node"
@@ -119,7 +119,7 @@ def test_this_machines_folder_of_before_a_reboot_is_free(tmp_path, writer):
 
 
 @pytest.mark.parametrize(("run", "found"), [("first", [5, 6]), ("second", None)])
-def test_a_dead_writers_history_is_taken_over_by_its_own_run(tmp_path, writer, run, found):
+def test_a_dead_writers_history_is_kept_by_the_same_run_only(tmp_path, writer, run, found):
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     folder = tmp_path / "base" / "node"
@@ -130,8 +130,8 @@ def test_a_dead_writers_history_is_taken_over_by_its_own_run(tmp_path, writer, r
     assert Owner.of(folder) is None
 
 
-def test_who_waited_for_a_folder_that_was_deleted_does_not_hold_a_ghost(tmp_path):
-    """A lock on a deleted file keeps nobody out."""
+def test_a_lock_on_a_deleted_folder_is_not_accepted(tmp_path):
+    """A lock on a deleted file excludes no other process."""
     folder = tmp_path / "h"
     first = open_store(folder, "first")
     held = os.open(folder / "writer.lock", os.O_RDWR)
@@ -142,9 +142,9 @@ def test_who_waited_for_a_folder_that_was_deleted_does_not_hold_a_ghost(tmp_path
     os.close(held)
 
 
-def test_who_waits_for_a_folder_gets_it_when_all_of_it_is_deleted(tmp_path, monkeypatch):
-    """Deleted in the order that a file system lists, the lock could be had while the rest was still going."""
-    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 50))  # looks more often
+def test_a_waiting_writer_gets_the_folder_after_its_complete_deletion(tmp_path, monkeypatch):
+    """With deletion in directory order, the lock would be free before the other files are deleted."""
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 50))  # check more often
     folder = tmp_path / "h"
     ending = owner.claim(folder, "first", 1)
     for number in range(30):
@@ -165,7 +165,7 @@ def test_who_waits_for_a_folder_gets_it_when_all_of_it_is_deleted(tmp_path, monk
 
 @pytest.mark.parametrize("text", ['{"name": "somebody"}', "not json", "[]"])
 def test_a_folder_that_is_no_history_is_never_deleted(tmp_path, text):
-    """``history.dir`` may be a folder that holds other things."""
+    """``history.dir`` may contain other folders."""
     other = tmp_path / "project"
     other.mkdir()
     (other / "owner.json").write_text(text)
@@ -173,8 +173,8 @@ def test_a_folder_that_is_no_history_is_never_deleted(tmp_path, text):
     assert [file.name for file in other.iterdir()] == ["owner.json"]
 
 
-def test_a_link_in_a_folders_place_is_refused_and_its_target_kept(tmp_path):
-    """In a shared place anybody may have made it; it may lead to a checkpoint folder of this user's."""
+def test_a_link_instead_of_a_folder_is_refused_and_its_target_kept(tmp_path):
+    """In a shared place any user may have created the link; it may point to a checkpoint folder of this user."""
     checkpoint = tmp_path / "checkpoints" / "global_step_10"
     checkpoint.mkdir(parents=True)
     (tmp_path / "base").mkdir()
@@ -200,12 +200,12 @@ def test_another_users_folder_is_refused_and_nothing_in_it_deleted(tmp_path):
     folder.mkdir()
     (folder / "theirs").touch()
     os.chown(folder, 12345, -1)
-    with pytest.raises(HistoryError, match=r"node belongs to the user 12345.*history\.dir"):
+    with pytest.raises(HistoryError, match=r"node belongs to user 12345.*history\.dir"):
         open_store(folder)
     assert [path.name for path in folder.iterdir()] == ["theirs"]
 
 
-def test_nobody_else_may_read_a_history(tmp_path):
+def test_other_users_cannot_read_a_history(tmp_path):
     folder, checkpoint = tmp_path / "h", tmp_path / "global_step_1"
     folder.mkdir(mode=0o755)  # of an earlier version
     before = os.umask(0o022)
@@ -222,8 +222,8 @@ def test_nobody_else_may_read_a_history(tmp_path):
         os.umask(before)
 
 
-def test_a_file_system_that_has_one_user_for_all_is_no_other_users(tmp_path, monkeypatch):
-    """NFS with ``all_squash``, and some mounts of object stores: whose a file is there says nothing of who made it."""
+def test_a_file_system_with_one_uid_for_all_users_is_accepted(tmp_path, monkeypatch):
+    """With NFS ``all_squash`` and some object store mounts, the uid of a file does not identify its creator."""
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4242)
     with open_store(tmp_path / "h", "first") as store:
         store.append([Trajectory(KEY, np.array([7], np.int32), 1.0, 0, 0, 0)], step=1)

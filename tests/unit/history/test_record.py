@@ -1,4 +1,4 @@
-"""A prompt's history: what is kept, and its bytes."""
+"""A prompt's history: the kept responses, and their encoding."""
 
 import numpy as np
 import pytest
@@ -38,8 +38,8 @@ def test_encode_and_decode(tokens):
     assert decoded.step.tolist() == [7] * len(tokens)
 
 
-def test_bytes_a_token():
-    """Of a vocabulary of 151,936: 18 bits, 17 for a place among 65,553, 8 for the probability."""
+def test_bytes_per_token():
+    """A token of a vocabulary of 151,936 takes 18 bits, its suffix among 65,553 17, its probability 8."""
     tokens = np.linspace(0, 151_935, 4096)
     history = PromptHistory.build([trajectory(tokens, sample=i) for i in range(16)])
     value = history.encode()
@@ -49,7 +49,7 @@ def test_bytes_a_token():
 
 @settings(deadline=None)
 @given(st.integers(1, 32), st.data())
-def test_packed_numbers_come_back(width, data):
+def test_packing_round_trip(width, data):
     values = data.draw(st.lists(st.integers(0, 2**width - 1), max_size=70))
     array = np.array(values, np.uint32).view(np.int32)
     packed = packing.pack(array, width)
@@ -59,9 +59,9 @@ def test_packed_numbers_come_back(width, data):
 
 def test_confidence_follows_its_response():
     logprobs = np.log(np.array([0.5, 0.999, 1e-9], np.float32))
-    told = Trajectory(KEY, np.array([1, 2, 3], np.int32), 0.0, 0, 0, 0, logprobs=logprobs)
-    untold = trajectory([4, 5], sample=1)
-    history = PromptHistory.decode(PromptHistory.build([told]).extended([untold], step=2, epochs=2).encode())
+    known = Trajectory(KEY, np.array([1, 2, 3], np.int32), 0.0, 0, 0, 0, logprobs=logprobs)
+    unknown = trajectory([4, 5], sample=1)
+    history = PromptHistory.decode(PromptHistory.build([known]).extended([unknown], step=2, epochs=2).encode())
     assert history.response(0).tolist() == [1, 2, 3]
     codes = history.confidence[history.bounds[0] + 1 : history.bounds[1]]
     assert codes[0] == 128
@@ -74,7 +74,7 @@ def test_confidence_follows_its_response():
 
 @settings(deadline=None)  # the first example compiles
 @given(st.data())
-def test_any_altered_byte_and_any_truncation_is_found(data):
+def test_any_altered_byte_and_any_truncation_is_detected(data):
     value = bytearray(PromptHistory.build([trajectory([1, 2, 3]), trajectory([4, 5])]).encode())
     if data.draw(st.booleans(), label="truncate"):
         value = value[: data.draw(st.integers(0, len(value) - 1))]
@@ -96,7 +96,7 @@ def test_keeps_the_latest_visits():
     assert [history.response(i).tolist() for i in range(4)] == [[3], [3], [4], [4]]
 
 
-def test_a_step_recorded_again_replaces_what_it_recorded():
+def test_a_repeated_step_replaces_its_responses():
     first = PromptHistory.build([]).extended([trajectory([1], 0, 0), trajectory([2], 0, 1)], step=1, epochs=2)
     second = first.extended([trajectory([3], 1, 0)], step=2, epochs=2)
     again = second.extended([trajectory([4], 1, 0)], step=2, epochs=2)
@@ -110,7 +110,7 @@ def test_parts_of_one_visit_add_up():
     assert len(history) == 3
 
 
-def test_a_run_that_counts_epochs_from_zero_again_keeps_what_it_makes():
+def test_responses_of_a_run_that_restarts_its_epoch_count_are_kept():
     history = PromptHistory.build([])
     for step, epoch in enumerate([7, 8, 0]):
         history = history.extended([trajectory([epoch], epoch)], step=step, epochs=2)

@@ -1,4 +1,4 @@
-"""Which prompts and epochs a bounded history keeps: the ledger alone, without a store."""
+"""Selection of the prompts and epochs of a bounded history: the ledger alone, without a store."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def kept(room):
 
 
 def arrive(room, i, epoch, size, epochs=None, step=0):
-    """What the store does with one prompt."""
+    """Add one prompt like the store."""
     room.arrive(key(i), epoch, epoch, size, step)
     room.settle()
     units = room.epochs_for(key(i))
@@ -36,12 +36,12 @@ def arrive(room, i, epoch, size, epochs=None, step=0):
             room.evict(k)
 
 
-def test_places_are_even_whatever_the_keys():
+def test_places_are_uniform_for_any_keys():
     places = np.sort([place(key(i)) for i in range(4000)])
     assert np.abs(places - np.linspace(0, 1, 4000)).max() < 0.03
 
 
-def test_an_ample_bound_keeps_all():
+def test_a_large_bound_keeps_all():
     room = Room(10**6, epochs=3)
     for epoch in range(5):
         for i in range(100):
@@ -51,7 +51,7 @@ def test_an_ample_bound_keeps_all():
 
 
 @pytest.mark.parametrize("fits", [0.1, 0.5, 1.0, 1.3, 2.0, 2.7])
-def test_the_level_is_what_fits(fits):
+def test_the_level_matches_the_bound(fits):
     room = Room(int(fits * 1000 * 100), epochs=4)
     for epoch in range(4):
         for i in np.random.default_rng(epoch).permutation(1000):
@@ -64,7 +64,7 @@ def test_the_level_is_what_fits(fits):
     assert max(depths) - min(depths) <= 1  # uniformly
 
 
-def test_what_stays_are_the_lowest_places():
+def test_the_lowest_places_stay():
     room = Room(3000, epochs=1)
     for i in range(100):
         arrive(room, i, 0, 100)
@@ -85,7 +85,7 @@ def test_parts_of_one_visit_add_up_and_repeated_ones_do_not():
     assert room.epochs_for(key(1)) == 1
 
 
-def test_one_giant_does_not_keep_the_others_out():
+def test_one_very_large_prompt_does_not_exclude_the_others():
     room = Room(1000, epochs=1)
     first = min(range(50), key=lambda i: place(key(i)))
     for i in range(50):
@@ -115,7 +115,7 @@ def test_prompts_that_left_the_data_are_forgotten():
     st.integers(1, 4),
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6), st.integers(1, 3000)), min_size=1, max_size=120),
 )
-def test_never_over_the_bound_and_never_lost_count(bound, epochs, arrivals):
+def test_the_bound_holds_and_the_counts_are_right(bound, epochs, arrivals):
     room = Room(bound, epochs)
     for i, epoch, size in arrivals:
         arrive(room, i, epoch, size)

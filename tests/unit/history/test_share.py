@@ -1,4 +1,4 @@
-"""What a node's disk and memory have free, beside others and within a cgroup."""
+"""Free disk and memory of a node, next to other stores and within a cgroup."""
 
 import io
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 
 def cgroup(folder, version, limit, used, files):
-    """A cgroup's memory as the kernel tells it, GiB."""
+    """Write the files of a cgroup's memory, sizes in GiB."""
     prefix = "" if version == 2 else "total_"
     names = ("memory.max", "memory.current")
     if version == 1:
@@ -32,24 +32,24 @@ def cgroups(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_files_that_the_kernel_keeps_in_memory_are_not_taken(cgroups, version):
-    """A model's weights, read from files, fill a container's memory to its limit."""
+def test_cached_files_count_as_free_memory(cgroups, version):
+    """The page cache of a model's weight files can fill a container's memory to its limit."""
     cgroup(cgroups, version, 32, 31, 24)
     assert share.available_memory() == 25 * GIB
 
 
-def test_without_a_limit_it_is_the_machines(cgroups):
+def test_without_a_limit_the_machines_memory_counts(cgroups):
     assert share.available_memory() == 64 * GIB
     cgroup(cgroups, 2, "max", 31, 24)
     assert share.available_memory() == 64 * GIB
 
 
 @pytest.mark.parametrize(("disk", "memory"), [(1, 8), (8, 1)], ids=["disk", "memory"])
-def test_a_history_takes_half_of_what_is_free(tmp_path, monkeypatch, disk, memory):
+def test_a_history_takes_half_of_the_free_space(tmp_path, monkeypatch, disk, memory):
     monkeypatch.setattr(share.shutil, "disk_usage", lambda folder: SimpleNamespace(free=disk * GIB))
     monkeypatch.setattr(share, "available_memory", lambda: memory * GIB)
     assert share.automatic(tmp_path) == GIB // 2
     for name in ("env-0001", "env-0002"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "data.mdb").write_bytes(bytes(4096))
-    assert share.automatic(tmp_path) == (GIB + 8192 * (disk < memory)) // 2, "a killed writer's, which goes"
+    assert share.automatic(tmp_path) == (GIB + 8192 * (disk < memory)) // 2, "a killed writer's files are deleted"

@@ -1,4 +1,4 @@
-"""The store: transactions, bounds, namespace, snapshot and restore, readers that follow."""
+"""The store: transactions, bounds, namespace, snapshot and restore, readers."""
 
 import gc
 import json
@@ -44,7 +44,7 @@ def responses(history):
     return [history.response(i).tolist() for i in range(len(history))]
 
 
-def test_what_is_appended_is_read(store, reader):
+def test_appended_responses_are_read(store, reader):
     stats = store.append([trajectory(1, [5, 6], sample=0), trajectory(2, [7]), trajectory(1, [8], sample=1)], step=1)
     assert stats == AppendStats(prompts=2, trajectories=3, tokens=4)
     assert responses(reader.get(key(1))) == [[5, 6], [8]]
@@ -69,7 +69,7 @@ def test_epochs_are_bounded_and_a_repeated_step_replaces(store, reader):
     assert store.stats()["responses"] == 2
 
 
-def test_several_threads_record_what_one_does(tmp_path):
+def test_several_threads_record_the_same_as_one(tmp_path):
     rng = np.random.default_rng(0)
     stores = [HistoryStore(tmp_path / str(n), NAMESPACE, 32 << 20, epochs=2, threads=n) for n in (1, 3)]
     for epoch in range(4):
@@ -87,7 +87,7 @@ def test_several_threads_record_what_one_does(tmp_path):
         store.close()
 
 
-def test_an_append_of_several_threads_that_fails_records_nothing(tmp_path, reader, monkeypatch):
+def test_a_failed_append_with_several_threads_records_nothing(tmp_path, reader, monkeypatch):
     with HistoryStore(tmp_path / "h", NAMESPACE, 32 << 20, epochs=2, threads=2) as store:
         store.append([trajectory(1, [5, 6])], step=1)
         monkeypatch.setattr(PromptHistory, "encode", lambda history: (_ for _ in ()).throw(MemoryError("no memory")))
@@ -97,7 +97,7 @@ def test_an_append_of_several_threads_that_fails_records_nothing(tmp_path, reade
         assert store.append([trajectory(1, [7])], step=3).trajectories == 1
 
 
-def test_a_reader_may_come_first_and_follows(tmp_path, reader):
+def test_a_reader_may_exist_before_the_store_and_follows_it(tmp_path, reader):
     assert reader.get(key(1)) is None
     with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
         assert reader.get(key(1)) is None
@@ -111,12 +111,12 @@ def test_a_reader_may_come_first_and_follows(tmp_path, reader):
     assert reader.errors == 0
 
 
-def test_looks_for_a_replaced_store_at_most_once_an_interval(tmp_path, store):
+def test_checks_for_a_replaced_store_at_most_once_per_interval(tmp_path, store):
     store.append([trajectory(1, [5])], step=1)
     slow = HistoryReader(tmp_path / "h", NAMESPACE, refresh_interval=3600.0)
     assert responses(slow.get(key(1))) == [[5]]
     store.append([trajectory(1, [6])], step=1)
-    assert responses(slow.get(key(1))) == [[6]]  # an append needs no look
+    assert responses(slow.get(key(1))) == [[6]]  # an append needs no check
     store.clear()
     assert responses(slow.get(key(1))) == [[6]]
     slow.refresh()
@@ -125,7 +125,7 @@ def test_looks_for_a_replaced_store_at_most_once_an_interval(tmp_path, store):
 
 
 def test_a_history_outlives_the_store(store, reader):
-    """A reader's arrays are its own: the writer may reuse the pages, and the map may go."""
+    """A reader's arrays are copies: the writer may reuse the pages, and the map may be closed."""
     store.append([trajectory(1, range(2000))], step=1)
     history = reader.get(key(1))
     for step in range(20):
@@ -163,7 +163,7 @@ def test_another_vocabulary_is_refused(tmp_path, store, caplog):
     assert stranger.errors == 1
     assert len(caplog.records) == 1
     with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as again:
-        assert again.stats()["prompts"] == 1  # the refusal lost nothing
+        assert again.stats()["prompts"] == 1  # the refusal deleted nothing
 
 
 def test_bad_trajectories_are_dropped_and_the_rest_recorded(store, reader, caplog):
@@ -188,7 +188,7 @@ def file_bytes(path):
 
 
 def hits(tmp_path, share, epochs=1, passes=5, prompts=120):
-    """Share of arrivals, after the first pass over reshuffled data, whose prompt had a history; and what was told."""
+    """Return the hit rate after the first pass over reshuffled data, evictions and writes by pass, and statistics."""
     rng = np.random.default_rng(1)
     size = stored_bytes(encoded_bytes(7000, 1, 98))
     bound = int(share * prompts * size / 0.7) + 4096
@@ -206,35 +206,35 @@ def hits(tmp_path, share, epochs=1, passes=5, prompts=120):
                 assert store.stats()["bytes"] <= 0.7 * bound
             evicted.append(sum(s.evicted for s in stats))
             written.append(sum(s.prompts for s in stats))
-        told = store.stats()
+        totals = store.stats()
         reader.close()
-    return np.mean([hit for epoch, hit in found if epoch]), evicted, written, told
+    return np.mean([hit for epoch, hit in found if epoch]), evicted, written, totals
 
 
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.8])
-def test_room_for_a_share_of_the_prompts_hits_that_share(tmp_path, share, caplog):
-    """And no prompt is written only to be evicted: the same ones stay, epoch after epoch."""
+def test_the_hit_rate_equals_the_share_of_kept_prompts(tmp_path, share, caplog):
+    """No prompt is written and then evicted: the same prompts stay in all epochs."""
     with caplog.at_level(logging.WARNING):
-        hit, evicted, written, told = hits(tmp_path, share)
+        hit, evicted, written, totals = hits(tmp_path, share)
     assert hit == pytest.approx(share, abs=0.02)
-    assert told["kept_share"] == pytest.approx(share, abs=0.02)
+    assert totals["kept_share"] == pytest.approx(share, abs=0.02)
     assert sum(evicted[1:]) == 0
-    assert written[1:] == [told["prompts"]] * 4
+    assert written[1:] == [totals["prompts"]] * 4
     [warning] = [record.message for record in caplog.records]
     assert f"{share:.0%}"[0] in warning or "%" in warning
     assert "history.max_bytes" in warning
 
 
 def test_the_oldest_epochs_go_before_any_prompt(tmp_path):
-    hit, evicted, _, told = hits(tmp_path, share=1.5, epochs=4)
+    hit, evicted, _, totals = hits(tmp_path, share=1.5, epochs=4)
     assert hit == 1
     assert sum(evicted) == 0
-    assert told["epochs"] == 2
-    assert told["responses"] == pytest.approx(1.5 * 120, rel=0.1)  # two epochs take a bit more than twice one
+    assert totals["epochs"] == 2
+    assert totals["responses"] == pytest.approx(1.5 * 120, rel=0.1)  # two epochs take a bit more than twice as much
 
 
 def test_the_share_follows_the_sizes(tmp_path, reader):
-    """Shorter responses make room for more prompts, longer ones for fewer."""
+    """With shorter responses more prompts fit, with longer ones fewer."""
     with HistoryStore(tmp_path / "h", NAMESPACE, 2 << 20, epochs=1) as store:
         shares = []
         for epoch, length in enumerate([3550, 3550, 1750, 1750, 1750, 3550, 3550, 3550]):
@@ -260,7 +260,7 @@ def test_a_prompt_that_left_the_data_goes_first(tmp_path, reader):
         assert store.stats()["kept_share"] == 1
 
 
-def test_what_was_evicted_is_known_after_a_restart(tmp_path):
+def test_evicted_prompts_are_known_after_a_restart(tmp_path):
     with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=1) as store:
         store.append([trajectory(i, range(8000)) for i in range(40)], step=0)
         before = store.stats()
@@ -271,8 +271,8 @@ def test_what_was_evicted_is_known_after_a_restart(tmp_path):
         assert again.unkept == 40 - before["prompts"] > 0
 
 
-def test_a_repeated_step_counts_what_has_no_room_once(tmp_path):
-    """A writer may die, or be late to answer, after it has recorded; its successor is given the step again."""
+def test_a_repeated_step_counts_unkept_prompts_once(tmp_path):
+    """A writer may die, or time out, after it has recorded a step; its successor gets the step again."""
 
     def largest(store):
         return max(entry.size for _, entry in store._values.room.entries())
@@ -306,12 +306,12 @@ def test_the_file_never_exceeds_its_bound(tmp_path, reader):
         assert dropped == 0
         stats = store.stats()
         assert stats["prompts"] == sum(reader.get(key(i)) is not None for i in range(200))
-        assert stats["bytes"] > bound / 4  # the bound is used, too
+        assert stats["bytes"] > bound / 4  # the store uses its bound
     assert reader.errors == 0
 
 
-def test_a_full_map_makes_room_and_goes_on(tmp_path, reader):
-    """Every step rewrites everything: old and new pages do not fit at once."""
+def test_a_full_map_is_rewritten_and_appends_continue(tmp_path, reader):
+    """Every step replaces all values: old and new pages do not fit at the same time."""
     with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=1) as store:
         for step in range(10):
             stats = store.append([trajectory(i, [step] * 7000, epoch=step) for i in range(10)], step)
@@ -348,7 +348,7 @@ print(most - before)
 
 
 def test_a_rewrite_holds_little_of_the_store_in_memory(tmp_path):
-    """LMDB holds what a transaction wrote until it commits; a store may be larger than the memory."""
+    """LMDB holds the pages of a transaction in memory until the commit, and a store may be larger than the memory."""
     result = subprocess.run(
         [sys.executable, "-c", _REWRITE, str(tmp_path / "h")], capture_output=True, text=True, timeout=120
     )
@@ -356,7 +356,7 @@ def test_a_rewrite_holds_little_of_the_store_in_memory(tmp_path):
     assert int(result.stdout) < 80  # MiB, of 125
 
 
-def test_a_step_larger_than_the_bound_keeps_what_fits(tmp_path, reader, caplog):
+def test_a_step_larger_than_the_bound_is_kept_in_part(tmp_path, reader, caplog):
     with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
         with caplog.at_level(logging.WARNING):
             stats = store.append([trajectory(i, range(20_000)) for i in range(10)], step=1)
@@ -406,7 +406,7 @@ def test_snapshot_and_restore(tmp_path, store, reader):
 
 def test_a_snapshot_replaces_an_older_one_and_leaves_nothing_else(tmp_path, store):
     (tmp_path / "s").mkdir()
-    (tmp_path / "s" / ".history.new").mkdir()  # a killed run's
+    (tmp_path / "s" / ".history.new").mkdir()  # left by a killed run
     for step in range(2):
         store.append([trajectory(step, [5])], step=step)
         store.snapshot(tmp_path / "s" / "history")
@@ -437,9 +437,11 @@ def test_after_close_an_append_is_dropped_not_raised(store):
 
 
 @pytest.mark.parametrize(("room", "depths"), [(1 << 26, {4}), (3 << 20, {2, 3})])
-def test_a_prompt_that_recurs_within_an_epoch_keeps_its_latest_visits(tmp_path, room, depths):
-    """64 prompts x 4 responses a visit, 16 visits in random order within one epoch: with ample room, and with too
-    little for four visits of all, where each prompt still has as many as there is room for."""
+def test_a_prompt_repeated_within_an_epoch_keeps_its_latest_visits(tmp_path, room, depths):
+    """64 prompts, 4 responses per visit, 16 visits in random order within one epoch.
+
+    One bound fits four visits of each prompt; the other fits fewer, and each prompt keeps as many as fit.
+    """
     order = np.repeat(np.arange(64), 16)
     np.random.default_rng(3).shuffle(order)
     with HistoryStore(tmp_path / "h", NAMESPACE, room, epochs=4) as store:
@@ -457,8 +459,8 @@ def test_a_prompt_that_recurs_within_an_epoch_keeps_its_latest_visits(tmp_path, 
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_a_snapshot_replaced_by_a_writer_that_is_killed_is_the_old_or_the_new_one(tmp_path, at):
-    """Killed at each of the renames and deletions that put the new one in the place of the old one."""
+def test_a_writer_killed_while_replacing_a_snapshot_leaves_the_old_or_the_new_one(tmp_path, at):
+    """The writer is killed at each rename and deletion of the replacement."""
     code = f"""
 import os, pathlib, shutil
 import numpy as np

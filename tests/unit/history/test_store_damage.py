@@ -1,4 +1,4 @@
-"""The store on a damaged file, a full disk, a killed writer; and read by other processes while it is written."""
+"""The store with a damaged file, a full disk, a killed writer, and concurrent readers in other processes."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.room import place
 from verl_rhyme.history.store import HistoryReader, HistoryStore
 
-pytestmark = pytest.mark.slow  # processes that die, one for each damage
+pytestmark = pytest.mark.slow  # one process per damage
 
 NAMESPACE = "tokenizer-a"
 HEADER = """
@@ -58,7 +58,7 @@ def finish(process, timeout=120):
 
 
 def newest_steps(path, max_bytes):
-    """The step of each prompt's newest response, in a store whose every append wrote ``tokens(step, i)``."""
+    """Return the step of each prompt's newest response, in a store whose appends wrote ``tokens(step, i)``."""
     with open_store(path, max_bytes) as store:
         reader = HistoryReader(path, NAMESPACE)
         histories = [h for i in range(50) if (h := reader.get(key(i))) is not None]
@@ -95,7 +95,7 @@ def damaged_copy(path, data):
 
 
 def run(path):
-    """Everything a run does."""
+    """Do everything that a run does."""
     reader = HistoryReader(path, NAMESPACE, refresh_interval=0.0)
     first = sum(reader.get(key(i)) is not None for i in range(30))
     with open_store(path) as store:
@@ -110,16 +110,16 @@ def run(path):
 
 
 def use(path):
-    """What :func:`run` prints and logs. In a process of its own: damage must not even crash it."""
-    told = path.parent / f"{path.name}.told"
+    """Return the output and log of :func:`run` in a separate process, which damage must not crash."""
+    log = path.parent / f"{path.name}.log"
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            sys.stdout = sys.stderr = told.open("w", buffering=1)
-            # another test of this process may have raised the level, as ray.init does
+            sys.stdout = sys.stderr = log.open("w", buffering=1)
+            # other tests in this process may have raised the level (like ray.init) or changed the handlers
             logging.basicConfig(level=logging.WARNING, stream=sys.stdout, force=True)
-            ours = logging.getLogger("verl_rhyme")  # another test of this process may have given it its own way
+            ours = logging.getLogger("verl_rhyme")
             ours.handlers.clear()
             ours.propagate = True
             run(path)
@@ -129,7 +129,7 @@ def use(path):
         finally:
             os._exit(status)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    output = told.read_text()
+    output = log.read_text()
     assert ended == 0, f"exit status {ended}: {output}"
     return output
 
@@ -154,7 +154,7 @@ def test_a_truncated_file_is_set_aside(tmp_path, sound, size):
 def flips(seed, sound):
     rng = random.Random(seed)
     data = bytearray(sound)
-    # Many or few, anywhere, or in the pages that hold the trees: the first ones and each page's header.
+    # Many or few bytes, anywhere or in the tree structure: the first pages and each page's header.
     for _ in range(rng.choice([1, 3, 100])):
         page = rng.randrange(len(data) // 4096)
         where = rng.choice([rng.randrange(len(data)), page * 4096 + rng.randrange(32), rng.randrange(8192)])
@@ -176,8 +176,8 @@ def test_garbage_is_set_aside(tmp_path, caplog):
     assert len(list((tmp_path / "h").glob("corrupt-*"))) == 1
 
 
-def test_a_damaged_value_is_no_history_and_counted(tmp_path, sound, caplog):
-    """Damage inside a value is what the pages' verification cannot see; the value's checksum does."""
+def test_a_damaged_value_reads_as_no_history_and_is_counted(tmp_path, sound, caplog):
+    """The page verification cannot see damage inside a value; the value's checksum does."""
     file = damaged_copy(tmp_path / "h", sound)
     reader, damaged = HistoryReader(tmp_path / "h", NAMESPACE), sound
     for i in range(30):
@@ -197,7 +197,7 @@ def test_a_damaged_value_is_no_history_and_counted(tmp_path, sound, caplog):
     assert file.exists()
 
 
-def test_the_lost_name_of_the_current_environment_loses_nothing(tmp_path, sound):
+def test_losing_the_name_of_the_current_environment_loses_no_history(tmp_path, sound):
     damaged_copy(tmp_path / "h", sound)
     for content in (None, "", "../elsewhere", "\udcff"):
         (tmp_path / "h" / "current").unlink()
@@ -225,7 +225,7 @@ def test_a_damaged_snapshot_keeps_the_present_history(tmp_path, sound, size, cap
 
 
 def test_a_full_disk_is_a_warning_and_loses_nothing(tmp_path):
-    """The kernel refuses to let any file of the writer grow beyond 400 kB."""
+    """A resource limit stops all files of the writer at 400 kB."""
     code = """
     import logging, resource
     logging.basicConfig(stream=sys.stdout)
@@ -252,18 +252,18 @@ def test_a_full_disk_is_a_warning_and_loses_nothing(tmp_path):
 
 @pytest.fixture(scope="module")
 def small_disk():
-    """A command that runs another one beside a disk of 16 MiB of its own, at the folder that it is given."""
+    """A command prefix that runs another command with a separate disk of 16 MiB at the given folder."""
     command = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=16m none "$0" && exec "$@"']
     try:
         subprocess.run([*command, "/tmp", "true"], check=True, capture_output=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"no mount is allowed here: {error}")
+        pytest.skip(f"mounts are not allowed here: {error}")
     return command
 
 
 @pytest.mark.parametrize(("free", "share"), [(0.8, 0.6), (0.1, None)])
-def test_making_room_on_a_full_disk_keeps_what_a_copy_has_room_for(tmp_path, small_disk, free, share):
-    """The map is full, so that the step needs a copy of the history, and only part of one fits on the disk."""
+def test_eviction_on_a_full_disk_keeps_as_much_as_a_copy_can_hold(tmp_path, small_disk, free, share):
+    """The map is full, so the step needs a copy of the history, and only a part of it fits on the disk."""
     code = f"""
     def epoch(i, n, e):
         return [trajectory(j, range(7000), e) for j in range(i, i + n)]
@@ -276,7 +276,7 @@ def test_making_room_on_a_full_disk_keeps_what_a_copy_has_room_for(tmp_path, sma
             file.write(bytes(disk.f_bavail * disk.f_frsize - int({free} * before["bytes"])))
         stats = store.append(epoch(0, 20, 2), 8)
         print(before["prompts"], store.stats()["prompts"], stats.trajectories, stats.evicted, stats.dropped)
-        assert len(os.listdir(path + "/h")) == 5  # no half copy
+        assert len(os.listdir(path + "/h")) == 5  # no partial copy
         os.remove(path + "/balloon")
         assert store.append(epoch(0, 20, 3), 9).trajectories == 20
     """
@@ -303,7 +303,7 @@ with HistoryStore(path, "tokenizer-a", max_bytes=int(sys.argv[3]), epochs=2) as 
 
 
 @pytest.mark.parametrize("max_bytes", [8 << 20, 1 << 20], ids=["roomy", "full, so that it is rewritten all the time"])
-def test_a_writer_killed_at_any_moment_leaves_whole_steps(tmp_path, max_bytes):
+def test_a_writer_killed_at_any_moment_leaves_complete_steps(tmp_path, max_bytes):
     rng = random.Random(0)
     path = tmp_path / "h"
     last = 0
@@ -328,7 +328,7 @@ def test_processes_read_while_one_writes(tmp_path):
     reader = HistoryReader(path, "tokenizer-a", refresh_interval=0.01)
     seen, last, done = 0, {}, False
     while not done:
-        done = os.path.exists(path + ".done")  # one more round after it
+        done = os.path.exists(path + ".done")  # read once more afterwards
         for i in range(20):
             history = reader.get(int(i).to_bytes(16, "big"))
             if history is not None:
@@ -354,7 +354,7 @@ def test_processes_read_while_one_writes(tmp_path):
                 step += 1
                 batch = [trajectory(i, [step] * (500 + 37 * i % 900), epoch=step) for i in range(20)]
                 assert store.append(batch, step).trajectories == 20
-                if step % 40 == 0:  # the environment is replaced under the readers
+                if step % 40 == 0:  # replace the environment while others read
                     store.snapshot(tmp_path / "snapshot")
                     assert store.restore(tmp_path / "snapshot")
             time.sleep(0.05)
@@ -401,13 +401,13 @@ def test_a_reader_works_in_a_forked_child(tmp_path):
             finally:
                 os._exit(0 if ok else 1)
         assert os.waitpid(child, 0)[1] == 0
-        store.append([trajectory(1, [6], epoch=1)], step=2)  # the parent's environment was left alone
+        store.append([trajectory(1, [6], epoch=1)], step=2)  # the parent's environment is unchanged
         assert reader.get(key(1)).tokens.tolist() == [-1, 5, -1, 6, -1]
         reader.close()
 
 
 @pytest.mark.parametrize("bound", [1 << 20, 8 << 20], ids=["at the start", "at an append"])
-def test_damaged_values_go_when_room_is_made(tmp_path, bound):
+def test_eviction_deletes_damaged_values(tmp_path, bound):
     with open_store(tmp_path / "h") as store:
         for epoch in (0, 1):
             store.append([trajectory(i, range(8000), epoch) for i in range(30)], step=epoch)

@@ -18,7 +18,7 @@ def index(responses):
 
 
 def occurrences(responses, context):
-    """Every (response, position) at which the context ends."""
+    """Return every (response, position) where the context ends."""
     k = len(context)
     return {
         (i, end - 1)
@@ -34,7 +34,7 @@ def found(history, low, high):
 
 
 def in_order(text):
-    """By brute force: positions by the tokens read backwards from them to where their response begins."""
+    """Sort positions by the tokens read backwards to the start of the response, by brute force."""
 
     def backwards(position):
         tokens = text[: position + 1][::-1]
@@ -48,12 +48,12 @@ loops = st.builds(lambda head, loop, times: head + loop * times, few_tokens, few
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.lists(loops | few_tokens | any_tokens, max_size=4), min_size=1, max_size=5), st.data())
-def test_an_array_that_grows_and_loses_responses_is_the_one_that_is_built_anew(steps, data):
-    """Whatever goes and comes, matches and the order in which they are looked at are the same."""
+def test_an_incrementally_updated_array_equals_a_rebuilt_one(steps, data):
+    """Matches and their order do not depend on the responses that were added and removed before."""
     history = PromptHistory.build([])
     for step, responses in enumerate(steps):
         epoch = data.draw(st.integers(0, 3), label="epoch")
-        again = data.draw(st.booleans(), label="a step comes again")
+        again = data.draw(st.booleans(), label="a step is repeated")
         new = [Trajectory(b"k", np.array(r, np.int32), 0.0, 0, epoch, i) for i, r in enumerate(responses)]
         history = history.extended(new, max(0, step - again), epochs=2)
         assert history.suffixes.tolist() == in_order(history.tokens.tolist())
@@ -64,7 +64,7 @@ def test_an_array_that_grows_and_loses_responses_is_the_one_that_is_built_anew(s
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 255, 152_063, 2**31 - 1])
 def test_many_entries_of_few_tokens_are_in_order(largest):
-    """More than are compared one by one, alike to any depth and beyond the one that counts."""
+    """More entries than are compared one by one, equal to any depth and beyond the compared depth."""
     rng = np.random.default_rng(largest)
     made = [rng.choice([largest, largest // 2, 0], 150, p=[0.9, 0.05, 0.05]) for _ in range(4)]
     history = index([*made, np.full(150, largest), np.full(90, largest)])
@@ -119,7 +119,7 @@ def test_a_context_of_another_type_or_layout_is_taken():
 
 @settings(max_examples=300, deadline=None)
 @given(texts)
-def test_first_tokens_say_where_the_entries_of_each_token_lie(responses):
+def test_first_tokens_give_the_range_of_entries_of_each_token(responses):
     history = index(responses)
     table = suffix_index.first_tokens(history.tokens)
     there = table[table[:, 0] >= 0]
@@ -129,6 +129,6 @@ def test_first_tokens_say_where_the_entries_of_each_token_lie(responses):
     for token, first, last in there.tolist():
         assert np.flatnonzero(firsts == token).tolist() == list(range(first, last))
         at = token & (len(table) - 1)
-        while table[at, 0] != token:  # found from its lowest bits on
+        while table[at, 0] != token:  # search from the row of its lowest bits
             assert table[at, 0] >= 0
             at = (at + 1) & (len(table) - 1)

@@ -420,7 +420,7 @@ async def test_tool_or_reward_without_an_answer_fails_only_its_sample(monkeypatc
     }
     for number in range(2):
         error = worker.reports[f"a_{number}"].error
-        assert f"prompt a, sample {number}: no answer of its tool or its reward for 0.1 s" in error
+        assert f"prompt a, sample {number}: no answer from its tool or reward for 0.1 s" in error
         assert "scheduling.tool_timeout" in error
 
 
