@@ -184,7 +184,7 @@ class TestCoding:
             new[::each] ^= 1
             coded = encode(new, old)
             assert coded[0] == form
-            with pytest.raises(DamagedError, match="cannot be read here"):
+            with pytest.raises(DamagedError, match="cannot be decoded here"):
                 decode(coded, 3000, None)
 
 

@@ -84,7 +84,7 @@ class TestFolder:
         write(folder, 1)
         last = sorted(folder.path.glob("1/*.safetensors"))[-1]
         last.write_bytes(last.read_bytes()[:-1])
-        with pytest.raises(WeightsError, match="is not whole"):
+        with pytest.raises(WeightsError, match="is incomplete"):
             list(folder.read(1))
 
     def test_what_lies_there_is_known_chunk_by_chunk(self, tmp_path):
