@@ -184,7 +184,7 @@ def test_a_hand_out_that_failed_is_raised_at_every_look_and_not_as_one_replicas_
         raise WeightsError("no room")
 
     world.manager.waits = False
-    monkeypatch.setattr(world.manager, "_hand_out", failing)
+    monkeypatch.setattr(world.manager, "_distribute", failing)
     world.manager.update_weights(2)
     world.manager._join()  # as whoever lets a replica rest does
     for _ in range(2):
