@@ -163,7 +163,7 @@ print(len(list(reading)), flush=True)
         await publish(nodes[0], 1)
         await nodes[1].fetch(1, known(1), [(near, False)])
         await nodes[1].deliver(replica.target, 1, False, known(1))
-        with pytest.raises(UnsentError, match="nobody has sent weights 1"):
+        with pytest.raises(UnsentError, match="weights of version 1 were not sent"):
             await nodes[1].deliver(replica.target, 1, False, known(5))
         assert replica.told.count("update_weights") == 1
         writer = nodes[0]._folder.writer(1, 3000, 1000)
@@ -213,7 +213,7 @@ async def test_it_is_told_when_all_of_a_version_crosses_the_link(nodes, monkeypa
     monkeypatch.setattr(relays.logger, "warning", lambda text, *of: told.append(text % of))
     await nodes[1].fetch(3, known(3), [(near, True)])
     await nodes[1].deliver(Replica(nodes[1]).target, 3)
-    assert any("chunks came whole from another site" in line for line in told)
+    assert any("chunks came in full from another site" in line for line in told)
 
 
 async def test_the_end_of_a_run_ends_what_is_under_way(nodes):
@@ -244,7 +244,7 @@ async def test_a_transfer_that_ends_with_any_error_is_tried_anew(nodes, monkeypa
     await nodes[1].fetch(1, known(1), [(Near(nodes[0]), False)])
     with pytest.raises(OSError, match="Input/output error"):
         await nodes[1].deliver(Replica(nodes[1]).target, 1)
-    with pytest.raises(WeightsError, match="made room"):  # who asks here goes on to the next node
+    with pytest.raises(WeightsError, match="removed to make room"):  # who asks here goes on to the next node
         await asyncio.wait_for(nodes[1].parts(1), 5)
     monkeypatch.undo()
     await nodes[1].fetch(1, known(1), [(Near(nodes[0]), False)])

@@ -277,7 +277,7 @@ class TestReceiver:
                 raise LinkError("cut")
             return answer
 
-        with pytest.raises(LinkError, match="no part of weights 1 came"):
+        with pytest.raises(LinkError, match="no chunk of weights of version 1 arrived"):
             await fetched(far, 1, BadLink(near, cut))
         assert far.versions() == [0], "half of a version is none"
         again = BadLink(near)
@@ -341,7 +341,7 @@ class TestReceiver:
             answer[-1] ^= 1
             return answer
 
-        with pytest.raises(WeightsError, match="damaged on its way, again and again"):
+        with pytest.raises(WeightsError, match="arrived damaged, too many times"):
             await fetched(far, 1, BadLink(near, other), LONG)
         assert far.versions() == [0]
 

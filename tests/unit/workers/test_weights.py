@@ -310,7 +310,7 @@ async def test_what_gave_way_before_it_had_come_is_not_waited_for(nodes):
     await asyncio.wait_for(asyncio.gather(first, second), 10)
     assert torch.equal(replica.loaded["layer.1"], weights(3)["layer.1"])
     assert replica.told.count("update_weights") == 1
-    with pytest.raises(WeightsError, match="made room"):
+    with pytest.raises(WeightsError, match="removed to make room"):
         await nodes[0].parts(1)
 
 
@@ -434,7 +434,7 @@ async def test_a_version_that_is_written_anew_is_not_the_old_one(nodes):
     for node in nodes[:2]:
         await node.expect(1)
     assert nodes[1]._folder.versions() == []
-    with pytest.raises(WeightsError, match="nobody has sent weights 1"):
+    with pytest.raises(WeightsError, match="weights of version 1 were not sent"):
         await nodes[1].deliver(Replica(nodes[1]).target, 1)
 
 
@@ -447,7 +447,7 @@ async def test_a_replica_that_dies_is_told_and_no_other_waits(nodes):
     other = Replica(nodes[0])
     await nodes[0].deliver(other.target, 1)
     assert other.loaded
-    assert not nodes[0]._taking[1]
+    assert not nodes[0]._loading[1]
 
 
 def test_parts_are_as_large_as_buckets_at_most():
@@ -479,7 +479,7 @@ async def test_a_relay_in_the_place_of_a_dead_one_goes_on_where_that_stood(nodes
     assert await heir.folder() == path
     assert heir._folder.versions() == [], "nobody has read them again"
     replica = Replica(heir)
-    with pytest.raises(WeightsError, match="nobody has sent weights 1"):
+    with pytest.raises(WeightsError, match="weights of version 1 were not sent"):
         await heir.deliver(replica.target, 1)
     near = Near(nodes[0])
     await heir.fetch(1, known(1), [(near, False)])
@@ -553,6 +553,6 @@ async def test_a_site_that_is_slower_than_updates_come_gets_them_all_the_same(no
     assert most == 3
     assert (5, None) not in asked, "it was not sent as what changed"
     await publish(nodes[0], 6)
-    nodes[0]._asked = dict.fromkeys(nodes[0]._asked, -1e9)  # much later
+    nodes[0]._far_requests = dict.fromkeys(nodes[0]._far_requests, -1e9)  # much later
     await publish(nodes[0], 7)
     assert nodes[0]._folder.versions() == [6, 7]
