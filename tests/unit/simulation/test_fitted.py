@@ -104,7 +104,7 @@ def test_slots_that_the_log_does_not_tell_are_said(run):
     (run / "checkpoints" / "events" / "run.json").unlink()
     found = fitted.fit(recorded.read(run), "a run")
     assert found.cost.slots == 256
-    assert "does not tell max_num_seqs: 256 slots" in found.notes[0]
+    assert "does not have max_num_seqs: the profile has 256 slots" in found.notes[0]
 
 
 def test_without_stages_the_replicas_are_told_all_the_same(run):
@@ -112,7 +112,7 @@ def test_without_stages_the_replicas_are_told_all_the_same(run):
         path.unlink()
     status, _, error = told("profile", run)
     assert status == 0
-    assert "nothing is known of the trainer" in error
+    assert "the costs of the trainer are unknown" in error
     assert profile("profile.yaml", run / "cluster.yaml")[0].step.base == pytest.approx(COST.step.base, rel=0.05)
 
 
@@ -122,7 +122,7 @@ def test_updates_in_parts_tell_nothing_of_the_trainer_and_it_is_said(made):
     stages = {name: np.append(values, early.get(name, 0)) for name, values in run.stages.items()}
     found = fitted.fit(replace(run, stages=stages), "a run")
     assert found.training == TrainingCost()
-    assert "its updates came in parts: profile a run with streaming.part=null" in found.notes[-1]
+    assert "batches were trained in parts: profile a run with rhyme.streaming.part=null" in found.notes[-1]
 
 
 def test_the_trainers_seconds_grow_with_tokens_where_they_do(made):
@@ -151,7 +151,7 @@ def test_the_profile_is_one_that_simulate_reads(run):
     assert "acceptance:" in output
     cost, source, *_ = profile("profile.yaml", run / "cluster.yaml")
     assert (cost.slots, cost.room, cost.gpus) == (8, 4096, 2)
-    assert source.startswith("measured: run, virtual, 2027-01-15; seconds of ")
+    assert source.startswith("measured: run, virtual, 2027-01-15; error of the seconds of ")
 
 
 @pytest.mark.parametrize("name", ["fit", "no_drafts", "sync", "partial_sticky_group"])
