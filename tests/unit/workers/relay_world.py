@@ -1,4 +1,4 @@
-"""Nodes of a relay in one process, and the replicas of a node, without verl and Ray."""
+"""Relays of several nodes in one process, and their replicas, without verl and Ray."""
 
 import os
 import tempfile
@@ -30,9 +30,9 @@ def write(folder, version, part_bytes=3000):
 
 
 def known(version):
-    """The version's identity, as its writer tells it."""
-    with tempfile.TemporaryDirectory() as place:
-        writer = claim(Path(place)).writer(version, 3000)
+    """Return the identity of a version."""
+    with tempfile.TemporaryDirectory() as path:
+        writer = claim(Path(path)).writer(version, 3000)
         for name, tensor in weights(version).items():
             writer.add(name, tensor)
         writer.close()
@@ -40,7 +40,7 @@ def known(version):
 
 
 def let_go(folder):
-    """As if the process that claimed it had ended."""
+    """Release a folder's lock, as if its owner had ended."""
     for each in Path("/proc/self/fd").iterdir():
         if os.path.exists(each) and os.path.realpath(each) == f"{folder.path}.lock":
             os.close(int(each.name))
@@ -53,24 +53,24 @@ def same(folder, version):
 
 
 class Near:
-    """A relay as others see it: its methods are called by messages."""
+    """A relay as a remote actor: its methods have ``remote``."""
 
     def __init__(self, relay, altered=None):
         self.relay, self.sent, self._altered = relay, 0, altered
 
     def __getattr__(self, name):
         async def call(*arguments):
-            told = await getattr(self.relay, name)(*arguments)
+            answer = await getattr(self.relay, name)(*arguments)
             if name == "chunk":
                 self.sent += 1
-                told = told if self._altered is None else self._altered(arguments[1], told.copy())
-            return told
+                answer = answer if self._altered is None else self._altered(arguments[1], answer.copy())
+            return answer
 
         return SimpleNamespace(remote=call)
 
 
-def told(log, name, work=None):
-    """A method as messages call it, which is noted."""
+def logged(log, name, work=None):
+    """Return a remote method that logs its calls."""
 
     async def call(**given):
         log.append(name)
@@ -80,15 +80,15 @@ def told(log, name, work=None):
 
 
 class Replica:
-    """What a relay sees of one: what it was told, in order, and the weights that it has."""
+    """A replica as a relay sees it, with a log of its calls and its loaded weights."""
 
     def __init__(self, relay, fails=False, idle=None):
-        self.told, self.loaded, self.fails = [], None, fails
+        self.calls, self.loaded, self.fails = [], None, fails
         before = ("abort_all_requests", "release_kv_cache")
         after = ("resume_kv_cache", "resume_engine_generation", "open_submission_gate")
-        self.server = SimpleNamespace(**{name: told(self.told, name) for name in (*before, *after)}, ended=False)
+        self.server = SimpleNamespace(**{name: logged(self.calls, name) for name in (*before, *after)}, ended=False)
         self.server.idle = SimpleNamespace(remote=idle)
-        self.worker = SimpleNamespace(update_weights=told(self.told, "update_weights", self._update))
+        self.worker = SimpleNamespace(update_weights=logged(self.calls, "update_weights", self._update))
         self._engine = RelayCheckpointEngine(1 << 20)
         self._engine.init_process_group(str(relay._folder.path))
         self.target = Ended(0, (self.server,), (self.worker,))
