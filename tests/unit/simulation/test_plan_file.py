@@ -1,4 +1,4 @@
-"""Plan files, right and wrong, and ``verl-rhyme plan`` over them."""
+"""Valid and invalid plan files, and ``verl-rhyme plan``."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def run(*arguments: str, file: Path = ONE):
     return CliRunner().invoke(app, ["plan", str(file), *arguments])
 
 
-def test_one_site_is_split_and_said_in_overrides_that_verl_composes():
-    told = run("--json")
-    assert told.exit_code == 0, told.output
-    found = json.loads(told.stdout)
+def test_one_site_is_split_and_printed_as_overrides_that_verl_composes():
+    result = run("--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
     best = found["best"]
     assert best["gpus"] == best["train"]["gpus"] + best["rollout"]["gpus"] <= 128
     assert best["step_s"] == min([best["step_s"], *(other["step_s"] for other in found["compared"])])
@@ -39,21 +39,21 @@ def test_one_site_is_split_and_said_in_overrides_that_verl_composes():
     rollout = config.actor_rollout_ref.rollout
     assert rollout.nnodes * rollout.n_gpus_per_node == best["rollout"]["gpus"]
     assert rollout.tensor_model_parallel_size == best["tensor_parallel"]
-    assert (rollout.gpu_memory_utilization, rollout.max_num_seqs) == (0.8, 256), "as it was planned with"
+    assert (rollout.gpu_memory_utilization, rollout.max_num_seqs) == (0.8, 256), "not the planned values"
     assert config.trainer.v1.trainer_mode == "separate_async"
     assert rollout.custom.rhyme.max_staleness == found["max_staleness"] == 1
     rollout.name = "vllm"
     assert [*combinations.refusals(config, config_tree.from_verl(config))] == [], "to paste, and nothing else"
 
 
-def test_a_node_that_two_roles_share_is_said_so():
+def test_a_node_shared_by_two_roles_has_gpus_per_node_of_each():
     found = json.loads(run("sites.0.gpus=8", "kinds.0.training.copy_gpus=4", "kinds.0.memory=400e9", "--json").stdout)
     assert "trainer.nnodes=1" in found["overrides"]
     assert "trainer.n_gpus_per_node=4" in found["overrides"]
     assert "actor_rollout_ref.rollout.n_gpus_per_node=4" in found["overrides"]
 
 
-def test_two_sites_generate_at_the_cheap_one():
+def test_of_two_sites_the_cheap_one_generates():
     found = json.loads(run("--json", file=TWO).stdout)
     assert found["best"]["train"]["pool"] == "east/h800"
     assert found["best"]["rollout"]["pool"] == "west/h20"
@@ -62,8 +62,8 @@ def test_two_sites_generate_at_the_cheap_one():
     assert sum(other["train"]["pool"] == "west/h20" for other in found["compared"]) == 0, "too slow at any size"
 
 
-def test_it_says_which_bound_is_profitable_and_why():
-    """A larger bound helps the tail of 1,024 GPUs, which 128 hardly have: there the trainer binds early."""
+def test_plan_prints_which_bound_is_profitable_and_why():
+    """A larger bound helps the long tail of 1,024 GPUs. With 128 GPUs the trainer binds early."""
     large = ["sites.0.gpus=1024", "drafts.acceptance=2.25", "drafts.overhead=2.77"]
     few, many = (json.loads(run(*more, "--json").stdout) for more in ([], large))
     for found in few, many:
@@ -74,11 +74,11 @@ def test_it_says_which_bound_is_profitable_and_why():
     assert few["max_staleness"] < many["max_staleness"]
     assert few["dial"][-1]["binds"] == "trainer"
     assert many["dial"][0]["binds"] == "longest response"
-    told = run().stdout
+    output = run().stdout
     turns = few["dial"][0]["colocated_step_s"]
     assert turns < few["dial"][0]["step_s"]
-    assert f"max_staleness=1 is profitable: {turns / few['best']['step_s']:.2f} times the tokens/s of max_st" in told
-    assert "+rhyme=full" in told
+    assert f"max_staleness=1 is profitable: {turns / few['best']['step_s']:.2f} times the tokens/s of max_st" in output
+    assert "+rhyme=full" in output
     one = run("max_staleness=2").stdout
     assert "max_staleness=2, as given" in one
     assert "rhyme.max_staleness=2" in one
@@ -92,7 +92,7 @@ def test_drafts_make_a_step_shorter():
     assert drafted < plain
 
 
-def test_where_nothing_overlaps_turns_are_recommended():
+def test_without_overlap_a_colocated_trainer_is_recommended():
     assert "in turns on the same 128 GPUs a step takes" in run("max_staleness=0").stdout
     assert "in turns on the same 128" not in run("max_staleness=1").stdout
 
@@ -107,7 +107,7 @@ def test_4096_gpus_at_two_sites_in_seconds():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ("kinds.0.memry=1", "Key 'memry' not in 'KindFile'"),
         ("objective=speed", "objective must be time or cost, not 'speed'"),
@@ -137,15 +137,15 @@ def test_4096_gpus_at_two_sites_in_seconds():
         ),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(overrides, told):
+def test_an_error_is_one_line(overrides, message):
     result = run(*overrides.split(" ") if "{" not in overrides and "[" not in overrides else [overrides])
     assert result.exit_code == 1
     [line] = result.stderr.strip().splitlines()
-    assert told in line
+    assert message in line
     assert line.startswith("verl-rhyme plan: ")
 
 
-def test_what_does_not_fit_is_refused_with_each_reason():
+def test_an_infeasible_plan_raises_with_each_reason():
     result = run("kinds.0.memory=10e9")
     assert result.exit_code == 1
     assert "66 GB of weights, and 80% of 4 GPUs are 32 GB" in result.stderr
