@@ -281,7 +281,7 @@ class RelayManager(CheckpointEngineManager):
         if replica in self._nodes:
             ray.get(self._relay(self._nodes[replica][0]).forget.remote(replica.replica_rank))
 
-    # ---- within ----
+    # ---- internals ----
 
     def _retry_over_deaths(self, needed: bool, work: Callable[[], None], only: str | None = None) -> None:
         """Do some work; replace relays that die and repeat it. Arguments of :meth:`_drop_dead_relays`."""

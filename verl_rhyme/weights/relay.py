@@ -78,11 +78,11 @@ class Relay:
         self._far_requests: dict[int, float] = {}  # when another site last requested a version or used it as base
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._running: set[asyncio.Task[None]] = set()  # also fetches of removed versions
-        self._identities: dict[int, str] = {}  # identities, from the trainer
-        self._manifests: dict[int, list[Part]] = {}  # manifests of versions that are stored or being fetched
+        self._identities: dict[int, str] = {}  # from the trainer
+        self._manifests: dict[int, list[Part]] = {}  # of stored versions and of those being fetched
         self._changed = asyncio.Condition()
-        self._stored: dict[int, set[Chunk]] = {}  # stored chunks
-        self._removed: set[int] = set()  # removed versions
+        self._stored: dict[int, set[Chunk]] = {}
+        self._removed: set[int] = set()
         self._loading: Counter[int] = Counter()  # replicas that load a version
         self._deliveries: dict[int, Delivery] = {}  # by the replica's rank
 
@@ -255,7 +255,7 @@ class Relay:
         """Forget a replica that is about to rest: when it returns it loads a version in any case."""
         self._deliveries.pop(rank, None)
 
-    # ---- within ----
+    # ---- internals ----
 
     @asynccontextmanager
     async def _held(self, version: int) -> AsyncIterator[None]:
