@@ -195,9 +195,8 @@ class Receiver:
         sealing.discard(number)
         again = self._transfer.reread(number, wrong)
         if wrong:
-            self._warn_or_raise(
-                again, f"{len(wrong)} chunks of part {number} of weights of version {self._version} are damaged in the file"
-            )
+            part = f"part {number} of weights of version {self._version}"
+            self._warn_or_raise(again, f"{len(wrong)} chunks of {part} are damaged in its file")
 
     def _warn_or_raise(self, again: bool, problem: str) -> None:
         if not again:
