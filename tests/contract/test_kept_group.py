@@ -1,6 +1,6 @@
-"""verl's own NCCL engine and manager send weights to replicas that change: the group is built as seldom as can be.
+"""verl's NCCL engine with a changing set of replicas: the process group is rebuilt only on changes.
 
-There is no NCCL here: ``ray.util.collective`` is a table of who is in which group. Who would wait for ever raises.
+There is no NCCL here: ``ray.util.collective`` is a table of group members. Calls that would wait for ever raise.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from verl_rhyme.weights.kept_group import KeptGroupManager, kept
 
 
 class Groups:
-    """As much of ``ray.util.collective`` as the engine calls, in the process of :attr:`here`."""
+    """The functions of ``ray.util.collective`` that the engine calls, in the process :attr:`here`."""
 
     def __init__(self):
         self.here, self.built, self.met = None, 0, {}
@@ -35,7 +35,7 @@ class Groups:
             self.built += 1
             self.met[self.built] = {}
         members = self.met[self.built]
-        assert len(members) < world_size, "more than the group has"
+        assert len(members) < world_size, "more members than the size of the group"
         members[rank] = self.here
         self.here.groups[name] = (self.built, world_size)
 
@@ -46,7 +46,7 @@ class Groups:
         assert name in self.here.groups
 
     def check(self, workers, name="default"):
-        """All of these, and nobody else, are in one group: else a broadcast never ends."""
+        """Check that exactly these workers form one group: else a broadcast never ends."""
         numbers = {worker.groups[name] for worker in workers}
         assert len(numbers) == 1, "in different groups"
         [(number, size)] = numbers
@@ -71,7 +71,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """verl's, of workers in this process."""
+    """verl's worker group, with workers in this process."""
 
     def __init__(self, worker_handles, ray_cls_with_init=None):
         self.workers, self.world_size = worker_handles, len(worker_handles)
@@ -107,7 +107,7 @@ def answer(calls, timeout=None):
 
 @pytest.fixture(scope="module")
 def nccl():
-    """verl's module; of cupy it has the master's buffers only, which nobody makes here."""
+    """verl's module, with a stub of cupy."""
     cupy = ModuleType("cupy")
     cupy.ndarray = torch.Tensor
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +123,7 @@ def world(nccl, monkeypatch):
     groups, master = Groups(), nccl.MasterMetadata("127.0.0.1", 1, False)
     monkeypatch.setattr(nccl, "collective", groups)
     monkeypatch.setattr(nccl.NCCLCheckpointEngine, "prepare", lambda self: nccl.WorkerMetadata("node", master))
-    # its context would wait, when it is collected, for a socket that nobody closes
+    # garbage collection of its context would wait for a socket that is never closed
     monkeypatch.setattr(nccl.NCCLCheckpointEngine, "_connect_zmq_client", lambda self, metadata: None)
     monkeypatch.setattr(base, "RayWorkerGroup", WorkerGroup)
     monkeypatch.setattr(ray, "get", answer)
@@ -150,7 +150,7 @@ class Run:
             self.check(self.manager.replicas)
 
     def check(self, replicas):
-        if not self.options:  # else it is gone after the sync
+        if not self.options:  # else the group is left after the sync
             self.world.groups.check([self.actor[0], *(worker for replica in replicas for worker in replica.workers)])
 
     def replace(self):
@@ -160,7 +160,7 @@ class Run:
         return living, self.replica()
 
 
-def test_without_a_death_it_is_built_once_as_in_stock_verl(world):
+def test_without_a_death_the_group_is_built_once_as_in_stock_verl(world):
     for make in (lambda manager: manager, kept):
         run = Run(world, make)
         before = world.groups.built
@@ -168,7 +168,7 @@ def test_without_a_death_it_is_built_once_as_in_stock_verl(world):
         assert world.groups.built - before == 1
 
 
-def test_stock_verl_does_not_outlive_a_death(world):
+def test_stock_verl_fails_after_a_death(world):
     run = Run(world, lambda manager: manager)
     run.sync()
     living, new = run.replace()
@@ -177,7 +177,7 @@ def test_stock_verl_does_not_outlive_a_death(world):
         run.sync()
 
 
-def test_after_a_death_it_is_built_for_the_new_one_and_for_all_and_stays(world):
+def test_after_a_death_the_group_is_built_for_the_new_replica_and_for_all_and_is_kept(world):
     run = Run(world, kept)
     run.sync(3)
     living, new = run.replace()
@@ -189,7 +189,7 @@ def test_after_a_death_it_is_built_for_the_new_one_and_for_all_and_stays(world):
     assert world.groups.built == 3
 
 
-def test_one_that_rests_leaves_it_and_returns(world):
+def test_a_resting_replica_leaves_the_group_and_returns(world):
     run = Run(world, kept)
     run.sync()
     first, second = run.manager.replicas
@@ -202,15 +202,15 @@ def test_one_that_rests_leaves_it_and_returns(world):
     assert world.groups.built == 4
 
 
-def test_a_user_who_has_it_built_each_time_has_verls_manager(world):
+def test_with_rebuild_group_verls_manager_stays(world):
     run = Run(world, kept, rebuild_group=True)
     assert not isinstance(run.manager, KeptGroupManager)
     run.sync(3)
     assert world.groups.built == 3
 
 
-def test_whoever_cannot_leave_ends_the_run_and_no_hang(world, monkeypatch):
-    """Of a communicator one of whose members is dead, say."""
+def test_a_worker_that_cannot_leave_ends_the_run_instead_of_a_hang(world, monkeypatch):
+    """For example with a communicator that has a dead member."""
     run = Run(world, kept)
     run.sync()
     living, new = run.replace()

@@ -1,4 +1,4 @@
-"""The relay of weights among real actors: written once, fetched by the other node's relay, taken there.
+"""The weight relay among real actors: a version is written once, fetched by the other node's relay, and loaded there.
 
 The nodes are two names for one machine; each has a relay and a folder of its own.
 """
@@ -40,7 +40,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 class Actor:
-    """A worker of verl's actor, or of a replica, as far as weights go."""
+    """A worker of verl's actor or of a replica, reduced to weight transfers."""
 
     def __init__(self, node: str, master: bool) -> None:
         self.node = node
@@ -48,8 +48,8 @@ class Actor:
         self.loaded: dict[str, torch.Tensor] = {}
 
     async def execute_checkpoint_engine(self, method: str, **kwargs: Any) -> Any:
-        told = getattr(self.engine, method)(**kwargs)
-        return {"node": self.node} if method == "prepare" else told
+        result = getattr(self.engine, method)(**kwargs)
+        return {"node": self.node} if method == "prepare" else result
 
     async def send(self, version: int) -> dict[str, Any]:
         await self.engine.send_weights(iter(weights(version).items()), global_steps=version)
@@ -81,10 +81,10 @@ class ActorGroup:
     def __init__(self, ranks: list[Any]) -> None:
         self.ranks, self.world_size = ranks, len(ranks)
 
-    def execute_checkpoint_engine(self, method: list[str], **told: list[Any]) -> list[Any]:
-        """As verl dispatches them: each argument has a value for each rank."""
+    def execute_checkpoint_engine(self, method: list[str], **arguments: list[Any]) -> list[Any]:
+        """Call all ranks as verl does: each argument has a value for each rank."""
         return [
-            rank.execute_checkpoint_engine.remote(method[n], **{name: each[n] for name, each in told.items()})
+            rank.execute_checkpoint_engine.remote(method[n], **{name: each[n] for name, each in arguments.items()})
             for n, rank in enumerate(self.ranks)
         ]
 
@@ -116,7 +116,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def manager(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayManager]:
-    """One for all tests, which go on from each other: each process takes seconds to start."""
+    """One manager for all tests, which build on each other: each process takes seconds to start."""
     here, start = ray.get_runtime_context().get_node_id(), relay.start
     folder = str(tmp_path_factory.mktemp("relay"))
     config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={"relay": {"folder": folder}})
@@ -126,7 +126,7 @@ def manager(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def kill(relay: Any) -> None:
-    """It is dead when this returns: until then it may yet answer a question."""
+    """Kill a relay and wait until it is dead."""
     ray.kill(relay)
     for _ in range(300):
         try:
@@ -134,14 +134,14 @@ def kill(relay: Any) -> None:
         except RayActorError:
             return
         time.sleep(0.1)
-    raise AssertionError("it lives on")
+    raise AssertionError("the relay is still alive")
 
 
 def served(manager: RelayManager) -> list[float]:
     return [replica.serves() for replica in manager.replicas]
 
 
-def test_each_node_has_one_copy_and_its_replicas_take_it(manager: RelayManager) -> None:
+def test_each_node_has_one_copy_and_its_replicas_load_it(manager: RelayManager) -> None:
     for version in (1, 2, 3):
         manager.update_weights(version)
         assert served(manager) == [version * 10.0] * 2
@@ -150,21 +150,21 @@ def test_each_node_has_one_copy_and_its_replicas_take_it(manager: RelayManager) 
     assert [Folder(path).versions() for path in paths] == [[2, 3]] * 2
 
 
-def test_another_site_gets_what_changed_and_the_update_says_how_much(
+def test_another_site_gets_a_difference_and_the_update_returns_its_size(
     manager: RelayManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(managers, "sites_of", lambda nodes, label: {node: node for node in nodes})
     manager._sites = {}
     ray.get([each.tally.remote() for each in manager._relays.values()])
-    told = manager.update_weights(4)
+    metrics = manager.update_weights(4)
     size = sum(tensor.nbytes for tensor in weights(4).values())
-    assert 0 < told["rollout/weights/slow_link_mb"] * 1e6 < size / 4
-    assert told["rollout/weights/damaged_chunks"] == told["rollout/weights/lost_chunks"] == 0
+    assert 0 < metrics["rollout/weights/slow_link_mb"] * 1e6 < size / 4
+    assert metrics["rollout/weights/damaged_chunks"] == metrics["rollout/weights/lost_chunks"] == 0
     assert served(manager) == [40.0] * 2
     manager._sites = {}
 
 
-def test_the_trainer_goes_on_while_replicas_take_them(manager: RelayManager) -> None:
+def test_the_trainer_continues_while_replicas_load(manager: RelayManager) -> None:
     manager.waits = False
     assert manager.update_weights(4) == {"rollout/weights/replicas_behind": 0.0}
     manager.settle()
@@ -172,7 +172,7 @@ def test_the_trainer_goes_on_while_replicas_take_them(manager: RelayManager) -> 
     assert served(manager) == [40.0] * 2
 
 
-def test_no_room_stops_the_trainer_and_says_what_to_do(manager: RelayManager) -> None:
+def test_missing_room_stops_the_trainer_with_a_remedy(manager: RelayManager) -> None:
     [actor] = manager.actor_wg.ranks
     ray.get(actor.limit_files.remote(1000))
     with pytest.raises(WeightsError, match=r"--shm-size.*relay\.folder"):
@@ -180,7 +180,7 @@ def test_no_room_stops_the_trainer_and_says_what_to_do(manager: RelayManager) ->
     ray.get(actor.limit_files.remote(resource.RLIM_INFINITY))
 
 
-def test_what_went_wrong_behind_the_trainers_back_is_told(manager: RelayManager) -> None:
+def test_an_error_in_the_background_is_raised(manager: RelayManager) -> None:
     manager.waits = False
     ray.kill(manager.replicas[1].workers[0])
     manager.update_weights(6)
@@ -189,10 +189,10 @@ def test_what_went_wrong_behind_the_trainers_back_is_told(manager: RelayManager)
     gone = manager.replicas.pop()  # as the trainer's mend does
     manager._under_way = {gone: manager._deliver(gone)}
     ray.wait(list(manager._under_way.values()), timeout=30)
-    assert manager.check() == 0, "of one that was replaced nobody asks"
+    assert manager.check() == 0, "a replaced replica still counts"
 
 
-def test_a_relay_that_died_is_replaced(manager: RelayManager) -> None:
+def test_a_dead_relay_is_replaced(manager: RelayManager) -> None:
     manager.waits = False
     far = Replica(1, "far")
     manager.replicas.append(far)
@@ -201,7 +201,7 @@ def test_a_relay_that_died_is_replaced(manager: RelayManager) -> None:
     kill(manager._relays["far"])
     manager._under_way[far] = manager._deliver(far)
     ray.wait([manager._under_way[far]], timeout=30)
-    assert manager.check() == 1, "it takes them again, and nobody waits"
+    assert manager.check() == 1, "the delivery is not retried in the background"
     manager.settle()
     assert served(manager) == [70.0] * 2
     manager.update_weights(8)
@@ -209,7 +209,7 @@ def test_a_relay_that_died_is_replaced(manager: RelayManager) -> None:
     assert served(manager) == [80.0] * 2
 
 
-def test_a_relay_that_hangs_is_replaced_in_time(manager: RelayManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_relay_is_replaced_in_time(manager: RelayManager, monkeypatch: pytest.MonkeyPatch) -> None:
     manager.waits = True
     monkeypatch.setattr(managers, "_LINK_PATIENCE_S", 20.0)
     monkeypatch.setattr(managers, "_LOOK_S", 0.5)
@@ -220,13 +220,13 @@ def test_a_relay_that_hangs_is_replaced_in_time(manager: RelayManager, monkeypat
 
 
 def owner(folder: str) -> int:
-    """The process that holds a folder's lock."""
+    """Return the process that holds a folder's lock."""
     inode = os.stat(f"{folder}.lock").st_ino
     held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     return next(int(lock[4]) for lock in held if lock[5].endswith(f":{inode}"))
 
 
-def test_one_that_comes_later_takes_the_newest_without_the_actor(manager: RelayManager) -> None:
+def test_a_late_replica_loads_the_newest_version_without_the_actor(manager: RelayManager) -> None:
     for rank in manager.actor_wg.ranks:
         ray.kill(rank)
     new = Replica(2, "far")

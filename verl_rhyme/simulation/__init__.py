@@ -1,4 +1,4 @@
-"""A cluster in virtual time, driven by the same policies as training.
+"""Simulation of a cluster in virtual time, with the scheduling and placement policies of training.
 
 Process: the command's. Engines: none.
 """

@@ -1,4 +1,4 @@
-"""Replicas on one clock: a heap of what happens next."""
+"""Discrete-event simulation of replicas on one clock: a heap of the next events."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from verl_rhyme.simulation.engine import Engine, Request
 
 
 class Cluster:
-    """Engines and calls, in the order of time; of equal times, in the order in which they were announced.
+    """Event loop over engines and calls; events of equal times run in the order in which they were scheduled.
 
-    Whoever changes an engine tells so with :meth:`touch`.
+    A caller that changes an engine must call :meth:`touch`.
 
     Args:
-        engines: By name.
-        done: Is called with an engine's name and each request that is done there.
-        occupied: Is called with the time and the requests in slots, whenever these are others.
+        engines: Engines by name.
+        done: Callback for each finished request, with the engine's name.
+        occupied: Callback for each change of the number of requests in slots, with the time.
 
     Attributes:
         now: Seconds.
-        events: That came to pass.
+        events: Number of processed events.
     """
 
     def __init__(
@@ -42,19 +42,19 @@ class Cluster:
         self._count = 0
 
     def call(self, after: float, what: Callable[[], None]) -> None:
-        """In so many seconds."""
+        """Schedule a call in ``after`` seconds."""
         self._push(self.now + after, None, what)
 
     def touch(self, name: str) -> None:
-        """An engine's next event may be another one now."""
+        """Reschedule the next event of an engine that has changed."""
         engine = self.engines[name]
-        self._settle(name, engine.running)
+        self._count_running(name, engine.running)
         self._stamps[name] += 1
         if (when := engine.next_event()) < math.inf:
             self._push(max(when, self.now), name, self._stamps[name])
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Until nothing is announced any more, or ``until`` says so after an event."""
+        """Process events until none is left or ``until`` returns true."""
         while self._heap and not until():
             when, _, name, what = heapq.heappop(self._heap)
             if name is None:
@@ -68,7 +68,7 @@ class Cluster:
                     self._done(name, request)
                 self.touch(name)
 
-    def _settle(self, name: str, rows: int) -> None:
+    def _count_running(self, name: str, rows: int) -> None:
         change = rows - self._rows[name]
         if change:
             self._rows[name] = rows

@@ -1,8 +1,8 @@
-"""A cluster and what it runs, from a YAML file (``verl-rhyme simulate``).
+"""Cluster files of ``verl-rhyme simulate``: a YAML file with a cluster and its workload.
 
-Keys and types are those of :mod:`verl_rhyme.simulation.cluster_keys`; the run's options (``max_staleness``,
-``scheduling.*``, ...) are those of :mod:`verl_rhyme.config`, read by the same code. A replica's profile is a file of
-its own (:mod:`verl_rhyme.planning.profile`).
+:mod:`verl_rhyme.simulation.cluster_keys` has the keys and types. The run's options (``max_staleness``,
+``scheduling.*``, ...) are those of :mod:`verl_rhyme.config`, read by the same code. A replica's profile is a separate
+file (:mod:`verl_rhyme.planning.profile`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from verl_rhyme.simulation.cluster_keys import OPTIONS, ClusterFile, WorkloadFil
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Streaming
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
-#: Sections of the file that are the run's options.
+#: Sections of the file with options of the run.
 _SECTIONS = tuple(dict.fromkeys(option.name.partition(".")[0] for option in OPTIONS))
-#: verl's bound of its separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
+#: verl's staleness bound in separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
 VERLS_STALENESS = 7
-#: What whole numbers must be at least, by key.
+#: Minimum of integers, by key.
 _LEAST = {
     **dict.fromkeys(("limit", "updates", "batch_prompts", "workload.prompts", "workload.samples"), 1),
     **{"workload.epochs": 1, "workload.prompt_tokens": 1, "workload.seed": 0},
@@ -42,13 +42,13 @@ _LEAST = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """What is to be simulated.
+    """A simulation, as read from a cluster file.
 
     Attributes:
         scenario: Cluster and rules.
-        prompts: In the order of the loader.
-        updates: Update batches that they make, or fewer where the file says so.
-        sources: Of the profiles' figures.
+        prompts: Prompts in the order of the data loader.
+        updates: Number of training steps.
+        sources: Sources of the profiles' figures.
         total: Prompts of all epochs.
     """
 
@@ -63,11 +63,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a cluster file.
 
     Args:
-        path: Of the YAML.
-        overrides: ``key.in.it=value``; an element of a list has its number as key, from 0 on.
+        path: Path of the YAML file.
+        overrides: ``key.in.it=value``; the key of a list element is its index, from 0.
 
     Raises:
-        ClusterError: It cannot be read, or says what cannot be.
+        ClusterError: The file cannot be read, or a value is invalid.
     """
     tree = plain(path, overrides)
     own = {key: value for key, value in tree.items() if key not in _SECTIONS}
@@ -85,36 +85,36 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _check_keys(own: Mapping[str, Any], path: Path) -> None:
-    """See that no key is unknown."""
+    """Raise ClusterError for an unknown key."""
     known = [*(of.name for of in fields(ClusterFile)), *_SECTIONS]
     for key in own:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
             raise ClusterError(f"{path}: unknown key {key}: {hint}")
 
 
 def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
-    """The run's options: the preset's, and over these the file's.
+    """Return the run's options: those of the preset, overridden by the file's.
 
     Raises:
-        ConfigError: There are no such, or they are not simulated.
+        ConfigError: An option is invalid or not simulated.
     """
     preset = "off" if config.preset in (None, "False") else str(config.preset)  # YAML's off
     if preset not in PRESETS:
         raise ConfigError(f"preset must be {', '.join(PRESETS)}, not {preset!r}{nearest(preset, PRESETS)}")
     run = parse(OmegaConf.to_container(OmegaConf.merge(presets.tree(preset), tree)))  # type: ignore[arg-type]
-    assert run is not None  # enable is no key here
-    played, default = {option.name for option in OPTIONS}, RhymeConfig()
+    assert run is not None  # a cluster file has no key enable
+    simulated, default = {option.name for option in OPTIONS}, RhymeConfig()
     for option in options():
         value = attrgetter(option.name)
-        if option.name not in played and value(run) != value(default):
+        if option.name not in simulated and value(run) != value(default):
             raise ConfigError(f"{option.name} is not simulated: drop it")
     if (run.max_staleness is None) != (preset not in PIPELINES):
         bound = "null" if run.max_staleness is None else run.max_staleness
         raise ConfigError(
             f"preset={preset} with max_staleness={bound}: presets with the pipeline ({', '.join(PIPELINES)}) "
-            "have a bound, off and histospec are verl's own schedule"
+            "need a bound; off and histospec have verl's schedule and take none"
         )
     return run
 
@@ -122,11 +122,11 @@ def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
 def _check_bounds(config: ClusterFile, path: Path) -> None:
     if not config.drafts.acceptance:
         raise ClusterError(
-            f"{path}: drafts.acceptance is empty: name a pace for each epoch, such as [1, 2], or drop it"
+            f"{path}: drafts.acceptance is empty: give an acceptance length for each epoch, such as [1, 2], or drop it"
         )
-    told = [(key, attrgetter(key)(config), least) for key, least in _LEAST.items()]
-    told += [(f"replicas.{i}.count", kind.count, 1) for i, kind in enumerate(config.replicas)]
-    for key, value, least in told:
+    bounds = [(key, attrgetter(key)(config), least) for key, least in _LEAST.items()]
+    bounds += [(f"replicas.{i}.count", kind.count, 1) for i, kind in enumerate(config.replicas)]
+    for key, value, least in bounds:
         if value is not None and value < least:
             raise ClusterError(f"{path}: {key} must be at least {least}, not {value}")
 
@@ -143,7 +143,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         if source not in sources:
             sources.append(source)
     if not costs:
-        raise ClusterError(f"{path}: replicas is empty: name at least one kind")
+        raise ClusterError(f"{path}: replicas is empty: add at least one kind of replica")
     for name, value, values in (
         ("topology", config.topology, ("colocated", "separate")),
         ("forecasts", config.forecasts, ("history", "oracle", "none")),
@@ -153,16 +153,19 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
     work = config.workload
     prompts = _prompts(work, path)
     largest, total = work.prompt_tokens + work.response_limit, work.prompts * work.epochs
-    if small := [i for i, kind in enumerate(rooms) if kind < largest]:
+    if small := [i for i, room in enumerate(rooms) if room < largest]:
         raise ClusterError(
-            f"{path}: replicas.{small[0]} has room for {rooms[small[0]]:.0f} tokens, and a request may have "
-            f"{largest}: set replicas.{small[0]}.room, or shorten the workload"
+            f"{path}: replicas.{small[0]} has KV cache for {rooms[small[0]]:.0f} tokens, but a request may have "
+            f"{largest}: raise replicas.{small[0]}.room, or lower workload.prompt_tokens or workload.response_limit"
         )
     updates = total // config.batch_prompts
     if not updates:
-        raise ClusterError(f"{path}: its {total} prompts are fewer prompts than batch_prompts={config.batch_prompts}")
+        raise ClusterError(
+            f"{path}: the workload has {total} prompts, fewer than batch_prompts={config.batch_prompts}: "
+            "raise workload.prompts, or lower batch_prompts"
+        )
     updates = updates if config.updates is None else min(updates, config.updates)
-    Placement(run.placement.policy or "least_loaded", dict(run.placement.options))  # values that it refuses
+    Placement(run.placement.policy or "least_loaded", dict(run.placement.options))  # checks the options early
     rules = _rules(config, run)
     part = run.streaming.part if run.pipeline and config.topology == "separate" else None
     scenario = Scenario(
@@ -179,7 +182,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         limit=config.limit,
         min_starts=1
         if config.limit is None
-        else max(1, (config.limit - sum(cost.slots for cost in costs)) // 2),  # training's
+        else max(1, (config.limit - sum(cost.slots for cost in costs)) // 2),  # as in training
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
     )
@@ -197,7 +200,7 @@ def _prompts(work: WorkloadFile, path: Path) -> Iterator[Prompt]:
 
 
 def verls_rules(batch_prompts: int, samples: int, *, separate: bool) -> Rules:
-    """What verl's own modes do: ``sync``, or ``separate_async``, whose two batches in flight start at once."""
+    """Return the rules of verl's trainers: ``sync``, or ``separate_async`` with two batches in flight."""
     rules = Rules(batch_prompts, batch_prompts * samples, max_staleness=0, in_flight=1)
     if not separate:
         return rules
@@ -209,7 +212,7 @@ def _drafts(config: ClusterFile) -> Drafts:
 
 
 def _rules(config: ClusterFile, run: RhymeConfig) -> Rules:
-    """The pipeline's; without ``max_staleness`` verl's own."""
+    """Return the rules of the pipeline, or verl's if ``max_staleness`` is null."""
     separate = config.topology == "separate"
     if run.max_staleness is None:
         return verls_rules(config.batch_prompts, config.workload.samples, separate=separate)

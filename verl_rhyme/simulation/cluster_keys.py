@@ -1,4 +1,4 @@
-"""Keys of a cluster file (docs/studies/simulation.md): cluster, workload, the run's own options (docs/options.md)."""
+"""Keys of a cluster file (docs/studies/simulation.md): cluster, workload, and options of the run (docs/options.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl_rhyme.config import options
 
 @dataclass
 class ReplicasFile:
-    """So many replicas of a kind; ``slots`` and ``room`` in place of the profile's."""
+    """``count`` replicas of one kind; ``slots`` and ``room`` override the profile's."""
 
     count: int = MISSING
     profile: str = MISSING
@@ -22,8 +22,8 @@ class ReplicasFile:
 
 @dataclass
 class TrainingFile:
-    """:class:`~verl_rhyme.planning.cost.TrainingCost`; ``gradients``: of streamed parts, too, and not their
-    log-probabilities alone."""
+    """:class:`~verl_rhyme.planning.cost.TrainingCost`; ``gradients``: whether streamed parts compute gradients, not
+    only log-probabilities."""
 
     token: float = 0.0
     logprobs: float = 0.25
@@ -63,7 +63,7 @@ class DraftsFile:
 
 @dataclass
 class ClusterFile:
-    """The whole file; beside these keys it has the options of :data:`OPTIONS`."""
+    """A cluster file; in addition to these keys it has the options in :data:`OPTIONS`."""
 
     replicas: list[ReplicasFile] = MISSING
     workload: WorkloadFile = field(default_factory=WorkloadFile)
@@ -77,15 +77,15 @@ class ClusterFile:
     updates: int | None = None
 
 
-#: Options of the run that the simulator has no part for.
-_UNPLAYED = (
+#: Options of the run that the simulator ignores.
+_NOT_SIMULATED = (
     *("scheduling.tool_timeout", "scheduling.order", "scheduling.lost_after", "placement.profile"),
     *("streaming.elastic.min_replicas", "streaming.elastic.max_replicas"),
 )
-#: Options of the run that the file may have, by their names in :mod:`verl_rhyme.config`.
+#: Options of the run allowed in the file, by their names in :mod:`verl_rhyme.config`.
 OPTIONS = tuple(
     option
     for option in options()
     if option.name.partition(".")[0] in ("max_staleness", "scheduling", "placement", "streaming")
-    and option.name not in _UNPLAYED
+    and option.name not in _NOT_SIMULATED
 )

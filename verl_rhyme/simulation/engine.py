@@ -1,12 +1,12 @@
-"""One replica in virtual time: an engine with continuous batching, slots, a bounded KV cache, preemption and drafts.
+"""One replica in virtual time: continuous batching with slots, a bounded KV cache, preemption and drafts.
 
-All its requests advance a step together, so that the engine counts steps, and a request is done at a step that is known
-when it begins: between two events nothing is computed. Steps are a continuous quantity here. As caches grow steps
-become longer, which is integrated exactly. What :mod:`verl_rhyme.planning.cost` says of a step holds.
+All running requests advance one step together. The step at which a request finishes is known when it starts, so that
+nothing is computed between two events. Steps are a continuous quantity; they become longer as the cache grows, which
+is integrated exactly. :mod:`verl_rhyme.planning.cost` has the cost of a step.
 
-A queued request is admitted when a slot and room for what it has are free, by priority and then in the order of coming.
-When the cache is full the one admitted last gives way, goes to the front of the queue and has its tokens computed anew
-(vLLM's preemption by recomputation).
+A queued request is admitted when a slot and KV cache for its tokens are free, by priority and then by arrival. When
+the cache is full, the request admitted last is preempted: it goes to the front of the queue and its tokens are
+recomputed (vLLM's preemption by recomputation).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import NamedTuple
 
 from verl_rhyme.planning.cost import ReplicaCost
 
-#: Steps by which one counts as done all the same: rounding of times.
+#: Steps by which a request may be early and still count as finished: rounding of times.
 _ROUNDING = 1e-6
-#: Prompts whose prefix stays cached after their last request has left.
+#: Maximum prompts whose prefix stays cached after their last request has left.
 _KEPT_PREFIXES = 4096
 
 
 class Request(NamedTuple):
-    """What an engine is to generate.
+    """A generation request.
 
     Attributes:
-        name: Of the attempt, no two alike in an engine.
-        prompt: Requests of one prompt share its prefix.
-        prompt_tokens: Of that.
-        tokens: Response tokens it has at its end.
-        emitted: Those that it brings along, from before.
-        priority: Lowest first.
-        pace: Tokens a step, drafts included: the acceptance length.
-        drafts: Draft tokens that are verified for it in a step.
+        name: Name of the attempt, unique in an engine.
+        prompt: Id of the prompt; requests of one prompt share its prefix.
+        prompt_tokens: Tokens of the prompt.
+        tokens: Response tokens when it finishes.
+        emitted: Response tokens generated before, in other requests.
+        priority: Priority; lowest first.
+        pace: Tokens per step, drafts included: the acceptance length.
+        drafts: Draft tokens verified per step.
     """
 
     name: Hashable
@@ -51,13 +51,13 @@ class Request(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A stretch of a request in a slot, for pictures.
+    """A time span of a request in a slot, for plots.
 
     Attributes:
-        request: Whose.
-        began, ended: When.
-        emitted: Tokens that it had at the end of the stretch.
-        why: It ended: ``done``, ``preempted`` or ``withdrawn``.
+        request: Request in the slot.
+        began, ended: Seconds.
+        emitted: Response tokens at the end of the span.
+        why: Reason of the end: ``done``, ``preempted`` or ``withdrawn``.
     """
 
     request: Request
@@ -76,35 +76,35 @@ class _Run:
 
 
 class Engine:
-    """See the module. Time comes in as an argument and never goes back.
+    """A simulated replica. Time is an argument of its methods and never decreases.
 
     Args:
-        cost: Of its kind.
-        told: Is called with each segment that ends; ``None``: nobody is interested.
+        cost: Costs of the replica.
+        on_segment: Callback for each segment that ends, or ``None``.
 
     Attributes:
-        made: Tokens that it has emitted.
-        preempted: How often one gave way.
-        recomputed: Tokens that were prefilled though they had been computed before.
+        made: Generated tokens.
+        preempted: Number of preemptions.
+        recomputed: Generated tokens that were prefilled again.
     """
 
-    def __init__(self, cost: ReplicaCost, told: Callable[[Segment], None] | None = None) -> None:
+    def __init__(self, cost: ReplicaCost, on_segment: Callable[[Segment], None] | None = None) -> None:
         self.cost = cost
         self.made = self.recomputed = 0.0
         self.preempted = 0
-        self._told = told
+        self._on_segment = on_segment
         self._now = self._steps = self._stall = 0.0
-        self._cached = self._pace = self._drafts = 0.0  # of all that run
+        self._cached = self._pace = self._drafts = 0.0  # sums over running requests
         self._running: dict[Hashable, _Run] = {}
         self._ends: list[tuple[float, int, Hashable]] = []
         self._admissions: list[tuple[int, Hashable]] = []
         self._queue: list[tuple[float, int, Request]] = []
         self._queued: dict[Hashable, tuple[int, Request]] = {}
-        self._users: dict[Hashable, int] = {}  # of a prefix
+        self._users: dict[Hashable, int] = {}  # running requests by prompt
         self._kept: OrderedDict[Hashable, None] = OrderedDict()
         self._count = self._front = 0
 
-    # ---- what there is ----
+    # ---- state ----
 
     @property
     def running(self) -> int:
@@ -118,31 +118,31 @@ class Engine:
 
     @property
     def cached(self) -> float:
-        """Tokens in the KV cache, as of the last event."""
+        """Tokens in the KV cache at the last event."""
         return self._cached
 
     def names(self) -> list[Hashable]:
-        """Of all its requests."""
+        """Return the names of all requests, running and queued."""
         return [*self._running, *self._queued]
 
     def emitted(self, name: Hashable) -> float:
-        """Tokens that a running request has, as of the last event."""
+        """Return the response tokens of a running request at the last event."""
         return self._emitted(self._running[name])
 
-    # ---- what happens ----
+    # ---- events ----
 
     def submit(self, request: Request, now: float) -> None:
-        """A request comes."""
+        """Queue a request, and admit it if possible."""
         self._advance(now)
         self._count += 1
         self._enqueue(request, self._count)
         self._admit()
 
     def withdraw(self, name: Hashable, now: float) -> tuple[Request, float]:
-        """A request is taken back, with the tokens it has.
+        """Remove a request; return it with its response tokens.
 
         Raises:
-            KeyError: It is not here.
+            KeyError: The engine does not have it.
         """
         self._advance(now)
         if name in self._queued:
@@ -155,16 +155,16 @@ class Engine:
         return run.request, emitted
 
     def progress(self, name: Hashable, now: float) -> float:
-        """Tokens that a request has.
+        """Return the response tokens of a request.
 
         Raises:
-            KeyError: It is not here.
+            KeyError: The engine does not have it.
         """
         self._advance(now)
         return self._queued[name][1].emitted if name in self._queued else self._emitted(self._running[name])
 
     def withdraw_all(self, now: float) -> list[tuple[Request, float]]:
-        """All requests are taken back: those that run, and those that wait, with the tokens they have."""
+        """Remove all requests; return them with their response tokens, running ones first."""
         self._advance(now)
         runs = list(self._running.values())
         taken = [(run.request, self._emitted(run)) for run in runs]
@@ -176,11 +176,11 @@ class Engine:
         return taken
 
     def forget(self) -> None:
-        """The cached prefixes are those of other weights."""
+        """Drop the cached prefixes: the weights have changed."""
         self._kept.clear()
 
     def next_event(self) -> float:
-        """When the next request is done, or gives way, unless something happens before; infinite if never."""
+        """Return the time at which the next request finishes or is preempted; infinite if none runs."""
         if not self._running:
             return math.inf
         steps = math.inf
@@ -196,7 +196,7 @@ class Engine:
         return self._now + self._stall + self._seconds(steps)
 
     def step(self, now: float) -> Iterator[Request]:
-        """Let time pass until ``now``, at most :meth:`next_event`: those that are done by then."""
+        """Advance to ``now``, at most :meth:`next_event`, and yield the finished requests."""
         self._advance(now)
         while self._ends and self._ends[0][0] <= self._steps + _ROUNDING:
             _, order, name = heapq.heappop(self._ends)
@@ -208,7 +208,7 @@ class Engine:
             self._preempt()
         self._admit()
 
-    # ---- within ----
+    # ---- internals ----
 
     def _enqueue(self, request: Request, order: int) -> None:
         self._queued[request.name] = order, request
@@ -218,7 +218,7 @@ class Engine:
         return self.cost.step.seconds(len(self._running), self._cached, self._drafts)
 
     def _seconds(self, steps: float) -> float:
-        """Of so many steps from now on; each makes the cache larger."""
+        """Return the seconds of ``steps`` steps from now on; each one makes the cache larger."""
         growth = self.cost.step.cached * self._pace
         return steps * (self._step_seconds() + growth * steps / 2)
 
@@ -235,7 +235,7 @@ class Engine:
         if passed <= 0:
             return
         first, growth = self._step_seconds(), self.cost.step.cached * self._pace
-        # The root of growth/2 n^2 + first n = passed, in a form that stays exact for little growth.
+        # Root n of growth/2 n^2 + first n = passed, in a form that stays accurate as growth goes to 0.
         steps = 2 * passed / (first + math.sqrt(first * first + 2 * growth * passed))
         self._steps += steps
         self._cached += steps * self._pace
@@ -247,7 +247,7 @@ class Engine:
     def _admit(self) -> None:
         while self._queue and len(self._running) < self.cost.slots:
             _, order, request = self._queue[0]
-            if self._queued.get(request.name, (None,))[0] != order:  # withdrawn, or here anew
+            if self._queued.get(request.name, (None,))[0] != order:  # withdrawn, or queued again
                 heapq.heappop(self._queue)
                 continue
             shared = request.prompt in self._users or request.prompt in self._kept
@@ -287,11 +287,11 @@ class Engine:
                 self._kept.popitem(last=False)
         if not self._running:
             self._cached = self._pace = self._drafts = self._stall = 0.0
-        if self._told is not None:
-            self._told(Segment(request, run.began, self._now, emitted, why))
+        if self._on_segment is not None:
+            self._on_segment(Segment(request, run.began, self._now, emitted, why))
 
     def _preempt(self) -> None:
-        """The one admitted last."""
+        """Preempt the running request admitted last."""
         while True:
             admitted, name = self._admissions.pop()
             run = self._running.get(name)

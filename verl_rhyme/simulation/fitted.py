@@ -1,4 +1,4 @@
-"""What a run's log tells of its machine: a profile of its replicas, the trainer's costs, what drafting gained."""
+"""Costs fitted to a run's event log: a profile of its replicas, costs of the trainer, and acceptance lengths."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from verl_rhyme.simulation.scenario import Drafts
 
 @dataclass(frozen=True)
 class Fitted:
-    """Attributes:
-    source: Which run, which engine, when, and how good the fit is.
-    steps: Of its replicas.
-    cost: The same, with sizes: a replica's slots, the room of its KV cache, its GPUs.
-    training: Its trainer.
-    drafts: Its acceptance lengths.
-    notes: What the log does not tell.
+    """Costs fitted to a run.
+
+    Attributes:
+        source: Run, engine, date, and error of the fit.
+        steps: Fitted step costs of the replicas.
+        cost: Costs of a replica, with its slots, KV cache and GPUs.
+        training: Costs of the trainer.
+        drafts: Acceptance lengths.
+        notes: Values missing in the log.
     """
 
     source: str
@@ -38,10 +40,14 @@ class Fitted:
 
 
 def fit(run: Run, name: str) -> Fitted:
-    """See the module; ``name`` is the run's.
+    """Fit costs to a run.
+
+    Args:
+        run: Event log of the run.
+        name: Name of the run.
 
     Raises:
-        RunError: The log is too short, or does not tell what it takes.
+        RunError: The log is too short, or lacks the times of requests.
     """
     try:
         steps = fit_steps(recorded.requests(run))
@@ -52,24 +58,24 @@ def fit(run: Run, name: str) -> Fitted:
         training = fit_training(run)
     except RunError as error:
         training = TrainingCost()
-        notes.append(f"nothing is known of the trainer: {error}")
-    told = run.info.get("replica")
-    sizes = dict(told) if isinstance(told, dict) else {}
+        notes.append(f"the costs of the trainer are unknown: {error}")
+    replica = run.info.get("replica")
+    sizes = dict(replica) if isinstance(replica, dict) else {}
     if not (slots := int(sizes.get("slots") or 0)):
         slots = ReplicaCost.slots
-        notes.append(f"its log does not tell max_num_seqs: {slots} slots, vLLM's default, stand in the profile")
+        notes.append(f"the log does not have max_num_seqs: the profile has {slots} slots, vLLM's default")
     room, gpus = float(sizes.get("room") or math.inf), int(sizes.get("gpus") or 1)
     cost = ReplicaCost(steps.step, steps.prefill, slots=slots, room=room, gpus=gpus)
     date = time.strftime("%Y-%m-%d", time.gmtime(float(np.nanmax(run.requests["finished_at"]))))
     source = (
-        f"measured: {name}, {run.info.get('engine', 'an unknown engine')}, {date}; seconds of {steps.requests} "
-        f"requests off by {steps.error:.1%} in the median, a tenth by more than {steps.worst:.1%}"
+        f"measured: {name}, {run.info.get('engine', 'an unknown engine')}, {date}; error of the seconds of "
+        f"{steps.requests} requests: median {steps.error:.1%}, 90th percentile {steps.worst:.1%}"
     )
     return Fitted(source, steps, cost, training, recorded.acceptance(run), notes)
 
 
 def yaml(fitted: Fitted) -> str:
-    """A profile as ``verl-rhyme simulate`` reads it; for the cluster file it has trainer and drafts as a comment."""
+    """Return the profile file for ``verl-rhyme simulate``, with trainer and drafts for a cluster file as a comment."""
     cost = fitted.cost
     profile: dict[str, Any] = {
         "source": fitted.source,
@@ -86,8 +92,8 @@ def yaml(fitted: Fitted) -> str:
         around["drafts"] = {"acceptance": paces, "overhead": _digits(fitted.drafts.overhead)}
     comment = "".join(f"#   {line}\n" for line in OmegaConf.to_yaml(around).splitlines())
     return (
-        "# Measured by verl-rhyme profile. Seconds each; docs/studies/simulation.md says of what.\n"
-        f"# The same run's trainer, for a cluster file:\n{comment}{OmegaConf.to_yaml(profile)}"
+        "# Measured by verl-rhyme profile. Costs are in seconds; docs/studies/simulation.md explains the keys.\n"
+        f"# Trainer of the same run, for a cluster file:\n{comment}{OmegaConf.to_yaml(profile)}"
     )
 
 

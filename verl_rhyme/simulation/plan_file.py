@@ -1,4 +1,4 @@
-"""Sites, GPU kinds, a model and what it is trained on, from a YAML file (``verl-rhyme plan``)."""
+"""Plan files of ``verl-rhyme plan``: a YAML file with sites, kinds of GPU, a model and an update batch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, from_fol
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.workload import Lengths
 
-#: Quantiles that stand for a distribution of lengths.
+#: Quantiles that represent a distribution of lengths.
 _QUANTILES = 4096
-#: Models whose parameters differ by less are taken for one another: 7.6e9 for 8.2e9.
+#: Models whose parameters differ by a smaller factor count as the same: 7.6e9 and 8.2e9.
 _ALIKE = 1.1
 
 
@@ -48,8 +48,11 @@ class TrainingKindFile:
 
 @dataclass
 class KindFile:
-    """A kind of GPU: of :class:`~verl_rhyme.planning.sites.Pool`. ``profiles``: one for each tensor
-    parallel size that it may generate with; ``training``: none where it does not train."""
+    """A kind of GPU, for :class:`~verl_rhyme.planning.sites.Pool`.
+
+    ``profiles`` has one profile for each tensor parallel size of generation. ``training`` is null if the kind does not
+    train.
+    """
 
     name: str = MISSING
     memory: float = MISSING
@@ -62,7 +65,7 @@ class KindFile:
 
 @dataclass
 class SiteFile:
-    """GPUs of one kind at one place; a site with two kinds stands there twice."""
+    """GPUs of one kind at one site; a site with two kinds has two entries."""
 
     name: str = MISSING
     kind: str = MISSING
@@ -73,7 +76,7 @@ class SiteFile:
 
 @dataclass
 class LinkFile:
-    """``between`` two sites."""
+    """A network link ``between`` two sites."""
 
     between: list[str] = field(default_factory=list)
     gbps: float = MISSING
@@ -81,14 +84,14 @@ class LinkFile:
 
 @dataclass
 class LengthsFile:
-    """``run``: a run folder, whose trained responses' lengths count; its path counts from the file's folder."""
+    """``run``: Folder of a run whose trained response lengths to use; relative to the plan file's folder."""
 
     run: str | None = None
 
 
 @dataclass
 class BatchFile:
-    """An update batch and its lengths, told by percentiles or by a recorded run's."""
+    """An update batch; its lengths come from percentiles or from a recorded run."""
 
     prompts: int = MISSING
     samples: int = MISSING
@@ -100,7 +103,7 @@ class BatchFile:
 
 @dataclass
 class PlanDraftsFile:
-    """Tokens a decoding step with drafts, and draft tokens verified for each gained."""
+    """Tokens per decode step with drafts, and verified draft tokens per token gained."""
 
     acceptance: float = 1.0
     overhead: float = 1.5
@@ -108,7 +111,7 @@ class PlanDraftsFile:
 
 @dataclass
 class PlanFile:
-    """The whole file."""
+    """A plan file."""
 
     kinds: list[KindFile] = MISSING
     sites: list[SiteFile] = MISSING
@@ -125,12 +128,12 @@ class PlanFile:
 
 @dataclass(frozen=True)
 class LoadedPlan:
-    """What is to be planned, and by what.
+    """A planning problem, as read from a plan file.
 
     Attributes:
-        problem, objective, slowest: Of :func:`~verl_rhyme.planning.planner.plan`.
-        max_staleness: That is planned for; ``None``: the bounds are compared.
-        sources: Of the profiles' figures, by kind and tensor parallel size.
+        problem, objective, slowest: Arguments of :func:`~verl_rhyme.planning.planner.plan`.
+        max_staleness: Staleness bound to plan for; ``None`` to compare bounds.
+        sources: Sources of the profiles' figures, by kind and tensor parallel size.
     """
 
     problem: Problem
@@ -141,14 +144,14 @@ class LoadedPlan:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> LoadedPlan:
-    """Read it.
+    """Read a plan file.
 
     Args:
-        path: Of the YAML.
-        overrides: ``key.in.it=value``; an element of a list has its number as key, from 0 on.
+        path: Path of the YAML file.
+        overrides: ``key.in.it=value``; the key of a list element is its index, from 0.
 
     Raises:
-        ClusterError: It cannot be read, or says what cannot be.
+        ClusterError: The file cannot be read, or a value is invalid.
     """
     config: PlanFile = read(PlanFile, path, overrides)
     try:
@@ -175,15 +178,15 @@ def _loaded(config: PlanFile, path: Path) -> LoadedPlan:
     pools, seen = [], set[tuple[str, str]]()
     for i, site in enumerate(config.sites):
         if site.kind not in kinds:
-            raise ClusterError(f"{path}: sites.{i}.kind={site.kind} is no kind: {_meant(site.kind, kinds)}")
+            raise ClusterError(f"{path}: sites.{i}.kind={site.kind} is not in kinds: {_meant(site.kind, kinds)}")
         if (site.name, site.kind) in seen:
-            raise ClusterError(f"{path}: sites.{i}: {site.kind} at {site.name} stands there twice: add up their gpus")
+            raise ClusterError(f"{path}: sites.{i}: {site.kind} at {site.name} is listed twice: add up their gpus")
         seen.add((site.name, site.kind))
         kind = kinds[site.kind]
         if site.rollout and not costs[site.kind]:
             raise ClusterError(
-                f"{path}: {site.kind} is to generate at {site.name} and has no profile: name some in its profiles "
-                f"(verl-rhyme profile makes one), or set sites.{i}.rollout=false"
+                f"{path}: {site.kind} generates at {site.name} but has no profile: add one to kinds.profiles of "
+                f"{site.kind} (verl-rhyme profile makes one), or set sites.{i}.rollout=false"
             )
         training = Training(**vars(kind.training)) if kind.training is not None and site.training else None
         of = kind.gpus_per_node, kind.memory, kind.price, kind.utilization
@@ -204,7 +207,7 @@ def _loaded(config: PlanFile, path: Path) -> LoadedPlan:
 def _check(config: PlanFile, path: Path) -> None:
     for name, given in (("kinds", config.kinds), ("sites", config.sites)):
         if not given:
-            raise ClusterError(f"{path}: {name} is empty: name at least one")
+            raise ClusterError(f"{path}: {name} is empty: add at least one entry")
     if config.objective not in ("time", "cost"):
         raise ClusterError(f"{path}: objective must be time or cost, not {config.objective!r}")
 
@@ -213,37 +216,37 @@ def _by_name(kinds: list[KindFile], path: Path) -> dict[str, KindFile]:
     named: dict[str, KindFile] = {}
     for i, kind in enumerate(kinds):
         if kind.name in named:
-            raise ClusterError(f"{path}: kinds.{i}: there is a {kind.name} already")
+            raise ClusterError(f"{path}: kinds.{i}.name={kind.name} is used twice: choose another name")
         named[kind.name] = kind
     return named
 
 
 def _check_model(parameters: float, profiles: Iterable[Profile], where: str, path: Path) -> None:
-    """Profiles are of the model that is planned for.
+    """Check that the profiles are of the planned model.
 
     Raises:
-        ClusterError: One says that it is of another.
+        ClusterError: A profile is of another model.
     """
-    for found in profiles:
-        if found.parameters is not None and not 1 / _ALIKE < parameters / found.parameters < _ALIKE:
+    for measured in profiles:
+        if measured.parameters is not None and not 1 / _ALIKE < parameters / measured.parameters < _ALIKE:
             raise ClusterError(
-                f"{path}: {where}: profile {found.name} is of a model of {found.parameters:.3g} parameters, and "
-                f"model.parameters={parameters:.3g}: name one of this model in {where}.profiles, or measure one "
-                f"(verl-rhyme profile); {where}.training.token is a model's, too"
+                f"{path}: {where}: profile {measured.name} is of a model with {measured.parameters:.3g} parameters, "
+                f"but model.parameters={parameters:.3g}: use a profile of this model in {where}.profiles, or measure "
+                f"one (verl-rhyme profile); {where}.training.token depends on the model, too"
             )
 
 
-def _profiles(named: Sequence[str], beside: Path) -> dict[int, Profile]:
-    """By tensor parallel size, one each."""
-    found: dict[int, Profile] = {}
+def _profiles(named: Sequence[str], plan: Path) -> dict[int, Profile]:
+    """Read the profiles of one kind and return them by tensor parallel size."""
+    by_size: dict[int, Profile] = {}
     for name in named:
-        each = profile(name, beside)
-        if (tp := each.cost.gpus) in found:
+        each = profile(name, plan)
+        if (tp := each.cost.gpus) in by_size:
             raise ClusterError(
-                f"{beside}: profiles {', '.join(named)}: two are of tensor parallel size {tp} (their gpus): drop one"
+                f"{plan}: profiles {', '.join(named)}: two have tensor parallel size {tp} (their gpus): drop one"
             )
-        found[tp] = each
-    return found
+        by_size[tp] = each
+    return by_size
 
 
 def _links(config: PlanFile, sites: set[str], path: Path) -> dict[frozenset[str], float]:
@@ -253,7 +256,7 @@ def _links(config: PlanFile, sites: set[str], path: Path) -> dict[frozenset[str]
             raise ClusterError(f"{path}: links.{i}.between must be two sites, such as [east, west], not {link.between}")
         for name in link.between:
             if name not in sites:
-                raise ClusterError(f"{path}: links.{i}.between: {name} is no site: {_meant(name, sites)}")
+                raise ClusterError(f"{path}: links.{i}.between: {name} is not in sites: {_meant(name, sites)}")
         if not 0 < link.gbps < math.inf:
             raise ClusterError(f"{path}: links.{i}.gbps must be above 0 and finite, not {link.gbps}")
         speeds[frozenset(link.between)] = link.gbps * 1e9 / 8
@@ -265,12 +268,16 @@ def _work(batch: BatchFile, path: Path) -> Work:
     if batch.lengths.run is None:
         if batch.percentiles is None or batch.response_limit is None:
             missing = "percentiles" if batch.percentiles is None else "response_limit"
-            raise ClusterError(f"{path}: batch.{missing} is missing (or name a recorded run: batch.lengths.run)")
+            raise ClusterError(
+                f"{path}: batch.{missing} is missing: set it, or set batch.lengths.run to a recorded run"
+            )
         places = ndtri((np.arange(_QUANTILES) + 0.5) / _QUANTILES)
-        told = Lengths(by_percentile(batch.percentiles, "batch", path), batch.response_limit)
-        return Work(told.at(places).astype(float), samples, batch.samples, batch.prompt_tokens)
+        distribution = Lengths(by_percentile(batch.percentiles, "batch", path), batch.response_limit)
+        return Work(distribution.at(places).astype(float), samples, batch.samples, batch.prompt_tokens)
     if batch.percentiles is not None or batch.response_limit is not None:
-        raise ClusterError(f"{path}: batch.lengths.run brings its own: drop batch.percentiles and batch.response_limit")
+        raise ClusterError(
+            f"{path}: batch.lengths.run has its own lengths: drop batch.percentiles and batch.response_limit"
+        )
     folder = from_folder_of(path, batch.lengths.run)
     try:
         lengths, tokens = recorded.lengths(recorded.read(folder))
@@ -282,4 +289,4 @@ def _work(batch: BatchFile, path: Path) -> Work:
 def _meant(name: str, known: object) -> str:
     names = sorted(known)  # type: ignore[call-overload]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""A real run as its event log tells it: requests to fit a cost model by, stages, lengths, acceptance lengths."""
+"""Event log of a real run: requests for fitting a cost model, stages, response lengths, acceptance lengths."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Columns = dict[str, npt.NDArray[Any]]
 
 
 class RunError(ValueError):
-    """A run's log does not tell what is asked; the message says where and what."""
+    """A run's log lacks the requested data; the message says where and what."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What was read.
+    """The event log of a run.
 
     Attributes:
-        folder: Of the event log.
+        folder: Folder of the event log.
         requests: Columns of :data:`~verl_rhyme.observability.events.REQUESTS`.
         stages: Columns of :data:`~verl_rhyme.observability.events.STAGES`.
-        info: What the trainer kept of the run (:func:`~verl_rhyme.observability.events.read_info`).
-        unread: Files that could not be read, and columns that requests do not have.
+        info: Facts that the trainer logged (:func:`~verl_rhyme.observability.events.read_info`).
+        unread: Messages about unreadable files and missing columns.
     """
 
     folder: Path
@@ -43,36 +43,39 @@ class Run:
 
 
 def read(run: str | os.PathLike[str]) -> Run:
-    """A run folder, its checkpoints' or the event log's own.
+    """Read the event log of a run.
+
+    Args:
+        run: Folder of the run, of its checkpoints, or of its event log.
 
     Raises:
-        RunError: There are no events in it.
+        RunError: The folder has no event log.
     """
     top = Path(run)
     if not top.is_dir():
-        raise RunError(f"{top} is no folder: give a run's, such as runs/tiny_cpu/histospec-qwen2-fsdp-sync")
-    found = [top, *sorted(top.glob("events")), *sorted(top.glob("*/events"))]
-    folder = next((path for path in found if any(path.glob("requests-*.arrow"))), None)
+        raise RunError(f"{top} is not a folder: pass a run folder, such as runs/tiny_cpu/histospec-qwen2-fsdp-sync")
+    folders = [top, *sorted(top.glob("events")), *sorted(top.glob("*/events"))]
+    folder = next((path for path in folders if any(path.glob("requests-*.arrow"))), None)
     if folder is None:
         raise RunError(
-            f"{top}: no events of a run (requests-*.arrow) in it, in events/ or in checkpoints/events/: it has not "
-            "ended its first step, ran with rhyme.events.enable=false, or is stock verl, which logs none (a run with "
-            "+rhyme=histospec and rhyme.drafting.enable=false decodes as stock verl does, and logs)"
+            f"{top}: no event log (requests-*.arrow) in this folder, in events/ or in checkpoints/events/: the run has "
+            "not finished its first step, has rhyme.events.enable=false, or is stock verl, which writes none (a run "
+            "with +rhyme=histospec and rhyme.drafting.enable=false decodes like stock verl and writes one)"
         )
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         requests, stages = events.read_requests(folder), events.read_stages(folder)
-    unread = [str(warning.message) for warning in told]
+    unread = [str(warning.message) for warning in caught]
     if not requests.num_rows:
-        raise RunError(f"{folder}: no request can be read; {unread[0] if unread else 'its files are empty'}")
+        raise RunError(f"{folder}: no request can be read: {unread[0] if unread else 'the files are empty'}")
     columns = events.to_numpy(requests)
     lacking = {name: requests.column(name).null_count for name in _SIZES}
-    lacking |= {name: requests.num_rows * (not np.isfinite(columns[name]).any()) for name in _TIMES}  # or it never ran
+    lacking |= {name: requests.num_rows * (not np.isfinite(columns[name]).any()) for name in _TIMES}
     for count in sorted({*lacking.values()} - {0}):
         names = ", ".join(name for name, of in lacking.items() if of == count)
         unread.append(
-            f"{folder}: {count} of {requests.num_rows} requests do not tell {names}: they are another version's, or "
-            "their engines kept no statistics"
+            f"{folder}: {count} of {requests.num_rows} requests lack {names}: another version of verl-rhyme wrote the "
+            "log, or the engines kept no statistics"
         )
     return Run(folder, columns, events.to_numpy(stages), events.read_info(folder), unread)
 
@@ -89,17 +92,17 @@ _TIMES = ("queued_at", "started_at", "finished_at")
 
 
 def requests(run: Run) -> Requests:
-    """What a fit goes by.
+    """Return the requests for fitting a cost model.
 
     Raises:
-        RunError: No request tells its times.
+        RunError: No request has start and end times.
     """
     columns = run.requests
     known = np.isfinite(columns["started_at"]) & np.isfinite(columns["finished_at"])
     if not known.any():
         raise RunError(
-            f"{run.folder}: no request tells when it started and ended: this log is another version's, or its engines "
-            "ran with disable_log_stats=true"
+            f"{run.folder}: no request has start and end times: another version of verl-rhyme wrote the log, or the "
+            "engines ran with disable_log_stats=true"
         )
     columns = {name: values[known] for name, values in columns.items()}
     prompt = _numbered(columns["prompt_key"].tolist())
@@ -125,17 +128,17 @@ def requests(run: Run) -> Requests:
 
 
 def lengths(run: Run) -> tuple[npt.NDArray[np.float64], float]:
-    """Tokens of each trained response, and of a prompt on average.
+    """Return the tokens of each trained response, and the mean tokens of a prompt.
 
     Raises:
-        RunError: No trained response tells its length.
+        RunError: No trained response has a length.
     """
     kept = run.requests["trained"] & ~run.requests["validate"]
     columns = {name: run.requests[name][kept] for name in ("uid", "sample", "prompt_tokens", "response_tokens")}
     sample = _numbered([*zip(columns["uid"].tolist(), columns["sample"].tolist(), strict=True)])
-    tokens = np.bincount(sample, columns["response_tokens"])  # one that was moved or resumed has several requests
+    tokens = np.bincount(sample, columns["response_tokens"])  # a migrated or resumed sample has several requests
     if not tokens.any():
-        raise RunError(f"{run.folder}: none of its {len(kept)} requests is of a trained response with a length")
+        raise RunError(f"{run.folder}: none of the {len(kept)} requests has a trained response with a length")
     prompt = _numbered(columns["uid"].tolist())
     prompt_tokens = np.full(prompt.max() + 1, np.inf)
     np.minimum.at(prompt_tokens, prompt, columns["prompt_tokens"])
@@ -143,7 +146,9 @@ def lengths(run: Run) -> tuple[npt.NDArray[np.float64], float]:
 
 
 def _steps(columns: Columns) -> npt.NDArray[np.float64]:
-    """Decode steps of each request. Its first token is the prompt's; what was accepted behind its end is not in it."""
+    """Return the decode steps of each request. Prefill makes the first token; tokens accepted beyond the end of the
+    response do not count.
+    """
     verified = columns["verify_steps"]
     plain = columns["response_tokens"] - columns["accepted_tokens"]
     return np.maximum(np.maximum(plain, np.where(verified > 0, verified + 1, 0)), 1).astype(float)
@@ -155,24 +160,26 @@ def _numbered(keys: list[Any]) -> npt.NDArray[np.int64]:
 
 
 def _first_of_its_prompt(columns: Columns, prompt: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Whether nobody of its prompt came before it on its replica with the same weights: the prefix is computed."""
+    """Whether a request is the first of its prompt on its replica with the same weights: it computes the prefix."""
     order = np.argsort(columns["started_at"], kind="stable")
     seen: set[tuple[int, int, int]] = set()
     first = np.zeros(len(prompt), dtype=bool)
     for row in order.tolist():
-        which = int(columns["replica"][row]), int(prompt[row]), int(columns["policy_version_start"][row])
-        first[row] = which not in seen
-        seen.add(which)
+        key = int(columns["replica"][row]), int(prompt[row]), int(columns["policy_version_start"][row])
+        first[row] = key not in seen
+        seen.add(key)
     return first
 
 
-#: Visits of a prompt after which acceptance lengths are told apart no more.
+#: Visits of a prompt from which on acceptance lengths are averaged.
 _MOST_VISITS = 7
 
 
 def acceptance(run: Run) -> Drafts:
-    """Acceptance lengths by how often a prompt was visited before, without what was regenerated from its own text,
-    which a simulation has of its own; and draft tokens for each that was gained, of all."""
+    """Return acceptance lengths by the number of earlier visits of a prompt, and draft tokens per token gained.
+
+    Acceptance lengths exclude text regenerated with itself as draft, which a simulation treats separately.
+    """
     columns = run.requests
     rows = ~columns["validate"] & (columns["response_tokens"] > 0)
     drafted, accepted = (int(columns[name][rows].sum()) for name in ("drafted_tokens", "accepted_tokens"))

@@ -1,7 +1,7 @@
-"""A run in virtual time: replicas, rollout, rewards, training and weight syncs.
+"""Simulation of a training run in virtual time: replicas, rollout, rewards, training and weight syncs.
 
-The rollout is training's own (:class:`~verl_rhyme.scheduling.rollout.Rollout` with its rules, scheduler and ledger), as
-are placement and the length predictor; what stands in is who carries their messages, the engines and the clock.
+Rollout (:class:`~verl_rhyme.scheduling.rollout.Rollout` with its rules, scheduler and ledger), placement and length
+predictor are the code of training. Simulated are the engines, the trainer, messages and the clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl_rhyme.config import PLACEMENTS
 from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.batches import Occupancy
 from verl_rhyme.placement import Placement
-from verl_rhyme.placement import Request as Asked
+from verl_rhyme.placement import Request as PlacementRequest
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
@@ -32,36 +32,35 @@ from verl_rhyme.simulation.workload import Prompt
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample under way: which attempt, of which prompt, the version that it needs, and the version and number of the
-    tokens that it keeps."""
+    """A sample in flight."""
 
     attempt: Attempt
     prompt: Prompt
-    needs: int = 0
+    needs: int = 0  # minimum policy version
     replica: str = ""
-    first_version: int | None = None
-    kept: float = 0.0
-    started: int = 0  # version of its replica when it started there
+    first_version: int | None = None  # version of the first kept token
+    kept: float = 0.0  # tokens of earlier requests
+    started: int = 0  # version of the replica when the sample started there
 
     @property
     def first(self) -> int:
-        """Version of the oldest of the tokens that it has."""
+        """Version of its oldest token."""
         return self.started if self.first_version is None else min(self.first_version, self.started)
 
 
 class Simulation:
-    """See the module.
+    """Simulation of a training run.
 
     Args:
-        scenario: What runs.
-        prompts: In the order of the loader; the run ends when no whole batch is left.
-        updates: After which it ends; ``None``: when the prompts do.
-        segments: Where stretches of requests in slots go, with the replica's name; ``None``: nowhere.
+        scenario: Cluster and workload.
+        prompts: Prompts in the order of the data loader; the run ends when no whole batch is left.
+        updates: Number of training steps; ``None`` to use all prompts.
+        segments: List that receives segments of requests with the replica's name, or ``None``.
 
     Attributes:
-        steps: Those that ended.
+        steps: Finished steps.
         cluster: Clock and engines.
-        expectations: Of lengths.
+        expectations: Length forecasts.
         trained: Tokens of each response of the last update batch.
     """
 
@@ -77,28 +76,28 @@ class Simulation:
         self.steps: list[Step] = []
         self.trained: list[int] = []
         self.rollout = Rollout(scenario.rules)
-        drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
-        self.placement = Placement(scenario.placement, {**drawn, **scenario.options}, cost=scenario.replicas[0])
+        seed = {"seed": 0} if scenario.placement == "least_loaded" else {}  # reproducible runs
+        self.placement = Placement(scenario.placement, {**seed, **scenario.options}, cost=scenario.replicas[0])
         planned = self.placement if scenario.placement in PLACEMENTS else None
         self.dispatch = Dispatch(self.rollout, self._lengths, planned, self._prompt_tokens)
         self._trainer = Trainer(scenario.training, scenario.streaming)
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._loaded: dict[str, Prompt] = {}
-        self._open: dict[str, int] = {}  # samples of each prompt that have not ended
-        self._texts: dict[str, dict[int, int]] = {}  # tokens that each sample of a prompt has to draft from
-        self._latest: dict[str, float] = {}  # when the latest of them ended that did
-        self._under_way: dict[str, _Sample] = {}  # by attempt
+        self._open: dict[str, int] = {}  # unfinished samples by prompt
+        self._texts: dict[str, dict[int, int]] = {}  # tokens that each sample of a prompt can draft from
+        self._latest: dict[str, float] = {}  # end of the latest finished sample by prompt
+        self._under_way: dict[str, _Sample] = {}  # samples in flight by attempt
         self._seen: dict[str, int] = {}
         self._updates = updates
         self._exhausted = self._training = self._stopped = False
-        self._version = self._arrived = self._count_loaded = 0  # the policy's; the newest that replicas can take
+        self._version = self._arrived = self._count_loaded = 0  # the policy's; the newest that replicas can load
         self._versions: dict[str, int] = {}
-        self._gates: dict[str, dict[Hashable, tuple[int, Request]]] = {}  # who waits for a version, by replica
+        self._gates: dict[str, dict[Hashable, tuple[int, Request]]] = {}  # requests that wait for a version, by replica
         engines: dict[str, Engine] = {}
         for i, cost in enumerate(scenario.replicas):
             name = f"replica-{i}"
-            told = None if segments is None else (lambda segment, name=name: segments.append((name, segment)))
-            engines[name] = Engine(cost, told)
+            on_segment = None if segments is None else (lambda segment, name=name: segments.append((name, segment)))
+            engines[name] = Engine(cost, on_segment)
             self._versions[name] = 0
             self.placement.add(name)
             if math.isfinite(cost.room):
@@ -107,15 +106,15 @@ class Simulation:
         self.cluster = Cluster(engines, self._generated, self._occupancy.at)
         self._began = 0.0
 
-    def run(self, told: Callable[[Step], object] = lambda step: None) -> list[Step]:
-        """All of it; ``told`` is called with each step that ended.
+    def run(self, on_step: Callable[[Step], object] = lambda step: None) -> list[Step]:
+        """Run the simulation; ``on_step`` is called with each finished step.
 
         Raises:
-            RuntimeError: It stands still though updates are left: a rule waits for what never comes.
+            RuntimeError: No event is left though training steps are: a rule waits for ever.
         """
-        self._told = told
+        self._on_step = on_step
         collects = gc.isenabled()
-        gc.disable()  # a fifth of the time: nothing here is cyclic, and all samples of a load are alive
+        gc.disable()  # collection takes a fifth of the time, and there are no reference cycles
         try:
             self._arrive(0)
             self._publish()
@@ -125,7 +124,10 @@ class Simulation:
                 gc.enable()
         if not self._ended:
             running = self.rollout.scheduler.running
-            raise RuntimeError(f"it stands still at {self.cluster.now:.1f} s with {running} samples under way")
+            raise RuntimeError(
+                f"the simulation is stuck at {self.cluster.now:.1f} s with {running} samples in flight: "
+                "a scheduling rule waits for ever"
+            )
         return self.steps
 
     # ---- prompts and starts ----
@@ -142,21 +144,22 @@ class Simulation:
         rules, scheduler = self.scenario.rules, self.rollout.scheduler
         return math.ceil(scheduler.ledger.tally.untrained / rules.batch_samples) if self._exhausted else None
 
-    def _hand(self) -> None:
+    def _load_prompts(self) -> None:
+        """Load the prompts that the rollout wants, with their length forecasts."""
         while (wanted := self.rollout.wanted()) and not self._exhausted:
-            handed = []
+            loaded = []
             for prompt in self._prompts:
                 uid = str(self._count_loaded)
                 self._count_loaded += 1
                 self._loaded[uid] = prompt
                 self._open[uid] = len(prompt.lengths)
                 self._texts[uid] = {}
-                handed.append((uid, len(prompt.lengths)))
-                if len(handed) == wanted:
+                loaded.append((uid, len(prompt.lengths)))
+                if len(loaded) == wanted:
                     break
-            self._exhausted = len(handed) < wanted
-            self.rollout.hand(handed)
-            prompts = {uid: self._loaded[uid] for uid, _ in handed}
+            self._exhausted = len(loaded) < wanted
+            self.rollout.hand(loaded)
+            prompts = {uid: self._loaded[uid] for uid, _ in loaded}
             expected = self.expectations.hand({uid: prompt.key for uid, prompt in prompts.items()})
             if self.scenario.forecasts == "oracle":
                 expected = {uid: float(prompt.lengths.mean()) for uid, prompt in prompts.items()}
@@ -166,13 +169,13 @@ class Simulation:
     def _dispatch(self) -> None:
         if self._stopped:
             return
-        self._hand()
+        self._load_prompts()
         starts = self.dispatch.fill(self.scenario.limit, self.scenario.min_starts)
         if starts:
             self._start(starts)
 
     def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
-        """What is expected of samples (:attr:`Scenario.forecasts`)."""
+        """Return the length forecast of samples, by :attr:`Scenario.forecasts`."""
         if self.scenario.forecasts == "history":
             return self.expectations.lengths([uid for uid, _ in samples], had)
         if self.scenario.forecasts == "none":
@@ -181,7 +184,7 @@ class Simulation:
         return Forecast(tokens, tokens)
 
     def _prompt_tokens(self, uids: Sequence[str]) -> list[int]:
-        """Of prompts, as far as it is known (:attr:`Scenario.forecasts`)."""
+        """Return the known or expected tokens of prompts, by :attr:`Scenario.forecasts`."""
         if self.scenario.forecasts == "none":
             return [0] * len(uids)
         if self.scenario.forecasts == "oracle":
@@ -209,24 +212,24 @@ class Simulation:
             self._submit(replica, assignment.oldest_version, request)
             touched.add(replica)
         for replica in touched:
-            self._renew(replica)
+            self._update_if_idle(replica)
             self.cluster.touch(replica)
 
     def _submit(self, replica: str, version: int, request: Request) -> None:
-        """A replica that serves an older version answers it when it has a newer one."""
+        """Submit a request; it waits while the replica has an older version than it needs."""
         if version > self._versions[replica]:
             self._gates.setdefault(replica, {})[request.name] = version, request
         else:
             self.cluster.engines[replica].submit(request, self.cluster.now)
 
-    def _renew(self, replica: str) -> None:
-        """Where nothing runs any more a replica takes the newest version, and what waited for it begins."""
+    def _update_if_idle(self, replica: str) -> None:
+        """Have an idle replica load the newest version."""
         engine = self.cluster.engines[replica]
         if not (self._versions[replica] == self._arrived or engine.running or engine.waiting):
-            self._serve(replica)
+            self._set_newest_version(replica)
 
-    def _serve(self, replica: str) -> None:
-        """A replica has the newest version."""
+    def _set_newest_version(self, replica: str) -> None:
+        """Give a replica the newest version and submit the requests that wait for it."""
         self._versions[replica] = self._arrived
         self.cluster.engines[replica].forget()
         waited = self._gates.pop(replica, {})
@@ -236,9 +239,9 @@ class Simulation:
             self.cluster.touch(replica)
 
     def _route(self, start: Start, attempt: Attempt, prompt: Prompt) -> str:
-        """As the router does."""
+        """Choose a replica, as the router does."""
         return self.placement.acquire(
-            Asked(
+            PlacementRequest(
                 id=self._name(attempt),
                 key=prompt.key,
                 prompt_tokens=prompt.tokens,
@@ -252,14 +255,14 @@ class Simulation:
 
     # ---- ends ----
 
-    def _left(self, name: str, sample: _Sample, tokens: int | None = None) -> None:
-        """An attempt left its replica, where it came to its end with so many tokens; ``None``: it was cut short."""
+    def _release(self, name: str, sample: _Sample, tokens: int | None = None) -> None:
+        """Note that an attempt has left its replica: finished with ``tokens``, or aborted (``None``)."""
         if self.dispatch.placement is None:
             self.placement.release(self._name(sample.attempt), sample.replica, tokens)
         self.dispatch.ended(name, tokens)
 
     def _move(self) -> None:
-        """What is better off elsewhere goes on there."""
+        """Migrate samples to better replicas."""
         if not (watched := self.dispatch.watched()):
             return
         engines, now = self.cluster.engines, self.cluster.now
@@ -271,17 +274,17 @@ class Simulation:
         for move in self.dispatch.moves(emitted):
             sample = self._under_way[move.id]
             request, had = engines[sample.replica].withdraw(move.id, now)
-            self._go_on(sample, request, move.replica, had)
+            self._migrate(sample, request, move.replica, had)
 
-    def _go_on(self, sample: _Sample, request: Request, replica: str, had: float) -> None:
-        """At another replica, with what it has; where that is too old a version, when it has a newer one."""
+    def _migrate(self, sample: _Sample, request: Request, replica: str, had: float) -> None:
+        """Continue a sample at another replica with the tokens it has."""
         left = sample.replica
         if had:
             sample.first_version = sample.first
         self._submit(replica, sample.needs, request._replace(emitted=had))
         for each in (left, replica):
             if each in self.cluster.engines:
-                self._renew(each)
+                self._update_if_idle(each)
                 self.cluster.touch(each)
         sample.replica, sample.kept = replica, had
         sample.started = max(self._versions[replica], sample.needs)
@@ -290,8 +293,8 @@ class Simulation:
         name, tokens = str(request.name), int(request.tokens)
         sample = self._under_way[name]
         prompt, (uid, number, _) = sample.prompt, sample.attempt
-        self._renew(replica)
-        self._left(name, sample, tokens)
+        self._update_if_idle(replica)
+        self._release(name, sample, tokens)
         self.rollout.ended(Ended(name, "generated", tokens, sample.first))
         self.expectations.prompted(uid, prompt.tokens)
         self.expectations.generated(uid, number, tokens)
@@ -306,11 +309,11 @@ class Simulation:
             self._reward(name)
         self._dispatch()
         self._move()
-        self._look()
+        self._collect_if_ready()
 
     def _rewarded(self, name: str) -> None:
         self._reward(name)
-        self._look()
+        self._collect_if_ready()
 
     def _reward(self, name: str) -> None:
         self._under_way.pop(name, None)
@@ -318,21 +321,21 @@ class Simulation:
 
     # ---- updates ----
 
-    def _look(self) -> None:
-        """Harvest if that may be, or else begin a part."""
+    def _collect_if_ready(self) -> None:
+        """Collect and train a batch if it is ready, else start a part."""
         scheduler, rules = self.rollout.scheduler, self.scenario.rules
         if self._training or self._trainer.busy:
             return
         if not scheduler.ready():
-            if not scheduler.enough():  # else it waits for rewards of what it is about to take
+            if not scheduler.enough():  # else only rewards of the batch are missing
                 self._stream()
             return
         if self._stops and not self._stopped:
             self._stopped = True
             self._interrupt()
         if not self.scenario.rests:
-            self._settle()
-        else:  # the span ends with the last request, as in training, which may have ended just now
+            self._record_occupancy()
+        else:  # as in training, the bubble's time span ends with the last request, which may have ended just now
             for replica in self.cluster.engines:
                 self.cluster.touch(replica)
         bubble = self._occupancy.take()
@@ -363,7 +366,7 @@ class Simulation:
                     ahead=ahead,
                 )
             )
-            self._told(self.steps[-1])
+            self._on_step(self.steps[-1])
             version = self._version = self._version + 1
             if left := self.scenario.training.sync - self.scenario.held:  # parts of the next batch train meanwhile
                 self.cluster.call(left, lambda: self._take(version))
@@ -376,7 +379,7 @@ class Simulation:
             self._dispatch()
 
     def _stream(self) -> None:
-        """Train what of the next batch is finished, if it is enough."""
+        """Train the finished samples of the next batch as a part, if there are enough."""
         if (samples := self._trainer.wants) is None or not (names := self.rollout.part(samples)):
             return
         attempts = [Attempt.named(name) for name in names]
@@ -385,7 +388,7 @@ class Simulation:
 
         def through() -> None:
             self._trainer.through()
-            self._look()
+            self._collect_if_ready()
 
         self.cluster.call(self._trainer.begin(len(names), tokens, self.cluster.now), through)
 
@@ -395,13 +398,13 @@ class Simulation:
         return self.scenario.colocated or rules.stops
 
     def _interrupt(self) -> None:
-        """All that runs is cut short."""
+        """Abort all requests."""
         for replica, engine in self.cluster.engines.items():
             for request, emitted in engine.withdraw_all(self.cluster.now):
                 name = str(request.name)
                 sample = self._under_way[name]
                 tokens = int(emitted)
-                self._left(name, sample)
+                self._release(name, sample)
                 if tokens:
                     sample.first_version = sample.first
                 self._texts[sample.attempt.uid][sample.attempt.number] = tokens
@@ -410,25 +413,25 @@ class Simulation:
             self.cluster.touch(replica)
 
     def _arrive(self, version: int) -> None:
-        """The engines can take the weights of a version."""
+        """Make a version available to the engines."""
         self._arrived = version
         finishes = self.scenario.rules.finishes
         if version and not self._stops and not finishes:
             self._interrupt()
         for replica in self.cluster.engines:
             if finishes:
-                self._renew(replica)
+                self._update_if_idle(replica)
                 self.cluster.touch(replica)
             else:
-                self._serve(replica)
+                self._set_newest_version(replica)
 
     def _take(self, version: int) -> None:
-        """The engines can take a version that is published already."""
+        """Make a published version available to the engines."""
         self._arrive(version)
         self._after_start()
 
     def _publish(self) -> None:
-        """The weights of the current version are there, or on their way to the engines."""
+        """Publish the current version to the rollout; its weights may still be on their way to the engines."""
         self._training = self._stopped = False
         self.rollout.publish(self._version, self._batches_left())
         for name in self.rollout.take_abandoned():
@@ -442,12 +445,12 @@ class Simulation:
             self._begin()
 
     def _begin(self) -> None:
-        """The first requests of a version reach the engines."""
+        """Send the first requests of a version to the engines."""
         if self.scenario.rests:
-            self._settle()
+            self._record_occupancy()
             self._occupancy.take()
         self._dispatch()
-        self._look()
+        self._collect_if_ready()
 
     def _withdraw(self, name: str) -> None:
         sample = self._under_way.pop(name, None)
@@ -455,13 +458,13 @@ class Simulation:
             return
         engine = self.cluster.engines[sample.replica]
         if self._gates.get(sample.replica, {}).pop(name, None) is not None:
-            self._left(name, sample)
+            self._release(name, sample)
         elif name in engine.names():
             engine.withdraw(name, self.cluster.now)
-            self._left(name, sample)
-            self._renew(sample.replica)
+            self._release(name, sample)
+            self._update_if_idle(sample.replica)
             self.cluster.touch(sample.replica)
 
-    def _settle(self) -> None:
-        """Count until now."""
+    def _record_occupancy(self) -> None:
+        """Record the occupancy until now."""
         self._occupancy.at(self.cluster.now, sum(engine.running for engine in self.cluster.engines.values()))

@@ -1,4 +1,4 @@
-"""What is simulated, and what comes of it: a cluster with what it runs, and its steps."""
+"""Input and output of a simulation: the scenario (cluster and workload) and its steps."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from verl_rhyme.observability.metrics import fillable_slots
 from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 
-#: Tokens a step of a regenerated response's own text as draft, verified in long runs (docs/studies/coupling.md).
+#: Tokens per step of text regenerated with itself as draft, verified in long runs (docs/studies/coupling.md).
 AGAIN = 20.0
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What drafting does to a request, by the epochs that its prompt was seen in before.
+    """Effect of drafts on a request, by the number of earlier visits of its prompt.
 
     Attributes:
-        acceptance: Tokens a step, for prompts seen 0, 1, ... times; the last one for more.
-        overhead: Verified draft tokens for each token gained.
-        again: Tokens a step of text that is regenerated with itself as draft (``Rules.redrafts``).
+        acceptance: Tokens per step of prompts seen 0, 1, ... times before; the last value also for more.
+        overhead: Verified draft tokens per token gained.
+        again: Tokens per step of text regenerated with itself as draft (``Rules.redrafts``).
     """
 
     acceptance: tuple[float, ...] = (1.0,)
@@ -30,15 +30,15 @@ class Drafts:
 
     def __post_init__(self) -> None:
         if not self.acceptance or not all(1 <= value < math.inf for value in (*self.acceptance, self.overhead)):
-            raise ValueError(f"acceptance lengths must be at least 1, as must the overhead, not {self}")
+            raise ValueError(f"acceptance lengths and overhead of drafts must be at least 1, not {self}")
 
     def of(self, seen: int, tokens: float, text: float = 0.0) -> tuple[float, float]:
-        """Tokens a step and draft tokens a step of a response.
+        """Return the tokens and the draft tokens per step of a response.
 
         Args:
-            seen: Times that its prompt was seen before.
-            tokens: Its length.
-            text: Tokens of it that were generated before, and are regenerated with that text as draft.
+            seen: Number of earlier visits of the prompt.
+            tokens: Length of the response.
+            text: Tokens of the response that are regenerated with their earlier text as draft.
         """
         pace = self.acceptance[min(seen, len(self.acceptance) - 1)]
         drafts = (pace - 1) * self.overhead
@@ -49,11 +49,11 @@ class Drafts:
 
 
 class Streaming(NamedTuple):
-    """Training beside the rollout, as :class:`~verl_rhyme.config.StreamingConfig` has it.
+    """Training of parts during the rollout (:class:`~verl_rhyme.config.StreamingConfig`).
 
     Attributes:
-        samples: A part has at least so many.
-        update: Gradients do not wait for the whole batch.
+        samples: Minimum samples of a part.
+        update: Whether parts compute gradients, not only log-probabilities.
     """
 
     samples: int
@@ -62,21 +62,22 @@ class Streaming(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster and what it runs.
+    """A cluster and its workload.
 
     Attributes:
-        replicas: Their costs, one each.
-        rules: The scheduler's.
-        training: What an update costs.
-        streaming: Updates come in parts; ``None``: each as a whole.
-        colocated: Engines stand still while the actor trains; else they have GPUs of their own.
-        placement: Policy and options (:data:`~verl_rhyme.placement.POLICIES`).
-        drafts: What drafting gains.
-        limit: Samples that are given to the engines at a time; ``None``: all that may start.
-        min_starts: So many more are given at once, or none.
-        forecasts: What placement and order go by. ``history``: what the predictor expects; ``oracle``: the lengths
-            there will be; ``none``: nothing.
-        response_limit: Tokens a response can have.
+        replicas: Costs of each replica.
+        rules: Rules of the scheduler.
+        training: Costs of a training step.
+        streaming: Parts of batches; ``None`` to train batches as a whole.
+        colocated: Whether engines share the actor's GPUs and stop while it trains.
+        placement: Placement policy (:data:`~verl_rhyme.placement.POLICIES`).
+        options: Options of the placement policy.
+        drafts: Effect of drafts.
+        limit: Maximum samples in flight; ``None`` for all that may start.
+        min_starts: Minimum samples to start at once.
+        forecasts: Lengths used for placement and order: ``history`` for the predictor's, ``oracle`` for the true ones,
+            ``none`` for none.
+        response_limit: Maximum tokens of a response.
     """
 
     replicas: tuple[ReplicaCost, ...]
@@ -94,32 +95,32 @@ class Scenario:
 
     @property
     def redrafts(self) -> bool:
-        """What is regenerated has its own text as draft."""
+        """Whether regenerated responses have their earlier text as draft."""
         return self.rules.redrafts and max(self.drafts.acceptance) > 1
 
     @property
     def slots(self) -> int:
-        """Q of the bubble ratio: slots that samples can fill, as in training."""
+        """Q of the bubble ratio: the slots that samples can fill, as in training."""
         return fillable_slots(sum(cost.slots for cost in self.replicas), self.rules.samples_in_flight)
 
     @property
     def held(self) -> float:
-        """Seconds for which publication holds the trainer."""
+        """Seconds for which the trainer waits for the publication of a version."""
         return self.training.held(self.rules.one_by_one)
 
     @property
     def rests(self) -> bool:
-        """Engines have nothing to do while the actor trains: the bubble ratio is of rollouts alone, as in training."""
+        """Whether engines are idle while the actor trains, so that the bubble ratio is of rollouts."""
         return self.colocated or not self.rules.starts_through_training
 
 
 class Part(NamedTuple):
-    """Of an update batch, what went through training before the batch was whole.
+    """A part of an update batch, trained before the batch was complete.
 
     Attributes:
         began, ended: Seconds.
-        samples: How many.
-        tokens: Of their prompts and responses.
+        samples: Number of samples.
+        tokens: Tokens of their prompts and responses.
     """
 
     began: float
@@ -130,20 +131,20 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """An update and the rollout before it.
+    """A training step: a rollout and the training of its batch.
 
     Attributes:
-        version: The policy that it trains.
-        began, collected, ended: Seconds: the last update's end, the harvest, this one's end.
-        tokens, samples: Trained.
-        wasted: Tokens made and not to be trained.
-        bubble: Bubble ratio, from the last harvest to this one with engines that run on, else of the rollout alone.
-        groups: Trained.
-        staleness_mean, staleness_max: Of trained groups' oldest tokens, in policy versions.
-        lengths: What forecasts were worth (:meth:`~verl_rhyme.lengths.quality.Quality.take`).
-        ahead: Seconds from the end of its last response to the harvest.
-        parts: That came before the batch was whole, in their order.
-        rest: Tokens, of prompts and responses, of what was in none of them.
+        version: Policy version that is trained.
+        began, collected, ended: Seconds of the last step's end, the batch's collection, and this step's end.
+        tokens, samples: Trained response tokens and samples.
+        wasted: Generated tokens that are never trained.
+        bubble: Bubble ratio, of the time since the last collection if engines run during training, else of the rollout.
+        groups: Trained groups.
+        staleness_mean, staleness_max: Staleness of the oldest token of each trained group, in policy versions.
+        lengths: Quality of the length forecasts (:meth:`~verl_rhyme.lengths.quality.Quality.take`).
+        ahead: Seconds from the end of the batch's last response to its collection.
+        parts: Parts trained before the batch was complete, in order.
+        rest: Tokens, of prompts and responses, of samples in no part.
     """
 
     version: int
@@ -168,17 +169,17 @@ class Step:
 
     @property
     def in_parts(self) -> float:
-        """Seconds of the rollout for which the trainer worked on parts."""
+        """Seconds that the trainer spent on parts during the rollout."""
         return sum(part.ended - part.began for part in self.parts)
 
     @property
     def waited(self) -> float:
-        """Seconds for which it waited for the batch, with nothing to do."""
+        """Seconds that the trainer waited idle for the batch."""
         return self.rollout - self.in_parts
 
     @property
     def early(self) -> float:
-        """Share of the samples that came in parts."""
+        """Share of the samples that were trained in parts."""
         return sum(part.samples for part in self.parts) / max(1, self.samples)
 
     @property

@@ -1,4 +1,4 @@
-"""What a simulated run came to, for tables and JSON."""
+"""Results of a simulated run, as table rows and JSON."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Step
 
-#: Of a step's row in the table, after its number: seconds that the trainer waited for the batch (the rollout, where
-#: engines stand still meanwhile), those of the whole step, over which the trained tokens are, and the share of the
-#: batch that was trained before all of it was there.
+#: Columns of a step in the table, after its number. "waited s" are the seconds that the trainer waited for the batch
+#: (the rollout, if engines share its GPUs). "tokens/s" are trained tokens over the whole step. "early" is the share of
+#: the batch that was trained before the batch was complete.
 COLUMNS = ("waited s", "step s", "tokens/s", "early", "bubble", "wasted", "staleness", "rank corr.")
 
 
 def row(step: Step) -> dict[str, Any]:
-    """A step as one flat object; forecasts under ``lengths/``, ``parts`` as a number."""
+    """Return a step as one flat object; forecasts are under ``lengths/``, ``parts`` is a number."""
     flat = asdict(step)
     lengths = flat.pop("lengths")
     times = {"rollout": step.rollout, "waited": step.waited, "seconds": step.seconds, "tokens_per_s": _rate(step)}
@@ -26,7 +26,7 @@ def row(step: Step) -> dict[str, Any]:
 
 
 def cells(step: Step) -> list[str]:
-    """Those of :data:`COLUMNS`."""
+    """Return the cells of a step in :data:`COLUMNS`."""
     correlation = step.lengths.get("rank_correlation")
     return [
         f"{step.waited:.1f}",
@@ -41,19 +41,22 @@ def cells(step: Step) -> list[str]:
 
 
 def _rate(step: Step) -> float:
-    """Trained tokens a second; 0 of a step that took no time: training is free, and its batch was there."""
+    """Return the trained tokens per second; 0 for a step without duration."""
     return step.tokens / step.seconds if step.seconds else 0.0
 
 
 def whole(simulation: Simulation) -> dict[str, Any]:
-    """Of all steps. ``tokens_per_s`` are trained ones, over rollout and update; ``staleness_*`` are of trained groups'
-    oldest tokens; ``wasted`` is a share of all; ``trainer_*`` are shares of the trainer's time."""
+    """Return the statistics of all steps.
+
+    ``tokens_per_s`` are trained tokens over rollout and training. ``staleness_*`` are of the oldest token of each
+    trained group. ``wasted`` is a share of all tokens, ``trainer_*`` are shares of the trainer's time.
+    """
     steps, engines = simulation.steps, simulation.cluster.engines.values()
     tokens, wasted = (sum(getattr(step, name) for step in steps) for name in ("tokens", "wasted"))
     seconds = [step.seconds for step in steps]
     span = steps[-1].ended - steps[0].began
     weights = np.array([step.rollout for step in steps])
-    if not simulation.scenario.rests:  # a step's ratio is of all time since the harvest before
+    if not simulation.scenario.rests:  # a step's ratio covers the time since the last collection
         weights = np.diff([steps[0].began, *(step.collected for step in steps)])
     held = simulation.scenario.held
     parts, waited = (sum(getattr(step, name) for step in steps) for name in ("in_parts", "waited"))
@@ -80,16 +83,21 @@ def whole(simulation: Simulation) -> dict[str, Any]:
 
 
 def lines(simulation: Simulation) -> list[str]:
-    """The same in words."""
-    found = whole(simulation)
-    names = {"waiting": "waits", "parts": "on parts", "training": "on whole batches", "weights": "on weights"}
-    trainer = ", ".join(f"{words} {found[f'trainer_{name}']:.0%}" for name, words in names.items())
-    waited = found["trainer_waiting"] * found["step_s"]
+    """Return the statistics of all steps as sentences."""
+    stats = whole(simulation)
+    names = {
+        "waiting": "waiting",
+        "parts": "training parts",
+        "training": "training whole batches",
+        "weights": "sending weights",
+    }
+    trainer = ", ".join(f"{words} {stats[f'trainer_{name}']:.0%}" for name, words in names.items())
+    waited = stats["trainer_waiting"] * stats["step_s"]
     return [
-        f"{found['updates']} updates of {found['step_s']:.1f} s (waited for batches: {waited:.1f} s), "
-        f"{found['tokens_per_s']:.0f} trained tokens/s on {found['gpus']} GPUs of {found['replicas']} replicas"
-        + ("" if simulation.scenario.colocated else ", and the trainer's own"),
-        f"bubble ratio {found['bubble_ratio']:.3f}, wasted tokens {found['wasted']:.1%}, staleness "
-        f"{found['staleness_mean']:.2f} (at most {found['staleness_max']}), {found['preempted']} preemptions",
-        f"the trainer {trainer}; {found['early']:.0%} of the samples came in parts, before their batch was whole",
+        f"{stats['updates']} training steps of {stats['step_s']:.1f} s (waiting for batches: {waited:.1f} s), "
+        f"{stats['tokens_per_s']:.0f} trained tokens/s on {stats['gpus']} GPUs of {stats['replicas']} replicas"
+        + ("" if simulation.scenario.colocated else ", in addition to the trainer's GPUs"),
+        f"bubble ratio {stats['bubble_ratio']:.3f}, wasted tokens {stats['wasted']:.1%}, staleness "
+        f"{stats['staleness_mean']:.2f} (at most {stats['staleness_max']}), {stats['preempted']} preemptions",
+        f"trainer's time: {trainer}; {stats['early']:.0%} of the samples were trained in parts",
     ][: 3 if simulation.scenario.streaming else 2]

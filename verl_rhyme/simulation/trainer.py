@@ -1,8 +1,8 @@
-"""The trainer of a simulation: how long it is busy with parts of the next update batch, and with the rest of it.
+"""The simulated trainer: the time it takes for parts of the next update batch, and for the rest of the batch.
 
-In the order of ``trainer/driver.py`` and ``trainer/stages.py``: while it waits for a batch it takes all that is
-finished of it, if that is enough for a part, and asks again when it is through; when the batch is whole it trains what
-was in no part, and takes the optimizer's step.
+The order is that of ``trainer/driver.py`` and ``trainer/stages.py``. While the trainer waits for a batch, it trains the
+batch's finished samples as soon as they are enough for a part. When the batch is complete, it trains the remaining
+samples and takes the optimizer step.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from verl_rhyme.simulation.scenario import Part, Streaming
 
 
 class Trainer:
-    """See the module.
+    """The simulated trainer.
 
     Args:
-        cost: What its work takes.
-        streaming: How parts are made; ``None``: there are none.
+        cost: Costs of training.
+        streaming: Options of parts; ``None`` for no parts.
 
     Attributes:
-        busy: With a part: it looks at nothing else.
+        busy: Whether it is training a part.
     """
 
     def __init__(self, cost: TrainingCost, streaming: Streaming | None) -> None:
@@ -29,11 +29,11 @@ class Trainer:
 
     @property
     def wants(self) -> int | None:
-        """Samples of a part that it would begin now; ``None``: it begins none."""
+        """Minimum samples of a part to start now; ``None`` if no part may start."""
         return None if self._streaming is None or self.busy else self._streaming.samples
 
     def begin(self, samples: int, tokens: int, now: float) -> float:
-        """Begin a part of so many samples, with so many tokens of prompts and responses; the seconds that it takes."""
+        """Start a part and return its duration in seconds; ``tokens`` are those of prompts and responses."""
         assert self._streaming is not None
         assert not self.busy
         self.busy = True
@@ -42,12 +42,11 @@ class Trainer:
         return seconds
 
     def through(self) -> None:
-        """The part is done."""
+        """Finish the part."""
         self.busy = False
 
     def update(self, tokens: int) -> tuple[float, tuple[Part, ...], int]:
-        """The batch is there, of so many tokens: seconds until its step is taken, its parts, and the tokens of the
-        rest."""
+        """Train the rest of a batch of ``tokens`` tokens; return the seconds, the parts, and the tokens of the rest."""
         parts, self._parts = tuple(self._parts), []
         early = sum(part.tokens for part in parts)
         gradients = self._streaming is None or self._streaming.update

@@ -1,4 +1,4 @@
-"""What is generated in a simulation: prompts, epoch by epoch, and how long each response will be."""
+"""Workload of a simulation: prompts, epoch by epoch, and the length of each response."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Ints = npt.NDArray[np.int64]
 
 
 class Prompt(NamedTuple):
-    """A prompt's turn in an epoch.
+    """A visit of a prompt in an epoch.
 
     Attributes:
-        key: The same in every epoch.
-        epoch: From 0.
-        tokens: Of the prompt.
-        lengths: int64[samples], response tokens that each sample will have.
+        key: Id of the prompt, the same in every epoch.
+        epoch: Number of the epoch, from 0.
+        tokens: Tokens of the prompt.
+        lengths: int64[samples], response tokens of each sample.
     """
 
     key: str
@@ -33,21 +33,21 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Lengths:
-    """Long-tailed response lengths that go through given percentiles, alike within a prompt.
+    """Long-tailed distribution of response lengths with given percentiles, correlated within a prompt.
 
-    A response's place in the distribution is a normal draw, of which the prompt has a share: samples and epochs of a
-    prompt have it in common (a Gaussian copula). Between the percentiles the logarithm of the length is linear in the
-    normal's quantile; below the first and above the last the nearest slope goes on, up to the limit.
+    A response's quantile is a normal draw, the sum of a prompt's draw, shared by its samples, and the sample's own (a
+    Gaussian copula). Between the percentiles the logarithm of the length is linear in the normal quantile. Below the
+    first and above the last one the nearest slope continues, up to the limit.
 
     Args:
-        percentiles: Tokens by percentile, two at least: ``{50: 2000, 90: 7000, 99: 16000}``.
-        limit: Tokens a response can have.
-        alike: Share of the variance (of log length) that lies between prompts.
-        growth: Of all lengths from an epoch to the next: 1.05 is 5%.
-        wander: Of a prompt's place from an epoch to the next, as a share of the spread between prompts.
+        percentiles: Tokens by percentile, at least two: ``{50: 2000, 90: 7000, 99: 16000}``.
+        limit: Maximum tokens of a response.
+        alike: Share of the variance (of log length) between prompts.
+        growth: Factor of all lengths from one epoch to the next: 1.05 is 5% growth.
+        wander: Change of a prompt's draw from one epoch to the next, as a share of the spread between prompts.
 
     Raises:
-        ValueError: Percentiles that do not rise, or shares that are none.
+        ValueError: Percentiles do not rise, or a share is not from 0 to 1.
     """
 
     percentiles: Mapping[float, float]
@@ -61,7 +61,8 @@ class Lengths:
         rising = all(a[1] < b[1] for a, b in itertools.pairwise(points))
         if len(points) < 2 or not rising or not all(0 < p < 100 and 0 < tokens < math.inf for p, tokens in points):
             raise ValueError(
-                f"percentiles must be two or more, between 0 and 100, with rising tokens, not {dict(self.percentiles)}"
+                "percentiles must be two or more keys between 0 and 100 with rising tokens, not "
+                f"{dict(self.percentiles)}"
             )
         for name in ("alike", "wander"):
             if not 0 <= getattr(self, name) <= 1:
@@ -70,7 +71,7 @@ class Lengths:
             raise ValueError(f"limit must be at least 1 and growth above 0, not {self.limit} and {self.growth}")
 
     def at(self, place: npt.NDArray[np.float64]) -> Ints:
-        """Tokens at these quantiles of the standard normal."""
+        """Return the tokens at quantiles of the standard normal distribution."""
         points = sorted(self.percentiles.items())
         places = ndtri(np.array([p for p, _ in points]) / 100)
         logs = np.log([tokens for _, tokens in points])
@@ -82,15 +83,15 @@ class Lengths:
     def epochs(
         self, prompts: int, samples: int, epochs: int, prompt_tokens: int, seed: int = 0, unseen: float = 0.0
     ) -> Iterator[Prompt]:
-        """A dataset's epochs, each in an order of its own.
+        """Yield the prompts of a dataset's epochs, each epoch in random order.
 
         Args:
-            prompts: Of an epoch.
-            samples: Of each.
-            epochs: How many.
-            prompt_tokens: Of each prompt.
-            seed: Of all draws.
-            unseen: Share of prompts that are others in each epoch.
+            prompts: Prompts of an epoch.
+            samples: Samples of each prompt.
+            epochs: Number of epochs.
+            prompt_tokens: Tokens of each prompt.
+            seed: Seed of all draws.
+            unseen: Share of prompts that are new in each epoch.
         """
         rng = np.random.default_rng(seed)
         own = rng.standard_normal(prompts)

@@ -1,7 +1,7 @@
-"""Weights on their way from the actor to the replicas: once to each node, from there by each replica for itself.
+"""Weight transfer from the actor to the replicas: one copy per node, which each replica of the node loads by itself.
 
 Process: a relay on each node, training workers, vLLM's workers. Engines: verl, ray, torch.
 """
 
-#: verl's name for it, ``rollout.checkpoint_engine.backend``.
+#: Value of ``rollout.checkpoint_engine.backend`` that selects the relay.
 BACKEND = "relay"

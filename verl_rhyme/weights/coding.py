@@ -1,9 +1,9 @@
-"""How a chunk of weights crosses a slow link: as it is, packed, or as what differs from an older version.
+"""Lossless coding of a weight chunk for a slow link: plain, compressed, or as the difference from an older version.
 
-All are lossless. An update changes few bf16 numbers, and these in their last bits. So the exclusive or of two versions,
-as 16-bit words, is nearly all zeros: where few words changed, their places go as gaps from one to the next, with the
-bits that changed; else all words. High and low bytes of words, which have little in common, are put apart (two
-*planes*), and zstandard (RFC 8878) packs what came of it. Measured: docs/studies/weights.md.
+A training step changes few bf16 numbers, and mostly their last bits. The exclusive or of two versions, as 16-bit
+words, is therefore nearly all zeros. If few words changed, the code lists the gaps between their positions and the
+changed bits. Else it holds all words. High and low bytes of words have little in common: they are split into two
+*planes*. zstandard (RFC 8878) compresses the result. Measurements: docs/studies/weights.md.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
     Words = NDArray[np.uint16]
 
-#: zstandard's lowest usual level: higher ones take longer and gain next to nothing here.
+#: zstandard's lowest usual level: higher levels take longer and gain next to nothing here.
 _LEVEL = 1
-#: Gaps are faster and smaller where at most this share of the words changed.
+#: Gaps are faster and smaller if at most this share of the words changed.
 _FEW = 1 / 8
-#: A gap in a byte; one of so many words or more stands among the wide ones, of four bytes.
+#: Smallest gap that does not fit into one byte; it is stored among the wide gaps, of four bytes each.
 _WIDE = 255
-#: Before the gaps: how many, and how many of them are wide.
+#: Header of the gaps: their number, and the number of wide ones.
 _HEAD = struct.Struct("<II")
 
 
 class Form(IntEnum):
-    """First byte of a coded chunk: what the others are."""
+    """First byte of a coded chunk: the coding of the remaining bytes."""
 
     PLAIN = 0
     PACKED = 1
@@ -41,31 +41,31 @@ class Form(IntEnum):
 
 
 class DamagedError(ValueError):
-    """No chunk can be made of these bytes."""
+    """These bytes cannot be decoded into a chunk."""
 
 
 def encode(data: Bytes, base: Bytes | None = None, pack: bool = True) -> Bytes:
-    """A chunk as it is sent.
+    """Encode a chunk for sending.
 
     Args:
-        data: uint8[N], of tensors of any type; what gains most is bf16.
-        base: uint8[N], the same chunk of a version that the receiver has; ``None``: of none.
-        pack: Else it goes as it is.
+        data: uint8[N], tensors of any type; bf16 compresses best.
+        base: uint8[N], the same chunk of a version that the receiver has; ``None`` if it has none.
+        pack: Whether to compress; else the bytes are sent plain.
 
     Returns:
-        uint8[M], M at most N + 1: a byte that tells the :class:`Form`, and the chunk in it.
+        uint8[M], M at most N + 1: the :class:`Form` byte and the coded chunk.
     """
     if pack:
         words, tail = _words(data)
         if base is None:
             head, payload = bytes([Form.PACKED]), _planes(words)
         else:
-            old = _words(base)[0]
-            places = np.flatnonzero(words != old)
+            base_words = _words(base)[0]
+            places = np.flatnonzero(words != base_words)
             if len(places) <= _FEW * len(words):
-                head, payload = _gaps(places, words[places] ^ old[places])
+                head, payload = _gaps(places, words[places] ^ base_words[places])
             else:
-                head, payload = bytes([Form.DELTA]), _planes(words ^ old)
+                head, payload = bytes([Form.DELTA]), _planes(words ^ base_words)
         packed = _codec().compress(np.concatenate([payload, tail]), asbytes=True)
         if len(head) + len(packed) <= len(data):
             return np.frombuffer(head + packed, np.uint8)
@@ -73,29 +73,29 @@ def encode(data: Bytes, base: Bytes | None = None, pack: bool = True) -> Bytes:
 
 
 def decode(coded: Bytes, size: int, base: Bytes | None = None) -> Bytes:
-    """A chunk from what was sent.
+    """Decode a chunk.
 
     Args:
-        coded: uint8[M], of :func:`encode`.
+        coded: uint8[M], output of :func:`encode`.
         size: N, bytes of the chunk.
-        base: uint8[N], as :func:`encode` had it, where that may have used one.
+        base: uint8[N], the base passed to :func:`encode`, if any.
 
     Returns:
-        uint8[N]. It is not known to be right before its checksum says so.
+        uint8[N]. The caller must verify the checksum: damaged input may decode without an error.
 
     Raises:
-        DamagedError: The bytes are not what :func:`encode` made, or need a base that is not here.
+        DamagedError: The bytes are not output of :func:`encode`, or need a base that is missing.
     """
     form = int(coded[0]) if len(coded) else -1
     if form == Form.PLAIN:
         if len(coded) != size + 1:
-            raise DamagedError(f"{len(coded) - 1} bytes came of a chunk of {size}")
+            raise DamagedError(f"received {len(coded) - 1} bytes of a chunk of {size} bytes")
         return coded[1:]
     count = size // 2
     if form == Form.PACKED:
         words, tail = _split(_unpacked(coded[1:], size), count)
     elif base is None or form not in (Form.DELTA, Form.GAPS):
-        raise DamagedError(f"a chunk came in form {form}, which cannot be read here")
+        raise DamagedError(f"a chunk has form {form}, which cannot be decoded here: unknown form, or no base")
     elif form == Form.DELTA:
         words, tail = _split(_unpacked(coded[1:], size), count)
         words ^= _words(base)[0]
@@ -107,12 +107,12 @@ def decode(coded: Bytes, size: int, base: Bytes | None = None) -> Bytes:
 
 
 def differs(coded: Bytes) -> bool:
-    """Whether it is what differs from another version, rather than all bytes."""
+    """Whether a coded chunk is the difference from another version."""
     return int(coded[0]) in (Form.DELTA, Form.GAPS)
 
 
 def _words(data: Bytes) -> tuple[Words, Bytes]:
-    """And the last byte of an odd number."""
+    """Split bytes into 16-bit words and, if their number is odd, the last byte."""
     even = len(data) // 2 * 2
     return data[:even].view("<u2"), data[even:]
 
@@ -122,7 +122,7 @@ def _planes(words: Words) -> Bytes:
 
 
 def _split(payload: Bytes, count: int) -> tuple[Words, Bytes]:
-    """What :func:`_planes` was given, and what stands behind it."""
+    """Join two planes into words (the inverse of :func:`_planes`); also return the bytes behind them."""
     return payload[:count].astype("<u2") << np.uint16(8) | payload[count : 2 * count], payload[2 * count :]
 
 
@@ -135,19 +135,19 @@ def _gaps(places: NDArray[np.intp], bits: Words) -> tuple[bytes, Bytes]:
 
 def _read_gaps(coded: Bytes, words: int, odd: int) -> tuple[NDArray[np.int64], Words, Bytes]:
     if len(coded) < _HEAD.size:
-        raise DamagedError("a chunk was cut short")
+        raise DamagedError("a chunk is truncated")
     count, wides = _HEAD.unpack(coded[: _HEAD.size].tobytes())
     if not wides <= count <= words:
-        raise DamagedError(f"a chunk of {words} words came with {count} that changed")
+        raise DamagedError(f"a chunk of {words} words lists {count} changed words, {wides} of them behind wide gaps")
     payload = _unpacked(coded[_HEAD.size :], 3 * count + 4 * wides + odd)
     gaps = payload[:count].astype(np.int64)
     wide = gaps == _WIDE
     if np.count_nonzero(wide) != wides:
-        raise DamagedError("a chunk came with other gaps than it tells")
+        raise DamagedError("a chunk has another number of wide gaps than its header says")
     gaps[wide] = payload[count : count + 4 * wides].view("<u4")
     places = np.cumsum(gaps)
     if count and places[-1] >= words:
-        raise DamagedError("a chunk came with changes behind its end")
+        raise DamagedError("a chunk has changes beyond its end")
     return places, *_split(payload[count + 4 * wides :], count)
 
 
@@ -155,9 +155,9 @@ def _unpacked(packed: Bytes, size: int) -> Bytes:
     try:
         return np.frombuffer(_codec().decompress(pa.py_buffer(packed), decompressed_size=size), np.uint8)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise DamagedError(f"a chunk cannot be unpacked: {error}") from error
+        raise DamagedError(f"a chunk cannot be decompressed: {error}") from error
 
 
 def _codec() -> pa.Codec:
-    """One for each call: it holds a state, and chunks are coded in several threads."""
+    """Return a new codec: it is stateful, and several threads code chunks."""
     return pa.Codec("zstd", compression_level=_LEVEL)

@@ -1,4 +1,4 @@
-"""How one replica takes new weights: one version at a time, the newest that it was to take."""
+"""Weight updates of one replica: one version at a time, always the newest requested one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import ray
 
 from verl_rhyme.weights.folder import WeightsError
 
-#: Seconds that an engine has to take a version that lies on its node.
+#: Seconds that an engine has to load a version from its node.
 _LOAD_S = 1800.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """A replica, as far as weights go: its rank, and handles of its servers and workers."""
+    """The part of a replica that weight updates need: its rank, and handles of its servers and workers."""
 
     rank: int
     servers: tuple[Any, ...]
@@ -26,18 +26,18 @@ class Target:
 
     @classmethod
     def of(cls, replica: Any) -> Target:
-        """Of verl's ``RolloutReplica``, which drags vLLM and the whole config along."""
+        """Make the target of verl's ``RolloutReplica``, which itself would pickle vLLM and the whole config."""
         return cls(replica.replica_rank, tuple(replica.servers), tuple(replica.workers))
 
     async def idle(self) -> None:
-        """Wait until nothing runs there."""
+        """Wait until the replica has no running requests."""
         await self.servers[0].idle.remote()
 
     async def load(self, version: int) -> None:
-        """What runs there is cut short. In the order of verl's manager, and of vLLM's replica.
+        """Abort running requests and load a version, in the order of verl's manager and of vLLM's replica.
 
         Raises:
-            RayError, TimeoutError: It could not; nothing is left of the replica, whose engine may have half of it.
+            RayError, TimeoutError: The load failed. The replica is killed: its engine may hold half of the version.
         """
         await self._all("abort_all_requests")
         await self._all("release_kv_cache")
@@ -52,7 +52,7 @@ class Target:
         await self._all("open_submission_gate")
 
     def end(self) -> None:
-        """As one that died: it is replaced."""
+        """Kill the replica's actors; it is then replaced like a dead one."""
         for actor in (*self.servers, *self.workers):
             ray.kill(actor)
 
@@ -61,10 +61,10 @@ class Target:
 
 
 class Delivery:
-    """Of one replica.
+    """Weight updates of one replica.
 
     Args:
-        here: Waits until a version is on the replica's node, and keeps it there while it is taken.
+        here: Context that waits until a version is on the replica's node and keeps it there during the load.
     """
 
     def __init__(self, here: Callable[[int], AbstractAsyncContextManager[None]]) -> None:
@@ -73,16 +73,16 @@ class Delivery:
         self._wanted = self._urgent = self._served = -1
 
     async def take(self, replica: Target, version: int, patient: bool) -> None:
-        """A version, or a newer one that was asked for meanwhile.
+        """Load a version, or a newer one that was requested meanwhile.
 
         Args:
-            replica: The one.
-            version: Also of the policy, as its server tells it with each response.
-            patient: When nothing runs there that came under an older one, unless another call is not patient; else
-                what is generated is cut short.
+            replica: Replica to update.
+            version: Policy version; the server reports it with each response.
+            patient: Whether to wait until requests of older versions have finished, unless an impatient call comes;
+                else running requests are aborted.
 
         Raises:
-            WeightsError: The newest that was asked for did not get here.
+            WeightsError: The newest requested version did not reach the node.
             RayError, TimeoutError: See :meth:`Target.load`.
         """
         self._wanted = max(self._wanted, version)
@@ -92,7 +92,7 @@ class Delivery:
         async with self._lock:
             if self._served < version and patient:
                 await _first(replica.idle(), self._hurry)
-            while self._served < version:  # else another call has brought it
+            while self._served < version:  # else another call has loaded it
                 newest = self._wanted
                 try:
                     async with self._here(newest):
@@ -100,24 +100,24 @@ class Delivery:
                         self._served = newest
                 except WeightsError:
                     if newest == self._wanted:
-                        raise  # else it gave way to a newer one before it had come
+                        raise  # else a newer version replaced it before it arrived
             if self._urgent <= self._served:
                 self._hurry.clear()
 
     def forget(self, version: int) -> None:
-        """That version will be another one."""
+        """Note that a version is written again and must be loaded again."""
         self._served = min(self._served, version - 1)
 
 
 async def _every(calls: Iterable[Awaitable[Any]]) -> None:
-    """Wait for all of them, also when one fails: none is under way afterwards."""
-    for told in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(told, BaseException):
-            raise told
+    """Wait for all calls, then raise the first error: no call is in flight afterwards."""
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 async def _first(idle: Awaitable[None], hurry: asyncio.Event) -> None:
-    """Wait for either."""
+    """Wait until the replica is idle or ``hurry`` is set."""
     waits: set[asyncio.Future[Any]] = {asyncio.ensure_future(idle), asyncio.ensure_future(hurry.wait())}
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

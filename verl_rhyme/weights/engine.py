@@ -1,4 +1,4 @@
-"""The two ends of the relay in verl: the actor writes a version to its node, the workers of a replica read it there."""
+"""verl's checkpoint engine of the relay: the actor writes a version to its node, workers of replicas read it there."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from verl.utils.device import get_device_id, get_device_name
 from verl_rhyme.weights import BACKEND
 from verl_rhyme.weights.folder import PART_BYTES, Folder
 
-#: Seconds for which a worker waits for a version that another node's relay was told to have.
+#: Seconds for which a worker waits for a version to arrive on its node.
 _TIMEOUT_S = 600.0
 _PAUSE_S = 0.02
-#: Matrices that engines may hold in float32 whatever they compute in: routers of experts, scales of quantised ones.
+#: Matrices that engines may hold in float32 whatever their dtype: expert routers, scales of quantised matrices.
 _WIDE = re.compile(r"(^|\.)(gate|router)(\.|$)|_scale")
 
 
 def narrowed(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """What an engine that computes in ``dtype`` makes of a tensor when it loads it, made before it travels.
+    """Cast a tensor to the engine's ``dtype`` before the transfer, as the engine would on load.
 
-    FSDP holds float32: half of the bytes, and all that makes one version unlike the next in nearly every word, would
-    be dropped on arrival. Vectors (norms, biases), routers and scales are small, and may be held wider: they go as they
-    are.
+    FSDP holds float32. The engine would drop half of its bytes, and these make versions differ in nearly every word.
+    Vectors (norms, biases), routers and scales are small, and engines may hold them wider: they stay as they are.
     """
     wide = dtype is not None and tensor.is_floating_point() and tensor.element_size() > dtype.itemsize
     return tensor.to(dtype) if wide and tensor.ndim > 1 and not _WIDE.search(name) else tensor
 
 
 class RelayCheckpointEngine(CheckpointEngine):
-    """verl's workers have one each; :class:`~verl_rhyme.weights.manager.RelayManager` tells them their folder.
+    """Checkpoint engine of one verl worker; :class:`~verl_rhyme.weights.manager.RelayManager` sends it its folder.
 
     Args:
-        bucket_size: Bytes that a worker hands to its engine at a time; a part has no more, but for larger tensors.
-        is_master: The actor's rank 0, which writes.
+        bucket_size: Bytes that a worker passes to its engine at a time; also the largest part, but for larger tensors.
+        is_master: Whether this is the actor's rank 0, which writes.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, **_: Any) -> None:
@@ -56,11 +55,12 @@ class RelayCheckpointEngine(CheckpointEngine):
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         raise NotImplementedError(
-            f"checkpoint_engine.backend={BACKEND} needs a trainer of verl-rhyme: +rhyme=..., with enable=true"
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend={BACKEND} needs a trainer of verl-rhyme: add "
+            "+rhyme=PRESET and leave actor_rollout_ref.rollout.custom.rhyme.enable=true"
         )
 
     def init_process_group(self, path: str, dtype: str | None = None) -> None:
-        """Where the node's weights lie and, to the actor, the type that matrices are written in (:func:`narrowed`)."""
+        """Set the node's weight folder and, for the actor, the dtype of matrices (:func:`narrowed`)."""
         self._folder = Folder(path)
         self._dtype = None if dtype is None else getattr(torch, dtype)
 
@@ -73,7 +73,7 @@ class RelayCheckpointEngine(CheckpointEngine):
         assert self._folder is not None
         assert global_steps is not None
         writer = self._folder.writer(global_steps, self._part_bytes) if self.is_master else None
-        async for name, weight in ensure_async_iterator(weights):  # every rank drains it: gathering is collective
+        async for name, weight in ensure_async_iterator(weights):  # on every rank: gathering is collective
             if writer is not None:
                 writer.add(name, narrowed(name, weight, self._dtype))
         if writer is not None:
@@ -83,12 +83,14 @@ class RelayCheckpointEngine(CheckpointEngine):
         assert self._folder is not None
         assert global_steps is not None
         deadline = time.monotonic() + _TIMEOUT_S
-        while global_steps not in self._folder.versions():  # a replica of several nodes: one may have it before others
+        while global_steps not in self._folder.versions():  # nodes of one replica receive it at different times
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no weights {global_steps} in {self._folder.path} after {_TIMEOUT_S:.0f} s")
+                raise TimeoutError(
+                    f"weights of version {global_steps} did not arrive in {self._folder.path} within {_TIMEOUT_S:.0f} s"
+                )
             await asyncio.sleep(_PAUSE_S)
         for name, weight in self._folder.read(global_steps):
-            # verl hands one that is larger than its bucket to the engine as it is, by a handle that only devices have
+            # verl passes a tensor larger than its bucket by a device memory handle, which a mapped file has not
             yield name, weight.to(_device()) if weight.nbytes > self._bucket else weight
 
 

@@ -1,8 +1,8 @@
-"""Versions of a policy's weights in the files of one node.
+"""Weight versions as files of one node.
 
-A version is a folder of safetensors files, its parts, and a manifest that names them. The manifest comes last: what has
-one is whole. Only the user who runs training may read them. What a process that died has left can be taken over; it is
-not whole then before all of it was read again.
+A version is a folder of safetensors files, its *parts*, and a manifest of them. The manifest is written last: a version
+with a manifest is complete. Only the user who runs training may read the files. A process can take over the folder of
+a dead one; a version there is complete again only after all of it was verified.
 """
 
 from __future__ import annotations
@@ -33,57 +33,57 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Where none is named: memory, which all processes of a node share.
+#: Default location: memory, which all processes of a node share.
 SHARED_MEMORY = Path("/dev/shm")
-#: Bytes of a part, at least where there is more than one.
+#: Maximum bytes of a part; a larger tensor has a part for itself.
 PART_BYTES = 256 << 20
 
-#: Parts that are written at a time.
+#: Parts written concurrently.
 _WRITERS = 8
 
-#: Seconds that a process takes to end after Ray says that it has.
+#: Seconds that a process may live on after Ray reports its death.
 _DYING_S = 5.0
 
 _PREFIX = "verl_rhyme_weights_"
 _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 _MANIFEST = "manifest.json"
-#: The manifest in a folder that was taken over.
+#: Name of an unverified manifest in a folder that was taken over.
 _LEFT = "manifest.left"
 
 
 class WeightsError(RuntimeError):
-    """Weights are missing, damaged, or find no room; the message says how to mend it."""
+    """Weights are missing or damaged, or there is no room for them; the message says what to do."""
 
 
 class UnsentError(WeightsError):
-    """A version has not come to a node, which may be told again to fetch it."""
+    """A version has not reached a node; a new fetch request may help."""
 
 
 class Folder:
-    """See the module. Of each version there is one writer at a time.
+    """Weight versions in one folder. Each version has one writer at a time.
 
     Args:
-        path: Made by :func:`claim`.
+        path: Folder made by :func:`claim`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def versions(self) -> list[int]:
-        """Those that are whole, in order."""
+        """Return the complete versions, in order."""
         return sorted(int(folder.parent.name) for folder in self.path.glob(f"*/{_MANIFEST}"))
 
     def parts(self, version: int) -> list[Part]:
-        """Of a version that is whole.
+        """Return the parts of a complete version.
 
         Raises:
-            WeightsError: It is not here.
+            WeightsError: The version is missing.
         """
         with self._manifest(version) as manifest:
             return _parts(manifest.read())
 
     def chunk(self, version: int, chunk: Chunk, part: Part) -> NDArray[np.uint8] | None:
-        """uint8[N] of a chunk as it lies there, right or not, or ``None``: it does not lie there in full."""
+        """Return the stored bytes of a chunk, uint8[N], unverified; ``None`` if they are incomplete."""
         begin, size = part.range(chunk.index)
         try:
             with self._file(version, chunk.part).open("rb") as file:
@@ -93,12 +93,12 @@ class Folder:
         return np.frombuffer(data, np.uint8) if len(data) == size else None
 
     def writer(self, version: int, part_bytes: int = PART_BYTES, chunk_bytes: int = CHUNK_BYTES) -> Writer:
-        """For tensors."""
+        """Remove a version and return a writer of its tensors."""
         self.remove(version)
         return Writer(self, version, part_bytes, chunk_bytes)
 
     def put(self, version: int, chunk: Chunk, part: Part, data: NDArray[np.uint8]) -> None:
-        """A chunk to its place; the caller knows that it is right.
+        """Write a chunk, which the caller has verified.
 
         Raises:
             WeightsError: There is no room.
@@ -114,30 +114,30 @@ class Folder:
             finally:
                 os.close(file)
         except OSError as error:
-            raise self._no_room(version, error) from error
+            raise self._write_error(version, error) from error
 
     def wrong(self, version: int, number: int, part: Part) -> list[int]:
-        """Chunks of a part that are not what the manifest tells, or are missing, by reading all of it."""
+        """Read a part and return its chunks that are missing or whose checksum differs."""
         wrong = []
-        for index, told in enumerate(part.digests):
+        for index, wanted in enumerate(part.digests):
             data = self.chunk(version, Chunk(number, index), part)
-            if data is None or digest(data.data) != told:
+            if data is None or digest(data.data) != wanted:
                 wrong.append(index)
         return wrong
 
     def trim(self, version: int, parts: Sequence[Part]) -> None:
-        """What lies there of a version that is fetched anew, but cannot be of these parts, goes."""
+        """Remove files of an incomplete version that cannot belong to these parts."""
         for file in self._of(version).glob("*.safetensors"):
             number = int(file.stem)
             if number >= len(parts) or file.stat().st_size > parts[number].bytes:
                 file.unlink()
 
     def revive(self, version: int, wanted: str) -> bool:
-        """A version that was whole when its owner died is whole again, if it is the wanted one and all of it is right.
+        """Verify a version of a dead owner and make it complete again; return whether it is intact and the wanted one.
 
         Args:
-            version: Its number.
-            wanted: Its :func:`~verl_rhyme.weights.transfer.identity`.
+            version: Number of the version.
+            wanted: Expected :func:`~verl_rhyme.weights.transfer.identity`.
         """
         left = self._of(version) / _LEFT
         if not left.exists() or identity(parts := _parts(left.read_text())) != wanted:
@@ -148,22 +148,22 @@ class Folder:
         return True
 
     def unfinished(self) -> list[int]:
-        """Versions of which something is here, but not all."""
+        """Return the incomplete versions."""
         return sorted({int(each.name) for each in self.path.iterdir() if each.is_dir()} - set(self.versions()))
 
     def complete(self, version: int, parts: Iterable[Part]) -> None:
-        """All parts are here."""
+        """Write the manifest of a version: all its parts are stored."""
         manifest = self._of(version) / _MANIFEST
         unfinished = manifest.with_suffix(".partial")
         unfinished.write_text(json.dumps([asdict(part) for part in parts]))
         unfinished.rename(manifest)
 
     def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, mapped rather than copied where that can be done. Until the last, :meth:`read_now`.
+        """Yield names and tensors, memory-mapped where possible. :meth:`read_now` is true until the last one.
 
         Raises:
-            WeightsError: The version is not here, or a part is not whole; behind the last tensor: the version was
-                written anew meanwhile, and what was read may be of both.
+            WeightsError: The version is missing, or a part is incomplete. After the last tensor: the version was
+                written again during the read, and the tensors may be of both.
         """
         from safetensors import safe_open
 
@@ -171,40 +171,44 @@ class Folder:
             fcntl.flock(manifest, fcntl.LOCK_SH)  # until it is closed, or this process ends
             parts = _parts(manifest.read())
             for number, part in enumerate(parts):
-                file = self._file(version, number)  # its bytes were checked when it came
+                file = self._file(version, number)  # its checksums were verified on arrival
                 if not file.exists() or file.stat().st_size != part.bytes:
-                    raise WeightsError(f"{file} is not whole: weights {version} cannot be served from it")
+                    raise WeightsError(f"{file} is incomplete: weights of version {version} cannot be loaded from it")
                 with safe_open(file, framework="pt") as tensors:
                     for name in tensors.keys():  # noqa: SIM118 - not a dict
                         yield name, tensors.get_tensor(name)
         if self.parts(version) != parts:
-            raise WeightsError(f"weights {version} were written anew while they were read: they may be of both")
+            raise WeightsError(
+                f"weights of version {version} were written again during the load: the tensors may be of both writes"
+            )
 
     def read_now(self, version: int) -> bool:
-        """Whether a process reads a version, also one that this node's relay did not send."""
+        """Whether any process reads a version, also one unknown to this node's relay."""
         try:
             with self._manifest(version) as manifest:
                 fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except (WeightsError, OSError):  # it is not here, or the file system has no such locks
+        except (WeightsError, OSError):  # it is missing, or the file system has no such locks
             pass
         return False
 
     def close(self) -> None:
-        """All of it goes."""
+        """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         _lock_of(self.path).unlink(missing_ok=True)
 
     def remove(self, version: int) -> None:
-        (self._of(version) / _MANIFEST).unlink(missing_ok=True)  # first: it is not whole from now on
+        (self._of(version) / _MANIFEST).unlink(missing_ok=True)  # first: the version is incomplete from now on
         shutil.rmtree(self._of(version), ignore_errors=True)
 
     def _manifest(self, version: int) -> IO[str]:
         try:
             return (self._of(version) / _MANIFEST).open()
         except FileNotFoundError:
-            raise WeightsError(f"{self.path} has no weights of version {version}, only of {self.versions()}") from None
+            raise WeightsError(
+                f"{self.path} has no weights of version {version}; it has versions {self.versions()}"
+            ) from None
 
     def _of(self, version: int) -> Path:
         return self.path / str(version)
@@ -215,31 +219,31 @@ class Folder:
     def _file(self, version: int, number: int) -> Path:
         return self._of(version) / f"{number:05d}.safetensors"
 
-    def _no_room(self, version: int, error: OSError) -> WeightsError:
+    def _write_error(self, version: int, error: OSError) -> WeightsError:
         return WeightsError(
-            f"weights {version} could not be written to {self.path} ({error.strerror}): it takes two versions of the "
-            "model; give the container a larger --shm-size, or name a folder with more room "
-            "(actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.relay.folder)"
+            f"weights of version {version} could not be written to {self.path} ({error.strerror}): the folder needs "
+            "room for two versions of the model; start the container with a larger --shm-size, or set "
+            "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.relay.folder to a folder with more room"
         )
 
 
 class Writer:
-    """Tensors into parts, which are written while further tensors come; ``close`` makes the version whole.
+    """Writer of a version: collects tensors into parts and writes these in the background; ``close`` completes it.
 
-    A tensor is copied once, into memory that parts share one after another, and from there to its file. Those of an
-    element size go together: safetensors leaves no gaps to align them.
+    Each tensor is copied once, into a buffer that parts reuse, and written from there. A part holds tensors of one
+    element size: safetensors has no padding for alignment.
     """
 
     def __init__(self, folder: Folder, version: int, part_bytes: int, chunk_bytes: int) -> None:
         self._folder, self._version = folder, version
         self._part_bytes, self._chunk_bytes = part_bytes, chunk_bytes
         self._open: dict[int, _Open] = {}  # by element size
-        self._buffers: list[torch.Tensor] = []  # that nothing is in
+        self._buffers: list[torch.Tensor] = []  # free ones
         self._parts: list[Future[Part]] = []
         self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="weights")
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies it, to the CPU.
+        """Copy a tensor to the CPU and add it to a part.
 
         Raises:
             WeightsError: There is no room.
@@ -263,7 +267,7 @@ class Writer:
         self._folder.complete(self._version, parts)
 
     def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """uint8[N], N at least a part's bytes and the tensor's; pinned where that is a GPU's."""
+        """Return uint8[N] with room for a part and for the tensor; pinned if the tensor is on a GPU."""
         import torch
 
         if self._buffers and tensor.nbytes <= self._part_bytes:
@@ -272,7 +276,7 @@ class Writer:
         return torch.empty(size, dtype=torch.uint8, pin_memory=tensor.device.type == "cuda")
 
     def _write(self, part: _Open) -> None:
-        for written in self._parts[:-_WRITERS]:  # those in memory are few, and what failed is told early
+        for written in self._parts[:-_WRITERS]:  # this bounds the buffers in memory and raises errors early
             written.result()
         self._parts.append(self._threads.submit(self._written, len(self._parts), part))
 
@@ -285,9 +289,9 @@ class Writer:
                     while piece:
                         piece = piece[file.write(piece) :]
         except OSError as error:
-            raise folder._no_room(self._version, error) from error
+            raise folder._write_error(self._version, error) from error
         size, chunk = len(header) + part.bytes, self._chunk_bytes
-        first = -len(header) % chunk  # with so many bytes the header fills whole chunks
+        first = -len(header) % chunk  # bytes of data that fill up the header's last chunk
         head = header + data[:first]
         digests = [digest(head[at : at + chunk]) for at in range(0, len(head), chunk)]
         digests += [digest(data[at : at + chunk]) for at in range(first, part.bytes, chunk)]
@@ -297,10 +301,10 @@ class Writer:
 
 
 class _Open:
-    """A part that tensors are added to, in safetensors' format.
+    """An unwritten part, in safetensors' format.
 
     Args:
-        buffer: uint8[N], for their bytes.
+        buffer: uint8[N] for the bytes of the tensors.
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
@@ -314,14 +318,14 @@ class _Open:
         self._tensors[name], self.bytes = about, end
 
     def header(self) -> bytes:
-        told = json.dumps(self._tensors, separators=(",", ":")).encode()
-        told += b" " * (-len(told) % 8)
-        return len(told).to_bytes(8, "little") + told
+        header = json.dumps(self._tensors, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        return len(header).to_bytes(8, "little") + header
 
 
 @cache
 def _format_name(dtype: torch.dtype) -> str:
-    """safetensors' name of a type."""
+    """Return safetensors' name of a dtype."""
     import torch
     from safetensors.torch import save
 
@@ -334,15 +338,15 @@ def _parts(manifest: str) -> list[Part]:
 
 
 def claim(root: Path = SHARED_MEMORY, heir_of: str | None = None) -> Folder:
-    """A folder of this process's own; what processes that are dead have left is removed here.
+    """Make a folder owned by this process, and remove the folders of dead processes in the same place.
 
     Args:
-        root: Where it is made.
-        heir_of: The folder of a process that died, which is taken over if it is still there; its versions are not whole
-            before :meth:`Folder.revive`.
+        root: Parent folder.
+        heir_of: Folder of a dead process to take over, if it still exists; its versions are incomplete until
+            :meth:`Folder.revive`.
 
     Raises:
-        WeightsError: It cannot be made.
+        WeightsError: The folder cannot be made.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -350,14 +354,14 @@ def claim(root: Path = SHARED_MEMORY, heir_of: str | None = None) -> Folder:
             return Folder(left)
         folder = root / f"{_PREFIX}{uuid.uuid4().hex}"
         while (held := lock(_lock_of(folder), create=True)) is None:
-            time.sleep(0.001)  # who looks for left-overs has it for a moment: it is not signed, and stays
-        Owner.here("").sign(held)  # and it is held until this process ends
-        _remove_remains(root)
+            time.sleep(0.001)  # another process's cleanup holds the lock briefly; it leaves unsigned locks alone
+        Owner.here("").sign(held)  # this process holds the lock until it ends
+        _remove_left_behind(root)
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise WeightsError(
-            f"no folder for weights in {root} ({error.strerror}): name another "
-            "(actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.relay.folder)"
+            f"cannot make a folder for weights in {root} ({error.strerror}): set "
+            "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.relay.folder to another one"
         ) from error
     return Folder(folder)
 
@@ -367,7 +371,7 @@ def _lock_of(folder: Path) -> Path:
 
 
 def _inherit(left: Path) -> bool:
-    """Take over a folder whose owner died, or is about to; whether it is there."""
+    """Take over a folder whose owner is dead or dying; return whether it succeeded."""
     until = time.monotonic() + _DYING_S
     while is_ours(left) and time.monotonic() < until:
         if (held := _dead(left)) is not None:
@@ -380,10 +384,13 @@ def _inherit(left: Path) -> bool:
 
 
 def _dead(folder: Path) -> int | None:
-    """The lock of a folder whose owner is dead: it signed on this host, where a live one's lock cannot be had."""
+    """Take the lock of a folder and return it if the owner is dead, else ``None``.
+
+    The owner must have signed on this host: on another host the lock proves nothing.
+    """
     try:
         held = lock(_lock_of(folder))
-    except OSError:  # gone meanwhile, or another user's
+    except OSError:  # removed meanwhile, or another user's
         return None
     if held is not None and ((owner := Owner.of(_lock_of(folder))) is None or owner.is_foreign()):
         os.close(held)
@@ -391,20 +398,21 @@ def _dead(folder: Path) -> int | None:
     return held
 
 
-def _remove_remains(root: Path) -> None:
+def _remove_left_behind(root: Path) -> None:
     for folder in left_behind(root):
         try:
             if is_ours(folder):
                 shutil.rmtree(folder)
             if not os.path.lexists(folder):
                 _lock_of(folder).unlink()
-        except OSError as error:  # it is no reason not to run
-            logger.warning("%s, of a run that ended, cannot be removed: %s", folder, error.strerror)
+        except OSError as error:  # the run can go on
+            logger.warning("cannot remove %s, the weight folder of an ended run: %s", folder, error.strerror)
 
 
 def left_behind(root: Path) -> Iterator[Path]:
-    """Folders whose owner was killed, of this user on this host, by the names that :func:`claim` gives; nobody can take
-    one over until the next is asked for.
+    """Yield the folders made by :func:`claim` whose owner is dead, of this user on this host.
+
+    Each folder's lock is held until the next iteration, so that no other process takes the folder over.
     """
     for file in root.glob(f"{_PREFIX}*.lock"):
         folder = file.with_suffix("")

@@ -1,4 +1,4 @@
-"""A process group of weight syncs that lasts, as verl has it, until other replicas get weights than the last time."""
+"""A process group of weight syncs that is kept until the set of replicas changes."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ from verl.checkpoint_engine import CheckpointEngineManager
 
 from verl_rhyme.processes.deaths import ReplicaDied
 
-#: Seconds that workers have to leave a group; one of its members may be dead.
+#: Seconds that workers have to leave a group that may have a dead member.
 _LEAVE_S = 120.0
 
 
 class KeptGroupManager(CheckpointEngineManager):
-    """As verl's, for engines that keep the process group of their first sync (``nccl``), into which a replica that is
-    missing or new does not fit. All leave the group then, and the next sync builds another, which stays. To build one
-    for each sync (``rebuild_group=true``) costs each step what only a death has to.
+    """verl's manager for engines that keep the process group of their first sync (``nccl``).
+
+    Such a group cannot lose or gain a replica. When the set of replicas changes, all workers leave the group, and the
+    next sync builds a new one. verl's alternative, ``rebuild_group=true``, builds a group for each sync, which is
+    slower.
 
     Args:
-        config: verl's, of the checkpoint engine.
-        actor_wg: The actor's workers.
-        replicas: Those that take weights.
+        config: verl's config of the checkpoint engine.
+        actor_wg: Workers of the actor.
+        replicas: Replicas that receive weights.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
         super().__init__(config, actor_wg, replicas)
         self.replicas: list[Any]
-        self._members: list[Any] = []  # replicas whose workers are in the group, in the order of their ranks
+        self._members: list[Any] = []  # replicas in the group, in the order of their ranks
 
     def update_weights(self, global_steps: int | None = None) -> Any:  # type: ignore[override]
-        """As verl's.
+        """Send the actor's weights to all replicas.
 
         Raises:
-            ReplicaDied: The group of before could not be left.
+            ReplicaDied: Workers could not leave the previous group.
         """
         if self._members and self._members != self.replicas:
             self._leave()
@@ -43,7 +45,7 @@ class KeptGroupManager(CheckpointEngineManager):
         return super().update_weights(global_steps)
 
     def send(self, replicas: Sequence[Any], version: int) -> None:
-        """The actor's weights to these alone. Raises as :meth:`update_weights`."""
+        """Send the actor's weights to these replicas alone. Raises like :meth:`update_weights`."""
         others, self.replicas = self.replicas, list(replicas)
         try:
             self.update_weights(version)
@@ -51,7 +53,7 @@ class KeptGroupManager(CheckpointEngineManager):
             self.replicas = others
 
     def _leave(self) -> None:
-        """Have the actor and all members that live leave the group: verl's engine does with ``rebuild_group``."""
+        """Have the actor and all live members leave the group, as verl's engine does with ``rebuild_group``."""
         for method, *arguments in (
             ("__setattr__", "rebuild_group", True),
             ("finalize",),
@@ -59,32 +61,33 @@ class KeptGroupManager(CheckpointEngineManager):
         ):
             ranks = self.actor_wg.world_size
             each = ([value] * ranks for value in (method, *arguments))
-            told = list(self.actor_wg.execute_checkpoint_engine(*each))
-            members = [
+            actor_calls = list(self.actor_wg.execute_checkpoint_engine(*each))
+            member_calls = [
                 worker.execute_checkpoint_engine.remote(method, *arguments)
                 for replica in self._members
                 for worker in replica.workers
             ]
-            ray.wait([*told, *members], num_returns=len(told) + len(members), timeout=_LEAVE_S)
+            calls = [*actor_calls, *member_calls]
+            ray.wait(calls, num_returns=len(calls), timeout=_LEAVE_S)
             try:
-                ray.get(told, timeout=0)
-                for answer in members:
+                ray.get(actor_calls, timeout=0)
+                for call in member_calls:
                     try:
-                        ray.get(answer, timeout=0)
+                        ray.get(call, timeout=0)
                     except ActorUnavailableError:
                         raise
-                    except RayActorError:  # it died: what it knew of the group did as well
+                    except RayActorError:  # it died: its group state is gone
                         pass
             except GetTimeoutError as error:
                 raise ReplicaDied(
-                    f"workers have not left the process group of a dead rollout replica in {_LEAVE_S:.0f} s\n"
-                    "The same command goes on from the last checkpoint."
+                    f"workers have not left the process group of a dead rollout replica within {_LEAVE_S:.0f} s\n"
+                    "Run the same command again: it resumes from the last checkpoint."
                 ) from error
         self._members = []
 
 
 def kept(manager: CheckpointEngineManager) -> CheckpointEngineManager:
-    """Ours in the place of verl's, where its engine keeps a process group."""
+    """Return a :class:`KeptGroupManager` in place of verl's manager if the engine keeps a process group."""
     if manager.backend != "nccl" or (manager.config.engine_kwargs.get("nccl") or {}).get("rebuild_group"):
         return manager
     return KeptGroupManager(manager.config, manager.actor_wg, manager.replicas)

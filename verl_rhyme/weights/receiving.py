@@ -1,6 +1,6 @@
-"""The end of a transfer that fetches a version.
+"""The receiver of a transfer.
 
-It drives :class:`~verl_rhyme.weights.transfer.Transfer` with files, and whatever carries questions and answers.
+It connects :class:`~verl_rhyme.weights.transfer.Transfer` with files and with a :class:`Source` of chunks.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before what was lost is asked for again: the first time, and at most, doubled each time nothing came.
+#: Seconds before a lost chunk is requested again: at first, and at most; doubled after each failure.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 
 
 class LinkError(Exception):
-    """An answer was lost on its way. It may be asked for again."""
+    """An answer was lost; the request may be repeated."""
 
 
 class Source(Protocol):
-    """The other end, through what carries questions and answers."""
+    """The sender, as the receiver calls it."""
 
     async def parts(self, version: int) -> list[Part]:
-        """A version's, as soon as they are known there. Raises LinkError; all other errors are the end of it."""
+        """Return the parts of a version, once the sender knows them. Raises LinkError; other errors are final."""
         ...
 
     async def chunk(self, version: int, chunk: Chunk, base: Base | None, pack: bool) -> NDArray[np.uint8]:
-        """uint8[M], coded, as soon as it is there. Raises as :meth:`parts`."""
+        """Return the coded chunk, uint8[M], once the sender has it. Raises like :meth:`parts`."""
         ...
 
 
 @dataclass(frozen=True)
 class Patience:
-    """In seconds.
+    """Timeouts of a transfer, in seconds.
 
     Attributes:
-        answer: Until an answer counts as lost.
-        silence: Without any chunk that was kept, until a source is given up.
+        answer: Time until an answer counts as lost.
+        silence: Time without any valid chunk until the receiver gives up on a source.
     """
 
     answer: float = 60.0
@@ -57,7 +57,7 @@ class Patience:
 
 
 async def begin(folder: Folder, version: int, parts: list[Part], window: int = WINDOW) -> Transfer:
-    """What of a version is here already, from before its transfer was cut, is not sent again."""
+    """Start a transfer of a version; verified chunks of an interrupted transfer are kept."""
     transfer = Transfer(parts, window)
     folder.trim(version, parts)
     for number, part in enumerate(parts):
@@ -68,33 +68,33 @@ async def begin(folder: Folder, version: int, parts: list[Part], window: int = W
 
 
 def base_of(folder: Folder, version: int) -> Base | None:
-    """The newest other version that is whole here."""
+    """Return the newest other complete version, or ``None``."""
     others = [other for other in folder.versions() if other != version]
     return Base(others[-1], identity(folder.parts(others[-1]))) if others else None
 
 
 async def ask_parts(source: Source, version: int, patience: Patience = Patience()) -> list[Part]:
-    """Raises LinkError after ``patience.silence``; else as :meth:`Source.parts`, which it asks again."""
+    """Call :meth:`Source.parts` until it answers. Raises LinkError after ``patience.silence``."""
     pause, until = _PAUSE_S, time.monotonic() + patience.silence
     while True:
         try:
             return await asyncio.wait_for(source.parts(version), patience.silence)
         except (LinkError, asyncio.TimeoutError) as error:
             if time.monotonic() > until:
-                raise LinkError(f"weights {version} are not told of: {error}") from error
+                raise LinkError(f"the source sends no manifest of weights of version {version}: {error}") from error
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 class Receiver:
-    """Of one version, from one source; another may go on with the same transfer.
+    """Receiver of one version, from one source at a time; another source may continue the same transfer.
 
     Args:
-        folder: Where it is written.
-        version: Its number.
-        transfer: Of :func:`begin`.
-        kept: Called with each chunk that is here and can be passed on.
-        patience: See there.
+        folder: Folder to write to.
+        version: Number of the version.
+        transfer: Result of :func:`begin`.
+        kept: Callback for each stored chunk, which may now be passed on.
+        patience: Timeouts.
     """
 
     def __init__(
@@ -114,16 +114,16 @@ class Receiver:
         self._writes: set[asyncio.Task[bool]] = set()
 
     async def fetch(self, source: Source, base: Base | None, pack: bool) -> None:
-        """Until all of it is here and was read again from where it lies; then the version is whole.
+        """Fetch all chunks, verify them in their files, and complete the version.
 
         Args:
-            source: Whom to ask.
-            base: Of :func:`base_of`.
-            pack: The link is slow: chunks are packed, and against the base where both ends have it.
+            source: Sender of the chunks.
+            base: Result of :func:`base_of`.
+            pack: Whether the link is slow: chunks are compressed, against the base if both sides have it.
 
         Raises:
-            LinkError: Nothing came for ``patience.silence``.
-            WeightsError: There is no room, or chunks came damaged again and again.
+            LinkError: No chunk arrived for ``patience.silence``.
+            WeightsError: There is no room, or a chunk arrived damaged too often.
         """
         transfer = self._transfer
         self._heard, self._pause, self._base = time.monotonic(), _PAUSE_S, base
@@ -139,7 +139,7 @@ class Receiver:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 if errors := [error for each in done if (error := each.exception()) is not None]:
                     raise errors[0]
-        finally:  # none goes on beside another try
+        finally:  # no task may go on during the next attempt
             for each in running:
                 each.cancel()
             await asyncio.gather(*running, return_exceptions=True)
@@ -151,14 +151,16 @@ class Receiver:
         transfer, version = self._transfer, self._version
         pack = pack and not transfer.plain(chunk)
         try:
-            asked = source.chunk(version, chunk, self._base if pack else None, pack)
-            coded = await asyncio.wait_for(asked, self._patience.answer)
+            request = source.chunk(version, chunk, self._base if pack else None, pack)
+            coded = await asyncio.wait_for(request, self._patience.answer)
         except (LinkError, asyncio.TimeoutError) as error:
             if time.monotonic() - self._heard > self._patience.silence:
-                raise LinkError(f"no part of weights {version} came for {self._patience.silence:.0f} s") from error
+                raise LinkError(
+                    f"no chunk of weights of version {version} arrived for {self._patience.silence:.0f} s"
+                ) from error
             pause = self._pause
             await asyncio.sleep(pause)
-            self._pause = max(self._pause, min(2 * pause, _LONGEST_PAUSE_S))  # once for all that were lost together
+            self._pause = max(self._pause, min(2 * pause, _LONGEST_PAUSE_S))  # once for chunks lost together
             transfer.lost(chunk)
             return
         write = asyncio.create_task(asyncio.to_thread(self._write, chunk, coded))
@@ -170,16 +172,18 @@ class Receiver:
                 self.counts.whole += pack and self._base is not None and not differs(coded)
                 await self._kept(chunk)
             return
-        self._again(transfer.damaged(chunk, len(coded)), f"{chunk} of weights {version} was damaged on its way")
+        self._warn_or_raise(
+            transfer.damaged(chunk, len(coded)), f"{chunk} of weights of version {version} arrived damaged"
+        )
 
     def _write(self, chunk: Chunk, coded: NDArray[np.uint8]) -> bool:
-        """To its place, if it is right."""
+        """Decode, verify and store a chunk; return whether it is intact."""
         part, base = self._transfer.parts[chunk.part], self._base
-        old = None if base is None else counterpart(self._folder, base.version, self._base_parts, chunk, part)
+        base_chunk = None if base is None else counterpart(self._folder, base.version, self._base_parts, chunk, part)
         try:
-            data = decode(coded, part.range(chunk.index)[1], old)
+            data = decode(coded, part.range(chunk.index)[1], base_chunk)
         except DamagedError as error:
-            logger.warning("weights %d: %s", self._version, error)
+            logger.warning("weights of version %d: %s", self._version, error)
             return False
         if not self._transfer.fits(chunk, data.data):
             return False
@@ -191,11 +195,10 @@ class Receiver:
         sealing.discard(number)
         again = self._transfer.reread(number, wrong)
         if wrong:
-            self._again(
-                again, f"{len(wrong)} chunks of part {number} of weights {self._version} do not lie as they came"
-            )
+            part = f"part {number} of weights of version {self._version}"
+            self._warn_or_raise(again, f"{len(wrong)} chunks of {part} are damaged in its file")
 
-    def _again(self, again: bool, what: str) -> None:
+    def _warn_or_raise(self, again: bool, problem: str) -> None:
         if not again:
-            raise WeightsError(f"{what}, again and again")
-        logger.warning("%s; it is fetched again", what)
+            raise WeightsError(f"{problem}, too many times")
+        logger.warning("%s; fetching again", problem)

@@ -1,4 +1,4 @@
-"""The end of a transfer that has the version: it answers what it is asked, and remembers nothing of who asked."""
+"""The sender of a transfer: it answers requests for chunks and keeps no state of receivers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Base(NamedTuple):
-    """A version that the receiver has whole."""
+    """A complete version of the receiver."""
 
     version: int
     identity: str
 
 
 class Sender:
-    """Of one node; :meth:`chunk` may be called from several threads."""
+    """Sender of one node's weights; several threads may call :meth:`answer`."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -30,39 +30,39 @@ class Sender:
     def answer(
         self, version: int, chunk: Chunk, parts: list[Part], base: Base | None = None, pack: bool = False
     ) -> NDArray[np.uint8]:
-        """A chunk as :func:`~verl_rhyme.weights.coding.encode` makes it.
+        """Return a chunk, coded by :func:`~verl_rhyme.weights.coding.encode`.
 
         Args:
-            version: Which is here, at least that chunk.
-            chunk: It.
-            parts: The version's.
-            base: What the asker has; it is used where the same is here.
-            pack: Else it goes as it is.
+            version: Version of the chunk.
+            chunk: Chunk to send; it must be stored here, the rest of the version need not.
+            parts: Parts of the version.
+            base: Version of the receiver; used as base if the same version is stored here.
+            pack: Whether to compress; else the bytes are sent plain.
 
         Raises:
-            WeightsError: The chunk is not here.
+            WeightsError: The chunk is missing.
         """
         part = parts[chunk.part]
         data = self._folder.chunk(version, chunk, part)
         if data is None:
-            raise WeightsError(f"{chunk} of weights {version} is not here: they have made room for newer ones")
-        old = self._base(base, chunk, part) if pack and base is not None else None
-        return encode(data, old, pack)
+            raise WeightsError(f"{chunk} of weights of version {version} was removed to make room for newer weights")
+        base_chunk = self._base(base, chunk, part) if pack and base is not None else None
+        return encode(data, base_chunk, pack)
 
     def _base(self, base: Base, chunk: Chunk, part: Part) -> NDArray[np.uint8] | None:
-        """The same chunk of a version that is here and at the asker's, by its identity rather than its number."""
+        """Return the chunk of the base version; ``None`` if the version here is missing or of another identity."""
         if base not in self._known:
             try:
                 parts = self._folder.parts(base.version)
             except WeightsError:
                 return None
-            self._known = {Base(base.version, identity(parts)): parts}  # of one: all ask with the same
+            self._known = {Base(base.version, identity(parts)): parts}  # one suffices: all requests have the same base
         parts = self._known.get(base, [])
         return counterpart(self._folder, base.version, parts, chunk, part)
 
 
 def counterpart(folder: Folder, version: int, parts: list[Part], chunk: Chunk, part: Part) -> NDArray[np.uint8] | None:
-    """A chunk's in another version, where that has the same layout there."""
+    """Return the same chunk of another version, or ``None`` if the part's layout differs."""
     if chunk.part >= len(parts):
         return None
     other = parts[chunk.part]

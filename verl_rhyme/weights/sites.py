@@ -1,4 +1,4 @@
-"""From whom each node fetches a version: each site once over the slow link, then node by node within it."""
+"""Distribution tree of a version: it crosses the slow link once per site, then passes from node to node."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hop:
-    """A node to fetch from, and whether that is over the slow link."""
+    """A source node, and whether it is across the slow link."""
 
     node: str
     far: bool
 
 
 def tree(source: str, nodes: Iterable[str], sites: Mapping[str, str | None]) -> dict[str, list[Hop]]:
-    """Whom to ask, in turn: the next where one is gone.
+    """Return the sources that each node tries, in order.
 
-    Within a site each node passes a version on to two others (a binary tree). Its root is the source at home, and
-    elsewhere the site's first node, which alone asks the source. Where a node is gone, those that it would have sent
-    to ask the node before them in their site, and the source last.
+    Within a site each node passes a version on to two others (a binary tree). The root is the source at its own site;
+    at other sites it is the first node, which alone fetches from the source. If its parent is gone, a node tries the
+    node before it in its site, and the source last.
 
     Args:
-        source: The node that has the version.
-        nodes: Those that need it.
-        sites: Of a node; nodes without one are at one site.
+        source: Node that has the version.
+        nodes: Nodes that need it.
+        sites: Site by node; nodes without a site form one site.
 
     Returns:
-        For each node but the source, in an order in which whoever sends comes before those that it sends to.
+        Sources of each node except ``source``; senders come before their receivers.
     """
     home = sites.get(source)
     chains: dict[str | None, list[str]] = {home: [source]}
     for node in sorted(set(nodes) - {source}):
         chains.setdefault(sites.get(node), []).append(node)
-    asked: dict[str, list[Hop]] = {}
+    hops: dict[str, list[Hop]] = {}
     for site, chain in chains.items():
         for place, node in enumerate(chain):
             before = [chain[(place - 1) // 2], chain[place - 1]] if place else []
             near = [each for each in dict.fromkeys(before[:1] if site == home else before) if each != source]
-            asked[node] = [*(Hop(each, False) for each in near), Hop(source, site != home)]
-    del asked[source]
-    return asked
+            hops[node] = [*(Hop(each, False) for each in near), Hop(source, site != home)]
+    del hops[source]
+    return hops

@@ -1,9 +1,9 @@
-"""What of a version's weights is missing at a node, what to ask for next, and what is known to be right.
+"""State of a weight transfer: missing chunks, chunks in flight, and verified chunks.
 
-A version is *parts* (files), a part is *chunks*: ranges of its bytes, each with a checksum that the version's manifest
-tells before any of them comes. The receiving end asks, chunk by chunk, the sending end only answers and remembers
-nothing. So a link that is cut, an answer that is late, doubled or out of order, and an end that starts anew cost what
-was under way; and an answer is kept for what it is, not for when it came or what it claims to be.
+A version consists of *parts* (files), a part of *chunks* (ranges of its bytes). The version's manifest arrives first
+and has a checksum of each chunk. The receiver requests chunk by chunk; the sender is stateless. A broken link or a
+restart therefore costs only the chunks in flight. Late, duplicate and reordered answers are harmless: only the
+checksum decides whether an answer is accepted.
 
 No clock, thread, file, verl, ray or torch here: :mod:`verl_rhyme.weights.receiving` drives it.
 """
@@ -17,31 +17,31 @@ import xxhash
 
 #: Bytes of a chunk.
 CHUNK_BYTES = 16 << 20
-#: Chunks that are asked for at a time, at most: 128 MiB, what a link of 10 Gbit/s holds in 0.1 s.
+#: Maximum chunks in flight: 128 MiB, which a link of 10 Gbit/s sends in 0.1 s.
 WINDOW = 8
-#: How often a chunk is asked for that comes damaged.
+#: How often a chunk may arrive damaged.
 TRIES = 8
-#: After so many of these it is asked for as it is: the base may be what is damaged.
+#: Damaged arrivals of a chunk after which it is requested plain: its base may be damaged.
 _PLAIN_AFTER = 2
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file: its size, that of its chunks but for a shorter last one, and xxh3 of each chunk, in hexadecimal."""
+    """One file: its size, the size of its chunks (the last may be shorter), and xxh3 of each chunk, in hexadecimal."""
 
     bytes: int
     chunk_bytes: int
     digests: tuple[str, ...]
 
     def range(self, index: int) -> tuple[int, int]:
-        """First byte of a chunk, and how many it has."""
+        """Return the offset and the number of bytes of a chunk."""
         begin = index * self.chunk_bytes
         return begin, min(self.chunk_bytes, self.bytes - begin)
 
 
 @dataclass(frozen=True, order=True)
 class Chunk:
-    """Of a version: the number of its part, and its own there."""
+    """A chunk of a version: the number of its part, and its index in the part."""
 
     part: int
     index: int
@@ -49,15 +49,15 @@ class Chunk:
 
 @dataclass
 class Counts:
-    """Of one transfer.
+    """Statistics of one transfer.
 
     Attributes:
-        bytes: That were sent for it and came, as they were coded.
-        chunks: That were kept.
-        damaged: Answers that were not what the manifest tells.
-        lost: Asked for without an answer.
-        found: Chunks that were here from before it was cut, and were not sent again.
-        whole: Chunks that were kept and came as all their bytes, though what differs from a version here was asked for.
+        bytes: Coded bytes received.
+        chunks: Chunks accepted.
+        damaged: Answers whose checksum differed from the manifest.
+        lost: Requests without an answer.
+        found: Chunks kept from an interrupted transfer.
+        whole: Accepted chunks that came in full though a difference from a base was requested.
     """
 
     bytes: int = 0
@@ -69,24 +69,24 @@ class Counts:
 
 
 def digest(data: bytes | memoryview) -> str:
-    """xxh3 of 64 bits: it finds what happens by chance, not what somebody contrives."""
+    """Return the 64-bit xxh3: it detects accidental damage, not an attack."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def identity(parts: Sequence[Part]) -> str:
-    """The same for versions whose files are equal byte by byte, whatever their numbers; else another."""
-    told = "\n".join(f"{part.bytes} {part.chunk_bytes} {' '.join(part.digests)}" for part in parts)
-    return xxhash.xxh3_128_hexdigest(told.encode())
+    """Return a hash of a version's content: versions with equal files have equal identities, whatever their number."""
+    manifest = "\n".join(f"{part.bytes} {part.chunk_bytes} {' '.join(part.digests)}" for part in parts)
+    return xxhash.xxh3_128_hexdigest(manifest.encode())
 
 
 class Transfer:
-    """The receiving end of one version.
+    """The receiver's state of one version.
 
     Args:
-        parts: As the version's manifest tells, which was checked by :func:`identity`.
-        window: Chunks under way at a time, at most. It is halved when an answer is lost and grows by one with each
-            that is kept, so that a slow link is not given more than it sends before answers count as lost.
-        tries: How often a chunk may come damaged.
+        parts: Parts in the version's manifest, whose :func:`identity` the caller has verified.
+        window: Maximum chunks in flight. The window is halved when an answer is lost and grows by one with each
+            accepted one, so that answers of a slow link arrive before they count as lost.
+        tries: How often a chunk may arrive damaged.
     """
 
     def __init__(self, parts: Sequence[Part], window: int = WINDOW, tries: int = TRIES) -> None:
@@ -94,57 +94,57 @@ class Transfer:
         self.counts = Counts()
         self._most, self._window, self._tries = window, window, tries
         self._missing = dict.fromkeys(all_chunks(self.parts))  # in order
-        self._asked: set[Chunk] = set()
+        self._in_flight: set[Chunk] = set()
         self._damaged: dict[Chunk, int] = {}
         self._left = [len(part.digests) for part in self.parts]
         self._sealed: set[int] = set()
 
     @property
     def missing(self) -> list[Chunk]:
-        """In the order in which they are asked for."""
+        """Missing chunks, in the order of requests."""
         return list(self._missing)
 
     @property
     def done(self) -> bool:
-        """Everything is here and was checked where it lies."""
+        """Whether all parts are stored and verified."""
         return len(self._sealed) == len(self.parts)
 
     def found(self, chunk: Chunk) -> None:
-        """It lies here from before, and :meth:`fits`."""
+        """Mark a stored chunk that :meth:`fits` as received, from before this transfer."""
         self._keep(chunk)
         self.counts.found += 1
 
     def asks(self) -> list[Chunk]:
-        """What to ask for now; it is under way from now on."""
+        """Return the chunks to request now and mark them as in flight."""
         now = []
         for chunk in self._missing:
-            if len(self._asked) >= self._window:
+            if len(self._in_flight) >= self._window:
                 break
-            if chunk not in self._asked:
-                self._asked.add(chunk)
+            if chunk not in self._in_flight:
+                self._in_flight.add(chunk)
                 now.append(chunk)
         return now
 
     def plain(self, chunk: Chunk) -> bool:
-        """Ask for it as it is, not packed and not against another version."""
+        """Whether to request a chunk plain: neither compressed nor against a base."""
         return self._damaged.get(chunk, 0) >= _PLAIN_AFTER
 
     def fits(self, chunk: Chunk, data: bytes | memoryview) -> bool:
-        """Whether these bytes are that chunk; changes nothing, and may be called from any thread."""
+        """Whether these bytes have the chunk's size and checksum. Changes nothing; callable from any thread."""
         part = self.parts[chunk.part]
         return len(data) == part.range(chunk.index)[1] and digest(data) == part.digests[chunk.index]
 
     def kept(self, chunk: Chunk, came: int) -> bool:
-        """An answer that :meth:`fits` was written to its place.
+        """Mark a chunk that :meth:`fits` as stored.
 
         Args:
-            chunk: It.
-            came: Bytes of the answer, coded.
+            chunk: Stored chunk.
+            came: Coded bytes of the answer.
 
         Returns:
-            Whether it was missing: the same may come twice.
+            Whether it was missing: a chunk may arrive twice.
         """
-        self._asked.discard(chunk)
+        self._in_flight.discard(chunk)
         self.counts.bytes += came
         self._window = min(self._most, self._window + 1)
         if chunk not in self._missing:
@@ -154,40 +154,40 @@ class Transfer:
         return True
 
     def damaged(self, chunk: Chunk, came: int) -> bool:
-        """An answer did not fit.
+        """Note that an answer did not fit.
 
         Returns:
-            Whether it is asked for again: else it came damaged too often.
+            Whether the chunk is requested again; false after too many damaged answers.
         """
-        self._asked.discard(chunk)
+        self._in_flight.discard(chunk)
         self.counts.bytes += came
         self.counts.damaged += 1
         self._damaged[chunk] = self._damaged.get(chunk, 0) + 1
         return chunk not in self._missing or self._damaged[chunk] < self._tries
 
     def lost(self, chunk: Chunk) -> None:
-        """No answer came: the link is cut, or the other end is gone. It is asked for again."""
-        self._asked.discard(chunk)
+        """Note that a request had no answer: it is repeated, and the window is halved."""
+        self._in_flight.discard(chunk)
         self.counts.lost += 1
         self._window = max(1, self._window // 2)
 
     def cut(self) -> None:
-        """Nothing is under way any more: whoever asked has stopped."""
-        self._asked.clear()
+        """Note that no request is in flight any more."""
+        self._in_flight.clear()
 
     def whole(self) -> list[int]:
-        """Parts whose chunks are all here, which are to be read once more from where they lie."""
+        """Return the parts whose chunks are all stored, but not yet verified in their files."""
         return [part for part, left in enumerate(self._left) if not left and part not in self._sealed]
 
     def reread(self, part: int, wrong: Sequence[int]) -> bool:
-        """What reading a part again found.
+        """Note the result of verifying a part in its file.
 
         Args:
-            part: Of :meth:`whole`.
-            wrong: Chunks that do not fit where they lie, which are missing from now on; none: the part is right.
+            part: Part of :meth:`whole`.
+            wrong: Damaged chunks, which are missing from now on; empty if the part is intact.
 
         Returns:
-            Whether they are asked for again: else that happened too often.
+            Whether the damaged chunks are requested again; false after too many damaged ones.
         """
         if not wrong:
             self._sealed.add(part)

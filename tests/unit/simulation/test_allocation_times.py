@@ -1,4 +1,4 @@
-"""The planner's closed forms, and its splits, against whole simulated runs of the product's rules."""
+"""The planner's closed forms and splits against simulated training runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MADE = list(LENGTHS.epochs(PROMPTS * (FIRST + COUNTED), SAMPLES, 1, PROMPT_TOKEN
 
 
 def problem(cost: ReplicaCost, bound: int, token: float) -> Problem:
-    """A node whose GPUs each hold a replica, or train."""
+    """Return the problem of one node whose GPUs each hold a replica or train."""
     lengths = np.concatenate([prompt.lengths for prompt in MADE[FIRST * PROMPTS :]]).astype(float)
     work = Work(lengths, PROMPTS * SAMPLES, SAMPLES, PROMPT_TOKENS)
     pool = Pool("here", "gpu", GPUS, GPUS, 80e9, None, 0.8, {1: cost}, Training(token, UPDATE))
@@ -37,7 +37,7 @@ def problem(cost: ReplicaCost, bound: int, token: float) -> Problem:
 
 @cache
 def simulated(cost: ReplicaCost, bound: int, token: float, replicas: int, train: int, apart: bool = True) -> float:
-    """Seconds of a step, after the first few."""
+    """Return the mean seconds of a step, after the first few."""
     batch = PROMPTS * SAMPLES
     scenario = Scenario(
         (cost,) * replicas,
@@ -55,19 +55,19 @@ def simulated(cost: ReplicaCost, bound: int, token: float, replicas: int, train:
 
 @pytest.mark.parametrize(("bound", "cost"), [(0, WIDE), (1, NARROW), (2, FULL), (4, WIDE)])
 @pytest.mark.parametrize(("replicas", "token"), [(2, 1e-5), (6, 1.5e-3)])
-def test_a_step_takes_as_long_as_simulated(bound, cost, replicas, token):
-    """Siblings are alike, so that the longest of a batch is shorter than that of as many independent draws."""
+def test_a_planned_step_takes_as_long_as_simulated(bound, cost, replicas, token):
+    """Samples of a prompt are correlated: a batch's longest response is shorter than with independent draws."""
     given = problem(cost, bound, token)
     [pool] = given.pools
-    told = split(given, (pool, 6), (pool, replicas), 1, "").step
-    assert told == pytest.approx(simulated(cost, bound, token, replicas, 6), rel=0.15)
+    planned = split(given, (pool, 6), (pool, replicas), 1, "").step
+    assert planned == pytest.approx(simulated(cost, bound, token, replicas, 6), rel=0.15)
 
 
 @pytest.mark.parametrize("bound", [1, 4])
-def test_in_turns_a_step_takes_as_long_as_simulated(bound):
+def test_a_planned_colocated_step_takes_as_long_as_simulated(bound):
     given = problem(WIDE, bound, 1.5e-3)
-    told = colocated(given, given.pools[0], GPUS, 1).step
-    assert told == pytest.approx(simulated(WIDE, bound, 1.5e-3, GPUS, GPUS, False), rel=0.15)
+    planned = colocated(given, given.pools[0], GPUS, 1).step
+    assert planned == pytest.approx(simulated(WIDE, bound, 1.5e-3, GPUS, GPUS, False), rel=0.15)
 
 
 @pytest.mark.parametrize(("bound", "cost"), [(1, WIDE), (2, NARROW)])
@@ -77,4 +77,4 @@ def test_the_planned_split_is_nearly_the_best_simulated_one(bound, cost):
     planned = plan(problem(cost, bound, token)).best
     ours = simulated(cost, bound, token, planned.rollout_gpus, planned.train_gpus)
     assert ours <= 1.05 * min(took.values()), (planned.rollout_gpus, took)
-    assert max(took.values()) > 1.2 * min(took.values()), "any split would do: the test sees nothing"
+    assert max(took.values()) > 1.2 * min(took.values()), "all splits are equally good: the test is void"

@@ -1,4 +1,4 @@
-"""Cluster files, right and wrong, and ``verl-rhyme simulate`` over them."""
+"""Valid and invalid cluster files, and ``verl-rhyme simulate``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
 SMALL = ["workload.prompts=16", "workload.samples=4", "batch_prompts=8"]
 
 
-def test_every_profile_can_be_read_and_says_where_it_is_from():
+def test_every_profile_can_be_read_and_names_its_source():
     names = [path.stem for path in PROFILES.glob("*.yaml")]
     assert names
     for name in names:
@@ -40,8 +40,8 @@ def test_the_example_is_a_cluster_of_128_gpus():
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("topology", ["colocated", "separate"])
-def test_every_preset_is_played(preset, topology):
-    """With its rules, placement and parts; those without the pipeline have verl's own schedule."""
+def test_every_preset_is_simulated(preset, topology):
+    """With its rules, placement and parts; presets without the pipeline have verl's schedule."""
     scenario = load(EXAMPLE, [*SMALL, f"preset={preset}", f"topology={topology}"]).scenario
     rules, given = scenario.rules, PRESETS[preset]
     assert scenario.placement == given.get("placement.policy", "least_loaded")
@@ -58,7 +58,7 @@ def test_every_preset_is_played(preset, topology):
     assert scenario.streaming == (None if scenario.colocated else Streaming(int(part * 32)))
 
 
-def test_what_a_preset_sets_may_be_set_otherwise():
+def test_options_of_a_preset_can_be_overridden():
     full = ["preset=full", "topology=separate"]
     rules = load(EXAMPLE, [*full, "max_staleness=4", "scheduling.at_version=finish"]).scenario.rules
     assert (rules.max_staleness, rules.batches, rules.finishes) == (4, 3, True)
@@ -73,7 +73,7 @@ def test_what_a_preset_sets_may_be_set_otherwise():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             "preset=full max_staleness=0 scheduling.at_version=finish",
@@ -83,15 +83,15 @@ def test_what_a_preset_sets_may_be_set_otherwise():
         ("preset=full scheduling.tool_timeout=5", "scheduling.tool_timeout is not simulated: drop it"),
     ],
 )
-def test_rules_that_contradict_each_other(overrides, told):
-    with pytest.raises(ClusterError, match=re.escape(told)):
+def test_contradictory_rules_raise(overrides, message):
+    with pytest.raises(ClusterError, match=re.escape(message)):
         load(EXAMPLE, overrides.split())
 
 
-def test_simulate_tells_each_update_and_all():
-    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json"])
-    assert told.exit_code == 0, told.output
-    rows = [json.loads(line) for line in told.stdout.splitlines()]
+def test_simulate_prints_each_step_and_the_run_as_json():
+    result = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
     *steps, whole = rows
     assert [step["version"] for step in steps] == [0, 1, 2, 3]
     assert whole["updates"] == 4
@@ -99,18 +99,18 @@ def test_simulate_tells_each_update_and_all():
     assert whole["gpus"] == 128
     assert whole["sources"]
     again = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json"])
-    assert again.stdout == told.stdout, "the same run each time"
+    assert again.stdout == result.stdout, "the simulation is not reproducible"
 
 
 def test_simulate_prints_a_table():
-    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "preset=sorted", "max_staleness=2"])
-    assert told.exit_code == 0, told.output
-    assert "trained tokens/s on 128 GPUs of 32 replicas" in told.stdout
-    assert "roofline" in told.stdout
+    result = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "preset=sorted", "max_staleness=2"])
+    assert result.exit_code == 0, result.output
+    assert "trained tokens/s on 128 GPUs of 32 replicas" in result.stdout
+    assert "roofline" in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("topolgy=separate", "unknown key topolgy: did you mean topology?"),
         ("scheduling.in_fligt=2", "unknown key scheduling.in_fligt: did you mean scheduling.in_flight?"),
@@ -120,35 +120,35 @@ def test_simulate_prints_a_table():
         ("replicas.7.count=4", "such as replicas.0.count=4"),
         ("replicas.0.cuont=4", "Key 'cuont' not in 'ReplicasFile'"),
         ("updates=[1", "updates=[1 is not YAML: while parsing"),
-        ("replicas.0.room=9000", "replicas.0 has room for 9000 tokens, and a request may have "),
+        ("replicas.0.room=9000", "replicas.0 has KV cache for 9000 tokens, but a request may have "),
         ("limit=0", "limit must be at least 1, not 0"),
         ("workload.growth=.inf", "growth above 0, not 20480 and inf"),
         ("replicas=[{count: 1, profile: qwen2.5-32b-h100}]", "did you mean qwen2.5-32b-h"),
         ("replicas=[{count: 1}]", "missing"),
         ("training.logprobs=2", "training.logprobs must be a share, from 0 to 1, not 2.0"),
         ("workload.percentiles={50: 900, 90: 100}", "rising tokens"),
-        ("workload.prompts=3", "fewer prompts than batch_prompts=512"),
+        ("workload.prompts=3", "prompts, fewer than batch_prompts=512"),
         ("topology=apart", "topology must be colocated, separate"),
         ("placement.options={factor: 2}", "factor"),
         ("drafts.acceptance=[]", "drafts.acceptance is empty"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(override, told):
+def test_an_error_is_one_line(override, message):
     result = CliRunner().invoke(app, ["simulate", str(EXAMPLE), override])
     assert result.exit_code == 1
     [line] = result.stderr.strip().splitlines()
-    assert told in line
+    assert message in line
     assert line.startswith(f"verl-rhyme simulate: {EXAMPLE}: ")
 
 
-def test_a_profile_that_no_file_names():
+def test_a_missing_profile_raises():
     with pytest.raises(
         ClusterError, match=r"^no profile nope.yaml: .* relative to the current folder; nope.yaml is not a file"
     ):
         profile("nope.yaml")
 
 
-def test_a_profile_of_ones_own(tmp_path):
+def test_a_users_profile_is_read(tmp_path):
     (tmp_path / "mine.yaml").write_text("source: measured here\nstep: {base: 0.02}\nslots: 4\n")
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(EXAMPLE.read_text().replace("qwen2.5-32b-h800-tp4", "mine.yaml"))
@@ -160,7 +160,7 @@ def test_a_profile_of_ones_own(tmp_path):
         load(cluster)
 
 
-def test_a_file_that_is_none(tmp_path):
+def test_a_file_that_is_no_cluster_file_raises(tmp_path):
     path = tmp_path / "cluster.yaml"
     with pytest.raises(ClusterError, match="cannot be read"):
         load(path)

@@ -1,4 +1,4 @@
-"""The engine in virtual time against one that takes every step."""
+"""The engine in virtual time against a reference that computes every step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP = StepCost(base=0.01, row=0.001, cached=1e-6, draft=0.0005, drafting=0.002)
 
 
 def run(engine: Engine, limit: int = 100_000) -> list[tuple[object, float]]:
-    """Until it is idle: who was done when."""
+    """Run an engine until it is idle; return the requests with their end times."""
     done = []
     for _ in range(limit):
         now = engine.next_event()
@@ -23,11 +23,12 @@ def run(engine: Engine, limit: int = 100_000) -> list[tuple[object, float]]:
             assert not engine.waiting
             return done
         done += [(request.name, now) for request in engine.step(now)]
-    raise AssertionError("it does not come to an end")
+    raise AssertionError("the engine does not finish")
 
 
 def every_step(requests: list[Request], cost: ReplicaCost) -> dict[object, float]:
-    """Whole steps, requests at time 0, no bound of the cache; a step's cache is what it has in its middle."""
+    """Return the end times if every step is computed: requests come at time 0, and the cache is unbounded. The cache of
+    a step is that in the middle of the step."""
     now, waiting, running, done = 0.0, list(requests), {}, {}
     seen: set[object] = set()
     while waiting or running:
@@ -53,7 +54,7 @@ def every_step(requests: list[Request], cost: ReplicaCost) -> dict[object, float
     st.integers(1, 12),
     st.sampled_from([1.0, 2.0]),
 )
-def test_it_agrees_with_every_step(wanted, slots, pace):
+def test_end_times_equal_the_reference(wanted, slots, pace):
     cost = ReplicaCost(STEP, prefill=1e-4, slots=slots)
     requests = [
         Request(i, prompt, 10 + prompt, tokens * pace, pace=pace, drafts=3 * (pace > 1))
@@ -68,7 +69,7 @@ def test_it_agrees_with_every_step(wanted, slots, pace):
     assert engine.cached == 0
 
 
-def test_a_full_cache_makes_the_latest_give_way():
+def test_a_full_cache_preempts_the_request_admitted_last():
     segments: list[Segment] = []
     engine = Engine(ReplicaCost(STEP, slots=8, room=100), segments.append)
     for i in range(4):
@@ -79,22 +80,22 @@ def test_a_full_cache_makes_the_latest_give_way():
         done += [request.name for request in engine.step(now)]
         most = max(most, engine.cached)
     assert sorted(done) == [0, 1, 2, 3]
-    assert done[:2] == [0, 1], "those admitted first have their room"
+    assert done[:2] == [0, 1], "requests admitted first were preempted"
     assert engine.preempted >= 2
     assert {s.request.name for s in segments if s.why == "preempted"} == {2, 3}
     assert most <= 100 + 1e-6
-    assert engine.made == pytest.approx(160), "what was preempted goes on where it stood"
+    assert engine.made == pytest.approx(160), "preempted requests lost tokens"
     assert engine.recomputed > 0
 
 
-def test_one_that_is_larger_than_the_cache_runs_alone():
+def test_a_request_larger_than_the_cache_runs_alone():
     engine = Engine(ReplicaCost(STEP, slots=8, room=100))
     engine.submit(Request("huge", 0, 10, 400), 0.0)
     engine.submit(Request("small", 1, 10, 5), 0.0)
     assert [name for name, _ in run(engine)] == ["small", "huge"]
 
 
-def test_what_is_withdrawn_goes_on_elsewhere_with_its_tokens():
+def test_a_withdrawn_request_continues_elsewhere_with_its_tokens():
     here, there = (Engine(ReplicaCost(STEP, prefill=1e-3, slots=1)) for _ in range(2))
     for i in range(3):
         here.submit(Request(i, "p", 100, 50), 0.0)
@@ -104,14 +105,14 @@ def test_what_is_withdrawn_goes_on_elsewhere_with_its_tokens():
     assert emitted == pytest.approx(20.5, rel=0.01)
     there.submit(Request(0, "p", 100, 50, emitted=emitted), now)
     ends = dict(run(there))
-    assert ends[0] > now + there.cost.prefill * 120, "its prefix is computed anew there"
+    assert ends[0] > now + there.cost.prefill * 120, "the prefix was not recomputed"
     assert here.made + there.made == pytest.approx(50)
     assert [name for name, _ in run(here)] == [1]
     with pytest.raises(KeyError):
         here.withdraw(1, 1e9)
 
 
-def test_all_are_withdrawn_with_what_they_have():
+def test_withdraw_all_returns_requests_with_their_tokens():
     engine = Engine(ReplicaCost(STEP, slots=2))
     for i in range(3):
         engine.submit(Request(i, i, 10, 10), 0.0)
@@ -130,7 +131,7 @@ def test_lower_priority_numbers_go_first():
 
 
 @pytest.mark.parametrize("change", [{"base": -1.0}, {"base": 0.0}, {"base": math.nan}, {"base": 1.0, "row": math.inf}])
-def test_costs_that_cannot_be(change):
+def test_invalid_costs_raise(change):
     with pytest.raises(ValueError, match=r"step\."):
         StepCost(**change)
     with pytest.raises(ValueError, match="slots"):

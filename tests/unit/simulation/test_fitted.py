@@ -1,4 +1,4 @@
-"""A run's event log, made in virtual time: ``verl-rhyme profile`` finds what made it."""
+"""``verl-rhyme profile``: costs fitted to the event log of a simulated run equal those of the simulation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def simulated(rules: Rules, prompts: list[Prompt]) -> tuple[list[Step], list[tup
 
 
 def write(folder: Path, steps: list[Step], segments: list[tuple[str, Segment]], prompts: list[Prompt]) -> None:
-    """As the trainer does, of a run in which nothing is cut short."""
+    """Write the event log of a run without aborted requests, as the trainer does."""
     log = EventLog(folder)
     for step in steps:
         rows: dict[str, list[Any]] = {}
@@ -70,7 +70,7 @@ def write(folder: Path, steps: list[Step], segments: list[tuple[str, Segment]], 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Run folder, prompts and steps."""
+    """The run folder, the prompts and the steps of a simulated run."""
     prompts = list(Lengths({50: 100, 90: 250, 99: 380}, limit=400).epochs(32, 4, 2, 20))
     steps, segments = simulated(Rules(**SIZES, max_staleness=0), prompts)
     run = tmp_path_factory.mktemp("runs") / "a_run"
@@ -80,16 +80,16 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def run(made, tmp_path):
-    """A copy of one's own."""
+    """A copy of the run folder."""
     return Path(shutil.copytree(made[0], tmp_path / "run"))
 
 
-def told(*arguments: object) -> tuple[int, str, str]:
+def invoke(*arguments: object) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_what_made_the_run_comes_back(made):
+def test_fitted_costs_equal_those_of_the_simulation(made):
     found = fitted.fit(recorded.read(made[0]), "a run")
     for rows, drafts in ((1, 0.0), (8, 0.0), (8, 24.0)):
         assert found.cost.step.seconds(rows, 0, drafts) == pytest.approx(COST.step.seconds(rows, 0, drafts), rel=0.05)
@@ -100,33 +100,33 @@ def test_what_made_the_run_comes_back(made):
     assert found.steps.error < 0.03
 
 
-def test_slots_that_the_log_does_not_tell_are_said(run):
+def test_a_missing_number_of_slots_is_noted(run):
     (run / "checkpoints" / "events" / "run.json").unlink()
     found = fitted.fit(recorded.read(run), "a run")
     assert found.cost.slots == 256
-    assert "does not tell max_num_seqs: 256 slots" in found.notes[0]
+    assert "does not have max_num_seqs: the profile has 256 slots" in found.notes[0]
 
 
-def test_without_stages_the_replicas_are_told_all_the_same(run):
+def test_without_stages_the_replicas_are_still_fitted(run):
     for path in (run / "checkpoints" / "events").glob("stages-*"):
         path.unlink()
-    status, _, error = told("profile", run)
+    status, _, error = invoke("profile", run)
     assert status == 0
-    assert "nothing is known of the trainer" in error
+    assert "the costs of the trainer are unknown" in error
     assert profile("profile.yaml", run / "cluster.yaml")[0].step.base == pytest.approx(COST.step.base, rel=0.05)
 
 
-def test_updates_in_parts_tell_nothing_of_the_trainer_and_it_is_said(made):
+def test_training_in_parts_is_noted_and_not_fitted(made):
     run = recorded.read(made[0])
     early = {"step": 3, "stage": "old_log_prob", "started_at": START, "duration_s": 0.1}
     stages = {name: np.append(values, early.get(name, 0)) for name, values in run.stages.items()}
     found = fitted.fit(replace(run, stages=stages), "a run")
     assert found.training == TrainingCost()
-    assert "its updates came in parts: profile a run with streaming.part=null" in found.notes[-1]
+    assert "batches were trained in parts: profile a run with rhyme.streaming.part=null" in found.notes[-1]
 
 
 def test_the_trainers_seconds_grow_with_tokens_where_they_do(made):
-    """Theirs are 0.5 s and 1 ms a token, of which a quarter is log-probabilities."""
+    """The trainer takes 0.5 s and 1 ms per token, of which a quarter is for log-probabilities."""
     run = recorded.read(made[0])
     columns, rows = run.requests, []
     for step in range(1, 9):
@@ -143,20 +143,20 @@ def test_the_trainers_seconds_grow_with_tokens_where_they_do(made):
     assert (cost.logprobs, cost.sync) == (pytest.approx(0.25), pytest.approx(0.2))
 
 
-def test_the_profile_is_one_that_simulate_reads(run):
-    status, output, error = told("profile", run)
+def test_simulate_reads_the_profile(run):
+    status, output, error = invoke("profile", run)
     assert status == 0
     assert str(run / "profile.yaml") in error
     assert output == (run / "profile.yaml").read_text()
     assert "acceptance:" in output
     cost, source, *_ = profile("profile.yaml", run / "cluster.yaml")
     assert (cost.slots, cost.room, cost.gpus) == (8, 4096, 2)
-    assert source.startswith("measured: run, virtual, 2027-01-15; seconds of ")
+    assert source.startswith("measured: run, virtual, 2027-01-15; error of the seconds of ")
 
 
 @pytest.mark.parametrize("name", ["fit", "no_drafts", "sync", "partial_sticky_group"])
 def test_requests_of_real_runs_are_fitted_within_2_per_cent(name):
-    """Of the tiny world, with steps of 75 ms at least."""
+    """Runs of the tiny world, with steps of at least 75 ms."""
     found = fitted.fit(recorded.read(TRACES / name), name)
     assert found.steps.error < 0.02
     assert found.steps.worst < 0.07
@@ -170,8 +170,8 @@ def test_recorded_lengths_are_the_runs(made):
     assert tokens == 20
 
 
-def test_samples_that_go_on_keep_what_they_have(tmp_path):
-    """Partial rollout: a sample's requests are one response."""
+def test_the_requests_of_a_resumed_sample_are_one_response(tmp_path):
+    """Partial rollout."""
     log = EventLog(tmp_path)
     log.append_requests(
         2,
@@ -191,7 +191,7 @@ def test_samples_that_go_on_keep_what_they_have(tmp_path):
 
 @pytest.mark.parametrize(("bound", "refill"), [(0, "always"), (0, "when_empty"), (1, "when_empty")])
 def test_a_delayed_start_is_no_bubble(bound, refill):
-    """Until the first requests are in the engines nothing is counted as idle, and the step is as much longer."""
+    """Time before the first requests reach the engines is not idle, and makes the step longer."""
     prompts = list(Lengths({50: 100, 90: 250}, limit=400).epochs(32, 4, 1, 20))
     rules = Rules(**SIZES, max_staleness=bound, in_flight=1 + (refill == "when_empty"), refill=refill)
     steps = {}
@@ -203,16 +203,16 @@ def test_a_delayed_start_is_no_bubble(bound, refill):
         assert late.bubble == pytest.approx(soon.bubble)
 
 
-def test_a_profile_goes_where_it_is_told_and_an_error_is_one_line(run, tmp_path):
+def test_a_profile_is_written_to_out_and_an_error_is_one_line(run, tmp_path):
     (tmp_path / "file").touch()
-    status, _, error = told("profile", run, "--out", tmp_path / "file" / "x.yaml")
+    status, _, error = invoke("profile", run, "--out", tmp_path / "file" / "x.yaml")
     assert status == 1
     assert len(error.splitlines()) == 1
-    assert told("profile", run, "--out", tmp_path / "made" / "x.yaml")[0] == 0
+    assert invoke("profile", run, "--out", tmp_path / "made" / "x.yaml")[0] == 0
 
 
 def test_acceptance_goes_by_a_prompts_visits_and_not_by_epochs(tmp_path):
-    """Of data that repeat a prompt within their only epoch; a prompt of which the log has no key is one of its own."""
+    """The data repeat a prompt within a single epoch."""
     log = EventLog(tmp_path)
     for step, verify_steps in enumerate([0, 19, 9, 9]):
         columns = {"uid": f"u{step}", "prompt_key": "0" * 32, "replica": 0, "sample": [0], "validate": False}

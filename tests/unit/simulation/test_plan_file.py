@@ -1,4 +1,4 @@
-"""Plan files, right and wrong, and ``verl-rhyme plan`` over them."""
+"""Valid and invalid plan files, and ``verl-rhyme plan``."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def run(*arguments: str, file: Path = ONE):
     return CliRunner().invoke(app, ["plan", str(file), *arguments])
 
 
-def test_one_site_is_split_and_said_in_overrides_that_verl_composes():
-    told = run("--json")
-    assert told.exit_code == 0, told.output
-    found = json.loads(told.stdout)
+def test_one_site_is_split_and_printed_as_overrides_that_verl_composes():
+    result = run("--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
     best = found["best"]
     assert best["gpus"] == best["train"]["gpus"] + best["rollout"]["gpus"] <= 128
     assert best["step_s"] == min([best["step_s"], *(other["step_s"] for other in found["compared"])])
@@ -39,21 +39,21 @@ def test_one_site_is_split_and_said_in_overrides_that_verl_composes():
     rollout = config.actor_rollout_ref.rollout
     assert rollout.nnodes * rollout.n_gpus_per_node == best["rollout"]["gpus"]
     assert rollout.tensor_model_parallel_size == best["tensor_parallel"]
-    assert (rollout.gpu_memory_utilization, rollout.max_num_seqs) == (0.8, 256), "as it was planned with"
+    assert (rollout.gpu_memory_utilization, rollout.max_num_seqs) == (0.8, 256), "not the planned values"
     assert config.trainer.v1.trainer_mode == "separate_async"
     assert rollout.custom.rhyme.max_staleness == found["max_staleness"] == 1
     rollout.name = "vllm"
     assert [*combinations.refusals(config, config_tree.from_verl(config))] == [], "to paste, and nothing else"
 
 
-def test_a_node_that_two_roles_share_is_said_so():
+def test_a_node_shared_by_two_roles_has_gpus_per_node_of_each():
     found = json.loads(run("sites.0.gpus=8", "kinds.0.training.copy_gpus=4", "kinds.0.memory=400e9", "--json").stdout)
     assert "trainer.nnodes=1" in found["overrides"]
     assert "trainer.n_gpus_per_node=4" in found["overrides"]
     assert "actor_rollout_ref.rollout.n_gpus_per_node=4" in found["overrides"]
 
 
-def test_two_sites_generate_at_the_cheap_one():
+def test_of_two_sites_the_cheap_one_generates():
     found = json.loads(run("--json", file=TWO).stdout)
     assert found["best"]["train"]["pool"] == "east/h800"
     assert found["best"]["rollout"]["pool"] == "west/h20"
@@ -62,8 +62,8 @@ def test_two_sites_generate_at_the_cheap_one():
     assert sum(other["train"]["pool"] == "west/h20" for other in found["compared"]) == 0, "too slow at any size"
 
 
-def test_it_says_which_bound_is_profitable_and_why():
-    """A larger bound helps the tail of 1,024 GPUs, which 128 hardly have: there the trainer binds early."""
+def test_plan_prints_which_bound_is_profitable_and_why():
+    """A larger bound helps the long tail of 1,024 GPUs. With 128 GPUs the trainer binds early."""
     large = ["sites.0.gpus=1024", "drafts.acceptance=2.25", "drafts.overhead=2.77"]
     few, many = (json.loads(run(*more, "--json").stdout) for more in ([], large))
     for found in few, many:
@@ -74,11 +74,11 @@ def test_it_says_which_bound_is_profitable_and_why():
     assert few["max_staleness"] < many["max_staleness"]
     assert few["dial"][-1]["binds"] == "trainer"
     assert many["dial"][0]["binds"] == "longest response"
-    told = run().stdout
+    output = run().stdout
     turns = few["dial"][0]["colocated_step_s"]
     assert turns < few["dial"][0]["step_s"]
-    assert f"max_staleness=1 is profitable: {turns / few['best']['step_s']:.2f} times the tokens/s of max_st" in told
-    assert "+rhyme=full" in told
+    assert f"max_staleness=1 is profitable: {turns / few['best']['step_s']:.2f} times the tokens/s of max_st" in output
+    assert "+rhyme=full" in output
     one = run("max_staleness=2").stdout
     assert "max_staleness=2, as given" in one
     assert "rhyme.max_staleness=2" in one
@@ -107,45 +107,45 @@ def test_4096_gpus_at_two_sites_in_seconds():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ("kinds.0.memry=1", "Key 'memry' not in 'KindFile'"),
         ("objective=speed", "objective must be time or cost, not 'speed'"),
         ("kinds=[]", "kinds is empty"),
-        ("kinds=[{name: a, memory: 1}, {name: a, memory: 1}]", "kinds.1: there is a a already"),
-        ("sites=[{name: a, kind: h800, gpus: 8}, {name: a, kind: h800, gpus: 8}]", "h800 at a stands there twice"),
-        ("sites.0.kind=h900", "sites.0.kind=h900 is no kind: did you mean h800?"),
+        ("kinds=[{name: a, memory: 1}, {name: a, memory: 1}]", "kinds.1.name=a is used twice"),
+        ("sites=[{name: a, kind: h800, gpus: 8}, {name: a, kind: h800, gpus: 8}]", "h800 at a is listed twice"),
+        ("sites.0.kind=h900", "sites.0.kind=h900 is not in kinds: did you mean h800?"),
         ("sites.0.gpus=0", "here/h800: gpus, node and memory must be above 0"),
         ("sites.0.gpus=abc", "gpus: Value 'abc' of type 'str' could not be converted to Integer"),
         ("kinds.0.profiles=qwen", "profiles: Invalid value assigned: AnyNode is not a ListConfig"),
-        ("kinds.0.profiles=[qwen2.5-32b-h800-tp4,qwen2.5-32b-h800-tp4]", "two are of tensor parallel size 4"),
+        ("kinds.0.profiles=[qwen2.5-32b-h800-tp4,qwen2.5-32b-h800-tp4]", "two have tensor parallel size 4"),
         ("sites.0.gpus=100", "here/h800: 100 GPUs do not fill whole nodes of 8"),
-        ("kinds.0.profiles=[]", "h800 is to generate at here and has no profile: name some in its profiles"),
+        ("kinds.0.profiles=[]", "h800 generates at here but has no profile: add one to kinds.profiles of h800"),
         ("kinds.0.utilization=2", "utilization at most 1"),
         ("kinds.0.memory=-1", "and memory must be above 0"),
         (
             "model.parameters=8e9",
-            "kinds.0: profile qwen2.5-32b-h800-tp4 is of a model of 3.28e+10 parameters, and model.parameters=8e+09: "
-            "name one of this model in kinds.0.profiles, or measure one (verl-rhyme profile)",
+            "kinds.0: profile qwen2.5-32b-h800-tp4 is of a model with 3.28e+10 parameters, but model.parameters=8e+09: "
+            "use a profile of this model in kinds.0.profiles, or measure one (verl-rhyme profile)",
         ),
         ("batch.percentiles=null", "batch.percentiles is missing"),
-        ("batch.lengths.run=nowhere", "batch.lengths.run brings its own: drop batch.percentiles"),
-        ("links=[{between: [here, there], gbps: 1}]", "there is no site: did you mean here?"),
+        ("batch.lengths.run=nowhere", "batch.lengths.run has its own lengths: drop batch.percentiles"),
+        ("links=[{between: [here, there], gbps: 1}]", "there is not in sites: did you mean here?"),
         (
             "objective=cost kinds.0.price=null",
             "objective=cost needs the price of a GPU-hour: set price for here/h800",
         ),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(overrides, told):
+def test_an_error_is_one_line(overrides, message):
     result = run(*overrides.split(" ") if "{" not in overrides and "[" not in overrides else [overrides])
     assert result.exit_code == 1
     [line] = result.stderr.strip().splitlines()
-    assert told in line
+    assert message in line
     assert line.startswith("verl-rhyme plan: ")
 
 
-def test_what_does_not_fit_is_refused_with_each_reason():
+def test_an_infeasible_plan_raises_with_each_reason():
     result = run("kinds.0.memory=10e9")
     assert result.exit_code == 1
     assert "66 GB of weights do not fit, 80% of 4 GPUs are 32 GB" in result.stderr

@@ -1,4 +1,4 @@
-"""A version that the trainer has published, and replicas take later: parts of the next batch train meanwhile."""
+"""Publication of versions that replicas load later, while parts of the next batch are trained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_parts_train_before_replicas_have_the_version():
     assert 0.5 * 5 * 2.5 < spared <= 5 * 2.5
 
 
-def test_where_replicas_take_a_version_together_the_trainer_is_held_until_they_have():
+def test_the_trainer_waits_for_replicas_that_load_a_version_together():
     assert simulated(replace(TRAINING, copy=0.5), relayed=False).steps == simulated(relayed=False).steps
 
 
@@ -49,7 +49,7 @@ def test_where_replicas_take_a_version_together_the_trainer_is_held_until_they_h
     st.floats(0, 1.0),
 )
 def test_every_sample_is_trained_once_and_within_the_bound(seed, staleness, at_version, take, sync, copied):
-    """Also where a version is published before replicas have the one before it."""
+    """Also if a version is published before replicas have loaded the previous one."""
     training = TrainingCost(token=1e-4, update=0.1, sync=sync, start=0.2, copy=copied * sync)
     given = {"max_staleness": staleness, "at_version": at_version if staleness else None, "take": take}
     simulation = simulated(training, seed, **given)

@@ -1,4 +1,4 @@
-"""Whole runs in virtual time, with training's own rollout."""
+"""Simulated training runs, with the rollout code of training."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_sample_is_trained_once(mode, room):
     for before, after in itertools.pairwise(steps):
         assert before.began <= before.collected < before.ended == after.began
     assert all(0 <= step.bubble <= 1 for step in steps)
-    for replica in simulation.cluster.engines:  # nobody is in two slots, or more than there are
+    for replica in simulation.cluster.engines:  # no more requests at a time than slots
         own = sorted((s.began, s.ended) for name, s in segments if name == replica)
         for at in {began for began, _ in own}:
             assert sum(began <= at < ended for began, ended in own) <= cost.slots
@@ -95,16 +95,16 @@ def test_placed_by_forecasts_every_sample_is_trained_once(mode, policy, options,
     steps = simulation.run()
     assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
     assert simulation.placement.errors == 0, simulation.placement.last_error
-    assert simulation.placement.fleet.totals == [0, 0], "what ended still counts somewhere"
+    assert simulation.placement.fleet.totals == [0, 0], "finished requests still count"
     moved = simulation.dispatch.moved
     moves = policy == "histopipe" and forecasts == "history"
-    assert (moved > 0) == moves, "who knows nothing moves nothing, and histopipe's oracle is never surprised"
-    if mode == "sync":  # nothing else is withdrawn
+    assert (moved > 0) == moves, "only histopipe with uncertain forecasts migrates"
+    if mode == "sync":  # no other requests are withdrawn
         assert sum(segment.why == "withdrawn" for _, segment in segments) <= moved
     assert {name for name, segment in segments if segment.why == "done"} == set(simulation.cluster.engines)
 
 
-def test_a_replica_takes_a_version_when_all_is_done_that_began_before_it():
+def test_a_replica_loads_a_version_when_its_older_requests_have_finished():
     segments: list[tuple[str, Segment]] = []
     simulation = Simulation(scenario("finish"), list(LENGTHS.epochs(64, 4, 2, 20)), None, segments)
     steps = simulation.run()
@@ -117,15 +117,15 @@ def test_a_replica_takes_a_version_when_all_is_done_that_began_before_it():
             own = [(s, int(str(s.request.name).partition("_")[0]) // 8) for name, s in segments if name == replica]
             first = min((s.began for s, batch in own if batch == needs + 1), default=np.inf)
             before = [s.ended for s, batch in own if batch == needs and s.began < step.ended]
-            assert first >= step.ended, "it began before its version was there"
-            assert first >= max(before, default=0.0), "it began beside what an older version answers"
+            assert first >= step.ended, "a request began before its version was published"
+            assert first >= max(before, default=0.0), "a request began while an older version was serving"
             overlaps += step.ended < max(before, default=0.0)
-    assert overlaps, "no replica was behind: the test sees nothing"
+    assert overlaps, "no replica was behind: the test is void"
 
 
-def test_what_moves_to_an_older_version_waits_there_as_what_starts_does():
-    """A batch's tokens are at most a version old, and each is told as what it is of, also where replicas that lag take
-    over from others."""
+def test_a_sample_migrated_to_a_replica_with_an_older_version_waits_there():
+    """Tokens of a batch are at most one version stale, and have the right version, also if samples migrate to replicas
+    that lag behind."""
 
     class Watched(Simulation):
         moved_back = 0
@@ -153,11 +153,11 @@ def test_what_moves_to_an_older_version_waits_there_as_what_starts_does():
         assert sum(step.samples for step in steps) == 64 * 4 * 2
         assert simulation.placement.errors == 0, simulation.placement.last_error
         seen += simulation.moved_back
-    assert seen, "nothing moved to an older version: the test sees nothing"
+    assert seen, "no sample migrated to an older version: the test is void"
 
 
 def test_a_step_takes_as_long_as_its_longest_replica():
-    """One request a replica: known in closed form, bubble and all."""
+    """One request per replica: times and bubble ratio have a closed form."""
     costs = tuple(ReplicaCost(StepCost(base=0.01), slots=1) for _ in range(2))
     rules = Rules(batch_prompts=2, batch_samples=2, max_staleness=0)
     prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300))]
@@ -178,7 +178,7 @@ def test_replicas_share_the_work():
     assert spans[1] > spans[2]
 
 
-def test_drafts_shorten_what_comes_back():
+def test_drafts_shorten_the_second_epoch():
     prompts = list(LENGTHS.epochs(16, 4, 2, 20))
     plain, drafted = (
         Simulation(scenario(drafts=drafts), prompts).run() for drafts in (Drafts(), Drafts((1.0, 2.0), overhead=1.5))
@@ -188,7 +188,7 @@ def test_drafts_shorten_what_comes_back():
     assert sum(s.rollout for s in drafted[2:]) == pytest.approx(sum(s.rollout for s in plain[2:]) / 2, rel=0.15)
 
 
-def test_engines_of_their_own_work_while_the_actor_trains():
+def test_separate_engines_generate_while_the_actor_trains():
     prompts = list(LENGTHS.epochs(64, 4, 1, 20))
     training = TrainingCost(update=20.0)
     spans = {
@@ -198,28 +198,28 @@ def test_engines_of_their_own_work_while_the_actor_trains():
     assert spans["separate"] < 0.9 * spans["colocated"]
 
 
-def test_forecasts_get_good():
+def test_forecasts_improve():
     steps = Simulation(scenario(), LENGTHS.epochs(64, 4, 4, 20)).run()
     first, last = steps[0].lengths, steps[-1].lengths
     assert (first["seen"], last["seen"]) == (0, 1)
     assert last["rank_correlation"] > 0.5
 
 
-def test_made_up_lengths_go_through_their_percentiles():
+def test_lengths_have_the_given_percentiles():
     lengths = np.concatenate([prompt.lengths for prompt in LENGTHS.epochs(20_000, 4, 1, 20)])
     for percentile, tokens in ((50, 100), (90, 400), (99, 900)):
         assert np.percentile(lengths, percentile) == pytest.approx(tokens, rel=0.06)
     assert lengths.max() <= 1000
 
 
-def test_prompts_are_alike_as_said():
+def test_lengths_have_the_given_share_of_variance_between_prompts():
     groups = np.log([prompt.lengths for prompt in Lengths({10: 50, 90: 500}, 10**6, alike=0.6).epochs(5000, 8, 1, 1)])
     within, total = groups.var(axis=1, ddof=1).mean(), groups.var()
     assert 1 - within / total == pytest.approx(0.6, abs=0.03)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"percentiles": {50: 100}}, "percentiles"),
         ({"percentiles": {50: 100, 90: 90}}, "rising"),
@@ -227,13 +227,13 @@ def test_prompts_are_alike_as_said():
         ({"limit": 0}, "limit"),
     ],
 )
-def test_lengths_that_cannot_be(change, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_lengths_raise(change, message):
+    with pytest.raises(ValueError, match=message):
         Lengths(**{"percentiles": {50: 100, 90: 400}, "limit": 1000, **change})
 
 
 def test_regenerated_text_is_drafted_from_itself():
-    """The rest has the pace of its prompt's visits."""
+    """New text has the acceptance length of the prompt's visits."""
     drafts = Drafts(acceptance=(2.0,), overhead=1.5, again=20.0)
     pace, verified, *_ = drafts.of(0, 100)
     assert (pace, verified) == (2, 1.5)

@@ -1,4 +1,4 @@
-"""Updates whose samples come in parts, in virtual time."""
+"""Simulated training steps whose samples are trained in parts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ costs = st.builds(TrainingCost, *(st.floats(0, high) for high in (1e-3, 1.0, 3.0
 
 @settings(max_examples=15)
 @given(workloads, st.integers(0, 3), streamings, costs, st.sampled_from(["continue", "finish"]))
-def test_every_token_is_trained_once_and_none_too_late(prompts, staleness, streaming, training, at_version):
+def test_every_token_is_trained_once_and_within_the_bound(prompts, staleness, streaming, training, at_version):
     rules = stream(staleness, at_version=at_version if staleness else None)
     steps = simulated(prompts, staleness, streaming, training=training, rules=rules)
     assert [step.version for step in steps] == list(range(3))
@@ -58,29 +58,29 @@ def test_every_token_is_trained_once_and_none_too_late(prompts, staleness, strea
         assert all(part.samples >= min(streaming.samples, 32) and part.samples % 4 == 0 for part in step.parts)
         assert 0 <= step.early <= 1
         borders = [step.began, *(at for part in step.parts for at in part[:2]), step.collected, step.ended]
-        assert borders == sorted(borders), "the trainer does one thing at a time, parts before the batch is taken"
+        assert borders == sorted(borders), "parts overlap each other or the rest of the batch"
         assert step.waited >= -1e-9
 
 
 @settings(max_examples=15)
 @given(workloads, streamings, costs)
-def test_in_step_it_costs_no_more_than_its_parts(prompts, streaming, training):
-    """Of the same rollouts: what is trained early is not trained later."""
+def test_on_policy_streaming_costs_at_most_the_overhead_of_parts(prompts, streaming, training):
+    """The rollouts are the same, and no sample is trained twice."""
     plain, parts = (simulated(prompts, 0, each, training=training) for each in (None, streaming))
     for before, after in zip(plain, parts, strict=True):
         assert before.tokens == after.tokens
         assert after.seconds <= before.seconds + len(after.parts) * training.part + 1e-6
-        assert after.seconds >= before.rollout + training.update + training.sync - 1e-6, "the rollout is what it was"
+        assert after.seconds >= before.rollout + training.update + training.sync - 1e-6, "the rollout became shorter"
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("update", [True, False])
-def test_one_part_is_no_streaming(staleness, update):
+def test_a_single_part_equals_no_streaming(staleness, update):
     prompts = made(0)
     assert simulated(prompts, staleness, Streaming(32, update)) == simulated(prompts, staleness, None)
 
 
-def test_without_seconds_of_their_own_small_parts_are_no_worse():
+def test_small_parts_without_overhead_are_faster():
     free = TrainingCost(token=1e-3, update=1.0, sync=0.5)
     prompts = made(3)
     spans = [simulated(prompts, 0, Streaming(samples), training=free)[-1].ended for samples in (32, 16, 4)]
@@ -89,14 +89,14 @@ def test_without_seconds_of_their_own_small_parts_are_no_worse():
 
 
 def test_a_part_and_the_rest_in_closed_form():
-    """One request a replica: the first prompt ends after a second, the second one after three."""
+    """One request per replica: the first prompt finishes after one second, the second one after three."""
     cost = ReplicaCost(StepCost(base=0.01), slots=1)
     rules = stream(0, batch_prompts=2, batch_samples=2)
     prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300))]
     for token, update, through, collected, ended in (
         (1e-2, True, 1 + 0.5 + 1.1, 3.0, 3.0 + 3.1 + 2.0),
         (1e-2, False, 1 + 0.5 + 1.1 / 4, 3.0, 3.0 + 3.1 + 3 / 4 * 1.1 + 2.0),
-        (1e-1, True, 1 + 0.5 + 11, 12.5, 12.5 + 31 + 2.0),  # it is longer at the part than the batch takes
+        (1e-1, True, 1 + 0.5 + 11, 12.5, 12.5 + 31 + 2.0),  # the part takes longer than the rollout
     ):
         training = TrainingCost(token=token, update=2.0, part=0.5)
         given = {"replicas": (cost,) * 2, "rules": rules, "training": training}
@@ -106,11 +106,11 @@ def test_a_part_and_the_rest_in_closed_form():
         assert (part.tokens, step.rest, step.early) == (110, 310, 0.5)
         assert (step.collected, step.ended) == (pytest.approx(collected), pytest.approx(ended))
         assert step.waited == pytest.approx(collected - (through - 1.0))
-        assert step.bubble == pytest.approx(1 - 400 / 600), "of the rollout, not of the wait for the part"
+        assert step.bubble == pytest.approx(1 - 400 / 600), "the wait for the part counts as a bubble"
 
 
 def test_a_heavy_tail_gains_most():
-    """Of the trainer's seconds those that hide behind the rollout: none where all end at once."""
+    """Share of the trainer's time hidden behind the rollout: none if all requests end at once."""
     training, wide = TrainingCost(token=4e-4, update=0.5), (ReplicaCost(COST.step, slots=32),) * 3
     hidden = []
     for spread in (1.0001, 2.0, 9.0):
@@ -123,8 +123,7 @@ def test_a_heavy_tail_gains_most():
     assert hidden[0] + 0.1 < hidden[1] < hidden[2] - 0.1
 
 
-def test_across_steps_it_gains_too():
-    """And the trainer, asked for less when a batch is whole, waits for less of the time."""
+def test_streaming_gains_at_every_staleness_bound():
     spans = {}
     for staleness, streaming in itertools.product((0, 1, 2), (None, PARTS)):
         steps = simulated(made(5, prompts=64), staleness, streaming)

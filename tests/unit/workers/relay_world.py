@@ -1,4 +1,4 @@
-"""Nodes of a relay in one process, and the replicas of a node, without verl and Ray."""
+"""Relays of several nodes in one process, and their replicas, without verl and Ray."""
 
 import os
 import tempfile
@@ -17,7 +17,7 @@ from verl_rhyme.weights.transfer import identity
 def weights(version, tensors=5, size=1000):
     generator = torch.Generator().manual_seed(version)
     made = {f"layer.{n}": torch.randn(size, generator=generator).to(torch.bfloat16) for n in range(tensors)}
-    made["shared"] = made["layer.0"]  # like tied embeddings
+    made["shared"] = made["layer.0"]  # as tied embeddings
     made["strided"] = torch.arange(12.0).reshape(3, 4).T
     return made
 
@@ -30,9 +30,9 @@ def write(folder, version, part_bytes=3000):
 
 
 def known(version):
-    """Return the version's identity, as its writer does."""
-    with tempfile.TemporaryDirectory() as place:
-        writer = claim(Path(place)).writer(version, 3000)
+    """Return the identity of a version."""
+    with tempfile.TemporaryDirectory() as path:
+        writer = claim(Path(path)).writer(version, 3000)
         for name, tensor in weights(version).items():
             writer.add(name, tensor)
         writer.close()
@@ -40,7 +40,7 @@ def known(version):
 
 
 def let_go(folder):
-    """Release a folder, as the end of its process does."""
+    """Release a folder's lock, as if its owner had ended."""
     for each in Path("/proc/self/fd").iterdir():
         if os.path.exists(each) and os.path.realpath(each) == f"{folder.path}.lock":
             os.close(int(each.name))
@@ -53,7 +53,7 @@ def same(folder, version):
 
 
 class Near:
-    """A relay as other nodes see it: its methods are remote calls."""
+    """A relay as a remote actor: its methods have ``remote``."""
 
     def __init__(self, relay, altered=None):
         self.relay, self.sent, self._altered = relay, 0, altered
@@ -69,8 +69,8 @@ class Near:
         return SimpleNamespace(remote=call)
 
 
-def recorded(log, name, work=None):
-    """Return a remote method that records its calls."""
+def logged(log, name, work=None):
+    """Return a remote method that logs its calls."""
 
     async def call(**given):
         log.append(name)
@@ -80,15 +80,15 @@ def recorded(log, name, work=None):
 
 
 class Replica:
-    """A replica as a relay sees it: its calls in order, and its weights."""
+    """A replica as a relay sees it, with a log of its calls and its loaded weights."""
 
     def __init__(self, relay, fails=False, idle=None):
         self.calls, self.loaded, self.fails = [], None, fails
         before = ("abort_all_requests", "release_kv_cache")
         after = ("resume_kv_cache", "resume_engine_generation", "open_submission_gate")
-        self.server = SimpleNamespace(**{name: recorded(self.calls, name) for name in (*before, *after)}, ended=False)
+        self.server = SimpleNamespace(**{name: logged(self.calls, name) for name in (*before, *after)}, ended=False)
         self.server.idle = SimpleNamespace(remote=idle)
-        self.worker = SimpleNamespace(update_weights=recorded(self.calls, "update_weights", self._update))
+        self.worker = SimpleNamespace(update_weights=logged(self.calls, "update_weights", self._update))
         self._engine = RelayCheckpointEngine(1 << 20)
         self._engine.init_process_group(str(relay._folder.path))
         self.target = Ended(0, (self.server,), (self.worker,))
@@ -113,7 +113,7 @@ async def publish(relay, version):
 
 
 class Dead:
-    """A relay whose process is dead."""
+    """A relay whose process is gone."""
 
     def __getattr__(self, name):
         async def call(*arguments):

@@ -1,4 +1,4 @@
-"""Relays that die during a call of the trainer, and the relays that replace them."""
+"""Relays that die during calls of the trainer, and their replacement."""
 
 import threading
 from types import SimpleNamespace
@@ -13,15 +13,15 @@ from verl_rhyme.weights.folder import WeightsError
 from verl_rhyme.weights.manager import RelayManager
 
 
-class Told:
-    """Result or error of a call."""
+class Result:
+    """The result or the error of a call."""
 
     def __init__(self, value=None, error=None):
         self.value, self.error = value, error
 
 
 class Relay:
-    """Relay of a node; it dies at the call named ``dies_at``."""
+    """The relay of a node; it dies in the calls named in ``dies_at``."""
 
     answers: ClassVar = {"folder": "/weights", "written": "identity", "revive": True}
 
@@ -29,35 +29,35 @@ class Relay:
         self.world, self.lives = world, True
 
     def __getattr__(self, name):
-        return SimpleNamespace(remote=lambda *arguments: self.asked(name, arguments))
+        return SimpleNamespace(remote=lambda *arguments: self.call(name, arguments))
 
-    def asked(self, name, arguments):
+    def call(self, name, arguments):
         if name == self.world.hangs_at:
             assert self.world.goes_on.wait(10)
         if self.world.dies_at[:1] == [name]:
             self.world.dies_at.pop(0)
             self.lives = False
         if not self.lives:
-            return Told(error=ActorDiedError())
+            return Result(error=ActorDiedError())
         if name == "deliver":
             target, version, *_ = arguments
             if target.rank in self.world.dead:
-                return Told(error=ActorDiedError())
+                return Result(error=ActorDiedError())
             self.world.taken.append((target.rank, version))
-        return Told(self.answers.get(name))
+        return Result(self.answers.get(name))
 
 
 class Replica:
     def __init__(self, rank, node="n", error=None):
         worker = SimpleNamespace(
-            remote=lambda method, **_: Told({"node": node} if method == "prepare" else None, error)
+            remote=lambda method, **_: Result({"node": node} if method == "prepare" else None, error)
         )
         self.replica_rank, self.servers = rank, []
         self.workers = [SimpleNamespace(execute_checkpoint_engine=worker)]
 
 
 class World:
-    """One node with the actor and two replicas."""
+    """One node, with the actor and two replicas."""
 
     def __init__(self, monkeypatch):
         self.dies_at, self.dead, self.taken, self.relays, self.written = [], [], [], [], []
@@ -70,15 +70,15 @@ class World:
         self.replicas = [Replica(rank) for rank in range(2)]
         actor = SimpleNamespace(
             world_size=1,
-            execute_checkpoint_engine=lambda method, **_: [Told({"node": "n"})],
-            update_weights=lambda global_steps, mode: self.written.append(global_steps) or [Told()],
+            execute_checkpoint_engine=lambda method, **_: [Result({"node": "n"})],
+            update_weights=lambda global_steps, mode: self.written.append(global_steps) or [Result()],
         )
         register()
         config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
         self.manager = RelayManager(config, actor, self.replicas)
 
     def get(self, calls, timeout=None):
-        if not isinstance(calls, Told):
+        if not isinstance(calls, Result):
             return [self.get(call) for call in calls]
         if calls.error is not None:
             raise calls.error
@@ -94,8 +94,7 @@ def world(monkeypatch):
     return made
 
 
-def test_new_replica_gets_weights_after_the_relays_death(world):
-    """The new replica replaces a dead one."""
+def test_a_new_replica_gets_its_weights_though_the_relay_died_before(world):
     world.relays[0].lives = False
     world.manager.deliver([Replica(2)])
     assert world.taken == [(2, 1)]
@@ -103,13 +102,13 @@ def test_new_replica_gets_weights_after_the_relays_death(world):
 
 
 @pytest.mark.parametrize("dies_at", [["deliver"], ["deliver", "revive"], ["deliver", "deliver"]])
-def test_new_replica_gets_weights_though_the_relay_dies_meanwhile(world, dies_at):
+def test_a_delivery_survives_relays_that_die_meanwhile(world, dies_at):
     world.dies_at += dies_at
     world.manager.deliver(world.replicas)
     assert world.taken[-2:] == [(0, 1), (1, 1)]
 
 
-def test_repeated_deaths_of_relays_end_the_run(world):
+def test_relays_that_die_one_after_another_are_not_replaced_for_ever(world):
     world.dies_at += ["deliver", *["revive"] * 100]
     with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
         world.manager.deliver(world.replicas)
@@ -117,7 +116,7 @@ def test_repeated_deaths_of_relays_end_the_run(world):
 
 
 @pytest.mark.parametrize("dies_at", ["expect", "folder", "written"])
-def test_version_is_written_again_after_a_death(world, dies_at):
+def test_a_version_is_written_again_after_a_death(world, dies_at):
     world.dies_at.append(dies_at)
     world.manager.update_weights(2)
     assert world.taken[-2:] == [(0, 2), (1, 2)]
@@ -125,27 +124,27 @@ def test_version_is_written_again_after_a_death(world, dies_at):
     assert len(world.relays) == 2
 
 
-def test_death_of_a_replica_is_raised(world):
+def test_the_death_of_a_replica_is_raised(world):
     world.dead.append(1)
     with pytest.raises(RayActorError):
         world.manager.deliver(world.replicas)
     assert len(world.relays) == 1
 
 
-def test_trainer_waits_only_for_its_own_relay(world):
+def test_the_trainer_waits_only_for_the_actors_relay(world):
     world.manager.waits = False
     world.manager.replicas.append(Replica(2, "far"))
-    world.hangs_at = "fetch"  # on the other node
+    world.hangs_at = "fetch"  # of the other node's
     world.manager.update_weights(2)
     assert world.written == [1, 2]
-    assert world.manager.check() == 3, "the trainer may look meanwhile"
+    assert world.manager.check() == 3, "check does not work during the distribution"
     assert world.taken == []
     world.goes_on.set()
     world.manager.settle()
     assert set(world.taken) == {(0, 2), (1, 2), (2, 2)}
 
 
-def test_relay_that_dies_in_the_background_is_replaced_without_the_actor(world):
+def test_a_relay_that_dies_in_the_background_is_replaced_without_the_actor(world):
     world.manager.waits = False
     world.dies_at.append("deliver")
     world.manager.update_weights(2)
@@ -154,13 +153,13 @@ def test_relay_that_dies_in_the_background_is_replaced_without_the_actor(world):
     assert set(world.taken[-2:]) == {(0, 2), (1, 2)}
 
 
-def test_lost_weights_are_raised_at_the_next_check(world):
+def test_weights_lost_in_the_background_are_reported_by_the_next_check(world):
     world.manager.waits = False
     world.manager.replicas.append(Replica(2, "far"))
     world.hangs_at = "fetch"
     world.manager.update_weights(2)
     world.dies_at += ["fetch", *["revive"] * 100]
-    next(relay for relay in world.relays if relay.lives).lives = False  # the actor's relay
+    next(relay for relay in world.relays if relay.lives).lives = False  # the actor's
     world.goes_on.set()
     with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
         world.manager.settle()
@@ -171,7 +170,7 @@ def test_lost_weights_are_raised_at_the_next_check(world):
     assert set(world.taken[-3:]) == {(0, 3), (1, 3), (2, 3)}
 
 
-def test_dead_replica_does_not_block_new_weights_of_others(world):
+def test_a_dead_replica_does_not_block_others(world):
     world.manager.waits = False
     world.manager.replicas.append(Replica(2, error=ActorDiedError()))
     world.manager.update_weights(2)
@@ -179,14 +178,14 @@ def test_dead_replica_does_not_block_new_weights_of_others(world):
     assert world.taken == [(0, 2), (1, 2)]
 
 
-def test_failed_distribution_is_raised_at_every_check(world, monkeypatch):
+def test_a_failed_distribution_is_raised_by_every_check_and_not_as_one_replicas_error(world, monkeypatch):
     def failing(replicas):
         raise WeightsError("no room")
 
     world.manager.waits = False
-    monkeypatch.setattr(world.manager, "_hand_out", failing)
+    monkeypatch.setattr(world.manager, "_distribute", failing)
     world.manager.update_weights(2)
-    world.manager._join()  # as Spares.rest() does
+    world.manager._join()  # as part_with does
     for _ in range(2):
         with pytest.raises(WeightsError, match="no room"):
             world.manager.check()

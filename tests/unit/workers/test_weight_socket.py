@@ -1,4 +1,4 @@
-"""A run's weights reach its engines only, also with other runs on the machine."""
+"""The weight sockets of a run connect its workers to its own engines, whatever else runs on the machine."""
 
 import os
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from verl_rhyme.engine.weight_socket import RhymeServerAdapter
 
 @pytest.fixture
 def sockets(monkeypatch):
-    """Return the sockets of the worker and of the engine of a run on a Ray cluster."""
+    """Sockets of the worker and of the engine of a run on a Ray cluster."""
 
     def begin(self, config):
         self.config = config
@@ -37,12 +37,12 @@ def sockets(monkeypatch):
 
 
 @pytest.mark.parametrize("rhyme", [True, False])
-def test_worker_and_engine_of_a_run_use_the_same_socket(sockets, rhyme):
+def test_worker_and_engine_share_a_socket(sockets, rhyme):
     worker, engine = sockets("10.0.0.1:6379", rhyme)
     assert worker == engine
-    assert len(worker.removeprefix("ipc://")) < 108, "longest path of a Unix socket"
+    assert len(worker.removeprefix("ipc://")) < 108, "the path is longer than a Unix socket allows"
 
 
-def test_runs_on_separate_clusters_use_separate_sockets(sockets):
+def test_runs_on_different_clusters_have_different_sockets(sockets):
     assert sockets("10.0.0.1:6379")[0] != sockets("10.0.0.1:6380")[0]
     assert "01000000" in os.environ["VERL_RAY_JOB_ID"]

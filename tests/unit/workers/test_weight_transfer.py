@@ -1,4 +1,4 @@
-"""The transfer of weights over a bad link: protocol, encoding, and routes."""
+"""Weight transfer over a bad link: the protocol, the coding, and the distribution tree."""
 
 import asyncio
 import random
@@ -34,11 +34,11 @@ FILES = st.lists(st.binary(min_size=1, max_size=5 * CHUNK), min_size=1, max_size
 
 
 class TestProtocol:
-    """The state machine with a link that loses, repeats and reorders answers."""
+    """The state machine against a link that loses, damages, repeats and reorders answers."""
 
     @settings(max_examples=300)
     @given(files=FILES, seed=st.integers(0, 2**32), window=st.integers(1, 6), bad=st.floats(0, 0.8))
-    def test_received_version_equals_the_sent_one(self, files, seed, window, bad):
+    def test_the_received_version_equals_the_sent_one(self, files, seed, window, bad):
         rng = random.Random(seed)
         parts, place = parts_of(files), {}
         transfer = Transfer(parts, window, tries=10**9)
@@ -48,30 +48,30 @@ class TestProtocol:
                 break
             for part in transfer.whole():
                 wrong = [index for index in range(len(parts[part].digests)) if rng.random() < bad / 4]
-                for index in wrong:  # torn on the disk
+                for index in wrong:  # torn in the file
                     del place[Chunk(part, index)]
                 transfer.reread(part, wrong)
-            asked = transfer.asks()
-            assert not set(asked) & set(place), "it is here"
-            under_way += asked
-            assert len(set(under_way)) <= window + 2, "more is asked for than the link holds"
+            requests = transfer.asks()
+            assert not set(requests) & set(place), "a stored chunk is requested"
+            under_way += requests
+            assert len(set(under_way)) <= window + 2, "the window is exceeded"
             if not under_way:
                 continue
-            chunk = under_way.pop(rng.randrange(len(under_way)))  # answers arrive in any order
-            answer, what = slice_of(files, chunk), rng.random()
-            if what < bad / 4:
+            chunk = under_way.pop(rng.randrange(len(under_way)))  # in any order
+            answer, fate = slice_of(files, chunk), rng.random()
+            if fate < bad / 4:
                 transfer.lost(chunk)
                 continue
-            if what < bad / 2:
+            if fate < bad / 2:
                 answer = old[: rng.randrange(CHUNK)] if rng.random() < 0.5 else bytes([answer[0] ^ 1]) + answer[1:]
-            elif what < bad and len(under_way) < window:
-                under_way.append(chunk)  # it comes twice
+            elif fate < bad and len(under_way) < window:
+                under_way.append(chunk)  # a duplicate
             if transfer.fits(chunk, answer):
                 place[chunk] = answer
                 transfer.kept(chunk, len(answer))
             else:
                 assert transfer.damaged(chunk, len(answer))
-            if what > 1 - bad / 50:  # the receiver restarts, and checks the chunks on disk
+            if fate > 1 - bad / 50:  # the receiver restarts and verifies its stored chunks
                 under_way, counts = [], transfer.counts
                 transfer = Transfer(parts, window, tries=10**9)
                 for each, data in place.items():
@@ -84,28 +84,28 @@ class TestProtocol:
 
     @given(files=FILES)
     def test_each_chunk_is_requested_once_over_a_good_link(self, files):
-        parts, asked = parts_of(files), Counter()
+        parts, requests = parts_of(files), Counter()
         transfer = Transfer(parts, 3)
         while not transfer.done:
             now = transfer.asks()
-            asked.update(now)
+            requests.update(now)
             for chunk in now:
                 assert transfer.kept(chunk, 1)
-                assert not transfer.kept(chunk, 1), "twice is once"
+                assert not transfer.kept(chunk, 1), "a duplicate counts as missing"
             for part in transfer.whole():
                 transfer.reread(part, [])
-        assert asked == Counter(all_chunks(parts))
+        assert requests == Counter(all_chunks(parts))
 
-    def test_chunk_that_stays_damaged_is_given_up(self):
+    def test_a_chunk_that_never_fits_fails(self):
         transfer = Transfer(parts_of([b"x" * 100]), 1, tries=3)
         [chunk] = transfer.asks()
-        results = []
+        outcomes = []
         for _ in range(3):
-            results.append((transfer.plain(chunk), transfer.damaged(chunk, 5)))
-        assert results == [(False, True), (False, True), (True, False)], "as it is, after two that were packed"
+            outcomes.append((transfer.plain(chunk), transfer.damaged(chunk, 5)))
+        assert outcomes == [(False, True), (False, True), (True, False)], "plain only after two packed answers"
         assert transfer.counts.damaged == 3
 
-    def test_window_shrinks_when_answers_are_lost(self):
+    def test_the_window_shrinks_on_a_link_that_loses_answers(self):
         transfer = Transfer(parts_of([bytes(40 * CHUNK)]), 8)
         for chunk in transfer.asks():
             transfer.lost(chunk)
@@ -132,7 +132,7 @@ class TestCoding:
         seed=st.integers(0, 2**32),
         kind=st.sampled_from(["random", "zeros", "bf16"]),
     )
-    def test_nothing_is_lost(self, size, changed, seed, kind):
+    def test_coding_is_lossless(self, size, changed, seed, kind):
         rng = np.random.default_rng(seed)
         old = rng.integers(0, 256, size, dtype=np.uint8)
         if kind == "bf16":
@@ -159,7 +159,7 @@ class TestCoding:
 
     @settings(max_examples=300)
     @given(seed=st.integers(0, 2**32), few=st.booleans(), cut=st.booleans())
-    def test_damaged_difference_is_detected(self, seed, few, cut):
+    def test_damaged_bytes_raise_or_fail_the_checksum(self, seed, few, cut):
         rng = np.random.default_rng(seed)
         old = rng.integers(0, 256, 2001, dtype=np.uint8)
         new = old.copy()
@@ -174,8 +174,8 @@ class TestCoding:
             made = decode(coded, len(new), old)
         except DamagedError:
             return
-        digests = parts_of([new.tobytes()])[0].digests
-        assert parts_of([made.tobytes()])[0].digests != digests or np.array_equal(made, new)
+        wanted = parts_of([new.tobytes()])[0].digests
+        assert parts_of([made.tobytes()])[0].digests != wanted or np.array_equal(made, new)
 
     def test_a_difference_needs_its_base(self):
         old = np.random.default_rng(0).integers(0, 256, 3000, dtype=np.uint8)
@@ -184,7 +184,7 @@ class TestCoding:
             new[::each] ^= 1
             coded = encode(new, old)
             assert coded[0] == form
-            with pytest.raises(DamagedError, match="cannot be read here"):
+            with pytest.raises(DamagedError, match="cannot be decoded here"):
                 decode(coded, 3000, None)
 
 
@@ -193,17 +193,17 @@ class TestTree:
         nodes=st.dictionaries(st.sampled_from("bcdefghijklm"), st.sampled_from(["x", "y", "z", None])),
         home=st.sampled_from(["x", None]),
     )
-    def test_version_crosses_to_each_site_once(self, nodes, home):
-        asked = tree("a", nodes, {**nodes, "a": home})
-        assert asked.keys() == nodes.keys()
-        far = [node for node, hops in asked.items() if hops[0].far]
+    def test_a_version_goes_to_each_site_once(self, nodes, home):
+        sources = tree("a", nodes, {**nodes, "a": home})
+        assert sources.keys() == nodes.keys()
+        far = [node for node, hops in sources.items() if hops[0].far]
         assert sorted(str(nodes[node]) for node in far) == sorted({str(s) for s in nodes.values() if s != home})
-        sends = Counter(hops[0].node for hops in asked.values() if not hops[0].far)
+        sends = Counter(hops[0].node for hops in sources.values() if not hops[0].far)
         assert all(count <= 2 for count in sends.values())
-        order = ["a", *asked]
-        for node, hops in asked.items():
-            assert hops[-1] == Hop("a", nodes[node] != home), "the source, when all else is gone"
-            assert all(order.index(hop.node) < order.index(node) for hop in hops), "a circle"
+        order = ["a", *sources]
+        for node, hops in sources.items():
+            assert hops[-1] == Hop("a", nodes[node] != home), "the last resort is not the source"
+            assert all(order.index(hop.node) < order.index(node) for hop in hops), "the hops form a cycle"
             assert all(nodes[hop.node] == nodes[node] and not hop.far for hop in hops[:-1])
 
 
@@ -218,22 +218,22 @@ def store(path, version, files):
 
 
 class BadLink:
-    """A source in this process that alters answers as the test demands."""
+    """A source in this process that alters its answers."""
 
-    def __init__(self, folder, what=lambda chunk, answer: answer):
-        self.folder, self.sender, self.what, self.asked, self.bytes = folder, Sender(folder), what, Counter(), 0
+    def __init__(self, folder, alter=lambda chunk, answer: answer):
+        self.folder, self.sender, self.alter, self.requests, self.bytes = folder, Sender(folder), alter, Counter(), 0
         self.bases = set()
 
     async def parts(self, version):
         return self.folder.parts(version)
 
     async def chunk(self, version, chunk, base, pack):
-        self.asked[chunk] += 1
+        self.requests[chunk] += 1
         self.bases.add(base)
         answer = self.sender.answer(version, chunk, self.folder.parts(version), base, pack)
         self.bytes += len(answer)
         await asyncio.sleep(0)
-        return self.what(chunk, answer.copy())
+        return self.alter(chunk, answer.copy())
 
 
 SHORT, LONG = Patience(30.0, 0.5), Patience(30.0, 30.0)
@@ -265,7 +265,7 @@ def same(folder, version, files):
 
 
 class TestReceiver:
-    async def test_broken_link_loses_only_pending_chunks(self, tmp_path):
+    async def test_a_broken_link_costs_only_chunks_in_flight(self, tmp_path):
         files = some_files(1)
         near, far = store(tmp_path / "near", 1, files), store(tmp_path / "far", 0, [b"0"])
         answers = 0
@@ -277,17 +277,17 @@ class TestReceiver:
                 raise LinkError("cut")
             return answer
 
-        with pytest.raises(LinkError, match="no part of weights 1 came"):
+        with pytest.raises(LinkError, match="no chunk of weights of version 1 arrived"):
             await fetched(far, 1, BadLink(near, cut))
-        assert far.versions() == [0], "half of a version is none"
+        assert far.versions() == [0], "an incomplete version is listed"
         again = BadLink(near)
-        transfer = await fetched(far, 1, again)  # as a restarted receiver does
+        transfer = await fetched(far, 1, again)  # as after a restart
         assert transfer.counts.found == 10
-        assert sum(again.asked.values()) == 28 - 10
+        assert sum(again.requests.values()) == 28 - 10
         assert same(far, 1, files)
         assert far.versions() == [0, 1]
 
-    async def test_damage_on_disk_is_detected_before_serving(self, tmp_path):
+    async def test_a_chunk_torn_in_its_file_is_found_and_fetched_again(self, tmp_path):
         files = some_files(1)
         near, far = store(tmp_path / "near", 1, files), store(tmp_path / "far", 0, [b"0"])
         put, torn = far.put, []
@@ -304,7 +304,7 @@ class TestReceiver:
         assert transfer.counts.damaged == 1
         assert same(far, 1, files)
 
-    async def test_version_is_sent_as_a_difference(self, tmp_path):
+    async def test_a_version_is_sent_as_a_difference_from_the_previous_one(self, tmp_path):
         old, new = some_files(1), some_files(2, changed=0.02)
         near, far = store(tmp_path / "near", 1, old), store(tmp_path / "far", 1, old)
         store(tmp_path / "near", 2, new)
@@ -313,7 +313,7 @@ class TestReceiver:
         assert same(far, 2, new)
         assert source.bytes < sum(map(len, new)) / 1.5
 
-    async def test_base_of_the_same_number_with_other_bytes_is_not_used(self, tmp_path):
+    async def test_a_base_of_the_same_number_but_other_bytes_is_not_used(self, tmp_path):
         new = some_files(2)
         near, far = store(tmp_path / "near", 1, some_files(1)), store(tmp_path / "far", 1, some_files(3, 0.5))
         store(tmp_path / "near", 2, new)
@@ -323,7 +323,7 @@ class TestReceiver:
         assert counts.damaged == 0
         assert same(far, 2, new)
 
-    async def test_damaged_base_is_not_used_again(self, tmp_path):
+    async def test_a_damaged_base_is_dropped_after_two_answers(self, tmp_path):
         old, new = some_files(1), some_files(2, changed=0.02)
         near, far = store(tmp_path / "near", 1, old), store(tmp_path / "far", 1, old)
         store(tmp_path / "near", 2, new)
@@ -331,32 +331,32 @@ class TestReceiver:
         file = far._file(1, 0)
         file.write_bytes(bytes(byte ^ 4 for byte in file.read_bytes()))
         counts = (await fetched(far, 2, BadLink(near), base=base, pack=True)).counts
-        assert counts.damaged == 2 * 20, "each chunk of that part is asked for twice, then as it is"
+        assert counts.damaged == 2 * 20, "each chunk of the part comes packed twice, then plain"
         assert same(far, 2, new)
 
-    async def test_always_damaged_version_is_never_served(self, tmp_path):
+    async def test_a_version_that_always_arrives_damaged_is_never_complete(self, tmp_path):
         near, far = store(tmp_path / "near", 1, some_files(1)), store(tmp_path / "far", 0, [b"0"])
 
         def other(chunk, answer):
             answer[-1] ^= 1
             return answer
 
-        with pytest.raises(WeightsError, match="damaged on its way, again and again"):
+        with pytest.raises(WeightsError, match="arrived damaged, too many times"):
             await fetched(far, 1, BadLink(near, other), LONG)
         assert far.versions() == [0]
 
-    async def test_leftover_of_another_version_of_that_number_is_not_used(self, tmp_path):
+    async def test_remains_of_another_version_of_the_same_number_are_not_used(self, tmp_path):
         near, far = store(tmp_path / "near", 1, some_files(1)), store(tmp_path / "far", 0, [b"0"])
         long = [b"x" * 30 * CHUNK, some_files(1)[1], b"third"]
         left = parts_of(long)
         for chunk in all_chunks(left):
             far.put(1, chunk, left[chunk.part], np.frombuffer(slice_of(long, chunk), np.uint8))
         counts = (await fetched(far, 1, BadLink(near))).counts
-        assert counts.found == 8, "those of the second part are the same, and only they"
+        assert counts.found == 8, "not exactly the chunks of the second part, which are equal, were kept"
         assert same(far, 1, some_files(1))
 
-    async def test_many_faults_at_once(self, tmp_path):
-        """Loss, damage, interruptions, restarts of the receiver, and new versions at both ends."""
+    async def test_random_faults_over_many_versions(self, tmp_path):
+        """Loss, damage, broken links and restarts of the receiver, while both ends move to newer versions."""
         far = store(tmp_path / "far", 0, some_files(0))
         near = store(tmp_path / "near", 0, some_files(0))
         for version in range(1, 21):
@@ -365,10 +365,10 @@ class TestReceiver:
             store(tmp_path / "near", version, files)
 
             def bad(chunk, answer, rng=rng):
-                what = rng.random()
-                if what < 0.1:
+                fate = rng.random()
+                if fate < 0.1:
                     raise LinkError("lost")
-                if what < 0.2:
+                if fate < 0.2:
                     answer[rng.randrange(len(answer))] ^= 1 << rng.randrange(8)
                 return answer
 

@@ -1,4 +1,4 @@
-"""The relay of weights, without verl and Ray: the files of a node, and the transfer between nodes."""
+"""The weight relay without verl and Ray: the files of a node, and transfers between nodes."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ time.sleep(600)
 
 
 class TestFolder:
-    def test_written_version_is_read(self, tmp_path):
+    def test_written_versions_are_read_back(self, tmp_path):
         folder = claim(tmp_path)
         for version in (3, 12):
             write(folder, version)
@@ -45,8 +45,8 @@ class TestFolder:
         assert same(folder, 3)
         assert same(folder, 12)
 
-    def test_tensors_of_all_types_and_shapes_are_preserved(self, tmp_path):
-        """Also if the actor reuses a tensor's memory for the next, and if a tensor is larger than a part."""
+    def test_tensors_of_all_dtypes_and_shapes_are_read_back(self, tmp_path):
+        """Also if the actor reuses the memory of a tensor, and if a tensor is larger than a part."""
         folder, memory = claim(tmp_path), torch.empty(400, dtype=torch.uint8)
         writer, wanted = folder.writer(1, 100, 64), {}
         types = (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.bool)
@@ -66,12 +66,12 @@ class TestFolder:
         assert not any(folder.wrong(1, number, part) for number, part in enumerate(parts))
         assert len(parts) > 5
 
-    def test_folder_is_private(self, tmp_path):
+    def test_the_folder_is_private(self, tmp_path):
         folder = claim(tmp_path)
         write(folder, 1)
         assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
 
-    def test_incomplete_version_is_not_listed(self, tmp_path):
+    def test_an_unclosed_version_is_missing(self, tmp_path):
         folder = claim(tmp_path)
         writer = folder.writer(1, part_bytes=1)
         writer.add("a", torch.ones(3))
@@ -79,15 +79,15 @@ class TestFolder:
         with pytest.raises(WeightsError, match="no weights of version 1"):
             next(folder.read(1))
 
-    def test_truncated_part_is_not_served(self, tmp_path):
+    def test_a_truncated_part_raises(self, tmp_path):
         folder = claim(tmp_path)
         write(folder, 1)
         last = sorted(folder.path.glob("1/*.safetensors"))[-1]
         last.write_bytes(last.read_bytes()[:-1])
-        with pytest.raises(WeightsError, match="is not whole"):
+        with pytest.raises(WeightsError, match="is incomplete"):
             list(folder.read(1))
 
-    def test_existing_chunks_are_recognised(self, tmp_path):
+    def test_damaged_and_missing_chunks_are_found(self, tmp_path):
         folder = claim(tmp_path)
         write(folder, 1)
         part = folder.parts(1)[0]
@@ -101,18 +101,18 @@ class TestFolder:
         file.unlink()
         assert folder.wrong(1, 0, part) == list(range(len(part.digests)))
 
-    def test_files_of_a_dead_owner_are_verified_before_use(self, tmp_path):
+    def test_a_dead_owners_version_is_complete_only_after_verification(self, tmp_path):
         left = claim(tmp_path)
         for version in (1, 2):
             write(left, version)
-        expected = identity(left.parts(1))
-        assert claim(tmp_path, str(left.path)).path != left.path, "its owner lives"
+        wanted = identity(left.parts(1))
+        assert claim(tmp_path, str(left.path)).path != left.path, "a live owner's folder is taken over"
         let_go(left)
         folder = claim(tmp_path, str(left.path))
         assert folder.path == left.path
         assert folder.versions() == []
-        assert not folder.revive(1, identity([])), "others were wanted"
-        assert folder.revive(1, expected)
+        assert not folder.revive(1, identity([])), "another version is revived"
+        assert folder.revive(1, wanted)
         assert same(folder, 1)
         file = folder._file(2, 1)
         file.write_bytes(file.read_bytes()[:-1] + b"?")
@@ -120,21 +120,21 @@ class TestFolder:
         assert folder.versions() == [1]
         assert folder.unfinished() == [2]
 
-    def test_full_disk_error_names_the_remedy(self, tmp_path):
+    def test_an_error_for_lack_of_room_has_a_remedy(self, tmp_path):
         folder = claim(tmp_path)
         writer = folder.writer(1)
-        (folder.path / "1").write_bytes(b"")  # blocks the folder of version 1
+        (folder.path / "1").write_bytes(b"")  # no folder can be made here
         writer.add("a", torch.ones(3))
         with pytest.raises(WeightsError, match=r"two versions of the model.*--shm-size.*relay\.folder"):
             writer.close()
 
     @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-    def test_unwritable_folder_is_an_error(self, tmp_path):
+    def test_a_read_only_root_raises(self, tmp_path):
         tmp_path.chmod(0o500)
         with pytest.raises(WeightsError, match="Permission denied"):
             claim(tmp_path)
 
-    def test_only_a_dead_owners_files_are_removed(self, tmp_path):
+    def test_only_folders_of_dead_owners_are_removed(self, tmp_path):
         process = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         try:
             theirs = process.stdout.readline().strip()
@@ -148,33 +148,32 @@ class TestFolder:
             process.kill()
             process.communicate()
 
-    def test_two_relays_that_start_together_do_not_interfere(self, tmp_path, monkeypatch):
-        """One checks the other's lock in the moment before it is taken."""
+    def test_two_processes_that_start_at_once_do_not_disturb_each_other(self, tmp_path, monkeypatch):
+        """One process inspects the other's lock file just before the other locks it."""
         name = uuid.UUID(int=1)
         monkeypatch.setattr("uuid.uuid4", lambda: name)
         file = tmp_path / f"verl_rhyme_weights_{name.hex}.lock"
-        looking = ownership.lock(file, create=True)
-        let_go_soon = threading.Timer(0.1, os.close, [looking])
-        let_go_soon.start()
+        inspecting = ownership.lock(file, create=True)
+        threading.Timer(0.1, os.close, [inspecting]).start()
         folder = claim(tmp_path)
         write(folder, 1)
         assert same(folder, 1)
 
     @pytest.mark.parametrize("stem", ["", "0" * 31, "*", "g" * 32])
-    def test_files_with_other_names_are_not_removed(self, tmp_path, stem):
-        """In /dev/shm any user may create files; once, a matching prefix was enough for removal."""
+    def test_only_names_made_by_claim_are_removed(self, tmp_path, stem):
+        """Any user may make files in /dev/shm."""
         live = claim(tmp_path)
         write(live, 1)
         (tmp_path / f"verl_rhyme_weights_{stem}.lock").touch(0o666)
-        beside = tmp_path / f"verl_rhyme_weights_{stem}"
-        beside.mkdir()
+        other = tmp_path / f"verl_rhyme_weights_{stem}"
+        other.mkdir()
         claim(tmp_path)
         assert same(live, 1)
-        assert beside.exists()
+        assert other.exists()
 
-    @pytest.mark.parametrize("signed", [{"host": "elsewhere", "boot": "another"}, None], ids=["another host", "nobody"])
-    def test_files_of_another_host_are_kept(self, tmp_path, signed):
-        """On a file system with locks local to each client, its lock can be taken here."""
+    @pytest.mark.parametrize("signed", [{"host": "elsewhere", "boot": "another"}, None], ids=["another host", "unsigned"])
+    def test_folders_of_other_hosts_stay(self, tmp_path, signed):
+        """On some network file systems locks do not reach other hosts, so that a live owner's lock can be taken."""
         theirs = claim(tmp_path)
         write(theirs, 1)
         lock = theirs.path.with_suffix(".lock")
@@ -197,11 +196,11 @@ class TestFolder:
         linked.with_suffix(".lock").symlink_to(tmp_path / "aim")
         claim(tmp_path / "root")
         assert target.is_dir()
-        assert linked.is_dir(), "its lock is somebody else's file"
+        assert linked.is_dir(), "a folder with a linked lock is removed"
 
     @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
     @pytest.mark.parametrize("what", ["lock", "folder"])
-    def test_files_of_another_user_are_kept(self, tmp_path, what):
+    def test_folders_of_other_users_stay(self, tmp_path, what):
         theirs = claim(tmp_path)
         write(theirs, 1)
         let_go(theirs)
@@ -216,7 +215,7 @@ def nodes(tmp_path, monkeypatch):
     return [Relay(str(tmp_path / str(n))) for n in range(5)]
 
 
-async def test_version_reaches_all_nodes_along_a_tree(nodes):
+async def test_a_version_reaches_all_nodes_by_a_tree(nodes):
     near = [Near(node) for node in nodes]
     await publish(nodes[0], 7)
     for place, node in enumerate(nodes[1:]):
@@ -232,19 +231,19 @@ async def test_version_reaches_all_nodes_along_a_tree(nodes):
         assert replica.calls[3:] == ["resume_kv_cache", "resume_engine_generation", "open_submission_gate"]
 
 
-async def test_early_delivery_waits_for_the_version(nodes):
+async def test_an_early_delivery_waits_for_the_version(nodes):
     near = Near(nodes[0])
     await nodes[1].fetch(1, known(1), [(near, False)])
     replica = Replica(nodes[1])
     delivery = asyncio.create_task(nodes[1].deliver(replica.target, 1))
     await asyncio.sleep(0.05)
-    assert not replica.calls, "it was stopped before there was anything to take"
+    assert not replica.calls, "the replica stopped before the version arrived"
     await publish(nodes[0], 1)
     await asyncio.wait_for(delivery, 10)
     assert replica.loaded
 
 
-async def test_damaged_part_is_fetched_again_and_never_served(nodes):
+async def test_a_damaged_part_is_fetched_again_and_never_loaded(nodes):
     broken = {"times": 2}
 
     def once(chunk, data):
@@ -265,25 +264,25 @@ async def test_damaged_part_is_fetched_again_and_never_served(nodes):
     with pytest.raises(WeightsError, match="damaged"):
         await nodes[2].deliver(untouched.target, 1)
     assert not untouched.calls
-    broken["times"] = 0  # the next transfer is intact
+    broken["times"] = 0
     await nodes[2].fetch(1, known(1), [(Near(nodes[0], once), False)])
     await nodes[2].deliver(untouched.target, 1)
     assert untouched.loaded
 
 
-async def test_without_the_next_node_the_first_one_sends(nodes):
+async def test_if_a_source_is_dead_the_next_one_is_tried(nodes):
     await publish(nodes[0], 1)
     await nodes[1].fetch(1, known(1), [(Dead(), False), (Near(nodes[0]), False)])
     replica = Replica(nodes[1])
     await nodes[1].deliver(replica.target, 1)
     assert replica.loaded
     await nodes[2].fetch(1, known(1), [(Dead(), False)])
-    with pytest.raises(UnsentError, match="could not be fetched"):  # the trainer looks for another relay
+    with pytest.raises(UnsentError, match="could not be fetched"):  # the trainer then starts another relay
         await nodes[2].deliver(Replica(nodes[2]).target, 1)
 
 
-async def test_version_dropped_by_its_source_is_not_awaited(nodes):
-    """The node is slow: the actor's relay has made room for newer versions meanwhile."""
+async def test_a_version_removed_before_it_arrived_is_not_waited_for(nodes):
+    """A slow node: the actor's node has removed the version to make room for newer ones."""
     gate = asyncio.Event()
 
     class Slow(Near):
@@ -310,34 +309,34 @@ async def test_version_dropped_by_its_source_is_not_awaited(nodes):
     await asyncio.wait_for(asyncio.gather(first, second), 10)
     assert torch.equal(replica.loaded["layer.1"], weights(3)["layer.1"])
     assert replica.calls.count("update_weights") == 1
-    with pytest.raises(WeightsError, match="made room"):
+    with pytest.raises(WeightsError, match="removed to make room"):
         await nodes[0].parts(1)
 
 
-async def test_two_versions_and_those_being_read_are_kept(nodes):
+async def test_two_versions_are_kept_and_those_being_loaded(nodes):
     [node] = nodes[:1]
     await publish(node, 1)
     gate = asyncio.Event()
     slow = Replica(node)
     slow.worker.update_weights = SimpleNamespace(remote=lambda global_steps: gate.wait())
-    taking = asyncio.create_task(node.deliver(slow.target, 1))
+    delivery = asyncio.create_task(node.deliver(slow.target, 1))
     await asyncio.sleep(0)
     for version in (2, 3):
         await publish(node, version)
     assert node._folder.versions() == [1, 2, 3]
     gate.set()
-    await taking
+    await delivery
     await publish(node, 4)
     assert node._folder.versions() == [3, 4]
 
 
 def busy(relay):
-    """A server with running requests until the event."""
+    """Return a replica whose server has requests until the event is set."""
     done = asyncio.Event()
     return Replica(relay, idle=done.wait), done
 
 
-async def test_patient_delivery_waits_for_requests_and_loads_the_newest(nodes):
+async def test_a_patient_delivery_waits_for_running_requests_and_loads_the_newest_version(nodes):
     [node] = nodes[:1]
     replica, done = busy(node)
     await publish(node, 1)
@@ -346,14 +345,14 @@ async def test_patient_delivery_waits_for_requests_and_loads_the_newest(nodes):
     await publish(node, 2)
     second = asyncio.create_task(node.deliver(replica.target, 2, True))
     await asyncio.sleep(0.02)
-    assert not replica.calls, "what runs was cut short"
+    assert not replica.calls, "running requests were aborted"
     done.set()
     await asyncio.gather(first, second)
     assert replica.calls.count("update_weights") == 1
     assert torch.equal(replica.loaded["layer.1"], weights(2)["layer.1"])
 
 
-async def test_impatient_delivery_hurries_a_patient_one(nodes):
+async def test_an_impatient_delivery_hurries_a_patient_one(nodes):
     [node] = nodes[:1]
     replica, done = busy(node)
     await publish(node, 1)
@@ -361,7 +360,7 @@ async def test_impatient_delivery_hurries_a_patient_one(nodes):
     await asyncio.sleep(0.02)
     await asyncio.wait_for(asyncio.gather(node.deliver(replica.target, 1), patient), 10)
     assert replica.calls.count("update_weights") == 1
-    await publish(node, 2)  # the hurry applies only once
+    await publish(node, 2)  # the hurry is over
     again = asyncio.create_task(node.deliver(replica.target, 2, True))
     await asyncio.sleep(0.02)
     assert not again.done()
@@ -369,8 +368,8 @@ async def test_impatient_delivery_hurries_a_patient_one(nodes):
     await again
 
 
-async def test_hurry_applies_to_the_next_delivery_too(nodes):
-    """A patient delivery in the queue does not delay one in a hurry behind it."""
+async def test_a_hurry_outlives_a_delivery_in_flight(nodes):
+    """An impatient delivery does not wait behind a patient one in the queue."""
     [node] = nodes[:1]
     replica, _ = busy(node)
     gate = asyncio.Event()
@@ -394,17 +393,17 @@ async def test_hurry_applies_to_the_next_delivery_too(nodes):
     assert torch.equal(replica.loaded["layer.1"], weights(2)["layer.1"])
 
 
-async def test_slow_node_keeps_no_more_versions_than_others(nodes):
+async def test_a_slow_node_holds_no_more_versions_than_others(nodes):
     near, gate = Near(nodes[0]), asyncio.Event()
     await publish(nodes[0], 1)
     await nodes[1].fetch(1, known(1), [(near, False)])
     await nodes[1].deliver(Replica(nodes[1]).target, 1)
     chunk = nodes[0].chunk
 
-    async def slow(version, *asked):
+    async def slow(version, *arguments):
         if version == 2:
             await gate.wait()
-        return await chunk(version, *asked)
+        return await chunk(version, *arguments)
 
     nodes[0].chunk = slow
     most = 0
@@ -420,13 +419,13 @@ async def test_slow_node_keeps_no_more_versions_than_others(nodes):
     assert nodes[1]._folder.versions() == [2, 3]
 
 
-async def test_end_of_run_removes_all_files(nodes):
+async def test_close_removes_the_folder(nodes):
     await publish(nodes[0], 1)
     await nodes[0].close()
     assert not nodes[0]._folder.path.exists()
 
 
-async def test_rewritten_version_is_not_the_old_one(nodes):
+async def test_a_version_that_is_written_again_replaces_the_old_one(nodes):
     near = Near(nodes[0])
     await publish(nodes[0], 1)
     await nodes[1].fetch(1, known(1), [(near, False)])
@@ -434,30 +433,30 @@ async def test_rewritten_version_is_not_the_old_one(nodes):
     for node in nodes[:2]:
         await node.expect(1)
     assert nodes[1]._folder.versions() == []
-    with pytest.raises(WeightsError, match="nobody has sent weights 1"):
+    with pytest.raises(WeightsError, match="weights of version 1 were not sent"):
         await nodes[1].deliver(Replica(nodes[1]).target, 1)
 
 
-async def test_death_of_a_replica_is_raised_and_others_do_not_wait(nodes):
+async def test_a_dying_replica_raises_and_does_not_block_others(nodes):
     await publish(nodes[0], 1)
     dying = Replica(nodes[0], fails=True)
     with pytest.raises(RuntimeError, match="the engine died"):
         await nodes[0].deliver(dying.target, 1)
-    assert dying.server.ended, "it may have half of them, and must not serve"
+    assert dying.server.ended, "a replica with half of a version lives on"
     other = Replica(nodes[0])
     await nodes[0].deliver(other.target, 1)
     assert other.loaded
-    assert not nodes[0]._taking[1]
+    assert not nodes[0]._loading[1]
 
 
-def test_parts_are_at_most_as_large_as_buckets():
+def test_parts_are_as_large_as_buckets_at_most():
     assert RelayCheckpointEngine(1000)._part_bytes == 1000
     assert RelayCheckpointEngine(1 << 40)._part_bytes == folders.PART_BYTES
     assert Folder("x").path.name == "x"
 
 
-async def test_replacement_relay_continues_with_existing_files(nodes):
-    """Half of one version and all of another exist: neither is sent again, nor served without verification."""
+async def test_a_new_relay_reuses_the_versions_of_a_dead_one(nodes):
+    """One version is complete, one is half fetched: neither is sent again, and neither is loaded unverified."""
     await publish(nodes[0], 1)
     await nodes[1].fetch(1, known(1), [(Near(nodes[0]), False)])
     await nodes[1].deliver(Replica(nodes[1]).target, 1)
@@ -477,21 +476,21 @@ async def test_replacement_relay_continues_with_existing_files(nodes):
     let_go(nodes[1]._folder)
     heir = Relay(None, path)
     assert await heir.folder() == path
-    assert heir._folder.versions() == [], "nobody has read them again"
+    assert heir._folder.versions() == [], "an unverified version is listed"
     replica = Replica(heir)
-    with pytest.raises(WeightsError, match="nobody has sent weights 1"):
+    with pytest.raises(WeightsError, match="weights of version 1 were not sent"):
         await heir.deliver(replica.target, 1)
     near = Near(nodes[0])
     await heir.fetch(1, known(1), [(near, False)])
     await heir.deliver(replica.target, 1)
-    assert near.sent == 0, "it was here"
+    assert near.sent == 0, "an intact version is fetched again"
     await heir.fetch(2, known(2), [(near, False)])
     await heir.deliver(replica.target, 2)
     assert same(heir._folder, 2)
 
 
-async def test_outdated_version_is_never_served_as_a_new_one(nodes):
-    """A node that was away when a version was rewritten has the old one, complete."""
+async def test_an_old_version_is_never_loaded_as_a_new_one_of_the_same_number(nodes):
+    """A node that was unreachable when a version was written again has the old one, complete."""
     await publish(nodes[0], 1)
     await nodes[1].fetch(1, known(1), [(Near(nodes[0]), False)])
     await nodes[1].deliver(Replica(nodes[1]).target, 1)
@@ -500,7 +499,7 @@ async def test_outdated_version_is_never_served_as_a_new_one(nodes):
         writer.add(name, tensor)
     writer.close()
     assert await nodes[0].written(1) == known(5)
-    # the first node asks one with the outdated version
+    # the first source of node 2 has the old version
     for node, sources in ((nodes[2], [nodes[1], nodes[0]]), (nodes[1], [nodes[0]])):
         await node.fetch(1, known(5), [(Near(source), False) for source in sources])
         replica = Replica(node)
@@ -525,14 +524,14 @@ async def test_bytes_from_another_site_are_few_and_counted(nodes):
     assert await nodes[1].tally() == {}
 
 
-async def test_site_slower_than_training_gets_versions_nonetheless(nodes):
-    gate, asked = asyncio.Event(), []
+async def test_a_site_slower_than_training_steps_gets_new_versions(nodes):
+    gate, requests = asyncio.Event(), []
     await publish(nodes[0], 1)
     chunk = nodes[0].chunk
 
     async def slow(version, chunk_, base, pack, far):
         answer = await chunk(version, chunk_, base, pack, far)
-        asked.append((version, base and base.version))
+        requests.append((version, base and base.version))
         if version == 1:
             await gate.wait()
         return answer
@@ -551,8 +550,8 @@ async def test_site_slower_than_training_gets_versions_nonetheless(nodes):
     await asyncio.wait_for(nodes[1].deliver(replica.target, 5), 20)
     assert torch.equal(replica.loaded["layer.1"], weights(5)["layer.1"])
     assert most == 3
-    assert (5, None) not in asked, "it was not sent as what changed"
+    assert (5, None) not in requests, "version 5 was sent in full"
     await publish(nodes[0], 6)
-    nodes[0]._asked = dict.fromkeys(nodes[0]._asked, -1e9)  # much later
+    nodes[0]._far_requests = dict.fromkeys(nodes[0]._far_requests, -1e9)  # much later
     await publish(nodes[0], 7)
     assert nodes[0]._folder.versions() == [6, 7]

@@ -558,7 +558,7 @@ class Namespace(SimpleNamespace):
 class Weights(RelayManager):
     """The trainer's side of the relay, with simulated deliveries."""
 
-    _handing = None
+    _distribution = None
 
     def __init__(self, world):
         self._world, self._nodes, self._under_way = world, {}, {}
