@@ -576,7 +576,7 @@ def test_what_is_in_flight_is_told_in_figures_and_sizes_of_several_mini_batches_
     ],
 )
 def test_a_tree_that_was_appended_elsewhere_is_refused(world, key, place):
-    refused = [f"{place} is read by nobody: did you mean {R}.custom.rhyme?"]
+    refused = [f"{place} is not read: did you mean {R}.custom.rhyme?"]
     for group in (["+rhyme=sorted"], []):
         told = [check.detail for check in preflight(world[1:], *group, f"+{key}").checks if check.name == "rhyme"]
         assert told == refused
