@@ -123,8 +123,8 @@ class Worker:
         self._reports = Reports()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def attach(self, told: Any) -> dict[str, str]:
-        self._reports.attach(told)
+    async def attach(self, coordinator_handle: Any) -> dict[str, str]:
+        self._reports.attach(coordinator_handle)
         return dict(self._at)
 
     async def begin(self, starts: list[Start], step: int) -> None:
@@ -286,7 +286,7 @@ class World:
             yield
 
     async def _train(self, steps: int) -> None:
-        told, count = self.coordinator, len(self.replicas)
+        handle, count = self.coordinator, len(self.replicas)
         planned = self.policy in PLACEMENTS
         rules = Rules(self.batch, self.batch * self.samples, max_staleness=0)
         slots = count * self.cost.slots
@@ -309,28 +309,28 @@ class World:
             response_limit=MOST_TOKENS,
         )
         workers = [Actor(lambda: Worker(self)) for _ in range(WORKERS)]
-        await told.open.remote(setting, workers, Before(None, [], 0, steps, 1), True)
-        wants = await told.publish.remote(0, steps)
+        await handle.open.remote(setting, workers, Before(None, [], 0, steps, 1), True)
+        wants = await handle.publish.remote(0, steps)
         for step in range(steps):
             began = self.clock.time()
             self.steps.append(Ran())
             looking = asyncio.ensure_future(self._look())
             while wants is not None:
                 if wants.prompts:
-                    await told.hand.remote(self._load(wants.prompts))
-                wants = await told.enough.remote(False, True, None)
-            reply = await told.take.remote()
+                    await handle.hand.remote(self._load(wants.prompts))
+                wants = await handle.enough.remote(False, True, None)
+            reply = await handle.take.remote()
             if reply is None:
                 raise RuntimeError(f"step {step}: the batch was not ready though all samples had their rewards")
             self.steps[-1].seconds = self.clock.time() - began
             looking.cancel()
-            await told.pause.remote()
+            await handle.pause.remote()
             await asyncio.sleep(TRAIN_S)
             await self.queue.async_kv_clear(reply.keys, TRAIN)
             self.version += 1
             for replica in self.replicas.values():
                 replica.object.engine.forget()
-            wants = await told.publish.remote(self.version, steps - self.version)
+            wants = await handle.publish.remote(self.version, steps - self.version)
 
     def _load(self, count: int) -> list[Handed]:
         handed = []

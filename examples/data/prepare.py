@@ -280,7 +280,7 @@ def _prepare_verl(name: str, source: Path | None, path: Path, split: str) -> Non
                 ) from error
         # A problem with two ground truths is ambiguous.
         clear = [(problem, *found) for problem, found in truths.items() if len(found) == 1]
-        typer.echo(f"{total} rows, {len(truths)} problems, {len(truths) - len(clear)} skipped because of several answers")
+        typer.echo(f"{total} rows, {len(truths)} problems, {len(truths) - len(clear)} skipped with several answers")
         write(
             path,
             (

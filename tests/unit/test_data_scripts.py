@@ -139,7 +139,7 @@ def test_duplicate_problems_are_removed(prepared):
 def test_a_problem_with_two_answers_is_skipped_and_reported(tmp_path):
     rows = [verl_row("a", "1", "u"), verl_row("b", "2", "v"), verl_row("a", "3", "w"), verl_row("b", "2", "v")]
     said = done("dapo", "--out", tmp_path, "--source", put(tmp_path / "raw.parquet", rows))
-    assert "4 rows, 2 problems, 1 skipped because of several answers" in said
+    assert "4 rows, 2 problems, 1 skipped with several answers" in said
     (row,) = rows_of(tmp_path / "dapo-math-17k.parquet")
     assert row["reward_model"]["ground_truth"] == "2"
 
