@@ -8,7 +8,6 @@ separate connections can overtake each other. The emulation cannot lose, reorder
     python -m benchmarks.far_link FOLDER HOST PORT   # a sender, in the namespace of this command
 """
 
-
 from __future__ import annotations
 
 import asyncio

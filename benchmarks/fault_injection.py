@@ -87,7 +87,7 @@ class Injection:
         told_after_s: Seconds until the log reported the fault; for ``trainer``, until the run ended. ``None``: never.
         cut_short: The run ended before the log reported the fault.
         outlived: A hung process still ran after its replica was given up.
-        """
+    """
 
     kind: str
     process: str

@@ -133,9 +133,7 @@ def measure(cell: Cell, folder: Path, injected: dict[str, Any], epochs: int) -> 
         "cut_short": Counter(each["kind"] for each in injections if each["cut_short"]),
         "told_after_s": {
             kind: [
-                each["told_after_s"]
-                for each in injections
-                if each["kind"] == kind and each["told_after_s"] is not None
+                each["told_after_s"] for each in injections if each["kind"] == kind and each["told_after_s"] is not None
             ]
             for kind in {each["kind"]: None for each in injections}
         },

@@ -11,7 +11,6 @@ needs root), over a link with a bandwidth limit and 10 ms delay. ``cut``: the li
 of an unpacked version.
 """
 
-
 from __future__ import annotations
 
 import asyncio

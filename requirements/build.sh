@@ -7,7 +7,7 @@
 #   --unless-tried                                  skip packages that failed here before (for bootstrap.sh)
 #   CUDA_ARCHS="90"   compute capabilities (default: those of this machine's GPUs, or 80 and 90 without a GPU)
 #   MAX_JOBS          parallel compilers (default: one per core with 8 GiB of memory each)
-# nvcc and CUDA's headers come from .venv-gpu. The machine needs a C++ compiler and Python's headers. Compiled files stay
+# nvcc and CUDA's headers come from .venv-gpu. The machine needs a C++ compiler and Python's headers. Built files stay
 # in .venv-gpu/build, so that a second start resumes. A package counts as built only if it can be imported.
 set -euo pipefail
 

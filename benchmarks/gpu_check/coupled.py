@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_check import engines, models
-from benchmarks.gpu_check.reporting import parse_arguments, device, report
+from benchmarks.gpu_check.reporting import device, parse_arguments, report
 
 #: Number of compared requests, and their tokens.
 PROBES, LENGTH = 8, 128

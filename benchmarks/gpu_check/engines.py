@@ -86,7 +86,9 @@ def _run_group(module: str, arms: Mapping[str, Mapping[str, str]], report: Calla
                 environment = {**os.environ, **variables, **({_GATE: str(gate)} if len(arms) > 1 else {})}
                 command = [sys.executable, "-m", module, "--one", arm, *sys.argv[1:]]
                 running[arm] = gate, subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
-            while len(arms) > 1 and any(not gate.exists() and process.poll() is None for gate, process in running.values()):
+            while len(arms) > 1 and any(
+                not gate.exists() and process.poll() is None for gate, process in running.values()
+            ):
                 time.sleep(0.1)
                 if time.monotonic() > until:
                     break

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check import engines, models
-from benchmarks.gpu_check.reporting import parse_arguments, device, report
+from benchmarks.gpu_check.reporting import device, parse_arguments, report
 
 ARMS: dict[str, dict[str, Any]] = {
     "stock": {},

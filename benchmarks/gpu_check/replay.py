@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from benchmarks.gpu_check import engines
-from benchmarks.gpu_check.reporting import parse_arguments, device, quick, report
+from benchmarks.gpu_check.reporting import device, parse_arguments, quick, report
 
 STOCK, V2 = "stock", "stock, V2 runner"
 #: Variables of each arm.

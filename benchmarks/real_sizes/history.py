@@ -57,7 +57,9 @@ def responses(prompt: int, epoch: int, tokens: int) -> list[Trajectory]:
         rng = np.random.default_rng([prompt, sample, epoch])
         length = max(1, int(rng.uniform(0.5, 1.5) * tokens))
         chosen = np.minimum(rng.pareto(0.7, 16 + length // 2) * 3, PHRASES - 1).astype(np.int64)
-        within = np.arange(lengths[chosen].sum()) - np.repeat(np.cumsum(lengths[chosen]) - lengths[chosen], lengths[chosen])
+        within = np.arange(lengths[chosen].sum()) - np.repeat(
+            np.cumsum(lengths[chosen]) - lengths[chosen], lengths[chosen]
+        )
         text = np.resize(words[np.repeat(starts[chosen], lengths[chosen]) + within], length)
         text = np.where(rng.random(length) < OTHERS, _ids(rng, length), text).astype(np.int32)
         logprobs = -rng.exponential(0.3, length).astype(np.float32)

@@ -122,7 +122,9 @@ def costs(world: World, steps: int) -> dict[str, Any]:
     """Return CPU time and messages of router and coordinator."""
     samples = steps * world.batch * world.samples
     coordinator, router = world.coordinator, world.router
-    decided, ended = (np.array(of) / 1e3 for of in (router.slices["acquire_server"], coordinator.slices["Coordinator.ended"]))
+    decided, ended = (
+        np.array(of) / 1e3 for of in (router.slices["acquire_server"], coordinator.slices["Coordinator.ended"])
+    )
     stills = {name.rpartition(".")[2]: max(slices) / 1e6 for name, slices in coordinator.slices.items() if slices}
     longest = sorted(stills, key=lambda name: -stills[name])[:3]
     return {
