@@ -1,4 +1,4 @@
-"""The drafters compared: none, ngram of vLLM, suffix decoding of arctic-inference, both HistoSpecs, ours, ceilings."""
+"""Drafters to compare: none, vLLM's ngram, arctic-inference, two HistoSpecs, ours, and upper bounds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NoDrafts:
 
 
 class Ngram(NoDrafts):
-    """vLLM's ``ngram``, by vLLM's own function: the earliest longest match within the request's own text."""
+    """vLLM's ``ngram``, by vLLM's function: the earliest longest match within the request's text."""
 
     def __init__(self, shortest: int = 2, longest: int = 5) -> None:
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
@@ -93,7 +93,7 @@ class Arctic(NoDrafts):
 
 
 class Histories(dict[bytes, PromptHistory]):
-    """Every prompt's history, as the store keeps it."""
+    """History of each prompt, as the store keeps it."""
 
     def __init__(self, epochs: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Histories(dict[bytes, PromptHistory]):
 
 
 class Rhyme(NoDrafts):
-    """One of verl-rhyme's policies, with the history that its store would hold."""
+    """A drafting policy of verl-rhyme with the history that its store would hold."""
 
     def __init__(
         self, config: DraftingConfig, epochs: int = 4, make: Callable[..., DraftPolicy] | None = None, slots: int = 64
@@ -133,7 +133,7 @@ class Rhyme(NoDrafts):
 
 @dataclass(slots=True)
 class _DoublingWindow(WindowPolicy):
-    """The window of the released HistoSpec: doubled on full acceptance, halved on a rejection, 16 at most."""
+    """Window of the released HistoSpec: doubled on full acceptance, halved on a rejection, at most 16."""
 
     size: int = field(init=False, default=2)
 
@@ -148,15 +148,15 @@ class _Released(PaperDrafter):
 
 
 def released() -> Rhyme:
-    """HistoSpec as its authors' code has it: matches of 7 to 4 tokens, most votes, no reward, the last epoch only."""
+    """Return HistoSpec as its authors released it: matches of 7 to 4 tokens, most votes, no reward, only one epoch."""
     make = partial(_Released, match=(4, 7), reward_weight=0.0)
     return Rhyme(DraftingConfig(policy="paper"), epochs=1, make=lambda config, lookup, *_: make(config, lookup))
 
 
 class Hindsight(NoDrafts):
-    """A ceiling: of all copies (this prompt's history, live siblings, own text), the one that proves right longest.
+    """Upper bound: the copy (of the prompt's history, live siblings, own text) that is correct longest.
 
-    A copy begins after a match of at least ``least`` tokens. It drafts only what will be accepted.
+    A copy starts after a match of at least ``least`` tokens. It drafts only tokens that will be accepted.
     """
 
     def __init__(self, least: int = 4, epochs: int = 8) -> None:
@@ -187,10 +187,10 @@ class Hindsight(NoDrafts):
 
 
 class Oracle(NoDrafts):
-    """A ceiling: drafts the recorded tokens up to the first one of which it does not know that it comes.
+    """Upper bound: drafts the recorded tokens up to the first unknown one.
 
     Args:
-        known: bool[n] by response: the tokens that it knows.
+        known: bool[n] by response: which tokens it knows.
     """
 
     def __init__(self, known: Mapping[str, np.ndarray]) -> None:
@@ -222,11 +222,11 @@ def _longest_copy(text, context, future, limit):
 
 
 def adaptive(floor: float, epochs: int = 4) -> Rhyme:
-    """Ours, which drafts what is accepted with a probability of ``floor`` at least, whatever verifying costs."""
+    """Return our adaptive drafter with a minimum acceptance probability of ``floor``, without weighing the cost."""
     return Rhyme(DraftingConfig(floor=floor, weigh_cost=False), epochs)
 
 
-#: Arms by name; every call makes a fresh one.
+#: Factories of the drafters by name.
 ARMS: dict[str, Callable[[], Arm]] = {
     "none": NoDrafts,
     "ngram": Ngram,

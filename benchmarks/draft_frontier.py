@@ -1,10 +1,10 @@
-"""Drafts at equal verification: tokens per step over those of arctic-inference, from the rows of ``draft_quality``.
+"""Compare our drafts with arctic-inference's at equal verification, from the rows of ``draft_quality``.
 
     python -m benchmarks.draft_frontier [--json] [RESULTS.jsonl]
 
-The adaptive drafter's floors span a frontier of tokens per step over verified tokens per token. At what an arm of
-arctic verifies, the frontier is interpolated between the two floors around it; where it lies outside of all floors
-there is no figure.
+The adaptive drafter with several minimum probabilities spans a frontier: tokens per step over verified tokens per
+token. For each row of arctic, the frontier is interpolated at arctic's verified tokens per token. A row outside the
+frontier has no figure.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ OURS, THEIRS = "adaptive floor ", "arctic factor "
 
 
 def frontier(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row for each trace, lot of epochs and arm of arctic, of which there is a figure."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """Yield a row for each trace, set of epochs and arm of arctic within the frontier."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["trace"], row["epochs"]), []).append(row)
-    for (trace, epochs), lot in found.items():
+        groups.setdefault((row["trace"], row["epochs"]), []).append(row)
+    for (trace, epochs), group in groups.items():
         ours = sorted(
             (row["verified_per_token"], row["tokens_per_step"])
-            for row in lot
+            for row in group
             if row["arm"].startswith(OURS) and "epochs" not in row["arm"]
         )
-        for row in lot:
+        for row in group:
             at = row["verified_per_token"]
             if row["arm"].startswith(THEIRS) and ours and ours[0][0] <= at <= ours[-1][0]:
                 tokens = float(np.interp(at, *zip(*ours, strict=True)))

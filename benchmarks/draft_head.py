@@ -1,10 +1,10 @@
-"""What a draft head adds on recorded traces, learning as it drafts: text alone, the head alone, both.
+"""Measure what a draft head adds on recorded traces: text alone, the head alone, both.
 
     python -m benchmarks.draft_head --policy DIR --temperature T [--passes 1 --passes 8] [--json] [--quick] TRACE ...
 
-The hidden states are the policy's own (:mod:`benchmarks.policy_states`), so that it has to be one that was not trained.
-The head begins anew; after each decode step it is trained from as many positions as tokens were emitted, times
-``--passes``. ``--save FILE`` trains one on all epochs but the last, and keeps it as a file for ``drafting.head``.
+The hidden states come from the policy (:mod:`benchmarks.policy_states`), so the trace must be of an untrained policy.
+The head starts untrained. After each decoding step it trains on ``--passes`` positions per emitted token. ``--save
+FILE`` trains a head on all epochs except the last, and writes it to a file for ``drafting.head``.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from verl_rhyme.drafting.head_guesser import HeadGuesser
 from verl_rhyme.drafting.policy import DecodeStep
 
 STEPS = 4
-#: Tokens that are drafted, and those of the buffer.
+#: Most tokens that the head can draft, and tokens in its buffer.
 _MOST_TOKENS, _BUFFER = 4096, 1 << 16
-#: Tokens between two choices of the rows.
+#: Tokens between two selections of the output rows.
 _CHOOSE_EVERY = 2048
 _FEWEST = 256
 
 
 class Learning:
-    """A head that is trained as the engine would, on the states of a trace."""
+    """Draft head that trains on the states of a trace, as in the engine."""
 
     def __init__(self, states: States, temperature: float, passes: float) -> None:
         torch.manual_seed(0)
@@ -53,26 +53,26 @@ class Learning:
         self.head = DraftHead(states.output.shape[1])
         self.guesser, self._trainer = HeadGuesser(self.head, STEPS), HeadTrainer(self.head, _BUFFER, STEPS)
         self.guesser.temperature = temperature
-        self.said: Counter[int] = Counter()
+        self.counts_of_tokens: Counter[int] = Counter()
         self._seen: dict[str, int] = {}
         self._number: dict[str, int] = {}
         self._since, self._owed = _CHOOSE_EVERY, 0.0
         self.seconds, self.updates = 0.0, 0
 
     def start(self, response: Response) -> None:
-        self.said.update(response.prompt.tolist())
+        self.counts_of_tokens.update(response.prompt.tolist())
         self._seen[response.id], self._number[response.id] = 0, -1
 
     @property
     def steps(self) -> int:
-        """As the engine: a head that knows nothing yet is not asked."""
+        """Steps of the head; 0 while it has too few updates, as in the engine."""
         return self.guesser.steps if self.updates >= head.APPRENTICESHIP else 0
 
     def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
         return self.guesser.guess(position, going, latest)
 
     def take_in(self, responses: Sequence[Response], done: DecodeStep) -> None:
-        """What was emitted since the last step; the head then guesses for these."""
+        """Take the tokens emitted since the last step; the head then predicts their continuation."""
         states, tokens, previous = [], [], []
         for response, length in zip(responses, done.lengths, strict=True):
             first, end = self._seen[response.id], int(length) - len(response.prompt)
@@ -85,11 +85,11 @@ class Learning:
         numbers = self._trainer.add(hidden, np.array(tokens), np.array(previous))
         for response in responses:
             self._number[response.id] = int(numbers[-2 - self._number[response.id]])
-        self.said.update(tokens)
+        self.counts_of_tokens.update(tokens)
         self._since += len(tokens)
         if self._since >= _CHOOSE_EVERY:
             self._since = 0
-            chosen = torch.tensor([token for token, _ in self.said.most_common(_MOST_TOKENS)])
+            chosen = torch.tensor([token for token, _ in self.counts_of_tokens.most_common(_MOST_TOKENS)])
             self.guesser.rows = Rows.of(chosen, self._output[chosen], self._embedding[chosen], len(self._output))
         self._learn(len(tokens))
         last = np.cumsum([len(part) for part in states]) - 1
@@ -108,14 +108,14 @@ class Learning:
 
 
 def trained(states: States, steps: Sequence[Sequence[Response]], temperature: float, passes: float) -> Learning:
-    """A head trained on all epochs but the last."""
+    """Return a head trained on all epochs except the last."""
     learning = Learning(states, temperature, passes)
     replay([step for step in steps if step[0].epoch < steps[-1][0].epoch], HeadAlone(1.0, learning))
     return learning
 
 
 class Both(Rhyme):
-    """The adaptive drafter with a head."""
+    """Adaptive drafter with a draft head."""
 
     def __init__(self, floor: float, learning: Learning) -> None:
         self.learning = learning
@@ -132,7 +132,7 @@ class Both(Rhyme):
 
 
 class HeadAlone(NoDrafts):
-    """Its likeliest tokens, as long as all of them are likely enough."""
+    """Drafts the head's most probable tokens while their joint probability stays above the minimum."""
 
     def __init__(self, floor: float, learning: Learning) -> None:
         self._floor, self.learning = floor, learning
@@ -159,14 +159,14 @@ class HeadAlone(NoDrafts):
 
 def main(
     files: list[Path],
-    policy: Annotated[Path, typer.Option(help="folder of the policy, which was not trained")],
-    temperature: Annotated[float, typer.Option(help="of the trace")] = 1.0,
-    passes: Annotated[list[float] | None, typer.Option(help="how often the head is trained on a token")] = None,
-    floor: Annotated[list[float] | None, typer.Option(help="of drafting.floor")] = None,
-    arm: Annotated[list[str] | None, typer.Option(help="of text, head, both; default: all")] = None,
-    save: Annotated[Path | None, typer.Option(help="train a head of the one trace, write it here, and end")] = None,
+    policy: Annotated[Path, typer.Option(help="folder of the untrained policy")],
+    temperature: Annotated[float, typer.Option(help="temperature of the trace")] = 1.0,
+    passes: Annotated[list[float] | None, typer.Option(help="training passes per token")] = None,
+    floor: Annotated[list[float] | None, typer.Option(help="value of drafting.floor")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="text, head or both; default: all")] = None,
+    save: Annotated[Path | None, typer.Option(help="train a head on the trace, write it here, and stop")] = None,
     quick: Annotated[bool, typer.Option(help="the first two epochs, one floor")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
 ) -> None:
     """Replay traces and print acceptance length and verification overhead by epoch."""
     floors = floor or ([0.1] if quick else [0.2, 0.1, 0.05])
@@ -178,17 +178,17 @@ def main(
         if save is not None:
             learning = trained(states, steps, temperature, (passes or [8.0])[0])
             counts = np.zeros(len(states.output), dtype=np.int64)
-            counts[list(learning.said)] = list(learning.said.values())
+            counts[list(learning.counts_of_tokens)] = list(learning.counts_of_tokens.values())
             head.save(save, learning.head, counts, learning.updates)
             return
         learns = [(name, f, p) for name in ("head", "both") for p in passes or [1.0, 8.0] for f in floors]
         arms = [("text", f, 0.0) for f in floors] + learns
-        arms = [one for one in arms if not arm or one[0] in arm]
+        arms = [each for each in arms if not arm or each[0] in arm]
         for name, f, p in arms:
             learning = Learning(states, temperature, p)
             config = DraftingConfig(floor=f, weigh_cost=False)
-            made = Rhyme(config) if name == "text" else {"head": HeadAlone, "both": Both}[name](f, learning)
-            tallies = replay(steps, made)
+            drafter = Rhyme(config) if name == "text" else {"head": HeadAlone, "both": Both}[name](f, learning)
+            tallies = replay(steps, drafter)
             for epochs, part in (("first", [tallies[0]]), ("later", [t for e, t in tallies.items() if e])):
                 row: dict[str, Any] = {"benchmark": "draft_head", "trace": path.stem, "drafts from": name}
                 row |= {"floor": f, "passes": p, "epochs": epochs}

@@ -1,11 +1,10 @@
-"""Quality of drafts on recorded traces: acceptance length against verification overhead.
+"""Measure drafts on recorded traces: acceptance length and verification overhead.
 
-The first is tokens emitted per verify step, the second verified tokens per emitted token; both are 1 without drafts.
+Acceptance length is emitted tokens per verify step. Overhead is verified tokens per emitted token. Both are 1 without
+drafts.
 
-    python -m benchmarks.draft_quality [--json] [--quick] [TRACE.parquet ...]
-
-Arctic's arms need its package: ``uv pip install --no-deps arctic-inference==0.3.0`` (it compiles C++); without it they
-are left out, and the output says so.
+Arctic's arms need its package: ``uv pip install --no-deps arctic-inference==0.3.0`` (compiles C++). Without it the
+benchmark skips them and prints their names.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def summary(tallies: list[Tally]) -> dict[str, float]:
-    """Figures over several epochs, with the range of the single ones."""
+    """Return figures over several epochs, with the range over single epochs."""
     emitted, drafted, accepted, steps = (
         sum(getattr(t, name) for t in tallies) for name in ("emitted", "drafted", "accepted", "steps")
     )
@@ -53,20 +52,20 @@ def available(arm: str) -> bool:
 @app.command()
 def main(
     files: Annotated[list[Path] | None, typer.Argument(help="default: all in benchmarks/traces")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
     quick: Annotated[bool, typer.Option(help="two epochs of one trace, a few arms")] = False,
     arm: Annotated[list[str] | None, typer.Option(help="only these arms")] = None,
     slots: int = 64,
 ) -> None:
-    """Replay traces against every arm."""
+    """Replay traces with every arm."""
     if unknown := sorted(set(arm or ()) - set(ARMS)):
-        raise typer.BadParameter(f"--arm: unknown {', '.join(unknown)}; there are {', '.join(ARMS)}")
+        raise typer.BadParameter(f"--arm: unknown {', '.join(unknown)}; known: {', '.join(ARMS)}")
     chosen = arm or list(ARMS)
     if quick:
         chosen = arm or ["none", "arctic factor 1", "paper HistoSpec", "adaptive floor 0.1"]
-    left_out = [name for name in chosen if not available(name)]
-    if left_out:
-        print(f"left out, arctic_inference is not installed: {', '.join(left_out)}", file=sys.stderr)
+    skipped = [name for name in chosen if not available(name)]
+    if skipped:
+        print(f"skipped, arctic_inference is not installed: {', '.join(skipped)}", file=sys.stderr)
     paths = files or sorted(traces.FOLDER.glob("*.parquet"))
     for path in paths[:1] if quick else paths:
         steps = traces.load(path)
@@ -77,7 +76,7 @@ def main(
                 f"\n{path.stem}\n{'arm':32} {'epochs':>7} {'accept len':>14} {'overhead':>12} {'accept':>7} {'us':>6}"
             )
         for name in chosen:
-            if name in left_out:
+            if name in skipped:
                 continue
             tallies = replay(steps, ARMS[name](), slots=slots)
             for epochs, part in (("first", [tallies[0]]), ("later", [t for e, t in tallies.items() if e > 0])):

@@ -1,9 +1,9 @@
-"""What ``benchmarks.rollout`` runs inside vLLM: samplers that follow recorded responses, and drafters to compare.
+"""Worker extension of ``benchmarks.rollout``: a sampler that follows recorded responses, and the drafters.
 
-The logits of a recorded token are raised out of all others' reach just before sampling, so that every arm emits the
-same tokens through the engine's own sampler and rejection sampler. A draft token is then accepted if and only if the
-policy that made the trace had sampled it, which is an unbiased estimate of one-hot rejection sampling (see
-:mod:`benchmarks.replay`), and all that differs between arms is time.
+Just before sampling, the worker raises the logit of the recorded token far above all others. Every arm then emits the
+same tokens through the engine's sampler and rejection sampler. A draft token is accepted if and only if the policy of
+the trace sampled it, an unbiased estimate of one-hot rejection sampling (see :mod:`benchmarks.replay`). The arms differ
+only in time.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from verl_rhyme.engine.history_loader import HistoryLoader
 from verl_rhyme.engine.proposer import HistoryProposer
 from verl_rhyme.history.reader import HistoryReader
 
-#: Where a request's ``extra_args`` tell which response it follows.
+#: Key in a request's ``extra_args``: number of the response to follow.
 PATH = "path"
 #: Far above any logit, and finite at every temperature.
 _CERTAIN = 1e4
 
 
 class ReplayProposer(HistoryProposer):
-    """Ours, begun anew between measurements."""
+    """Our proposer, reset between measurements."""
 
     _loaders: ClassVar[dict[str, HistoryLoader]] = {}
 
     def begin(self, history_dir: str, namespace: str) -> None:
-        """Forget everything and read another history."""
+        """Reset the proposer and read another history."""
         loaders = self._loaders
         if history_dir not in loaders:
             loaders[history_dir] = HistoryLoader(HistoryReader(history_dir, namespace), self._config.wait_for_history)
         self._history = loaders[history_dir]
-        if self._head is not None:  # else it would have learnt the very responses in the round before
+        if self._head is not None:  # the head of the last round has trained on these responses
             self._head.begin(str(self._config.head))
         self._start()
         self._requests.clear()
@@ -43,10 +43,10 @@ class ReplayProposer(HistoryProposer):
 
 
 class OracleProposer:
-    """Knows the responses. Drafts what is to come: as much as fits, or what another arm got accepted (``schedule``).
+    """Proposer that knows the responses: drafts all that fit, or another arm's accepted tokens (``schedule``).
 
-    With another arm's schedule it takes that arm's steps without its mistakes and without its thinking: the most that
-    such acceptance allows.
+    With another arm's schedule it takes the same steps without rejected drafts and without drafting time: the upper
+    bound for that acceptance.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -68,7 +68,7 @@ class OracleProposer:
         for row, sampled in enumerate(sampled_token_ids):
             number, position = follower.where(self._runner.input_batch.req_ids[row])
             path = follower.paths[number]
-            # The last token comes from the step itself: a draft that held it could emit no more.
+            # The step itself samples the last token.
             limit = min(self._longest, len(path) - position - 1) if sampled else 0
             if self.schedule is not None:
                 limit = min(limit, self._scheduled(number, position))
@@ -76,7 +76,7 @@ class OracleProposer:
         return drafts
 
     def _scheduled(self, number: int, position: int) -> int:
-        """Tokens the other arm got accepted at the step that began at or before ``position``."""
+        """Return the accepted tokens of the other arm's step that starts at or before ``position``."""
         assert self.schedule is not None
         begins = 0
         for emitted in self.schedule.get(number, ()):
@@ -87,7 +87,7 @@ class OracleProposer:
 
 
 class Follower:
-    """Makes a model runner sample recorded responses, and counts."""
+    """Makes a model runner sample recorded responses, and counts tokens."""
 
     def __init__(self, runner: Any) -> None:
         self.paths: list[list[int]] = []
@@ -105,7 +105,7 @@ class Follower:
         self._positions.clear()
 
     def where(self, request: str) -> tuple[int, int]:
-        """Number of the response that a request follows, and how much of it has been emitted."""
+        """Return the number of the response that a request follows, and its emitted tokens."""
         number = self._numbers.get(request)
         if number is None:
             number = self._numbers[request] = self._runner.requests[request].sampling_params.extra_args[PATH]
@@ -123,7 +123,7 @@ class Follower:
             number, position = self.where(request)
             path = self.paths[number]
             following = path[position : position + drafted + 1]
-            # Beyond the end (asynchronous scheduling runs a step too far) anything will do.
+            # Beyond the end (asynchronous scheduling runs one step too far) any token will do.
             wanted.extend(following + path[-1:] * (drafted + 1 - len(following)))
         index = torch.tensor(wanted, device=logits.device)[:, None]
         logits.scatter_(1, index, _CERTAIN)
@@ -144,10 +144,10 @@ class Follower:
 
 
 class ReplayWorker(RhymeWorkerMethods):
-    """``worker_extension_cls`` of every arm."""
+    """The ``worker_extension_cls`` of every arm."""
 
     def follow(self, our_sampler: bool = False) -> bool:
-        """Once, after the start. ``our_sampler``: with drafts of another's, or none, too."""
+        """Install the follower once after the start; ``our_sampler`` installs our sampler also for other drafters."""
         runner = self.model_runner
         Follower(runner)
         drafter = getattr(runner, "drafter", None)
@@ -171,7 +171,7 @@ class ReplayWorker(RhymeWorkerMethods):
         return drafter is not None
 
     def begin(self, paths: list[list[int]], history_dir: str, namespace: str, texts: list[list[list[int]]]) -> None:
-        """Start a cell: the responses to follow, and what the drafter may know of earlier ones."""
+        """Start a cell with its responses and the earlier responses that the drafter may know."""
         self.model_runner.follower.clear()
         self.model_runner.follower.paths = paths
         drafter = getattr(self.model_runner, "drafter", None)
@@ -187,12 +187,12 @@ class ReplayWorker(RhymeWorkerMethods):
             drafter.suffix_cache = cache
 
     def schedule(self, emissions: list[list[int]] | None) -> None:
-        """For the oracle: tokens that another arm emitted in each step, a list ``[number, counts...]`` a response."""
+        """Set the oracle's schedule: another arm's emitted tokens per step, a list ``[number, counts...]`` each."""
         drafter = self.model_runner.drafter
         drafter.schedule = None if emissions is None else {row[0]: row[1:] for row in emissions}
 
     def count(self) -> dict[str, Any]:
-        """Counts since the last call."""
+        """Return the counts since the last call, and reset them."""
         runner = self.model_runner
         follower = runner.follower
         counts = {

@@ -1,12 +1,11 @@
-"""A link between two sites, on one machine: two network namespaces, and what a long way does to what passes.
+"""Emulate a link between two sites on one machine with two network namespaces.
 
-The product's nodes talk by Ray calls; here the same questions and answers (``weights/receiving.py``, ``sending.py``) go
-over TCP. Bandwidth is the kernel's token bucket (``tc``'s tbf) on a pair of virtual interfaces. Delay and cuts are
-made by :class:`Wire`, a relay of TCP streams in this process, because the kernel may lack netem;
-answers overtake each other on connections of their own. What it cannot do: lose, reorder or duplicate single packets
-below TCP.
+In the product, nodes send these requests and responses (``weights/receiving.py``, ``sending.py``) as Ray calls; here
+they go over TCP. The kernel's token bucket (``tc``'s tbf) limits the bandwidth of a pair of virtual interfaces.
+:class:`Wire`, a TCP relay in this process, adds delay and cuts, because the kernel may lack netem. Responses on
+separate connections can overtake each other. The emulation cannot lose, reorder or duplicate single packets below TCP.
 
-    python -m benchmarks.far_link FOLDER HOST PORT   # a sender, in the namespace that it is started in
+    python -m benchmarks.far_link FOLDER HOST PORT   # a sender, in the namespace of this command
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _MOST = 1 << 30
 _numbers = itertools.count()
 
 
-# ---- questions and answers over TCP ----
+# ---- requests and responses over TCP ----
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
@@ -47,7 +46,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 
 async def serve(folder: Folder, host: str, port: int) -> None:
-    """Answer, until the process is ended."""
+    """Serve requests until the process is killed."""
     sender = Sender(folder)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,12 +55,12 @@ async def serve(folder: Folder, host: str, port: int) -> None:
                 version, chunk, base, pack = pickle.loads(await _read(reader))
                 parts = folder.parts(version)
                 if chunk is None:
-                    told = pickle.dumps(parts)
+                    payload = pickle.dumps(parts)
                 else:
-                    told = bytes(await asyncio.to_thread(sender.answer, version, chunk, parts, base, pack))
-                writer.write(_LENGTH.pack(len(told)) + told)
+                    payload = bytes(await asyncio.to_thread(sender.answer, version, chunk, parts, base, pack))
+                writer.write(_LENGTH.pack(len(payload)) + payload)
                 await writer.drain()
-        except (OSError, EOFError, pickle.UnpicklingError):  # it is cut, or damaged: who asked asks again
+        except (OSError, EOFError, pickle.UnpicklingError):  # cut or damaged: the receiver sends the request again
             pass
         finally:
             writer.close()
@@ -72,7 +71,7 @@ async def serve(folder: Folder, host: str, port: int) -> None:
 
 
 class TcpSource:
-    """The other end, at an address. Connections are kept for the next question, and given up where one breaks."""
+    """Remote folder at an address. Connections are reused for the next request, and dropped after an error."""
 
     def __init__(self, host: str, port: int) -> None:
         self._at, self._free = (host, port), list[Any]()
@@ -92,15 +91,15 @@ class TcpSource:
         writer = None
         try:
             reader, writer = self._free.pop() if self._free else await asyncio.open_connection(*self._at)
-            told = pickle.dumps(question)
-            writer.write(_LENGTH.pack(len(told)) + told)
+            payload = pickle.dumps(question)
+            writer.write(_LENGTH.pack(len(payload)) + payload)
             await writer.drain()
             answer = await _read(reader)
         except (OSError, EOFError) as error:
             if writer is not None:
                 writer.close()
             raise LinkError(str(error)) from error
-        except BaseException:  # given up: the answer must not be taken for the next question's
+        except BaseException:  # cancelled: the next request must not read this response
             if writer is not None:
                 writer.close()
             raise
@@ -108,19 +107,19 @@ class TcpSource:
         return answer
 
 
-# ---- what a long way does ----
+# ---- delay and cuts ----
 
 
 @dataclass
 class Wire:
-    """Passes TCP streams on, later than they came, and not always all of them.
+    """Relay of TCP streams with delay and cuts.
 
     Attributes:
-        host: Of the sender.
-        port: Of the sender.
-        delay_s: One way.
-        up: Nothing passes else, and connections are refused: the link is cut.
-        bytes: That came from the sender.
+        host: Host of the sender.
+        port: Port of the sender.
+        delay_s: One-way delay in seconds.
+        up: Whether the link works; else data is dropped and connections are refused.
+        bytes: Bytes received from the sender.
     """
 
     host: str
@@ -134,7 +133,7 @@ class Wire:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Wire]:
-        """At ``127.0.0.1:at``."""
+        """Listen at ``127.0.0.1:at``."""
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.at = server.sockets[0].getsockname()[1]
         try:
@@ -157,18 +156,18 @@ class Wire:
             writer.transport.abort()
             return
         self._open.add(writer)
-        there, task = None, asyncio.current_task()
+        far_writer, task = None, asyncio.current_task()
         assert task is not None
         self._passing.add(task)
         try:
-            far, there = await asyncio.open_connection(self.host, self.port)
-            self._open.add(there)
-            await asyncio.gather(self._pass(reader, there, False), self._pass(far, writer, True))
+            far, far_writer = await asyncio.open_connection(self.host, self.port)
+            self._open.add(far_writer)
+            await asyncio.gather(self._pass(reader, far_writer, False), self._pass(far, writer, True))
         except OSError:
             pass
         finally:
             self._passing.discard(task)
-            for each in (writer, there):
+            for each in (writer, far_writer):
                 if each is not None:
                     self._open.discard(each)
                     each.transport.abort()
@@ -189,7 +188,7 @@ class Wire:
                 if back:
                     self.bytes += len(data)
                 await late.put((loop.time() + self.delay_s, data))
-            raise ConnectionError("the other side has closed")
+            raise ConnectionError("the other side closed the connection")
         finally:
             writing.cancel()
             with suppress(asyncio.CancelledError, OSError):
@@ -200,7 +199,7 @@ class Wire:
 
 
 def missing() -> str:
-    """Why there can be no second site on this machine, or nothing."""
+    """Return why this machine cannot emulate a second site, or ``""``."""
     if not sys.platform.startswith("linux") or not all(map(shutil.which, ("ip", "tc"))):
         return "needs Linux with ip and tc (iproute2)"
     if os.geteuid():
@@ -214,10 +213,10 @@ def missing() -> str:
 
 @contextmanager
 def two_sites(bits_per_s: float) -> Iterator[tuple[str, str]]:
-    """The name of a second network namespace, and the address of the far end in it; this process's is the other.
+    """Yield the name of a second network namespace, and the far end's address in it.
 
     Args:
-        bits_per_s: What passes from there to here, at most.
+        bits_per_s: Bandwidth from the far namespace to this one.
     """
     name = f"far{os.getpid() % 100_000}x{next(_numbers)}"
     low = 4 * (os.getpid() % 60)
@@ -245,7 +244,7 @@ def _run(*command: str) -> None:
 
 @contextmanager
 def sender(name: str, folder: Folder, host: str, port: int) -> Iterator[subprocess.Popen[str]]:
-    """A process in a namespace that answers for a folder."""
+    """Run a process in a namespace that serves a folder."""
     command = ["ip", "netns", "exec", name, sys.executable, "-m", "benchmarks.far_link", str(folder.path), host]
     process = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE, text=True)
     try:

@@ -1,8 +1,8 @@
-"""Faults of a real run's processes at random times, and what the run's log says of each.
+"""Inject faults into the processes of a real run at random times, and read the run's log about each.
 
-``kill``: of a replica its server or its engine's process is killed. ``hang``: either is stopped, and stays so.
-``slow``: a replica's engine is stopped for four fifths of each second, for some seconds. ``relay``: the relay of
-weights is killed. ``trainer``: the process of the trainer is; the run ends, and whoever started it starts it again.
+``kill`` kills a replica's server process or its engine process. ``hang`` stops one of them for good. ``slow`` stops a
+replica's engine for four fifths of each second, for some seconds. ``relay`` kills the relay of weights. ``trainer``
+kills the trainer's process; the run then ends, and the benchmark starts it again.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from verl_rhyme.coordinator import replicas
 from verl_rhyme.weights import manager
 
 
-def _said(line: str) -> re.Pattern[str]:
-    """Finds a line of the log, with a group for each of its values."""
+def _pattern(line: str) -> re.Pattern[str]:
+    """Return a pattern for a log format, with a group for each of its values."""
     return re.compile("(.+?)".join(map(re.escape, re.split(r"%[.\d]*[dfs]", line))))
 
 
-#: In the run's folder.
+#: File in the run's folder.
 KEPT = "injections.json"
-#: Of the processes that are looked for: how the titles begin that Ray and vLLM give them.
+#: Prefixes of the process titles that Ray and vLLM set.
 TITLES = {
     "server": "ray::RhymeHttpServer",
     "engine": "VLLM::EngineCore",
     "relay": "ray::Relay",
     "trainer": "ray::TaskRunnerV1",
 }
-#: What the log says of the next fault of these kinds that it has not spoken of.
-TOLD = {"replica": _said(replicas.GONE), "relay": _said(manager.GONE)}
-REPLACED, _KEPT = _said(replicas.REPLACED), _said(MOVED)
+#: Log lines that report a fault of these kinds.
+REPORTS = {"replica": _pattern(replicas.GONE), "relay": _pattern(manager.GONE)}
+REPLACED, _KEPT = _pattern(replicas.REPLACED), _pattern(MOVED)
 _SPAN_S, _PULSE_S, _STOPPED = 8.0, 1.0, 0.8
-#: Seconds between two faults; a few come at once.
+#: Seconds between two faults; the shortest makes several almost simultaneous.
 _PAUSES_S = (0.3, 3.0, 8.0)
-#: Seconds that what hangs may outlive the line that it is gone.
+#: Seconds that a hung process may outlive the log line about its replica.
 _LINGER_S = 20.0
 
 
 def processes(run: Path, kind: str) -> list[psutil.Process]:
-    """Of this run and no other: they have inherited its environment."""
+    """Return the processes of this run only: they have inherited its environment."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         title = " ".join(process.info["cmdline"] or [])
@@ -62,7 +62,7 @@ def processes(run: Path, kind: str) -> list[psutil.Process]:
 
 
 def end(run: Path) -> None:
-    """Kill all that is left of a run."""
+    """Kill the remaining processes of a run."""
     for process in psutil.process_iter():
         if process.pid != psutil.Process().pid and _is_of(process, run):
             with suppress(psutil.Error):
@@ -81,12 +81,12 @@ class Injection:
     """One fault.
 
     Attributes:
-        kind: See the module.
+        kind: A kind of the module's docstring.
         process: A name of :data:`TITLES`.
         at: Seconds since the epoch.
-        told_after_s: When the log told of it; of ``trainer``, when the run had ended. ``None``: it did not.
-        cut_short: The run ended before it was told.
-        outlived: A process that hung was still there after its replica was given up.
+        told_after_s: Seconds until the log reported the fault; for ``trainer``, until the run ended. ``None``: never.
+        cut_short: The run ended before the log reported the fault.
+        outlived: A hung process still ran after its replica was given up.
     """
 
     kind: str
@@ -98,8 +98,8 @@ class Injection:
 
 
 def redispatched(log: str) -> dict[str, Any]:
-    """Requests that went to another replica when theirs died, as a log tells them: how many, the tokens that they had
-    from before and kept, and the seconds of generation that were lost with the replica."""
+    """Return counts of requests that moved to another replica after a death, from the log: their number, the tokens
+    that they kept, and the seconds of generation lost with the replica."""
     found = _KEPT.findall(log)
     return {
         "redispatched": len(found),
@@ -110,13 +110,13 @@ def redispatched(log: str) -> dict[str, Any]:
 
 
 class Injector:
-    """Injects into a run, from its first step on, until it ends or there were enough; keeps in the run's folder what
-    was done, and goes on from there.
+    """Injector of faults into a run, from its first step until its end or until all faults are injected. It keeps a
+    record in the run's folder, and resumes from it.
 
     Args:
         run: ``RUN_DIR``.
-        wanted: How many of each kind.
-        seed: Of times and victims.
+        wanted: Number of faults of each kind.
+        seed: Seed of times and victims.
     """
 
     def __init__(self, run: Path, wanted: Mapping[str, int], seed: int) -> None:
@@ -124,16 +124,16 @@ class Injector:
         kept = json.loads(self._kept.read_text()) if self._kept.exists() else {}
         self.done = [Injection(**each) for each in kept.get("done", ())]
         self.replaced: int = kept.get("replaced", 0)
-        #: How each start of the run ended that did not come to its end, and the seconds that all took.
+        #: Error of each start that failed, and the seconds of all starts.
         self.ends: list[str] = kept.get("ends", [])
         self.seconds: float = kept.get("seconds", 0.0)
         left = Counter(wanted) - Counter(each.kind for each in self.done)
         self._rng = random.Random(f"{seed} {len(self.done)}")
         self._deck = sorted(left.elements())
         self._rng.shuffle(self._deck)
-        self._down: dict[int, psutil.Process] = {}  # servers whose replica is dead or hangs
+        self._down: dict[int, psutil.Process] = {}  # servers of dead or hung replicas
         self._hung: dict[int, tuple[psutil.Process, Injection]] = {}
-        self._slow: tuple[psutil.Process, float] | None = None  # and when it ends
+        self._slow: tuple[psutil.Process, float] | None = None  # the process, and the end of its slow time
         self._lock, self._over = threading.Lock(), threading.Event()
         log = run / "train.log"
         self._read = log.stat().st_size if log.exists() else 0
@@ -150,10 +150,10 @@ class Injector:
             thread.join()
 
     def ended(self, how: str = "") -> None:
-        """The run has ended; it may be started again.
+        """Record that the run ended; it may start again.
 
         Args:
-            how: It did not come to its end.
+            how: Error of a failed run.
         """
         self._follow()
         with self._lock:
@@ -167,13 +167,13 @@ class Injector:
             self._started = time.time()
             self.ends += [how] * bool(how)
             if self._run.is_dir():
-                kept = {"done": self.told(), "replaced": self.replaced, "ends": self.ends, "seconds": self.seconds}
+                kept = {"done": self.records(), "replaced": self.replaced, "ends": self.ends, "seconds": self.seconds}
                 self._kept.write_text(json.dumps(kept))
 
-    def told(self) -> list[dict[str, Any]]:
+    def records(self) -> list[dict[str, Any]]:
         return [asdict(injection) for injection in self.done]
 
-    # ---- within ----
+    # ---- the thread ----
 
     def _loop(self) -> None:
         while not self._over.wait(0.1):
@@ -183,29 +183,29 @@ class Injector:
                 self._inject()
 
     def _follow(self) -> None:
-        """What the log says by now."""
+        """Read the new lines of the log."""
         log = self._run / "train.log"
         if not log.exists():
             return
         with self._lock, log.open("rb") as file:
             file.seek(self._read)
-            came = file.read()
-            whole = came.rfind(b"\n") + 1
-            self._read += whole
-            for line in came[:whole].decode(errors="replace").splitlines():
+            data = file.read()
+            end = data.rfind(b"\n") + 1
+            self._read += end
+            for line in data[:end].decode(errors="replace").splitlines():
                 self._take(line)
 
     def _take(self, line: str) -> None:
         self.replaced += bool(REPLACED.search(line))
-        for kind, says in TOLD.items():
-            if not says.search(line):
+        for kind, pattern in REPORTS.items():
+            if not pattern.search(line):
                 continue
-            mine = ("kill", "hang") if kind == "replica" else (kind,)
-            waits = [i for i in self.done if i.kind in mine and i.told_after_s is None and not i.cut_short]
-            hangs = "no answer for" in line  # else its process was gone
-            waits = [i for i in waits if (i.kind == "hang") == hangs] or waits
-            if waits:
-                waits[0].told_after_s = round(time.time() - waits[0].at, 1)
+            kinds = ("kill", "hang") if kind == "replica" else (kind,)
+            unreported = [i for i in self.done if i.kind in kinds and i.told_after_s is None and not i.cut_short]
+            hangs = "no answer for" in line  # else its process has ended
+            unreported = [i for i in unreported if (i.kind == "hang") == hangs] or unreported
+            if unreported:
+                unreported[0].told_after_s = round(time.time() - unreported[0].at, 1)
 
     def _pulse(self) -> None:
         now = time.time()
@@ -234,7 +234,7 @@ class Injector:
             return
 
     def _victim(self, kind: str) -> tuple[str, psutil.Process] | None:
-        """``None``: there is none now. One replica is left in peace, for the run to go on with."""
+        """Return a process for a fault, or ``None`` if there is none; one replica is spared to continue the run."""
         if kind == "trainer":
             saved = self._run / "checkpoints" / "latest_checkpointed_iteration.txt"
             if not _written_since(saved, self._started):
@@ -270,7 +270,7 @@ class Injector:
 
 
 def _starts(server: psutil.Process) -> bool:
-    """It does not serve yet; Ray puts what an actor is about into its title."""
+    """Return whether the server still starts; Ray puts an actor's current method into the process title."""
     return ".launch_server" in " ".join(server.cmdline())
 
 

@@ -1,17 +1,17 @@
-"""Faults in real runs: does each sample come to be trained once whatever dies, hangs, is slow or cut?
+"""Inject faults into real runs and check that each sample is trained exactly once.
 
     python -m benchmarks.faults [--json] [--quick] [--runs N] [--repeats N] [--again] [--out DIR] [KIND ...]
 
 Real verl, vLLM and GRPO on the tiny world: separate engines, three replicas, weights by the relay, the presets
-``stream`` and ``full``. Beside a run its processes are killed, stopped and slowed (:mod:`benchmarks.fault_injection`:
-``kill``, ``hang``, ``slow``, ``relay``, ``trainer``), at random times and several at once; a run that ends is started
-again. What is found afterwards in its event log and metrics is in its row: whether each sample was trained once, under
-a version that is young enough, with the tokens that the engines made; what its log told of each fault; and what
-requests kept whose replica died. ``cut``: a version of weights that crosses a link between
-two network namespaces (root), which is cut at a random moment for a random time.
+``stream`` and ``full``. During a run, processes are killed, stopped and slowed (:mod:`benchmarks.fault_injection`:
+``kill``, ``hang``, ``slow``, ``relay``, ``trainer``), at random times and several at once. A run that ends early is
+started again. Each run's row comes from its event log and metrics. It shows whether each sample was trained once,
+within the staleness bound, with the tokens that the engines generated. It also shows what the log reported of each
+fault, and which tokens the requests of dead replicas kept. ``cut``: a version of weights crosses a link between two
+network namespaces (root), which is cut at a random moment for a random time.
 
-Rows are kept in ``--out``: started again, what is there is not run again, so that ``--runs 1`` goes on by one run; one
-that was ended in its midst (SIGTERM, as ``timeout`` sends it) goes on from its last checkpoint.
+``--out`` keeps the rows. A second start skips finished runs, so ``--runs 1`` adds one run. A run that was terminated
+(SIGTERM, as from ``timeout``) resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from verl_rhyme.simulation import recorded
 
 REPLICAS, BATCH, SAMPLES, SLOTS, LIMIT, PROMPTS, EPOCHS = 3, 6, 4, 6, 384, 24, 3
 STEADY_MS, TRAIN_MS, HUNG_S, SAVED = 60.0, 60.0, 20.0, 2
-#: Of each kind in a run, where it lasts long enough for all of them.
+#: Faults of each kind in a run that lasts long enough.
 WANTED = {"kill": 3, "hang": 2, "slow": 2, "relay": 3, "trainer": 2}
-STALE, STARTS, SYSTEMS, CUTS = 1, 8, ("stream", "full"), 20
+STALE, STARTS, PRESETS, CUTS = 1, 8, ("stream", "full"), 20
 KINDS = (*WANTED, "cut")
 _LINK, _PORT, _MBIT = "link", 9000, 100e6
 
@@ -54,10 +54,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 
 def cells(kinds: Sequence[str], repeats: int) -> Iterator[Cell]:
-    """Runs in their order."""
+    """Yield the runs in their order."""
     of_runs = [kind for kind in kinds if kind != "cut"]
     for seed in range(1, 1 + repeats):
-        yield from (Cell(system, ", ".join(of_runs), seed) for system in SYSTEMS if of_runs)
+        yield from (Cell(system, ", ".join(of_runs), seed) for system in PRESETS if of_runs)
         if "cut" in kinds:
             yield Cell(_LINK, "cut", seed)
 
@@ -66,7 +66,7 @@ def cells(kinds: Sequence[str], repeats: int) -> Iterator[Cell]:
 
 
 def train(cell: Cell, out: Path, wanted: dict[str, int], epochs: int) -> dict[str, Any]:
-    """Make a run, with faults, to its end. Returns what was injected, and what ended it meanwhile."""
+    """Make a run with faults until it finishes. Return the injected faults and the errors of its starts."""
     folder = cell.folder(out)
     if not (folder / KEPT).exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -88,10 +88,10 @@ def train(cell: Cell, out: Path, wanted: dict[str, int], epochs: int) -> dict[st
                 except subprocess.CalledProcessError:
                     injector.ended(last_words(folder.parent / f"{folder.name}.log"))
             else:
-                raise RuntimeError(f"{folder} did not come to its end in {STARTS} starts: {injector.ends}")
+                raise RuntimeError(f"{folder} did not finish in {STARTS} starts: {injector.ends}")
     except BaseException:
         end(folder)
-        injector.ended("ended from outside")
+        injector.ended("terminated")
         raise
     injector.ended()
     return _of(injector)
@@ -99,22 +99,22 @@ def train(cell: Cell, out: Path, wanted: dict[str, int], epochs: int) -> dict[st
 
 def _of(injector: Injector) -> dict[str, Any]:
     seconds = round(injector.seconds)
-    return {"seconds": seconds, "ends": len(injector.ends), "replaced": injector.replaced, "told": injector.told()}
+    return {"seconds": seconds, "ends": len(injector.ends), "replaced": injector.replaced, "told": injector.records()}
 
 
 def last_words(log: Path) -> str:
-    """The end of what a run said that failed."""
+    """Return the last lines of a failed run's log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-3:])[-400:]
 
 
 def measure(cell: Cell, folder: Path, injected: dict[str, Any], epochs: int) -> dict[str, Any]:
-    """What became of the samples, and of the faults."""
+    """Return the row of a run: its samples and its faults."""
     by_step = dict(sorted(steps.from_metrics(folder / "metrics.jsonl").items()))
     run, samples, wanted = recorded.read(folder), BATCH * SAMPLES, epochs * PROMPTS // BATCH
-    found = faults(run, by_step, samples, LIMIT, STALE)
-    wrong = [*found["faults"], *not_once(run, wanted, epochs, PROMPTS * SAMPLES)]
-    told = injected.pop("told")
+    checked = faults(run, by_step, samples, LIMIT, STALE)
+    errors = [*checked["faults"], *not_once(run, wanted, epochs, PROMPTS * SAMPLES)]
+    injections = injected.pop("told")
     requests = run.requests
     thrown = ~requests["trained"] & ~requests["validate"]
     correlation = [row["training/rollout_actor_probs_pearson_corr"] for row in by_step.values()]
@@ -128,38 +128,40 @@ def measure(cell: Cell, folder: Path, injected: dict[str, Any], epochs: int) -> 
             "samples": samples,
         },
         **injected,
-        "injected": Counter(each["kind"] for each in told),
-        "told": Counter(each["kind"] for each in told if each["told_after_s"] is not None),
-        "cut_short": Counter(each["kind"] for each in told if each["cut_short"]),
+        "injected": Counter(each["kind"] for each in injections),
+        "told": Counter(each["kind"] for each in injections if each["told_after_s"] is not None),
+        "cut_short": Counter(each["kind"] for each in injections if each["cut_short"]),
         "told_after_s": {
-            kind: [each["told_after_s"] for each in told if each["kind"] == kind and each["told_after_s"] is not None]
-            for kind in {each["kind"]: None for each in told}
+            kind: [
+                each["told_after_s"] for each in injections if each["kind"] == kind and each["told_after_s"] is not None
+            ]
+            for kind in {each["kind"]: None for each in injections}
         },
-        "processes": Counter(f"{each['kind']} {each['process']}" for each in told),
-        "outlived": sum(each["outlived"] for each in told),
+        "processes": Counter(f"{each['kind']} {each['process']}" for each in injections),
+        "outlived": sum(each["outlived"] for each in injections),
         **redispatched((folder / "train.log").read_text(errors="replace")),
         "thrown_away_tokens": int(requests["response_tokens"][thrown].sum()),
         "trained_tokens": int(requests["response_tokens"][requests["trained"]].sum()),
         "early_share": short(float(np.mean([row.get(metrics.STREAM_EARLY, 0.0) for row in by_step.values()]))),
         "pearson_least": short(float(min(correlation))),
-        "spanning": found["spanning"],
-        "faults": wrong,
+        "spanning": checked["spanning"],
+        "faults": errors,
     }
 
 
 def not_once(run: recorded.Run, wanted_steps: int, epochs: int, of_epoch: int) -> list[str]:
-    """What is missing, and what was trained twice, in words.
+    """Return messages about samples that are missing or were trained twice.
 
     Args:
-        run: Its event log.
-        wanted_steps: That it was to train.
-        epochs: That it was to train.
-        of_epoch: Samples of an epoch.
+        run: Event log.
+        wanted_steps: Expected training steps.
+        epochs: Expected epochs.
+        of_epoch: Samples per epoch.
     """
     requests = run.requests
-    rows, found = np.flatnonzero(requests["trained"]), []
-    if (told := np.unique(requests["step"][rows]).tolist()) != list(range(1, wanted_steps + 1)):
-        found.append(f"steps {sorted({*range(1, wanted_steps + 1)} ^ {*told})} are missing, or too many")
+    rows, messages = np.flatnonzero(requests["trained"]), []
+    if (steps_of := np.unique(requests["step"][rows]).tolist()) != list(range(1, wanted_steps + 1)):
+        messages.append(f"steps {sorted({*range(1, wanted_steps + 1)} ^ {*steps_of})} are missing or unexpected")
     trained_in: dict[tuple[str, int], set[int]] = {}
     by_epoch: dict[int, Counter[tuple[str, int]]] = {epoch: Counter() for epoch in range(epochs)}
     for row in rows.tolist():
@@ -169,33 +171,33 @@ def not_once(run: recorded.Run, wanted_steps: int, epochs: int, of_epoch: int) -
             key = str(requests["prompt_key"][row]), number
             by_epoch.setdefault(int(requests["epoch"][row]), Counter())[key] += 1
         seen.add(int(requests["step"][row]))
-    found += [f"{uid}-{number} in steps {sorted(seen)}" for (uid, number), seen in trained_in.items() if len(seen) > 1]
+    messages += [f"{uid}-{n} in steps {sorted(seen)}" for (uid, n), seen in trained_in.items() if len(seen) > 1]
     for epoch, counts in by_epoch.items():
         twice = sum(count - 1 for count in counts.values())
         if twice or len(counts) != of_epoch:
-            found.append(f"epoch {epoch}: {of_epoch - len(counts)} samples lost, {twice} trained twice")
-    return found
+            messages.append(f"epoch {epoch}: {of_epoch - len(counts)} samples lost, {twice} trained twice")
+    return messages
 
 
 # ---- a link ----
 
 
 async def cuts(seed: int, count: int, root: Path) -> dict[str, Any]:
-    """Versions over a link that is cut in each, once; after every other cut the receiver starts anew, too."""
-    from benchmarks.weights_across_sites import fetch, write  # with what makes its updates: seconds
+    """Send versions over a link that is cut once in each; after every other cut the receiver restarts."""
+    from benchmarks.weights_across_sites import fetch, write  # its import takes seconds
     from verl_rhyme.weights.folder import claim
     from verl_rhyme.weights.transfer import identity
 
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     there, here = claim(root / "there"), claim(root / "here")
     model = {f"layer.{n}": (torch.randn(500_000, generator=generator) / 50).to(torch.bfloat16) for n in range(8)}
-    first, wrong, done, version, kinds = list[float](), list[str](), 0, 0, Counter[str]()
+    first, errors, done, version, kinds = list[float](), list[str](), 0, 0, Counter[str]()
     with far_link.two_sites(_MBIT) as (name, host), far_link.sender(name, there, host, _PORT):
         wire = far_link.Wire(host, _PORT, delay_s=0.01)
         async with wire.running():
             while done < count:
                 version += 1
-                for tensor in model.values():  # four words in ten change, as in the tiny world
+                for tensor in model.values():  # 40% of the words change, as in the tiny world
                     tensor.view(torch.int16).bitwise_xor_(
                         (torch.rand(tensor.shape, generator=generator) < 0.4).to(torch.int16)
                     )
@@ -208,7 +210,7 @@ async def cuts(seed: int, count: int, root: Path) -> dict[str, Any]:
                 if not fetching.done():
                     wire.cut()
                     if version in here.versions():
-                        wrong.append(f"version {version} was there before it had come")
+                        errors.append(f"version {version} was complete before its transfer ended")
                     if done % 2:
                         fetching.cancel()
                         await asyncio.wait([fetching])
@@ -226,22 +228,22 @@ async def cuts(seed: int, count: int, root: Path) -> dict[str, Any]:
                 if identity(here.parts(version)) != identity(there.parts(version)) or not all(
                     torch.equal(read[name], tensor) for name, tensor in model.items()
                 ):
-                    wrong.append(f"version {version} is not what was sent")
+                    errors.append(f"version {version} differs from the version sent")
                 for folder in (here, there):
                     for old in folder.versions()[:-1]:
                         folder.remove(old)
     return {
         **{"injected": {"cut": done}, "versions": version, "megabytes": round(size / 1e6, 1), "how": kinds},
         "first_chunk_after_s": [short(float(np.median(first))), short(max(first))],
-        "faults": wrong,
+        "faults": errors,
     }
 
 
-# ---- what is shown ----
+# ---- output ----
 
 
 def totals(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Of all runs."""
+    """Return the sums over all runs."""
     rows = list(rows)
     summed = {
         name: sum((Counter(row.get(name, {})) for row in rows), Counter[str]())
@@ -250,59 +252,59 @@ def totals(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {"total": True, "runs": len(rows), **summed, "faults": sum(len(row["faults"]) for row in rows)}
 
 
-def _told(row: dict[str, Any]) -> str:
-    which = "all" if row.get("total") else f"{row['setting']}, seed {row['seed']}"
+def _line(row: dict[str, Any]) -> str:
+    name = "all" if row.get("total") else f"{row['setting']}, seed {row['seed']}"
     injected = ", ".join(f"{kind} {count}" for kind, count in row["injected"].items())
-    return f"{which}: {injected or 'nothing injected'}; faults: {row['faults'] or 'none'}"
+    return f"{name}: {injected or 'nothing injected'}; faults: {row['faults'] or 'none'}"
 
 
 @app.command()
 def main(
     kinds: Annotated[list[str] | None, typer.Argument(help="default: all")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
     quick: Annotated[bool, typer.Option(help="one short run (five minutes), and two cuts")] = False,
-    runs: Annotated[int | None, typer.Option(help="to make at most; 0: only show what there is")] = None,
-    repeats: Annotated[int, typer.Option(help="of each system, and of the link")] = 5,
-    again: Annotated[bool, typer.Option(help="measure kept runs anew")] = False,
-    out: Annotated[Path, typer.Option(help="where the runs are kept")] = Path("runs/faults"),
+    runs: Annotated[int | None, typer.Option(help="maximum number of new runs; 0: only print finished runs")] = None,
+    repeats: Annotated[int, typer.Option(help="runs of each preset and of the link")] = 5,
+    again: Annotated[bool, typer.Option(help="recompute the rows of finished runs")] = False,
+    out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs/faults"),
 ) -> None:
-    """Train, inject, look, print."""
+    """Train with faults, check the runs, print their rows."""
     chosen = kinds or list(KINDS)
     if unknown := sorted(set(chosen) - set(KINDS)):
-        raise typer.BadParameter(f"no kind {'; '.join(unknown)}; there are: {'; '.join(KINDS)}")
+        raise typer.BadParameter(f"unknown kind {'; '.join(unknown)}; known: {'; '.join(KINDS)}")
     wanted = [cell for cell in cells(chosen, 1 if quick else repeats) if not quick or cell.setting != "full"]
     epochs = 2 if quick else EPOCHS
     each = {kind: 1 if quick else count for kind, count in WANTED.items() if kind in chosen}
     kept = Kept(out)
     out.mkdir(parents=True, exist_ok=True)
     about = {"benchmark": "faults", "machine": describe(), "commit": commit()}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else what a run has started would outlive this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run's processes end with this one
 
     def make(cell: Cell) -> dict[str, Any] | None:
         if cell.setting != _LINK:
             injected = train(cell, out, each, epochs)
             return {**about, **measure(cell, cell.folder(out), injected, epochs)}
         if why := far_link.missing():
-            typer.echo(f"no link is cut: it {why}", err=True)
+            typer.echo(f"skipping the link: it {why}", err=True)
             return None
         with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-            found = asyncio.run(cuts(cell.seed, 2 if quick else CUTS, Path(root)))
-        return {**about, "setting": cell.setting, "arm": cell.arm, "seed": cell.seed, **found}
+            result = asyncio.run(cuts(cell.seed, 2 if quick else CUTS, Path(root)))
+        return {**about, "setting": cell.setting, "arm": cell.arm, "seed": cell.seed, **result}
 
     if again:
-        anew: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for cell, row in kept.by_cell():
             folder = cell.folder(out)
             if folder.exists():
-                found = measure(cell, folder, _of(Injector(folder, {}, cell.seed)), epochs)
-                row = {**row, **found, "measured_by": commit()}
-            anew.append(row)
-        kept.replace(anew)
-    shown = kept.complete(wanted, runs, make, lambda row: as_json or print(_told(row), flush=True))
+                measured = measure(cell, folder, _of(Injector(folder, {}, cell.seed)), epochs)
+                row = {**row, **measured, "measured_by": commit()}
+            rows.append(row)
+        kept.replace(rows)
+    shown = kept.complete(wanted, runs, make, lambda row: as_json or print(_line(row), flush=True))
     if shown is None:
         return
     for row in [*(shown if as_json else []), {**about, **totals(shown)}]:
-        print(json.dumps(row) if as_json else _told(row), flush=True)
+        print(json.dumps(row) if as_json else _line(row), flush=True)
 
 
 if __name__ == "__main__":

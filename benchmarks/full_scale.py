@@ -1,23 +1,24 @@
-"""``full`` on 128 and 1,024 GPUs, simulated, next to the published schedules and verl's own modes.
+"""Simulate ``full`` on 128 and 1,024 GPUs next to the published schedules and verl's trainer modes.
 
     python -m benchmarks.full_scale [--json] [--quick] [--only PART] [--gpus 1024] [--arm TEXT] [--seeds 2]
 
-Setting: ``examples/simulate/dapo32b.yaml``: 32B, updates of 512 prompts x 16 (verl's DAPO recipe), responses of up to
-20,480 tokens, costs of H800s reckoned from data sheets. The batch is the same on 1,024 GPUs. Where engines are separate
-the planner of ``verl-rhyme plan`` splits the GPUs, by each arm's bound of staleness.
+Setting: ``examples/simulate/dapo32b.yaml``: 32B, batches of 512 prompts x 16 (verl's DAPO recipe), responses of up to
+20,480 tokens, costs of H800s estimated from data sheets. The batch is the same on 1,024 GPUs. With separate engines,
+the planner of ``verl-rhyme plan`` splits the GPUs by each arm's staleness bound.
 
-Drafts: tokens a decoding step, and draft tokens verified for each that was gained, are those of the least of six
+Drafts: tokens per decoding step and verified draft tokens per gained token are those of the least favourable of six
 recorded traces (``roads``, adaptive drafts at ``floor=0.05``: results/draft_quality.jsonl).
 
-Replicas and batch are a slice, an eighth of 1,024 GPUs and a quarter of 128, which trains a token as many times slower:
-each replica has the same to do, and an update takes as long.
+The simulation covers a slice: an eighth of 1,024 GPUs or a quarter of 128, with the same share of the batch. Training a
+token takes that factor longer in the slice. Each replica has the same work, and a training step takes the same time.
 
-Figures are of eight updates (two epochs) after eight, so that no arm runs empty. On-policy they are of twelve: loads
-are of three or four updates, tail batching has a long round after two short ones, and all are to be counted whole.
+Figures cover eight training steps (two epochs) after eight warm-up steps, and no arm runs out of prompts. On-policy
+they cover twelve steps: arms start three or four batches at once, and tail batching alternates two short rounds and a
+long one. Both then count whole.
 
-Every row has a ``fingerprint``: a hash of what the ``--quick`` run of all arms with drafts gives with the code that
-made the row. ``--table`` fails where rows of ``results/full_scale.jsonl`` have another fingerprint than today's code,
-or where the table of ``docs/studies/full_scale.md`` is not the table of these rows. To make them again:
+Each row has a ``fingerprint``: a hash of the ``--quick`` results of all arms with drafts, by the code that made the
+row. ``--table`` fails if rows of ``results/full_scale.jsonl`` have another fingerprint than the current code, or if
+``docs/studies/full_scale.md`` has another table than these rows. To regenerate them:
 
     python -m benchmarks.full_scale --json > benchmarks/results/full_scale.jsonl
     python -m benchmarks.full_scale --table
@@ -53,18 +54,18 @@ from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Step, Streaming
 from verl_rhyme.simulation.workload import Prompt
 
-#: A run's figures, and which run it was.
+#: Figures of a run with its arm and setting.
 Row = dict[str, Any]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "full_scale.jsonl"
-#: GPUs, and of how many equal slices one is simulated.
+#: Number of GPUs, and of equal slices; one slice is simulated.
 GPUS, QUICK = {1024: 8, 128: 4}, {64: 1}
 #: Tokens of a prompt.
 PROMPT = 300
-#: Updates of an epoch, and those before the ones that are counted.
+#: Training steps of an epoch, and warm-up steps.
 EPOCH, WARM = 4, 8
 DRAFTS = Drafts(acceptance=(1.61, 2.25), overhead=2.77)
 
@@ -77,11 +78,11 @@ class Arm:
         name: Name in the tables.
         preset: Preset whose options it has.
         staleness: Bound, in policy versions.
-        separate: Engines have GPUs of their own.
+        separate: Engines have separate GPUs.
         options: Options in addition to the preset's.
-        verls: It is verl's own mode.
-        drafts: Responses are drafted.
-        unit: What stays together in an update batch.
+        verls: Schedule of a verl trainer mode.
+        drafts: The engines draft.
+        unit: Unit of a training batch.
     """
 
     name: str
@@ -100,13 +101,13 @@ class Arm:
 
     @property
     def rhyme(self) -> RhymeConfig:
-        """Options of the preset and its own."""
+        """Configuration of the preset with this arm's options."""
         found = parse(tree(self.preset or "off", {**self.options, "max_staleness": self.staleness}))
         assert found is not None
         return found
 
     def rules(self, batch_prompts: int, samples: int) -> Rules:
-        """Rules of updates of so many prompts, each with so many samples."""
+        """Return the schedule's rules for batches of so many prompts and samples per prompt."""
         if self.verls:
             rules = cluster_file.verls_rules(batch_prompts, samples, separate=self.separate)
             return replace(rules, unit=self.unit, relayed=self.separate, drafts=self.drafts)
@@ -139,7 +140,7 @@ ARMS = [
     SEPARATE_ASYNC,
     *(Arm("full", "full", k) for k in (0, 1, 2, 4)),
     *(Arm("stream", "stream", k) for k in (0, 1, 2, 4)),
-    # its rules alone, placed as ours are
+    # StreamRL's rules with our placement
     *(Arm("stream, longest_first", "stream", k, options={"placement.policy": "longest_first"}) for k in (1, 2, 4)),
     Arm("histopipe", "histopipe", 1),
     LAMINAR,
@@ -148,7 +149,7 @@ ARMS = [
 TAIL_BATCHING = Arm("tail batching", "full", 0, separate=False, options={"scheduling.put_off": TAIL_SHARE}, drafts=True)
 ARMS = [*(replace(arm, drafts=drafts) for drafts in (True, False) for arm in ARMS), TAIL_BATCHING]
 
-#: Other models and recipes, for the dial: cluster file, GPUs that roll out, by the planner's profile, and the unit.
+#: Other models and recipes: cluster file, the planner's profile of a replica, and the unit of a batch.
 MODELS: dict[str, tuple[str, str, Unit]] = {
     "32B, DAPO": ("dapo32b", "qwen2.5-32b-h800-tp4", "group"),
     "32B, REINFORCE++": ("dapo32b", "qwen2.5-32b-h800-tp4", "trajectory"),
@@ -156,7 +157,7 @@ MODELS: dict[str, tuple[str, str, Unit]] = {
     "14B, GRPO": ("rhymerl14b", "qwen2.5-14b-h800-tp2", "group"),
 }
 MAIN = "32B, DAPO"
-#: Parameters, and GPUs that a copy of the training weights is split over, by the size in a profile's name.
+#: Parameters, and GPUs per copy of the training weights, by the size in a profile's name.
 SIZES = {"32b": (32.8e9, 8), "72b": (72.7e9, 16), "14b": (14.8e9, 8)}
 MODEL_ARMS = [
     replace(arm, drafts=True)
@@ -171,14 +172,14 @@ MODEL_ARMS = [
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, its recipe, and a slice of so many GPUs.
+    """Model with its recipe, and a slice of so many GPUs.
 
     Attributes:
-        gpus: All of them.
-        parts: Equal slices, one of which is simulated.
+        gpus: Total number of GPUs.
+        parts: Number of equal slices; one is simulated.
         model: Key of :data:`MODELS`.
         seed: Seed of the lengths.
-        quick: A small batch.
+        quick: Use a small batch.
     """
 
     gpus: int
@@ -192,7 +193,7 @@ class Setting:
         return int(MODELS[self.model][1].rpartition("tp")[2])
 
     def load(self, replicas: int = 1, token: float | None = None) -> cluster_file.Loaded:
-        """Costs and prompts of a slice with so many replicas, which trains a token in so many seconds."""
+        """Return costs and prompts of a slice with so many replicas, which trains a token in so many seconds."""
         file, profile, _ = MODELS[self.model]
         path = ROOT / "examples" / "simulate" / f"{file}.yaml"
         batch, samples = _batch(path)
@@ -205,7 +206,7 @@ class Setting:
 
 @cache
 def _batch(path: Path) -> tuple[int, int]:
-    """Prompts of an update, and samples of each, in a cluster file."""
+    """Return the prompts of a batch and the samples per prompt in a cluster file."""
     loaded = cluster_file.load(path)
     rules = loaded.scenario.rules
     return rules.batch_prompts, rules.batch_samples // rules.batch_prompts
@@ -213,7 +214,7 @@ def _batch(path: Path) -> tuple[int, int]:
 
 @cache
 def planned(arm: Arm, gpus: int, model: str = MAIN) -> tuple[int, int]:
-    """GPUs that roll out and that train, of so many."""
+    """Return the GPUs for rollout and for training, of so many."""
     if not arm.separate:
         return gpus, gpus
     file, profile, _ = MODELS[model]
@@ -236,17 +237,17 @@ def planned(arm: Arm, gpus: int, model: str = MAIN) -> tuple[int, int]:
 
 
 class _EnoughError(Exception):
-    """All updates that are counted have ended."""
+    """All counted training steps have ended."""
 
 
 @cache
 def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any]:
-    """One run of an arm.
+    """Simulate one run of an arm.
 
     Args:
         arm: Schedule.
         at: Model and slice.
-        share: Share of the GPUs that roll out; ``None``: the planner's.
+        share: Share of the GPUs for rollout; ``None``: the planner's.
     """
     rollout, training = planned(arm, at.gpus, at.model)
     if share is not None:
@@ -257,22 +258,22 @@ def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any
     prompts = list(loaded.prompts)
     scenario = _scenario(arm, loaded.scenario, _lengths(prompts))
     counted = 8 if arm.staleness else 12
-    steps, harvests = _run(scenario, prompts, WARM + counted)
+    steps, collections = _run(scenario, prompts, WARM + counted)
     steps = steps[-counted:]
-    found = _figures(steps, harvests[-counted:], at.parts)
+    found = _figures(steps, collections[-counted:], at.parts)
     return {
         "rollout_gpus": rollout,
         "train_gpus": training,
         **found,
-        **_floors(scenario, at, training, steps),
+        **_bounds(scenario, at, training, steps),
     }
 
 
 def _scenario(arm: Arm, like: Scenario, lengths: np.ndarray) -> Scenario:
-    """What runs on a slice's costs."""
+    """Return the scenario of an arm on a slice's costs."""
     rules = arm.rules(like.rules.batch_prompts, like.rules.batch_samples // like.rules.batch_prompts)
     streaming, limit, min_starts = None, None, 1
-    if arm.preset:  # as the pipeline has it in training
+    if arm.preset:  # as the pipeline does in training
         fitting = _fitting(like, lengths)
         limit, min_starts = int(OVERSUBSCRIPTION * fitting), max(1, fitting // 2)
         part = StreamingConfig().part
@@ -290,41 +291,41 @@ def _scenario(arm: Arm, like: Scenario, lengths: np.ndarray) -> Scenario:
 
 
 def _lengths(prompts: Iterable[Prompt]) -> np.ndarray:
-    """Tokens of an epoch's responses."""
+    """Return the lengths of an epoch's responses in tokens."""
     return np.concatenate([prompt.lengths for prompt in prompts if prompt.epoch == 0])
 
 
 def _fitting(scenario: Scenario, lengths: np.ndarray) -> int:
-    """Samples that engines have slots and room for, as ``scheduling.capacity`` reckons in training."""
+    """Return the samples that fit the engines' slots and KV caches, as ``scheduling.capacity`` does in training."""
     held = float(np.sum(lengths * (PROMPT + lengths / 2)) / np.sum(lengths))
     return sum(min(cost.slots, int(cost.room / held)) for cost in scenario.replicas)
 
 
 def _run(scenario: Scenario, prompts: Sequence[Prompt], updates: int) -> tuple[list[Step], list[Collected]]:
-    simulation, harvests = Simulation(scenario, prompts), list[Collected]()
+    simulation, collections = Simulation(scenario, prompts), list[Collected]()
     take = simulation.rollout.take
 
-    def noted() -> Any:
+    def take_and_record() -> Any:
         batch = take()
-        harvests.append(batch.harvest)
+        collections.append(batch.harvest)
         return batch
 
-    def told(_: Step) -> None:
+    def stop_when_done(_: Step) -> None:
         if len(simulation.steps) == updates:
             raise _EnoughError
 
-    simulation.rollout.take = noted  # type: ignore[method-assign]
+    simulation.rollout.take = take_and_record  # type: ignore[method-assign]
     with contextlib.suppress(_EnoughError):
-        simulation.run(told)
+        simulation.run(stop_when_done)
     if simulation.placement.errors:
         raise RuntimeError(f"{scenario.placement} failed: {simulation.placement.last_error}")
-    return simulation.steps, harvests[:updates]
+    return simulation.steps, collections[:updates]
 
 
-def _figures(steps: list[Step], harvests: list[Collected], parts: int) -> dict[str, Any]:
-    """Figures of updates one after another."""
+def _figures(steps: list[Step], collections: list[Collected], parts: int) -> dict[str, Any]:
+    """Return figures of consecutive training steps."""
     seconds = steps[-1].ended - steps[0].began
-    staleness = np.concatenate([harvest.staleness for harvest in harvests])
+    staleness = np.concatenate([collected.staleness for collected in collections])
     tokens = sum(step.tokens for step in steps)
     return {
         "step_s": round(seconds / len(steps), 1),
@@ -341,19 +342,19 @@ def _figures(steps: list[Step], harvests: list[Collected], parts: int) -> dict[s
     }
 
 
-def _floors(scenario: Scenario, at: Setting, training: int, steps: list[Step]) -> dict[str, Any]:
-    """What no schedule passes, in seconds of an update with these tokens, from the loosest bound on.
+def _bounds(scenario: Scenario, at: Setting, training: int, steps: list[Step]) -> dict[str, Any]:
+    """Return lower bounds of the step time in seconds for these tokens, from the loosest on.
 
-    ``bound_s``: nobody ever waits, at any staleness and the best split. ``split_s``: the same at this split.
-    ``longest_s``: and the longest response has the time from its start until its bound of staleness,
-    ``k + 1`` updates less the seconds from a batch's collection to its policy; of separate engines.
+    ``bound_s``: no process ever waits, at any staleness and the best split of GPUs. ``split_s``: the same at this one.
+    ``longest_s`` (separate engines): also the longest response meets its staleness bound. It has ``k + 1`` training
+    steps, minus the seconds from a batch's collection to its policy version.
     """
     cost = scenario.replicas[0]
     if scenario.drafts.acceptance[-1] > 1:
         cost = cost.drafted(scenario.drafts.acceptance[-1], scenario.drafts.overhead)
     samples = sum(step.samples for step in steps) / len(steps)
     tokens = sum(step.tokens for step in steps) / len(steps)
-    # a response of n tokens holds n / 2 of them on average while it runs, beside its prompt; lengths as trained
+    # a running response of n tokens holds n / 2 on average, plus its prompt; lengths as trained
     held = tokens * PROMPT + samples * float(_second_moment(at)) / 2
     work = float(cost.together(0, tokens, held)) / (at.gpus / at.tp / at.parts)
     per_token = scenario.training.token * training / at.gpus
@@ -380,7 +381,7 @@ def _second_moment(at: Setting) -> float:
 def compare(
     sizes: Mapping[int, int], named: str = "", seeds: Sequence[int] = (0,), quick: bool = False
 ) -> Iterator[Row]:
-    """All arms whose label has ``named`` in it."""
+    """Yield the rows of all arms whose label contains ``named``."""
     for gpus, parts in sizes.items():
         for seed in seeds:
             for arm in ARMS:
@@ -394,7 +395,7 @@ def _row(arm: Arm, at: Setting) -> Row:
 
 
 def models(seeds: Sequence[int] = (0,)) -> Iterator[Row]:
-    """The dial for other models and recipes, on 128 GPUs with drafts."""
+    """Yield the rows of other models and recipes by staleness bound, on 128 GPUs with drafts."""
     for model, (_, _, unit) in MODELS.items():
         for seed in seeds:
             for arm in MODEL_ARMS:
@@ -402,7 +403,7 @@ def models(seeds: Sequence[int] = (0,)) -> Iterator[Row]:
 
 
 def aims(rows: Iterable[Row]) -> Iterator[Row]:
-    """What was hoped for, of mean tokens a second over the seeds."""
+    """Yield the aims and whether the mean tokens per second over the seeds meet them."""
     found = _means(row for row in rows if row["model"] == MAIN)
     for (gpus, separate, drafts), arms in found.items():
         where = {"gpus": gpus, "separate": separate, "drafts": drafts}
@@ -418,9 +419,9 @@ def aims(rows: Iterable[Row]) -> Iterator[Row]:
         if (gpus, separate, drafts) == (1024, True, True):
             stream, dial, four = (arms.get(each) for each in (("stream", 1), ("full", 2), ("full", 4)))
             if stream and dial:
-                ages = {"staleness": [dial["staleness_mean"], stream["staleness_mean"]]}
+                staleness = {"staleness": [dial["staleness_mean"], stream["staleness_mean"]]}
                 value = dial["tokens_per_s"] / stream["tokens_per_s"]
-                yield _aim("full, k=2, over stream, k=1, at equal mean staleness", value, 1.2, **where, **ages)
+                yield _aim("full, k=2, over stream, k=1, at equal mean staleness", value, 1.2, **where, **staleness)
             if four:
                 value = four["tokens_per_s"] / four["bound_tokens_per_s"]
                 yield _aim("full, k=4, over the bound where nobody waits", value, 0.85, **where)
@@ -430,7 +431,7 @@ def _aim(aim: str, value: float, least: float, **about: Any) -> Row:
     return {"aim": aim, "value": round(value, 3), "least": least, "holds": round(value, 3) >= least, **about}
 
 
-#: By GPUs, topology and drafts: by name and bound, the means of an arm's rows over its seeds.
+#: Means of an arm's rows over its seeds, by GPUs, topology and drafts, then by name and staleness bound.
 _Means = dict[tuple[int, bool, bool], dict[tuple[str, int], dict[str, float]]]
 
 
@@ -453,7 +454,7 @@ def _means(rows: Iterable[Row]) -> _Means:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown of the arms, by GPUs and drafts; figures are means over the seeds."""
+    """Return a Markdown table of the arms by GPUs and drafts; figures are means over the seeds."""
     means, lines = _means(row for row in rows if row["model"] == MAIN), list[str]()
     for gpus, drafts in sorted({(gpus, drafts) for gpus, _, drafts in means}, key=lambda each: (-each[0], each[1])):
         base = means[gpus, False, drafts]["verl, sync", 0]["tokens_per_s"]
@@ -473,7 +474,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _decomposed(row: Mapping[str, float]) -> str:
-    """Seconds of an update: of the bound, and added by the split, by the longest response's deadline, by the rest."""
+    """Return the step time in parts: the bound, then what the split, the longest response and the rest add."""
     splits = [row["bound_s"], row["split_s"], row["longest_s"], row["step_s"]]
     first, *more = [splits[0], *(b - a for a, b in itertools.pairwise(splits))]
     return f"{first:.0f} " + " ".join(f"{each:+.0f}" for each in more)
@@ -481,7 +482,7 @@ def _decomposed(row: Mapping[str, float]) -> str:
 
 @cache
 def fingerprint() -> str:
-    """A hash of what the quick run of all arms gives: rows with another one are of other code."""
+    """Return a hash of the quick results of all arms; rows with another hash are of other code."""
     rows = [
         [row["tokens_per_s"], row["wasted"], row["staleness_mean"]] for row in compare(QUICK, ", drafts", quick=True)
     ]
@@ -489,30 +490,30 @@ def fingerprint() -> str:
 
 
 def recorded() -> list[Row]:
-    """Rows of the arms in :data:`RESULTS`."""
+    """Return the rows of the arms in :data:`RESULTS`."""
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     return [row for row in rows if row["part"] in ("arms", "models")]
 
 
 @app.command()
 def main(
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
     quick: Annotated[bool, typer.Option(help="64 GPUs, few prompts (ten seconds)")] = False,
     only: Annotated[str, typer.Option(help="arms, models or aims")] = "",
     gpus: Annotated[int, typer.Option(help="128 or 1024; 0: both")] = 0,
-    arm: Annotated[str, typer.Option(help="arms whose label has this in it")] = "",
+    arm: Annotated[str, typer.Option(help="only arms whose label contains this text")] = "",
     seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
-    as_table: Annotated[bool, typer.Option("--table", help="of the recorded rows, in Markdown; half a minute")] = False,
+    as_table: Annotated[bool, typer.Option("--table", help="print the recorded rows as Markdown (30 s)")] = False,
 ) -> None:
-    """Run all arms, then the dial for other models, and hold the aims against what came."""
+    """Run all arms, then the other models, then check the aims."""
     if as_table:
         print(table(recorded()))
         if old := {row["commit"] for row in recorded() if row["fingerprint"] != fingerprint()}:
-            raise SystemExit(f"{RESULTS.name} has rows of other code ({old}): make them again")
+            raise SystemExit(f"{RESULTS.name} has rows of other code ({old}): regenerate them")
         if table(recorded()) not in (document := ROOT / "docs" / "studies" / "full_scale.md").read_text():
-            raise SystemExit(f"{document} has another table: replace it by this one")
+            raise SystemExit(f"{document} has another table: replace it with this one")
         return
-    commit()  # of the code that runs, whatever is changed meanwhile
+    commit()  # before any file changes
     sizes = QUICK if quick else {size: parts for size, parts in GPUS.items() if gpus in (0, size)}
     drawn = range(1 if quick else seeds)
     made = list[Row]()

@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Machine and commit of a measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def describe() -> str:
-    """Processor, cores and Python, in words."""
+    """Return processor, cores and Python version as text."""
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -22,7 +22,7 @@ def describe() -> str:
 
 @cache
 def commit() -> str:
-    """The commit that was checked out when this was first asked, with a mark where files were changed since."""
+    """Return the checked-out commit at the first call, with a mark if files were changed."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"

@@ -1,4 +1,4 @@
-"""Siblings met: which samples of a prompt were, at their replica, beside another one or after it."""
+"""Measure which samples of a prompt share their replica with an earlier or running sample of that prompt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 
 class Meetings(NamedTuple):
-    """Over all samples.
+    """Means over all samples.
 
     Attributes:
-        met: Share that met a sibling.
-        siblings: That a sample met, on average.
+        met: Share of samples that meet at least one sibling.
+        siblings: Mean number of siblings that a sample meets.
     """
 
     met: float
@@ -24,24 +24,24 @@ class Meetings(NamedTuple):
 def meetings(
     groups: Sequence[Hashable], replicas: Sequence[Hashable], began: np.ndarray, ended: np.ndarray
 ) -> Meetings:
-    """A sample meets those of its group whose text its replica's drafter can know before the sample ends: all that
-    began there before then, running or finished.
+    """Return how many siblings samples meet: samples of the group that start on the same replica before the sample
+    ends, and so are known to the replica's drafter.
 
     Args:
-        groups: Of each sample, its prompt and step.
-        replicas: Where it ran.
+        groups: Prompt and step of each sample.
+        replicas: Replica of each sample.
         began, ended: float [samples], seconds.
 
     Raises:
-        ValueError: No samples.
+        ValueError: There are no samples.
     """
     if not len(groups):
-        raise ValueError("siblings met by no sample: there are none in what was measured")
+        raise ValueError("cannot count siblings: the measurement has no samples")
     together: dict[Hashable, list[int]] = defaultdict(list)
     for row, place in enumerate(zip(groups, replicas, strict=True)):
         together[place].append(row)
     found = np.zeros(len(groups), dtype=np.int64)
     for rows in together.values():
         found[rows] = np.searchsorted(np.sort(began[rows]), ended[rows], side="left") - 1
-    found = np.maximum(found, 0)  # one that ended as it began
+    found = np.maximum(found, 0)  # a sample that ends at its start
     return Meetings(float((found > 0).mean()), float(found.mean()))

@@ -1,6 +1,6 @@
-"""The hidden states of a policy along a recorded trace: what the engine would have at hand when it drafts.
+"""Hidden states of a policy along a recorded trace, as the engine has them when it drafts.
 
-Computed once a trace with transformers on the CPU (minutes for the pretrained model), and kept in
+transformers computes them once per trace on the CPU (minutes for the pretrained model). They are cached in
 ``~/.cache/verl_rhyme/states``.
 """
 
@@ -19,18 +19,18 @@ from benchmarks.traces import Response
 
 _BATCH = 16
 _CACHE = Path.home() / ".cache" / "verl_rhyme" / "states"
-#: Nats by which a recorded log-probability may differ from the policy's own.
+#: Maximum difference between a recorded log-probability and the policy's, in nats.
 _TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
 class States:
-    """A policy along a trace.
+    """Hidden states of a policy along a trace.
 
     Attributes:
-        hidden: float16[n, D] by response: the last hidden state, normalised, that gave each of its n tokens.
-        output: float32[V, D], the output rows; logits are ``hidden @ output.T``.
-        embedding: float32[V, D], the input embeddings; the same array where they are tied.
+        hidden: float16[n, D] by response: the normalised last hidden state behind each of its n tokens.
+        output: float32[V, D], rows of the output layer; logits are ``hidden @ output.T``.
+        embedding: float32[V, D], input embeddings; the same array if they are tied.
     """
 
     hidden: dict[str, np.ndarray]
@@ -38,20 +38,20 @@ class States:
     embedding: np.ndarray
 
     def likeliest(self, id: str) -> np.ndarray:
-        """int64[n], the policy's likeliest token at every position of a response."""
+        """Return int64[n], the policy's most probable token at each position of a response."""
         return np.argmax(self.hidden[id].astype(np.float32) @ self.output.T, axis=1)
 
 
 def load(steps: Sequence[Sequence[Response]], folder: Path, temperature: float) -> States:
-    """The states along the responses of ``steps``.
+    """Return the states along the responses of ``steps``.
 
     Args:
-        steps: Responses of each training step; those of the whole trace, or a beginning.
-        folder: The policy's folder.
-        temperature: Of the trace.
+        steps: Responses of each training step of the trace, all or the first ones.
+        folder: Folder of the policy.
+        temperature: Sampling temperature of the trace.
 
     Raises:
-        SystemExit: The policy gives the trace's tokens other log-probs than the trace says: it is another one.
+        SystemExit: The policy's log-probabilities differ from the trace's: another policy made the trace.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -82,13 +82,13 @@ def load(steps: Sequence[Sequence[Response]], folder: Path, temperature: float) 
                     ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
                     after = model.model(ids, past_key_values=cache).last_hidden_state
                     before = read.last_hidden_state[:, -1:].expand(len(batch), -1, -1)
-                    states = torch.cat([before, after], dim=1)  # a response's end gives no token
+                    states = torch.cat([before, after], dim=1)  # the state after the last token predicts none
                     for i, r in enumerate(batch):
                         hidden = states[i, : len(r.tokens)]
                         logprobs = (hidden @ output.T / temperature).log_softmax(-1)
                         recorded = logprobs.gather(1, tokens[i][:, None])[:, 0].numpy()
                         if float(np.abs(recorded - r.logprobs).max()) > _TOLERANCE:
-                            raise SystemExit(f"{folder} at temperature {temperature} is not the policy of this trace")
+                            raise SystemExit(f"{folder} at temperature {temperature} did not make this trace")
                         found[r.id] = hidden.half().numpy()
         _CACHE.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.npz")

@@ -1,4 +1,4 @@
-"""What benchmarks of real runs share: runs that are kept, that no response is wrong, figures as they are printed."""
+"""Shared code of benchmarks of real runs: finished runs, checks of their responses, rounding of figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_rhyme.simulation import recorded
 
 @dataclass(frozen=True)
 class Cell:
-    """One run."""
+    """One run: setting, arm and seed."""
 
     setting: str
     arm: str
@@ -29,7 +29,7 @@ class Cell:
 
 
 class Kept:
-    """Rows of the runs that a folder has."""
+    """Rows of the finished runs in a folder."""
 
     def __init__(self, out: Path) -> None:
         self._file = out / "rows.jsonl"
@@ -37,7 +37,7 @@ class Kept:
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
 
     def left(self, wanted: Iterable[Cell]) -> list[Cell]:
-        """Runs that are not made yet."""
+        """Return the runs that have no row yet."""
         done = {cell for cell, _ in self.by_cell()}
         return [cell for cell in wanted if cell not in done]
 
@@ -46,26 +46,26 @@ class Kept:
         wanted: Sequence[Cell],
         runs: int | None,
         make: Callable[[Cell], dict[str, Any] | None],
-        tell: Callable[[dict[str, Any]], object],
+        report: Callable[[dict[str, Any]], object],
     ) -> list[dict[str, Any]] | None:
-        """Make what is left, one run after another, and keep each as soon as it is there.
+        """Make the missing runs one by one, and store each row at once.
 
         Args:
             wanted: Runs.
-            runs: To make at most; ``None``: all.
-            make: A run's row; ``None`` where it cannot be made here.
-            tell: Shows a row that came.
+            runs: Maximum number of new runs; ``None``: all.
+            make: Returns a run's row, or ``None`` if this machine cannot make the run.
+            report: Called with each new row.
 
         Returns:
-            Rows of the wanted settings and arms; ``None``: there is more to make (with ``runs=0`` what there is).
+            Rows of the wanted settings and arms, or ``None`` if runs are missing (with ``runs=0``: the stored rows).
         """
         left = self.left(wanted)
         for cell in left[:runs]:
             if (row := make(cell)) is not None:
                 self.add(row)
-                tell(row)
+                report(row)
         if runs and len(left) > runs:
-            typer.echo(f"{len(left) - runs} runs are left", err=True)
+            typer.echo(f"{len(left) - runs} runs are missing", err=True)
             return None
         kinds = {(cell.setting, cell.arm) for cell in wanted}
         return [row for row in self.rows if (row["setting"], row["arm"]) in kinds]
@@ -86,45 +86,48 @@ class Kept:
 def faults(
     run: recorded.Run, by_step: Mapping[int, dict[str, Any]], samples: int, limit: int, staleness: int
 ) -> dict[str, Any]:
-    """``spanning``: responses that several replicas made; ``faults``: what is wrong with any response, in words.
+    """Check the trained responses of a run.
 
     Args:
-        run: Its event log.
-        by_step: Metrics of its steps. A trainer that is killed between a step's checkpoint and its metrics has none of
-            that step.
-        samples: Of an update.
-        limit: Tokens that a response may have.
-        staleness: Policy versions between a token and the policy that it trains, at most.
+        run: Event log.
+        by_step: Metrics of each step. A trainer that is killed between checkpoint and metrics leaves no metrics of that
+            step.
+        samples: Samples per training step.
+        limit: Maximum tokens of a response.
+        staleness: Maximum policy versions between a token and the policy that trains on it.
+
+    Returns:
+        ``spanning``: number of responses generated on several replicas. ``faults``: messages about wrong responses.
     """
     request = run.requests
     rows = np.flatnonzero(request["trained"])
     attempts: dict[tuple[str, int], list[int]] = {}
     for row in rows[np.lexsort((request["started_at"][rows], request["attempt"][rows]))].tolist():
         attempts.setdefault((str(request["uid"][row]), int(request["sample"][row])), []).append(row)
-    found = []
+    messages = []
     trained = len(np.unique(request["step"][rows]))
     if len(attempts) != trained * samples:
-        found.append(f"{len(attempts)} samples were trained in {trained} steps of {samples}")
+        messages.append(f"{len(attempts)} samples were trained in {trained} steps of {samples}")
     for step, row in by_step.items():
         made = int(request["response_tokens"][rows[request["step"][rows] == step]].sum())
-        told = round(row[metrics.RESPONSE_LENGTH_MEAN] * samples)
-        if made != told:
-            found.append(f"step {step} trained {told} tokens; the engines made {made}")
+        expected = round(row[metrics.RESPONSE_LENGTH_MEAN] * samples)
+        if made != expected:
+            messages.append(f"step {step} trained {expected} tokens; the engines generated {made}")
     for (uid, number), own in attempts.items():
         versions = request["policy_version_end"][own]
         late = request["step"][own[-1]] - 1 - request["policy_version_start"][own].min()
         if request["response_tokens"][own].sum() > limit:
-            found.append(f"{uid}-{number} is longer than {limit} tokens")
+            messages.append(f"{uid}-{number} is longer than {limit} tokens")
         if (np.diff(versions) < 0).any() or late > staleness:
-            found.append(f"{uid}-{number} is of versions {versions.tolist()}, {late} behind")
+            messages.append(f"{uid}-{number} has versions {versions.tolist()} and is {late} versions behind")
         if (request["stop_reason"][own[:-1]] != "aborted").any():
-            found.append(f"{uid}-{number} went on after its end")
+            messages.append(f"{uid}-{number} continued after its end")
     spanning = [own for own in attempts.values() if len(set(request["replica"][own])) > 1]
-    return {"spanning": len(spanning), "faults": found}
+    return {"spanning": len(spanning), "faults": messages}
 
 
 def short(value: float | int | None) -> float | int | None:
-    """Four digits; ``None`` for what is no number."""
+    """Round to four digits; ``None`` for a value that is not finite."""
     if value is None or isinstance(value, int):
         return value
     return float(f"{value:.4g}") if np.isfinite(value) else None

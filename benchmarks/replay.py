@@ -1,9 +1,9 @@
-"""Replay a trace against a drafter, as an engine would run it.
+"""Replay a trace with a drafter as an engine would.
 
-Each recorded response is the path that the target sampled. A draft token is accepted when it equals that path, which is
-an unbiased estimate of one-hot rejection sampling: a draft x is accepted with probability p(x), and x is what was
-sampled with probability p(x). Requests run interleaved in a fixed number of slots, so that live siblings can teach;
-a step's responses become history when the step is over.
+Each recorded response is the path that the target model sampled. A draft token is accepted if it equals that path. This
+is an unbiased estimate of one-hot rejection sampling: a draft x is accepted with probability p(x), and the trace has x
+with probability p(x). Requests run interleaved in a fixed number of slots, so that drafters can learn from live
+siblings. The responses of a training step enter the history at its end.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import numpy as np
 from benchmarks.traces import Response
 from verl_rhyme.drafting.policy import DecodeStep
 
-#: Draft tokens of a whole batch: the arm alone decides.
+#: Maximum draft tokens of a batch; only the arm limits them.
 _NO_BUDGET = 1 << 30
 
 
 class Arm(Protocol):
-    """One drafter under test."""
+    """Drafter under test."""
 
     def start(self, response: Response) -> None:
-        """The prompt has been prefilled; the arm must not look at ``response.tokens``."""
+        """Start a request after the prefill of its prompt; the arm must not look at ``response.tokens``."""
 
     def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
-        """As :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`; requests are the responses' ids."""
+        """Return drafts, as :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`; requests are the responses' ids."""
         ...
 
     def finish(self, response: Response) -> None:
-        """The response has ended."""
+        """End the request of a finished response."""
 
     def end_step(self, responses: Sequence[Response]) -> None:
-        """A training step is over: its responses are history now."""
+        """End a training step: its responses become history."""
 
 
 @dataclass
@@ -45,11 +45,11 @@ class Tally:
     """Counts of one epoch.
 
     Attributes:
-        emitted, drafted, accepted: Tokens; emitted ones leave out the first of each response, which prefill gives.
-        steps: Verify steps, one for each request and decode step.
+        emitted, drafted, accepted: Tokens; without each response's first token, which prefill gives.
+        steps: Verify steps, one per request and decoding step.
         longest: For each training step, tokens per verify step of its longest response.
-        seconds: In the arm, all methods but ``end_step``.
-        per_request: Seconds of each decode step divided by its requests.
+        seconds: Seconds in the arm, all methods except ``end_step``.
+        per_request: Seconds of each decoding step divided by its requests.
     """
 
     emitted: int = 0
@@ -78,17 +78,18 @@ def replay(
     bounds: Callable[[int], tuple[int, int]] = lambda rows: (32, _NO_BUDGET),
     clock: Callable[[int, int], float] | None = None,
 ) -> dict[int, Tally]:
-    """Run a trace through ``arm``.
+    """Replay a trace with ``arm``.
 
     Args:
         steps: Responses of each training step.
-        arm: The drafter.
-        slots: Requests at a time.
-        bounds: Of so many rows, the longest draft and the draft tokens of the batch.
-        clock: What a decode step of so many rows and draft tokens takes, in seconds; default: the arm is not told.
+        arm: Drafter.
+        slots: Maximum concurrent requests.
+        bounds: Returns the longest draft and the draft tokens of the batch for a number of rows.
+        clock: Returns the seconds of a decoding step for a number of rows and draft tokens; default: the arm gets no
+            times.
 
     Returns:
-        A tally by epoch, from 0.
+        A tally per epoch, from 0.
     """
     width = 1 + max(len(r.prompt) + len(r.tokens) for step in steps for r in step)
     tokens = np.zeros((slots, width), dtype=np.int32)

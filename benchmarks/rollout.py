@@ -1,18 +1,18 @@
-"""The real engine over a recorded epoch, arms interleaved: what does drafting gain in tokens per second?
+"""Measure what drafting gains in tokens per second in the real engine on a recorded epoch, with interleaved arms.
 
     python -m benchmarks.rollout [--json] [--quick] [--model DIR] [--trace qwen2-t1 ...] [--concurrency 1 ...]
     python -m benchmarks.rollout --world zipf --trace qwen2-t1 --concurrency 8 --concurrency 32 --responses 32
 
-``--world`` takes the tiny Qwen2 with a vocabulary of real size (:mod:`examples.tiny_world.widen`) instead. There vLLM's
-sampler is most of a step, so that arms are told apart by whose sampler they have: "stock, our sampler" and "suffix, our
-sampler" say what is left for drafts to gain, and for better ones.
+``--world`` selects the tiny Qwen2 with a vocabulary of real size (:mod:`examples.tiny_world.widen`). vLLM's sampler
+then takes most of a step, so arms differ by their sampler. "stock, our sampler" and "suffix, our sampler" show what is
+left for drafts to gain.
 
-Every arm is a vLLM engine of its own; in each round all of them generate the same recorded responses, one after the
-other in an order that rotates, and those of the step before as a warm-up. What they emit is fixed by the trace
-(:mod:`benchmarks.engine_worker`), what is measured is the time. Arms: vLLM as shipped; vLLM with what drafting forces
-(no asynchronous scheduling); its ``ngram`` and ``suffix`` (arctic-inference, where it is installed); verl-rhyme; an
-oracle that knows what comes next; and the oracle held to the tokens that verl-rhyme got accepted, step by step, which
-is what those acceptances could gain at most.
+Each arm is a separate vLLM engine. In each round all engines generate the same recorded responses, one after the other
+in rotating order, with the responses of the step before as a warm-up. The trace fixes the emitted tokens
+(:mod:`benchmarks.engine_worker`), so only time is measured. Arms: vLLM as shipped; vLLM with the settings that drafting
+needs (no asynchronous scheduling); its ``ngram`` and ``suffix`` (arctic-inference, if installed); verl-rhyme; an oracle
+that knows the next tokens; and the oracle limited to verl-rhyme's accepted tokens in each step, the upper bound for
+that acceptance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.traces import Response
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
 
-#: For vLLM on a CPU; what is set already stays.
+#: Environment of vLLM on a CPU; variables that are already set stay.
 ENVIRONMENT = {
     name: os.environ.get(name, value)
     for name, value in {
@@ -55,10 +55,10 @@ NAMESPACE = "benchmark"
 LONGEST = 32
 #: Positions of the model; the traces' longest response and prompt fit.
 MODEL_LEN = 512
-#: The oracle that takes the steps of ``rhyme``.
+#: Oracle with the steps of ``rhyme``.
 BOUND = "oracle, rhyme's steps"
 STOCK, SETTINGS, RHYME, ORACLE = "stock", "stock, drafting's settings", "rhyme", "oracle"
-#: What an arm's name ends with that has our sampler and another's drafts, or none.
+#: Suffix of an arm with our sampler and another drafter, or none.
 OUR_SAMPLER = ", our sampler"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -66,13 +66,13 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 @dataclass(frozen=True)
 class Cell:
-    """What all arms do in a round.
+    """Work of all arms in a round.
 
     Attributes:
-        concurrency: Requests at a time; no more than there are to measure.
-        history: Responses of earlier epochs, and of this one's steps before the warm-up.
+        concurrency: Concurrent requests; at most the measured responses.
+        history: Responses of earlier epochs, and of this epoch's steps before the warm-up.
         warm_up, measured: Responses to generate.
-        end: The token that ends them, but for those that were cut off.
+        end: Token that ends every response that was not truncated.
     """
 
     trace: str
@@ -85,9 +85,9 @@ class Cell:
 
 
 def cell(name: str, epoch: int, concurrency: int, steps: Sequence[Sequence[Response]], most: int = 128) -> Cell:
-    """The second step of an epoch after its first, as much of them as takes seconds.
+    """Return a cell: an epoch's first step as warm-up and its second step to measure, each limited to seconds of work.
 
-    An epoch of one step is measured without the first eighth of its responses, which are the warm-up.
+    For an epoch of one step, its first eighth is the warm-up.
     """
     first = next(i for i, step in enumerate(steps) if step[0].epoch == epoch)
     history = [r for step in steps[:first] for r in step]
@@ -103,7 +103,7 @@ def cell(name: str, epoch: int, concurrency: int, steps: Sequence[Sequence[Respo
 
 
 def write_history(folder: Path, responses: Sequence[Response]) -> None:
-    """As the recorder would have, a step at a time."""
+    """Write a history as the recorder does, one step at a time."""
     store = HistoryStore(folder, NAMESPACE, max_bytes=1 << 28, epochs=4)
     for step in sorted({r.step for r in responses}):
         store.append(
@@ -118,7 +118,7 @@ def write_history(folder: Path, responses: Sequence[Response]) -> None:
 
 
 class Engine:
-    """One arm; ``settings`` are vLLM's, in the place of those here."""
+    """Engine of one arm; ``settings`` override vLLM options."""
 
     def __init__(self, model: str, arm: str, folder: str, slots: int, **settings: Any):
         from vllm import LLM
@@ -151,7 +151,7 @@ class Engine:
         self._llm.collective_rpc("schedule", args=(emissions,))
 
     def run(self, cell: Cell, responses: Sequence[Response], first: int) -> float:
-        """Generate; seconds it took. ``first`` is the number of the first response among the cell's paths."""
+        """Generate the responses and return the seconds. ``first`` is the index of the first in the cell's paths."""
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
@@ -189,7 +189,7 @@ class Engine:
 
 
 def settings_of(arm: str, folder: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """``speculative_config`` and further options of an arm."""
+    """Return ``speculative_config`` and further vLLM options of an arm."""
     custom = {"method": "custom_class", "num_speculative_tokens": LONGEST}
     arm, ours = arm.removesuffix(OUR_SAMPLER), arm.endswith(OUR_SAMPLER)
     if arm == STOCK and not ours:
@@ -208,7 +208,7 @@ def settings_of(arm: str, folder: str) -> tuple[dict[str, Any] | None, dict[str,
 
 
 def arms(quick: bool, world: str | None = None) -> list[str]:
-    """The engines there can be here; :data:`BOUND` runs on the oracle's."""
+    """Return the arms with an engine on this machine; :data:`BOUND` uses the oracle's."""
     if quick:
         return [STOCK, RHYME, ORACLE]
     suffix = ["suffix"] if importlib.util.find_spec("arctic_inference") else []
@@ -218,13 +218,13 @@ def arms(quick: bool, world: str | None = None) -> list[str]:
 
 
 def measure(cell: Cell, engines: dict[str, Engine], folder: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Counts and seconds of every arm in every round."""
+    """Return counts and seconds of each arm in each round."""
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in [*engines, BOUND]}
     names = list(engines)
     for turn in range(rounds):
         for arm in names[turn % len(names) :] + names[: turn % len(names)]:
             found[arm].append(once(cell, engines[arm], folder))
-        # The bound takes the steps that rhyme took in this very round.
+        # The bound uses rhyme's steps of the same round.
         oracle = engines[ORACLE]
         found[BOUND].append(once(cell, oracle, folder, found[RHYME][-1]["emissions"]))
     return found
@@ -242,7 +242,7 @@ def once(cell: Cell, engine: Engine, folder: str, schedule: list[list[int]] | No
 
 
 def summarise(cell: Cell, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A row for each arm: medians over the rounds, ratios paired by round."""
+    """Return a row per arm: medians over the rounds, ratios paired by round."""
     rows = []
     for arm, runs in found.items():
         speeds = np.array([run["tokens"] / run["seconds"] for run in runs])
@@ -275,17 +275,17 @@ def summarise(cell: Cell, found: dict[str, list[dict[str, Any]]]) -> list[dict[s
 
 @app.command()
 def main(
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
     quick: Annotated[bool, typer.Option(help="one trace, one width, one round")] = False,
     model: Annotated[Path | None, typer.Option(help="default: the tiny world's Qwen2")] = None,
-    world: Annotated[str | None, typer.Option(help="silent or zipf: that Qwen2 with more entries, instead")] = None,
-    vocabulary: Annotated[int, typer.Option(help="entries of that one")] = 151_936,
-    trace: Annotated[list[str] | None, typer.Option(help="by name, in benchmarks/traces")] = None,
-    concurrency: Annotated[list[int] | None, typer.Option(help="requests at a time")] = None,
+    world: Annotated[str | None, typer.Option(help="silent or zipf: Qwen2 with a larger vocabulary")] = None,
+    vocabulary: Annotated[int, typer.Option(help="vocabulary size with --world")] = 151_936,
+    trace: Annotated[list[str] | None, typer.Option(help="names of traces in benchmarks/traces")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(help="concurrent requests")] = None,
     epoch: Annotated[list[int] | None, typer.Option(help="counted from 1")] = None,
-    arm: Annotated[list[str] | None, typer.Option(help="besides stock, rhyme and the oracle; default: all")] = None,
-    variant: Annotated[list[str] | None, typer.Option(help="one more arm: rhyme with these options, as JSON")] = None,
-    responses: Annotated[int, typer.Option(min=1, help="to measure in a cell and round, at most")] = 128,
+    arm: Annotated[list[str] | None, typer.Option(help="in addition to stock, rhyme, oracle; default: all")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="additional arm: rhyme with these options, as JSON")] = None,
+    responses: Annotated[int, typer.Option(min=1, help="maximum responses to measure per cell and round")] = 128,
     rounds: int = 3,
 ) -> None:
     """Measure every arm in every cell."""
@@ -297,7 +297,7 @@ def main(
     wanted += [f"{RHYME} {options}" for options in variant or []]
     path = str(model or traces.FOLDER.parents[1] / "examples" / "tiny_world" / "models" / "qwen2")
     if world is not None:
-        from examples.tiny_world import widen  # after the environment: it imports torch
+        from examples.tiny_world import widen  # imports torch, which needs the environment
 
         if model is not None or world not in widen.VARIANTS:
             raise typer.BadParameter(f"--world is {' or '.join(widen.VARIANTS)}, and excludes --model")
@@ -313,14 +313,14 @@ def main(
                 write_history(Path(folders[name, number - 1]), cells[-1].history)
         folder = next(iter(folders.values()))
         engines = {a: Engine(path, a, folder, max(widths)) for a in wanted}
-        for one in cells:
-            found = measure(one, engines, folders[one.trace, one.epoch], 1 if quick else rounds)
-            for row in summarise(one, found):
+        for each in cells:
+            found = measure(each, engines, folders[each.trace, each.epoch], 1 if quick else rounds)
+            for row in summarise(each, found):
                 row |= {"world": world, "vocabulary": vocabulary} if world else {}
                 row |= {"machine": describe(), "commit": commit()} if as_json else {}
                 print(json.dumps(row) if as_json else row, flush=True)
     if not quick and "suffix" not in arms(quick):
-        print("left out, arctic_inference is not installed: suffix", file=sys.stderr)
+        print("skipped, arctic_inference is not installed: suffix", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Stock verl and HistoSpec over several seeds: reward and rollout by epoch, with their spread.
+"""Compare stock verl and HistoSpec over several seeds: reward and rollout by epoch, with their spread.
 
     python -m benchmarks.seeds RUNS [--seed 1 --seed 2 ...] [--json] [--quick] [--plot PICTURE]
 
-Runs ``recipes/run_tiny_cpu.sh`` for each seed and arm into a folder of its own below RUNS; the arm that comes first
-alternates. A seed chooses the puzzles, their order and the engine's noise, so the arms of one seed train on the same
-prompts, and draw other samples. What is finished below RUNS is not run again: started anew, it goes on.
+Runs ``recipes/run_tiny_cpu.sh`` for each seed and arm in a separate folder below RUNS; the order of the arms
+alternates. A seed sets the puzzles, their order and the engine's noise. The arms of a seed train on the same prompts
+with different samples. A second start skips finished runs.
 
-Rewards of the arms are compared by the mean over seeds of (drafts - stock), with the standard error of that mean.
+Rewards are compared by the mean over seeds of (drafts - stock), with the standard error of that mean.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 ROOT = Path(__file__).parents[1]
 OFF, ON = "off", "histospec"
-#: Of an epoch of a summary, what is drawn.
+#: Plotted values of an epoch's summary, with their titles.
 PANELS = {
     "reward_mean": "mean reward",
     "rollout_s": "rollout seconds per epoch",
@@ -45,7 +45,7 @@ PANELS = {
 
 
 def run(arm: str, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
-    """One training, unless it is there; its summary."""
+    """Make one training run unless it is finished; return its summary."""
     environment = {**os.environ, "RHYME": arm, "SEED": str(seed), "EPOCHS": str(epochs), "RUN_DIR": str(folder)}
     subprocess.run(["bash", "recipes/run_tiny_cpu.sh"], cwd=ROOT, env=environment, stdout=sys.stderr, check=True)
     summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text())
@@ -53,20 +53,20 @@ def run(arm: str, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Mean, least, greatest and, of more than one, the standard error of the mean."""
-    told = {"mean": fmean(values), "least": min(values), "greatest": max(values)}
+    """Return mean, minimum, maximum and, for several values, the standard error of the mean."""
+    result = {"mean": fmean(values), "least": min(values), "greatest": max(values)}
     if len(values) > 1:
-        told["standard_error"] = stdev(values) / math.sqrt(len(values))
-    return {name: round(value, 4) for name, value in told.items()}
+        result["standard_error"] = stdev(values) / math.sqrt(len(values))
+    return {name: round(value, 4) for name, value in result.items()}
 
 
 def _epochs(summaries: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
-    """Of each epoch, its row in every summary."""
+    """Return the rows of each epoch in all summaries."""
     return list(zip(*(summary["epochs"] for summary in summaries), strict=True))
 
 
 def by_epoch(off: Sequence[dict[str, Any]], on: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each epoch, of summaries that are paired by seed."""
+    """Return a row per epoch from summaries paired by seed."""
     rows = []
     for before, after in zip(_epochs(off), _epochs(on), strict=True):
         pairs = list(zip(before, after, strict=True))
@@ -86,7 +86,7 @@ def by_epoch(off: Sequence[dict[str, Any]], on: Sequence[dict[str, Any]]) -> lis
 
 
 def draw(found: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
-    """Figures by epoch: the mean over seeds of each arm, and a band from the least to the greatest."""
+    """Plot figures by epoch: each arm's mean over seeds, and a band from minimum to maximum."""
     figure = Figure(figsize=(15, 6.4), dpi=130, layout="constrained")
     for axes, (key, title) in zip(figure.subplots(2, 3, sharex=True).flat, PANELS.items(), strict=True):
         axes.set_title(title, loc="left", fontsize=11)
@@ -106,12 +106,12 @@ def draw(found: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
 def main(
     runs: Annotated[Path, typer.Argument(help="folder of the runs, about 130 MB each")],
     seed: Annotated[list[int] | None, typer.Option(help="default: 1 to 5")] = None,
-    epochs: Annotated[int, typer.Option(help="of each run")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    epochs: Annotated[int, typer.Option(help="epochs of each run")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
     quick: Annotated[bool, typer.Option(help="one seed, two epochs (six minutes)")] = False,
-    picture: Annotated[Path | None, typer.Option("--plot", help="PNG to draw")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="PNG file to write")] = None,
 ) -> None:
-    """Run both arms on every seed and compare them."""
+    """Run both arms with each seed and compare them."""
     seeds = seed or ([1] if quick else [1, 2, 3, 4, 5])
     found: dict[str, list[dict[str, Any]]] = {OFF: [], ON: []}
     for number, one in enumerate(seeds):

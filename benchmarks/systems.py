@@ -1,18 +1,17 @@
-"""The dial through the real stack: ``full`` by its bound of staleness, the papers' presets, verl's modes with drafts.
+"""Measure presets and staleness bounds in the real stack: ``full``, the papers' presets, verl's modes with drafts.
 
     python -m benchmarks.systems [--json] [--quick] [--arm ARM] [--runs N] [--repeats 3] [--out DIR] [SETTING ...]
 
-Real verl, vLLM and GRPO on the tiny world, three devices: engines and training on all three, or engines on two and
-training on the third. Arms take turns; each run is one seed's, and its row is kept in ``--out``: started again, what is
-there is not run again, so that ``--runs 1`` goes on by one run. With no run left to make, or ``--runs 0``, it shows
-what there is: every run's row, and for each arm the medians over its runs.
+Real verl, vLLM and GRPO on the tiny world with three devices: engines and training share all three, or two have engines
+and the third trains. The arms take turns. Each run has one seed, and its row is stored in ``--out``. A second start
+skips finished runs, so ``--runs 1`` adds one run. When all runs are finished, or with ``--runs 0``, it prints each
+run's row and the medians of each arm.
 
-``rollout-bound``: a decoding step takes at least 150 ms, and training a sample 190 ms of one device, a third of it more
-for its old log-probability (:mod:`benchmarks.steady_step`), as on GPUs of their own: rollout takes more than
-two thirds of a synchronous step, as it does for users. ``steady``: 60 and 150 ms, where separate engines wait for the
-trainer.
+``rollout-bound``: a decoding step takes at least 150 ms. Training a sample takes 190 ms of one device, and its old
+log-probability a third of that (:mod:`benchmarks.steady_step`), as on separate GPUs. Rollout then takes more than two
+thirds of a synchronous step, as for most users. ``steady``: 60 and 150 ms; separate engines then wait for the trainer.
 
-Speeds are of the steps from the second epoch on; what ``summary.json`` says of the run is of all of it.
+Speeds cover the steps from the second epoch on; figures from ``summary.json`` cover the training run.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from verl_rhyme.simulation import recorded
 
 DEVICES, BATCH, SAMPLES, SLOTS, LIMIT, STEPS_AN_EPOCH = 3, 9, 4, 6, 384, 4
 TEMPERATURE = 0.6
-#: verl's own bound of staleness (``max_off_policy_threshold``).
+#: Staleness bound of verl (``max_off_policy_threshold``).
 VERLS = 8
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Milliseconds that a decoding step takes at least, and training a sample on one device."""
+    """Minimum milliseconds of a decoding step, and of training a sample on one device."""
 
     step_ms: float
     train_ms: float
@@ -56,8 +55,8 @@ SETTINGS = {"rollout-bound": Clock(150, 190, 3), "steady": Clock(60, 150, 4)}
 
 @dataclass(frozen=True)
 class Arm:
-    """A preset and its ``max_staleness`` (of ``histospec``, verl's own bound), and the share of prompts that tail
-    batching puts off."""
+    """Preset with its ``max_staleness`` (for ``histospec``, verl's bound), and the share of prompts that tail batching
+    delays."""
 
     preset: str
     staleness: int
@@ -66,11 +65,11 @@ class Arm:
 
     @property
     def ranks(self) -> int:
-        """Devices that train."""
+        """Number of devices that train."""
         return 1 if self.separate else DEVICES
 
     def settings(self) -> dict[str, str]:
-        """Variables of the run script."""
+        """Return the variables for the run script."""
         mode = "separate_async" if self.separate else "sync"
         replicas = DEVICES - 1 if self.separate else DEVICES
         dial = {} if self.preset == "histospec" else {"STALENESS": str(self.staleness)}
@@ -92,12 +91,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 
 def cells(settings: Iterable[str], repeats: int) -> Iterator[Cell]:
-    """Runs in their order: by repeats, in each by settings, in each all arms."""
+    """Yield the runs in order: by repeat, then setting, then arm."""
     return (Cell(setting, arm, seed) for seed in range(1, 1 + repeats) for setting in settings for arm in ARMS)
 
 
 def train(cell: Cell, out: Path) -> None:
-    """Make a run."""
+    """Make one training run."""
     arm, clock, folder = ARMS[cell.arm], SETTINGS[cell.setting], cell.folder(out)
     put_off = f"{ROLLOUT}.custom.rhyme.scheduling.put_off={arm.put_off}"
     settings = {"EPOCHS": str(clock.epochs), "PROMPTS": str(STEPS_AN_EPOCH * BATCH), "SEED": str(cell.seed)}
@@ -105,17 +104,17 @@ def train(cell: Cell, out: Path) -> None:
         *tiny_run.sizes(BATCH, SAMPLES, SLOTS, arm.ranks),
         *([put_off] if arm.put_off else ()),
         *(f"{ROLLOUT}.temperature={TEMPERATURE}", "trainer.save_freq=-1"),
-        # or each part would be padded to a micro-batch of the whole
+        # else each streamed part is padded to a micro-batch of the full batch
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={SAMPLES}",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={SAMPLES}",
     ]
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
+    shutil.rmtree(folder, ignore_errors=True)  # of an unfinished run
     train_ms = clock.train_ms / arm.ranks
     tiny_run.train(folder, settings | arm.settings(), overrides, clock.step_ms, timeout=1200, train_ms=train_ms)
 
 
 def measure(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Figures of a run, and what :func:`.real_run.faults` finds in it."""
+    """Return the figures of a run and the faults of :func:`.real_run.faults`."""
     summary = json.loads((folder / SUMMARY_FILE).read_text())
     by_step = steps.from_metrics(folder / "metrics.jsonl")
     counted = [row for step, row in by_step.items() if step > STEPS_AN_EPOCH]
@@ -140,7 +139,7 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
 
 
 def medians(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """For each setting and arm: medians over its runs, of speed and staleness also the least and greatest run."""
+    """Yield medians over the runs of each setting and arm, with the range of speed and staleness."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["setting"], row["arm"]), []).append(row)
@@ -160,10 +159,10 @@ def medians(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield merged
 
 
-def _told(row: dict[str, Any]) -> str:
-    which = f"seed {row['seed']}" if "seed" in row else f"{row['runs']} runs"
+def _line(row: dict[str, Any]) -> str:
+    name = f"seed {row['seed']}" if "seed" in row else f"{row['runs']} runs"
     return (
-        f"{row['setting']:13} {row['arm']:24} {which}: step {row['step_s']} s, {row['tokens_per_s']} tokens/s, "
+        f"{row['setting']:13} {row['arm']:24} {name}: step {row['step_s']} s, {row['tokens_per_s']} tokens/s, "
         f"staleness {row['staleness_mean']} (at most {row['staleness_max']}), length {row['response_length']}, "
         f"reward {row['reward']}, faults {row['faults'] or 'none'}"
     )
@@ -172,18 +171,18 @@ def _told(row: dict[str, Any]) -> str:
 @app.command()
 def main(
     settings: Annotated[list[str] | None, typer.Argument(help="default: all")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
     quick: Annotated[bool, typer.Option(help="two arms, one seed (six minutes)")] = False,
-    arm: Annotated[list[str] | None, typer.Option(help="may be given again; default: all")] = None,
-    runs: Annotated[int | None, typer.Option(help="to make at most; 0: only show what there is")] = None,
-    repeats: Annotated[int, typer.Option(help="of each arm")] = 3,
-    out: Annotated[Path, typer.Option(help="where the runs are kept")] = Path("runs/systems"),
+    arm: Annotated[list[str] | None, typer.Option(help="repeat for several; default: all")] = None,
+    runs: Annotated[int | None, typer.Option(help="maximum number of new runs; 0: only print finished runs")] = None,
+    repeats: Annotated[int, typer.Option(help="runs of each arm")] = 3,
+    out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs/systems"),
 ) -> None:
-    """Train, measure, print."""
+    """Train, measure and print the rows."""
     chosen = settings or list(SETTINGS)
     for kind, given, known in (("setting", chosen, SETTINGS), ("arm", arm or (), ARMS)):
         if unknown := sorted(set(given) - set(known)):
-            raise typer.BadParameter(f"no {kind} {'; '.join(unknown)}; there are: {'; '.join(known)}")
+            raise typer.BadParameter(f"unknown {kind} {'; '.join(unknown)}; known: {'; '.join(known)}")
     if quick:
         chosen, arm, repeats = chosen[:1], ["separate_async, drafts", "full, staleness 1"], 1
     wanted = [cell for cell in cells(chosen, repeats) if not arm or cell.arm in arm]
@@ -193,11 +192,11 @@ def main(
         train(cell, out)
         return {**about, **measure(cell, cell.folder(out))}
 
-    shown = Kept(out).complete(wanted, runs, make, lambda row: as_json or print(_told(row), flush=True))
+    shown = Kept(out).complete(wanted, runs, make, lambda row: as_json or print(_line(row), flush=True))
     if shown is None:
         return
     for row in [*(shown if as_json else []), *({**about, "median": True, **row} for row in medians(shown))]:
-        print(json.dumps(row) if as_json else _told(row), flush=True)
+        print(json.dumps(row) if as_json else _line(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs of ``recipes/run_tiny_cpu.sh``, as benchmarks make them."""
+"""Run ``recipes/run_tiny_cpu.sh`` for benchmarks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ RHYME = f"{ROLLOUT}.custom.rhyme"
 
 
 def sizes(batch: int, samples: int, slots: int, ranks: int) -> list[str]:
-    """Overrides: prompts of an update, samples of each, slots of a replica; an update is trained in as many parts as
-    there are ranks."""
+    """Return overrides for prompts per batch, samples per prompt and slots per replica; ranks train equal shares."""
     share = batch * samples // ranks
     return [
         *(f"data.train_batch_size={batch}", f"{ROLLOUT}.n={samples}", f"{ROLLOUT}.max_num_seqs={slots}"),
         f"actor_rollout_ref.actor.ppo_mini_batch_size={batch}",
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={share}",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={share}",
-        # of 128 tokens: vLLM would take 1 GiB in each replica
+        # blocks of 128 tokens; by default vLLM takes 1 GiB per replica
         f"+{ROLLOUT}.engine_kwargs.vllm.num_gpu_blocks_override=256",
     ]
 
@@ -37,21 +36,20 @@ def train(
     timeout: float = 1200,
     train_ms: float | None = None,
 ) -> None:
-    """Make a run, or go on with it; what it says goes to the folder's name with ``.log``.
+    """Make or resume a training run; its output goes to the folder's name with ``.log``.
 
     Args:
         folder: ``RUN_DIR``.
         settings: Further variables of the recipe.
-        overrides: Of hydra.
-        steady_ms: Milliseconds that a decoding step takes at least (:mod:`benchmarks.steady_step`).
-        update_s: Seconds that an update of the actor takes at least.
-        modules: Further folders from which the run's processes import.
+        overrides: Hydra overrides.
+        steady_ms: Minimum milliseconds of a decoding step (:mod:`benchmarks.steady_step`).
+        update_s: Minimum seconds of a training step of the actor.
+        modules: Further import folders of the run's processes.
         timeout: Seconds.
-        train_ms: Milliseconds that an update of the actor takes at least for each sample, and thrice its old
-            log-probability.
+        train_ms: Minimum milliseconds of the actor's training per sample; the old log-probability takes a third of it.
 
     Raises:
-        subprocess.CalledProcessError, subprocess.TimeoutExpired: It failed, or took too long.
+        subprocess.CalledProcessError, subprocess.TimeoutExpired: The run failed or took too long.
     """
     steady = {"STEADY_STEP_MS": steady_ms, "STEADY_UPDATE_S": update_s, "STEADY_TRAIN_MS": train_ms}
     env = {**os.environ, **settings, "RUN_DIR": str(folder)}

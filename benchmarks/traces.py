@@ -1,11 +1,11 @@
-"""Traces: what a training run sampled, to replay it against any drafter.
+"""Record traces of training runs, and load them for replay with any drafter.
 
     python -m benchmarks.traces record OUT.parquet [--env MODEL=llama ...] [-- hydra overrides]
     python -m benchmarks.traces convert RUN_DIR OUT.parquet
 
-A trace holds every trained response of a run: step, epoch, prompt (key and tokens), sample, tokens, log-probs, reward.
-``record`` trains through the real stack (``recipes/run_tiny_cpu.sh``); ``convert`` takes any run that logged its
-responses (``actor_rollout_ref.rollout.custom.rhyme.events.responses=true``), yours too.
+A trace has every trained response of a run: step, epoch, prompt (key and tokens), sample, tokens, log-probs, reward.
+``record`` makes a training run in the real stack (``recipes/run_tiny_cpu.sh``). ``convert`` reads any run that logged
+its responses (``actor_rollout_ref.rollout.custom.rhyme.events.responses=true``), including yours.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class Response:
 
 
 def load(path: str | os.PathLike[str]) -> list[list[Response]]:
-    """A trace's responses by step, in the order of their prompts and samples.
+    """Return a trace's responses by step, in the order of their prompts and samples.
 
     Raises:
-        SystemExit: It is none.
+        SystemExit: The file is not a trace.
     """
     try:
         rows = pq.read_table(path, columns=_COLUMNS).to_pylist()
     except (OSError, pa.ArrowInvalid) as error:
         raise SystemExit(
-            f"{path} is no trace ({type(error).__name__}) -> make one of a run that had events.responses=true: "
+            f"{path} is not a trace ({type(error).__name__}) -> make one from a run with events.responses=true: "
             "python -m benchmarks.traces convert RUN_DIR OUT.parquet"
         ) from None
     steps: dict[int, list[Response]] = {}
@@ -102,7 +102,7 @@ def record(
     out: Path,
     env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for recipes/run_tiny_cpu.sh")] = None,
 ) -> None:
-    """Train for six epochs (``--env EPOCHS=N``: others) and keep what was sampled; a run that fails is kept, too."""
+    """Train for six epochs (``--env EPOCHS=N``: N epochs) and record the samples. A failed run keeps its folder."""
     if wrong := [item for item in env or [] if "=" not in item]:
         raise typer.BadParameter(f"--env {wrong[0]} is not NAME=VALUE")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def record(
     command = ["bash", str(ROOT / "recipes" / "run_tiny_cpu.sh"), _RESPONSES_ON, "trainer.save_freq=-1"]
     done = subprocess.run([*command, *context.args], env={**os.environ, **settings, "RUN_DIR": run_dir})
     if done.returncode:
-        raise SystemExit(f"no trace: the run ended with {done.returncode}, its folder is {run_dir}")
+        raise SystemExit(f"no trace: the run failed with status {done.returncode}; its folder is {run_dir}")
     convert(Path(run_dir), out)
     shutil.rmtree(run_dir)
 

@@ -1,15 +1,14 @@
-"""Weights over a slow link: what an update takes there, by how it is coded, and what a cut costs.
+"""Measure weight transfer over a slow link: time by encoding, and the cost of a cut.
 
     python -m benchmarks.weights_across_sites [--json] [--quick] [--megabytes 64]
 
-``coding``: real updates in bf16, of the tiny world's Qwen2 after optimizer steps on its own answers, with what the
-relay sends (``delta``; ``packed`` where there is no version to send against) and with what it does not: positions and
-values (verl's delta engine's form, without and with zstandard), all words' exclusive or, zlib, and the float32 numbers
-that FSDP holds. Ratios and seconds are per byte of the bf16 numbers; seconds are of one core. ``checksum``: xxh3, the
-same.
-``transfer``: such numbers through the product's two ends, between two network namespaces (``far_link.py``; needs root),
-over a link of so many bits a second, 10 ms long. ``cut``: the link is cut for two seconds in the middle of a version
-that goes as it is.
+``coding``: real weight updates in bf16, from the tiny world's Qwen2 after optimizer steps on its own responses. It
+measures the relay's encodings (``delta``; ``packed`` without a previous version) and alternatives: positions and values
+(the form of verl's delta engine, with and without zstandard), exclusive or of all words, zlib, and FSDP's float32
+numbers. Ratios and seconds are per byte of bf16; seconds are of one core. ``checksum``: xxh3, likewise.
+``transfer``: the same numbers through the product's sender and receiver in two network namespaces (``far_link.py``;
+needs root), over a link with a bandwidth limit and 10 ms delay. ``cut``: the link is cut for two seconds in the middle
+of an unpacked version.
 """
 
 from __future__ import annotations
@@ -44,23 +43,23 @@ from verl_rhyme.weights.transfer import Chunk, digest, identity
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-#: Of AdamW: of the recipes for large models; ten times that; of the tiny world's recipe.
+#: AdamW's learning rates: of the recipes for large models, ten times that, of the tiny world's recipe.
 LEARNING_RATES = (1e-6, 1e-5, 3e-4)
 STEPS, RESPONSES_A_STEP = 8, 4
 MODEL = Path(__file__).parents[1] / "examples/tiny_world/models/qwen2"
 GROUP, LONGEST = 8, 384
 MBIT = 1e6
-#: Replicas at the far site, of which each would fetch a copy for itself.
+#: Replicas at the far site; without the relay each would fetch a copy.
 REPLICAS = 8
 PORT, CHUNK_BYTES, PART_BYTES = 9000, 1 << 20, 16 << 20
 DELAY_S, CUT_S = 0.01, 2.0
 
 
-# ---- real updates ----
+# ---- real weight updates ----
 
 
 def responses(prompts: int, seed: int) -> tuple[Any, list[list[int]], list[list[int]], np.ndarray]:
-    """The model, prompts and responses of whole groups, and each response's GRPO advantage."""
+    """Return the model, prompts and responses of complete groups, and each response's GRPO advantage."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     chosen = [p for p in islice(puzzles.generate(seed, "train"), 4 * prompts) if len(p.names) <= 3][:prompts]
@@ -74,11 +73,13 @@ def responses(prompts: int, seed: int) -> tuple[Any, list[list[int]], list[list[
 
 
 def updates(steps: int = STEPS) -> tuple[dict[float, list[np.ndarray]], dict[float, list[np.ndarray]]]:
-    """By learning rate: uint16 [parameters], the policy in bf16 before and after each optimizer step; and float32
-    [parameters], as it is trained, of the last two.
+    """Return the policy before and after each optimizer step, by learning rate.
 
-    The float32 parameters that the optimizer has start anywhere within what rounds to their bf16 numbers, as after many
-    steps; from the bf16 numbers themselves, as in a run's first steps, hardly any would change.
+    Returns:
+        uint16 [parameters] in bf16 of all versions, and float32 [parameters] of the trained policy for the last two.
+
+    The optimizer's float32 parameters start anywhere in the rounding interval of their bf16 numbers, as after many
+    steps. If they started at the bf16 numbers, as in a run's first steps, hardly any bf16 number would change.
     """
     model, prompts, texts, advantages = responses(4, 0)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -98,7 +99,7 @@ def updates(steps: int = STEPS) -> tuple[dict[float, list[np.ndarray]], dict[flo
                 row = (step * RESPONSES_A_STEP + n) % len(prompts)
                 log_probs = model(torch.tensor([prompts[row] + texts[row]])).logits[0, len(prompts[row]) - 1 : -1]
                 chosen = log_probs.log_softmax(-1).gather(1, torch.tensor(texts[row])[:, None])
-                weight = advantages[row] if abs(advantages[row]) > 1e-3 else 0.3  # of a group that is all alike
+                weight = advantages[row] if abs(advantages[row]) > 1e-3 else 0.3  # for a group with equal rewards
                 (-weight * chosen.mean()).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -166,7 +167,7 @@ def coding(
 
 
 def timed(work: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """What it returns, and the processor's seconds, the least of several times."""
+    """Return the result of ``work``, and the minimum CPU seconds over the repeats."""
     least = float("inf")
     for _ in range(repeats):
         began = time.process_time()
@@ -179,8 +180,8 @@ def timed(work: Callable[[], Any], repeats: int) -> tuple[Any, float]:
 
 
 def tiled(versions: list[np.ndarray], megabytes: float) -> list[dict[str, torch.Tensor]]:
-    """The last two versions, as large as asked: the same numbers over and over, each time in another order, so that no
-    packer finds them again.
+    """Return the last two versions repeated to the requested size, each repeat in another order, so that no compressor
+    finds the repetition.
     """
     count = max(1, round(megabytes * 1e6 / versions[0].nbytes))
     orders = [np.random.default_rng(n).permutation(len(versions[0])) for n in range(count)]
@@ -191,7 +192,7 @@ def tiled(versions: list[np.ndarray], megabytes: float) -> list[dict[str, torch.
 
 
 def write(folder: Folder, version: int, weights: dict[str, torch.Tensor]) -> int:
-    """Bytes of it."""
+    """Write a version and return its size in bytes."""
     writer = folder.writer(version, PART_BYTES, CHUNK_BYTES)
     for name, tensor in weights.items():
         writer.add(name, tensor)
@@ -266,16 +267,16 @@ async def fetch(
 
 @app.command()
 def main(
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
-    quick: Annotated[bool, typer.Option(help="few megabytes, one link")] = False,
-    megabytes: Annotated[float, typer.Option(help="that cross the link")] = 64.0,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
+    quick: Annotated[bool, typer.Option(help="few megabytes, one bandwidth")] = False,
+    megabytes: Annotated[float, typer.Option(help="megabytes that cross the link")] = 64.0,
 ) -> None:
-    """Measure each part."""
+    """Measure each part and print its rows."""
 
     def show(row: dict[str, Any]) -> None:
-        told = {"benchmark": "weights_across_sites", **row}
+        named = {"benchmark": "weights_across_sites", **row}
         if as_json:
-            print(json.dumps({**told, "machine": describe(), "commit": commit()}), flush=True)
+            print(json.dumps({**named, "machine": describe(), "commit": commit()}), flush=True)
         else:
             print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
 
@@ -283,7 +284,7 @@ def main(
     for row in coding(versions, held, 3 if quick else 15):
         show(row)
     if why := far_link.missing():
-        raise typer.Exit(typer.echo(f"no link is measured: it {why}", err=True))
+        raise typer.Exit(typer.echo(f"skipping the link: it {why}", err=True))
     models = tiled(versions[LEARNING_RATES[0]], 8 if quick else megabytes)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         for mbit in (400,) if quick else (100, 1000):

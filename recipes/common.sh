@@ -1,36 +1,36 @@
 # shellcheck shell=bash
-# What the recipes for GPUs share. A recipe sets RECIPE (its YAML in config/) and its own defaults, sources this file
-# and calls `launch "$@"`. Variables of every recipe, beside those in its own header:
-#   RHYME=histospec              the preset: histospec drafts only; full adds the pipeline (docs/choosing.md); sorted,
-#                                histopipe and stream are the papers' settings of it; off is stock verl
-#   STALENESS=k                  of a preset with the pipeline: most policy versions between a trained token and its
-#                                update, 0 is on-policy; default: the preset's
-#   ENGINE=megatron|fsdp         training engine: Megatron split by TP and PP (default), or FSDP2 split by SP (Ulysses)
-#   MODE=sync|colocate_async|separate_async   verl's trainer mode (of RHYME=stream the default is the last). The last
-#                                adds ROLLOUT_NNODES=1 nodes of ROLLOUT_GPUS_PER_NODE=$GPUS_PER_NODE for rollout to the
-#                                NNODES that train. To the pipeline the first two are one
+# Shared code of the GPU recipes. A recipe sets RECIPE (its YAML in config/) and its defaults, sources this file and
+# calls `launch "$@"`. Each recipe also reads these variables:
+#   RHYME=histospec              preset: histospec (drafting only), full (adds the pipeline), sorted, histopipe, stream
+#                                (settings of the papers), off (stock verl); docs/choosing.md compares them
+#   STALENESS=k                  maximum staleness of a pipeline preset: policy versions between a trained token and the
+#                                policy that trains on it; 0 is on-policy; default: the preset's
+#   ENGINE=megatron|fsdp         training engine: Megatron with TP and PP (default), or FSDP2 with SP (Ulysses)
+#   MODE=sync|colocate_async|separate_async   verl's trainer mode (default: sync; RHYME=stream: separate_async).
+#                                separate_async adds ROLLOUT_NNODES=1 nodes of ROLLOUT_GPUS_PER_NODE=$GPUS_PER_NODE for
+#                                rollout to the NNODES for training. The pipeline treats the other two modes alike
 #   DATA_DIR=data TRAIN_FILE= VAL_FILE=       parquet files; a list is [a,b]
-#   RUN_DIR=runs/RECIPE/NAME     logs and metrics.jsonl; on storage that all nodes share. `verl-rhyme run-name` makes
-#                                NAME of the config: full-k2-Qwen3-8B-megatron-separate_async
-#   CKPT=$RUN_DIR/checkpoints    checkpoints, history snapshots, event log; a second start resumes from here, unless
-#                                run.json in it says that they are another run's
+#   RUN_DIR=runs/RECIPE/NAME     logs and metrics.jsonl; on storage that all nodes share. `verl-rhyme run-name` derives
+#                                NAME from the config: full-k2-Qwen3-8B-megatron-separate_async
+#   CKPT=$RUN_DIR/checkpoints    checkpoints, history snapshots, event log. A second start resumes from this folder; if
+#                                its run.json names another run, the start is refused
 #   LOGGER=console,file          verl's loggers: also wandb, tensorboard, mlflow, swanlab ...
 #   SEED=1                       order of the data and sampling
-#   DRY_RUN=1                    print the resolved config and the memory estimate, and stop; status 1 if the config
-#                                cannot work, whatever the machine
-#   SMOKE=1                      two steps of the recipe on this machine's CPU, with a tiny model of the recipe's family,
-#                                puzzles for data and small sizes: does everything it names work together?
+#   DRY_RUN=1                    print the resolved config and the memory estimate, then stop; status 1 if the config
+#                                fails on every machine
+#   SMOKE=1                      test: two steps on this machine's CPU with a tiny model of the recipe's family, puzzles
+#                                as data and small sizes
 #   SKIP_PREFLIGHT=1             start without the checks of `verl-rhyme preflight`
-#   SKIP_BOOTSTRAP=1             use the Python environment that is active instead of making .venv-gpu (SMOKE=1: .venv-cpu)
+#   SKIP_BOOTSTRAP=1             use the active Python environment instead of .venv-gpu (SMOKE=1: .venv-cpu)
 
-_absolute() { # Ray's workers have another working directory; lists, URLs and names on a hub stay
+_absolute() { # Ray's workers have another working directory; lists, URLs and hub names stay unchanged
   case "$1" in
     \[* | *://*) echo "$1" ;;
     *) realpath -m -- "$1" ;;
   esac
 }
 
-_files() { # _files "NAME NAME": in DATA_DIR; several are a list of hydra's
+_files() { # _files "NAME NAME": paths in DATA_DIR; several become a hydra list
   local name list=
   for name in $1; do list+=",$DATA_DIR/$name"; done
   [[ "$1" != *" "* ]] && echo "${list#,}" || echo "[${list#,}]"
@@ -75,7 +75,7 @@ VAL_FILE=$(_absolute "${VAL_FILE:-$(_files "$VAL_NAME")}")
 plain_path ROOT "the checkout's folder"
 _check_paths DATA_DIR TRAIN_FILE VAL_FILE MODEL RUN_DIR
 
-# of whatever folder the run gets
+# arguments that do not depend on the run's folder
 _args=(
   --config-path "$ROOT/recipes/config" --config-name "$RECIPE" "backend=$ENGINE" "${PRESET_ARGS[@]}"
   "actor_rollout_ref.model.path=$MODEL" "data.train_files=$TRAIN_FILE" "data.val_files=$VAL_FILE"
@@ -99,7 +99,7 @@ case "$ENGINE" in
     _args+=("$_engine.ulysses_sequence_parallel_size=$SP")
     ;;
 esac
-[ "$SMOKE" = 0 ] || _args+=( # pinned memory, which offloading wants, is CUDA's
+[ "$SMOKE" = 0 ] || _args+=( # offloading needs pinned memory, and so CUDA
   +platform=cpu +smoke=tiny "${SMOKE_ARGS[@]}" "$_engine.param_offload=false" "$_engine.optimizer_offload=false"
 )
 
@@ -107,13 +107,13 @@ _train() {
   python -m verl.trainer.main_ppo "$@" 2>&1 | tee -a "$RUN_DIR/train.log"
 }
 
-_in_folder() { # sets FOLDER_ARGS: what is in RUN_DIR, which Python names unless it is given
+_in_folder() { # sets RUN_DIR if unset, and FOLDER_ARGS: the arguments with paths in RUN_DIR
   RUN_DIR=${RUN_DIR:-$_runs/$(verl-rhyme run-name -- "${_args[@]}" "$@")}
   CKPT=$(_absolute "${CKPT:-$RUN_DIR/checkpoints}")
   _check_paths CKPT
   FOLDER_ARGS=(
     "trainer.default_local_dir=$CKPT" "hydra.run.dir=$RUN_DIR/hydra"
-    # verl logs from a Ray worker, perhaps on another node: it does not see this shell's environment
+    # verl logs from a Ray worker, which may be on another node and does not inherit this shell's environment
     "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH=$RUN_DIR/metrics.jsonl"
   )
   [ "$SMOKE" = 0 ] || FOLDER_ARGS+=(
@@ -138,7 +138,7 @@ launch() { # launch [hydra overrides]
     verl-rhyme preflight --dry-run -- "${args[@]}"
     return
   fi
-  echo "$RECIPE: RHYME=$RHYME MODE=$MODE ENGINE=$ENGINE in $RUN_DIR; docs/choosing.md says which is for which run" >&2
+  echo "$RECIPE: RHYME=$RHYME MODE=$MODE ENGINE=$ENGINE in $RUN_DIR; docs/choosing.md compares the presets" >&2
   if [ "$SMOKE" = 1 ]; then
     mkdir -p "$RUN_DIR"
     (
@@ -150,7 +150,7 @@ launch() { # launch [hydra overrides]
   fi
   if [ "$SKIP_PREFLIGHT" != 1 ]; then
     verl-rhyme preflight -- "${args[@]}" || {
-      echo "$RECIPE: not started, see above; SKIP_PREFLIGHT=1 starts regardless" >&2
+      echo "$RECIPE: not started because of the errors above; SKIP_PREFLIGHT=1 starts the run anyway" >&2
       return 1
     }
   fi
@@ -158,12 +158,12 @@ launch() { # launch [hydra overrides]
   verl-rhyme claim -- "${args[@]}" || status=$?
   case "$status" in
     0) ;;
-    3) return 0 ;; # already finished, as it says
+    3) return 0 ;; # the run is already finished; claim printed that
     *) return "$status" ;;
   esac
   mkdir -p "$RUN_DIR"
   _train "${args[@]}"
-  echo "$RECIPE: done. In $RUN_DIR/metrics.jsonl read timing_s/gen and timing_s/step, perf/throughput," \
-    "response_length/mean, critic/score/mean, rollout/spec_accept_rate, rollout/spec_accept_length," \
-    "rollout/history/hit_rate; or: verl-rhyme report $RUN_DIR"
+  echo "$RECIPE: finished. $RUN_DIR/metrics.jsonl has timing_s/gen, timing_s/step, perf/throughput," \
+    "response_length/mean, critic/score/mean, rollout/spec_accept_rate, rollout/spec_accept_length and" \
+    "rollout/history/hit_rate. Summary: verl-rhyme report $RUN_DIR"
 }

@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# Trains a tiny model on Knights and Knaves puzzles, or a small pretrained one on tasks in plain words, with verl and
-# vLLM on a CPU, drafting from history.
-#   RHYME=histospec         the preset: histospec drafts only; full adds the pipeline (docs/choosing.md); sorted, histopipe
-#                           and stream are the papers' settings of it; off is stock verl
-#   STALENESS=k             of a preset with the pipeline: most policy versions between a trained token and its update;
-#                           0 is on-policy; default: the preset's
-#   COMPARE=1               off and histospec with one seed, then the comparison
-#   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop; status 1 if it cannot work
-#   MODEL=qwen2|llama|smollm2|DIR   EPOCHS=5   PROMPTS=64   SEED=1   (smollm2, a pretrained one: 3 epochs of 12 prompts)
-#   WEIGHT_BUCKET_MB=64     of MODEL=DIR: megabytes that hold its largest tensor
-#   PEOPLE="2 3"            in the puzzles
-#   SHOTS=2                 few-shot examples in a prompt of MODEL=smollm2 (examples/smollm2)
-#   FROZEN=1                the policy is not trained; updates are not streamed (verl's critic_warmup)
-#   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async   (of RHYME=stream the last)
-#   REPLICAS=1              engines
-#   SKIP_BOOTSTRAP=1        use the Python environment that is active
-#   RUN_DIR=runs/tiny_cpu/NAME   NAME is what `verl-rhyme run-name` makes of the config: histospec-qwen2-fsdp-sync,
+# Trains a tiny model on Knights and Knaves puzzles, or a small pretrained model on language tasks, with verl and vLLM
+# on a CPU. The engine drafts from the history.
+#   RHYME=histospec         preset: histospec (drafting only), full (adds the pipeline), sorted, histopipe or stream
+#                           (settings of the papers), off (stock verl); docs/choosing.md compares them
+#   STALENESS=k             maximum staleness of a pipeline preset: policy versions between a trained token and the
+#                           policy that trains on it; 0 is on-policy; default: the preset's
+#   COMPARE=1               run off and histospec with one seed, then compare them
+#   DRY_RUN=1               print the resolved config and the memory estimate, then stop; status 1 if the config fails
+#   MODEL=qwen2|llama|smollm2|DIR   EPOCHS=5   PROMPTS=64   SEED=1   (smollm2, pretrained: 3 epochs of 12 prompts)
+#   WEIGHT_BUCKET_MB=64     for MODEL=DIR: at least the size of its largest tensor in megabytes
+#   PEOPLE="2 3"            numbers of people in the puzzles
+#   SHOTS=2                 few-shot examples per prompt for MODEL=smollm2 (examples/smollm2)
+#   FROZEN=1                do not train the policy, and do not stream batches (verl's critic_warmup)
+#   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async   (RHYME=stream: separate_async)
+#   REPLICAS=1              number of engines
+#   SKIP_BOOTSTRAP=1        use the active Python environment
+#   RUN_DIR=runs/tiny_cpu/NAME   `verl-rhyme run-name` derives NAME from the config: histospec-qwen2-fsdp-sync,
 #                           full-k2-qwen2-fsdp-separate_async-2_replicas
 #   more arguments are hydra overrides: bash recipes/run_tiny_cpu.sh data.train_batch_size=8
-# Started again with more EPOCHS it resumes. A RUN_DIR of another preset, model, engine, mode, seed, of other puzzles or
-# of another number of replicas is refused: checkpoints/run.json in it says whose it is.
+# A second start with more EPOCHS resumes the run. The start is refused if checkpoints/run.json in RUN_DIR names another
+# preset, model, engine, mode, seed, puzzle set or number of replicas.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -45,20 +45,20 @@ NAME=run_tiny_cpu
 for _switch in COMPARE DRY_RUN FROZEN SKIP_BOOTSTRAP; do one_of "$_switch" 0 1; done
 check_preset
 [ "$COMPARE" = 0 ] || [ "$RHYME" = histospec ] || refuse "COMPARE=1 compares off and histospec; drop RHYME=$RHYME"
-# a mode of one's own is registered by a module of VERL_USE_EXTERNAL_MODULES
+# a module of VERL_USE_EXTERNAL_MODULES may register another mode
 [ -n "${VERL_USE_EXTERNAL_MODULES:-}" ] || one_of MODE sync colocate_async separate_async
 [ "$MODE" != separate_async ] || { [ "$RHYME" != off ] && [ "$COMPARE" = 0 ]; } ||
-  refuse "MODE=separate_async sends weights by our relay, which RHYME=off has not, an arm of COMPARE=1; use another MODE"
+  refuse "MODE=separate_async needs our relay for weights, which RHYME=off and COMPARE=1 lack; use another MODE"
 one_of ENGINE fsdp megatron
 [ "$WORLD $ENGINE" != "smollm2 megatron" ] ||
-  refuse "MODEL=smollm2 trains by LoRA as verl's FSDP engine has it; drop ENGINE=megatron"
+  refuse "MODEL=smollm2 trains with LoRA, which needs verl's FSDP engine; drop ENGINE=megatron"
 number EPOCHS 1
 number PROMPTS "$BATCH" "a batch of data.train_batch_size"
 number SEED 0
-one_of SHOTS 0 1 2 # of three a prompt is longer than tiny_cpu_world/smollm2.yaml has room for
+one_of SHOTS 0 1 2 # a prompt with three is longer than tiny_cpu_world/smollm2.yaml allows
 number REPLICAS 1
-EPOCHS=$((10#$EPOCHS)) PROMPTS=$((10#$PROMPTS)) SEED=$((10#$SEED)) REPLICAS=$((10#$REPLICAS)) # zeros in front make it octal
-[[ "$PEOPLE" =~ ^[2-7](\ [2-7])*$ ]] || refuse "PEOPLE='$PEOPLE' is no list of numbers from 2 to 7, as in PEOPLE='2 3'"
+EPOCHS=$((10#$EPOCHS)) PROMPTS=$((10#$PROMPTS)) SEED=$((10#$SEED)) REPLICAS=$((10#$REPLICAS)) # leading zeros mean octal
+[[ "$PEOPLE" =~ ^[2-7](\ [2-7])*$ ]] || refuse "PEOPLE='$PEOPLE' is not a list of numbers from 2 to 7, such as '2 3'"
 
 export TINY_WORLD="$ROOT/examples/tiny_world"
 [ ! -d "$TINY_WORLD/models/$MODEL" ] || MODEL="$TINY_WORLD/models/$MODEL"
@@ -81,7 +81,7 @@ export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}
 source "$ROOT/recipes/cpu.sh"
 
 engines=trainer.n_gpus_per_node notes=()
-[ "$MODE" != separate_async ] || engines=actor_rollout_ref.rollout.n_gpus_per_node # logical, beside the one that trains
+[ "$MODE" != separate_async ] || engines=actor_rollout_ref.rollout.n_gpus_per_node # logical GPUs
 [ "$REPLICAS" = 1 ] || notes=(--note "replicas=$REPLICAS")
 arguments=(
   --config-path "$ROOT/recipes/config" --config-name tiny_cpu "model_engine=${ENGINE/fsdp/dp}" "${PRESET_ARGS[@]}"
@@ -96,7 +96,7 @@ else
   # shellcheck disable=SC2206  # PEOPLE is a list
   tasks+=(--people $PEOPLE) about="puzzles=$PROMPTS of $PEOPLE people"
 fi
-if [ "$FROZEN" = 1 ]; then # until then verl trains nothing but a critic, which there is not
+if [ "$FROZEN" = 1 ]; then # until then verl trains only the critic, and GRPO has none
   arguments+=(trainer.critic_warmup=1000000 algorithm.rollout_correction.bypass_mode=true)
   notes+=(--note frozen=policy) about+=", policy frozen"
 fi
@@ -105,7 +105,7 @@ run() { # run DIRECTORY [overrides]
   export RUN_DIR=$1 DATA=$1/data
   shift
   local args=("${arguments[@]}" "hydra.run.dir=$RUN_DIR/hydra" "$@")
-  # a run's metrics have one number of request slots
+  # metrics assume one number of request slots per run
   local notes=(--note "$about" --note "replicas=$REPLICAS")
   if [ "$DRY_RUN" = 1 ]; then
     verl-rhyme preflight --dry-run "${notes[@]}" -- "${args[@]}"
@@ -120,7 +120,7 @@ run() { # run DIRECTORY [overrides]
       python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \
         --total-steps $((EPOCHS * (PROMPTS / BATCH))) -- python -m verl.trainer.main_ppo "${args[@]}"
       ;;
-    3) ;; # already finished: its summary is shown
+    3) ;; # already finished: print its summary
     *) return "$status" ;;
   esac
   verl-rhyme report "$RUN_DIR"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What every run script asks of its variables. Each refusal is one line and status 2. NAME is the script's, ROOT the
-# checkout's folder. Whatever is hydra's, Python looks at (verl-rhyme preflight, verl-rhyme claim).
+# Checks of the variables of every run script. An error is one line and status 2. NAME is the script's name, ROOT the
+# checkout's folder. Python checks the hydra options (verl-rhyme preflight, verl-rhyme claim).
 
 refuse() {
   echo "$NAME: $*" >&2
@@ -16,31 +16,31 @@ one_of() { # one_of VARIABLE VALUE...
   refuse "$variable=${!variable} is unknown; use one of $*"
 }
 
-number() { # number VARIABLE LEAST [WHAT THE LEAST IS]
+number() { # number VARIABLE MINIMUM [MEANING OF THE MINIMUM]
   [[ ! "${!1}" =~ ^-[0-9]+$ ]] || refuse "$1=${!1} is below $2${3:+, $3}"
-  [[ "${!1}" =~ ^[0-9]{1,9}$ ]] || refuse "$1=${!1} is no whole number"
+  [[ "${!1}" =~ ^[0-9]{1,9}$ ]] || refuse "$1=${!1} is not a whole number"
   [ "$((10#${!1}))" -ge "$2" ] || refuse "$1=${!1} is below $2${3:+, $3}"
 }
 
-plain_path() { # plain_path VARIABLE [WHAT IT IS]: hydra's grammar takes no other character without quotes
+plain_path() { # plain_path VARIABLE [MEANING]: hydra's grammar needs quotes around any other character
   local LC_ALL=C plain='A-Za-z0-9 _./+@%:$*?|-' other # in C a letter is one of A to Z
   other=${!1//[$plain]/}
   [ -z "$other" ] || refuse "${2:-$1}=${!1} contains $other, which hydra cannot read in a path; choose one of the" \
     "letters a-z and A-Z, digits, spaces and . _ - + @ %"
 }
 
-check_preset() { # RHYME, STALENESS, MODE; hydra's overrides for them: PRESET_ARGS
+check_preset() { # check RHYME, STALENESS and MODE; set PRESET_ARGS, their hydra overrides
   local presets
   RHYME=${RHYME:-histospec}
   presets=$(cd "$ROOT/verl_rhyme/conf/rhyme" && echo *.yaml)
-  # shellcheck disable=SC2086  # one word a preset
+  # shellcheck disable=SC2086  # one word per preset
   one_of RHYME ${presets//.yaml/}
   MODE=${MODE:-$([ "$RHYME" = stream ] && echo separate_async || echo sync)}
-  # shellcheck disable=SC2034  # the scripts read it
+  # shellcheck disable=SC2034  # read by the scripts
   PRESET_ARGS=("rhyme=$RHYME" "trainer.v1.trainer_mode=$MODE")
   [ -n "${STALENESS:-}" ] || return 0
-  [[ ! "$RHYME" =~ ^(off|histospec)$ ]] || refuse "STALENESS=$STALENESS bounds the pipeline, which RHYME=$RHYME has not;" \
-    "drop it, or set RHYME=full"
+  [[ ! "$RHYME" =~ ^(off|histospec)$ ]] || refuse "STALENESS=$STALENESS needs the pipeline, which RHYME=$RHYME" \
+    "does not run; drop STALENESS, or set RHYME=full"
   number STALENESS 0 "which is on-policy"
   PRESET_ARGS+=("actor_rollout_ref.rollout.custom.rhyme.max_staleness=$((10#$STALENESS))")
 }

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Builds into .venv-gpu what the training engines import and no index has as a wheel for this torch and CUDA; versions
-# and hashes are in NAME.lock.
-#   bash requirements/build.sh                      both
-#   bash requirements/build.sh transformer-engine   what Megatron needs
-#   bash requirements/build.sh flash-attn           what FSDP needs
-#   --unless-tried                                  not what failed here before (for bootstrap.sh)
-#   CUDA_ARCHS="90"   compute capabilities (default: those of this machine's GPUs, or 80 and 90 where there is none)
-#   MAX_JOBS          compilers at once (default: one a core, and 8 GiB of memory for each)
-# nvcc and CUDA's headers come from .venv-gpu itself; a C++ compiler and Python's headers must be there. What was compiled
-# stays in .venv-gpu/build: started again, it goes on where it was. A package that cannot be imported is not built.
+# Builds packages of the training engines that have no wheel for this torch and CUDA, and installs them into .venv-gpu.
+# NAME.lock has the versions and hashes.
+#   bash requirements/build.sh                      both packages
+#   bash requirements/build.sh transformer-engine   for Megatron
+#   bash requirements/build.sh flash-attn           for FSDP
+#   --unless-tried                                  skip packages that failed here before (for bootstrap.sh)
+#   CUDA_ARCHS="90"   compute capabilities (default: those of this machine's GPUs, or 80 and 90 without a GPU)
+#   MAX_JOBS          parallel compilers (default: one per core with 8 GiB of memory each)
+# nvcc and CUDA's headers come from .venv-gpu. The machine needs a C++ compiler and Python's headers. Built files stay
+# in .venv-gpu/build, so that a second start resumes. A package counts as built only if it can be imported.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv="$root/.venv-gpu" python="$root/.venv-gpu/bin/python"
 
-tell() { echo "verl-rhyme: $*"; }
+report() { echo "verl-rhyme: $*"; }
 refuse() {
-  tell "$*" >&2
-  echo "  What to do instead: recipes/README.md, Start." >&2
+  report "$*" >&2
+  echo "  For alternatives see recipes/README.md, Start." >&2
   exit 1
 }
 
@@ -26,7 +26,7 @@ for name in "$@"; do
   case "$name" in
     --unless-tried) unless_tried=1 ;;
     transformer-engine | flash-attn) packages+=("$name") ;;
-    *) refuse "cannot build '$name'; give transformer-engine or flash-attn, or nothing for both" ;;
+    *) refuse "cannot build '$name'; name transformer-engine or flash-attn, or no package for both" ;;
   esac
 done
 [ ${#packages[@]} -gt 0 ] || packages=(transformer-engine flash-attn)
@@ -40,19 +40,19 @@ missing=()
 for name in "${packages[@]}"; do
   if built "$name"; then continue; fi
   if [ $unless_tried = 1 ] && failed "$name"; then
-    tell "$name could not be built here before; to try again: bash requirements/build.sh $name" >&2
+    report "$name could not be built here before; to try again: bash requirements/build.sh $name" >&2
     continue
   fi
   missing+=("$name")
 done
 [ ${#missing[@]} -gt 0 ] || exit 0
 
-# pip ends in order at an interrupt; bash would take that for a failed build and begin the next one.
+# pip handles an interrupt; bash would treat it as a failed build and start the next one.
 trap 'trap - INT; kill -INT $$' INT
 exec 9>"$venv/.build.lock" # one build at a time
-flock -n 9 || { tell "another process is building; waiting for it"; flock 9; }
+flock -n 9 || { report "another process is building; waiting for it"; flock 9; }
 
-# ---- the compilers' environment ----
+# ---- environment of the compilers ----
 
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cuda="$site/nvidia/cu13"
@@ -61,7 +61,7 @@ c++ --version >/dev/null 2>&1 || refuse "no C++ compiler; on Debian and Ubuntu: 
 headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
 [ -f "$headers/Python.h" ] || refuse "no $headers/Python.h; on Debian and Ubuntu: apt-get install python3-dev"
 
-capabilities() { # one a line, such as 90
+capabilities() { # one per line, such as 90
   if [ -n "${CUDA_ARCHS:-}" ]; then
     tr ' ;,' '\n' <<<"$CUDA_ARCHS"
   elif nvidia-smi -L >/dev/null 2>&1; then
@@ -76,7 +76,7 @@ jobs() {
   cores=$(nproc) memory=$(awk '/MemAvailable/ {print int($2 / 8388608)}' /proc/meminfo)
   echo $((memory < 1 ? 1 : memory < cores ? memory : cores))
 }
-# the linker looks for libNAME.so, the packages have libNAME.so.13
+# the linker needs libNAME.so, the packages have libNAME.so.13
 mkdir -p "$venv/build/lib"
 for library in "$cuda"/lib/*.so.* "$site"/nvidia/{cudnn,nccl}/lib/*.so.*; do
   stem=${library##*/}
@@ -85,14 +85,14 @@ done
 export CUDA_HOME=$cuda CUDACXX=$cuda/bin/nvcc PATH="$cuda/bin:$venv/bin:$PATH" VIRTUAL_ENV=$venv
 export CPLUS_INCLUDE_PATH=$cuda/include:$cuda/include/cccl:$site/nvidia/cudnn/include:$site/nvidia/nccl/include
 export LIBRARY_PATH=$venv/build/lib MAX_JOBS=${MAX_JOBS:-$(jobs)} NVCC_THREADS=1
-# nvcc 13.2 with the headers of torch's CUDA 13.0: CUDA allows it within 13, its C++ headers ask to be told
+# nvcc 13.2 works with the headers of torch's CUDA 13.0; the flag disables the version check in CUDA's C++ headers
 export NVCC_APPEND_FLAGS="-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK ${NVCC_APPEND_FLAGS:-}"
 # Transformer Engine
 export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE
-# the sources lie in our checkout: Transformer Engine would put our commit into its version, and refuse to be imported
+# the sources are in our checkout: Transformer Engine would put our commit into its version, and then fail to import
 export NVTE_NO_LOCAL_VERSION=1 GIT_CEILING_DIRECTORIES=$venv/build
 NVTE_CUDA_ARCHS=$(capabilities | joined)
-# flash-attn: one build for all of 8.x, 10.x and 12.x; no prebuilt wheel from elsewhere, whose hash nobody knows
+# flash-attn: one build covers all of 8.x, 10.x and 12.x; build it, because its prebuilt wheels have no hash in our lock
 export FLASH_ATTENTION_FORCE_BUILD=TRUE
 FLASH_ATTN_CUDA_ARCHS=$(capabilities | sed 's/^8.$/80/; s/^10.$/100/; s/^12.$/120/' | joined)
 export NVTE_CUDA_ARCHS FLASH_ATTN_CUDA_ARCHS
@@ -101,9 +101,9 @@ export NVTE_CUDA_ARCHS FLASH_ATTN_CUDA_ARCHS
 
 declare -A source=([transformer-engine]=transformer-engine-torch [flash-attn]=flash-attn)
 declare -A module=([transformer-engine]=transformer_engine.pytorch [flash-attn]=flash_attn)
-declare -A told=([transformer-engine]="7.5 minutes on two cores for one architecture" [flash-attn]="minutes on many cores, hours on few")
+declare -A duration=([transformer-engine]="7.5 minutes on two cores for one architecture" [flash-attn]="minutes on many cores, hours on few")
 
-build() { # build NAME: its sources and its wheels, each checked against its hash; a wheel made before is used again
+build() { # build NAME: download its sources, compile its wheels, check all hashes; an existing wheel is reused
   local folder lock="$root/requirements/$1.lock" from=${source[$1]} uv
   folder="$venv/build/$1-$(wanted "$1")"
   uv=$(command -v uv)
@@ -127,26 +127,26 @@ build() { # build NAME: its sources and its wheels, each checked against its has
     "$uv" pip install -q --python "$venv" --no-deps --require-hashes --reinstall -r "$folder/wheels.lock"
   fi
   "$uv" pip install -q --python "$venv" --no-deps --reinstall "$folder"/wheel/*.whl
-  (cd / && "$python" -c "import torch, ${module[$1]}") # that it was built does not say that it loads
+  (cd / && "$python" -c "import torch, ${module[$1]}") # a package that builds may still fail to import
   wanted "$1" > "$venv/.$1"
   rm -f "$venv/.$1.failed"
 }
 
 status=0
 for name in "${missing[@]}"; do
-  if built "$name"; then continue; fi # by the process we waited for
+  if built "$name"; then continue; fi # built by the process we waited for
   log="$venv/build/$name.log"
-  tell "building $name for $(capabilities | joined) with $MAX_JOBS compilers (${told[$name]}; RHYME_BUILD=0 leaves it out)."
-  tell "its log: $log"
-  set +e # a condition would turn it off inside as well
+  report "building $name for $(capabilities | joined) with $MAX_JOBS compilers (${duration[$name]}; RHYME_BUILD=0 skips it)."
+  report "log: $log"
+  set +e # a condition would disable it inside the subshell
   (set -e; build "$name") >"$log" 2>&1 </dev/null
   set -e
   if built "$name"; then
-    tell "$name is built"
+    report "$name is built"
   else
     wanted "$name" > "$venv/.$name.failed"
     tail -n 5 "$log" >&2
-    tell "$name could not be built, see $log; or take verl's image: recipes/README.md, Start" >&2
+    report "$name could not be built, see $log; or use verl's image: recipes/README.md, Start" >&2
     status=1
   fi
 done

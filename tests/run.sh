@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs the linters and the tests; makes .venv-cpu first when it is missing.
-#   bash tests/run.sh                      everything, as CI runs it
-#   bash tests/run.sh fast                 linters, unit and contract tests, but for those marked slow
-#   bash tests/run.sh tests/unit -k store  arguments go to pytest, without the linters
-#   RHYME_SLOW=1          also what takes hours, or fails rarely: weekly, and before a release
-#   RHYME_EXTRA=cpu|gpu   which environment (default: cpu on every machine, with GPUs or without, for the tests run the
-#                         engine on a CPU); gpu: unit and contract tests on the CUDA build of vLLM, no GPU needed
+# Runs the linters and the tests; creates .venv-cpu if it is missing.
+#   bash tests/run.sh                      everything, as in CI
+#   bash tests/run.sh fast                 linters, unit and contract tests, without the slow ones
+#   bash tests/run.sh tests/unit -k store  arguments for pytest, without the linters
+#   RHYME_SLOW=1          also tests that take hours or fail rarely: weekly, and before a release
+#   RHYME_EXTRA=cpu|gpu   environment (default: cpu on every machine, because the tests run the engine on a CPU); gpu:
+#                         unit and contract tests on the CUDA build of vLLM, without a GPU
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -14,7 +14,7 @@ RHYME_EXTRA=${RHYME_EXTRA:-cpu} RHYME_BUILD=${RHYME_BUILD:-0}
 source "$ROOT/requirements/bootstrap.sh"
 cd "$ROOT"
 
-# Threads of one process would wait at every operation for the cores that the others have.
+# More threads would only wait for the cores of the other processes.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} VERL_PLATFORM=${VERL_PLATFORM:-cpu} RAY_USAGE_STATS_ENABLED=0
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
@@ -27,19 +27,19 @@ ruff check .
 ruff format --check .
 mypy
 shellcheck -x recipes/*.sh requirements/*.sh tests/*.sh .ci/run
-# Two at a time; what shares a process, a cluster, an engine or a run stays together.
+# Two workers; tests that share a process, a cluster, an engine or a run stay on one worker.
 together=(python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder)
 if [ "$*" = fast ]; then
   echo "verl-rhyme: unit tests, contract with verl and vLLM"
   exec "${together[@]}" -m "not slow" tests/contract tests/unit
 fi
-echo "verl-rhyme: unit tests, contract with verl and vLLM, the real engine, a real training"
+echo "verl-rhyme: unit tests, contract with verl and vLLM, the real engine, real training runs"
 "${together[@]}" tests/contract tests/unit
 if [ "$RHYME_EXTRA" = gpu ]; then
-  echo "verl-rhyme: tests/e2e left out: its engines run on a CPU, which vLLM's CUDA build cannot; without RHYME_EXTRA=gpu they run"
+  echo "verl-rhyme: skipping tests/e2e: its engines need vLLM's CPU build; run without RHYME_EXTRA=gpu"
   exit
 fi
-# Training runs come first, 6 GB each, which mostly wait for processes to start; then what takes long of the rest. Runs
-# of several engines have the machine's memory for themselves.
+# Training runs start first: they take 6 GB each and mostly wait for processes. Then the other long tests. Runs with
+# several engines run alone, because they need the machine's memory.
 "${together[@]}" -m "not alone" tests/e2e/test_two_nodes.py tests/e2e
 exec python -m pytest -m alone tests/e2e

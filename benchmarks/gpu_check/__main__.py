@@ -1,8 +1,8 @@
-"""What a GPU is to decide about this project, in at most 40 minutes, part by part: docs/studies/gpu_check.md.
+"""Run checks that need a GPU, part by part in at most 40 minutes: docs/studies/gpu_check.md.
 
     bash benchmarks/gpu_check.sh [--quick] [--only PART ...] [--again] [--out FOLDER]
 
-Started again, it runs the parts that are not done.
+A second start runs the unfinished parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PACKAGES = ("torch", "triton", "transformers", "numba", "lmdb", "typer", "pyarr
 
 
 def _gpu() -> str:
-    """Name of the first GPU; empty where there is none, or no torch."""
+    """Return the name of the first GPU, or ``""`` without a GPU or torch."""
     try:
         import torch
     except ImportError:
@@ -30,22 +30,22 @@ def _gpu() -> str:
 
 
 def _versions() -> str:
-    found = []
+    versions = []
     for name in _PACKAGES:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {name}")
-    return ", ".join(found)
+            versions.append(f"no {name}")
+    return ", ".join(versions)
 
 
 def main() -> int:
-    """Run, and print the table; 0 where every part is done or cannot run here."""
+    """Run the parts and print the table. Return 0 if every part is done or cannot run on this machine."""
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes; always so without a GPU")
-    parser.add_argument("--only", action="append", choices=[part.name for part in PARTS], help="may be given again")
-    parser.add_argument("--again", action="store_true", help="also what is done")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="results go below it, by machine")
+    parser.add_argument("--quick", action="store_true", help="small sizes; the default without a GPU")
+    parser.add_argument("--only", action="append", choices=[part.name for part in PARTS], help="repeat for several")
+    parser.add_argument("--again", action="store_true", help="run finished parts again")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="results folder")
     chosen = parser.parse_args()
     gpu = _gpu()
     quick = chosen.quick or not gpu
@@ -58,11 +58,11 @@ def main() -> int:
             results.drop(part.name)
     print(f"{machine}: {_versions()}\nresults: {results.file}", flush=True)
     if quick:
-        print("Small sizes: the figures show that the parts run, and decide nothing.", flush=True)
+        print("Small sizes: the figures only show that the parts run.", flush=True)
     about = {"benchmark": "gpu_check", "quick": quick, "machine": machine, "commit": commit()}
-    whole = driver.run(parts, results, about, bool(gpu), quick, lambda line: print(line, flush=True))
+    complete = driver.run(parts, results, about, bool(gpu), quick, lambda line: print(line, flush=True))
     print(driver.table(results, parts))
-    return 0 if whole else 1
+    return 0 if complete else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What asynchronous scheduling is worth to stock vLLM, which drafting has to do without: milliseconds a step.
+"""Measure the gain of asynchronous scheduling in stock vLLM, which drafting disables, in milliseconds per step.
 
-Drafts by a class of one's own also keep vLLM at its V1 model runner, where for some models (Qwen3, Llama) V2 is what it
-comes with: a third arm.
+Drafts by a custom class also force vLLM's V1 model runner. For some models (Qwen3, Llama) vLLM uses V2 by default, so
+V2 is a third arm.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check import engines, models
-from benchmarks.gpu_check.reporting import asked, report
+from benchmarks.gpu_check.reporting import parse_arguments, report
 
-#: Tokens of two runs, whose difference is of decoding alone.
+#: Tokens of two runs; their difference is only decoding.
 SHORT, LONG, PROMPT = 16, 144, 128
 ARMS = {
     "V1, asynchronous": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
@@ -25,11 +25,11 @@ ARMS = {
 
 
 def step_ms(llm: Any, rows: int, rounds: int) -> list[float]:
-    """Of a decoding step of so many rows, each time."""
+    """Return the milliseconds of a decoding step with so many rows, per round."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": [(7 * row + 13 * i) % 1000 for i in range(PROMPT)]} for row in range(rows)]
-    found = []
+    times = []
     for _ in range(rounds + 1):
         seconds = []
         for tokens in (SHORT, LONG):
@@ -37,12 +37,12 @@ def step_ms(llm: Any, rows: int, rounds: int) -> list[float]:
             began = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             seconds.append(time.perf_counter() - began)
-        found.append(1e3 * (seconds[1] - seconds[0]) / (LONG - SHORT))
-    return found[1:]
+        times.append(1e3 * (seconds[1] - seconds[0]) / (LONG - SHORT))
+    return times[1:]
 
 
 def measure(arm: str, small: bool) -> None:
-    """All widths of one engine."""
+    """Measure one engine with each batch size."""
     engines.prepare()
     from vllm import LLM
 
@@ -63,7 +63,7 @@ def measure(arm: str, small: bool) -> None:
 
 
 def main() -> None:
-    chosen = asked()
+    chosen = parse_arguments()
     if chosen.one:
         measure(chosen.one, chosen.quick)
     else:

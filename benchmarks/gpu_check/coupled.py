@@ -1,8 +1,9 @@
-"""Do coupled samples repeat themselves in batches of other shapes, with and without vLLM's batch invariance?
+"""Check whether coupled samples repeat in other batch shapes, with and without vLLM's batch invariance.
 
-Some requests carry keys of noise and are generated alone and among 33 and 256 rows; the others have noise of their own.
-`kept` is the mean share of a response before its first token that differs from what it was alone (and then all are
-others); `differs_a_token` how often a token is the first. vLLM reads its switch when it is imported: a process each.
+Some requests have noise keys and are generated alone and in batches of 33 and 256 rows; all other requests have fresh
+noise. `kept` is the mean share of a response before its first token that differs from the response alone; after that
+token all differ. `differs_a_token` is the rate at which a token is the first to differ. vLLM reads its switch at
+import, so each setting has a process.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_check import engines, models
-from benchmarks.gpu_check.reporting import asked, device, report
+from benchmarks.gpu_check.reporting import device, parse_arguments, report
 
-#: Requests that are compared, their tokens.
+#: Number of compared requests, and their tokens.
 PROBES, LENGTH = 8, 128
 PLAIN, INVARIANT = "plain", "batch invariant"
 ARMS = {PLAIN: {"VLLM_BATCH_INVARIANT": "0"}, INVARIANT: {"VLLM_BATCH_INVARIANT": "1"}}
 
 
 def generate(llm: Any, rows: int, length: int) -> tuple[np.ndarray, float]:
-    """int [PROBES, length] of the probes among ``rows`` (1: each by itself), and the seconds it took."""
+    """Return int [PROBES, length], the tokens of the probes among ``rows`` rows (1: each alone), and the seconds."""
     from vllm import SamplingParams
 
     from verl_rhyme.processes.request import RequestMeta
@@ -46,14 +47,14 @@ def generate(llm: Any, rows: int, length: int) -> tuple[np.ndarray, float]:
 
 
 def measure(small: bool, invariant: bool) -> None:
-    """All widths of one engine."""
+    """Measure one engine with each batch size."""
     engines.prepare()
     from vllm import LLM
 
     size, widths, length = ("tiny", (1, 33), 16) if small else ("1.5B", (1, 33, 256), LENGTH)
     with tempfile.TemporaryDirectory() as folder:
         model = models.saved(size, Path(folder), device())
-        engines.let_go()
+        engines.free_memory()
         llm = LLM(
             model=model,
             max_model_len=512,
@@ -65,7 +66,7 @@ def measure(small: bool, invariant: bool) -> None:
             **{**engines.settings(0.5), "dtype": "bfloat16", "load_format": "auto"},
         )
         if refused := llm.collective_rpc("install_sampler")[0]:
-            raise RuntimeError(f"our sampler was not installed: {refused}")
+            raise RuntimeError(f"cannot install our sampler: {refused}")
         alone, _ = generate(llm, 1, length)
         for rows in widths:
             tokens, taken = generate(llm, rows, length)
@@ -83,7 +84,7 @@ def measure(small: bool, invariant: bool) -> None:
 
 
 def main() -> None:
-    chosen = asked()
+    chosen = parse_arguments()
     if chosen.one:
         measure(chosen.quick, chosen.one == INVARIANT)
         return

@@ -1,7 +1,7 @@
-"""What a draft head takes: its guesses for a batch, and a step of its training, at the hidden sizes of real models.
+"""Measure the time of a draft head at the hidden sizes of real models: its guesses for a batch, and a training step.
 
-The guesses are those of a step: four draft positions, one after another, each with a copy to the host. ``step_ms`` is
-what reading the model's weights once takes at :data:`BANDWIDTH`: no decoding step is shorter.
+Guesses are for one decoding step: four draft positions in sequence, each with a copy to the host. ``step_ms`` is the
+time to read the model's weights once at :data:`BANDWIDTH`, the minimum of a decoding step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from verl_rhyme.drafting.head_guesser import HeadGuesser
 
 #: Hidden size, and bytes of all weights in bf16 on a GPU (the 32 B model's on four).
 SHAPES = {"8B": (4096, 16.0e9), "32B on 4 GPUs": (5120, 16.4e9)}
-#: Bytes a second that an H100's memory gives.
+#: Memory bandwidth of an H100 in bytes per second.
 BANDWIDTH = 3.0e12
 STEPS = 4
 
 
 def head_of(hidden: int, entries: int, at: torch.device) -> tuple[DraftHead, Rows]:
-    """A new head, and random rows of a policy."""
+    """Return a new head, and random output rows of a policy."""
     torch.manual_seed(0)
     head = DraftHead(hidden).to(at)
     head.half = at.type == "cuda"
@@ -35,19 +35,19 @@ def head_of(hidden: int, entries: int, at: torch.device) -> tuple[DraftHead, Row
 
 
 def guesses_ms(head: DraftHead, rows: Rows, batch: int, rounds: int) -> float:
-    """Of a step, by the host's clock: the engine waits for it."""
+    """Return the milliseconds of a step's guesses by the host's clock, because the engine waits for them."""
     guesser = HeadGuesser(head, STEPS)
     guesser.rows = rows
     states = torch.randn(batch, head.hidden, device=head.scale.device)
-    going, found = np.arange(batch), []
+    going, times = np.arange(batch), []
     for _ in range(rounds + 2):
         began = time.perf_counter()
         guesser.begin(states)
         latest = np.full(batch, int(rows.tokens[0]), dtype=np.int32)
         for position in range(STEPS):
             latest = guesser.guess(position, going, latest)[0][:, 0].copy()
-        found.append(1e3 * (time.perf_counter() - began))
-    return float(np.median(found[2:]))
+        times.append(1e3 * (time.perf_counter() - began))
+    return float(np.median(times[2:]))
 
 
 def main() -> None:
@@ -56,8 +56,8 @@ def main() -> None:
     for name, (hidden, weights) in shapes.items():
         head, rows = head_of(hidden, 512 if small else MOST_TOKENS, at)
         trainer = HeadTrainer(head, 4096 if small else HEAD_BUFFER // (2 * hidden), STEPS)
-        said = np.random.default_rng(0).integers(VOCABULARY, size=2048)
-        trainer.add(torch.randn(len(said), hidden, device=at), said, -1 - np.arange(len(said)))
+        tokens = np.random.default_rng(0).integers(VOCABULARY, size=2048)
+        trainer.add(torch.randn(len(tokens), hidden, device=at), tokens, -1 - np.arange(len(tokens)))
         update = milliseconds(lambda: trainer.update(rows, 1.0), 2 if small else 20)  # noqa: B023
         for batch in (4,) if small else (1, 64, 256):
             report(

@@ -1,9 +1,9 @@
-"""Runs parts one after another, each in a process and for a time of its own, and keeps what they tell.
+"""Run the parts in sequence, each in a process with a time limit, and store their rows.
 
-Only the standard library: what a part needs is the part's affair. A folder for each machine holds ``results.jsonl``:
-rows of parts as they came (``part``, ``decides`` and what the part told), and after each part one with its ``status``:
-``done``, ``failed``, ``timed out`` or ``skipped``. A part that is done is not run again; rows of one that did not come
-to its end are replaced when it runs again.
+Uses only the standard library; each part imports its packages. A folder per machine has ``results.jsonl``: the rows of
+the parts (``part``, ``decides`` and the part's figures), and after each part a row with its ``status``: ``done``,
+``failed``, ``timed out`` or ``skipped``. A finished part is not run again. A part that runs again replaces the rows of
+its unfinished run.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 
 from benchmarks.gpu_check.parts import Part
 
-#: Characters of what a failed part wrote to standard error.
+#: Last characters of a failed part's standard error to report.
 _TAIL = 1500
-#: Seconds for which the output of a process that has ended is waited for: who left its group may hold it open.
+#: Seconds to wait for the output of an ended process; a child outside its group may hold it open.
 _LINGER_S = 10.0
 _DONE = "done"
 
 
 class Results:
-    """What a folder has.
+    """Results in a folder.
 
     Args:
-        folder: Is made.
+        folder: Folder; it is created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,21 +43,21 @@ class Results:
         for line in self.file.read_text().splitlines() if self.file.exists() else ():
             try:
                 self.rows.append(json.loads(line))
-            except ValueError:  # the machine went away while it was written
+            except ValueError:  # the machine stopped during the write
                 continue
 
     def done(self, part: str) -> dict[str, Any] | None:
-        """The row that says so."""
+        """Return the row that reports a part as done."""
         return next((row for row in self.rows if row["part"] == part and row.get("status") == _DONE), None)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Kept as soon as it is there."""
+        """Append a row to the file at once."""
         self.rows.append(row)
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def drop(self, part: str) -> None:
-        """What an earlier go at a part left."""
+        """Remove the rows of an earlier run of a part."""
         self.rows = [row for row in self.rows if row["part"] != part]
         new = self.file.with_suffix(".new")
         new.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
@@ -70,73 +70,76 @@ def run(
     about: dict[str, Any],
     gpu: bool,
     quick: bool,
-    say: Callable[[str], object],
+    report: Callable[[str], object],
 ) -> bool:
-    """Run what is left, and tell each part's rows and end.
+    """Run the unfinished parts, and report their rows and status.
 
     Args:
-        parts: In their order.
-        results: Where rows go.
-        about: Goes into each row.
-        gpu: This machine has one.
-        quick: Small sizes.
-        say: Shows a line.
+        parts: Parts in order.
+        results: Results to extend.
+        about: Fields of each row.
+        gpu: Whether this machine has a GPU.
+        quick: Use small sizes.
+        report: Called with each line of output.
 
     Returns:
-        Whether every part is done, or cannot be run here.
+        Whether every part is done or cannot run on this machine.
     """
-    whole = True
+    complete = True
     for part in parts:
         if (before := results.done(part.name)) is not None:
-            say(f"{part.name}: done before, at commit {before.get('commit', 'unknown')}")
+            report(f"{part.name}: already done at commit {before.get('commit', 'unknown')}")
             continue
         results.drop(part.name)
-        say(f"\n{part.name}, {part.limit_s:.0f} s at most. It decides {part.decides}.")
+        report(f"\n{part.name}, at most {part.limit_s:.0f} s. It decides {part.decides}.")
         began = time.monotonic()
-        status, reason = _part(part, results, about, gpu, quick, say)
+        status, reason = _part(part, results, about, gpu, quick, report)
         end = {"part": part.name, "status": status, "reason": reason, "seconds": round(time.monotonic() - began, 1)}
         results.add({**end, **about})
-        say(f"{part.name}: {status}" + (f" ({reason})" if reason else ""))
-        whole &= status in (_DONE, "skipped")
-    return whole
+        report(f"{part.name}: {status}" + (f" ({reason})" if reason else ""))
+        complete &= status in (_DONE, "skipped")
+    return complete
 
 
 def _part(
-    part: Part, results: Results, about: dict[str, Any], gpu: bool, quick: bool, say: Callable[[str], object]
+    part: Part, results: Results, about: dict[str, Any], gpu: bool, quick: bool, report: Callable[[str], object]
 ) -> tuple[str, str]:
-    """Its status, and why."""
+    """Return a part's status and the reason."""
     if missing := part.missing():
-        return "skipped", f"not here: {', '.join(missing)}"
+        return "skipped", f"missing packages: {', '.join(missing)}"
     if part.gpu_only and not gpu:
         return "skipped", part.gpu_only
-    told = 0
+    count = 0
 
     def keep(line: str) -> None:
-        nonlocal told
+        nonlocal count
         try:
             row = json.loads(line)
         except ValueError:
-            return  # a library's word
+            return  # output of a library
         if isinstance(row, dict):
-            told += 1
+            count += 1
             results.add({"part": part.name, "decides": part.decides, **row, **about})
-            say(f"  {_short(row)}")
+            report(f"  {_short(row)}")
 
     command = [sys.executable, *part.command, *(part.quick if quick else ())]
     environment = {**os.environ, **dict(part.environment), **(dict(part.quick_environment) if not gpu else {})}
     ended, errors = _listen(command, environment, part.limit_s, keep)
     if ended is None:
-        return "timed out", f"after {part.limit_s:.0f} s, with {told} rows"
+        return "timed out", f"after {part.limit_s:.0f} s, with {count} rows"
     if ended:
         return "failed", f"exit status {ended}: {errors[-_TAIL:].strip()}"
-    return (_DONE, "") if told else ("failed", f"it told nothing: {errors[-_TAIL:].strip()}")
+    return (_DONE, "") if count else ("failed", f"it printed no rows: {errors[-_TAIL:].strip()}")
 
 
 def _listen(
     command: list[str], environment: dict[str, str], limit_s: float, keep: Callable[[str], object]
 ) -> tuple[int | None, str]:
-    """Exit status (``None``: it was ended for the time it took) and standard error of a process; each line of its
-    output is kept as it comes. With it ends what it began."""
+    """Run a process and its children to the time limit; pass each line of its output to ``keep`` at once.
+
+    Returns:
+        Exit status (``None`` after the time limit) and standard error.
+    """
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -152,7 +155,7 @@ def _listen(
     except subprocess.TimeoutExpired:
         status = None
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # its group is over
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # its process group has ended
             os.killpg(process.pid, signal.SIGKILL)  # engines that outlive it would hold the GPU
         process.wait()
     for reader in readers:
@@ -171,7 +174,7 @@ def _short(row: dict[str, Any]) -> str:
 
 
 def table(results: Results, parts: Sequence[Part]) -> str:
-    """All that is known, part by part, with what hangs on it."""
+    """Return the results as text: each part, its purpose and its rows."""
     lines = []
     for part in parts:
         rows = [row for row in results.rows if row["part"] == part.name]

@@ -1,4 +1,4 @@
-"""vLLM engines for the parts that need one: on a GPU in bf16 with its graphs, on a CPU as the other benchmarks do."""
+"""vLLM engines of the parts: bf16 and CUDA graphs on a GPU, the settings of the other benchmarks on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gpu_check.reporting import device
 
-#: For vLLM on a CPU; what is set already stays.
+#: Environment of vLLM on a CPU; variables that are already set stay.
 _CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -25,17 +25,17 @@ _CPU = {
     "OMP_NUM_THREADS": "1",
 }
 
-#: Names the file that a process of :func:`each` makes when its engine is ready.
+#: Variable with the file that a process of :func:`each` creates when its engine is ready.
 _GATE = "GPU_CHECK_GATE"
 _GO = "go\n"
-#: Seconds that engines which start side by side have for it.
+#: Seconds for several engines to start at the same time.
 _START_S = 240.0
 
 
 def prepare() -> None:
-    """Before vLLM is imported: nothing of it goes to standard output, where rows are told."""
+    """Set the environment before the import of vLLM, which then logs to standard error; standard output is for rows."""
     wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "HF_HUB_OFFLINE": "1"}
-    wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # CUDA was asked for in this process
+    wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has initialised CUDA
     if importlib.util.find_spec("flashinfer") is None:
         wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if device().type != "cuda":
@@ -45,7 +45,7 @@ def prepare() -> None:
 
 
 def settings(share: float, cache_gib: float | None = None) -> dict[str, Any]:
-    """Of an engine that may have this share of the GPU's memory; or, whatever others have, so much of KV cache."""
+    """Return settings of an engine with a share of the GPU's memory, or with a fixed KV cache in GiB."""
     if device().type != "cuda":
         return {}
     chosen = {"dtype": "bfloat16", "enforce_eager": False, "load_format": "dummy", "gpu_memory_utilization": share}
@@ -53,29 +53,30 @@ def settings(share: float, cache_gib: float | None = None) -> dict[str, Any]:
 
 
 def each(module: str, arms: Mapping[str, Mapping[str, str]], report: Callable[..., object], at_once: int = 1) -> None:
-    """Run ``module`` once for each arm, in a process with the arm's variables (vLLM reads many when it is imported), as
-    ``module --one ARM`` and with the arguments that this process has. A failed one is reported and stops no other.
+    """Run ``module --one ARM`` per arm in a process with the arm's variables and this process's arguments.
+
+    vLLM reads many variables at import. A failed process is reported and does not stop the others.
 
     Args:
-        module: Its name.
-        arms: Variables of each.
+        module: Name of the module.
+        arms: Variables of each arm.
         report: Called with the arm and the reason of each failure.
-        at_once: Processes whose engines start side by side; each then measures alone, once it called :func:`my_turn`.
+        at_once: Engines that start at the same time; each measures alone after :func:`wait_for_turn`.
 
     Raises:
-        SystemExit: All failed; why stands in standard error.
+        SystemExit: All processes failed; standard error has the reasons.
     """
     names = list(arms)
     failed = sum(
-        _side_by_side(module, {arm: arms[arm] for arm in names[first : first + at_once]}, report)
+        _run_group(module, {arm: arms[arm] for arm in names[first : first + at_once]}, report)
         for first in range(0, len(names), at_once)
     )
     if failed == len(arms):
         raise SystemExit(1)
 
 
-def _side_by_side(module: str, arms: Mapping[str, Mapping[str, str]], report: Callable[..., object]) -> int:
-    """How many failed."""
+def _run_group(module: str, arms: Mapping[str, Mapping[str, str]], report: Callable[..., object]) -> int:
+    """Run the arms of a group and return the number of failures."""
     running: dict[str, tuple[Path, subprocess.Popen[bytes]]] = {}
     failed, until = 0, time.monotonic() + _START_S
     with tempfile.TemporaryDirectory() as top:
@@ -85,33 +86,35 @@ def _side_by_side(module: str, arms: Mapping[str, Mapping[str, str]], report: Ca
                 environment = {**os.environ, **variables, **({_GATE: str(gate)} if len(arms) > 1 else {})}
                 command = [sys.executable, "-m", module, "--one", arm, *sys.argv[1:]]
                 running[arm] = gate, subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
-            while len(arms) > 1 and any(not gate.exists() and one.poll() is None for gate, one in running.values()):
+            while len(arms) > 1 and any(
+                not gate.exists() and process.poll() is None for gate, process in running.values()
+            ):
                 time.sleep(0.1)
                 if time.monotonic() > until:
                     break
-            for arm, (gate, one) in running.items():
-                if len(arms) > 1 and not gate.exists() and one.poll() is None:
-                    one.kill()  # it is still starting
-                one.communicate(_GO.encode())
-                if one.returncode:
+            for arm, (gate, process) in running.items():
+                if len(arms) > 1 and not gate.exists() and process.poll() is None:
+                    process.kill()  # not ready in time
+                process.communicate(_GO.encode())
+                if process.returncode:
                     failed += 1
-                    report(arm=arm, failed=f"exit status {one.returncode}, see standard error")
+                    report(arm=arm, failed=f"exit status {process.returncode}, see standard error")
         finally:
-            for _, one in running.values():
-                one.kill()
+            for _, process in running.values():
+                process.kill()
     return failed
 
 
-def my_turn() -> None:
-    """In a process of :func:`each`: the engine is ready; waits until no other measures."""
+def wait_for_turn() -> None:
+    """Report the engine as ready in a process of :func:`each`, and wait until no other process measures."""
     if gate := os.environ.get(_GATE):
         Path(gate).touch()
         if sys.stdin.readline() != _GO:
-            raise SystemExit("who starts the engines has ended")
+            raise SystemExit("the parent process of the engines has ended")
 
 
-def let_go() -> None:
-    """Of the memory of what nobody holds any more: an engine is to have it."""
+def free_memory() -> None:
+    """Free unreferenced memory for the engine."""
     import torch
 
     gc.collect()
@@ -121,18 +124,17 @@ def let_go() -> None:
 
 @contextmanager
 def recorded(size: str) -> Iterator[tuple[str, Any, str]]:
-    """A model's folder, a function of a number of rows that gives ``benchmarks.rollout``'s cell, and the folder of the
-    history of its earlier epochs.
+    """Yield a model's folder, a function from rows to a cell of ``benchmarks.rollout``, and the history's folder.
 
-    On a GPU it is the second epoch of SmolLM2's 384 responses (0.4 nats per token) with random weights of this size:
-    which token comes is the recorded responses' affair. On a CPU the fifth of the tiny world, by its model.
+    On a GPU the cell is the second epoch of SmolLM2's 384 responses (0.4 nats per token) with random weights of this
+    size; the recorded responses fix the tokens. On a CPU it is the fifth epoch of the tiny world with its model.
     """
     from benchmarks import rollout, traces
 
     gpu = device().type == "cuda"
     trace, epoch = ("smollm2-wide-t05", 2) if gpu else ("qwen2-t1", 5)
     steps = traces.load(traces.FOLDER / f"{trace}.parquet")
-    if gpu:  # the widest batch takes more than one of its steps
+    if gpu:  # the largest batch needs more than one training step
         steps = [[r for step in steps if step[0].epoch == number for r in step] for number in range(epoch)]
     with tempfile.TemporaryDirectory() as top:
         model = traces.FOLDER.parents[1] / "examples" / "tiny_world" / "models" / "qwen2"
@@ -147,7 +149,7 @@ def recorded(size: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def graphs(mode: str, slots: int) -> dict[str, Any]:
-    """``compilation_config`` of an engine that drafts, with this ``cudagraph_mode``."""
+    """Return the ``compilation_config`` of a drafting engine with this ``cudagraph_mode``."""
     from verl_rhyme.engine import cuda_graphs
 
     return {"compilation_config": cuda_graphs.settings(json.dumps({"cudagraph_mode": mode}), False, slots, 8192)}

@@ -1,20 +1,20 @@
-"""Which CUDA graphs an engine is to have that drafts as ragged as ours: the same replay with each.
+"""Compare CUDA graph modes for an engine with ragged drafts such as ours, with the same replay in each.
 
-``FULL_AND_PIECEWISE`` has full graphs for steps of one token a row by the patched query length
-(``patches/vllm_undrafted_graphs.py``), and runs what drafts in piecewise ones.
+``FULL_AND_PIECEWISE`` has full graphs for steps of one token per row by the patched query length
+(``patches/vllm_undrafted_graphs.py``), and runs steps with drafts in piecewise graphs.
 """
 
 from __future__ import annotations
 
 from benchmarks.gpu_check import engines
-from benchmarks.gpu_check.reporting import asked, report
+from benchmarks.gpu_check.reporting import parse_arguments, report
 
 MODES = ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 WIDTHS, ROUNDS = (8, 64), 3
 
 
 def measure(mode: str) -> None:
-    """All widths of one engine."""
+    """Measure one engine with each batch size."""
     engines.prepare()
     from benchmarks import rollout
 
@@ -35,7 +35,7 @@ def measure(mode: str) -> None:
 
 
 def main() -> None:
-    chosen = asked()
+    chosen = parse_arguments()
     if chosen.one:
         measure(chosen.one)
     else:

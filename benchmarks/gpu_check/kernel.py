@@ -1,7 +1,7 @@
-"""The Triton kernel, compiled: does it draw what the noise says, and tell the right log-probabilities and ranks?
+"""Check the compiled Triton kernel: its draws, log-probabilities and ranks.
 
-Held against torch's float64 (:mod:`benchmarks.gpu_check.philox`). Noise in float32 may choose otherwise where the two
-best entries are as good as equal: `behind` is how much worse its choice is at most.
+The reference is torch in float64 (:mod:`benchmarks.gpu_check.philox`). With noise in float32 the choice may differ if
+the two best entries are almost equal: `behind` is the largest difference of their scores.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from benchmarks.gpu_check import philox
 from benchmarks.gpu_check.reporting import VOCABULARY, device, quick, report
 from verl_rhyme.engine import draw_kernel
 
-#: Rows that float64 takes at a time.
+#: Rows per float64 computation.
 _CHUNK = 16
 
 
 def logits_of(rows: int, vocabulary: int, at: torch.device) -> torch.Tensor:
-    """float32 [rows, vocabulary]: normal with a deviation of 3, a fifth of them impossible."""
+    """Return float32 [rows, vocabulary]: normal with a deviation of 3, a fifth of them impossible."""
     generator = torch.Generator(at).manual_seed(vocabulary)
     logits = 3 * torch.randn((rows, vocabulary), generator=generator, device=at)
     logits[torch.rand(logits.shape, generator=generator, device=at) < 0.2] = -torch.inf
@@ -28,7 +28,7 @@ def logits_of(rows: int, vocabulary: int, at: torch.device) -> torch.Tensor:
 
 
 def check(rows: int, vocabulary: int, dtype: torch.dtype, raw: bool) -> None:
-    """One batch; tells a row."""
+    """Check one batch and print a row."""
     at = device()
     given = logits_of(rows, vocabulary, at).to(dtype)
     generator = torch.Generator().manual_seed(rows)

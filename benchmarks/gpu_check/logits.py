@@ -1,8 +1,8 @@
-"""Are a row's logits the same in batches of other shapes? In bf16 kernels add up in another order there.
+"""Check whether a row's logits depend on the batch shape: bf16 kernels sum in another order for other shapes.
 
-Some texts are decoded a token at a time, each with its KV cache, among 1, 33 and 256 rows, and once more alone. At each
-position: whether any of the row's logits differs, whether the likeliest token does, and whether one drawn with the
-noise of key and position does (as coupled sampling draws).
+Some texts are decoded token by token with KV cache in batches of 1, 33 and 256 rows, and once more alone. At each
+position the check compares the row's logits, the most probable token, and the token drawn with the noise of key and
+position (as coupled sampling draws).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from benchmarks.gpu_check import philox
 from benchmarks.gpu_check.models import config, made
 from benchmarks.gpu_check.reporting import device, quick, report
 
-#: Texts that are compared, and tokens before the first that is.
+#: Number of compared texts, and their prompt tokens.
 TEXTS, PROMPT = 8, 32
 
 
 @torch.no_grad()
 def decoded(model: object, tokens: torch.Tensor, rows: int) -> torch.Tensor:
-    """bf16 [texts, steps, V] of the first rows, in a batch of ``rows`` (1: each of the texts by itself).
+    """Return bf16 [texts, steps, V] of the first rows in a batch of ``rows`` (1: each text alone).
 
     Args:
-        model: Of transformers.
-        tokens: int64 [rows or more, PROMPT + steps].
-        rows: See above.
+        model: Model of transformers.
+        tokens: int64 [at least rows, PROMPT + steps].
+        rows: Batch size.
     """
     if rows == 1:
         return torch.cat([_batch(model, tokens[i : i + 1]) for i in range(TEXTS)])
@@ -34,15 +34,15 @@ def decoded(model: object, tokens: torch.Tensor, rows: int) -> torch.Tensor:
 def _batch(model: object, tokens: torch.Tensor) -> torch.Tensor:
     kept = min(TEXTS, len(tokens))
     out = model(input_ids=tokens[:, :PROMPT], use_cache=True, logits_to_keep=1)  # type: ignore[operator]
-    found = []
+    logits = []
     for at in range(PROMPT, tokens.shape[1]):
         out = model(input_ids=tokens[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)  # type: ignore[operator]
-        found.append(out.logits[:kept, -1].clone())
-    return torch.stack(found, dim=1)
+        logits.append(out.logits[:kept, -1].clone())
+    return torch.stack(logits, dim=1)
 
 
 def compare(size: str, rows: int, alone: torch.Tensor, among: torch.Tensor) -> None:
-    """Tells a row."""
+    """Compare the logits of a batch with those alone, and print a row."""
     texts, steps, vocabulary = alone.shape
     differs = kept = drawn = 0
     peak = 0.0

@@ -1,8 +1,8 @@
-"""Models for a machine that has none and no network: Qwen2.5's shapes with random weights.
+"""Models for a machine without network: Qwen2.5's shapes with random weights.
 
-Times do not depend on what weights say. Where draws do, the head is scaled so that logits have a deviation of
-:data:`SPREAD`, at which a few tokens share most of the probability, as in a trained model; and it is never the
-embedding, for then a random model repeats its last token.
+Times do not depend on the weights. Where draws matter, the output layer is scaled so that logits have a deviation of
+:data:`SPREAD`: a few tokens then share most of the probability, as in a trained model. It is never tied to the
+embedding, because a random model then repeats its last token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-#: Width, layers, heads, key-value heads, width of the MLP, entries.
+#: Width, layers, heads, key-value heads, width of the MLP, vocabulary size.
 SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "tiny": (64, 2, 2, 1, 128, 1024),
     "0.5B": (896, 24, 14, 2, 4864, 151_936),
@@ -24,7 +24,7 @@ SPREAD = 6.0
 
 
 def config(size: str) -> Qwen2Config:
-    """Of one of :data:`SHAPES`."""
+    """Return the configuration of a size in :data:`SHAPES`."""
     width, layers, heads, kv_heads, inner, entries = SHAPES[size]
     return Qwen2Config(
         hidden_size=width,
@@ -44,13 +44,13 @@ def config(size: str) -> Qwen2Config:
 
 
 def described(size: str, folder: Path) -> str:
-    """A folder with nothing but the configuration: for ``load_format="dummy"``."""
+    """Write a folder with only the configuration, for ``load_format="dummy"``, and return it."""
     config(size).save_pretrained(folder)
     return str(folder)
 
 
 def made(size: str, at: torch.device) -> Any:
-    """A model with random weights in bf16, its logits spread."""
+    """Return a model with random weights in bf16 and scaled logits."""
     torch.manual_seed(0)
     with at:
         model = AutoModelForCausalLM.from_config(config(size), dtype=torch.bfloat16).eval()
@@ -58,7 +58,7 @@ def made(size: str, at: torch.device) -> Any:
 
 
 def spread(model: Any, tokens: int) -> Any:
-    """Scale the head, by the logits of the first so many tokens."""
+    """Scale the output layer by the logits of the first tokens."""
     with torch.no_grad():
         logits = model(input_ids=torch.arange(tokens, device=model.device)[None]).logits.float()
         model.get_output_embeddings().weight.mul_(SPREAD / logits.std())
@@ -66,13 +66,13 @@ def spread(model: Any, tokens: int) -> Any:
 
 
 def saved(size: str, folder: Path, at: torch.device) -> str:
-    """The same, as a folder of weights."""
+    """Write the model of :func:`made` as a folder of weights, and return it."""
     made(size, at).save_pretrained(folder)
     return str(folder)
 
 
 def delta_net(folder: Path, entries: int) -> str:
-    """A folder of a small Qwen3-Next with random weights: of four layers three are gated delta nets."""
+    """Write a small Qwen3-Next with random weights and return its folder; three of four layers are delta nets."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     torch.manual_seed(7)
@@ -85,7 +85,7 @@ def delta_net(folder: Path, entries: int) -> str:
         head_dim=32,
         linear_num_key_heads=2,
         linear_num_value_heads=2,
-        linear_key_head_dim=128,  # vLLM's CPU kernel needs as many
+        linear_key_head_dim=128,  # the minimum of vLLM's CPU kernel
         linear_value_head_dim=128,
         num_experts=2,
         num_experts_per_tok=1,

@@ -1,6 +1,6 @@
-"""The noise again, in torch's integers on any device: what the kernel's draws are held against, without numba.
+"""Reference of the kernel's noise in torch's integers on any device, without numba.
 
-As :mod:`verl_rhyme.sampling.noise` has it, and written anew: Philox4x32-10 (Salmon et al., SC 2011).
+An independent copy of :mod:`verl_rhyme.sampling.noise`: Philox4x32-10 (Salmon et al., SC 2011).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _LOW = 0xFFFFFFFF
 
 
 def words(keys: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """int64 [N, vocabulary] below 2**32, of int64 keys and positions [N]."""
+    """Return int64 [N, vocabulary] below 2**32, of int64 keys and positions [N]."""
     counter = torch.arange(-(-vocabulary // 4), device=keys.device).expand(len(keys), -1)
     zero = torch.zeros_like(counter)
     c0, c1, c2, c3 = counter, zero + (positions & _LOW)[:, None], zero + (positions >> 32 & _LOW)[:, None], zero
@@ -24,12 +24,12 @@ def words(keys: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch
 
 
 def _product(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of a product of 32-bit numbers; torch's int64 would overflow in one step."""
+    """Return the high and low 32 bits of a product of 32-bit numbers; torch's int64 would overflow in one step."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = (low >> 16) + high  # below 2**49
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def gumbel(words: torch.Tensor) -> torch.Tensor:
-    """float64 standard Gumbel noise of them."""
+    """Return float64 standard Gumbel noise of the words."""
     return -torch.log(-torch.log1p(-(words.double() + 0.5) * 2.0**-32))

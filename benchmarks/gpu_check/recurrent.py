@@ -1,10 +1,10 @@
-"""Greedy text of a gated delta net: stock vLLM's, ours without drafts, and vLLM's with drafts that come and go.
+"""Compare greedy text of a gated delta net: stock vLLM's, ours without drafts, and vLLM's with occasional drafts.
 
-Each token is compared with the likeliest by the model itself: bf16 moves logits by tenths, a wrong state by units.
+The model itself gives the most probable token at each position: bf16 moves logits by tenths, a wrong state by units.
 
-Drafts for models with recurrent layers are refused: by vLLM's metadata a request without drafts reads a stale state
-after a step whose drafts were accepted (``verl_rhyme/drafting/recurrent.py``). Its CPU build verifies no drafts
-of such models, so that only a GPU can show it on text.
+Drafts are refused for models with recurrent layers. With vLLM's metadata, a request without drafts reads a stale state
+after a step whose drafts were accepted (``verl_rhyme/drafting/recurrent.py``). vLLM's CPU build verifies no drafts of
+such models, so only a GPU shows the error in text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check import engines, models
-from benchmarks.gpu_check.reporting import asked, device, report
+from benchmarks.gpu_check.reporting import device, parse_arguments, report
 
 ARMS: dict[str, dict[str, Any]] = {
     "stock": {},
@@ -37,7 +37,7 @@ PROMPTS = [[(row + i * i) % ENTRIES for i in range(24)] * 2 for row in range(ROW
 
 
 def generate(arm: str) -> None:
-    """Of one engine, into a file of its folder."""
+    """Generate with one engine into a file of its folder."""
     engines.prepare()
     from vllm import LLM, SamplingParams
 
@@ -58,16 +58,16 @@ def generate(arm: str) -> None:
 
 
 def behind(model: Any, texts: list[list[int]]) -> torch.Tensor:
-    """float32 [rows, tokens]: the likeliest token's logit less that of the text's own."""
+    """Return float32 [rows, tokens]: the highest logit minus the logit of the text's token."""
     rows = torch.tensor([prompt + text for prompt, text in zip(PROMPTS, texts, strict=True)], device=model.device)
     with torch.no_grad():
         logits = model(rows).logits[:, len(PROMPTS[0]) - 1 : -1].float()
-    said = rows[:, len(PROMPTS[0]) :, None]
-    return (logits.max(-1).values - logits.gather(-1, said)[..., 0]).cpu()
+    generated = rows[:, len(PROMPTS[0]) :, None]
+    return (logits.max(-1).values - logits.gather(-1, generated)[..., 0]).cpu()
 
 
 def main() -> None:
-    chosen = asked()
+    chosen = parse_arguments()
     if chosen.one:
         generate(chosen.one)
         return

@@ -1,10 +1,10 @@
-"""Drafting against stock vLLM: the responses of a trace, in tokens a second.
+"""Compare drafting with stock vLLM in tokens per second on the responses of a trace.
 
-Stock is vLLM as it is shipped, with asynchronous scheduling, by either of its model runners; it generates as many
-tokens for each prompt as the trace has. Engines that draft say the trace's tokens (:mod:`benchmarks.engine_worker`),
-which are read back in each step. Each engine has a process of its own; three start at once, and measure in turn.
+Stock is vLLM as shipped, with asynchronous scheduling and either model runner; it generates as many tokens per prompt
+as the trace has. Engines with drafts generate the trace's tokens (:mod:`benchmarks.engine_worker`), which are read back
+in each step. Each engine has a process; three start at once, and measure in turn.
 
-The weights are random, so that a draft head cannot learn there: its arm says what one costs that is of no use.
+The weights are random, so a draft head learns nothing: its arm shows the cost of a useless head.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from benchmarks.gpu_check import engines
-from benchmarks.gpu_check.reporting import asked, device, quick, report
+from benchmarks.gpu_check.reporting import device, parse_arguments, quick, report
 
 STOCK, V2 = "stock", "stock, V2 runner"
 #: Variables of each arm.
@@ -25,14 +25,14 @@ ARMS: dict[str, dict[str, str]] = {
     V2: {"VLLM_USE_V2_MODEL_RUNNER": "1"},
     "oracle": {},
 }
-#: GiB: the widest batch of a 7 B model fits, and three engines.
+#: GiB of KV cache, for the largest batch of a 7 B model and three engines.
 CACHE = 3.5
 #: Bytes of such an engine.
 _ENGINE = 24 << 30
 
 
 class Stock:
-    """vLLM by itself, over the lengths of a cell's responses."""
+    """Stock vLLM on the lengths of a cell's responses."""
 
     def __init__(self, model: str, slots: int, settings: dict[str, Any]):
         from vllm import LLM
@@ -45,7 +45,7 @@ class Stock:
         )
 
     def run(self, cell: Any) -> float:
-        """Seconds of its measured responses."""
+        """Return the seconds of the cell's measured responses."""
         from vllm import SamplingParams
 
         engine, waiting, running = self._llm.llm_engine, list(cell.measured)[::-1], 0
@@ -63,7 +63,7 @@ class Stock:
 
 
 def measure(arm: str, small: bool) -> None:
-    """All widths of one engine."""
+    """Measure one engine with each batch size."""
     engines.prepare()
     from benchmarks import rollout
 
@@ -76,12 +76,12 @@ def measure(arm: str, small: bool) -> None:
         else:
             more = engines.graphs("FULL_AND_PIECEWISE", max(widths)) if device().type == "cuda" else {}
             engine = rollout.Engine(model, arm, history, max(widths), **settings, **more)
-        engines.my_turn()
+        engines.wait_for_turn()
         for rows in widths:
             cell = cell_of(rows)
             tokens = sum(len(response.tokens) for response in cell.measured)
-            told: dict[str, Any] = {}
-            turns = 1 if rows == 1 else rounds  # of many steps
+            figures: dict[str, Any] = {}
+            turns = 1 if rows == 1 else rounds  # one row takes many steps
             if isinstance(engine, Stock):
                 speeds = [tokens / engine.run(cell) for _ in range(turns + 1)][1:]
             else:
@@ -90,39 +90,39 @@ def measure(arm: str, small: bool) -> None:
                 run = runs[-1]
                 if errors := run.get("errors"):
                     raise SystemExit(f"{arm}: {errors} errors in the drafter")
-                told = {
+                figures = {
                     "step_ms": round(1e3 * (run["seconds"] - run["draft_seconds"]) / run["steps"], 3),
                     "draft_ms": round(1e3 * run["draft_seconds"] / run["steps"], 3),
                     "tokens_per_row_step": round(run["tokens"] / run["rows"], 3),
                     "verified_per_token": round((run["rows"] + run["drafted"]) / run["tokens"], 3),
                 }
                 if run.get("cost"):
-                    told["step_cost_us"] = [round(1e6 * part, 1) for part in run["cost"]]
-                told |= run.get("head", {})  # since the start
+                    figures["step_cost_us"] = [round(1e6 * part, 1) for part in run["cost"]]
+                figures |= run.get("head", {})  # since the start
             report(
                 arm=arm,
                 rows=rows,
                 tokens_per_s=round(statistics.median(speeds), 1),
                 tokens_per_s_range=[round(min(speeds), 1), round(max(speeds), 1)],
-                **told,
+                **figures,
             )
 
 
 def _fit() -> int:
-    """Engines that this machine has room for at once."""
+    """Return how many engines fit this machine at once."""
     import torch
 
     return min(3, max(1, torch.cuda.mem_get_info()[1] // _ENGINE)) if device().type == "cuda" else 1
 
 
 def main() -> None:
-    chosen = asked()
+    chosen = parse_arguments()
     if chosen.one:
         measure(chosen.one, quick())
         return
     arms = dict(ARMS)
     if device().type != "cuda":
-        del arms[V2]  # vLLM's CPU platform has it not
+        del arms[V2]  # vLLM's CPU platform lacks it
     engines.each("benchmarks.gpu_check.replay", arms, report, at_once=_fit())
 
 

@@ -1,4 +1,4 @@
-"""What the parts share: how they tell, and how they time."""
+"""Shared code of the parts: rows, arguments and timing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ VOCABULARY = 152_064
 
 
 def report(**figures: Any) -> None:
-    """A row, at once."""
+    """Print a row at once."""
     print(json.dumps(figures), flush=True)
 
 
-def asked() -> argparse.Namespace:
-    """``quick``: small sizes; ``one``: this arm alone, in this process."""
+def parse_arguments() -> argparse.Namespace:
+    """Return ``quick`` (small sizes) and ``one`` (the only arm to run in this process)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--one", default="")
@@ -29,8 +29,8 @@ def asked() -> argparse.Namespace:
 
 
 def quick() -> bool:
-    """Whether ``--quick`` was asked for."""
-    return bool(asked().quick)
+    """Return whether ``--quick`` is set."""
+    return bool(parse_arguments().quick)
 
 
 def device() -> torch.device:
@@ -38,8 +38,8 @@ def device() -> torch.device:
 
 
 def milliseconds(call: Callable[[], object], rounds: int) -> float:
-    """Median, of the device's own clock where it has one; the first two are not counted."""
-    found = []
+    """Return the median time by the device's clock if it has one; two calls warm up."""
+    times = []
     for _ in range(rounds + 2):
         if device().type == "cuda":
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -47,9 +47,9 @@ def milliseconds(call: Callable[[], object], rounds: int) -> float:
             call()
             ended.record()
             torch.cuda.synchronize()
-            found.append(began.elapsed_time(ended))
+            times.append(began.elapsed_time(ended))
         else:
             at = time.perf_counter()
             call()
-            found.append(1e3 * (time.perf_counter() - at))
-    return statistics.median(found[2:])
+            times.append(1e3 * (time.perf_counter() - at))
+    return statistics.median(times[2:])

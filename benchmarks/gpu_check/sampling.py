@@ -1,7 +1,7 @@
-"""What drawing and verifying takes: our kernel, and torch as vLLM samples, at a real vocabulary.
+"""Measure drawing and verifying tokens at a real vocabulary: our kernel, and torch as in vLLM.
 
-Verifying drafts is drawing a token for each row of logits, so a row is a request's next token or one of its drafts.
-Both tell tokens, log-probabilities and ranks. Bytes are what a call allocates at most beside the logits.
+Verification draws a token for each row of logits, so a row is a request's next token or one of its drafts. Both return
+tokens, log-probabilities and ranks. Bytes are the maximum that a call allocates in addition to the logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verl_rhyme.engine import draw_kernel
 
 
 def by_torch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As vLLM's sampler without its own kernels: float32, a division by exponential noise, a log-softmax."""
+    """Sample as vLLM does without its kernels: float32, a division by exponential noise, a log-softmax."""
     raw = logits.float()
     probabilities = raw.softmax(-1)
     tokens = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)
@@ -26,7 +26,7 @@ def by_torch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def measure(rows: int, vocabulary: int, rounds: int) -> None:
-    """Both, one after the other; tells a row of each."""
+    """Measure both, and print a row of each."""
     at = device()
     logits = logits_of(rows, vocabulary, at).to(torch.bfloat16)
     keys = torch.arange(rows, device=at)

@@ -1,4 +1,4 @@
-"""Greedy text before and after vLLM's deepest sleep, from which the weights are loaded anew."""
+"""Compare greedy text before and after vLLM's deepest sleep, which reloads the weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = models.saved(size, Path(folder), device())
-        engines.let_go()
+        engines.free_memory()
         llm = LLM(
             model=model,
             max_model_len=512,

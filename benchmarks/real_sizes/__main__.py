@@ -1,4 +1,4 @@
-"""What sizes of real models do to parts that were made on a small one: ``python -m benchmarks.real_sizes PART``."""
+"""Measure the product's parts at the sizes of real models: ``python -m benchmarks.real_sizes PART``."""
 
 import typer
 

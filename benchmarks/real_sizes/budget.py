@@ -1,11 +1,11 @@
-"""May a batch draft what pays, at a real vocabulary? Draft tokens granted against those that pay.
+"""Compare the draft tokens granted to a batch with the profitable ones, at a real vocabulary.
 
     python -m benchmarks.real_sizes budget [--json] [--quick]
 
-The real adaptive drafter replays responses of the last two epochs of four traces at a constant number of rows, with
-what a step costs learnt from a cost model: once with no bound but 32 tokens a request (what pays), once with the bounds
-as they were (1 GiB of vLLM's float32 tables, the longest draft first), once as they are. And with certain drafts: every
-request generates anew what it said before. Nothing is timed: the figures have no spread.
+The real adaptive drafter replays responses of the last two epochs of four traces with a constant number of rows. It
+learns the step cost from a cost model. It runs without bounds except 32 tokens per request (profitable drafts), with
+the earlier bounds (1 GiB of vLLM's float32 tables, the longest draft first), and with the current bounds. A further
+case has certain drafts: every request regenerates an earlier response. Nothing is timed, so figures have no spread.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ LONGEST = 32
 #: verl's default of ``max_num_batched_tokens``.
 STEP_TOKENS = 8192
 TRACES = ("qwen2-t1", "qwen2-t06", "llama-t1", "qwen2-hard")
-FIRST = 4  # epoch that is replayed, from 0, with those after it
+FIRST = 4  # first replayed epoch, from 0
 
 Bounds = Callable[[int], tuple[int, int]]
 
 
 def gpu(rows: int, drafted: int) -> float:
-    """Seconds of a decode step: a roofline of 8 B parameters in bf16 on an H100, contexts of 1k tokens. An estimate.
+    """Return estimated seconds of a decoding step: roofline of an 8B model in bf16 on an H100, contexts of 1k tokens.
 
-    5 ms outside the kernels; weights and KV cache read at 3.35 TB/s; arithmetic at half of the peak, hidden behind
-    reading until there is more of it.
+    5 ms outside the kernels; weights and KV cache at 3.35 TB/s; arithmetic at half of the peak, overlapped with the
+    memory reads.
     """
     reading = 16e9 / 3.35e12 + rows * 1024 * 131_072 / 3.35e12
     return 5e-3 + max(reading, 16e9 * (rows + drafted) / 495e12)
 
 
 def cpu(rows: int, drafted: int) -> float:
-    """The same for the tiny model on one CPU core, where a row of logits takes 1.8 ms, and its draw some more."""
+    """Return seconds of a step of the tiny model on one CPU core, where a row of logits takes 1.8 ms plus its draw."""
     return 3e-3 + 2.7e-3 * rows + 2.5e-3 * drafted + (2e-3 if drafted else 0.0)
 
 
@@ -58,26 +58,26 @@ COSTS = {"GPU (roofline)": gpu, "CPU": cpu}
 
 
 def unbounded(rows: int) -> tuple[int, int]:
-    """What pays."""
+    """Return no bounds except the longest draft: profitable drafts."""
     return LONGEST, 1 << 30
 
 
 def before(rows: int, memory: int = 1 << 30) -> tuple[int, int]:
-    """As it was: the longest draft that leaves room for one such draft, and what then is left for the batch."""
+    """Return the earlier bounds: the longest draft that fits for all, then the remainder for the batch."""
     tables = memory // (4 * VOCABULARY)
     longest = max(0, min(LONGEST, (tables - 3 * rows) // (2 + 3 * rows)))
     return longest, max(0, min((tables - 3 * rows * (longest + 1)) // 2, STEP_TOKENS - rows))
 
 
 def after(rows: int, itemsize: int = 2) -> tuple[int, int]:
-    """As it is; no prompt waits."""
+    """Return the current bounds without waiting prompts."""
     logits = logits_budget(VOCABULARY, rows, rows, DraftingConfig().logits_memory, itemsize)
     return LONGEST, min(logits, step_budget(STEP_TOKENS, rows, False))
 
 
 @dataclass
 class Figures:
-    """Of the steps in which at least nine tenths of the slots were taken."""
+    """Figures of the steps with at least nine tenths of the slots in use."""
 
     granted: list[int]
     bound: int = 0
@@ -86,7 +86,7 @@ class Figures:
 
 
 class Watched(Rhyme):
-    """Ours, with a look at what it grants; ``certain``: every response was generated before."""
+    """Our drafter with a record of its grants; ``certain``: every response was generated before."""
 
     def __init__(self, rows: int, certain: bool, clock: Callable[[int, int], float]) -> None:
         super().__init__(DraftingConfig(max_tokens=LONGEST), slots=rows)
@@ -95,7 +95,7 @@ class Watched(Rhyme):
         self._learn(self.policy.cost)  # type: ignore[attr-defined]
 
     def _learn(self, cost: StepCost) -> None:
-        """What steps of this width cost, with few drafts and with many."""
+        """Learn the cost of steps of this width, with few and with many drafts."""
         rng = np.random.default_rng(0)
         for drafted in (rng.integers(0, 9, 512) * self._rows * rng.random(512)).astype(int).tolist():
             cost.observe(self._rows, drafted, self._clock(self._rows, drafted))
@@ -120,7 +120,7 @@ class Watched(Rhyme):
 def drive(
     rows: int, certain: bool, clock: Callable[[int, int], float], bounds: Bounds, past: list, now: list
 ) -> Figures:
-    """One arm: ``past`` is history, by step; of ``now`` as many responses as fill ``rows`` slots some times over."""
+    """Run one arm: ``past`` is history by step; enough responses of ``now`` fill ``rows`` slots several times."""
     arm = Watched(rows, certain, clock)
     if not certain:
         for step in past:
@@ -131,7 +131,7 @@ def drive(
 
 
 def responses() -> tuple[list[list[Response]], list[Response]]:
-    """Steps of the first four epochs, and the responses of the last two: a prompt's samples together."""
+    """Return the steps of the first four epochs, and the responses of the last two with a prompt's samples together."""
     past, now = [], []
     for name in TRACES:
         for step in traces.load(traces.FOLDER / f"{name}.parquet"):
@@ -144,11 +144,11 @@ def responses() -> tuple[list[list[Response]], list[Response]]:
 
 
 def main(
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
-    quick: Annotated[bool, typer.Option(help="two widths")] = False,
-    rows: Annotated[list[int] | None, typer.Option(help="widths; default: 8 to 1024")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
+    quick: Annotated[bool, typer.Option(help="two batch sizes")] = False,
+    rows: Annotated[list[int] | None, typer.Option(help="batch sizes; default: 8 to 1024")] = None,
 ) -> None:
-    """Tokens granted a step, and the speed that the cost model gives them, by rows, cost and kind of draft."""
+    """Print granted tokens per step, and the speed by the cost model, by rows, cost and kind of draft."""
     past, now = responses()
     machine = {"machine": describe(), "commit": commit()}
     for width in rows or ([8, 64] if quick else [8, 16, 32, 64, 128, 256, 384, 512, 1024]):

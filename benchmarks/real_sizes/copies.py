@@ -1,12 +1,12 @@
-"""A prompt's history on its way to a node that does not record: seconds until an engine there can draft from it.
+"""Measure the copy of a prompt's history to another node: seconds until an engine there can draft from it.
 
     python -m benchmarks.real_sizes copies [--json] [--quick]
 
-Two Ray nodes on this machine, so that no network is in it: the real history writer on one, the real fetcher on the
-other. Histories have four epochs of 16 responses, at 8k and 32k tokens each; one prompt is built, the others differ
-from it by their rewards. `fetch_s`: until copies lie in their files, of 1 and of 32 prompts that nobody has fetched;
-`again_s`: of as many that have not changed; `sibling_s`: of as many that another node has just fetched, whose values
-the writer may still hold in Ray's store; `read_s`: what the engine's thread then takes for one. Medians.
+Two Ray nodes on this machine, without a network: the real history writer on one, the real fetcher on the other.
+Histories have four epochs of 16 responses, at 8k and 32k tokens each. One prompt is built, the others differ from it by
+their rewards. `fetch_s`: until the copies are in their files, of 1 and of 32 prompts without copies; `again_s`: the
+same for unchanged prompts; `sibling_s`: the same after another node's fetch, whose values the writer may still hold in
+Ray's store; `read_s`: the engine thread's time to read one. Medians.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ OBJECT_STORE = 1 << 30
 
 
 class Writer(HistoryWriter):
-    """The history writer, filled without building each prompt's index."""
+    """History writer that is filled without building each prompt's index."""
 
     def fill(self, tokens: int, rewards: list[float]) -> int:
-        """Store prompts of one text each, of which the last fill's are forgotten. Returns bytes of one value."""
+        """Store prompts with one text each, replacing the last fill. Return the bytes of one value."""
         built = PromptHistory.build([t for epoch in range(EPOCHS) for t in responses(0, epoch, tokens)])
         opened = self._store._values.opened
         with opened.env.begin(write=True) as txn:
@@ -79,10 +79,10 @@ def run(tokens: int, folder: str, writer: Any, fetchers: list[Any], node: str) -
 
 
 def main(
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
     quick: Annotated[bool, typer.Option(help="responses of 1k tokens")] = False,
 ) -> None:
-    """Measure and print."""
+    """Measure and print a row per size."""
     import ray
     from ray.cluster_utils import Cluster
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

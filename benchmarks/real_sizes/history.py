@@ -1,17 +1,17 @@
-"""The history of prompts with 16 responses of real lengths, 8k and 32k tokens: what recording costs a prompt.
+"""Measure the history store with 16 responses per prompt of real lengths, 8k and 32k tokens.
 
     python -m benchmarks.real_sizes history [--json] [--quick] [--tokens 8192 ...] [--prompts N] [--threads N]
 
-The store alone, without TransferQueue and Ray (``benchmarks.studies.recording`` has those, and what a step waits):
-epochs of made responses are appended, snapshotted, rewritten (what is kept is copied into a dense file) and restored
-into another folder; each in a process of its own, whose peak of memory of its own (not of mapped files, which the
-kernel takes back as it likes) is watched every 5 ms, and so is the disk that it takes beyond what it found. From the
-fifth epoch on a prompt's history has its size: four epochs, one of which goes. Responses are made of phrases, most of
-which their prompt has in other responses, too, as reasoning about one problem has; one token in twenty is another.
+Measures only the store, without TransferQueue and Ray (``benchmarks.studies.recording`` has both). Epochs of synthetic
+responses are appended, snapshotted, rewritten (kept data is copied into a dense file) and restored into another folder.
+Each operation has a process. Every 5 ms it samples the process's anonymous memory (without mapped files, which the
+kernel can reclaim) and the additional disk space. From the fifth epoch on a prompt's history has constant size: four
+epochs, the oldest evicted. Responses consist of phrases. A prompt's responses share most phrases, as reasoning about
+one problem does; one token in twenty differs.
 
-Last, one prompt is read: the fastest of many reads from a warm map, and of its parts: unpacking, and the checksum.
+Finally one prompt is read: the fastest of many reads from a warm map, and its parts: unpacking, and the checksum.
 
-The seconds of an earlier commit: this file in the place of its own.
+To measure an earlier commit, copy this file over that commit's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from verl_rhyme.history.store import HistoryReader, HistoryStore
 VOCABULARY = 152_064
 SAMPLES, EPOCHS = 16, 4
 NAMESPACE = "benchmark"
-#: A prompt's phrases, their mean tokens, and which tokens are others.
+#: Number of a prompt's phrases, their mean tokens, and the share of differing tokens.
 PHRASES, PHRASE_TOKENS, OTHERS = 3000, 6, 0.05
 
 
@@ -47,7 +47,7 @@ def key(prompt: int) -> bytes:
 
 
 def responses(prompt: int, epoch: int, tokens: int) -> list[Trajectory]:
-    """16 of one prompt, of ``tokens`` each on average; phrases and ids fall off as a language's do."""
+    """Return 16 responses of one prompt with a mean of ``tokens``; frequencies of phrases and ids are heavy-tailed."""
     phrases = np.random.default_rng(prompt)
     lengths = phrases.geometric(1 / PHRASE_TOKENS, PHRASES)
     words = _ids(phrases, int(lengths.sum()))
@@ -56,9 +56,11 @@ def responses(prompt: int, epoch: int, tokens: int) -> list[Trajectory]:
     for sample in range(SAMPLES):
         rng = np.random.default_rng([prompt, sample, epoch])
         length = max(1, int(rng.uniform(0.5, 1.5) * tokens))
-        said = np.minimum(rng.pareto(0.7, 16 + length // 2) * 3, PHRASES - 1).astype(np.int64)
-        within = np.arange(lengths[said].sum()) - np.repeat(np.cumsum(lengths[said]) - lengths[said], lengths[said])
-        text = np.resize(words[np.repeat(starts[said], lengths[said]) + within], length)
+        chosen = np.minimum(rng.pareto(0.7, 16 + length // 2) * 3, PHRASES - 1).astype(np.int64)
+        within = np.arange(lengths[chosen].sum()) - np.repeat(
+            np.cumsum(lengths[chosen]) - lengths[chosen], lengths[chosen]
+        )
+        text = np.resize(words[np.repeat(starts[chosen], lengths[chosen]) + within], length)
         text = np.where(rng.random(length) < OTHERS, _ids(rng, length), text).astype(np.int32)
         logprobs = -rng.exponential(0.3, length).astype(np.float32)
         made.append(Trajectory(key(prompt), text, float(sample % 2), epoch, epoch, sample, logprobs))
@@ -70,7 +72,7 @@ def _ids(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 class Watch:
-    """Peaks of this process's own memory and of a folder's files while it is open, bytes."""
+    """Peak bytes of this process's anonymous memory and of a folder's files while it is open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._ended = folder, threading.Event()
@@ -100,7 +102,7 @@ class Watch:
 
 
 def used(folder: Path) -> int:
-    """Bytes on the disk; files that go meanwhile are left out."""
+    """Return a folder's bytes on disk without files that vanish meanwhile."""
     total = 0
     for file in folder.rglob("*"):
         try:
@@ -111,8 +113,8 @@ def used(folder: Path) -> int:
 
 
 def record(folder: Path, bound: int, prompts: int, tokens: int, threads: int | None) -> Iterator[dict[str, Any]]:
-    """Epoch by epoch, all prompts in one append; making the responses is not timed."""
-    given = {} if threads is None else {"threads": threads}  # earlier commits have none
+    """Record epoch by epoch, all prompts in one append; the creation of the responses is not timed."""
+    given = {} if threads is None else {"threads": threads}  # earlier commits lack the option
     with HistoryStore(folder / "warm", NAMESPACE, 1 << 24, EPOCHS, **given) as store:
         for epoch in range(2):
             store.append(responses(0, epoch, 64), epoch)
@@ -138,7 +140,7 @@ def record(folder: Path, bound: int, prompts: int, tokens: int, threads: int | N
 
 
 def move(folder: Path, bound: int, what: str) -> Iterator[dict[str, Any]]:
-    """``snapshot``, ``rewrite`` or ``restore``."""
+    """Measure ``snapshot``, ``rewrite`` or ``restore``."""
     at = folder / ("restored" if what == "restore" else "store")
     with HistoryStore(at, NAMESPACE, bound, EPOCHS) as store:
         calls: dict[str, Callable[[], Any]] = {
@@ -160,7 +162,7 @@ def move(folder: Path, bound: int, what: str) -> Iterator[dict[str, Any]]:
 
 
 def read(folder: Path) -> Iterator[dict[str, Any]]:
-    """One prompt's history."""
+    """Measure the read of one prompt's history."""
     with HistoryStore(folder / "store", NAMESPACE, 1 << 40, EPOCHS):
         reader = HistoryReader(folder / "store", NAMESPACE)
         history = reader.get(key(0))
@@ -197,29 +199,29 @@ def _run(queue: Any, part: str, *given: Any) -> None:
     queue.put(list(PARTS[part](*given)))
 
 
-def apart(part: str, *given: Any) -> list[dict[str, Any]]:
-    """A part in a process of its own, so that its peaks are its own."""
+def in_process(part: str, *given: Any) -> list[dict[str, Any]]:
+    """Run a part in a separate process, so that its peaks are separate."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=_run, args=(queue, part, *given))
     process.start()
     process.join()
     if process.exitcode:
-        raise RuntimeError(f"{part} {given} ended with {process.exitcode}")
+        raise RuntimeError(f"{part} {given} failed with status {process.exitcode}")
     return queue.get(timeout=10)
 
 
 def main(
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
-    quick: Annotated[bool, typer.Option(help="one prompt, of 8k")] = False,
-    tokens: Annotated[list[int] | None, typer.Option(help="of a response, on average")] = None,
-    prompts: Annotated[int | None, typer.Option(help="by default so many that they have 8 million tokens")] = None,
-    threads: Annotated[int | None, typer.Option(help="that index; by default the store's own number")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
+    quick: Annotated[bool, typer.Option(help="one prompt with 8k tokens")] = False,
+    tokens: Annotated[list[int] | None, typer.Option(help="mean tokens of a response")] = None,
+    prompts: Annotated[int | None, typer.Option(help="default: prompts with 8 million tokens in total")] = None,
+    threads: Annotated[int | None, typer.Option(help="indexing threads; default: the store's")] = None,
 ) -> None:
-    """Record, snapshot, rewrite, restore and read; a line for each. 4 GB of disk at most."""
+    """Record, snapshot, rewrite, restore and read; print a row for each. Needs up to 4 GB of disk."""
     for each in tokens or ((8192,) if quick else (8192, 32_768)):
         count = prompts or (1 if quick else max(1, (1 << 17) // each))
-        # Room for all, and as much for what an append writes before it frees.
+        # Room for all data, and again for an append, which writes before it frees.
         bound = max(1 << 24, count * SAMPLES * (EPOCHS + 1) * 40 * each)
         about = {"benchmark": "real_sizes", "part": "history", "prompts": count, "samples": SAMPLES}
         about |= {"vocabulary": VOCABULARY, "tokens_a_response": each, "threads": threads}
@@ -229,6 +231,6 @@ def main(
             jobs += [("move", folder, bound, what) for what in ("snapshot", "rewrite", "restore")]
             jobs += [("read", folder)]
             for job in jobs:
-                for found in apart(*job):
+                for found in in_process(*job):
                     row = {**about, **found, "machine": describe(), "commit": commit()}
                     print(json.dumps(row) if as_json else row, flush=True)

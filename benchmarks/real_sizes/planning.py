@@ -1,18 +1,18 @@
-"""What the engine waits for while drafts are planned, with histories as long as reasoning models write them.
+"""Measure how long the engine waits for the planning of drafts, with histories as long as reasoning models write.
 
     python -m benchmarks.real_sizes planning [--json] [--quick]
 
-256 rows over 128 prompts, each with a stored history of 16 responses, 500k tokens: the real proposer over the real
-store, with a stand-in for vLLM's runner. Texts are made of phrases that a prompt's responses share, and some that all
-do, with token ids from a Zipf distribution over 151,936; a request follows such a text, so that drafts are accepted
-and refused as in an engine: the shorter the phrases (``--phrase``, tokens on average), the fewer tokens a step plans.
-What a step costs is not learnt: every draft down to the floor is planned, the most there can be.
+256 rows over 128 prompts, each with a stored history of 16 responses and 500k tokens: the real proposer on the real
+store, with a stand-in for vLLM's runner. Texts consist of phrases, most shared by a prompt's responses and some by all
+prompts, with token ids from a Zipf distribution over 151,936. A request follows such a text, so drafts are accepted and
+rejected as in an engine. Shorter phrases (``--phrase``, mean tokens) give fewer planned tokens per step. The step cost
+is not learned: every draft above the minimum probability is planned, the maximum.
 
-A figure is the time of ``propose()``, all of it: ``us_a_row``, of steps with all histories there, by numbers of
-planning threads that take turns; the 99th percentile of such a step over its median; and, over a median step, what one
-takes that ends all requests and admits as many (``admission_ms``), and the worst of those until all histories are
-there (``worst_loading_ms``). Between two steps the engine sleeps, as it does while a GPU decodes. About 2.5 GiB of
-memory and 1 GiB of disk; ``--scale 0.25`` takes a quarter of the tokens.
+Figures are the total time of ``propose()``: ``us_a_row`` of steps with all histories loaded, by number of planning
+threads, in turn; and the 99th percentile of such a step over its median. ``admission_ms`` is the excess over a median
+step of a step that ends all requests and admits as many; ``worst_loading_ms`` the worst excess until all histories are
+loaded. Between steps the engine sleeps, as it does while a GPU decodes. Needs about 2.5 GiB of memory and 1 GiB of
+disk; ``--scale 0.25`` takes a quarter of the tokens.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from benchmarks.machine import commit, describe
 VOCABULARY = 151_936
 NAMESPACE = "planning"
 RESPONSES = 16
-#: Tokens of a prompt, of a live response, and what a model's positions hold.
+#: Tokens of a prompt, of a live response, and of the model's maximum length.
 PROMPT, LIVE, WIDTH = 200, 2400, 2700
-#: A prompt's own phrases, those that all prompts share, and the share of the latter.
+#: Number of a prompt's phrases and of common phrases, and the share of the latter.
 OWN, COMMON, SHARED = 3000, 3000, 0.3
-#: Seconds that the engine decodes between two steps.
+#: Seconds of decoding between two steps.
 DECODING = 0.01
 
 
 def phrases(rng: np.random.Generator, count: int, tokens: int) -> list[np.ndarray]:
-    """int32[k] each, of 1 + ``tokens`` on average."""
+    """Return phrases, int32[k] each, with a mean of 1 + ``tokens`` tokens."""
     lengths = 1 + rng.geometric(1 / tokens, count)
     ranks = (VOCABULARY ** rng.random(lengths.sum())).astype(np.int32) - 1  # Zipf's: density 1 / rank
     return np.split(ranks, np.cumsum(lengths)[:-1])
 
 
 class Texts:
-    """Responses to a prompt; made anew from its number wherever they are wanted, so that none is kept."""
+    """Responses to a prompt, regenerated from its number at each use, so that none is stored."""
 
     def __init__(self, phrase: int) -> None:
         self._phrase, self._common = phrase, phrases(np.random.default_rng(1 << 32), COMMON, phrase)
 
     def of(self, prompt: int, count: int, length: int, seed: int) -> Iterator[np.ndarray]:
-        """``count`` responses of ``length`` tokens, int32."""
+        """Yield ``count`` responses of ``length`` tokens, int32."""
         own = phrases(np.random.default_rng(prompt), OWN, self._phrase)
         rng = np.random.default_rng((prompt, seed))
         for _ in range(count):
@@ -69,7 +69,7 @@ class Texts:
 
 
 def record(folder: Path, texts: Texts, prompts: list[list[int]], tokens: int) -> None:
-    """Make the store."""
+    """Write the store."""
     from verl_rhyme.history.keys import prompt_key
     from verl_rhyme.history.record import Trajectory
     from verl_rhyme.history.store import HistoryStore
@@ -84,7 +84,7 @@ def record(folder: Path, texts: Texts, prompts: list[list[int]], tokens: int) ->
 
 
 class Engine:
-    """As much of vLLM as a proposer looks at: rows of tokens, requests that follow texts, drafts that are verified."""
+    """The part of vLLM that a proposer uses: rows of tokens, requests that follow texts, and verified drafts."""
 
     def __init__(self, folder: Path, texts: Texts, prompts: list[list[int]], rows: int, threads: int) -> None:
         import torch
@@ -112,7 +112,7 @@ class Engine:
         self._requests: dict[str, Any] = {}
         self.proposer._runner = SimpleNamespace(input_batch=self._batch, requests=self._requests)
         self.proposer._start()
-        gc.collect()  # as vLLM's workers do when they have started; it need not be here
+        gc.collect()  # as vLLM's workers do after their start
         gc.freeze()
         self._texts, self._prompts, self._rows = texts, prompts, rows
         self._tokens = np.zeros((rows, WIDTH), np.int32)
@@ -122,7 +122,7 @@ class Engine:
         self.emitted = 0
 
     def admit(self) -> None:
-        """End all requests and begin as many; siblings lie together."""
+        """End all requests and start as many; siblings are adjacent."""
         from verl_rhyme.history.keys import prompt_key
         from verl_rhyme.processes.request import RequestMeta
 
@@ -144,14 +144,14 @@ class Engine:
 
     @property
     def left(self) -> int:
-        """Tokens that the request furthest on has to go."""
+        """Remaining tokens of the longest request."""
         return LIVE + PROMPT - int(self._lengths.max())
 
     def step(self, accepting: bool = True) -> float:
-        """Verify the drafts, have new ones made; seconds that this took the proposer.
+        """Verify the drafts and propose new ones; return the proposer's seconds.
 
         Args:
-            accepting: Otherwise no draft is accepted, so that steps get on slowly.
+            accepting: Accept drafts; else steps advance slowly.
         """
         sampled = []
         for row, (path, draft) in enumerate(zip(self._paths, self._batch.spec_token_ids, strict=True)):
@@ -172,7 +172,7 @@ class Engine:
         return seconds
 
     def loading(self) -> list[float]:
-        """Steps until all histories are there."""
+        """Run steps until all histories are loaded; return their seconds."""
         seconds = [self.step()]
         while self.proposer.waiting:
             time.sleep(DECODING)
@@ -181,22 +181,22 @@ class Engine:
 
 
 def main(
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
     quick: Annotated[bool, typer.Option(help="32 rows, 16 prompts of 20k tokens")] = False,
-    scale: Annotated[float, typer.Option(help="part of the tokens")] = 1.0,
-    phrase: Annotated[int, typer.Option(help="tokens of one, on average")] = 12,
+    scale: Annotated[float, typer.Option(help="share of the tokens")] = 1.0,
+    phrase: Annotated[int, typer.Option(help="mean tokens of a phrase")] = 12,
     threads: Annotated[list[int] | None, typer.Option(help="planning threads; default: 1 and 2")] = None,
-    rounds: Annotated[int, typer.Option(help="times that all requests are ended and admitted")] = 4,
-    steps: Annotated[int, typer.Option(help="of each round, with all histories there")] = 150,
+    rounds: Annotated[int, typer.Option(help="number of admissions of all requests")] = 4,
+    steps: Annotated[int, typer.Option(help="steps per round with all histories loaded")] = 150,
 ) -> None:
-    """Measure steps that plan, and steps that admit."""
+    """Measure steps with planning, and steps with admissions."""
     rows, count, tokens = (32, 16, 20_000) if quick else (256, 128, int(500_000 * scale))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCABULARY, PROMPT).tolist() for _ in range(count)]
     texts = Texts(phrase)
     with tempfile.TemporaryDirectory() as folder:
         record(Path(folder) / "history", texts, prompts, tokens)
-        # One engine after another: two would hold all histories twice.
+        # One engine at a time: two would hold all histories twice.
         for number in threads or (1, 2):
             engine = Engine(Path(folder) / "history", texts, prompts, rows, number)
             steady: list[float] = []
@@ -210,7 +210,7 @@ def main(
                 found: list[float] = []
                 while len(found) < steps and engine.left > 40:
                     found.append(engine.step())
-                if turn or quick:  # the first one has fresh memory to touch
+                if turn or quick:  # the first round touches fresh memory
                     admitting.append(waits[0])
                     loading += waits[1:]
                     steady += found

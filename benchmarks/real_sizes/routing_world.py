@@ -1,7 +1,7 @@
-"""A run of many replicas, of which router and coordinator are the real ones: for :mod:`benchmarks.real_sizes.routing`.
+"""Simulated run with many replicas and the real router and coordinator, for :mod:`benchmarks.real_sizes.routing`.
 
-Coordinator, pool, reports, router, placement, forecasts and rules are a run's own, driven by asyncio
-(:mod:`benchmarks.real_sizes.virtual`). Agent loop workers and the trainer ask of them what real ones do; engines are
+Coordinator, worker pool, reports, router, placement, forecasts and rules are the product's, driven by asyncio
+(:mod:`benchmarks.real_sizes.virtual`). Agent loop workers and the trainer call them as real ones do. Engines are
 :class:`verl_rhyme.simulation.engine.Engine`, which decode in virtual time.
 """
 
@@ -39,17 +39,17 @@ from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.engine import Engine, Request
 
 PROMPT_TOKENS, MOST_TOKENS, WORKERS = 200, 20_480, 16
-#: Seconds: an update with its weight sync, a reward, and between two looks at the loads.
+#: Seconds of a training step with weight sync, of a reward, and between two samples of the loads.
 TRAIN_S, REWARD_S, LOOK_S = 120.0, 0.5, 2.0
 
 
 @dataclass
 class Ran:
-    """What a step's requests did, and the loads of the replicas while it lasted.
+    """Requests of a training step, and the loads of the replicas during it.
 
     Attributes:
-        groups, replicas, began, ended, tokens: Of each request.
-        seconds: Virtual, from the new weights to the last response's reward.
+        groups, replicas, began, ended, tokens: Values of each request.
+        seconds: Virtual seconds from the new weights to the last response's reward.
         running, cached: float [looks, replicas], requests and tokens in KV caches.
     """
 
@@ -64,7 +64,7 @@ class Ran:
 
 
 class Replica:
-    """One engine, and who waits for its answers."""
+    """One engine, and the futures of its requests."""
 
     def __init__(self, number: int, cost: ReplicaCost) -> None:
         self.number, self.engine = number, Engine(cost)
@@ -73,7 +73,7 @@ class Replica:
         self._timer: asyncio.TimerHandle | None = None
 
     async def generate(self, request: Request) -> float:
-        """Tokens that it has in the end: fewer than it wants where it is to go on elsewhere."""
+        """Generate and return the request's tokens; fewer than wanted if the request moves to another replica."""
         loop = asyncio.get_running_loop()
         answer = self._answers[str(request.name)] = loop.create_future()
         self._had[str(request.name)] = request.emitted
@@ -82,14 +82,14 @@ class Replica:
         return await answer
 
     def leave(self, name: str) -> None:
-        """A request is to go on elsewhere; nothing happens if it is not here any more."""
+        """Withdraw a request that moves to another replica; ignore an unknown one."""
         if name in self._answers:
             _, emitted = self.engine.withdraw(name, asyncio.get_running_loop().time())
             self._end(name, emitted)
             self._plan()
 
     def progress(self, names: Sequence[str]) -> dict[str, int]:
-        """Tokens made here, of those that are here."""
+        """Return the tokens generated on this replica by its requests."""
         now = asyncio.get_running_loop().time()
         here = [name for name in names if name in self._answers]
         return {name: int(self.engine.progress(name, now) - self._had[name]) for name in here}
@@ -114,17 +114,17 @@ class Replica:
 
 
 class Worker:
-    """An agent loop worker: asks the router, waits for the engine, reports."""
+    """Agent loop worker: calls the router, waits for the engine, reports."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._at: dict[str, str] = {}  # attempts under way, and their replicas
+        self._at: dict[str, str] = {}  # running attempts and their replicas
         self._planned: dict[str, str] = {}
         self._reports = Reports()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def attach(self, told: Any) -> dict[str, str]:
-        self._reports.attach(told)
+    async def attach(self, coordinator_handle: Any) -> dict[str, str]:
+        self._reports.attach(coordinator_handle)
         return dict(self._at)
 
     async def begin(self, starts: list[Start], step: int) -> None:
@@ -175,7 +175,7 @@ class Worker:
         await asyncio.sleep(REWARD_S)
         world.queue.partitions[TRAIN][f"{start.name}_0"] = {"status": "success", "seq_len": int(wanted)}
         await self._reports.send(Ended(start.name, "finished"))
-        self._at.pop(start.name)  # not before: who asks in between would take it for lost
+        self._at.pop(start.name)  # not earlier: the coordinator would take the attempt for lost
 
     def _record(self, known: dict[str, Any], replica: int, queued: float, made: int) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
@@ -199,16 +199,16 @@ class Worker:
 
 
 class World:
-    """A run under one policy.
+    """Simulated run with one placement policy.
 
     Args:
-        policy: Of placement; ``least_loaded``: the router decides.
+        policy: Placement policy; ``least_loaded``: the router decides.
         options: Of the policy.
         replicas: How many.
         cost: Of each.
         lengths: int [epochs, prompts, samples], tokens.
-        batch: Prompts of an update.
-        replicas_a_node: How many share a history.
+        batch: Prompts of a training batch.
+        replicas_a_node: Replicas that share a history.
     """
 
     def __init__(
@@ -231,10 +231,10 @@ class World:
             for i in range(replicas)
         }
         self._order = self._prompts()
-        self._of: dict[str, tuple[int, int]] = {}  # epoch and prompt of those that are here
+        self._of: dict[str, tuple[int, int]] = {}  # epoch and prompt of the current groups
         self._keys: dict[str, str] = {}
         self.router = Actor(lambda: PlacementRouter(self.replicas))
-        self.takes: list[float] = []  # seconds of processor time from the last report to the batch
+        self.takes: list[float] = []  # CPU seconds from the last report to the batch
 
     def _prompts(self) -> Iterator[tuple[int, int]]:
         for epoch in range(len(self.lengths)):
@@ -249,7 +249,7 @@ class World:
         return self._keys[uid]
 
     def prompt(self, uid: str) -> tuple[int, int]:
-        """Its epoch and number."""
+        """Return the epoch and number of a group's prompt."""
         return self._of[uid]
 
     def ran(self, uid: str, replica: int, began: float, tokens: float) -> None:
@@ -261,7 +261,7 @@ class World:
         step.tokens.append(tokens)
 
     def run(self, steps: int) -> None:
-        """So many updates."""
+        """Run a number of training steps."""
         with self._installed():
             self.coordinator = Actor(Coordinator)
             try:
@@ -274,7 +274,7 @@ class World:
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
-        """Into the modules that speak to Ray and TransferQueue."""
+        """Install the simulation in the modules that use Ray and TransferQueue."""
         ray = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(current_actor=self.coordinator))
         with contextlib.ExitStack() as stack:
             for module in (coordinator, stored_attempts):
@@ -286,7 +286,7 @@ class World:
             yield
 
     async def _train(self, steps: int) -> None:
-        told, count = self.coordinator, len(self.replicas)
+        handle, count = self.coordinator, len(self.replicas)
         planned = self.policy in PLACEMENTS
         rules = Rules(self.batch, self.batch * self.samples, max_staleness=0)
         slots = count * self.cost.slots
@@ -309,28 +309,28 @@ class World:
             response_limit=MOST_TOKENS,
         )
         workers = [Actor(lambda: Worker(self)) for _ in range(WORKERS)]
-        await told.open.remote(setting, workers, Before(None, [], 0, steps, 1), True)
-        wants = await told.publish.remote(0, steps)
+        await handle.open.remote(setting, workers, Before(None, [], 0, steps, 1), True)
+        wants = await handle.publish.remote(0, steps)
         for step in range(steps):
             began = self.clock.time()
             self.steps.append(Ran())
             looking = asyncio.ensure_future(self._look())
             while wants is not None:
                 if wants.prompts:
-                    await told.hand.remote(self._load(wants.prompts))
-                wants = await told.enough.remote(False, True, None)
-            reply = await told.take.remote()
+                    await handle.hand.remote(self._load(wants.prompts))
+                wants = await handle.enough.remote(False, True, None)
+            reply = await handle.take.remote()
             if reply is None:
                 raise RuntimeError(f"step {step}: the batch was not ready though all samples had their rewards")
             self.steps[-1].seconds = self.clock.time() - began
             looking.cancel()
-            await told.pause.remote()
+            await handle.pause.remote()
             await asyncio.sleep(TRAIN_S)
             await self.queue.async_kv_clear(reply.keys, TRAIN)
             self.version += 1
             for replica in self.replicas.values():
                 replica.object.engine.forget()
-            wants = await told.publish.remote(self.version, steps - self.version)
+            wants = await handle.publish.remote(self.version, steps - self.version)
 
     def _load(self, count: int) -> list[Handed]:
         handed = []
@@ -352,7 +352,7 @@ class World:
 
 
 def tokens_by(step: Ran, replicas: int) -> np.ndarray:
-    """float [replicas], tokens that each made in a step."""
+    """Return float [replicas], the tokens that each generated in a step."""
     made: defaultdict[int, float] = defaultdict(float)
     for replica, tokens in zip(step.replicas, step.tokens, strict=True):
         made[replica] += tokens

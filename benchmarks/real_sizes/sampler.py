@@ -1,14 +1,14 @@
-"""What verifying a batch's drafts takes, in time and memory, at a real vocabulary: our sampler and vLLM's.
+"""Measure the verification of a batch's drafts in time and memory, at a real vocabulary: our sampler and vLLM's.
 
     python -m benchmarks.real_sizes sampler [--json] [--quick]
 
-Steps of B requests with K draft tokens each, temperature 1, log-probabilities asked for as verl does. vLLM's own
-rejection sampler (vLLM's sampler where nothing was drafted), ours with fresh noise, ours with keyed noise
-(``sampling.coupled``); each given the same logits, in turn, several times over. The logits fall off as a language
-model's do: a few likely tokens and a Zipf tail; every other draft is the likeliest token.
+Steps of B requests with K draft tokens each, temperature 1, with log-probabilities as verl requests them. The arms are
+vLLM's rejection sampler (vLLM's sampler without drafts), ours with fresh noise, and ours with keyed noise
+(``sampling.coupled``). They get the same logits in turn, several times. The logits resemble a language model's: a few
+probable tokens and a Zipf tail; every other draft is the most probable token.
 
-Memory is the peak of what a call allocates, counted by torch's allocator to the byte, beyond the logits that it is
-given and with what it returns. torch does not see numpy's: the arrays there have a few bytes for each row.
+Memory is the peak of a call's allocations by torch's allocator, without the input logits and with the results. numpy's
+arrays are not included; they have a few bytes per row.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def logits_of(rows: int, vocabulary: int) -> Any:
 
 
 class Step:
-    """What vLLM's runner hands its samplers: ``rows`` requests with ``drafts`` draft tokens each."""
+    """Input of vLLM's samplers: ``rows`` requests with ``drafts`` draft tokens each."""
 
     def __init__(self, rows: int, drafts: int, vocabulary: int) -> None:
         import torch
@@ -83,7 +83,7 @@ class Step:
             self.drafts.bonus_logits_indices = at[:, -1].clone()
 
     def runner(self, keyed: bool) -> Any:
-        """As much of vLLM's model runner as a sampler looks at."""
+        """Return the part of vLLM's model runner that a sampler uses."""
         from vllm.v1.sample.rejection_sampler import RejectionSampler
         from vllm.v1.sample.sampler import Sampler
 
@@ -105,7 +105,7 @@ class Step:
         )
 
     def sampler(self, arm: str) -> Callable[[], Any]:
-        """A call that samples this step."""
+        """Return a function that samples this step."""
         from verl_rhyme.engine.drawer import Drawer
         from verl_rhyme.engine.sampler import DrawingSampler, DrawingVerifier
 
@@ -120,7 +120,7 @@ class Step:
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Most bytes that a call holds at a time."""
+    """Return the peak bytes that a call holds."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
@@ -135,13 +135,13 @@ def peak_bytes(call: Callable[[], Any]) -> int:
 
 
 def main(
-    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
     quick: Annotated[bool, typer.Option(help="a small vocabulary, one round")] = False,
-    rounds: Annotated[int, typer.Option(help="times that all arms take their turn")] = 5,
+    rounds: Annotated[int, typer.Option(help="rounds over all arms")] = 5,
 ) -> None:
-    """Measure all arms at all settings, and print a line for each."""
+    """Measure all arms at all settings, and print a row for each."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it writes to standard output
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM logs to standard output
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -149,14 +149,14 @@ def main(
 
     from verl_rhyme import patches
 
-    # On a CPU vLLM's rejection sampler does not run without: as vLLM's CPU worker has it.
+    # vLLM's CPU worker applies this; its rejection sampler needs it on a CPU.
     patches.apply_vllm()
     CPUModelRunner._postprocess_triton(None)  # type: ignore[arg-type]
     vocabulary, rounds = (4096, 1) if quick else (VOCABULARY, rounds)
     for rows, drafts in SETTINGS:
         step = Step(rows, drafts, vocabulary)
         calls = {arm: step.sampler(arm) for arm in ARMS}
-        memory = {arm: peak_bytes(call) for arm, call in calls.items()}  # and everything is compiled
+        memory = {arm: peak_bytes(call) for arm, call in calls.items()}  # this call also compiles
         seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
         for _ in range(rounds):
             for arm, call in calls.items():

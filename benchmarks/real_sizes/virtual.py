@@ -1,8 +1,8 @@
-"""Ray's actors and asyncio's clock in one process and in virtual time: an hour of a run is as long as its code takes.
+"""Ray actors and asyncio in one process with virtual time: an hour of a run takes only its CPU time.
 
-The objects are the real ones, and asyncio runs them; what is made up is that messages arrive at once, in their order,
-and that nobody waits. What each actor's code takes is its thread's processor time, slice by slice: a slice is what it
-does between two waits, and for as long as it lasts a real actor answers nobody.
+The actors' objects are real, and asyncio runs them. Messages arrive at once and in order, and waiting takes no time. A
+slice is an actor's CPU time between two waits; a real actor answers no other message during a slice. Slices are
+recorded per actor.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _OWNER: contextvars.ContextVar[Actor | None] = contextvars.ContextVar("owner", d
 
 
 class _Selector(selectors.SelectSelector):
-    """Time passes at once."""
+    """Selector whose time passes at once."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("everybody waits, and nothing will ever happen: a simulated part does not answer")
+            raise RuntimeError("deadlock: all tasks wait, because a simulated part does not answer")
         self.now += max(0.0, timeout)
         return []
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """asyncio's loop in virtual time; tasks that an actor begins are counted as its own."""
+    """asyncio's loop in virtual time; an actor's tasks count as the actor's."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -50,7 +50,7 @@ def _of_its_actor(loop: asyncio.AbstractEventLoop, work: Any, **about: Any) -> a
 
 
 class _Timed(Coroutine[Any, Any, Any]):
-    """A coroutine whose slices are timed."""
+    """Coroutine with timed slices."""
 
     def __init__(self, work: Any, owner: Actor) -> None:
         self._work, self._slices = work, owner.slices[work.__qualname__]
@@ -73,15 +73,15 @@ class _Timed(Coroutine[Any, Any, Any]):
 
 
 class Actor:
-    """A handle, as Ray's: ``actor.method.remote(...)`` is a future of the answer.
+    """Handle as in Ray: ``actor.method.remote(...)`` returns a future of the result.
 
     Args:
-        make: Makes the object.
+        make: Creates the object.
 
     Attributes:
-        object: Itself.
-        slices: By method or task, nanoseconds of each slice.
-        messages: That came, by method.
+        object: The actor's object.
+        slices: Nanoseconds of each slice, by method or task.
+        messages: Number of received messages, by method.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -134,7 +134,7 @@ def _pass_on(done: asyncio.Task[Any], answer: asyncio.Future[Any]) -> None:
 
 
 class Queue:
-    """As much of TransferQueue as a coordinator asks for: which keys there are, with their tags."""
+    """The part of TransferQueue that a coordinator uses: keys with their tags."""
 
     def __init__(self) -> None:
         self.partitions: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(dict)

@@ -1,11 +1,12 @@
-"""In a process with this folder in PYTHONPATH, a decoding step of vLLM takes at least ``STEADY_STEP_MS`` milliseconds,
-and verl's update of the actor at least ``STEADY_UPDATE_S`` seconds, or ``STEADY_TRAIN_MS`` milliseconds for each sample
-with a third of that for its old log-probability; each where it is set. ``STEADY_STEP_MS=90,60`` is 90 on replicas 0, 2,
-4 ..., and 60 on the others: replicas of unequal step floors.
+"""Slow down vLLM and verl in processes with this folder in PYTHONPATH, if these variables are set.
 
-On a GPU a step takes as long for one request as for a few dozen, because it waits for the weights; on two CPU cores it
-gets faster with every request less. The sleep stands for the first, so that idle slots cost what they cost there.
-Everything else is as it is. A module of this name is imported by every Python process at its start.
+``STEADY_STEP_MS``: minimum milliseconds of a decoding step; ``90,60`` is 90 on replicas 0, 2, 4 ..., and 60 on the
+others. ``STEADY_UPDATE_S``: minimum seconds of the actor's training step. ``STEADY_TRAIN_MS``: the same in milliseconds
+per sample, and a third of that for its old log-probability.
+
+On a GPU a step takes the same time for one request as for a few dozen, because it waits for the weights. On two CPU
+cores it gets faster with fewer requests. The sleep emulates the GPU, so that idle slots cost the same. Python imports a
+module of this name in every process at its start.
 """
 
 import importlib.util
@@ -16,7 +17,7 @@ from importlib.abc import MetaPathFinder
 
 
 class _Finder(MetaPathFinder):
-    """Changes a module when it is imported."""
+    """Changes a module at its import."""
 
     def __init__(self, name, change):
         self._name, self._change = name, change

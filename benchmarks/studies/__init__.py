@@ -1,1 +1,1 @@
-"""What answered a question once; its reports stand in ``docs/``, frozen ones in ``docs/studies``."""
+"""One-time studies; their reports are in ``docs/studies``."""

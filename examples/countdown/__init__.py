@@ -1,1 +1,1 @@
-"""A third small task, of another kind and for held-out traces as well: make a number from three others."""
+"""Number game, a small task for held-out traces: make a number from three others."""

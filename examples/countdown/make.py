@@ -1,4 +1,4 @@
-"""The small model of this task, and its data in verl's format.
+"""Make the small model of this task, and its data in verl's format.
 
 python -m examples.countdown.make model --out DIR        # about ten minutes on one core
 python -m examples.countdown.make data --out DIR --tasks 64 --seed 0
@@ -21,15 +21,15 @@ from examples.tiny_world.train import Example, batches, build_model, fit, save
 from . import sums
 from .reward import compute_score
 
-#: Searches longer than this (tokens) are left out.
+#: Maximum tokens of a search; longer ones are skipped.
 MAX_RESPONSE = 380
-#: Numbers count more in training than words, and most what follows a result and tells whether it is the goal.
+#: Training weights of numbers, and of the tokens after a result, which depend on whether it is the goal.
 WEIGHT, DECISIVE = 2.0, 3.0
 NUMBERS = [str(n) for n in range(1, sums.LIMIT + 1)]
 
 
 def vocabulary() -> list[str]:
-    """Every word of tasks and searches."""
+    """Return every word of tasks and searches."""
     phrases = (*sums.TRY, *sums.LEFT, *sums.SMALL, *sums.BIG, *sums.BACK, *sums.MUSING, *sums.DONE, *sums.SIGNS)
     return tokenizers.complete([*re.findall(tokenizers.WORD, " ".join(phrases) + " make from for = , ."), *NUMBERS])
 
@@ -56,7 +56,7 @@ def make_model(out: Path, searches: int, seed: int) -> None:
 
 
 def make_data(out: Path, count: int, seed: int) -> None:
-    """Write ``train.parquet`` and ``test.parquet``: different tasks, none of them trained on before."""
+    """Write ``train.parquet`` and ``test.parquet`` with different tasks, none used in training."""
     rng = random.Random(f"{seed} data")
     made: dict[str, None] = {}
     while len(made) < 2 * count:

@@ -1,4 +1,4 @@
-"""Reward for verl, which loads this file by its path (``reward.custom_reward_function.path``)."""
+"""Reward function for verl, loaded by path (``reward.custom_reward_function.path``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STEP = re.compile(r"\s*(\d+)\s*([-+*/])\s*(\d+)\s*=\s*(\d+)\s*")
 def compute_score(
     data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None, **kwargs: Any
 ) -> dict[str, float]:
-    """Reward for verl: 0.1 for the form, 0.9 for steps that make the goal. ``ground_truth`` is :meth:`Task.text`."""
+    """Return 0.1 for the form plus 0.9 for steps that make the goal. ``ground_truth`` is :meth:`Task.text`."""
     form = _FORM.fullmatch(str(solution_str))
     if form is None:
         return {"score": 0.0, "acc": 0.0}
@@ -24,7 +24,7 @@ def compute_score(
 
 
 def _makes(steps: list[str], goal: int, left: Counter[int]) -> bool:
-    """Whether these steps, each of numbers that are left, end with the goal."""
+    """Return whether the steps use only available numbers and end with the goal."""
     result = None
     for text in steps:
         step = _STEP.fullmatch(text)

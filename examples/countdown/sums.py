@@ -1,11 +1,11 @@
-"""The numbers game, and searches for its sums written out with what did not work.
+"""Number game, and written searches for its sums with their failed attempts.
 
     make 19 from 10, 16, 7
     <think> now 7 + 16 = 23. we have 23, 10 for 19. 23 - 10 = 13, no. back. try 16 - 7 = 9. with 9, 10 for 19.
     9 + 10 = 19. found it. </think> <answer> 16 - 7 = 9, 9 + 10 = 19 </answer>
 
-Each number may be used once, and need not be. The searcher takes pairs and signs in random order, passes over some,
-and words itself at random, so a model of these texts samples honestly; goals that few sums reach make long searches.
+Each number may be used at most once. The search takes pairs and signs in random order, skips some, and draws its
+wording at random, so a model of these texts has real sampling variety. Goals that few sums reach give long searches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: The greatest number that is ever written, and the greatest of a task's own.
+#: Largest number in a search, and largest given number.
 LIMIT, GREATEST = 60, 20
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 TRY = ("try", "take", "say", "now", "what of", "next")
@@ -27,15 +27,15 @@ BIG = ("too big", "more", "beyond it", "no")
 BACK = ("drop it.", "back.", "nothing there.", "")
 MUSING = ("hmm.", "let us see.", "wait.")
 DONE = ("there.", "this is it.", "found it.", "that hits.")
-#: Chance that the searcher passes over a second step.
+#: Probability that the search skips a second step.
 PASSED_OVER = 0.25
-#: Chance of an answer with its first step left out, and of one without tags: what RL can mend.
+#: Probability of an answer without its first step, and of one without tags: flaws for RL to correct.
 FLAWS = {"slip": 0.1, "untagged": 0.2}
 
 
 @dataclass(frozen=True)
 class Step:
-    """``a`` and ``b`` become ``result``."""
+    """Step that replaces ``a`` and ``b`` by ``result``."""
 
     a: int
     sign: str
@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Task:
-    """Three numbers, of which one or two steps make ``goal``."""
+    """Three numbers that make ``goal`` in one or two steps."""
 
     numbers: tuple[int, ...]
     goal: int
@@ -60,7 +60,7 @@ class Task:
         return f"make {self.goal} from {listed(self.numbers)}"
 
     def supervised(self) -> bool:
-        """Whether its searches may be trained on; the others are prompts. Blind to the order of the numbers."""
+        """Return whether training may use the task; else it is a prompt. Ignores the order of the numbers."""
         return zlib.crc32(str((sorted(self.numbers), self.goal)).encode()) % 4 > 0
 
 
@@ -69,7 +69,7 @@ def listed(numbers: tuple[int, ...]) -> str:
 
 
 def steps(numbers: tuple[int, ...], rng: random.Random) -> list[tuple[Step, tuple[int, ...]]]:
-    """All steps from these numbers with what there is after each, in random order; results are 1 to :data:`LIMIT`."""
+    """Return all steps with the numbers after each, in random order; results are from 1 to :data:`LIMIT`."""
     found = []
     for i, j in itertools.permutations(range(len(numbers)), 2):
         a, b = numbers[i], numbers[j]
@@ -85,7 +85,7 @@ def steps(numbers: tuple[int, ...], rng: random.Random) -> list[tuple[Step, tupl
 
 
 def draw(rng: random.Random, supervised: bool) -> Task:
-    """A task that has a solution in two steps, one that may be trained on or not."""
+    """Return a task with a solution in two steps, for training or not."""
     while True:
         numbers = tuple(rng.sample(range(2, GREATEST + 1), 3))
         _, rest = steps(numbers, rng)[0]
@@ -96,7 +96,7 @@ def draw(rng: random.Random, supervised: bool) -> Task:
 
 
 def search(task: Task, rng: random.Random, flawed: bool = True) -> str:
-    """Every step that was looked at, up to the goal, and the answer; flawed as :data:`FLAWS` says."""
+    """Return the text of a search with each tried step and the answer, with flaws as in :data:`FLAWS`."""
     words: list[str] = []
     answer = [step.text() for step in _look(task, rng, words)]
     words.append(rng.choice(DONE))
@@ -110,8 +110,8 @@ def search(task: Task, rng: random.Random, flawed: bool = True) -> str:
 
 
 def _look(task: Task, rng: random.Random, words: list[str]) -> list[Step]:
-    """The steps that make the goal; ``words`` takes what was looked at on the way."""
-    for first, rest in _again_and_again(task, rng):
+    """Return the steps that make the goal; append the tried steps to ``words``."""
+    for first, rest in _repeat(task, rng):
         words.append(f"{rng.choice(TRY)} {first.text()}.")
         if first.result == task.goal:
             return [first]
@@ -129,6 +129,6 @@ def _look(task: Task, rng: random.Random, words: list[str]) -> list[Step]:
     raise AssertionError("the first steps never end")
 
 
-def _again_and_again(task: Task, rng: random.Random) -> Iterator[tuple[Step, tuple[int, ...]]]:
+def _repeat(task: Task, rng: random.Random) -> Iterator[tuple[Step, tuple[int, ...]]]:
     while True:
         yield from steps(task.numbers, rng)

@@ -1,14 +1,14 @@
-"""Reward for Knights and Knaves: ``reward.custom_reward_function.path=examples/data/logic_reward.py``.
+"""Reward function for Knights and Knaves: ``reward.custom_reward_function.path=examples/data/logic_reward.py``.
 
-As in Logic-RL (https://arxiv.org/abs/2502.14768) it is the sum of two parts:
+As in Logic-RL (https://arxiv.org/abs/2502.14768) the score has two parts:
 
     format   +1     the response is <think> ... </think> <answer> ... </answer>, each tag once and nothing else
-             -1     it is not
-    answer   +2     everybody's role is right
-             -1.5   everybody has a role, not all are right
-             -2     somebody has no role, or two, or the format is wrong
+             -1     else
+    answer   +2     all roles are right
+             -1.5   each person has a role, but not all are right
+             -2     a person has no role or two, or the format is wrong
 
-so that scores are 3, -0.5, -1 and -3. Standard library only: verl loads this file by its path.
+Scores are 3, -0.5, -1 and -3. Standard library only: verl loads this file by its path.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def compute_score(
     think_in_prompt: bool = False,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Score one response; never raises, whatever the response is.
+    """Return the score of one response; never raises.
 
     Args:
         data_source: Not used.
         solution_str: The decoded response.
         ground_truth: ``"Ann knight, Ben knave"``.
         extra_info: Not used.
-        think_in_prompt: The chat template ends the prompt with ``<think>``, so responses begin without.
+        think_in_prompt: The prompt ends with ``<think>``, so responses start without it.
 
     Returns:
-        ``score``, the sum of both parts; ``acc`` 1 when everybody's role is right, else 0; ``format`` 1 when the format
-        is right, else 0; ``pred``, the roles in the ground truth's order, empty when they cannot be read.
+        ``score``, the sum of both parts; ``acc``, 1 if all roles are right, else 0; ``format``, 1 if the format is
+        right, else 0; ``pred``, the roles in the ground truth's order, or ``""`` if they cannot be read.
     """
     response = ("<think>" if think_in_prompt else "") + str(solution_str)
     form = _FORM.fullmatch(response)
@@ -61,9 +61,9 @@ def compute_score(
 
 
 def parse_roles(text: str) -> dict[str, str]:
-    """``"(1) Ann is a knight, (2) Ben is a knave"`` as ``{"ann": "knight", "ben": "knave"}``.
+    """Parse ``"(1) Ann is a knight, (2) Ben is a knave"`` into ``{"ann": "knight", "ben": "knave"}``.
 
-    Empty when a role belongs to nobody ("Ann is not a knight") or somebody has two.
+    Return ``{}`` if a role has no person ("Ann is not a knight") or a person has two roles.
     """
     verdicts = [(name.lower(), role.lower()) for name, role in _VERDICT.findall(text)]
     roles = dict(verdicts)

@@ -1,12 +1,12 @@
-"""Reward for mathematics: ``reward.custom_reward_function.path=examples/data/math_reward.py``.
+"""Reward function for mathematics: ``reward.custom_reward_function.path=examples/data/math_reward.py``.
 
-The answer is the last ``\\boxed{...}`` or ``Answer: ...`` line (for GSM8K also ``#### ...``), whichever ends later.
-It is right when it is the same text, the same whole number, or the same mathematics by Math-Verify
-(https://github.com/huggingface/Math-Verify): 1/2 is 0.5, sets have no order, units do not count.
+The answer is the last ``\\boxed{...}`` or ``Answer: ...`` line (for GSM8K also ``#### ...``), whichever ends later. It
+is right if it is the same text, the same integer, or mathematically equal by Math-Verify
+(https://github.com/huggingface/Math-Verify): 1/2 equals 0.5, sets have no order, units do not count.
 
-verl calls rewards in threads, and Math-Verify's own time limit works in a main thread only; nor would it interrupt a
-power of big integers. So answers are compared in a process of their own that the kernel ends when the time is up.
-verl loads this file by its path: it imports nothing of its package and defines no dataclass.
+verl calls rewards in threads, but Math-Verify's time limit works only in a main thread and cannot interrupt a power of
+large integers. So a separate process compares answers, and the kernel kills it at the time limit. verl loads this file
+by its path, so the file imports nothing from its package and defines no dataclass.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import IO, Any
 if importlib.util.find_spec("math_verify") is None:
     raise ImportError("examples/data/math_reward.py needs Math-Verify: pip install 'math-verify>=0.8'")
 
-#: Only so many last characters of a response are searched, as verl searches the last 300 of it.
+#: Number of last characters of a response that are searched; verl searches the last 300.
 TAIL = 2000
 #: Longer answers are wrong; the longest in MATH-500 has 159 characters.
 MAX_ANSWER = 300
-#: Bytes of memory that comparing two answers may take.
+#: Maximum bytes of memory for a comparison.
 MAX_MEMORY = 4 << 30
 
 _TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
@@ -43,9 +43,9 @@ _NOTHING = re.compile(
     r"(?<!\\)\\[!,;: ()\[\]]|\\(?:left|right|displaystyle|quad)(?![A-Za-z])|\\?[$%]|~"
     r"|\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?"
 )
-# "Answer: the final answer is $42$." says 42; with numbers outside of the formula it is no single answer.
+# "Answer: the final answer is $42$." gives 42; with numbers outside of the formula there is no single answer.
 _SENTENCE = re.compile(r"[^$\d]*\$([^$]+)\$[\s.]*")
-# A number and what it counts, but "3 or 4" is no number of fours.
+# A number and its unit; but "3 or 4" is not a number with a unit.
 _COUNT = re.compile(
     r"(?!.*\b(?:and|or|to|pi|mod|sqrt|plus|minus|times|over|hundred|thousand|million|billion|dozen|half|halves|thirds)\b)"
     r"([+-]?[\d.,/]*\d)(?:\s+[A-Za-z]{2,}(?:\s*\^\s*\{?[23]\}?)?){1,3}",
@@ -63,22 +63,22 @@ def compute_score(
     time_limit: float = 5.0,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Score one response; whatever the response is, it gets a score.
+    """Return the score of one response; every response gets a score.
 
     Args:
-        data_source: ``"openai/gsm8k"`` lets the answer follow ``####``; otherwise not used.
+        data_source: ``"openai/gsm8k"`` allows an answer after ``####``; other values are not used.
         solution_str: The decoded response.
         ground_truth: The right answer, as LaTeX or plain text.
         extra_info: Not used.
         wrong_score: Score of a wrong answer: 0, or -1 as in DAPO (https://arxiv.org/abs/2503.14476).
-        time_limit: Seconds that comparing may take; what takes longer is wrong.
+        time_limit: Time limit of the comparison in seconds; after it the answer counts as wrong.
 
     Returns:
-        ``score`` 1 when right, else ``wrong_score``; ``acc`` 1 when right, else 0; ``pred`` the answer as text, empty
-        when there is none.
+        ``score``, 1 if right, else ``wrong_score``; ``acc``, 1 if right, else 0; ``pred``, the answer as text, or
+        ``""`` without an answer.
 
     Raises:
-        RuntimeError: The process that compares answers cannot run; its own error is on standard error.
+        RuntimeError: The process that compares answers fails; its error is on standard error.
     """
     answer = extract_answer(str(solution_str), hashes=data_source == "openai/gsm8k")
     right = answer is not None and is_equal(str(ground_truth), answer, time_limit)
@@ -86,8 +86,8 @@ def compute_score(
 
 
 def compute_dapo_score(data_source: Any, solution_str: Any, ground_truth: Any, *args: Any, **kwargs: Any) -> Any:
-    """verl's own score of DAPO's rows (``data_source`` ``"math_dapo"``, AIME among them), as DAPO has it; of other rows
-    ours, with -1 for a wrong answer: verl has none for most of them."""
+    """Return verl's score for DAPO's rows (``data_source`` ``"math_dapo"``, including AIME), and our score for others:
+    verl has none for most of them. A wrong answer scores -1 there."""
     if data_source == "math_dapo":
         from verl.utils.reward_score import math_dapo
 
@@ -96,7 +96,7 @@ def compute_dapo_score(data_source: Any, solution_str: Any, ground_truth: Any, *
 
 
 def extract_answer(response: str, hashes: bool = False) -> str | None:
-    """The last answer given after the thought, if any; ``hashes`` counts ``#### 42`` as one."""
+    """Return the last answer after the reasoning, or ``None``; ``hashes`` also accepts ``#### 42``."""
     tail = response.rpartition("</think>")[2][-TAIL:]
     lines = [*_LINE.finditer(tail), *(_HASHES.finditer(tail) if hashes else ())]
     line = max(lines, key=lambda match: match.start(1), default=None)
@@ -110,7 +110,7 @@ def extract_answer(response: str, hashes: bool = False) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """The answer's text without what never matters: most spaces, dollars, per cent, units, thousands separators."""
+    """Return the answer without most spaces, dollar and per cent signs, units and thousands separators."""
     text = _NOTHING.sub("", answer.replace("{,}", ",")).strip().rstrip(".")
     text = _TEXT.sub(r" \1 ", text).strip().rstrip(".").strip()
     text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
@@ -119,11 +119,11 @@ def normalise(answer: str) -> str:
     text = re.sub(r"\s+(?![A-Za-z])|(?<![A-Za-z])\s+", "", text)
     if re.fullmatch(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", text):
         text = text.replace(",", "")
-    return text[1:-1] if re.fullmatch(r"\([A-Za-z]\)", text) else text  # a choice, (C)
+    return text[1:-1] if re.fullmatch(r"\([A-Za-z]\)", text) else text  # a choice such as (C)
 
 
 def is_equal(ground_truth: str, answer: str, time_limit: float = 5.0) -> bool:
-    """Whether two answers mean the same; no if that takes longer than ``time_limit`` seconds."""
+    """Return whether two answers are equal; false if the comparison exceeds ``time_limit`` seconds."""
     if max(len(ground_truth), len(answer)) > MAX_ANSWER:
         return False
     truth, mine = normalise(ground_truth), normalise(answer)
@@ -131,18 +131,18 @@ def is_equal(ground_truth: str, answer: str, time_limit: float = 5.0) -> bool:
         return False
     if _INTEGER.fullmatch(truth) and _INTEGER.fullmatch(mine):
         return int(truth.partition(".")[0]) == int(mine.partition(".")[0])
-    # Math-Verify would take a word for the product of its letters, and so an anagram for the word.
+    # Math-Verify reads a word as a product of letters, and so an anagram as equal.
     if re.fullmatch(r"[A-Za-z]{3,}", truth) or _TEXT.fullmatch(ground_truth.strip()):
         return truth.casefold() == mine.casefold()
     if truth == mine:
         return True
-    # Math-Verify knows what \text{} may hold.
+    # Math-Verify handles \text{} itself.
     truth, mine = (_NOTHING.sub("", text).strip() for text in (ground_truth, answer))
     return _checker().is_equal(truth, mine, time_limit)
 
 
 def _last_box(text: str) -> tuple[int, int] | None:
-    """Start and end of what the last complete ``\\boxed{...}`` holds; linear in the text's length."""
+    """Return start and end of the content of the last complete ``\\boxed{...}``, in linear time."""
     opened: list[int | None] = []
     last = None
     for token in _TOKEN.finditer(text):
@@ -161,7 +161,7 @@ _COMMAND = [sys.executable, os.path.abspath(__file__)]
 
 
 class _Checker:
-    """A process that compares answers, one after another. Safe for threads."""
+    """Process that compares answers one by one; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -173,18 +173,18 @@ class _Checker:
             try:
                 return self._ask(question)
             except (OSError, ValueError):
-                self.close()  # ended from outside, for want of memory perhaps
+                self.close()  # killed, perhaps for lack of memory
             try:
                 return self._ask(question)
             except (OSError, ValueError) as error:
                 self.close()
                 raise RuntimeError(
-                    f"the process that compares answers ends at once; see its error above, or run it: {_COMMAND}"
+                    f"the process that compares answers fails at its start; see its error above, or run it: {_COMMAND}"
                 ) from error
 
     def _ask(self, question: str) -> bool:
         if self._process is None:
-            # Of its own session, Ctrl-C is not for it; it ends when its standard input does.
+            # A separate session, so that Ctrl-C does not reach it; it ends with its standard input.
             self._process = subprocess.Popen(
                 _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
             )
@@ -211,17 +211,17 @@ def _checker() -> _Checker:
 
 
 def _serve(questions: IO[str], answers: IO[str]) -> None:
-    """Answer questions, one a line. A worker that the kernel ends has answered no, and the next is forked at once."""
+    """Serve comparisons, one per line. A killed worker counts as a false answer; the next worker is forked at once."""
     import logging
 
     import math_verify
 
     logging.disable()
-    math_verify.parse(r"\boxed{\frac{1}{2}}", parsing_timeout=None)  # the parser's tables are made at first use
+    math_verify.parse(r"\boxed{\frac{1}{2}}", parsing_timeout=None)  # the first use builds the parser's tables
     while True:
         worker = os.fork()
         if worker == 0:
-            # Questions come one at a time, so no worker ever reads ahead of its own death.
+            # One comparison is pending at a time, so a worker never reads beyond the line that kills it.
             for line in questions:
                 truth, answer, time_limit = json.loads(line)
                 signal.setitimer(signal.ITIMER_REAL, time_limit)
@@ -250,5 +250,5 @@ if __name__ == "__main__":
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     answers = os.fdopen(os.dup(1), "w")
-    sys.stdout = sys.stderr  # what a library prints is no answer
+    sys.stdout = sys.stderr  # keeps libraries' output out of the answers
     _serve(sys.stdin, answers)

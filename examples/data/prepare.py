@@ -1,11 +1,11 @@
-"""Real tasks in verl's parquet schema.
+"""Prepare real data sets in verl's parquet schema.
 
     python -m examples.data.prepare dapo|aime|amc|math500|minerva|olympiad|gsm8k --out DIR [--source PATH]
     python -m examples.data.prepare kk --out DIR [--puzzles 5000] [--seed 0]
     python -m examples.data.prepare eval --out DIR [--samples 32]
 
-Without ``--source`` a data set comes from the Hugging Face hub. All files have one schema, so verl can read any of
-them together (``data.val_files=[...]``).
+Without ``--source`` a data set comes from the Hugging Face hub. All files have one schema, so verl can combine them
+(``data.val_files=[...]``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from examples.tiny_world import puzzles as knights
 
 Row = dict[str, Any]
 
-#: ``id`` is the source's own name of the row; ``level`` its difficulty there (MATH's level 1 to 5, or people of a
-#: puzzle), 0 where the source has none.
+#: ``id`` is the row's name in the source; ``level`` its difficulty there (MATH's level 1 to 5, or people of a puzzle),
+#: or 0 if the source has none.
 SCHEMA = pa.schema(
     {
         "data_source": pa.string(),
@@ -39,8 +39,8 @@ SCHEMA = pa.schema(
     }
 )
 
-#: What ``eval`` makes: file name to the command that makes it, and whether its problems are so few that each is
-#: answered many times.
+#: Files of ``eval``: file name, the command that makes it, and whether it has so few problems that each gets many
+#: samples.
 EVALUATION = {
     "aime-2024": ("aime", True),
     "amc-2023": ("amc", True),
@@ -49,14 +49,14 @@ EVALUATION = {
     "olympiad-bench": ("olympiad", False),
     "gsm8k-test": ("gsm8k", False),
 }
-#: verl's V1 trainer draws so many samples of a row that has this column, whatever ``rollout.n`` and ``val_kwargs.n``.
+#: Column with a row's number of samples; verl's V1 trainer prefers it to ``rollout.n`` and ``val_kwargs.n``.
 SAMPLES = "__rollout_n__"
 
 BATCH = 10_000
 HELD_OUT = 0.1
 PEOPLE = (3, 4, 5, 6, 7)
 
-# The instructions that verl's own examples give, so that results compare.
+# The instructions of verl's examples, for comparable results.
 BOXED = "Let's think step by step and output the final answer within \\boxed{}."
 HASHES = 'Let\'s think step by step and output the final answer after "####".'
 KK_PROMPT = (
@@ -66,27 +66,27 @@ KK_PROMPT = (
     "like this:\n<think> your reasoning </think> <answer> NAME is a knight, NAME is a knave, ... </answer>"
 )
 
-app = typer.Typer(help="Real tasks in verl's parquet schema.", no_args_is_help=True, add_completion=False)
-Out = Annotated[Path, typer.Option(help="Folder to write to; made if missing.", file_okay=False)]
+app = typer.Typer(help="Prepare real data sets in verl's parquet schema.", no_args_is_help=True, add_completion=False)
+Out = Annotated[Path, typer.Option(help="Output folder; created if missing.", file_okay=False)]
 Source = Annotated[
     Path | None,
-    typer.Option(help="A parquet, json or jsonl file of the data set, or a folder of them. Default: the hub."),
+    typer.Option(help="Parquet, json or jsonl file of the data set, or a folder of them. Default: the hub."),
 ]
 
 
 class DataError(Exception):
-    """Data cannot be prepared; the message says what is wrong, where, and how to mend it."""
+    """Data preparation failed; the message says what is wrong, where, and the remedy."""
 
 
 @app.command()
 def dapo(out: Out, source: Source = None) -> None:
-    """DAPO-Math-17k, each of its problems once: dapo-math-17k.parquet."""
+    """DAPO-Math-17k without duplicates: dapo-math-17k.parquet."""
     _prepare_verl("BytedTsinghua-SIA/DAPO-Math-17k", source, out / "dapo-math-17k.parquet", "train")
 
 
 @app.command()
 def aime(out: Out, source: Source = None) -> None:
-    """AIME 2024, each of its problems once: aime-2024.parquet."""
+    """AIME 2024 without duplicates: aime-2024.parquet."""
     _prepare_verl("BytedTsinghua-SIA/AIME-2024", source, out / "aime-2024.parquet", "test")
 
 
@@ -120,19 +120,19 @@ def amc(out: Out, source: Source = None) -> None:
 
 @app.command()
 def minerva(out: Out, source: Source = None) -> None:
-    """Minerva's OCW courses, problems of university level: minerva.parquet."""
+    """Minerva's OCW courses, university-level problems: minerva.parquet."""
     _prepare_answers("math-ai/minervamath", source, out / "minerva.parquet")
 
 
 @app.command()
 def olympiad(out: Out, source: Source = None) -> None:
-    """OlympiadBench's problems of mathematics in English, without pictures, with an answer: olympiad-bench.parquet."""
+    """OlympiadBench's English mathematics problems without pictures and with an answer: olympiad-bench.parquet."""
     name, config = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP"
 
     def convert(row: Row, index: int) -> Row:
         if not row["final_answer"]:
             raise DataError(f"'final_answer' is {row['final_answer']!r}")
-        truth = ", ".join(row["final_answer"])  # several are one answer
+        truth = ", ".join(row["final_answer"])  # several parts form one answer
         return make_row(name, f"{row['question']} {BOXED}", truth, "test", index, id_=row["id"])
 
     with _reporting():
@@ -142,7 +142,7 @@ def olympiad(out: Out, source: Source = None) -> None:
 
 @app.command()
 def gsm8k(out: Out, source: Source = None) -> None:
-    """GSM8K: gsm8k-train.parquet and gsm8k-test.parquet. A source is a folder with a file of each split."""
+    """GSM8K: gsm8k-train.parquet and gsm8k-test.parquet. A source is a folder with one file per split."""
     name = "openai/gsm8k"
 
     def convert(row: Row, index: int) -> Row:
@@ -161,14 +161,14 @@ def gsm8k(out: Out, source: Source = None) -> None:
 @app.command()
 def kk(
     out: Out,
-    puzzles: Annotated[int, typer.Option(help="Puzzles in all, a tenth of them held out.", min=10)] = 5000,
-    seed: Annotated[int, typer.Option(help="Same seed, same puzzles.")] = 0,
+    puzzles: Annotated[int, typer.Option(help="Total puzzles; a tenth is held out.", min=10)] = 5000,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same puzzles.")] = 0,
     people: Annotated[
         list[int] | None,
-        typer.Option(help="A number of people; give it again for more. Default: 3 to 7.", min=2, max=7),
+        typer.Option(help="Number of people; repeat for several. Default: 3 to 7.", min=2, max=7),
     ] = None,
 ) -> None:
-    """Knights and Knaves, generated: kk-train.parquet and kk-test.parquet, which never share a puzzle."""
+    """Generated Knights and Knaves: kk-train.parquet and kk-test.parquet, without a common puzzle."""
     with _reporting():
         seen: set[bytes] = set()
         held_out = round(puzzles * HELD_OUT)
@@ -182,10 +182,10 @@ def kk(
 @app.command("eval")
 def evaluation(
     out: Out,
-    samples: Annotated[int, typer.Option(help="Answers to each problem of AIME and AMC.", min=1)] = 32,
+    samples: Annotated[int, typer.Option(help="Samples per problem of AIME and AMC.", min=1)] = 32,
 ) -> None:
-    """The evaluation sets together, in OUT/eval, with how often verl shall answer each problem. Those not in OUT yet
-    come from the hub first."""
+    """All evaluation sets in OUT/eval, with the number of samples per problem for verl. Sets missing in OUT are
+    downloaded from the hub first."""
     for name, (command, few) in EVALUATION.items():
         source = out / f"{name}.parquet"
         if not source.exists():
@@ -205,7 +205,7 @@ def evaluation(
 
 
 def kk_row(puzzle: knights.Puzzle, split: str, index: int) -> Row:
-    """A puzzle of :mod:`examples.tiny_world.puzzles`, in words for a language model."""
+    """Return the row of a puzzle of :mod:`examples.tiny_world.puzzles`, worded for a language model."""
     names = puzzle.names
     said = zip(names, puzzle.statements, strict=True)
     prompt = KK_PROMPT.format(
@@ -236,7 +236,7 @@ def make_row(
     id_: str = "",
     level: int = 0,
 ) -> Row:
-    """One row of :data:`SCHEMA`."""
+    """Return one row of :data:`SCHEMA`."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": prompt}],
@@ -247,7 +247,7 @@ def make_row(
 
 
 def _prepare_answers(name: str, source: Path | None, path: Path) -> None:
-    """A test set of questions and answers."""
+    """Prepare a test set of questions and answers."""
 
     def convert(row: Row, index: int) -> Row:
         if row["answer"] is None or not str(row["answer"]).strip():
@@ -260,7 +260,7 @@ def _prepare_answers(name: str, source: Path | None, path: Path) -> None:
 
 
 def _prepare_verl(name: str, source: Path | None, path: Path, split: str) -> None:
-    """A data set that is in verl's schema already, but with each problem many times."""
+    """Prepare a data set in verl's schema that has each problem many times."""
     with _reporting():
         rows = read(name, "train", ("prompt", "reward_model", "extra_info"), source)
         truths: dict[str, set[str]] = {}
@@ -268,7 +268,7 @@ def _prepare_verl(name: str, source: Path | None, path: Path, split: str) -> Non
         total = 0
         for total, row in enumerate(rows, 1):
             try:
-                # Prompts are the wording that the data set gives them: one message of the user.
+                # The data set's wording is one user message.
                 (message,) = row["prompt"]
                 problem, truth = message["content"], row["reward_model"]["ground_truth"]
                 ids.setdefault(problem, str((row["extra_info"] or {}).get("index", "")))
@@ -278,9 +278,9 @@ def _prepare_verl(name: str, source: Path | None, path: Path, split: str) -> Non
                     f"{source or name}, row {total - 1}: not verl's schema, with one message in 'prompt' and a "
                     f"'ground_truth' in 'reward_model' ({error!r}); is it {name}?"
                 ) from error
-        # Of a problem with two truths nobody knows which is right.
+        # A problem with two ground truths is ambiguous.
         clear = [(problem, *found) for problem, found in truths.items() if len(found) == 1]
-        typer.echo(f"{total} rows, {len(truths)} problems, {len(truths) - len(clear)} of several answers left out")
+        typer.echo(f"{total} rows, {len(truths)} problems, {len(truths) - len(clear)} skipped with several answers")
         write(
             path,
             (
@@ -301,16 +301,16 @@ def _converted(rows: Iterable[Row], convert: Callable[[Row, int], Row], where: o
 def read(
     name: str, split: str, columns: tuple[str, ...], source: Path | None = None, config: str | None = None
 ) -> Iterator[Row]:
-    """Rows of one split of data set ``name``, only the ``columns`` asked for.
+    """Yield the rows of one split of a data set, with only the requested ``columns``.
 
     Args:
-        name: The data set's id on the hub.
-        split: The split there.
-        columns: Every one must exist.
-        source: A local file or folder to read instead of the hub. Of a folder's files those named after the split are
-            read, if any is named after one.
-        config: The data set's config on the hub. If ``source`` has a folder of that name, anywhere in it, only what is
-            there is read. Files of it are named after the split, or after the config where that has one split only.
+        name: Id of the data set on the hub.
+        split: Split of the data set.
+        columns: Required columns.
+        source: Local file or folder to read instead of the hub. If files of a folder are named after splits, only those
+            of this split are read.
+        config: Config of the data set on the hub. If ``source`` has a folder of that name at any depth, only that
+            folder is read. Its files are named after the split, or after the config if it has only one split.
 
     Raises:
         DataError: No such file, no network, or a column is missing.
@@ -330,11 +330,11 @@ def _read_hub(name: str, config: str | None, split: str, columns: tuple[str, ...
 
     try:
         data = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # there is no common class of what the hub's client raises
+    except Exception as error:  # the hub's client has no common error class
         raise DataError(
-            f"{name} cannot be had from the Hugging Face hub: {type(error).__name__}: {error}\n"
-            "Without a network, or with HF_HUB_OFFLINE set, download it elsewhere "
-            f"(hf download --repo-type dataset {name} --local-dir FOLDER) and give --source FOLDER."
+            f"{name} cannot be downloaded from the Hugging Face hub: {type(error).__name__}: {error}\n"
+            "Without a network, or with HF_HUB_OFFLINE set, download it on another machine "
+            f"(hf download --repo-type dataset {name} --local-dir FOLDER) and pass --source FOLDER."
         ) from error
     _check_columns(name, data.column_names, columns)
     for table in data.select_columns(list(columns)).with_format("arrow").iter(batch_size=BATCH):
@@ -352,10 +352,10 @@ def _files(source: Path, split: str, config: str | None) -> list[Path]:
             (found for kind in ("parquet", "jsonl", "json") if (found := sorted(folder.rglob(f"*.{kind}")))), []
         )
         if not files:
-            raise DataError(f"--source {source} has no .parquet, .jsonl or .json file in it")
+            raise DataError(f"--source {source} contains no .parquet, .jsonl or .json file")
     if config and (own := [file for file in files if file.stem == config]):
         return own
-    named = {one: [file for file in files if one in file.stem] for one in ("train", "test")}
+    named = {each: [file for file in files if each in file.stem] for each in ("train", "test")}
     if config is None and not any(named.values()):
         return files
     if not named[split]:
@@ -387,7 +387,7 @@ def _check_columns(where: object, found: Iterable[str], wanted: tuple[str, ...])
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows of :data:`SCHEMA` and say so. Another process sees the whole file or none.
+    """Write rows of :data:`SCHEMA` atomically and print their number.
 
     Raises:
         DataError: There are no rows, or the folder cannot be written to.

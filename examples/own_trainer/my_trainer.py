@@ -1,8 +1,8 @@
-"""Somebody's own trainer and worker, with rhyme put under them: one more base class.
+"""Custom trainer and worker on top of rhyme: one more base class.
 
-``trainer.v1.trainer_mode=my_async`` after
-``VERL_USE_EXTERNAL_MODULES=verl_rhyme.plugin,examples.own_trainer.my_trainer`` (see README.md beside this).
-verl gives every mode but ``sync`` its asynchronous semantics, so derive from an asynchronous trainer. Without
+Set ``trainer.v1.trainer_mode=my_async`` and
+``VERL_USE_EXTERNAL_MODULES=verl_rhyme.plugin,examples.own_trainer.my_trainer`` (see README.md in this folder).
+verl gives every mode except ``sync`` asynchronous semantics, so derive from an asynchronous trainer. Without
 ``+rhyme=...``, or with ``rhyme.enable=false``, it is the same trainer without rhyme: the mixin's hooks do nothing.
 """
 
@@ -18,7 +18,7 @@ from verl_rhyme.trainer.base import RhymeTrainerMixin
 
 @register_trainer("my_async")
 class MyTrainer(RhymeTrainerMixin, PPOTrainerColocateAsync):
-    """Logs the share of full-length responses, and has workers of its own."""
+    """Logs the share of full-length responses, and uses custom workers."""
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()

@@ -1,4 +1,4 @@
-"""The small model of this task, and its data in verl's format.
+"""Make the small model of this task, and its data in verl's format.
 
 python -m examples.roads.make model --out DIR        # about twelve minutes on one core
 python -m examples.roads.make data --out DIR --maps 64 --seed 0
@@ -21,14 +21,14 @@ from examples.tiny_world.train import batches, build_model, fit, save
 from . import maps
 from .reward import compute_score
 
-#: Searches longer than this (tokens) are left out.
+#: Maximum tokens of a search; longer ones are skipped.
 MAX_RESPONSE = 380
-#: Towns whose choice decides count more in training than words.
+#: Training weight of towns, whose choice decides the answer.
 WEIGHT = 2.0
 
 
 def vocabulary() -> list[str]:
-    """Every word of maps and searches."""
+    """Return every word of maps and searches."""
     phrases = (*maps.GO, *maps.LOOK, *maps.DEAD, *maps.BACK, *maps.DONE, *maps.MUSING, *maps.TOWNS)
     return tokenizers.complete(re.findall(tokenizers.WORD, " ".join(phrases) + " roads : from to , ."))
 

@@ -1,11 +1,11 @@
-"""Random road maps, searches written out with their wrong turns.
+"""Random road maps, and written searches with their wrong turns.
 
     roads: hull: york ely. york: bath hull. ... from hull to bath
     <think> at hull: york, ely. try ely. at ely: hull. dead end, back to hull. go york. ... there. </think>
     <answer> hull york bath </answer>
 
-The searcher looks at the roads of each town in random order and words itself at random, so a model of these texts
-samples honestly; large maps make long searches.
+The search takes the roads of each town in random order and draws its wording at random, so a model of these texts has
+real sampling variety. Large maps give long searches.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ DEAD = ("dead end", "nothing new", "no way on", "stuck")
 BACK = ("back to", "return to", "again at")
 DONE = ("there.", "we are there.", "found it.", "this is the goal.")
 MUSING = ("hmm.", "let us see.", "not here.")
-#: Chance of an answer with a town left out, and of one without tags: what RL can mend.
+#: Probability of an answer without a town, and of one without tags: flaws for RL to correct.
 FLAWS = {"slip": 0.12, "untagged": 0.2}
 
 
 @dataclass(frozen=True)
 class Map:
-    """Roads are pairs of towns, both ways; there is a way from ``start`` to ``goal``."""
+    """Map whose roads are pairs of towns in both directions; ``goal`` can be reached from ``start``."""
 
     roads: tuple[tuple[str, str], ...]
     start: str
@@ -62,7 +62,7 @@ def draw(rng: random.Random, towns: tuple[int, int] = (8, 16)) -> Map:
 
 
 def search(task: Map, rng: random.Random, flawed: bool = True) -> str:
-    """Depth first, every road looked at written down; flawed as :data:`FLAWS` says."""
+    """Return the text of a depth-first search with each tried road, with flaws as in :data:`FLAWS`."""
     words: list[str] = []
     way, seen = [task.start], {task.start}
     while way[-1] != task.goal:

@@ -1,4 +1,4 @@
-"""Reward for verl, which loads this file by its path (``reward.custom_reward_function.path``)."""
+"""Reward function for verl, loaded by path (``reward.custom_reward_function.path``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FORM = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DO
 def compute_score(
     data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None, **kwargs: Any
 ) -> dict[str, float]:
-    """Reward for verl: 0.1 for the form, 0.9 for a way that the map has. ``ground_truth`` is :meth:`Map.text`."""
+    """Return 0.1 for the form plus 0.9 for a way on the map. ``ground_truth`` is :meth:`Map.text`."""
     form = _FORM.fullmatch(str(solution_str))
     if form is None:
         return {"score": 0.0, "acc": 0.0}

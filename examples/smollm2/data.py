@@ -1,10 +1,9 @@
-"""Tasks in plain words that a small pretrained model solves now and then, in verl's parquet format.
+"""Language tasks that a small pretrained model solves sometimes, in verl's parquet format.
 
     python -m examples.smollm2.data --out DIR --train 64 --test 64 --seed 1
 
-A prompt shows few-shot examples of its kind as earlier turns of the chat (``--shots``): without them this model writes
-more freely and hardly ever comes to an answer that can be read. A task belongs to a split by its own text, so that none
-is in both.
+A prompt shows few-shot examples of its kind as earlier turns of the chat (``--shots``). Without them this model rarely
+gives a readable answer. A task's text determines its split, so no task is in both.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ WORDS = (
 )
 # fmt: on
 INSTRUCTION = "Explain your steps briefly, then give the answer."
-#: Before the answer; reward.py looks for the same words.
+#: Words before the answer; reward.py looks for them.
 ANSWER = "The answer is"
-#: After so many duplicates in a row all tasks have been generated.
+#: Number of duplicates in a row after which all tasks count as generated.
 _MISSES = 10_000
 
 
 @dataclass(frozen=True)
 class Task:
-    """A question, how it is worked out, and the answer."""
+    """Question, its solution steps, and the answer."""
 
     question: str
     steps: str
@@ -50,7 +49,7 @@ class Task:
 
 
 def story(rng: random.Random) -> Task:
-    """What somebody has after getting some and giving some away."""
+    """Return a task about a person who gets and gives away things."""
     who, what = rng.choice(NAMES), rng.choice(THINGS)
     has, more = rng.randint(3, 20), rng.randint(2, 10)
     less = rng.randint(1, has - 1)
@@ -64,7 +63,7 @@ def story(rng: random.Random) -> Task:
 
 
 def equation(rng: random.Random) -> Task:
-    """A linear equation, and its root."""
+    """Return a task with a linear equation."""
     root, factor, plus = rng.randint(2, 9), rng.randint(2, 5), rng.randint(1, 9)
     product = root * factor
     return Task(
@@ -76,7 +75,7 @@ def equation(rng: random.Random) -> Task:
 
 
 def sorting(rng: random.Random) -> Task:
-    """Words, in the order of the alphabet."""
+    """Return a task to sort words alphabetically."""
     given = rng.sample(WORDS, 3)
     ordered = sorted(given)
     letters = ", ".join(f"{word} begins with {word[0]}" for word in given)
@@ -91,17 +90,17 @@ KINDS: dict[str, Callable[[random.Random], Task]] = {"stories": story, "equation
 
 
 def tasks(seed: int, split: str) -> Iterator[tuple[str, Task]]:
-    """Different tasks of a split with their kinds; none is shown as an example.
+    """Yield different tasks of a split with their kinds, without the few-shot examples.
 
     Raises:
-        ValueError: There are no more.
+        ValueError: All tasks of the split were generated.
     """
     rng, missed = random.Random(f"{seed} {split}"), 0
     seen = {task.question for kind in KINDS for task in examples(kind, 2)}
     while True:
         kind = rng.choice(tuple(KINDS))
         task = KINDS[kind](rng)
-        own = random.Random(task.question).random() < 0.5  # which split it belongs to, whatever the seed
+        own = random.Random(task.question).random() < 0.5  # decides the split, independent of the seed
         if task.question not in seen and own == (split == "train"):
             seen.add(task.question)
             missed = 0
@@ -111,13 +110,13 @@ def tasks(seed: int, split: str) -> Iterator[tuple[str, Task]]:
 
 
 def examples(kind: str, shots: int) -> list[Task]:
-    """The same ones for all tasks of a kind."""
+    """Return the few-shot examples, the same for all tasks of a kind."""
     rng = random.Random(kind)
     return [KINDS[kind](rng) for _ in range(shots)]
 
 
 def chat(kind: str, task: Task, shots: int) -> list[dict[str, str]]:
-    """The prompt: few-shot examples and the task."""
+    """Return the prompt: few-shot examples and the task."""
     turns = list[dict[str, str]]()
     for shown in [*examples(kind, shots), task]:
         turns.append({"role": "user", "content": f"{shown.question} {INSTRUCTION}"})
@@ -130,11 +129,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--train", type=int, default=64, help="tasks in train.parquet")
     parser.add_argument("--test", type=int, default=64, help="tasks in test.parquet")
-    parser.add_argument("--shots", type=int, default=2, choices=(0, 1, 2), help="few-shot examples in a prompt")
+    parser.add_argument("--shots", type=int, default=2, choices=(0, 1, 2), help="few-shot examples per prompt")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if min(args.train, args.test) < 1:
-        parser.error("--train and --test are 1 at least")
+        parser.error("--train and --test must be at least 1")
     args.out.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", args.train), ("test", args.test)):
         made = tasks(args.seed, split)

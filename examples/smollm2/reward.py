@@ -1,4 +1,4 @@
-"""Reward for verl, which loads this file by its path (``reward.custom_reward_function.path``)."""
+"""Reward function for verl, loaded by path (``reward.custom_reward_function.path``)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 def compute_score(
     data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None, **kwargs: Any
 ) -> dict[str, float]:
-    """1 where the last sentence that says "the answer is" goes on with the answer, else 0.
+    """Return 1 if the answer follows the last "the answer is", else 0.
 
     Args:
         data_source: Unused.
         solution_str: Response.
-        ground_truth: A number, or words in their order.
+        ground_truth: A number, or words in order.
     """
-    _, said, rest = str(solution_str).lower().rpartition("the answer is")
+    _, marker, rest = str(solution_str).lower().rpartition("the answer is")
     words = re.findall(r"-?\d+(?:\.\d+)?|[a-z]+", rest.replace("x =", ""))
     answer = re.findall(r"-?\d+|[a-z]+", str(ground_truth).lower())
-    right = bool(said) and words[: len(answer)] == answer
+    right = bool(marker) and words[: len(answer)] == answer
     return {"score": float(right), "acc": float(right)}

@@ -1,1 +1,1 @@
-"""A tiny world with real input: Knights and Knaves puzzles and two small models that solve some of them."""
+"""Tiny world with real input: Knights and Knaves puzzles, and two small models that solve some of them."""

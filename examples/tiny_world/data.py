@@ -1,9 +1,9 @@
-"""Puzzles in verl's parquet format.
+"""Write puzzles in verl's parquet format.
 
     python -m examples.tiny_world.data --out DIR --train 64 --test 64 --seed 0
 
-writes ``train.parquet`` and ``test.parquet``. A puzzle belongs to a split by its own fingerprint, so nothing of one
-split, renamed or reworded, is ever in the other, nor in the supervised traces where it is a test puzzle.
+writes ``train.parquet`` and ``test.parquet``. A puzzle's fingerprint determines its split. So no puzzle of one split,
+renamed or reworded, is in the other split, and no test puzzle is in the supervised traces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DATA_SOURCE = "rhyme/knights_and_knaves"
 
 
 def row(puzzle: Puzzle, split: str, index: int) -> dict[str, Any]:
-    """One row as verl's ``RLHFDataset`` and reward manager read it."""
+    """Return a puzzle's row for verl's ``RLHFDataset`` and reward manager."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": puzzle.text()}],
@@ -34,10 +34,10 @@ def row(puzzle: Puzzle, split: str, index: int) -> dict[str, Any]:
 
 
 def write(out: Path, split: str, count: int, seed: int, people: tuple[int, ...] = ()) -> Path:
-    """Write ``count`` different puzzles of one split.
+    """Write ``count`` different puzzles of one split and return the file's path.
 
     Raises:
-        ValueError: There are not so many different puzzles of these numbers of people.
+        ValueError: Fewer different puzzles exist for these numbers of people.
     """
     rows = [row(puzzle, split, i) for i, puzzle in enumerate(islice(generate(seed, split, set(), people), count))]
     if len(rows) < count:

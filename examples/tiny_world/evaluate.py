@@ -1,4 +1,4 @@
-"""What a model does when it samples: accuracy, lengths, confidence.
+"""Evaluate samples of a model: accuracy, lengths, confidence.
 
 python -m examples.tiny_world.evaluate --model examples/tiny_world/models/qwen2 --split test
 """
@@ -27,7 +27,7 @@ def evaluate(
 
     Returns:
         Means of ``score``, ``acc`` and ``format``; ``acc_by_people``; ``mixed``, the share of prompts with right and
-        wrong responses; ``length`` quantiles (5, 50, 95%) in tokens; ``cut``, the share that ran out of tokens;
+        wrong responses; ``length`` quantiles (5, 50, 95%) in tokens; ``cut``, the share of truncated responses;
         ``mean_probability`` of the tokens drawn and the share of them ``above_099``.
     """
     tokenizer = AutoTokenizer.from_pretrained(path)

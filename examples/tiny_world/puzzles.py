@@ -1,8 +1,8 @@
 """Knights and Knaves, as in Logic-RL (https://arxiv.org/abs/2502.14768): knights tell the truth, knaves lie.
 
-Each of 2 to 7 people makes one statement; exactly one assignment of knights and knaves fits them all.
-An assignment of n people is an integer of n bits (bit i set: person i is a knight), and a set of assignments an
-integer of 2**n bits, so that logic on whole sets is Python's ``& | ^ ~``.
+Each of 2 to 7 people makes one statement; exactly one assignment of knights and knaves satisfies all. An assignment of
+n people is an integer of n bits (bit i set: person i is a knight). A set of assignments is an integer of 2**n bits, so
+that logic on sets is Python's ``& | ^ ~``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 NAMES = ("Ann", "Ben", "Cal", "Dot", "Eve", "Fay", "Gus", "Hal", "Ivy", "Jim", "Kay", "Leo")
 MIN_PEOPLE, MAX_PEOPLE = 2, 7
 PEOPLE_WEIGHTS = {2: 0.12, 3: 0.43, 4: 0.24, 5: 0.11, 6: 0.06, 7: 0.04}
-TEST_SHARE = 5  # one puzzle in so many is a test puzzle
+TEST_SHARE = 5  # one puzzle in five is a test puzzle
 OPERATORS = ("and", "or", "if", "iff")
 
 KIND = {True: "knight", False: "knave"}
@@ -25,7 +25,7 @@ KIND = {True: "knight", False: "knave"}
 
 @dataclass(frozen=True)
 class Claim:
-    """``person`` is a knight, or (``knight`` false) a knave; ``negated`` words it as "is not a ..."."""
+    """Claim that ``person`` is a knight, or (``knight`` false) a knave; ``negated`` words it as "is not a ..."."""
 
     person: int
     knight: bool
@@ -40,13 +40,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Statement:
-    """One claim (``operator`` is ``None``), or two joined by one of :data:`OPERATORS`."""
+    """Statement of one claim (``operator`` is ``None``), or of two claims with one of :data:`OPERATORS`."""
 
     claims: tuple[Claim, ...]
     operator: str | None = None
 
     def value(self, *truth: bool) -> bool:
-        """Truth of the statement from the truth of its claims."""
+        """Return the truth of the statement from the truth of its claims."""
         if self.operator is None:
             return truth[0]
         left, right = truth
@@ -74,7 +74,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """``statements[i]`` is what person i (called ``names[i]``) says."""
+    """Puzzle; person i, called ``names[i]``, makes ``statements[i]``."""
 
     names: tuple[str, ...]
     statements: tuple[Statement, ...]
@@ -84,13 +84,13 @@ class Puzzle:
         return len(self.names)
 
     def text(self) -> str:
-        """The prompt: one sentence per person, then the question."""
+        """Return the prompt: one sentence per person, then the question."""
         said = [f"{name} says: {s.text(self.names)}." for name, s in zip(self.names, self.statements, strict=True)]
         return " ".join([*said, "who is who?"])
 
 
 def solutions(puzzle: Puzzle) -> list[int]:
-    """Every assignment in which knights' statements are true and knaves' false; exact, in ascending order."""
+    """Return every assignment with true statements of knights and false ones of knaves, in ascending order."""
     knight, everything = _knight_sets(puzzle.people)
     fit = everything
     for person, statement in enumerate(puzzle.statements):
@@ -99,17 +99,17 @@ def solutions(puzzle: Puzzle) -> list[int]:
 
 
 def describe(assignment: int, names: tuple[str, ...]) -> str:
-    """The answer's wording, in the order in which the prompt names the people."""
+    """Return the text of the answer, in the prompt's order of people."""
     return ", ".join(f"{name} {KIND[bool(assignment >> i & 1)]}" for i, name in enumerate(names))
 
 
 def fingerprint(puzzle: Puzzle) -> bytes:
-    """16 bytes, equal for puzzles that differ only in names, order of people, or a statement's wording.
+    """Return 16 bytes, equal for puzzles that differ only in names, order of people, or wording.
 
-    Colour refinement (Weisfeiler-Leman) over who speaks of whom, with truth tables for labels. Two puzzles that
-    differ otherwise rarely share a fingerprint; where they do it costs one puzzle, never a leak.
+    Colour refinement (Weisfeiler-Leman) over the people in each statement, with truth tables as labels. Other puzzles
+    rarely share a fingerprint; a collision costs one puzzle and never mixes the splits.
     """
-    # Each view is how a person sees a statement that concerns them: roles, truth table, the others' colours.
+    # A view is a person's perspective on a statement about them: roles, truth table, colours of the others.
     views: list[list[list[tuple[bytes, tuple[int, ...]]]]] = [[] for _ in range(puzzle.people)]
     for speaker, statement in enumerate(puzzle.statements):
         concerned = {speaker, *(claim.person for claim in statement.claims)}
@@ -128,19 +128,19 @@ def fingerprint(puzzle: Puzzle) -> bytes:
 
 
 def split_of(fingerprint_: bytes) -> str:
-    """``"train"`` or ``"test"``: a property of the puzzle itself, so no two seeds or sizes can ever mix them."""
+    """Return ``"train"`` or ``"test"``, a property of the puzzle, so that no seed or size mixes the splits."""
     return "test" if int.from_bytes(fingerprint_[:4], "little") % TEST_SHARE == 0 else "train"
 
 
 def generate(seed: int, split: str, seen: set[bytes] | None = None, people: Iterable[int] = ()) -> Iterator[Puzzle]:
-    """Puzzles of one split, each with exactly one solution; ends only when it finds no more.
+    """Yield puzzles of one split, each with exactly one solution, until no more are found.
 
     Args:
-        seed: Same seed, same puzzles.
+        seed: The same seed gives the same puzzles.
         split: ``"train"`` or ``"test"``.
-        seen: Fingerprints not to be used; those of the puzzles yielded are added. ``None`` lets puzzles return
-            under other names.
-        people: Numbers of people to draw from, uniformly; empty draws them by :data:`PEOPLE_WEIGHTS`.
+        seen: Fingerprints to exclude; those of the yielded puzzles are added. ``None`` allows repeated puzzles with
+            other names.
+        people: Numbers of people, drawn uniformly; if empty, drawn by :data:`PEOPLE_WEIGHTS`.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', not {split!r}")
@@ -152,7 +152,7 @@ def generate(seed: int, split: str, seen: set[bytes] | None = None, people: Iter
         size = rng.choices(list(weights), list(weights.values()))[0]
         puzzle = next((p for p in _candidates(rng, size) if _admit(p, split, seen)), None)
         if puzzle is None:
-            del weights[size]  # there are only some 40 puzzles of two people
+            del weights[size]  # only about 40 puzzles of two people exist
         else:
             yield puzzle
 
@@ -178,7 +178,7 @@ def _statement(rng: random.Random, speaker: int, people: int) -> Statement:
     others = [person for person in range(people) if person != speaker]
     if rng.random() < 0.35:
         return Statement((_claim(rng, rng.choice(others)),))
-    # Others speak of others, mostly; of two people one must speak of oneself.
+    # A statement is mostly about others; with two people one must be about the speaker.
     pool = others if len(others) > 1 and rng.random() < 0.85 else [speaker, rng.choice(others)]
     left, right = rng.sample(pool, 2)
     return Statement((_claim(rng, left), _claim(rng, right)), rng.choice(OPERATORS))
@@ -190,7 +190,7 @@ def _claim(rng: random.Random, person: int) -> Claim:
 
 @functools.cache
 def _knight_sets(people: int) -> tuple[list[int], int]:
-    """For each person the set of assignments in which that person is a knight; and the set of all."""
+    """Return each person's set of assignments in which the person is a knight, and the set of all assignments."""
     count = 1 << people
     knights = [sum(1 << a for a in range(count) if a >> person & 1) for person in range(people)]
     return knights, (1 << count) - 1
@@ -212,14 +212,14 @@ def _truth_set(statement: Statement, knight: list[int], everything: int) -> int:
 
 
 def _role(statement: Statement, speaker: int, order: tuple[int, ...]) -> bytes:
-    """A statement as the people in ``order`` see it, whoever they are and however it is worded."""
+    """Encode a statement from the view of the people in ``order``, independent of names and wording."""
     claims = tuple((order.index(claim.person), claim.knight != claim.negated) for claim in statement.claims)
     return _table(statement.operator, claims, order.index(speaker), len(order))
 
 
 @functools.cache
 def _table(operator: str | None, claims: tuple[tuple[int, bool], ...], speaker: int, people: int) -> bytes:
-    """Speaker, number of people, and the bit set of assignments (at most 2**3) that fit the statement."""
+    """Encode speaker, number of people, and the bit set of assignments (at most 2**3) that fit the statement."""
     statement = Statement(tuple(Claim(person, knight) for person, knight in claims), operator)
     fits = sum(1 << a for a in range(1 << people) if statement.holds(a) == bool(a >> speaker & 1))
     return bytes((speaker, people, fits))

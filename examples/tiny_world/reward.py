@@ -1,9 +1,9 @@
-"""Rule-based reward for verl: ``reward.custom_reward_function.path=examples/tiny_world/reward.py``.
+"""Rule-based reward function for verl: ``reward.custom_reward_function.path=examples/tiny_world/reward.py``.
 
-    score = 0.1 format + 0.1 share of people right + 0.8 everybody right       (from 0 to 1)
+    score = 0.1 format + 0.1 share of people right + 0.8 all people right       (from 0 to 1)
 
-Without the form ``<think> ... </think> <answer> ... </answer>`` the score is 0. Standard library only: verl loads the
-file by its path.
+Without the form ``<think> ... </think> <answer> ... </answer>`` the score is 0. Uses only the standard library, because
+verl loads the file by its path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VERDICT = re.compile(r"\s*(\w+)\s+(knight|knave)\s*")
 def compute_score(
     data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None, **kwargs: Any
 ) -> dict[str, float]:
-    """Score one response; never raises, whatever the response is.
+    """Return the score of one response; never raises.
 
     Args:
         data_source: Not used.
@@ -30,7 +30,7 @@ def compute_score(
         extra_info: Not used.
 
     Returns:
-        ``score`` in [0, 1]; ``acc`` 1 when everybody is right, else 0; ``format`` 1 when the form is right, else 0.
+        ``score`` in [0, 1]; ``acc``, 1 if all people are right, else 0; ``format``, 1 if the form is right, else 0.
     """
     form = _FORM.fullmatch(str(solution_str))
     if form is None or len(_TAG.findall(form.string)) != 4:
@@ -44,7 +44,7 @@ def compute_score(
 
 
 def parse_answer(text: str) -> dict[str, str] | None:
-    """``"Ann knight, Ben knave"`` as a mapping; ``None`` when malformed or when a name comes twice."""
+    """Parse ``"Ann knight, Ben knave"`` into a mapping; ``None`` if malformed or if a name occurs twice."""
     verdicts = [_VERDICT.fullmatch(part) for part in text.split(",")]
     if any(verdict is None for verdict in verdicts):
         return None

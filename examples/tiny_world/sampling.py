@@ -1,4 +1,4 @@
-"""Sample responses from a small model on a CPU, without an engine: for the trainer's own checks and for tests."""
+"""Sample responses from a small model on a CPU without an engine, for checks of training and for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 @dataclass(frozen=True)
 class Response:
-    """``tokens`` end with the end-of-sequence token unless cut; ``probabilities`` are those of the tokens drawn."""
+    """Response; ``tokens`` end with the end-of-sequence token unless truncated; ``probabilities`` belong to them."""
 
     text: str
     tokens: list[int]
@@ -19,7 +19,7 @@ class Response:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:
-    """Token ids of one user turn and the start of the answer."""
+    """Return the token ids of one user turn and the start of the answer."""
     messages = [{"role": "user", "content": content}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
 
@@ -33,9 +33,9 @@ def sample(
     seed: int = 0,
     draw: Callable[[torch.Tensor, list[int], int], torch.Tensor] | None = None,
 ) -> list[Response]:
-    """One response per prompt at temperature 1, in the order of ``prompts``; repeat a prompt for more of it.
+    """Return one response per prompt at temperature 1, in the order of ``prompts``; repeat a prompt for several.
 
-    ``draw(logits, rows, step)`` gives the tokens (int64 [n]) of so many rows of ``prompts``, ``step`` tokens into the
+    ``draw(logits, rows, step)`` returns the tokens (int64 [n]) of these rows of ``prompts`` at position ``step`` of the
     responses, from float32 logits [n, vocabulary]; default: torch's generator with ``seed``.
     """
     generator = torch.Generator().manual_seed(seed)

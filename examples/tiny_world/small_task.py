@@ -1,4 +1,4 @@
-"""What small tasks beside the puzzles share: how a model of theirs fares, and their data in verl's format."""
+"""Shared code of the small tasks besides the puzzles: evaluation of a model, and data in verl's format."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .sampling import encode_prompt, sample
 
 
 def show(model: Any, tokenizer: Any, tasks: Sequence[str], score: Callable[..., dict[str, Any]], seed: int) -> None:
-    """Print how many of one answer to each task are right, how long they are and how sure, and the first of them.
+    """Print the share of right answers, their length and probability, and the first answer.
 
     Args:
-        model, tokenizer: Of transformers.
+        model, tokenizer: Model and tokenizer of transformers.
         tasks: Texts; each is its own ground truth.
-        score: verl's reward function; ``acc`` of what it gives is 0 or 1.
-        seed: Of sampling.
+        score: Reward function of verl; its ``acc`` is 0 or 1.
+        seed: Seed of the sampling.
     """
     responses = sample(model.float(), tokenizer, [encode_prompt(tokenizer, task) for task in tasks], 384, seed)
     right = [score(None, response.text, task)["acc"] for response, task in zip(responses, tasks, strict=True)]
@@ -34,9 +34,9 @@ def write(out: Path, splits: dict[str, list[str]], source: str, ability: str) ->
     """Write tasks as ``SPLIT.parquet``.
 
     Args:
-        out: Folder, made where it is missing.
-        splits: Texts of tasks, each its own ground truth, by split.
-        source, ability: ``data_source`` and ``ability`` of all rows.
+        out: Folder; created if missing.
+        splits: Texts of tasks by split; each is its own ground truth.
+        source, ability: Values of ``data_source`` and ``ability`` in all rows.
     """
     out.mkdir(parents=True, exist_ok=True)
     for split, tasks in splits.items():

@@ -1,4 +1,4 @@
-"""A word-level tokenizer for the closed vocabulary of the tiny world.
+"""Build a word-level tokenizer for the closed vocabulary of the tiny world.
 
 python -m examples.tiny_world.tokenizer --out DIR
 """
@@ -20,7 +20,7 @@ from .puzzles import KIND, NAMES, OPERATORS
 END, PAD, UNKNOWN = "<|im_end|>", "<|pad|>", "<|unknown|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# A line break is no word of this world, but verl wants it to be one token: it becomes the unknown one.
+# No text has a line break, but verl needs it as one token: the unknown token.
 WORD = r"<[^<>\s]+>|\w+|[^\w\s]|\n"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} <|im_end|> {% endfor %}"
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def vocabulary() -> list[str]:
-    """Every word, special tokens first; the order is fixed, so ids are stable. Reserved ones fill a multiple of 32."""
+    """Return every word in fixed order, special tokens first; reserved words fill a multiple of 32."""
     phrases: Iterable[str] = (
         *(*traces.SUPPOSE, *traces.MUSING, *traces.GUESS, *traces.DONE, *traces.SO, *traces.FITS, *traces.OPEN),
         *(*traces.CONTRADICTION, *traces.MARK.values(), *OPERATORS, *KIND.values(), *NAMES),
@@ -40,21 +40,21 @@ def vocabulary() -> list[str]:
 
 
 def complete(words: Iterable[str]) -> list[str]:
-    """A vocabulary of these words, in their order."""
+    """Return a vocabulary of these words, in their order."""
     known = list(dict.fromkeys((PAD, END, UNKNOWN, *ROLES, *TAGS, *words)))
     return known + [f"<|reserved{i}|>" for i in range(-len(known) % 32)]
 
 
 def build(words: list[str] | None = None) -> PreTrainedTokenizerFast:
-    """The tokenizer, chat template included. ``decode`` gives back text as puzzles and traces write it.
+    """Return the tokenizer with its chat template; ``decode`` returns text as in puzzles and traces.
 
     Args:
-        words: A vocabulary; default: this world's.
+        words: Vocabulary; default: the tiny world's.
     """
     words = words or vocabulary()
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), behavior="removed", invert=True)
-    # Words are joined by spaces; cleanup takes the space before . , ? ! away and Replace the one before a colon.
+    # Words are joined by spaces; cleanup removes the space before . , ? ! and Replace the one before a colon.
     tokenizer.decoder = decoders.Sequence([decoders.WordPiece(prefix="##", cleanup=True), decoders.Replace(" :", ":")])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -73,8 +73,8 @@ def build(words: list[str] | None = None) -> PreTrainedTokenizerFast:
 def save(tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig, out: str | Path) -> None:
     """Write a model folder's tokenizer files and ``config.json``.
 
-    Whatever ``tokenizer_config.json`` says, transformers 5 gives a Qwen2 model a byte-level ``Qwen2Tokenizer``, except
-    where that file names no class and ``config.json`` does.
+    transformers 5 always gives a Qwen2 model a byte-level ``Qwen2Tokenizer``, except if ``tokenizer_config.json`` names
+    no class and ``config.json`` does.
     """
     tokenizer.save_pretrained(out)
     path = Path(out) / "tokenizer_config.json"

@@ -1,12 +1,11 @@
-"""Supervised targets: the reasoning of a searcher who supposes, follows what people say, and backtracks.
+"""Supervised targets: a reasoning that assumes, follows the statements, and backtracks.
 
     <think> suppose Ann is a knight. Ann says: Ben is a knave maybe and Cal is a knave no. Ann knight, so Ben knave.
     ... impossible. back: Ann knave, Ben open. ... </think> <answer> Ann knave, Ben knight </answer>
 
-Each fact is "name kind", and the latest one about a person is the one that stands. What a person says is repeated with
-a mark after each claim (``yes``, ``no``, or ``maybe`` where it is not known yet) and then judged. Order of hypotheses,
-order of work and wording are drawn at random, so a model of these traces samples honestly; harder puzzles backtrack
-more and are longer.
+Each fact is "name kind", and a person's latest fact is valid. A statement is repeated with a mark after each claim
+(``yes``, ``no``, or ``maybe`` if unknown) and then judged. Order of hypotheses, order of work and wording are random,
+so a model of these traces has real sampling variety. Harder puzzles backtrack more and have longer traces.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from .puzzles import KIND, Puzzle, Statement, describe, solutions
 
 MARK = {True: "yes", False: "no", None: "maybe"}
-VOID = "open"  # stands where a kind stood that fell with its hypothesis
+VOID = "open"  # replaces a kind whose hypothesis was dropped
 CONTRADICTION = ("impossible", "contradiction", "that cannot be")
 SO = ("so", "then", "hence", "thus")
 FITS = ("fits", "fine", "this holds")
@@ -34,7 +33,7 @@ SUPPOSE = (
 MUSING = ("hmm.", "wait.", "let me check.", "now look at this.")
 GUESS = ("this is long, i guess.", "i am tired, i guess.", "it must be this.")
 DONE = ("all is fine.", "so we are done.", "this is the answer.", "")
-# Words whose choice decides the answer; training weighs their tokens more.
+# Words that decide the answer; training weights their tokens more.
 DECISIVE = frozenset(
     {
         *KIND.values(),
@@ -44,7 +43,7 @@ DECISIVE = frozenset(
         *(verdict.split()[0] for verdict in (*CONTRADICTION, *SO, *FITS, *OPEN)),
     }
 )
-# How a careless writer spoils a response, and how often; see README: this is the head-room that RL removes.
+# Flaws of responses with their probabilities (see README): the errors that RL can remove.
 FLAWS = {"guess": 0.12, "slip": 0.08, "untagged": 0.25}
 
 
@@ -54,7 +53,7 @@ class _Search:
     rng: random.Random
     facts: dict[int, bool] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
-    # One entry per open hypothesis: its person, its value, and the facts that stood before it.
+    # One entry per open hypothesis: its person, its value, and the earlier facts.
     open: list[tuple[int, bool, dict[int, bool]]] = field(default_factory=list)
     todo: list[int] = field(default_factory=list)
 
@@ -65,7 +64,7 @@ class _Search:
         return f"{self.puzzle.names[person]} {KIND[self.facts[person]]}"
 
     def learn(self, person: int, knight: bool) -> None:
-        """Take a fact; what its owner says, and what was open for want of it, is to be looked at."""
+        """Add a fact; queue the person's statement and all statements about the person."""
         self.facts[person] = knight
         for speaker in self.facts:
             mentioned = {claim.person for claim in self.puzzle.statements[speaker].claims}
@@ -89,7 +88,7 @@ class _Search:
         self.learn(person, knight)
 
     def look(self, speaker: int) -> None:
-        """Recall a known person's statement, mark its claims, and draw what follows."""
+        """Repeat a known person's statement, mark its claims, and derive facts."""
         if self.rng.random() < 0.06:
             self.say(*MUSING)
         statement = self.puzzle.statements[speaker]
@@ -122,7 +121,7 @@ class _Search:
         return f" {statement.operator} ".join(claims)
 
     def worlds(self, statement: Statement) -> list[tuple[dict[int, bool], bool]]:
-        """Kinds of the people mentioned that agree with the facts, each with the statement's truth there."""
+        """Return the kinds of the mentioned people that agree with the facts, each with the statement's truth."""
         mentioned = [claim.person for claim in statement.claims]
         worlds = []
         for kinds in itertools.product((False, True), repeat=len(mentioned)):
@@ -133,7 +132,7 @@ class _Search:
         return worlds
 
     def backtrack(self) -> None:
-        """Give up the latest hypothesis: its opposite now stands among the facts that stood before it."""
+        """Drop the latest hypothesis; its opposite joins the facts before it."""
         person, knight, before = self.open.pop()
         kept = list(before)
         self.rng.shuffle(kept)
@@ -144,13 +143,12 @@ class _Search:
 
 
 def trace(puzzle: Puzzle, rng: random.Random, flaws: dict[str, float] | None = None) -> str:
-    """One response to a puzzle.
+    """Return one response to a puzzle.
 
     Args:
-        puzzle: With exactly one solution.
-        rng: Draws the order of work and the wording.
-        flaws: Chance of each kind of careless response (keys of :data:`FLAWS`); ``None`` writes only flawless ones,
-            which always end in the right answer.
+        puzzle: Puzzle with exactly one solution.
+        rng: Generator of the order of work and the wording.
+        flaws: Probability of each flaw (keys of :data:`FLAWS`); ``None``: no flaws, so the answer is always right.
     """
     flaws = flaws or {}
     flaw = rng.choices([None, *flaws], [1 - sum(flaws.values()), *flaws.values()])[0]

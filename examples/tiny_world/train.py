@@ -1,4 +1,4 @@
-"""Supervised training of the tiny models on solver traces.
+"""Train the tiny models on solver traces (supervised).
 
 python -m examples.tiny_world.train --arch qwen2 --out examples/tiny_world/models/qwen2
 """
@@ -31,13 +31,13 @@ from .puzzles import generate
 from .sampling import encode_prompt
 from .traces import DECISIVE, FLAWS, trace
 
-MAX_RESPONSE = 500  # longer traces are left out; responses are cut at 512
+MAX_RESPONSE = 500  # longer traces are skipped; responses are truncated at 512
 DECISIVE_WEIGHT = 3.0
-FIRST_SHARE = 0.4  # of the traces are of few people, and come first: the model learns to look up sooner
+FIRST_SHARE = 0.4  # share of traces with few people, which come first: the model learns to look up sooner
 
 
 def build_model(arch: str, tokenizer: PreTrainedTokenizerFast, heads: int = 4, layers: int = 4) -> PreTrainedModel:
-    """An untrained model, of about 0.8 M parameters by default; head size 32, which vLLM's CPU attention supports."""
+    """Return an untrained model, by default with 0.8 M parameters; head size 32, as vLLM's CPU attention needs."""
     shape = {
         "vocab_size": len(tokenizer),
         "hidden_size": 32 * heads,
@@ -64,10 +64,10 @@ def build_model(arch: str, tokenizer: PreTrainedTokenizerFast, heads: int = 4, l
 
 @torch.no_grad()
 def look_back(model: PreTrainedModel, strength: float = 6.0, frequencies: int = 6) -> None:
-    """Start the first layer's heads as ones that look 1, 2, 3, ... tokens back.
+    """Initialise the first layer's heads to look 1, 2, 3, ... tokens back.
 
-    Recalling who said what takes two layers that are of no use without each other; from a random start most of the
-    training goes by before they find one another. Hidden unit 0 starts equal for all tokens and serves as a bias:
+    To recall a statement the model needs two layers that are useless without each other; a random start spends most of
+    the training on that. Hidden unit 0 starts equal for all tokens and serves as a bias:
     constant queries and keys, rotated against each other by the wanted distance on the fastest rotary frequencies.
     """
     embedding, layer = model.get_input_embeddings().weight, model.model.layers[0]
@@ -86,7 +86,7 @@ Example = tuple[list[int], int]
 
 
 def examples(tokenizer: PreTrainedTokenizerFast, count: int, seed: int, people: tuple[int, ...] = ()) -> list[Example]:
-    """``count`` sequences of token ids (prompt, trace, end) with the prompt's length, from the train split."""
+    """Return ``count`` sequences of token ids (prompt, trace, end) of the train split, with the prompt's length."""
     rng = random.Random(seed)
     made: list[Example] = []
     for puzzle in generate(seed, "train", people=people):
@@ -100,7 +100,7 @@ def examples(tokenizer: PreTrainedTokenizerFast, count: int, seed: int, people: 
 
 
 def batches(made: list[Example], size: int, rng: random.Random) -> Iterator[list[Example]]:
-    """Batches of like length, in random order: sorted within windows of 50 batches."""
+    """Yield batches of similar length in random order: sorted within windows of 50 batches."""
     made = made[:]
     rng.shuffle(made)
     for start in range(0, len(made), 50 * size):
@@ -111,14 +111,14 @@ def batches(made: list[Example], size: int, rng: random.Random) -> Iterator[list
 
 
 def loss_of(model: PreTrainedModel, batch: list[Example], weights: torch.Tensor) -> torch.Tensor:
-    """Weighted mean cross-entropy over response tokens; ``weights`` is one weight per vocabulary entry."""
+    """Return the weighted mean cross-entropy over response tokens; ``weights`` has one weight per vocabulary entry."""
     width = max(len(tokens) for tokens, _ in batch)
     ids = torch.full((len(batch), width), model.config.pad_token_id)
     target = torch.full((len(batch), width), -100)
     for row, (tokens, prompt) in enumerate(batch):
         ids[row, : len(tokens)] = torch.tensor(tokens)
         target[row, prompt : len(tokens)] = torch.tensor(tokens[prompt:])
-    # Padding is on the right, where causal attention never looks: no mask needed.
+    # Padding on the right needs no mask with causal attention.
     logits = model(input_ids=ids[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), weight=weights)
 
@@ -132,7 +132,7 @@ def train(
     lr: float,
     seed: int,
 ) -> None:
-    """One pass over ``count`` traces, those of puzzles with ``first_people`` before the rest."""
+    """Train one pass over ``count`` traces, first those of puzzles with ``first_people``."""
     weights = torch.ones(model.config.vocab_size)
     weights[tokenizer.convert_tokens_to_ids(sorted(DECISIVE))] = DECISIVE_WEIGHT
     first = int(FIRST_SHARE * count)
@@ -142,7 +142,7 @@ def train(
 
 
 def fit(model: PreTrainedModel, order: list[list[Example]], weights: torch.Tensor, lr: float) -> None:
-    """One step a batch: AdamW, linear warm-up over 5% of the steps and linear decay to 0."""
+    """Train one step per batch: AdamW, linear warm-up over 5% of the steps and linear decay to 0."""
     steps = len(order)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -168,7 +168,7 @@ def fit(model: PreTrainedModel, order: list[list[Example]], weights: torch.Tenso
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """A Hugging Face folder with bfloat16 weights."""
+    """Write a Hugging Face folder with bfloat16 weights."""
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
@@ -192,7 +192,7 @@ def main() -> None:
     model = build_model(args.arch, tokenizer)
     print(f"{args.arch}: {model.num_parameters() / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}")
     if args.init:
-        # The two differ in Qwen2's biases of queries, keys and values only; what Llama lacks it learns to do without.
+        # The two differ only in Qwen2's biases of queries, keys and values; Llama learns to do without them.
         model.load_state_dict(load_file(args.init / "model.safetensors"), strict=False)
         model.tie_weights()
     train(model, tokenizer, args.traces, tuple(args.first), args.batch, args.lr, args.seed)

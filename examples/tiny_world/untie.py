@@ -1,8 +1,8 @@
-"""A copy of a small model whose output embedding is a tensor of its own, as the 8B and larger Qwens and LLaMAs have it.
+"""Copy a small model with a separate output embedding, as in the 8B and larger Qwens and LLaMAs.
 
     python -m examples.tiny_world.untie MODEL OUT
 
-Some of what works for those does not for tied ones: mbridge's value models, and its pipelines for LLaMA.
+Some code needs untied models: mbridge's value models, and its pipelines for LLaMA.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def untie(model: Path, out: Path) -> None:
-    """Write the same model, untied, with its tokenizer; ``out`` appears when it is whole."""
+    """Write the untied model with its tokenizer; ``out`` appears only when complete."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,13 +1,13 @@
-"""A copy of the tiny Qwen2 with a vocabulary of real size, for what depends on it: sampler, budget, memory.
+"""Copy the tiny Qwen2 with a vocabulary of real size, for code that depends on it: sampler, budget, memory.
 
     python -m examples.tiny_world.widen --variant zipf OUT
 
-The words keep their ids, their tokenizer and (but for 0.003 nats a token) their probabilities among each other; the
-entries that are added decode to nothing and embed as the unknown word. Variants: ``silent``, they are never likely;
-``zipf``, they carry a Zipf tail that takes :data:`SHARE` of the mass on the average over the model's own states.
+Words keep their ids, their tokenizer and (up to 0.003 nats per token) their relative probabilities. Added entries
+decode to nothing and embed as the unknown word. Variants: ``silent``, added entries are never probable; ``zipf``, they
+have a Zipf tail with a mean of :data:`SHARE` of the mass over the model's own states.
 
-A linear head has no offset, so one hidden unit becomes a feature that is positive in every state: constant in the
-residual stream, hence 1 / RMS of it after the final norm. Nothing else writes or reads it.
+A linear head has no bias, so one hidden unit becomes a feature that is positive in every state: constant in the
+residual stream, and so 1 / RMS of it after the final norm. No layer writes or reads it.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from .sampling import encode_prompt, sample
 
 MODEL = Path(__file__).parent / "models" / "qwen2"
 VARIANTS = ("silent", "zipf")
-#: Qwen2.5's and Qwen3's.
+#: Vocabulary size of Qwen2.5 and Qwen3.
 VOCABULARY = 151_936
-#: The hidden unit that is given up; any but the first costs next to nothing.
+#: Hidden unit that becomes the feature; any except the first costs almost nothing.
 UNIT = 25
-#: What it holds in the residual stream: little beside the embeddings.
+#: Its value in the residual stream: small relative to the embeddings.
 CONSTANT = 1 / 16
-#: ``silent``: logits are so far below the mean of the words', times the feature, whose mean is 1 and which is above
-#: 1/30 as long as the residual stream has an RMS below 240 (seen: 3 to 30).
+#: ``silent``: distance of added logits below the words' mean, times the feature. The feature has mean 1 and stays above
+#: 1/30 while the RMS of the residual stream is below 240 (observed: 3 to 30).
 DEPTH = 1024.0
-#: ``zipf``: mass of the added entries, and the exponent of their ranks.
+#: ``zipf``: mass of the added entries, and exponent of their ranks.
 SHARE, EXPONENT = 0.1, 1.0
-#: Spread of each added logit over the states, so that no two entries keep their order.
+#: Noise of each added logit over the states, so that the order of entries varies.
 JITTER = 0.3
 
 
 def widen(variant: str, out: Path, vocabulary: int = VOCABULARY, model: Path = MODEL, seed: int = 0) -> None:
-    """Write the model, untied, with its tokenizer; ``out`` appears when it is whole.
+    """Write the untied model with its tokenizer; ``out`` appears only when complete.
 
     Args:
         variant: One of :data:`VARIANTS`.
-        out: A folder that is not there.
-        vocabulary: Entries in all.
-        model: A tiny Qwen2 of this world.
-        seed: Of the prompts whose states the tail is fitted on, and of the jitter.
+        out: Folder that does not exist.
+        vocabulary: Total entries.
+        model: Folder of a tiny Qwen2.
+        seed: Seed of the noise, and of the prompts whose states fit the tail.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     words = len(tokenizer)
-    give_up_unit(loaded)
+    free_unit(loaded)
     hidden = states(loaded, tokenizer, seed)
     loaded.model.norm.weight.data[UNIT] /= hidden[:, UNIT].mean()
     hidden[:, UNIT] /= hidden[:, UNIT].mean()
@@ -82,8 +82,8 @@ def widen(variant: str, out: Path, vocabulary: int = VOCABULARY, model: Path = M
 
 
 @torch.no_grad()
-def give_up_unit(model: PreTrainedModel) -> None:
-    """Untie the model, and make :data:`UNIT` a constant that no layer reads or writes and the final norm passes on."""
+def free_unit(model: PreTrainedModel) -> None:
+    """Untie the model, and make :data:`UNIT` a constant that no layer reads or writes and the final norm keeps."""
     model.config.tie_word_embeddings = False
     model.lm_head.weight = nn.Parameter(model.get_input_embeddings().weight.detach().clone())
     model.lm_head.weight[:, UNIT] = 0
@@ -96,7 +96,7 @@ def give_up_unit(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def states(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, prompts: int = 48) -> torch.Tensor:
-    """Hidden states that draw the model's own responses, with unknown words among them; float32 [states, hidden]."""
+    """Return hidden states of the model's own responses with some unknown words; float32 [states, hidden]."""
     asked = [encode_prompt(tokenizer, puzzle.text()) for puzzle in islice(generate(seed, "train"), prompts)]
     random = torch.Generator().manual_seed(seed)
     found = []
@@ -109,14 +109,14 @@ def states(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int
 
 
 def tail(hidden: torch.Tensor, head: torch.Tensor, count: int) -> torch.Tensor:
-    """Rows of a head whose logits fall by :data:`EXPONENT` times the logarithm of their rank, times the feature.
+    """Return rows of a head whose logits fall by :data:`EXPONENT` times the logarithm of their rank, times the feature.
 
-    Their level follows the words' by least squares, and is then set so that they have :data:`SHARE` of the mass.
+    Their level follows the words' by least squares, scaled so that they have :data:`SHARE` of the mass.
 
     Args:
         hidden: float32 [states, hidden].
         head: float32 [words, hidden].
-        count: Rows.
+        count: Number of rows.
 
     Returns:
         float32 [count, hidden].
@@ -125,7 +125,7 @@ def tail(hidden: torch.Tensor, head: torch.Tensor, count: int) -> torch.Tensor:
     falling = EXPONENT * torch.arange(1, count + 1).double().log()
     words = torch.logsumexp(hidden @ head.double().T, 1)
     own = torch.stack([torch.logsumexp(-feature * falling, 0) for feature in hidden[:, UNIT]])
-    # A ridge keeps the row within what bf16 can hold.
+    # A ridge keeps the values in bf16's range.
     ridge = 1e-3 * len(hidden) * torch.eye(hidden.shape[1]).double()
 
     def level(below: float) -> torch.Tensor:
@@ -143,7 +143,7 @@ def tail(hidden: torch.Tensor, head: torch.Tensor, count: int) -> torch.Tensor:
 
 @torch.no_grad()
 def masses(folder: Path, temperatures: tuple[float, ...] = (1.0, 0.6), prompts: int = 8) -> list[float]:
-    """Mean mass of the entries beyond the tokenizer's, at each temperature, over responses the model itself draws."""
+    """Return the mean mass of the added entries at each temperature, over the model's own responses."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found: list[torch.Tensor] = []
@@ -160,7 +160,7 @@ def masses(folder: Path, temperatures: tuple[float, ...] = (1.0, 0.6), prompts: 
 
 
 def cached(variant: str, vocabulary: int = VOCABULARY) -> Path:
-    """The model's folder (80 MB), made where it is not there yet, below ``XDG_CACHE_HOME``."""
+    """Return the model's folder (80 MB) below ``XDG_CACHE_HOME``; create it if missing."""
     made_of = Path(__file__).read_bytes() + (MODEL / "model.safetensors").read_bytes()
     name = f"qwen2-{variant}-{vocabulary}-{hashlib.sha256(made_of).hexdigest()[:12]}"
     top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl-rhyme" / "tiny_world"
@@ -179,10 +179,10 @@ def cached(variant: str, vocabulary: int = VOCABULARY) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--variant", choices=VARIANTS, required=True)
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="entries in all")
-    parser.add_argument("--model", type=Path, default=MODEL, help="a tiny Qwen2")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="total entries")
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of a tiny Qwen2")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("out", type=Path, help="output folder")
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} is there already")

@@ -1,7 +1,7 @@
 """The quickstart's commands for the run scripts, one after another in one checkout, in the order of the page.
 
-The scripts, their folders, verl's configuration and the reports are real. Training is a stand-in that leaves what a
-training leaves. With RHYME_SLOW=1 all commands run, once with the stand-in and once training for an epoch or two.
+Scripts, folders, verl's configuration and reports are real. A stand-in replaces training and leaves a training's files.
+With RHYME_SLOW=1 all commands run twice: with the stand-in, and with one or two epochs of training.
 """
 
 import json
@@ -16,9 +16,9 @@ import pytest
 from tests.conftest import ONLY_SLOW
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow  # each starts a script, which starts Pythons
+pytestmark = pytest.mark.slow  # each starts a script with several Python processes
 
-#: Of the recipes for GPUs only what SMOKE=1 cuts down runs here.
+#: Of the GPU recipes' commands only those with SMOKE=1 run here.
 COMMANDS = [
     command
     for line in (ROOT / "docs" / "quickstart.md").read_text().splitlines()
@@ -28,7 +28,7 @@ COMMANDS = [
     and ("run_tiny_cpu" in command or "SMOKE=1" in command)
 ]
 
-#: Takes the place of ``python``; only what trains, and what makes the puzzles, is not the real one.
+#: Replaces ``python``; only training and the making of puzzles are stand-ins.
 PYTHON = f"""#!{sys.executable}
 import json, os, pathlib, sys
 module = sys.argv[2] if sys.argv[1:2] == ["-m"] else ""
@@ -61,7 +61,7 @@ def test_the_quickstart_has_the_commands():
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout whose ``runs/`` is empty, and a ``python`` that does not train."""
+    """Checkout with an empty ``runs/``, and a ``python`` that does not train."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     for name in ("recipes", "examples", "requirements", "verl_rhyme"):
@@ -89,7 +89,7 @@ def start(checkout, command, trains=False, **variables):
 
 
 def trainings(result):
-    """(checkpoint folder, first step, last step) of each training that the command started."""
+    """Return (checkpoint folder, first step, last step) of each training that the command started."""
     return [json.loads(line.removeprefix("TRAINED ")) for line in result.stdout.splitlines() if "TRAINED " in line]
 
 
@@ -100,7 +100,7 @@ def tree(folder):
 @ONLY_SLOW
 @pytest.mark.timeout(10_000)
 @pytest.mark.parametrize("trains", [False, True])
-def test_they_work_one_after_another(checkout, trains):
+def test_the_commands_work_one_after_another(checkout, trains):
     seen = {}
     for command in COMMANDS:
         before = tree(checkout / "runs") if "DRY_RUN" in command else None
@@ -114,7 +114,7 @@ def test_they_work_one_after_another(checkout, trains):
             found = trainings(result)
             assert len(found) == (2 if "COMPARE=1" in command else 1), command
             for folder, begin, _ in found:
-                assert begin == 0, f"{command} goes on from the run of {seen.get(folder)}"
+                assert begin == 0, f"{command} resumes the run of {seen.get(folder)}"
                 assert folder not in seen
                 seen[folder] = command
         if "run_tiny_cpu" in command:
@@ -132,14 +132,14 @@ FIRST = next(command for command in COMMANDS if "run_tiny_cpu" in command)
 
 @pytest.fixture
 def trained(checkout):
-    """The folder of the run of the first command."""
+    """Folder of the first command's run."""
     assert start(checkout, FIRST).returncode == 0
     return checkout / "runs" / "tiny_cpu" / "histospec-qwen2-fsdp-sync"
 
 
-def test_again_and_further(checkout, trained):
+def test_a_second_start_ends_or_resumes(checkout, trained):
     (trained / "summary.json").unlink()
-    # The data's file, from which the steps are counted, is a stand-in, too.
+    # The data file, which gives the number of steps, is a stand-in, too.
     again = start(checkout, f"{FIRST} trainer.total_training_steps=20")
     assert again.returncode == 0
     assert "already finished: 20 of 20 steps" in again.stdout
@@ -151,9 +151,9 @@ def test_again_and_further(checkout, trained):
 
 
 @ONLY_SLOW
-def test_another_run_is_refused_its_folder(checkout, trained):
+def test_a_folder_of_another_run_is_refused(checkout, trained):
     before = tree(trained)
-    for settings, told in (
+    for settings, message in (
         ({"RHYME": "off"}, "run histospec instead of off"),
         ({"MODEL": "llama"}, "model models/qwen2 instead of models/llama"),
         ({"ENGINE": "megatron"}, "engine fsdp2 instead of megatron"),
@@ -165,13 +165,13 @@ def test_another_run_is_refused_its_folder(checkout, trained):
         for dry_run in ("0", "1") if "ENGINE" in settings else ("0",):
             refused = start(checkout, FIRST, RUN_DIR=str(trained), DRY_RUN=dry_run, **settings)
             assert refused.returncode == 1
-            assert told in refused.stderr
+            assert message in refused.stderr
             assert "set another folder (RUN_DIR=" in refused.stderr
             assert len(refused.stderr.splitlines()) == 1
     assert tree(trained) == before
 
 
-def test_a_number_of_engines_has_a_folder_of_its_own(checkout):
+def test_each_number_of_engines_has_a_folder(checkout):
     folders = set()
     for replicas in ("1", "2", "3"):
         variables = {"MODE": "separate_async", "REPLICAS": replicas, "DRY_RUN": "1"}
@@ -186,22 +186,22 @@ TREE = "actor_rollout_ref.rollout.custom.rhyme"
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ("RHYME=histpospec", "RHYME=histpospec is unknown; use one of full histopipe histospec off sorted stream"),
         (f"RHYME=full {TREE}.max_staleness=-1", "max_staleness must be null, or at least 0"),
-        ("RHYME=off MODE=separate_async", "our relay, which RHYME=off has not"),
+        ("RHYME=off MODE=separate_async", "needs our relay for weights, which RHYME=off"),
         ("MODEL=nope", "MODEL=nope is neither qwen2, llama, smollm2 nor a model folder"),
         ("MODE=foo", "MODE=foo is unknown; use one of sync colocate_async separate_async"),
         ("ENGINE=foo", "ENGINE=foo is unknown; use one of fsdp megatron"),
         ("EPOCHS=0", "EPOCHS=0 is below 1"),
-        ("EPOCHS=x", "EPOCHS=x is no whole number"),
+        ("EPOCHS=x", "EPOCHS=x is not a whole number"),
         ("PROMPTS=3", "PROMPTS=3 is below 16, a batch of data.train_batch_size"),
         ("data.train_batch_size=x", "train_batch_size"),
         ("data.train_batch_size=0", "train_batch_size=0"),
         ("RHYME=sorted COMPARE=1", "COMPARE=1 compares off and histospec; drop RHYME=sorted"),
         ("PROMPTS=008", "PROMPTS=008 is below 16"),
-        ("PEOPLE=abc", "PEOPLE='abc' is no list of numbers"),
+        ("PEOPLE=abc", "PEOPLE='abc' is not a list of numbers"),
         ("SEED=-1", "SEED=-1 is below 0"),
         ("DRY_RUN=yes", "DRY_RUN=yes is unknown; use one of 0 1"),
         ("RUN_DIR=runs/lr=1", "/runs/lr=1 contains =, which hydra cannot read in a path"),
@@ -211,7 +211,7 @@ TREE = "actor_rollout_ref.rollout.custom.rhyme"
         ("data.train_batch_size=10", "data.train_batch_size=10 is not a multiple of ppo_mini_batch_size=16"),
     ],
 )
-def test_a_wrong_input_is_one_line(tmp_path, settings, told):
+def test_a_wrong_input_gives_one_line(tmp_path, settings, message):
     environment = {**os.environ, "SKIP_BOOTSTRAP": "1", "RUN_DIR": str(tmp_path / "run")}
     words = settings.split()
     environment |= dict(word.split("=", 1) for word in words if word.split("=")[0].isupper())
@@ -219,6 +219,6 @@ def test_a_wrong_input_is_one_line(tmp_path, settings, told):
     script = ROOT / "recipes" / "run_tiny_cpu.sh"
     result = subprocess.run(["bash", script, *overrides], env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode in (1, 2)
-    assert told in result.stderr
+    assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir()), "nothing was written"

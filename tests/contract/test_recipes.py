@@ -373,9 +373,9 @@ def test_the_yaml_alone_selects_a_preset(rhyme, tmp_path):
     ("variables", "told"),
     [
         ({"STALENESS": "-1", "RHYME": "full"}, "STALENESS=-1 is below 0, which is on-policy"),
-        ({"STALENESS": "1.5", "RHYME": "stream"}, "STALENESS=1.5 is no whole number"),
-        ({"STALENESS": "1"}, "STALENESS=1 bounds the pipeline, which RHYME=histospec has not"),
-        ({"STALENESS": "0", "RHYME": "off"}, "STALENESS=0 bounds the pipeline, which RHYME=off has not"),
+        ({"STALENESS": "1.5", "RHYME": "stream"}, "STALENESS=1.5 is not a whole number"),
+        ({"STALENESS": "1"}, "STALENESS=1 needs the pipeline, which RHYME=histospec does not"),
+        ({"STALENESS": "0", "RHYME": "off"}, "STALENESS=0 needs the pipeline, which RHYME=off does not"),
         ({"RHYME": "histospeck"}, "RHYME=histospeck is unknown; use one of full histopipe histospec off sorted stream"),
         ({"ENGINE": "deepspeed"}, "ENGINE=deepspeed is unknown; use one of megatron fsdp"),
         ({"MODE": "my_async"}, "MODE=my_async is unknown; use one of sync colocate_async separate_async"),
@@ -384,9 +384,9 @@ def test_the_yaml_alone_selects_a_preset(rhyme, tmp_path):
             ({name: "yes"}, f"{name}=yes is unknown; use one of 0 1")
             for name in ("DRY_RUN", "SMOKE", "SKIP_PREFLIGHT", "SKIP_BOOTSTRAP")
         ),
-        ({"TP": "two"}, "TP=two is no whole number"),
+        ({"TP": "two"}, "TP=two is not a whole number"),
         *(({name: "0"}, f"{name}=0 is below 1") for name in ("NNODES", "GPUS_PER_NODE", "PP", "SP", "ROLLOUT_TP")),
-        ({"SEED": "x"}, "SEED=x is no whole number"),
+        ({"SEED": "x"}, "SEED=x is not a whole number"),
         *(
             ({name: "/tmp/a=(b)"}, f"{name}=/tmp/a=(b) contains =(), which hydra cannot read")
             for name in ("RUN_DIR", "CKPT", "DATA_DIR", "TRAIN_FILE", "VAL_FILE", "MODEL")

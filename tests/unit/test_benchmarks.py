@@ -1,4 +1,4 @@
-"""On a real trace our drafter is ahead of the paper's, and at real sizes it drafts what is profitable."""
+"""Our drafter on a real trace compared with the paper's, and its choice of profitable drafts at real sizes."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def figures(steps, arm):
     return summary([tallies[0]]), summary([tallies[1]])
 
 
-def test_plain_decoding_emits_a_token_a_step(two_epochs):
+def test_plain_decoding_emits_one_token_per_step(two_epochs):
     tallies = replay(two_epochs, NoDrafts())
     for tally in tallies.values():
         assert tally.emitted == tally.steps
@@ -31,7 +31,7 @@ def test_plain_decoding_emits_a_token_a_step(two_epochs):
     assert sum(t.emitted for t in tallies.values()) == tokens
 
 
-def test_ours_is_ahead_of_both_histospecs_at_no_higher_cost(two_epochs):
+def test_our_drafter_beats_both_histospecs_at_no_higher_cost(two_epochs):
     cold, warm = figures(two_epochs, Rhyme(DraftingConfig(floor=0.3, weigh_cost=False)))
     _, paper = figures(two_epochs, Rhyme(DraftingConfig(policy="paper")))
     _, theirs = figures(two_epochs, released())
@@ -43,14 +43,14 @@ def test_ours_is_ahead_of_both_histospecs_at_no_higher_cost(two_epochs):
 
 
 @pytest.mark.parametrize("certain", [False, True])
-def test_a_wide_batch_drafts_what_pays(certain):
-    """At a real vocabulary, by a GPU's cost; the bounds as they were leave little of it."""
+def test_a_wide_batch_has_profitable_drafts(certain):
+    """With a real vocabulary and a GPU's cost; the earlier bounds cut most of the drafts."""
     past, now = budget.responses()
 
     def granted(bounds):
         return budget.drive(256, certain, budget.gpu, bounds, past[-8:], now).granted
 
-    pays = granted(budget.unbounded)
-    assert np.mean(pays) > 200
-    assert granted(budget.after) == pays
-    assert max(granted(budget.before)) < np.mean(pays) / 2
+    profitable = granted(budget.unbounded)
+    assert np.mean(profitable) > 200
+    assert granted(budget.after) == profitable
+    assert max(granted(budget.before)) < np.mean(profitable) / 2

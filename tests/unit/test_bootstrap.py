@@ -1,4 +1,4 @@
-"""The set-up of both environments: the real scripts in a fresh folder. ``uv``, which loads 11 GB, has a stand-in."""
+"""Set-up of both environments: the real scripts in a fresh folder. A stand-in replaces ``uv``, which loads 11 GB."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPT = 'set -euo pipefail\nsource "{root}/requirements/bootstrap.sh"\necho "ma
 
 
 class Checkout:
-    """A fresh clone with small locks; ``uv`` writes down how it was called and then does what ``answer`` says."""
+    """Fresh clone with small lock files; its ``uv`` logs each call and then runs the ``answer``."""
 
     def __init__(self, folder: Path) -> None:
         self.root, self.bin, self.calls_file = folder / "clone", folder / "bin", folder / "calls"
@@ -76,10 +76,10 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 @pytest.mark.parametrize("extra", ["cpu", "gpu"])
-def test_it_reaches_its_end_with_either_lock(checkout: Checkout, extra: str) -> None:
+def test_both_locks_install(checkout: Checkout, extra: str) -> None:
     code, out, err = checkout.run(extra)
     assert code == 0, err
-    assert out == f"made {checkout.root}/.venv-{extra}\n", "standard output is the caller's"
+    assert out == f"made {checkout.root}/.venv-{extra}\n", "standard output belongs to the caller"
     lock, own = checkout.calls()
     assert f"{extra}.lock" in lock
     assert "--require-hashes" in lock
@@ -87,21 +87,21 @@ def test_it_reaches_its_end_with_either_lock(checkout: Checkout, extra: str) -> 
     assert own.endswith(f"-e {checkout.root}")
 
 
-def test_the_second_time_it_does_nothing(checkout: Checkout) -> None:
+def test_a_second_start_does_nothing(checkout: Checkout) -> None:
     checkout.run("cpu")
     checkout.calls()
     assert checkout.run("cpu") == (0, f"made {checkout.root}/.venv-cpu\n", "")
     assert checkout.calls() == []
 
 
-def test_it_takes_the_gpu_lock_where_nvidia_smi_works(checkout: Checkout) -> None:
+def test_the_default_is_the_gpu_lock_if_nvidia_smi_works(checkout: Checkout) -> None:
     checkout.program("nvidia-smi", "#!/bin/sh\necho GPU 0\n")
     assert checkout.run(None)[1] == f"made {checkout.root}/.venv-gpu\n"
     checkout.program("nvidia-smi", "#!/bin/sh\nexit 9\n")
     assert checkout.run(None)[1] == f"made {checkout.root}/.venv-cpu\n"
 
 
-def test_the_tests_take_the_cpu_lock_on_a_machine_with_gpus(checkout: Checkout) -> None:
+def test_the_tests_use_the_cpu_lock_on_a_machine_with_gpus(checkout: Checkout) -> None:
     shutil.copytree(ROOT / "tests", checkout.root / "tests", ignore=lambda folder, names: set(names) - {"run.sh"})
     checkout.program("nvidia-smi", "#!/bin/sh\necho GPU 0\n")
     environment = {"HOME": os.environ["HOME"], "PATH": f"{checkout.bin}:/usr/bin:/bin"}
@@ -122,13 +122,13 @@ def test_an_interrupted_set_up_is_completed(checkout: Checkout) -> None:
     checkout.answer("exit 0")
     code, out, err = checkout.run("gpu")
     assert (code, out) == (0, f"made {checkout.root}/.venv-gpu\n")
-    assert ".venv-gpu is half made; completing it" in err
-    assert "--reinstall" in checkout.calls()[0], "a package that was half written looks installed"
+    assert ".venv-gpu is incomplete; completing it" in err
+    assert "--reinstall" in checkout.calls()[0], "a partly written package looks installed"
     checkout.run("gpu")
     assert checkout.calls() == []
 
 
-def test_a_failed_install_says_so_and_is_not_taken_for_done(checkout: Checkout) -> None:
+def test_a_failed_install_is_reported_and_repeated(checkout: Checkout) -> None:
     checkout.answer("exit 1")
     code, out, err = checkout.run("cpu")
     assert code == 1
@@ -148,7 +148,7 @@ def test_a_changed_lock_is_installed_over_the_old_one(checkout: Checkout) -> Non
     assert "--reinstall" not in first
 
 
-def test_an_environment_whose_python_is_gone_is_made_anew(checkout: Checkout) -> None:
+def test_an_environment_without_its_python_is_recreated(checkout: Checkout) -> None:
     checkout.run("cpu")
     python = checkout.root / ".venv-cpu/bin/python"
     python.unlink()
@@ -164,7 +164,7 @@ def test_a_copied_checkout_does_not_run_the_code_of_the_first(checkout: Checkout
     checkout.root = first.with_name("link")
     checkout.root.symlink_to(first)
     assert checkout.run("cpu")[0] == 0
-    assert checkout.calls() == [], "another name of the same folder"
+    assert checkout.calls() == [], "a link to the same folder"
     checkout.root = first.with_name("copy")
     shutil.copytree(first, checkout.root, symlinks=True)
     code, _, err = checkout.run("cpu")
@@ -177,29 +177,29 @@ def test_a_copied_checkout_does_not_run_the_code_of_the_first(checkout: Checkout
     assert checkout.calls() == []
 
 
-def test_two_at_once_make_it_once(checkout: Checkout) -> None:
+def test_two_set_ups_at_once_install_once(checkout: Checkout) -> None:
     checkout.answer("sleep 1")
     first = checkout.start("cpu")
     deadline = time.monotonic() + 30
     while not checkout.calls_file.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     second = checkout.start("cpu")
-    told = [process.communicate(timeout=60) for process in (first, second)]
-    assert [out for out, _ in told] == [f"made {checkout.root}/.venv-cpu\n"] * 2
-    assert "another process is making .venv-cpu; waiting for it" in told[1][1]
-    assert len(checkout.calls()) == 2, "the lock once, verl-rhyme itself once"
+    results = [process.communicate(timeout=60) for process in (first, second)]
+    assert [out for out, _ in results] == [f"made {checkout.root}/.venv-cpu\n"] * 2
+    assert "another process is making .venv-cpu; waiting for it" in results[1][1]
+    assert len(checkout.calls()) == 2, "one call for the lock, one for verl-rhyme"
 
 
-def test_an_unknown_lock(checkout: Checkout) -> None:
+def test_an_unknown_lock_is_refused(checkout: Checkout) -> None:
     code, _, err = checkout.run("tpu")
     assert code != 0
     assert "RHYME_EXTRA must be cpu or gpu, not 'tpu'" in err
 
 
 class TestBuild:
-    """What the GPU set-up builds besides; nvcc, compiler and packages are not there, so nothing is built."""
+    """Builds of the GPU set-up; nvcc, compiler and packages are missing, so no build succeeds."""
 
-    def test_what_is_missing_is_told_and_the_set_up_ends_well(self, checkout: Checkout) -> None:
+    def test_missing_tools_are_reported_and_the_set_up_succeeds(self, checkout: Checkout) -> None:
         code, out, err = checkout.run("gpu", RHYME_BUILD="transformer-engine")
         assert (code, out) == (0, f"made {checkout.root}/.venv-gpu\n")
         assert "no nvcc in .venv-gpu" in err
@@ -216,7 +216,7 @@ class TestBuild:
 
     @pytest.fixture
     def nvcc(self, checkout: Checkout) -> Path:
-        """An environment in which a build can begin; its pip is a stand-in that fails until told otherwise."""
+        """Environment in which a build can start; a stand-in replaces pip and fails by default."""
         checkout.program("c++", "#!/bin/sh\nexit 0\n")
         checkout.run("gpu")
         checkout.calls()
@@ -226,17 +226,17 @@ class TestBuild:
         (site / "pip/__main__.py").write_text("import sys; sys.exit('no compiler today')\n")
         return site
 
-    def test_a_failed_build_is_told_and_not_tried_at_every_start(self, checkout: Checkout, nvcc: Path) -> None:
-        told = self.script(checkout, "--unless-tried", "flash-attn", CUDA_ARCHS="89")
-        assert told.returncode == 1
-        assert "building flash-attn for 89" in told.stdout
-        assert "no compiler today" in told.stderr
+    def test_a_failed_build_is_reported_and_not_repeated_at_every_start(self, checkout: Checkout, nvcc: Path) -> None:
+        results = self.script(checkout, "--unless-tried", "flash-attn", CUDA_ARCHS="89")
+        assert results.returncode == 1
+        assert "building flash-attn for 89" in results.stdout
+        assert "no compiler today" in results.stderr
         again = self.script(checkout, "--unless-tried", "flash-attn")
         assert again.returncode == 0
         assert "to try again: bash requirements/build.sh flash-attn" in again.stderr
         assert "no compiler today" in self.script(checkout, "flash-attn").stderr
 
-    def test_it_goes_on_where_it_was_and_installs_with_hashes(self, checkout: Checkout, nvcc: Path) -> None:
+    def test_a_second_build_resumes_and_installs_with_hashes(self, checkout: Checkout, nvcc: Path) -> None:
         (nvcc / "pip/__main__.py").write_text(
             "import io, pathlib, sys, tarfile\n"
             "verb, arguments = sys.argv[1], sys.argv[2:]\n"
@@ -259,9 +259,7 @@ class TestBuild:
         assert "killed half-way" in self.script(checkout, "transformer-engine").stderr
         assert [call.split()[:2] for call in checkout.calls()] == [["pip", "download"], ["pip", "wheel"]]
         refused = self.script(checkout, "transformer-engine")
-        assert "No module named 'torch'" in refused.stderr, (
-            "what was built and cannot be imported is not taken for built"
-        )
+        assert "No module named 'torch'" in refused.stderr, "a package that cannot be imported does not count as built"
         assert refused.returncode == 1
         wheel, hashed, own = checkout.calls()
         assert wheel.startswith("pip wheel")
@@ -272,20 +270,20 @@ class TestBuild:
         (nvcc / "transformer_engine/pytorch.py").touch()
         done = self.script(checkout, "transformer-engine")
         assert done.returncode == 0, done.stderr
-        assert len(checkout.calls()) == 2, "its wheel is there; only installed"
+        assert len(checkout.calls()) == 2, "the wheel exists and is only installed"
         assert self.script(checkout, "transformer-engine").stdout == ""
         assert checkout.calls() == []
 
-    def test_an_unknown_package(self, checkout: Checkout) -> None:
-        told = self.script(checkout, "apex")
-        assert told.returncode == 1
-        assert "cannot build 'apex'" in told.stderr
+    def test_an_unknown_package_is_refused(self, checkout: Checkout) -> None:
+        results = self.script(checkout, "apex")
+        assert results.returncode == 1
+        assert "cannot build 'apex'" in results.stderr
 
 
 @ONLY_SLOW  # installs 12 GB
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("extra", "version"), [("cpu", "0.24.0+cpu"), ("gpu", "0.24.0")])
-def test_a_fresh_clone_for_real(tmp_path: Path, extra: str, version: str) -> None:
+def test_a_fresh_clone_with_the_real_packages(tmp_path: Path, extra: str, version: str) -> None:
     subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
     code = (
         "import importlib.metadata, torch, verl, verl_rhyme, vllm\n"

@@ -1,4 +1,4 @@
-"""The typed configuration: strict about keys, types, ranges and contradictions; presets and generated files."""
+"""Typed configuration: keys, types, ranges, contradictions, presets and generated files."""
 
 import dataclasses
 import inspect
@@ -78,7 +78,7 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ("placement.options", {"factor": 2}, "without a policy"),
         ("placement.profile", "x.yaml", "null without a policy"),
         ("placement", {"policy": "histopipe", "options": {"group": 2}}, "options.group: .*did you mean groups"),
-        ("placement", {"policy": "longest_first", "options": {"tail": 0.1}}, "it is of histopipe and skewness_aware"),
+        ("placement", {"policy": "longest_first", "options": {"tail": 0.1}}, "option of histopipe and skewness_aware"),
         ("placement", {"policy": "histopipe", "options": 2}, "placement.options must be dict"),
         ("placement", {"policy": "histopipe", "options": {"groups": 2.5}}, "groups must be int, not 2.5"),
         ("placement", {"policy": "histopipe", "options": {"migrate": "no"}}, "migrate must be bool, not 'no'"),
@@ -89,12 +89,12 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ("weights.site_label", "", "the name of a label"),
     ],
 )
-def test_errors_name_the_place_and_the_mend(path, value, words):
+def test_errors_name_the_option_and_the_remedy(path, value, words):
     with pytest.raises(ConfigError, match=words):
         parse(tree(path, value))
 
 
-def test_numbers_may_be_written_as_the_other_number():
+def test_floats_and_integers_are_converted():
     parsed = parse({"history": {"max_bytes": 1e9}, "max_staleness": 1, "scheduling": {"in_flight": 2}})
     assert [(value, type(value)) for value in (parsed.history.max_bytes, parsed.scheduling.in_flight)] == [
         (10**9, int),
@@ -102,9 +102,9 @@ def test_numbers_may_be_written_as_the_other_number():
     ]
 
 
-def test_reads_verls_config_and_its_rollout_part():
-    whole = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": {"rhyme": {"max_staleness": 1}}}}})
-    assert config_tree.from_verl(whole) == config_tree.from_rollout(whole.actor_rollout_ref.rollout)
+def test_reads_verls_full_config_and_its_rollout_config():
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": {"rhyme": {"max_staleness": 1}}}}})
+    assert config_tree.from_verl(config) == config_tree.from_rollout(config.actor_rollout_ref.rollout)
     assert config_tree.from_verl(OmegaConf.create({})) is None
     assert config_tree.from_rollout(OmegaConf.create({"custom": None})) is None
 
@@ -114,38 +114,38 @@ def test_reads_verls_config_and_its_rollout_part():
     [
         ({"max_staleness": 0}, True),
         ({"max_staleness": 0, "sampling": {"coupled": False}}, False),
-        ({"max_staleness": 1}, False),  # nothing is drawn again
-        ({"max_staleness": 0, "drafting": {"enable": False}}, False),  # nothing to verify
+        ({"max_staleness": 1}, False),  # no response is regenerated
+        ({"max_staleness": 0, "drafting": {"enable": False}}, False),  # no drafts to verify
         ({}, False),
     ],
 )
-def test_the_on_policy_pipeline_is_coupled_unless_something_else_is_asked_for(changes, coupled):
+def test_the_on_policy_pipeline_with_drafting_is_coupled_by_default(changes, coupled):
     assert parse(changes).coupled == coupled
 
 
-# ---- presets, and what is generated ----
+# ---- presets and generated files ----
 
 
-def test_generated_files_are_as_the_options_have_them(request):
+def test_generated_files_match_the_options(request):
     for path, text in generate.files().items():
         assert (request.config.rootpath / path).read_text() == text, f"{path}: run python -m verl_rhyme.config.generate"
     groups = {path.stem for path in (request.config.rootpath / "verl_rhyme/conf/rhyme").iterdir()}
     assert groups == set(PRESETS)
 
 
-def test_the_command_lists_them():
-    told = CliRunner().invoke(app, ["options", "--json"])
-    assert json.loads(told.stdout) == [dataclasses.asdict(option) for option in options()]
+def test_the_command_lists_all_options():
+    result = CliRunner().invoke(app, ["options", "--json"])
+    assert json.loads(result.stdout) == [dataclasses.asdict(option) for option in options()]
     table = CliRunner().invoke(app, ["options"]).stdout
     assert all(option.name in table for option in options())
 
 
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "off"])
-def test_a_preset_sets_what_its_mapping_says_and_no_more(preset):
+def test_a_preset_sets_exactly_its_mapping(preset):
     assert config_tree.from_verl(compose([f"+rhyme={preset}"])) == parse(presets.tree(preset))
 
 
-def test_a_preset_is_overridden_without_a_plus():
+def test_overrides_of_a_preset_need_no_plus():
     ours = ["max_staleness=2", "sampling.coupled=true", "placement.policy=histopipe", "history.epochs=2"]
     changes = [f"{CONFIG_PATH}.{change}" for change in ours] + [f"+{CONFIG_PATH}.placement.options.tail=0.2"]
     found = compose(["+rhyme=full", "trainer.v1.trainer_mode=separate_async", *changes])
@@ -155,7 +155,7 @@ def test_a_preset_is_overridden_without_a_plus():
     assert (rhyme.placement.policy, rhyme.placement.options) == ("histopipe", {"tail": 0.2})
 
 
-def test_presets_with_the_pipeline_go_on_in_the_users_mode():
+def test_pipeline_presets_keep_the_users_trainer_mode():
     for preset in PIPELINES:
         found = compose([f"+rhyme={preset}"])
         separate = preset == "stream"
@@ -164,25 +164,25 @@ def test_presets_with_the_pipeline_go_on_in_the_users_mode():
         assert found.actor_rollout_ref.rollout.scheduling_policy == "priority"
 
 
-# ---- the options of a choice are those that its class takes ----
+# ---- options of a policy match its class ----
 
 
-def test_every_placement_has_the_options_that_its_policy_takes():
-    def taken(policy):
+def test_placement_options_match_the_arguments_of_the_policy():
+    def arguments(policy):
         hints = get_type_hints(policy.__init__)
         _fleet, *others = inspect.signature(policy).parameters
         return {name: hints[name] for name in others}
 
-    named = {name: taken(policy) for name, policy in POLICIES.items() if name != "least_loaded"}  # verl's: null
+    named = {name: arguments(policy) for name, policy in POLICIES.items() if name != "least_loaded"}  # verl's: null
     assert named == PLACEMENTS
 
 
-def test_placements_by_forecasts_are_those_that_plan():
+def test_placements_are_the_policies_that_plan():
     def plans(policy):
         return policy.plan is not PlacementPolicy.plan
 
     assert {name for name, policy in POLICIES.items() if plans(policy)} == set(PLACEMENTS)
 
 
-def test_the_losses_are_those_of_the_ranker():
+def test_the_losses_match_those_of_the_ranker():
     assert get_args(get_type_hints(ModelRankerOptions)["loss"]) == LOSSES

@@ -1,4 +1,4 @@
-"""Real tasks: small files with the schemas of the real data sets become what verl reads and its rewards score."""
+"""Data preparation: small files with the real schemas become files that verl reads and its rewards score."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ KEYS = {"split", "index", "id", "level"}
 
 
 def verl_row(problem, truth, index):
-    """A row as BytedTsinghua-SIA publishes it."""
+    """Return a row in the schema of BytedTsinghua-SIA."""
     return {
         "data_source": "math_dapo",
         "prompt": [{"content": DAPO_PROMPT.format(problem), "role": "user"}],
@@ -51,7 +51,7 @@ def answer_row(i):
 
 
 def olympiad_row(i):
-    """As the hub has them; of some problems the answer has several parts."""
+    """Return rows as on the hub; some answers have several parts."""
     return {
         "id": 1600 + i,
         "question": f"Find all $x$ with $x^2 = {i * i}$.",
@@ -123,7 +123,7 @@ def prepared(sources, tmp_path_factory):
     return out
 
 
-def test_each_problem_comes_once(prepared):
+def test_duplicate_problems_are_removed(prepared):
     rows = rows_of(prepared / "dapo-math-17k.parquet")
     assert [row["prompt"][0]["content"] for row in rows] == [
         DAPO_PROMPT.format(f"What is {i} + {i}?") for i in range(20)
@@ -136,10 +136,10 @@ def test_each_problem_comes_once(prepared):
     assert aime[7]["extra_info"] == {"split": "test", "index": 7, "id": "7", "level": 0}
 
 
-def test_a_problem_of_two_answers_is_left_out_and_said(tmp_path):
+def test_a_problem_with_two_answers_is_skipped_and_reported(tmp_path):
     rows = [verl_row("a", "1", "u"), verl_row("b", "2", "v"), verl_row("a", "3", "w"), verl_row("b", "2", "v")]
     said = done("dapo", "--out", tmp_path, "--source", put(tmp_path / "raw.parquet", rows))
-    assert "4 rows, 2 problems, 1 of several answers left out" in said
+    assert "4 rows, 2 problems, 1 skipped with several answers" in said
     (row,) = rows_of(tmp_path / "dapo-math-17k.parquet")
     assert row["reward_model"]["ground_truth"] == "2"
 
@@ -157,7 +157,7 @@ def test_math500_and_gsm8k(prepared):
 
 
 def test_evaluation_sets_are_graded_by_the_reward(prepared):
-    """Their answers come as strings, numbers and lists; the reward takes the right ones in another form."""
+    """Ground truths are strings, numbers and lists; the reward accepts right answers in another form."""
     amc, minerva, olympiad = (
         rows_of(prepared / f"{name}.parquet") for name in ("amc-2023", "minerva", "olympiad-bench")
     )
@@ -172,7 +172,7 @@ def test_evaluation_sets_are_graded_by_the_reward(prepared):
             assert scored["acc"] == acc, (truth, answer)
 
 
-def test_the_evaluation_sets_together_say_how_often_each_problem_is_answered(prepared, tmp_path, monkeypatch):
+def test_the_evaluation_sets_have_the_samples_per_problem(prepared, tmp_path, monkeypatch):
     out = tmp_path / "data"
     out.mkdir()
     for name in prepare.EVALUATION:
@@ -199,7 +199,7 @@ def test_the_evaluation_sets_together_say_how_often_each_problem_is_answered(pre
 def test_dapos_rows_are_scored_as_verl_does_and_others_with_minus_one_for_wrong():
     score = math_reward.compute_dapo_score
     assert score("math_dapo", "Answer: 42", "42") == {"score": 1.0, "acc": True, "pred": "42"}
-    assert score("math_dapo", "Answer: 0.5", "\\frac{1}{2}")["score"] == -1.0  # verl's compares text
+    assert score("math_dapo", "Answer: 0.5", "\\frac{1}{2}")["score"] == -1.0  # verl compares text
     assert score("math-ai/amc23", "Answer: 0.5", "\\frac{1}{2}")["score"] == 1.0
     assert score("math-ai/amc23", "\\boxed{41}", "42")["score"] == -1.0
 
@@ -212,7 +212,7 @@ def test_puzzles_are_held_out_have_one_solution_and_follow_the_seed(prepared, tm
     ids = {split: {row["extra_info"]["id"] for row in rows} for split, rows in splits.items()}
     for split in ids:
         ids[split] |= {row["extra_info"]["id"] for row in rows_of(tmp_path / f"kk-{split}.parquet")}
-    assert not ids["train"] & ids["test"]  # whatever the seed
+    assert not ids["train"] & ids["test"]  # with any seed
     done("kk", "--out", tmp_path, "--puzzles", 60, "--seed", 3)
     assert rows_of(tmp_path / "kk-train.parquet") == splits["train"]
     assert {row["extra_info"]["level"] for row in splits["train"]} == {3, 4, 5, 6, 7}
@@ -331,7 +331,7 @@ def test_verl_loads_and_calls_the_rewards(module, response, truth, overrides, sc
     assert asyncio.run(run_single()) == {"reward_score": score, "reward_extra_info": extra}
 
 
-def test_errors_say_what_where_and_how_to_mend(tmp_path, monkeypatch):
+def test_errors_name_problem_place_and_remedy(tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert "nowhere does not exist" in failed("dapo", "--out", out, "--source", tmp_path / "nowhere")
     (tmp_path / "bare").mkdir()
@@ -348,7 +348,7 @@ def test_errors_say_what_where_and_how_to_mend(tmp_path, monkeypatch):
     torn = tmp_path / "torn.jsonl"
     torn.write_text(json.dumps(math500_row(1)) + '\n{"problem": ', encoding="utf-8")
     assert "torn.jsonl cannot be read" in failed("math500", "--out", out, "--source", torn)
-    whole = put(tmp_path / "whole.jsonl", [gsm8k_row(1)])  # the same rows must not be both splits
+    whole = put(tmp_path / "whole.jsonl", [gsm8k_row(1)])  # both splits must not have the same rows
     assert "no file of the train split" in failed("gsm8k", "--out", out, "--source", whole)
     put(tmp_path / "bad" / "train.jsonl", [gsm8k_row(1), {"question": "?", "answer": "42"}])
     assert "bad, row 1: 'answer' does not end in" in failed("gsm8k", "--out", out, "--source", tmp_path / "bad")
@@ -362,12 +362,12 @@ def test_errors_say_what_where_and_how_to_mend(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", no_network)
     said = failed("math500", "--out", out)
-    assert "HuggingFaceH4/MATH-500 cannot be had" in said
+    assert "HuggingFaceH4/MATH-500 cannot be downloaded" in said
     assert "no route" in said
     assert "--source FOLDER" in said
 
 
-def test_the_hub_is_asked_for_the_right_split(tmp_path, monkeypatch):
+def test_the_right_split_is_requested_from_the_hub(tmp_path, monkeypatch):
     import datasets
 
     asked = []
@@ -382,7 +382,7 @@ def test_the_hub_is_asked_for_the_right_split(tmp_path, monkeypatch):
     assert len(rows_of(tmp_path / "gsm8k-test.parquet")) == 3
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_file_is_replaced_atomically(tmp_path, monkeypatch):
     rows = [prepare.kk_row(puzzle, "train", 0) for puzzle in [next(puzzles.generate(0, "train"))]]
     path = tmp_path / "kk.parquet"
     prepare.write(path, rows)

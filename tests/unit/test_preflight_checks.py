@@ -268,7 +268,7 @@ def test_requirements_of_a_ranker(world, tmp_path, monkeypatch):
     assert finding(boosting) == ("ok", "boosting, trained during the run ")
     status, words = finding(f"{RANKER}.kind=model", f"{RANKER}.model={tmp_path}/none")
     assert status == "fail"
-    assert "none is no folder" in words
+    assert "none is not a folder" in words
     with monkeypatch.context() as patched:
         patched.setattr(machine_checks, "lacking", lambda *_: "no scikit-learn: install it")
         assert finding(boosting) == ("fail", "no scikit-learn install it")
@@ -577,7 +577,7 @@ def test_the_load_reports_batches_in_flight_and_warns_of_several_mini_batches(wo
     ],
 )
 def test_a_rhyme_tree_in_another_place_is_refused(world, key, place):
-    refused = [f"{place} is read by nobody: did you mean {R}.custom.rhyme?"]
+    refused = [f"{place} is not read: did you mean {R}.custom.rhyme?"]
     for preset in (["+rhyme=sorted"], []):
         details = [check.detail for check in preflight(world[1:], *preset, f"+{key}").checks if check.name == "rhyme"]
         assert details == refused

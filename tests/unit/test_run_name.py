@@ -1,4 +1,4 @@
-"""What a run is called: its preset, and what differs from it."""
+"""Names of runs: the preset, and the options that differ."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def rhyme(preset, **changes):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_is_called_after_itself(preset):
+def test_an_unchanged_preset_gives_its_name(preset):
     tree = None if preset == "off" else rhyme(preset)
     assert (run_name(tree), run_name(tree, switches=False)) == (preset, preset)
 
@@ -36,12 +36,12 @@ def test_a_preset_is_called_after_itself(preset):
             *["histospec-histopipe-groups_2"] * 2,
         ),
         ("sorted", {"sampling__coupled": False}, "sorted-no_coupled", "sorted"),
-        # neither where files are nor how long to wait
+        # folders and waiting times are left out
         ("full", {"history__dir": "/x", "events__enable": False, "scheduling__lost_after": 60.0}, *["full"] * 2),
-        # whatever it is set with, it is the same run
+        # options of another preset give that preset's name
         ("full", {"scheduling__take": "loaded", "placement__policy": "histopipe"}, *["histopipe"] * 2),
     ],
 )
-def test_what_differs_is_in_the_name(preset, changes, name, run):
+def test_changed_options_are_in_the_name(preset, changes, name, run):
     tree = rhyme(preset, **changes)
     assert (run_name(tree), run_name(tree, switches=False)) == (name, run)

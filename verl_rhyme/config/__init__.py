@@ -1,11 +1,12 @@
-"""The typed configuration: what options there are, their defaults, ranges and contradictions.
+"""Typed configuration: the options, their defaults, their ranges, and the checks between them.
 
-The one source of every option: a field of these dataclasses with its help (:func:`.checks.option`). The YAML groups of
-``conf/rhyme``, ``docs/options.md`` and ``verl-rhyme options`` are made of them (:mod:`.generate`).
+Every option is a field of these dataclasses with its help text (:func:`.checks.option`). :mod:`.generate` writes the
+YAML groups of ``conf/rhyme`` and ``docs/options.md`` from them; ``verl-rhyme options`` prints them.
 
-A file for each part of the tree: :mod:`.drafting` (history, drafting, sampling), :mod:`.scheduling` (scheduling,
-streaming), :mod:`.placement` (placement, lengths), :mod:`.root` (the root, weights, events); :mod:`.presets` what
-``+rhyme=NAME`` sets; :mod:`.listing` all options as records. :mod:`.config_tree` reads the tree from verl's.
+Each section has a module: :mod:`.drafting` (history, drafting, sampling), :mod:`.scheduling` (scheduling, streaming),
+:mod:`.placement` (placement, lengths), :mod:`.root` (root, weights, events). :mod:`.presets` holds the settings of
+``+rhyme=NAME``. :mod:`.listing` returns all options as records. :mod:`.config_tree` reads the options from verl's
+config.
 
 Process: all. Engines: none.
 """
@@ -76,5 +77,5 @@ __all__ = [
     "training_order",
 ]
 
-#: The arm of a run without rhyme.
+#: Name of a run without rhyme.
 STOCK = "off"

@@ -1,4 +1,4 @@
-"""How an option is declared, and how a value is refused: where it is, what it may be, what is near."""
+"""Declare options and check their values; an error names the option, the allowed values and the nearest match."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-#: Where the tree lives in verl's config; verl passes it to every rollout worker untouched.
+#: Path of our options in verl's config; verl passes them unchanged to every rollout worker.
 CONFIG_PATH = "actor_rollout_ref.rollout.custom.rhyme"
 
 
 class ConfigError(ValueError):
-    """The configuration is wrong; the message says where and how to mend it."""
+    """Invalid configuration; the message names the option and the remedy."""
 
 
 def option(default: Any, help: str, *, public: bool = False) -> Any:
-    """A dataclass field that is an option.
+    """Return the dataclass field of an option.
 
     Args:
-        default: Its default.
-        help: What it does, in a sentence or two: the one source of the YAML groups' comments, ``docs/options.md`` and
-            ``verl-rhyme options``.
-        public: For users; else for experts, who know what it changes.
+        default: Default value.
+        help: One or two sentences for users. The comments of the YAML groups, ``docs/options.md`` and
+            ``verl-rhyme options`` print them.
+        public: The option is for users; else it is for experts.
     """
     return field(default=default, metadata=about(help, public))
 
 
 def about(help: str, public: bool = False) -> dict[str, Any]:
-    """The metadata of an option's field; see :func:`option`."""
+    """Return the metadata of an option's field; see :func:`option`."""
     return {"help": help, "public": public}
 
 
 def coerce(value: Any, hint: Any, path: str) -> Any:
-    """A value of the tree as its type: whole numbers may be written as floats, and floats as whole numbers.
+    """Convert a value to its option's type; ``2.0`` is accepted as an int, and ``2`` as a float.
 
     Args:
-        value: As the config has it.
-        hint: A type, a ``Literal``, or a union of some.
-        path: Of the key.
+        value: Value in the config.
+        hint: A type, a ``Literal``, or a union of them.
+        path: Path of the option.
 
     Raises:
-        ConfigError: It is of another type, none of the literals, or not finite.
+        ConfigError: The value has another type, is none of the literals, or is not finite.
     """
     allowed = kinds(hint)
     for kind in allowed:
@@ -64,12 +64,12 @@ def coerce(value: Any, hint: Any, path: str) -> Any:
 
 
 def kinds(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
+    """Return the members of a union, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def type_name(hint: Any) -> str:
-    """A type in words: ``"int or null"``, ``"group or trajectory or null"``."""
+    """Return the name of a type for users: ``"int or null"``, ``"group or trajectory or null"``."""
     names: list[str] = []
     for kind in kinds(hint):
         if typing.get_origin(kind) is typing.Literal:
@@ -82,22 +82,22 @@ def type_name(hint: Any) -> str:
 def typed_options(
     path: str, chosen: str, table: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The ``options`` of a choice (a placement, a ranker) as their types.
+    """Convert the ``options`` of a choice (a placement, a ranker) to their types.
 
     Args:
-        path: Of the options.
+        path: Path of the options.
         chosen: A key of ``table``.
-        table: The options of each choice, with their types.
-        options: As the config has them.
+        table: Options of each choice, with their types.
+        options: Options in the config.
 
     Raises:
-        ConfigError: An option that the choice does not have, or of another type.
+        ConfigError: The choice does not have an option, or an option has another type.
     """
     known = table[chosen]
     for name in options:
         if name not in known:
-            whose = [other for other, names in table.items() if name in names]
-            hint = f"; it is of {' and '.join(whose)}" if whose else nearest(name, known)
+            owners = [other for other, names in table.items() if name in names]
+            hint = f"; it is an option of {' and '.join(owners)}" if owners else nearest(name, known)
             has = f"{chosen} has {', '.join(known) or 'none'}"
             raise ConfigError(f"unknown option {CONFIG_PATH}.{path}.{name}: {has}{hint}")
     return {name: coerce(value, known[name], f"{path}.{name}") for name, value in options.items()}

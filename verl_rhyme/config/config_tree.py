@@ -1,7 +1,6 @@
-"""Reads the typed configuration, once, from ``actor_rollout_ref.rollout.custom.rhyme``.
+"""Read the typed configuration from ``actor_rollout_ref.rollout.custom.rhyme``.
 
-A key that no dataclass of :mod:`verl_rhyme.config` has is an error that names the nearest one, also when it was
-appended with ``+``.
+An unknown key is an error that names the nearest known key, even if the command adds the key with ``+``.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, coerce
 
-#: Where the tree is easily put by mistake.
+#: Paths that users mistake for :data:`CONFIG_PATH`.
 _WRONG_PLACES = ("rhyme", "custom.rhyme", "actor_rollout_ref.rhyme", "actor_rollout_ref.rollout.rhyme")
 
 
 def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
-    """Read the tree at :data:`CONFIG_PATH`.
+    """Return the configuration of the options at :data:`CONFIG_PATH`.
 
     Args:
-        tree: Plain nested mapping, or ``None`` when the command has no ``+rhyme=...``.
+        tree: Plain nested mapping, or ``None`` if the command has no ``+rhyme=...``.
 
     Returns:
-        The configuration, or ``None`` when there is none or ``enable`` is false.
+        The configuration, or ``None`` if there is none or ``enable`` is false.
 
     Raises:
-        ConfigError: Unknown key, wrong type, value out of range, or a contradiction.
+        ConfigError: A key is unknown, a value has the wrong type or range, or options contradict each other.
     """
     if tree is None:
         return None
@@ -37,36 +36,36 @@ def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
 
 
 def from_verl(config: Any) -> RhymeConfig | None:
-    """Read verl's whole config (a ``DictConfig``); see :func:`parse`.
+    """Return the configuration in verl's full config (a ``DictConfig``); see :func:`parse`.
 
     Raises:
-        ConfigError: What :func:`parse` refuses, or an option of ours stands where nothing reads it (:func:`misplaced`).
+        ConfigError: :func:`parse` refuses the options, or options are at a path that is not read (:func:`misplaced`).
     """
     from omegaconf import OmegaConf
 
     tree = OmegaConf.select(config, CONFIG_PATH)
-    found = parse(None if tree is None else OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
+    rhyme = parse(None if tree is None else OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
     for error in misplaced(config):
         raise ConfigError(error)
-    return found
+    return rhyme
 
 
 def misplaced(config: Any) -> Iterator[str]:
-    """Trees of ours that stand where nothing reads them: for each an error that says what to write.
+    """Yield an error for each path outside :data:`CONFIG_PATH` that holds our options.
 
     Args:
-        config: verl's whole config (a ``DictConfig``).
+        config: verl's full config (a ``DictConfig``).
     """
     from omegaconf import OmegaConf
 
     for place in _WRONG_PLACES:
-        found = OmegaConf.select(config, place)
-        if found is not None and not isinstance(found, str):  # a text is a group that was not found: combinations.py
-            yield f"{place} is read by nobody: did you mean {CONFIG_PATH}?"
+        options = OmegaConf.select(config, place)
+        if options is not None and not isinstance(options, str):  # checks/combinations.py reports an unknown group
+            yield f"{place} is not read: did you mean {CONFIG_PATH}?"
 
 
 def from_rollout(rollout_config: Any) -> RhymeConfig | None:
-    """Read verl's rollout config (``DictConfig`` or the ``RolloutConfig`` dataclass); see :func:`parse`."""
+    """Return the configuration in verl's rollout config (``DictConfig`` or ``RolloutConfig``); see :func:`parse`."""
     from omegaconf import OmegaConf
 
     tree = (rollout_config.get("custom", None) or {}).get("rhyme", None)

@@ -1,4 +1,4 @@
-"""Options of the history, of drafts, and of how these are verified."""
+"""Options of the history, of drafting, and of the verification of drafts."""
 
 from __future__ import annotations
 
@@ -7,33 +7,31 @@ from typing import Literal
 
 from verl_rhyme.config.checks import option, require
 
-#: vLLM's own limit on the draft tokens of one request in one step.
+#: Limit of vLLM: draft tokens per request and step.
 MAX_DRAFT_TOKENS = 128
 
-#: Of ``history.max_bytes``, what values may fill; the rest takes a step's new pages before its old ones are free again.
+#: Share of ``history.max_bytes`` for values; a step writes new pages into the rest before its old pages are free.
 HISTORY_FILL = 0.7
 
 
 @dataclass(frozen=True)
 class HistoryConfig:
-    """Earlier responses of each prompt, from which drafts and expected lengths come."""
+    """Earlier responses of each prompt, the source of drafts and of expected lengths."""
 
     dir: str | None = option(
         None,
-        "Node-local folder of the history; null: TMPDIR/verl_rhyme-UID/HASH, by the run's checkpoint folder. It is "
-        "working space: what lasts is in the checkpoints.",
+        "Node-local working folder of the history. null: TMPDIR/verl_rhyme-UID/HASH, where HASH is of the run's "
+        "checkpoint folder. Checkpoints hold the permanent copy.",
         public=True,
     )
     max_bytes: int | None = option(
         None,
-        "Bytes that the history may take on the trainer's node (and its copies on each other node); the oldest visits "
-        "go first. null: half of what disk or memory have free at the start, whichever is less; each of several Ray "
-        "nodes on one machine takes half of what the others left.",
+        "Maximum size of the history in bytes on the trainer's node, and of its copy on each other node. The oldest "
+        "visits are evicted first. null: half of the free disk or half of the free memory at the start, whichever is "
+        "less. If several Ray nodes share a machine, each takes half of the space that the others left.",
         public=True,
     )
-    epochs: int = option(
-        4, "Latest visits of a prompt that are kept: one an epoch, more where data repeat prompts.", public=True
-    )
+    epochs: int = option(4, "Visits of a prompt to keep, the latest ones. Usually a visit is an epoch.", public=True)
 
     def __post_init__(self) -> None:
         allowed = "null or at least 1048576 (1 MiB)"
@@ -41,7 +39,7 @@ class HistoryConfig:
         require(self.epochs >= 1, "history.epochs", self.epochs, "at least 1")
 
     def bound(self, disk: int, memory: int) -> int:
-        """``max_bytes``, or what ``None`` stands for where so many bytes are free."""
+        """Return ``max_bytes``, or its default for so many free bytes of disk and memory."""
         if self.max_bytes is not None:
             return self.max_bytes
         return max(1 << 20, min(disk, memory) // 2)
@@ -49,43 +47,44 @@ class HistoryConfig:
 
 @dataclass(frozen=True)
 class DraftingConfig:
-    """HistoSpec: drafts from the history and from other live texts, verified by the model (lossless)."""
+    """HistoSpec: lossless drafts from the history and from the live texts, verified by the model."""
 
-    enable: bool = option(True, "Draft; false keeps the recorder and the event log.", public=True)
-    max_tokens: int = option(32, "Draft tokens of one request in one step, at most (vLLM allows 128).", public=True)
+    enable: bool = option(True, "Enable drafting. false keeps the history and the event log.", public=True)
+    max_tokens: int = option(32, "Maximum draft tokens per request and step (limit of vLLM: 128).", public=True)
     floor: float = option(
         0.05,
-        "Least probability, to be reached and accepted, of a draft token (policy=adaptive).",
+        "Minimum probability that a draft token is reached and accepted (policy=adaptive).",
         public=True,
     )
     policy: Literal["adaptive", "paper"] = option(
-        "adaptive", "Drafter: adaptive, or paper (HistoSpec as RhymeRL publishes it: one source, one window)."
+        "adaptive", "Drafter: adaptive, or paper (HistoSpec as published by RhymeRL: one source, one window)."
     )
     max_batch_tokens: int | None = option(
-        None, "Draft tokens of the whole batch in one step, at most; null: as many as are profitable."
+        None, "Maximum draft tokens per step of the whole batch. null: as many as are profitable."
     )
     logits_memory: int = option(
         2 << 30,
-        "Bytes that the logits of draft tokens may take beyond what vLLM has profiled; the default lets a step have "
-        "8192 tokens at 152k entries in bf16.",
+        "Bytes for the logits of draft tokens in addition to vLLM's profiled memory. The default holds 8192 tokens in "
+        "bf16 with a vocabulary of 152k entries.",
     )
-    weigh_cost: bool = option(True, "Draft only what is profitable by the measured cost of a step (policy=adaptive).")
+    weigh_cost: bool = option(True, "Draft only if the measured step cost makes drafts profitable (policy=adaptive).")
     plan_threads: int | None = option(
         None,
-        "Threads that plan a batch's drafts; null: half of an engine worker's cores, 4 at most (policy=adaptive).",
+        "Threads that plan the drafts of a batch (policy=adaptive). null: half of the engine worker's cores, at most "
+        "4.",
     )
     wait_for_history: bool = option(
         False,
-        "Read a prompt's history while the engine waits; false: another thread reads it, and drafts then depend on "
-        "time, never what is generated.",
+        "Let the engine wait until a prompt's history is read. false: another thread reads the history. Drafts then "
+        "depend on timing, but the generated tokens do not.",
     )
     live_tokens: int = option(
-        1 << 22, "Running and recent tokens of an engine that are indexed, 20 to 32 bytes each (policy=adaptive)."
+        1 << 22, "Running and recent tokens per engine in the index, 20 to 32 bytes each (policy=adaptive)."
     )
     head: str | None = option(
         None,
-        "A draft head, which guesses from the policy's hidden states and is trained by the engine (policy=adaptive): "
-        "new, or a file of one to begin with; null: none. A run that goes on begins with its own.",
+        "Draft head, which predicts from the policy's hidden states and is trained by the engine (policy=adaptive): "
+        "new, or a file with initial weights. null: no draft head. A resumed run loads its own draft head.",
         public=True,
     )
 
@@ -105,10 +104,10 @@ class DraftingConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn while drafting is on."""
+    """Sampling of tokens while drafting is enabled."""
 
     coupled: bool | None = option(
         None,
-        "Noise keyed by sample and position, so that a regenerated response repeats itself where the policy did not "
-        "change; null: wherever responses are regenerated (max_staleness=0) and drafting is on.",
+        "Key the sampling noise by sample and position. A regenerated response then repeats its tokens where the "
+        "policy did not change. null: true if max_staleness=0 and drafting is enabled.",
     )

@@ -1,6 +1,6 @@
-"""Writes what is generated from the options: the YAML groups of ``conf/rhyme`` and ``docs/options.md``.
+"""Write the generated files: the YAML groups of ``conf/rhyme`` and ``docs/options.md``.
 
-``python -m verl_rhyme.config.generate`` in a checkout, after a change of an option or a preset; a test compares.
+Run ``python -m verl_rhyme.config.generate`` in a checkout after a change of an option or a preset; a test compares.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 from verl_rhyme.config.checks import CONFIG_PATH
 from verl_rhyme.config.listing import Option, options, sections
-from verl_rhyme.config.presets import PRESETS, WHAT, verl_keys
+from verl_rhyme.config.presets import PRESETS, SUMMARIES, verl_keys
 
 _WIDTH = 120
 _COMMAND = "python -m verl_rhyme.config.generate"
 
 
 def files() -> dict[str, str]:
-    """Every generated file's text, by its path in the repository."""
+    """Return the text of each generated file by its path in the repository."""
     groups = {f"verl_rhyme/conf/rhyme/{preset}.yaml": group(preset) for preset in PRESETS}
     return {**groups, "docs/options.md": document()}
 
@@ -29,7 +29,7 @@ def files() -> dict[str, str]:
 
 
 class _Tree(dict[str, Any]):
-    """A mapping of a YAML file; values have comments."""
+    """Mapping of a YAML file whose values have comments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,16 +59,16 @@ def _comment(text: str, indent: str = "") -> list[str]:
 
 
 def group(preset: str) -> str:
-    """A preset's YAML group. ``histospec`` has every option with its help, the others what they set."""
-    lines = ["# @package _global_", *_comment(f"Generated: {_COMMAND}"), "", *_comment(WHAT[preset])]
+    """Return a preset's YAML group: all options with their help for ``histospec``, else only the preset's settings."""
+    lines = ["# @package _global_", *_comment(f"Generated: {_COMMAND}"), "", *_comment(SUMMARIES[preset])]
     tree = _Tree()
     for key, (value, why) in verl_keys(preset).items():
         tree.put(key, value, why)
     if preset == "histospec":
-        for section, what in {"": "", **sections()}.items():
+        for section, summary in {"": "", **sections()}.items():
             if section:
-                tree.put(f"{CONFIG_PATH}.{section}", _Tree(), what)
-            experts = "-- for experts:"
+                tree.put(f"{CONFIG_PATH}.{section}", _Tree(), summary)
+            experts = "-- For experts:"
             for option in _of(section):
                 tree.put(f"{CONFIG_PATH}.{option.name}", option.default, "" if option.public else experts, option.help)
                 experts = experts if option.public else ""
@@ -80,7 +80,7 @@ def group(preset: str) -> str:
 
 
 def _of(section: str) -> list[Option]:
-    """A section's own options, the public ones first."""
+    """Return the options directly in a section, the public ones first."""
     own = [option for option in options() if option.name.rpartition(".")[0] == section]
     return sorted(own, key=lambda option: not option.public)
 
@@ -89,23 +89,24 @@ def _of(section: str) -> list[Option]:
 
 
 def document() -> str:
-    """``docs/options.md``."""
+    """Return the text of ``docs/options.md``."""
     listed = options()
     public, experts = ([option for option in listed if option.public is kind] for kind in (True, False))
     parts = [
         f"<!-- Generated: {_COMMAND} -->",
         "# Options",
-        f"All options are below `{CONFIG_PATH}`, {len(public)} for users and {len(experts)} for experts. "
-        "`verl-rhyme options` lists them, `verl-rhyme options --json` as JSON. A preset sets some, a hydra override "
-        "sets one:",
+        f"This page lists every option of verl-rhyme: {len(public)} for users and {len(experts)} for experts. "
+        f"All are below `{CONFIG_PATH}`. `verl-rhyme options` prints them, `verl-rhyme options --json` prints JSON. "
+        "A preset sets some options. A hydra override sets one:",
         f"```bash\npython -m verl.trainer.main_ppo +rhyme=full \\\n  {CONFIG_PATH}.max_staleness=2 ...\n```",
-        "An unknown option is refused with the nearest known one. What cannot go together is in "
-        "[combinations.md](combinations.md).",
+        "An unknown option is an error that names the nearest known option. "
+        "[combinations.md](combinations.md) lists the options that exclude each other.",
         "## Presets",
-        _table(("`+rhyme=`", "what it is", "sets"), [(f"`{name}`", WHAT[name], _set(name)) for name in PRESETS]),
-        "A preset with a `max_staleness` runs the pipeline, in the trainer mode that you set: `sync` and "
-        "`colocate_async` are one to it (engines and training share GPUs), `separate_async` gives engines GPUs of "
-        "their own. It sets these keys of verl, too (`histospec` sets `agent_loop_manager_class` alone):",
+        _table(("`+rhyme=`", "description", "sets"), [(f"`{name}`", SUMMARIES[name], _set(name)) for name in PRESETS]),
+        "A preset that sets `max_staleness` runs the pipeline, in the trainer mode that you choose. In `sync` and "
+        "`colocate_async` the engines and the trainer share GPUs; the pipeline does not distinguish these two. In "
+        "`separate_async` the engines have separate GPUs. The preset also sets these keys of verl (`histospec` sets "
+        "only `agent_loop_manager_class`):",
         _table(
             ("key of verl", "value", "why"),
             [(f"`{key}`", f"`{_plain(value)}`", why) for key, (value, why) in verl_keys("full").items()],
@@ -113,21 +114,21 @@ def document() -> str:
         "## For users",
         _options(public),
         "## For experts",
-        "Leave them at their defaults, unless you reproduce a paper or have measured.",
+        "Keep the defaults, unless you reproduce a paper or have measurements.",
         _options(experts),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _set(preset: str) -> str:
-    theirs = {"trainer.v1.trainer_mode": "separate_async"} if preset == "stream" else {}
-    told = {**PRESETS[preset], **theirs}
-    return ", ".join(f"`{name}={_plain(value)}`" for name, value in told.items())
+    verls = {"trainer.v1.trainer_mode": "separate_async"} if preset == "stream" else {}
+    settings = {**PRESETS[preset], **verls}
+    return ", ".join(f"`{name}={_plain(value)}`" for name, value in settings.items())
 
 
 def _options(of: Sequence[Option]) -> str:
     rows = [(f"`{option.name}`", f"`{_plain(option.default)}`", option.type, option.help) for option in of]
-    return _table(("option", "default", "type", "what it does"), rows)
+    return _table(("option", "default", "type", "description"), rows)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

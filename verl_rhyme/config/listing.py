@@ -1,4 +1,4 @@
-"""All options, as records."""
+"""List all options as records."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Option:
     """One option.
 
     Attributes:
-        name: Path below :data:`~verl_rhyme.config.CONFIG_PATH`, as ``"drafting.floor"``.
-        default: Its default.
-        type: In words, as ``"int or null"``.
-        public: For users; else for experts.
-        help: What it does.
+        name: Path below :data:`~verl_rhyme.config.CONFIG_PATH`, such as ``"drafting.floor"``.
+        default: Default value.
+        type: Name of the type for users, such as ``"int or null"``.
+        public: The option is for users; else it is for experts.
+        help: Help text.
     """
 
     name: str
@@ -32,16 +32,16 @@ class Option:
 
 
 def options(section: str = "") -> list[Option]:
-    """All options below a section, in the order of the tree; of all sections by default.
+    """Return the options of a section and of its subsections, in declared order; all options by default.
 
     Args:
-        section: Its path, as ``"streaming"``.
+        section: Path of the section, such as ``"streaming"``.
     """
     return [option for option in _walk(RhymeConfig, "") if option.name.startswith(f"{section}." if section else "")]
 
 
 def sections() -> dict[str, str]:
-    """Each section in a line, by its path: the first line of its class."""
+    """Return the first docstring line of each section's class, by the section's path."""
     return dict(_sections(RhymeConfig, ""))
 
 

@@ -1,4 +1,4 @@
-"""Options of which replica serves a request, and of the expected lengths that it goes by."""
+"""Options of the placement of requests on replicas, and of the expected lengths behind it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from verl_rhyme.config.checks import about, nearest, option, require, typed_options
 
-#: Values of ``placement.policy``, and the ``placement.options`` of each with their types, as its class has them.
+#: Values of ``placement.policy``; each with its ``placement.options`` and their types, as its class declares them.
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "longest_first": {},
     "histopipe": {"groups": int, "two_tier": bool, "migrate": bool, "tail": float},
@@ -19,25 +19,25 @@ PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Which replica serves a request."""
+    """Placement of requests on replicas."""
 
     policy: str | None = option(
         None,
-        "null: verl's router (least loaded); under the pipeline, by expected lengths: longest_first (what full sets), "
-        "and to compare histopipe, skewness_aware.",
+        "Placement policy. null: verl's router (least loaded). With the pipeline, a policy that uses expected lengths: "
+        "longest_first (preset full), or for comparison histopipe or skewness_aware.",
         public=True,
     )
     options: dict[str, Any] = field(
         default_factory=dict,
         metadata=about(
-            "Of the policy, each added with +: of histopipe groups=4, two_tier=true, migrate=true, tail=0.1; of "
-            "skewness_aware tail=0.2.",
+            "Options of the policy; add each with +. histopipe: groups=4, two_tier=true, migrate=true, tail=0.1. "
+            "skewness_aware: tail=0.2.",
         ),
     )
     profile: str | None = option(
         None,
-        "What a replica's work costs, as policies reckon: a file of `verl-rhyme profile`, or a name of "
-        "planning/profiles; null: a 32B model's over four H800s (only ratios count).",
+        "Cost profile of a replica for the policy: a file of `verl-rhyme profile`, or a name in planning/profiles. "
+        "null: a 32B model on four H800s (only cost ratios matter).",
     )
 
     def __post_init__(self) -> None:
@@ -53,11 +53,11 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class ModelRankerOptions:
-    """``lengths.ranker.options`` of ``lengths.ranker.kind=model``.
+    """The ``lengths.ranker.options`` for ``lengths.ranker.kind=model``.
 
     Attributes:
-        loss: ``"listwise"`` or ``"margin"`` (by rank), or ``"regression"`` (as StreamRL publishes it).
-        rate: Learning rate; 1e-5 or so for a large model.
+        loss: ``"listwise"`` or ``"margin"`` (losses on ranks), or ``"regression"`` (StreamRL's loss).
+        rate: Learning rate; about 1e-5 for a large model.
     """
 
     loss: Literal["listwise", "margin", "regression"] = "listwise"
@@ -67,30 +67,30 @@ class ModelRankerOptions:
         require(self.rate > 0, "lengths.ranker.options.rate", self.rate, "above 0")
 
 
-#: Values of ``lengths.ranker.kind``, and the ``lengths.ranker.options`` of each with their types.
+#: Values of ``lengths.ranker.kind``; each with its ``lengths.ranker.options`` and their types.
 RANKERS: Mapping[str, Mapping[str, Any]] = {"boosting": {}, "model": typing.get_type_hints(ModelRankerOptions)}
 
 
 @dataclass(frozen=True)
 class RankerConfig:
-    """What is expected of prompts never seen: a length ranker, trained alongside the run (StreamRL section 5)."""
+    """Length ranker: predicts response lengths of new prompts, trained alongside the run (StreamRL section 5)."""
 
     kind: Literal["boosting", "model"] | None = option(
         None,
-        "null is off; boosting (gradient boosting over features of a prompt), or model (a small language model). Under "
-        "the pipeline; it costs a process of low priority.",
+        "Kind of ranker: boosting (gradient boosting on features of the prompt), or model (a small language model). "
+        "Needs the pipeline. It runs in a process of low priority. null: no ranker.",
     )
     model: str | None = option(
         None,
-        "Of kind=model: a folder of transformers weights with the policy's vocabulary, or of `verl-rhyme ranker "
-        "train`; null: a tiny model from nothing.",
+        "For kind=model: a folder of transformers weights with the policy's vocabulary, or of `verl-rhyme ranker "
+        "train`. null: a tiny model from random weights.",
     )
-    refresh: int = option(512, "Prompts answered after which the ranker is trained again.")
-    minutes: float = option(20.0, "Of kind=model: minutes that a training may take.")
+    refresh: int = option(512, "Retrain the ranker after this number of answered prompts.")
+    minutes: float = option(20.0, "For kind=model: time limit of one training in minutes.")
     options: dict[str, Any] = field(
         default_factory=dict,
         metadata=about(
-            "Of the kind, each added with +: of model loss=listwise (or margin, regression) and rate=0.001."
+            "Options of the kind; add each with +. model: loss=listwise (or margin, regression), rate=0.001."
         ),
     )
 
@@ -109,7 +109,7 @@ class RankerConfig:
 
     @property
     def training(self) -> ModelRankerOptions:
-        """``options`` of ``kind="model"``, with their defaults."""
+        """The ``options`` of ``kind="model"`` with their defaults."""
         return ModelRankerOptions(**self.options)
 
 

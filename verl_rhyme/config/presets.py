@@ -1,21 +1,21 @@
-"""The presets: what ``+rhyme=NAME`` sets. A preset is a setting of the one pipeline; none has code of its own."""
+"""The presets, ``+rhyme=NAME``: each is a setting of the same code."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-#: What each preset is, in a line.
-WHAT: Mapping[str, str] = {
-    "histospec": "Drafts from earlier responses, verified by the model (lossless), under verl's own schedule.",
-    "full": "Drafts, scheduling, placement, streamed parts: one dial, max_staleness.",
-    "sorted": "SortedRL's schedule: four update batches loaded together, what finishes first is trained first.",
-    "histopipe": "RhymeRL's HistoPipe: updates as they were loaded, placed by the lengths of earlier responses.",
-    "stream": "StreamRL's schedule: updates as they were loaded, from separate engines, placed by predicted lengths.",
-    "off": "Nothing: stock verl, for a YAML that names a preset by default.",
+#: One line about each preset.
+SUMMARIES: Mapping[str, str] = {
+    "histospec": "HistoSpec (RhymeRL): lossless drafts from earlier responses, with verl's own schedule.",
+    "full": "Drafting, scheduling, placement and streamed training; max_staleness bounds the staleness.",
+    "sorted": "SortedRL's schedule: four batches start together, and the samples that finish first are trained first.",
+    "histopipe": "RhymeRL's HistoPipe: batches train in start order, placed by the lengths of earlier responses.",
+    "stream": "StreamRL's schedule: separate engines, batches train in start order, placed by predicted lengths.",
+    "off": "Stock verl, to override a YAML file that sets a preset by default.",
 }
 
-#: Options of ours by preset, where they are not at their default.
+#: The options of each preset that differ from their defaults.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "histospec": {},
     "full": {"max_staleness": 1, "placement.policy": "longest_first"},
@@ -27,11 +27,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def tree(preset: str, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Options of a preset, nested as in our tree.
+    """Return the options of a preset as a nested mapping.
 
     Args:
-        preset: Its name.
-        changes: Options that are otherwise, by path.
+        preset: Name of the preset.
+        changes: Options to change, by path.
     """
     nested: dict[str, Any] = {}
     for path, value in {**PRESETS[preset], **(changes or {})}.items():
@@ -50,36 +50,37 @@ MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 DRAFTING_MANAGER = "verl_rhyme.agent_loop.agent_loop.RhymeAgentLoopManager"
 PIPELINE_MANAGER = "verl_rhyme.agent_loop.agent_loop.SessionAgentLoopManager"
 
-#: verl's keys that presets with the pipeline set, and why.
+#: The keys of verl that pipeline presets set: value and reason.
 _PIPELINE_KEYS: Mapping[str, tuple[Any, str]] = {
     "actor_rollout_ref.rollout.scheduling_policy": (
         "priority",
-        "engines take samples in the scheduler's order, whatever agent loop worker they come from",
+        "engines serve samples in the scheduler's order, from all agent loop workers",
     ),
     MANAGER: (PIPELINE_MANAGER, ""),
-    "actor_rollout_ref.hybrid_engine": ("${rhyme.if_separate:false,true}", "all engines are the pipeline's"),
+    "actor_rollout_ref.hybrid_engine": ("${rhyme.if_separate:false,true}", "the pipeline uses all engines"),
     "actor_rollout_ref.rollout.checkpoint_engine.backend": (
         "${rhyme.if_separate:relay,naive}",
-        "separate engines: through shared memory and the network, each replica by itself; nccl sends to all at once",
+        "separate engines: with relay each replica fetches weights independently, by shared memory or network; "
+        "nccl sends to all replicas at once",
     ),
     "algorithm.rollout_correction.rollout_is": (
         "${rhyme.rollout_is:}",
-        "token where tokens of earlier policies are trained (max_staleness above 0): verl's truncated importance "
-        "sampling, threshold rollout_is_threshold (2.0); else null",
+        "token if samples of earlier policy versions are trained (max_staleness above 0): verl's truncated importance "
+        "sampling with threshold rollout_is_threshold (2.0); else null",
     ),
     "transfer_queue.backend.SimpleStorage.total_storage_size": (
         None,
-        "entries; null: no limit. The scheduler bounds what is in flight, which verl's 100000 may be less than",
+        "number of entries; null: no limit. The scheduler bounds the samples in flight, which can exceed verl's 100000",
     ),
-    "trainer.v1.separate_async.parameter_sync_step": (1, "a policy version is an update; verl's 4 would be four"),
+    "trainer.v1.separate_async.parameter_sync_step": (1, "one policy version per training step; verl's default is 4"),
 }
 
 
 def verl_keys(preset: str) -> Mapping[str, tuple[Any, str]]:
-    """verl's keys that a preset sets, each with its value and why (or nothing)."""
+    """Return the keys of verl that a preset sets, each with its value and the reason (or ``""``)."""
     if preset == "off":
         return {}
     if preset == "histospec":
         return {MANAGER: (DRAFTING_MANAGER, "")}
-    own = {"trainer.v1.trainer_mode": ("separate_async", "engines and training on GPUs of their own")}
+    own = {"trainer.v1.trainer_mode": ("separate_async", "engines and trainer on separate GPUs")}
     return {**_PIPELINE_KEYS, **(own if preset == "stream" else {})}

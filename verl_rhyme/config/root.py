@@ -1,4 +1,4 @@
-"""The root of the configuration tree, and its small sections."""
+"""Root of the configuration, and its small sections."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from verl_rhyme.config.scheduling import SchedulingConfig, StreamingConfig
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """Weights by the relay (``checkpoint_engine.backend=relay``), where engines are at several sites."""
+    """Weight transfer by the relay (``checkpoint_engine.backend=relay``), also to engines at other sites."""
 
     site_label: str | None = option(
         "rhyme-site",
-        "Label of Ray nodes that says at which site one is (ray start --labels); nodes without it are at one site.",
+        "Ray node label that names the node's site (ray start --labels). All nodes without the label are at one site.",
     )
-    pack: bool = option(True, "Pack what goes from site to site, as the difference from the version before.")
+    pack: bool = option(True, "Compress weights between sites as the difference from the previous version.")
 
     def __post_init__(self) -> None:
         require(self.site_label != "", "weights.site_label", self.site_label, "null, or the name of a label")
@@ -28,10 +28,10 @@ class WeightsConfig:
 
 @dataclass(frozen=True)
 class EventsConfig:
-    """The event log, which `verl-rhyme report` reads."""
+    """Event log, the input of `verl-rhyme report`."""
 
     enable: bool = option(True, "Write the event log.", public=True)
-    dir: str | None = option(None, "Its folder; null: below trainer.default_local_dir.", public=True)
+    dir: str | None = option(None, "Folder of the event log. null: below trainer.default_local_dir.", public=True)
     responses: bool = option(
         False,
         "Also log the tokens of every trained response (8 bytes each), to replay the run in benchmarks/.",
@@ -41,13 +41,13 @@ class EventsConfig:
 
 @dataclass(frozen=True)
 class RhymeConfig:
-    """verl-rhyme."""
+    """Options of verl-rhyme."""
 
-    enable: bool = option(True, "false leaves stock verl, or your own trainer without our hooks.", public=True)
+    enable: bool = option(True, "Enable verl-rhyme. false: stock verl, or your own trainer without hooks.", public=True)
     max_staleness: int | None = option(
         None,
-        "The dial: policy versions between a trained token and the policy it trains, at most. 0 is on-policy, 1 and "
-        "more train faster; null: verl's own schedule.",
+        "Maximum staleness: policy versions between a trained token and the policy that trains on it. 0 is on-policy; "
+        "higher values train faster. null: verl's own schedule.",
         public=True,
     )
     history: HistoryConfig = field(default_factory=HistoryConfig)
@@ -63,26 +63,26 @@ class RhymeConfig:
     def __post_init__(self) -> None:
         stale = self.max_staleness
         require(stale is None or stale >= 0, "max_staleness", stale, "null, or at least 0 (policy versions)")
-        allowed = "null without max_staleness (+rhyme=full): verl's own order asks for no expected length"
+        allowed = "null without max_staleness (+rhyme=full): verl's own schedule uses no expected lengths"
         kind = self.lengths.ranker.kind
         require(kind is None or self.pipeline, "lengths.ranker.kind", kind, allowed)
         patience = SchedulingConfig(tool_timeout=self.scheduling.tool_timeout, lost_after=self.scheduling.lost_after)
         if self.enable and not self.pipeline and self.scheduling != patience:
-            remedy = "use +rhyme=full or another preset with max_staleness, or drop it"
-            raise ConfigError(f"{CONFIG_PATH}.scheduling: only the pipeline has what is set there; {remedy}")
+            remedy = "use +rhyme=full or another preset with max_staleness, or remove these options"
+            raise ConfigError(f"{CONFIG_PATH}.scheduling: these options need the pipeline; {remedy}")
 
     @property
     def pipeline(self) -> bool:
-        """Our pipeline schedules, not verl."""
+        """Whether the pipeline schedules samples instead of verl."""
         return self.max_staleness is not None
 
     @property
     def coupled(self) -> bool:
-        """``sampling.coupled``; ``None`` stands for the on-policy pipeline with drafts."""
+        """Value of ``sampling.coupled``; ``None`` means true for the on-policy pipeline with drafting."""
         if self.sampling.coupled is not None:
             return self.sampling.coupled
         return self.max_staleness == 0 and self.drafting.enable
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dict; :func:`verl_rhyme.config.config_tree.parse` reads it back."""
+        """Return a nested dict; :func:`verl_rhyme.config.config_tree.parse` reads it back."""
         return dataclasses.asdict(self)

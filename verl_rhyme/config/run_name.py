@@ -1,4 +1,4 @@
-"""What a run is called: its preset, and what of our tree differs from it."""
+"""Name a run after its preset and the options that differ from the preset."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any
 
 from verl_rhyme.config import PIPELINES, STOCK, RhymeConfig, config_tree, presets
 
-#: Sections that change which samples an update trains, or where they are made.
+#: Sections that change which samples a training step trains, or which replica generates them.
 _SCHEDULE = ("max_staleness", "scheduling", "streaming", "placement")
-#: Sections that change no sample's distribution and may be switched from one start to the next.
+#: Sections that do not change the distribution of samples; a resumed run may change them.
 _SWITCHES = ("drafting", "sampling", "lengths")
-#: Options that say how long to wait.
-_PATIENCE = ("scheduling.tool_timeout", "scheduling.lost_after")
+#: Options that set a waiting time.
+_WAITING = ("scheduling.tool_timeout", "scheduling.lost_after")
 
 
 def run_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
-    """What a run is called in its folder's name and marker, in loggers, event log and reports.
+    """Return the name of a run for its folder, loggers, event log and reports.
 
-    The preset whose schedule is the nearest, then what differs from it: ``full-k2-no_policy-no_drafting``. Where
-    files lie and how long to wait are no part of it.
+    The name is the preset with the nearest schedule, then the options that differ: ``full-k2-no_policy-no_drafting``.
+    Options of folders and of waiting times are left out.
 
     Args:
-        rhyme: ``None`` for stock verl.
-        switches: Tell also what changes no sample's distribution and may be switched from one start to the next.
+        rhyme: Configuration; ``None`` for stock verl.
+        switches: Include the sections that a resumed run may change.
     """
     if rhyme is None:
         return STOCK
-    has = dict(_leaves(rhyme.to_dict()))
-    near = PIPELINES if rhyme.pipeline else ("histospec",)
-    usual = {name: dict(_leaves(_preset(name).to_dict())) for name in near}
-    preset = min(usual, key=lambda name: len(_differing(has, usual[name], _SCHEDULE)))
+    options = dict(_leaves(rhyme.to_dict()))
+    candidates = PIPELINES if rhyme.pipeline else ("histospec",)
+    defaults = {name: dict(_leaves(_preset(name).to_dict())) for name in candidates}
+    preset = min(defaults, key=lambda name: len(_differing(options, defaults[name], _SCHEDULE)))
     sections = _SCHEDULE + (_SWITCHES if switches else ())
-    return "-".join([preset, *(_told(*each) for each in _differing(has, usual[preset], sections).items())])
+    return "-".join([preset, *(_label(*each) for each in _differing(options, defaults[preset], sections).items())])
 
 
 def _preset(name: str) -> RhymeConfig:
@@ -51,16 +51,16 @@ def _leaves(tree: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any
             yield f"{where}{name}", value
 
 
-def _differing(has: Mapping[str, Any], usual: Mapping[str, Any], sections: tuple[str, ...]) -> dict[str, Any]:
-    """Options of some sections that are not as usual, in the order of the tree; ``None`` for one that is missing."""
+def _differing(options: Mapping[str, Any], defaults: Mapping[str, Any], sections: tuple[str, ...]) -> dict[str, Any]:
+    """Return the options of some sections that differ from the defaults; ``None`` for a missing option."""
     return {
-        path: has.get(path)
-        for path in dict.fromkeys((*has, *usual))  # options of a policy are in one of them only
-        if path.split(".")[0] in sections and path not in _PATIENCE and has.get(path) != usual.get(path)
+        path: options.get(path)
+        for path in dict.fromkeys((*options, *defaults))  # placement.options exist on one side only
+        if path.split(".")[0] in sections and path not in _WAITING and options.get(path) != defaults.get(path)
     }
 
 
-def _told(path: str, value: Any) -> str:
+def _label(path: str, value: Any) -> str:
     *sections, name = path.split(".")
     name = sections[-1] if name == "enable" else "k" if name == "max_staleness" else name
     if name == "k" and value is not None:

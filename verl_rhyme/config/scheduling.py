@@ -1,4 +1,4 @@
-"""Options of the pipeline: which prompts are in flight, what an update trains, training while the rest is generated."""
+"""Options of the pipeline: prompts in flight, the samples of each training batch, streamed training."""
 
 from __future__ import annotations
 
@@ -7,67 +7,69 @@ from typing import Any, Literal
 
 from verl_rhyme.config.checks import option, require
 
-#: Samples that the engines are given at a time, as a multiple of their request slots and of what their KV caches hold:
-#: above 1, so that a slot that falls free is taken at once.
+#: Samples sent to the engines, as a multiple of their request slots and KV cache capacity. Above 1, so that a free
+#: slot is filled at once.
 OVERSUBSCRIPTION = 2.0
 
-#: Values of ``trainer.v1.trainer_mode``, and where engines and training then live.
+#: Values of ``trainer.v1.trainer_mode``, each with the place of the engines.
 TOPOLOGIES = {"sync": "colocated", "colocate_async": "colocated", "separate_async": "separate"}
 
-#: Values of ``algorithm.adv_estimator`` that look at one trajectory at a time; all others compare a prompt's samples.
+#: Values of ``algorithm.adv_estimator`` that use one trajectory at a time; all others compare a prompt's samples.
 SINGLE_ESTIMATORS = ("gae", "reinforce_plus_plus")
 
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """Of the pipeline (``max_staleness`` not null); ``tool_timeout`` and ``lost_after`` of verl's own modes, too.
+    """Scheduling by the pipeline (``max_staleness`` not null); verl's own schedule uses only the timeouts.
 
-    Presets set what the papers do; the product leaves all at null.
+    The papers' presets set these options; the preset ``full`` keeps the defaults.
     """
 
     tool_timeout: float = option(
         3600.0,
-        "Seconds that a sample may wait for a tool or its reward, not counting generation; then it fails.",
+        "Seconds that a sample may wait for a tool or its reward, without generation time. Then the sample fails.",
         public=True,
     )
     in_flight: float | None = option(
         None,
-        "Update batches of prompts in flight, at most (a fraction is allowed); null: max(2, 1 + max_staleness / 2), "
-        "max_staleness + 1 with take=loaded; on-policy 3 with refill=when_empty, 1.125 with put_off, else 1.",
+        "Maximum training batches of prompts in flight; fractions are allowed. null: max(2, 1 + max_staleness / 2), "
+        "or max_staleness + 1 with take=loaded. With max_staleness=0: 3 with refill=when_empty, 1.125 with put_off, "
+        "else 1.",
     )
     put_off: float | None = option(
         None,
-        "Tail batching (max_staleness=0): share of prompts, the longest expected first, that wait for an update of "
-        "their own; null: 0, and 0.25 without drafts or coupled sampling.",
+        "Tail batching (max_staleness=0): share of prompts that wait for a separate batch, those with the longest "
+        "expected responses. null: 0, or 0.25 without drafting or coupled sampling.",
     )
     take: Literal["finished", "loaded"] = option(
-        "finished", "What an update trains: the groups that finish first, or the prompts that were loaded first."
+        "finished", "Order of training: the groups that finish first, or the prompts that started first (loaded)."
     )
     refill: Literal["always", "when_empty"] | None = option(
         None,
-        "When prompts are loaded: at every policy version, or when all in flight are trained; null: always, and "
-        "when_empty on-policy but for put_off, take=loaded, and without drafts or coupled sampling.",
+        "When new prompts start: at every policy version, or when all prompts in flight are trained. null: always. "
+        "With max_staleness=0: when_empty, but always with put_off, take=loaded, or without drafting or coupled "
+        "sampling.",
     )
     at_version: Literal["continue", "finish", "regenerate"] | None = option(
         None,
-        "What running responses do at a new policy: continue under it, finish under the old one (separate engines, "
-        "weights by the relay), or be regenerated; null: continue; on-policy regenerate, or finish where nothing runs "
-        "at a new policy.",
+        "Running responses at a new policy version: continue under it, finish under the old one (separate engines, "
+        "weights by the relay), or regenerate. null: continue. With max_staleness=0: regenerate, or finish where no "
+        "response runs at a new version.",
     )
     unit: Literal["group", "trajectory"] | None = option(
         None,
-        "What stays together in an update batch: a prompt's samples, or each trajectory alone; null: by "
+        "Unit of a training batch: group keeps a prompt's samples together, trajectory does not. null: chosen by "
         "algorithm.adv_estimator.",
     )
     order: float | None = option(
         None,
-        "Order of training within an update batch: 1 is sorted by length, 0 shuffled; null: 1, but 0 where sorting "
-        "biases the gradient.",
+        "Order within a training batch: 1 sorts by length, 0 shuffles. null: 1, or 0 where sorting biases the "
+        "gradient.",
     )
     lost_after: float = option(
         300.0,
-        "Seconds without an answer after which an agent loop worker or a replica is given up; its samples start "
-        "elsewhere.",
+        "Seconds without an answer after which an agent loop worker or a replica counts as lost. Other workers or "
+        "replicas restart its samples.",
     )
 
     def __post_init__(self) -> None:
@@ -83,12 +85,12 @@ class SchedulingConfig:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """Replicas that rest while generation is ahead of training, and return when it lags (docs/papers/streamrl.md)."""
+    """Replicas that pause while generation is ahead of training, and resume when it lags (docs/papers/streamrl.md)."""
 
     min_replicas: int | None = option(
-        None, "Replicas that generate, at least; null: all always do. All are launched, and some of them rest."
+        None, "Minimum replicas that generate; all replicas are launched, and some pause. null: no replica pauses."
     )
-    max_replicas: int | None = option(None, "Replicas that generate, at most; null: all there are.")
+    max_replicas: int | None = option(None, "Maximum replicas that generate. null: all replicas.")
 
     def __post_init__(self) -> None:
         least, most = self.min_replicas, self.max_replicas
@@ -99,12 +101,12 @@ class ElasticConfig:
 
 @dataclass(frozen=True)
 class StreamingConfig:
-    """Training while the rest of a batch is generated, where engines are separate."""
+    """Streamed training with separate engines: train parts of a batch while the rest is generated."""
 
     part: float | None = option(
         0.125,
-        "Share of an update batch that a streamed part has, at least: its reward, log-probabilities and gradients are "
-        "computed while the rest is generated; null: whole batches.",
+        "Minimum size of a streamed part, as a share of the training batch. Rewards, log-probabilities and gradients "
+        "of a part are computed while the rest is generated. null: whole batches.",
     )
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
@@ -114,13 +116,13 @@ class StreamingConfig:
 
 
 def training_order(order: float | None, mini_batches: int, loss_agg_mode: str, loss_scale_factor: Any = None) -> float:
-    """``scheduling.order``, or what ``None`` stands for: what does not bias the gradient (docs/pipeline.md).
+    """Return ``scheduling.order``, or its default, which does not bias the gradient (docs/pipeline.md).
 
     Args:
-        order: The option.
-        mini_batches: Of an update.
-        loss_agg_mode, loss_scale_factor: verl's, of ``actor_rollout_ref.actor``. ``seq-mean-token-sum-norm`` without a
-            factor divides each micro-batch by its longest response.
+        order: Value of the option.
+        mini_batches: Number of mini-batches of a training step.
+        loss_agg_mode, loss_scale_factor: Options of verl's ``actor_rollout_ref.actor``. ``seq-mean-token-sum-norm``
+            without a factor divides each micro-batch by its longest response.
     """
     if order is not None:
         return order
@@ -130,5 +132,5 @@ def training_order(order: float | None, mini_batches: int, loss_agg_mode: str, l
 
 
 def trained_unit(unit: str | None, estimator: str) -> Literal["group", "trajectory"]:
-    """``scheduling.unit``, or what ``None`` stands for under an ``algorithm.adv_estimator``."""
+    """Return ``scheduling.unit``, or its default for an ``algorithm.adv_estimator``."""
     return "trajectory" if unit == "trajectory" or (unit is None and estimator in SINGLE_ESTIMATORS) else "group"

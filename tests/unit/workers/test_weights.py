@@ -171,7 +171,9 @@ class TestFolder:
         assert same(live, 1)
         assert other.exists()
 
-    @pytest.mark.parametrize("signed", [{"host": "elsewhere", "boot": "another"}, None], ids=["another host", "unsigned"])
+    @pytest.mark.parametrize(
+        "signed", [{"host": "elsewhere", "boot": "another"}, None], ids=["another host", "unsigned"]
+    )
     def test_folders_of_other_hosts_stay(self, tmp_path, signed):
         """On some network file systems locks do not reach other hosts, so that a live owner's lock can be taken."""
         theirs = claim(tmp_path)
