@@ -110,7 +110,7 @@ def _rename_equal(runs: Sequence[Run]) -> list[str]:
 
 
 def _traces(runs: Sequence[Run], out: Path, step: int | None) -> list[Path]:
-    """Write a trace for each run with an event log, of the whole run or of one step; return the paths."""
+    """Write a trace for each run with an event log, of all steps or of one; return the paths."""
     paths = []
     for run in runs:
         if run.slot_time is not None:

@@ -51,27 +51,31 @@ class Profile(NamedTuple):
     name: str
 
 
-def profile(name: str, beside: Path | None = None) -> Profile:
+def profile(name: str, named_in: Path | None = None) -> Profile:
     """Return the profile of a kind of replica.
 
     Args:
         name: Name of a file in :data:`PROFILES` without its extension, or a path.
-        beside: File that names it, whose folder paths are relative to; ``None``: the current folder.
+        named_in: File that names it, whose folder paths are relative to; ``None``: the current folder.
 
     Raises:
         ClusterError: The profile is missing or invalid.
     """
     known = sorted(file.stem for file in PROFILES.glob("*.yaml"))
     path = (
-        PROFILES / f"{name}.yaml" if name in known else Path(name) if beside is None else from_folder_of(beside, name)
+        PROFILES / f"{name}.yaml"
+        if name in known
+        else Path(name)
+        if named_in is None
+        else from_folder_of(named_in, name)
     )
     if not path.is_file():
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ClusterError(
-            ("" if beside is None else f"{beside}: ")
+            ("" if named_in is None else f"{named_in}: ")
             + f"no profile {name}: {hint}choose {', '.join(known)}, or a YAML path relative to "
-            + ("the current folder" if beside is None else f"the folder of {beside.name}")
+            + ("the current folder" if named_in is None else f"the folder of {named_in.name}")
             + f"; {path} is not a file"
         )
     found: ProfileFile = read(ProfileFile, path)

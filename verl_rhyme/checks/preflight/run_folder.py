@@ -139,7 +139,7 @@ def latest_step(checkpoints: Path) -> int | None:
 
 
 def total_steps(config: Any) -> int | None:
-    """Return verl's number of training steps of the whole run; ``None`` if the data cannot be counted.
+    """Return verl's number of training steps of the training run; ``None`` if the data cannot be counted.
 
     It is an upper bound if verl filters prompts by length, which requires the tokenizer.
     """

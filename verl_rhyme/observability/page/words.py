@@ -25,7 +25,7 @@ REQUESTS = """<b>{name}, step {step}.</b> Each bar is a request in a slot of its
 The colour between bars shows why a slot is empty. Hover over a bar to see its prompt, its predicted length and, if a
 plan placed it, the reason.{some}"""
 SOME_REPLICAS = " Of {every} replicas, the {shown} that ended last are shown."
-AROUND = "<b>{name}, steps {first} to {last}</b>, as in the lanes of the whole run."
+AROUND = "<b>{name}, steps {first} to {last}</b>, as in the lanes above."
 
 LENGTHS = """<b>Predicted against actual lengths, {name}.</b> Each dot is a response ({shown} of {count} are drawn).
 Line and band: median and 10th to 90th percentile of actual lengths, by predicted length. On the dotted line both are
