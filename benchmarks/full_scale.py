@@ -307,7 +307,7 @@ def _run(scenario: Scenario, prompts: Sequence[Prompt], updates: int) -> tuple[l
 
     def take_and_record() -> Any:
         batch = take()
-        collections.append(batch.harvest)
+        collections.append(batch.collected)
         return batch
 
     def stop_when_done(_: Step) -> None:
