@@ -39,7 +39,7 @@ def test_two_steps(recipe, variables, metrics, tmp_path):
         timeout=800,
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-    assert f"{recipe}: done" in done.stdout
+    assert f"{recipe}: finished" in done.stdout
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:

@@ -1,6 +1,6 @@
 """The pipeline's scheduler: which prompts to load, which samples to start, when to collect a batch and from what.
 
-Invariants (:mod:`verl_rhyme.scheduling.rules` defines the terms):
+Invariants with the default rules (:mod:`verl_rhyme.scheduling.rules` defines the terms):
 
 - At most n update batches of prompts are in flight. Prompts are loaded, and start, when a policy is published.
 - The oldest batch starts first. Within it, the prompts with the longest expected responses start first
