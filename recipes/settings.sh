@@ -25,7 +25,7 @@ number() { # number VARIABLE MINIMUM [MEANING OF THE MINIMUM]
 plain_path() { # plain_path VARIABLE [MEANING]: hydra's grammar needs quotes around any other character
   local LC_ALL=C plain='A-Za-z0-9 _./+@%:$*?|-' other # in C a letter is one of A to Z
   other=${!1//[$plain]/}
-  [ -z "$other" ] || refuse "${2:-$1}=${!1} contains $other, which hydra cannot read in a path; choose one of the" \
+  [ -z "$other" ] || refuse "${2:-$1}=${!1} contains $other, which hydra cannot read in a path; use only" \
     "letters a-z and A-Z, digits, spaces and . _ - + @ %"
 }
 

@@ -204,7 +204,10 @@ def claim(
         raise typer.Exit(1) from error
     except OSError as error:
         where = run_folder.folder(config)
-        print(f"verl-rhyme: cannot write to {where} ({error.strerror}): choose another RUN_DIR", file=sys.stderr)
+        print(
+            f"verl-rhyme: cannot write to {where} ({error.strerror}): free space, or choose another RUN_DIR",
+            file=sys.stderr,
+        )
         raise typer.Exit(1) from error
     folder = run_folder.folder(config)
     step, total = run_folder.latest_step(folder), run_folder.total_steps(config)

@@ -203,7 +203,7 @@ def test_vllm_still_answers_with_its_first_engine_only():
 @pytest.mark.parametrize(
     ("written", "told"),
     [
-        (None, "no file"),
+        (None, "does not exist"),
         ("policy: mine", "names no router_class"),
         ("router_class: own_routers.Missing", "cannot be imported"),
         ("router_class: own_routers.Half", "own_routers.Half lacks add_servers, "),

@@ -287,7 +287,7 @@ def test_groups_that_are_compared_are_not_split(changes: list[str], is_refused: 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("sorted", "not installed in verl's environment"),
+        ("sorted", "did not find its config group; .* not installed in verl's environment"),
         (
             "histospeck",
             r"no such preset; use \+rhyme=histospec or \+rhyme=full or .*=sorted or .*=histopipe or .*=stream, or",
@@ -296,8 +296,8 @@ def test_groups_that_are_compared_are_not_split(changes: list[str], is_refused: 
 )
 def test_a_config_group_that_hydra_did_not_find(name: str, words: str) -> None:
     refusal = combinations.group_not_found(name)
-    assert f"+rhyme={name} did not find its config group" in refusal.detail
-    assert re.search(words, refusal.remedy)
+    assert f"+rhyme={name}" in refusal.detail
+    assert re.search(words, str(refusal))
 
 
 def test_the_document_shows_the_table() -> None:

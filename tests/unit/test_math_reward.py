@@ -174,5 +174,5 @@ def test_a_lost_process_is_replaced_and_a_broken_one_is_an_error(monkeypatch):
     assert checker.is_equal("1/2", "0.5", 5)
     checker.close()
     monkeypatch.setattr(math_reward, "_COMMAND", ["true"])
-    with pytest.raises(RuntimeError, match="ends at once"):
+    with pytest.raises(RuntimeError, match="fails at its start"):
         checker.is_equal("1/2", "0.5", 5)

@@ -83,7 +83,9 @@ def test_a_folder_belongs_to_one_run(tmp_path, first, other):
     if first == other:
         run_folder.claim(second)
     else:
-        with pytest.raises(run_folder.ForeignFolder, match=f"^{folder} belongs to another run: .* instead of .*"):
+        with pytest.raises(
+            run_folder.ForeignFolder, match=f"^{folder} belongs to another run: .* there, .* in this run"
+        ):
             run_folder.claim(second)
         [check] = run_folder.check(second)
         assert check.status == "fail"
@@ -94,11 +96,14 @@ def test_a_folder_belongs_to_one_run(tmp_path, first, other):
 def test_another_model_data_or_note_is_refused(world, tmp_path):
     run_folder.claim(compose(world), {"puzzles": "64"})
     for wrong, part in (
-        ([f"actor_rollout_ref.model.path={tmp_path}/models/llama"], "model models/qwen2 instead of models/llama"),
-        ([f"data.train_files=[{tmp_path}/other.parquet]"], "data train.parquet instead of other.parquet"),
+        (
+            [f"actor_rollout_ref.model.path={tmp_path}/models/llama"],
+            "model models/qwen2 there, models/llama in this run",
+        ),
+        ([f"data.train_files=[{tmp_path}/other.parquet]"], "data train.parquet there, other.parquet in this run"),
     ):
         assert part in run_folder.refusal(compose([*world, *wrong]), {"puzzles": "64"})
-    assert "puzzles 64 instead of 16" in run_folder.refusal(compose(world), {"puzzles": "16"})
+    assert "puzzles 64 there, 16 in this run" in run_folder.refusal(compose(world), {"puzzles": "16"})
 
 
 def test_settings_that_may_change_between_starts(tmp_path):
@@ -117,7 +122,7 @@ def test_the_pipeline_may_resume_in_the_other_colocated_mode(tmp_path):
     config.trainer.v1.trainer_mode = "colocate_async"
     assert run_folder.refusal(config) is None
     config.trainer.v1.trainer_mode = "separate_async"
-    assert "mode colocated instead of separate_async" in run_folder.refusal(config)
+    assert "mode colocated there, separate_async in this run" in run_folder.refusal(config)
 
 
 @pytest.mark.parametrize("preset", ["histospec", "sorted"])
@@ -194,7 +199,7 @@ def test_the_command_refuses_in_one_line(world, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     for wrong, problem in (
-        (["data.seed=2"], "seed 1 instead of 2"),
+        (["data.seed=2"], "seed 1 there, 2 in this run"),
         (["trainer.totl_epochs=2"], "did you mean trainer.total_epochs?"),
         ([f"+{R}.custom.rhyme.drafting.max_token=2"], "drafting.max_tokens?"),
         ([f"trainer.default_local_dir={file}/run"], f"cannot write to {file}/run (Not a directory)"),

@@ -280,7 +280,7 @@ TABLE = (
             Option(
                 MANAGER,
                 lambda manager, run: manager in (None, DRAFTING_MANAGER),
-                f"use {_OTHERS}, which set it, or drop {CONFIG_PATH}.max_staleness",
+                f"use {_OTHERS}, which set it, without an override of it; or drop {CONFIG_PATH}.max_staleness",
             ),
             Option(
                 f"{_ROLLOUT}.scheduling_policy",
@@ -444,7 +444,7 @@ def group_not_found(name: str) -> Refusal:
         remedy = "verl-rhyme is not installed in verl's environment (pip show verl-rhyme): install it there"
     else:
         groups = " or ".join(f"+rhyme={preset}" for preset in PRESETS if preset != "off")
-        remedy = f"no such preset; use {groups}, or drop +rhyme for stock verl"
+        return Refusal(f"+rhyme={name}: no such preset", f"use {groups}, or drop +rhyme for stock verl")
     return Refusal(f"+rhyme={name} did not find its config group", remedy)
 
 

@@ -271,7 +271,10 @@ def _history_disk(folder: Path) -> Iterator[Check]:
     status = FAIL if free < DISK_BYTES else OK
     remedy = "" if status == OK else "free disk space, or set history.dir to a folder on another disk"
     bound = _gib(HistoryConfig().bound(free, available_memory()))
-    detail = f"{folder}: {_gib(free)} free; history.max_bytes=null uses {bound}, half of free disk or free memory"
+    detail = (
+        f"{folder}: {_gib(free)} free, at least {_gib(DISK_BYTES)} needed; history.max_bytes=null uses {bound}, half "
+        "of free disk or free memory"
+    )
     yield Check("history folder", status, detail, remedy)
 
 

@@ -77,7 +77,9 @@ def _check_versions() -> None:
         try:
             found = version(package)
         except PackageNotFoundError:
-            raise ConfigError(f"{package} is not installed; verl-rhyme requires {package}=={supported}") from None
+            raise ConfigError(
+                f"{package} is not installed: pip install '{package}=={supported}', or see docs/install.md"
+            ) from None
         if Version(found).base_version != supported:
             raise ConfigError(
                 f"{package} {found} is installed, but verl-rhyme supports {package} {supported}: "
@@ -103,7 +105,7 @@ def check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
     from omegaconf import OmegaConf
 
     name = OmegaConf.select(config, MANAGER)
-    if name in (DRAFTING_MANAGER, PIPELINE_MANAGER, None):  # combinations.TABLE refuses the wrong ones of these
+    if name in (DRAFTING_MANAGER, PIPELINE_MANAGER, None):  # TABLE refuses the first with the pipeline
         return
     from verl.utils.import_utils import load_class_from_fqn
 

@@ -156,7 +156,10 @@ class HistoryStore:
                     if rewritten:
                         break
                     self._warn(f"the disk has no room for a complete copy, which eviction requires: {failure}")
-            self._warn(f"a step is not recorded, and the history stays as it was: {error}")
+            self._warn(
+                f"a step is not recorded, and the history stays as it was: {error} (LMDB's input/output error may be "
+                "a full disk): free disk space, or set history.dir to another disk"
+            )
             return AppendStats(dropped=sum(map(len, groups.values())) + bad, evicted=len(gone))
 
     def snapshot(self, dest_dir: str | os.PathLike[str]) -> None:
@@ -399,7 +402,7 @@ class HistoryStore:
             try:
                 self._rewrite(self._values.room.bound)
             except (lmdb.Error, OSError) as error:
-                self._warn(f"the file stays larger than history.max_bytes for now: {error}")
+                self._warn(f"the file stays larger than history.max_bytes for now: {error}; free disk space")
 
     def _rewrite(self, bound: int) -> set[bytes]:
         """Copy the values that fit into ``bound`` bytes into a dense environment; return the evicted prompts."""

@@ -97,7 +97,12 @@ class Recorder(Observer):
         try:
             self.call(self._history.snapshot, folder).result()
         except Exception:
-            logger.warning("the history could not be saved with the checkpoint; training continues", exc_info=True)
+            logger.warning(
+                "the history could not be saved in %s; training continues, but a run that resumes there starts without "
+                "it: free disk space",
+                folder,
+                exc_info=True,
+            )
 
     def load(self, folder: str) -> None:
         self._history.restore(folder)

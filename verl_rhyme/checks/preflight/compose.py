@@ -141,7 +141,9 @@ def _unreadable(override: str, text: str) -> str:
         OverridesParser.create().parse_override(quoted)
     except HydraException:
         return f"{override}: {text}"
-    return f"{override}: {text}" + (f"; quote the value: '{quoted}'" if equals else "")
+    if not equals:
+        return f"{override}: not KEY=VALUE; if it ends a path with spaces, quote the argument: 'KEY=PATH WITH SPACES'"
+    return f"{override}: {text}; quote the value: '{quoted}'"
 
 
 def _one_line(error: BaseException) -> str:

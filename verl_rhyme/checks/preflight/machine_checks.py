@@ -191,7 +191,11 @@ def reward_function(config: Any, load: bool) -> Iterator[Check]:
         yield Check(name, FAIL, f"no file {path}", f"correct {key}.path")
         return
     if load:
-        code = "import sys; from verl.utils.import_utils import load_extern_object as load; load(*sys.argv[1:])"
+        code = (
+            "import sys; from verl.utils.import_utils import load_extern_object as load\n"
+            "try: load(*sys.argv[1:])\n"
+            "except Exception as e: why = e.__cause__ or e; sys.exit(f'{type(why).__name__}: {why}')"
+        )
         command = [sys.executable, "-c", code, path, function]
         loaded = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if loaded.returncode:
@@ -243,7 +247,7 @@ def gpus(plan: Plan, machine: Machine) -> Iterator[Check]:
         return
     ok = machine.gpus >= plan.gpus_per_node
     detail = f"{machine.gpus} on this machine, trainer.n_gpus_per_node={plan.gpus_per_node}"
-    yield Check(name, OK if ok else FAIL, detail, "" if ok else "lower it, or start on a node with that many GPUs")
+    yield Check(name, OK if ok else FAIL, detail, "" if ok else _more_gpus(machine.gpus))
     if machine.gpu_source == "assumed":
         detail = f"no GPU found: {gib(machine.gpu_bytes)} per GPU is assumed"
         yield Check("GPU memory", WARN, detail, "set GPU_MEMORY_GB to the memory of the run's GPUs, in GiB")
@@ -266,7 +270,7 @@ def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
     serving = found.serving
     if serving.cache <= 0:
         detail = (
-            f"{gib(serving.share)} of vLLM do not hold weights and activations "
+            f"vLLM's share of {gib(serving.share)} is below weights and activations "
             f"({gib(serving.weights + serving.activations)})"
         )
         yield Check("KV cache", FAIL, detail, f"raise {_R}.gpu_memory_utilization or tensor_model_parallel_size")
@@ -290,7 +294,18 @@ def _on_one_host(found: Estimate, plan: Plan) -> tuple[str, int]:
     return f"{phase} with the rollout pool", peak * plan.gpus_per_node + engines.total * plan.rollout_gpus
 
 
+def _more_gpus(found: int) -> str:
+    if found:
+        return "lower it, or start on a node with that many GPUs"
+    return "start on a node with that many GPUs; recipes/run_tiny_cpu.sh trains a tiny model without one"
+
+
 def _lighter(phase: str, plan: Plan) -> str:
+    if plan.device == "cpu":
+        return (
+            "use a machine with more memory, a smaller model, or fewer tokens per micro-batch "
+            "(ppo_max_token_len_per_gpu, ppo_micro_batch_size_per_gpu)"
+        )
     if phase == "rollout" and plan.standalone:
         return (
             "set actor_rollout_ref.hybrid_engine=false: rollout has separate GPUs, and the training GPUs then hold no "
@@ -336,7 +351,11 @@ def disk(config: Any, found: Estimate | None, history: tuple[int, int]) -> Itera
         least, needed = (many * (found.checkpoint + copy) for copy in history)
         every = "" if keep else "; verl keeps all checkpoints (trainer.max_actor_ckpt_to_keep is null)"
         status = FAIL if free < least else OK if keep and free >= needed else WARN
-        remedy = "set trainer.max_actor_ckpt_to_keep, or trainer.default_local_dir to a folder on another disk"
+        fewer = "lower" if keep else "set"
+        remedy = (
+            f"free disk space, {fewer} trainer.max_actor_ckpt_to_keep, "
+            "or set trainer.default_local_dir to a folder on another disk"
+        )
         remedy = "" if status == OK else remedy
         copies = f" and {gib(history[0])} to {gib(history[1])} of history" if any(history) else ""
         sizes = f"{gib(needed)} for {many} checkpoints of {gib(found.checkpoint)}"

@@ -89,7 +89,9 @@ def refusal(config: Any, notes: Mapping[str, str] | None = None) -> str | None:
     """
     run, owner = describe(config, notes), _owner(folder(config))
     differences = [
-        f"{part} {owner[part]} instead of {value}" for part, value in run.items() if owner.get(part, value) != value
+        f"{part} {owner[part]} there, {value} in this run"
+        for part, value in run.items()
+        if owner.get(part, value) != value
     ]
     return f"{folder(config)} belongs to another run: {'; '.join(differences)}" if differences else None
 
