@@ -108,8 +108,8 @@ class LengthPredictor:
         lengths, p90, typical = EarlierLengths(max(1, len(rows))), np.zeros(len(rows)), self._typical(rows)
         growth = np.where([prompt in self._known for prompt in rows], math.exp(self._growth), 1.0)
         for prompt, row in rows.items():
-            before = [*self._known.get(prompt, ())] or self._ranking(prompt) or typical
-            known = [*before, *(ended or {}).get(prompt, ())]
+            own = [*self._known.get(prompt, ())] or self._ranking(prompt)
+            known = [*own, *(ended or {}).get(prompt, ())] or typical
             lengths.set(row, known)
             p90[row] = sorted(known)[int(_MOST * len(known))]  # np.quantile takes twenty times as long
         of = np.fromiter((rows[prompt] for prompt in prompts), np.int64, len(prompts))

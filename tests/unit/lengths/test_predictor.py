@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 
 import numpy as np
@@ -72,6 +73,14 @@ def test_ended_siblings_predict_the_others():
         correlations.append(rank_correlation(expected.astype(float), lengths[:, 7].astype(float)))
     assert abs(correlations[0]) < 0.1
     assert correlations[0] + 0.4 < correlations[1] < correlations[2]
+
+
+def test_ended_siblings_replace_the_lengths_of_all_prompts_but_not_a_ranking():
+    predictor = LengthPredictor(LIMIT)
+    learn(predictor, World(200).visit(8))
+    predictor.rank("ranked", math.log(4000))
+    forecast = predictor.forecast(["new", "ranked"], 0, {"new": [100] * 15, "ranked": [100]})
+    assert forecast.expected.tolist() == [100, 2050]
 
 
 def test_a_running_response_is_compared_with_longer_ones():
