@@ -9,6 +9,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from tests.unit.configs import composed, verl_config
 from verl_rhyme.checks import stale_tokens
 from verl_rhyme.config import CONFIG_PATH, config_tree
+from verl_rhyme.scheduling.rules import of_config
 
 IS = "algorithm.rollout_correction.rollout_is"
 SEPARATE = "trainer.v1.trainer_mode=separate_async"
@@ -63,3 +64,11 @@ def test_the_weight_of_a_token_is_the_ratio_of_the_current_policy_to_the_samplin
     batch, _ = compute_rollout_correction_and_add_to_batch(batch, correction)
     weights = batch.batch["rollout_is_weights"]
     assert weights[0].tolist() == pytest.approx([1.0, 0.5, 2.0, 0.0]), "9 is truncated to 2, padding has none"
+
+
+def test_only_the_adaptive_drafter_drafts_from_interrupted_text():
+    for policy, drafts in (("adaptive", True), ("paper", False)):
+        config = verl_config("full", f"{CONFIG_PATH}.drafting.policy={policy}", f"{CONFIG_PATH}.max_staleness=0")
+        rules = of_config(config, config_tree.from_verl(config))
+        assert rules is not None
+        assert rules.redrafts is drafts

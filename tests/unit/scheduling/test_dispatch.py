@@ -220,3 +220,9 @@ def test_a_replica_that_left_takes_nothing():
     dispatch.serve({"b": 100_000})
     rollout.lost([start.name for start in starts])
     assert {start.assignment.replica for start in dispatch.fill()} == {"b"}
+
+
+def test_known_kv_cache_stays_known():
+    _, dispatch = made()
+    dispatch.serve({"a": None, "b": 50_000})
+    assert [dispatch.placement.fleet.room(name) for name in ("a", "b")] == [100_000, 50_000]

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended, sample_of
-from verl_rhyme.scheduling.recovery import Evidence
-from verl_rhyme.scheduling.remembered import Hopeless
+from verl_rhyme.scheduling.recovery import Evidence, Recovery
+from verl_rhyme.scheduling.remembered import Hopeless, Remembered
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules
 
@@ -668,3 +668,13 @@ def test_parts_are_repeated_after_a_loss():
     again = Rollout(made.rules, generation=1)
     again.restore(json.loads(json.dumps(made.state_dict())), 0, 9, {}, set("abcd"))
     assert again.part(1) == ["a_0", "a_1"]
+
+
+def test_prompts_loaded_since_the_saved_state_are_loaded_again_up_to_the_last_with_evidence():
+    """Two prompts are in flight of four. The prompt with an attempt has one place, so one other before it has the last."""
+    made = rollout(PARTIAL, prompts=(("a", 2), ("b", 2)))
+    waiting = dict.fromkeys("cedf", 2)
+    recovery = Recovery(made.scheduler, Remembered(), {Attempt("d", 0, 0).name: Evidence(running=True)})
+    assert recovery.load(waiting, set("abcdef"), 4) == []
+    assert [prompt.uid for prompt in made.scheduler.ledger] == ["a", "b", "c", "d"]
+    assert list(waiting) == ["e", "f"]
