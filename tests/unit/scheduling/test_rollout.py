@@ -671,7 +671,7 @@ def test_parts_are_repeated_after_a_loss():
 
 
 def test_prompts_loaded_since_the_saved_state_are_loaded_again_up_to_the_last_with_evidence():
-    """Four may be in flight, two are. One place is for the prompt with an attempt, so one prompt before it is loaded."""
+    """Four may be in flight, two are. One place is for the prompt with an attempt, one for a prompt before it."""
     made = rollout(PARTIAL, prompts=(("a", 2), ("b", 2)))
     waiting = dict.fromkeys("cedf", 2)
     recovery = Recovery(made.scheduler, Remembered(), {Attempt("d", 0, 0).name: Evidence(running=True)})
