@@ -247,3 +247,15 @@ def test_pairs() -> None:
     assert [lengths.tolist() for lengths in found.lengths] == [[5, 1]]
     with pytest.raises(ValueError, match="no tokens"):
         Pairs.of([([], [1])])
+
+
+def test_calibration_extends_beyond_the_fitted_scores() -> None:
+    known = Pairs([np.ones(2, np.int32)] * 20, [np.array([10 * (i + 1)], np.int32) for i in range(20)])
+    made = Calibration.fit(np.arange(20.0), known)
+    inside, beyond = made.location(np.array([19.0, 25.0]))
+    assert beyond > inside
+
+
+def test_a_token_with_equal_counts_in_all_prompts_is_no_feature() -> None:
+    prompts = [np.array(ids, np.int32) for ids in ([5, 1, 1], [5, 2], [5, 3, 3, 3])]
+    assert boosting._varying(prompts).tolist() == [1, 2, 3]
