@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
 from verl_rhyme.config import PRESETS, StreamingConfig
+from verl_rhyme.planning import typed_yaml
 from verl_rhyme.planning.profile import PROFILES, profile
 from verl_rhyme.planning.typed_yaml import ClusterError
 from verl_rhyme.simulation.cluster_file import load
@@ -170,3 +171,10 @@ def test_a_file_that_is_no_cluster_file_raises(tmp_path):
     path.write_text("replicas: {count: 1}")
     with pytest.raises(ClusterError, match=r"cluster.yaml: replicas: Cannot merge DictConfig with ListConfig"):
         load(path)
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- a list"])
+def test_a_cluster_file_that_is_no_mapping_is_one_line(tmp_path, text):
+    (tmp_path / "cluster.yaml").write_text(text)
+    with pytest.raises(ClusterError, match=r"cluster.yaml is not a YAML mapping"):
+        typed_yaml.plain(tmp_path / "cluster.yaml")
