@@ -218,9 +218,9 @@ def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
             found.append(figures)
             tq.kv_clear(keys=keys, partition_id="train")
         if arm != ARMS[0]:
-            told = recorder.on_step(Step(1, 1.0, 1.0))
-            assert told["rollout/history/errors"] == 0
-            assert told["rollout/history/responses"] == STEPS * samples
+            metrics = recorder.on_step(Step(1, 1.0, 1.0))
+            assert metrics["rollout/history/errors"] == 0
+            assert metrics["rollout/history/responses"] == STEPS * samples
             recorder.close()
         writer_kb = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmHWM" in line)
         if arm != ARMS[0]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from verl_rhyme.drafting.arrays import Model
-from verl_rhyme.drafting.kernels import HEAD, N_BINS, N_INPUTS, N_SETS, N_TIERS, SOURCES
+from verl_rhyme.drafting.kernels import HEAD, N_BINS, N_INPUTS, N_SETS, N_TEXTS, N_TIERS
 
 #: Weights of a vote share's logit by match tier, and of a recorded probability's logit.
 _SHARE_PRIOR = (0.15, 0.25, 0.35, 0.45, 0.5)
@@ -33,8 +33,8 @@ _CALIBRATION_PRIOR = 20.0
 def prior() -> Model:
     """Return an untrained model."""
     weights = np.zeros((N_SETS, N_INPUTS))
-    weights[:, : SOURCES * N_TIERS] = np.tile(_SHARE_PRIOR, SOURCES)
-    weights[:, SOURCES * N_TIERS : SOURCES * N_TIERS + N_TIERS] = _RECORDED_PRIOR
+    weights[:, : N_TEXTS * N_TIERS] = np.tile(_SHARE_PRIOR, N_TEXTS)
+    weights[:, N_TEXTS * N_TIERS : N_TEXTS * N_TIERS + N_TIERS] = _RECORDED_PRIOR
     weights[::N_TIERS, HEAD - 2] = _SHORT_PRIOR
     with_head = weights[N_SETS // 2 :]
     with_head *= _BESIDE_HEAD

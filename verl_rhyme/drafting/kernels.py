@@ -50,11 +50,12 @@ _MAX_DISTINCT = 2 * MAX_OCCURRENCES
 
 #: In the order of :data:`verl_rhyme.drafting.policy.SOURCES`; the last is the request's previous text.
 HISTORY, SIBLING, OWN, ALL, HEADS, PREVIOUS = range(6)
-SOURCES = 4
+#: Sources that are texts: all but the head and the previous text.
+N_TEXTS = 4
 #: Match lengths (tokens) at which a new tier begins, besides 1.
 TIERS = (3, 5, 9, 17)
 N_TIERS = len(TIERS) + 1
-_N_VOTES = SOURCES * N_TIERS
+_N_VOTES = N_TEXTS * N_TIERS
 #: Inputs of the confidence: vote shares by source and tier, recorded probability by tier, a constant one, recent
 #: acceptance, the draft head's probability, and whether the head does not name the token.
 _ONE = _N_VOTES + N_TIERS
@@ -743,7 +744,7 @@ def _plan(
 
 @njit(cache=True, nogil=True)
 def _first_source(votes, j):
-    """The first source with a vote for candidate ``j``."""
+    """Return the first source with a vote for candidate ``j``."""
     for k in range(_N_VOTES):
         if votes[j, k]:
             return k // N_TIERS
