@@ -72,8 +72,7 @@ class SlotTime:
         slots: Q of the bubble ratio; if the run did not log it, the most requests that ran at a time.
         logged: Whether the run logged ``slots``.
         replicas: Numbers of the replicas, [R].
-        requests: Columns of the requests that ran, [N], by start: ``replica`` (0 to R - 1), ``started``, ``finished``,
-            ``row`` (in the event log's table).
+        requests: Columns of the requests that ran, [N], by start: ``replica`` (0 to R - 1), ``started``, ``finished``.
         edges: Bounds of the intervals, float64[k + 1].
         reason: Reason of idle slots in each interval, int8[k].
         windows: Windows of rollout.
@@ -175,7 +174,7 @@ def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool
     started, finished, began, ended = (cut(times) for times in (started, finished, began, ended))
     columns = {"step": stage["step"], "stage": stage["stage"].astype(str), "started": began, "ended": ended}
     replicas, replica = np.unique(requests["replica"][rows], return_inverse=True)
-    ran_columns = {"replica": replica, "started": started, "finished": finished, "row": rows}
+    ran_columns = {"replica": replica, "started": started, "finished": finished}
 
     times, counts = running(started, finished)
     q = slots or int(counts.max(initial=1))

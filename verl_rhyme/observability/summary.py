@@ -82,7 +82,7 @@ def _summary(folder: Path, name: str | None, info: Mapping[str, Any], by_step: s
 def read(
     run: str | os.PathLike[str], name: str | None = None, events_folder: str | os.PathLike[str] | None = None
 ) -> Run:
-    """Read a run for the page, with its summary (:func:`_summary`). Warnings are added to its problems.
+    """Read a run for the page, with its summary (:func:`_summary`). Warnings become its problems.
 
     Args:
         run: Run folder.
@@ -96,11 +96,8 @@ def read(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         log, by_step = _logged(folder, events_folder)
-    messages = list(dict.fromkeys(str(warning.message) for warning in caught))
-    for message in messages:
-        warnings.warn(message, stacklevel=2)
     loaded = load(folder, _summary(folder, name, log.info, by_step), by_step, log)
-    loaded.problems[:0] = messages
+    loaded.problems[:0] = dict.fromkeys(str(warning.message) for warning in caught)
     return loaded
 
 
@@ -139,19 +136,14 @@ def _runs_on(run: Path) -> bool:
 
 
 def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare the summaries of two runs.
+    """Compare the summaries of two runs with different names.
 
     Returns:
         ``{"runs": {name: summary}, "rollout_speedup_warm", "tokens_per_s_speedup_warm", ..._spread}``: the ratios of
         the median rollout seconds per epoch, and of the median response tokens per rollout second (lengths may differ),
         over the warm epochs of both runs. Above 1 is faster. A spread is the least and the greatest ratio of an epoch.
         All are ``None`` without such epochs.
-
-    Raises:
-        ReportError: Both runs have the same name.
     """
-    if off["run"] == on["run"]:
-        raise ReportError(f"both runs are named {on['run']!r}; name one of them with --name")
     seconds = _paired(off, on, lambda row: row["rollout_s"])
     speed = [(after, before) for before, after in _paired(off, on, tokens_per_s)]
     return {

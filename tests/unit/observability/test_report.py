@@ -17,7 +17,7 @@ from verl_rhyme.drafting.policy import SOURCES
 from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability import report, steps
 from verl_rhyme.observability.events import EventLog
-from verl_rhyme.observability.summary import ReportError, compare, read
+from verl_rhyme.observability.summary import compare, read
 
 
 def stock(step: int, epoch: int, **changes: Any) -> dict[str, Any]:
@@ -173,8 +173,9 @@ def test_resumed_run_counts_no_step_twice(tmp_path: Path) -> None:
         file.write('{"step": 4, "data": {"timing_s/')
     assert steps.set_aside(path) == tmp_path / "metrics-002.jsonl"
     path.touch()  # a run without steps
-    with pytest.warns(UserWarning, match=r"metrics-002.jsonl, line 3"):
-        (epoch,) = read(tmp_path).summary["epochs"]
+    run = read(tmp_path)
+    assert "metrics-002.jsonl, line 3" in run.problems[0]
+    (epoch,) = run.summary["epochs"]
     assert epoch["rollout_s"] == 1.0 + 1.0 + 10.0
 
 
@@ -220,8 +221,6 @@ def test_compare_is_a_ratio_of_medians_with_its_spread() -> None:
     cold = compare(summary("off", [4]), summary("x", [2]))
     assert cold["rollout_speedup_warm"] is None
     assert cold["rollout_speedup_warm_spread"] is None
-    with pytest.raises(ReportError, match="both runs are named 'x'"):
-        compare(summary("x", [4]), summary("x", [2]))
 
 
 def test_the_report_names_the_sources_of_draft_tokens() -> None:
@@ -360,16 +359,12 @@ def test_a_run_without_events_lacks_only_its_lanes(off: Path, capfd) -> None:
     assert "Reward, speed and length" in page
 
 
-def test_a_missing_step_is_reported(on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(on), "--step", "99", "--out", str(tmp_path)]) == 0
-    assert "no rollout of step 99 was logged; steps 1 to 9 are available" in " ".join(capsys.readouterr().err.split())
-    assert main([str(on), "--out", str(tmp_path)]) == 0
-    assert "no rollout of step" not in capsys.readouterr().err
-
-
 def test_the_trace_of_one_step(on: Path, capfd) -> None:
     for arguments, traced in (([], set(range(1, 9))), (["--step", "3"], {3})):
         assert run_report(capfd, on, "--perfetto", *arguments) == (0, [])
         spans = [event for event in json.loads((on / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
         assert {event["args"]["step"] for event in spans} == traced
         assert len(spans) == 5 * len(traced)
+    status, lines = run_report(capfd, on, "--perfetto", "--step", "99")
+    assert status == 0
+    assert "no request of step 99 was logged; steps 1 to 8 are available" in lines[0]

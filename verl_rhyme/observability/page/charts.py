@@ -134,7 +134,7 @@ def bubbles(run: Run) -> str | None:
 
 def lengths(run: Run, index: int) -> str | None:
     """Draw predicted against actual lengths, with quantiles of actual lengths by predicted length."""
-    predicted, real = run.lengths()
+    predicted, real = run.lengths
     if len(predicted) < 2:
         return None
     low, high = max(1.0, min(predicted.min(), real.min()) * 0.9), max(predicted.max(), real.max()) * 1.1

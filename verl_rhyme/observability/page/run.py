@@ -76,16 +76,13 @@ class Run:
         firsts = ((step, next((v for v in values if v is not None), None)) for step, values in rows)
         return [(float(step), value) for step, value in firsts if value is not None]
 
+    @cached_property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return predicted and actual tokens of the trained responses that have a prediction.
+        """Predicted and actual tokens of the trained responses that have a prediction.
 
         A migrated or interrupted response takes several requests. The prediction is that of its first request; the
         actual tokens are those of all its requests.
         """
-        return self._lengths
-
-    @cached_property
-    def _lengths(self) -> tuple[np.ndarray, np.ndarray]:
         if not self.requests:
             return np.zeros(0), np.zeros(0)
         rows = np.flatnonzero(self.requests["trained"])
