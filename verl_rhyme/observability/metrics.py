@@ -108,7 +108,7 @@ STREAM_CHANGE = "training/stream/change_s"
 SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
 
 #: Share of the tokens below which drafts are hardly worth their cost.
-LITTLE = 0.1
+LOW_YIELD = 0.1
 
 
 def fillable_slots(request_slots: int, samples: int) -> int:
@@ -300,7 +300,7 @@ def shares(counts: Mapping[str, Any]) -> str:
     return ", ".join(f"{source} {count / total:.0%}" for source, count in known.items() if count >= 0.01 * total)
 
 
-def little_from_drafts(accepted: float | None, tokens: float | None, nats: float | None) -> str | None:
+def low_yield(accepted: float | None, tokens: float | None, nats: float | None) -> str | None:
     """Return a note on drafts from history that yield few tokens; ``None`` for other drafts or missing values.
 
     Args:
@@ -308,7 +308,7 @@ def little_from_drafts(accepted: float | None, tokens: float | None, nats: float
         tokens: Response tokens, including the accepted ones.
         nats: Entropy of the policy per token.
     """
-    if accepted is None or not tokens or accepted >= LITTLE * tokens:
+    if accepted is None or not tokens or accepted >= LOW_YIELD * tokens:
         return None
     at = "" if nats is None else f" at an entropy of {nats:.2f} nats per token"
     return f"drafts yielded {accepted / tokens:.0%} of the tokens{at}"
@@ -316,13 +316,13 @@ def little_from_drafts(accepted: float | None, tokens: float | None, nats: float
 
 def rollout_s(metrics: Mapping[str, Any]) -> float | None:
     """Return the seconds of rollout in a step: the whole step if rollout continues while the actor trains."""
-    seconds = finite(metrics, ROLLOUT_S)
-    return finite(metrics, GEN_S) if seconds is None else seconds
+    return finite(metrics, ROLLOUT_S, GEN_S)
 
 
-def finite(metrics: Mapping[str, Any], name: str) -> float | None:
-    """Return ``metrics[name]`` as a float; ``None`` if it is missing, null or not finite."""
-    value = metrics.get(name)
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
+def finite(metrics: Mapping[str, Any], *names: str) -> float | None:
+    """Return the first of the named metrics that is a finite number; ``None`` without one."""
+    for name in names:
+        value = metrics.get(name)
+        if isinstance(value, numbers.Real) and math.isfinite(value):
+            return float(value)
     return None

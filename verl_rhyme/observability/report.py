@@ -153,7 +153,7 @@ def _low_yield(run: Mapping[str, Any]) -> str | None:
     last = run["epochs"][-1] if run["epochs"] else {}
     if (share := last.get("accepted_share")) is None or not last["history_hit_rate"]:
         return None
-    line = metrics.little_from_drafts(share, 1.0, last["entropy"])
+    line = metrics.low_yield(share, 1.0, last["entropy"])
     return None if line is None else f"in its last epoch {line}; for the yield by entropy see docs/drafting.md"
 
 

@@ -179,7 +179,7 @@ def _marked_run(run: Path) -> str | None:
 def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rollout_s = _total([metrics.rollout_s(row) for row in rows])
     tokens = [metrics.response_tokens(row) for row in rows]
-    trained = [_first(row, metrics.TRAINED_TOKENS) or count for row, count in zip(rows, tokens, strict=True)]
+    trained = [metrics.finite(row, metrics.TRAINED_TOKENS) or count for row, count in zip(rows, tokens, strict=True)]
     drafted, accepted, verified = (
         sum(metrics.finite(row, name) or 0.0 for row in rows)
         for name in (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS)
@@ -219,7 +219,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Return mean and maximum staleness over the trained groups of some steps, in policy versions."""
-    greatest = [value for row in rows if (value := _first(row, *_STALENESS_MAX)) is not None]
+    greatest = [value for row in rows if (value := metrics.finite(row, *_STALENESS_MAX)) is not None]
     return {
         "staleness_mean": _mean(rows, *_STALENESS_MEAN, weight=metrics.STALENESS_GROUPS),
         "staleness_max": int(max(greatest)) if greatest else None,
@@ -243,17 +243,13 @@ def _total(values: Sequence[float | None]) -> float | None:
 
 def _mean(rows: Sequence[Mapping[str, Any]], *names: str, weight: str) -> float | None:
     """Return the mean over steps of the first of ``names`` that each has, weighted if all steps have the weight."""
-    known = [(value, metrics.finite(row, weight)) for row in rows if (value := _first(row, *names)) is not None]
+    known = [(value, metrics.finite(row, weight)) for row in rows if (value := metrics.finite(row, *names)) is not None]
     if not known:
         return None
     weights = [w for _, w in known if w]
     if len(weights) < len(known):
         weights = [1.0] * len(known)
     return sum(value * w for (value, _), w in zip(known, weights, strict=True)) / sum(weights)
-
-
-def _first(row: Mapping[str, Any], *names: str) -> float | None:
-    return next((value for name in names if (value := metrics.finite(row, name)) is not None), None)
 
 
 def tokens_per_s(row: Mapping[str, Any]) -> float | None:

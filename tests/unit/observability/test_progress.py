@@ -18,7 +18,6 @@ from rich.console import Console
 
 from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability import progress
-from verl_rhyme.observability.errors import SHOWN_LINES, last_error
 from verl_rhyme.observability.progress import MetricsFollower, step_line
 from verl_rhyme.observability.supervise import session_processes
 
@@ -86,37 +85,6 @@ def test_step_line_shows_a_low_yield_of_drafts_and_the_entropy() -> None:
         assert "drafts yielded" not in step_line(12, {**recorded, **other})
 
 
-def test_heartbeat_lines_show_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(1000))  # each call takes a second
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    out = io.StringIO()
-    with progress.Display(Console(file=out, width=200), 8) as display:
-        for second in range(60):
-            display.tick("starting Ray" if second < 30 else "vLLM's engines start")
-        display.step(0, {})  # validation before training
-        assert display.starting
-        display.step(1, {})
-        assert not display.starting
-        for _ in range(60):
-            display.tick("")
-    lines = out.getvalue().splitlines()
-    waiting = [line for line in lines if " since the start" in line]
-    starting = [line for line in waiting if line.startswith("starting: ")]
-    assert starting[0].startswith("starting: starting Ray, 1")
-    assert starting[-1].startswith("starting: vLLM's engines start, ")
-    assert all(line.startswith("in step 2: rollout, then training, ") for line in waiting[len(starting) :])
-    assert len(starting) > 2 * (len(waiting) - len(starting)) > 0
-
-
-def test_a_bar_on_a_terminal() -> None:
-    out = io.StringIO()
-    with progress.Display(Console(file=out, width=160, force_terminal=True), 2) as display:
-        display.step(1, FULL)
-        display.step(2, FULL)
-    for shown in ("step 1/2 epoch 3 | reward 0.41", "2/2", "━"):
-        assert shown in out.getvalue()
-
-
 def test_follower_reads_whole_lines_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = MetricsFollower(path)
@@ -130,91 +98,6 @@ def test_follower_reads_whole_lines_once(tmp_path: Path) -> None:
     path.write_text('{"step": 9, "data": {}}\n')  # verl's logger truncates the file
     assert follower.poll() == [(9, {})]
 
-
-# ---- the end of a log ----
-
-RAY_LOG = """\
-\x1b[36m(TaskRunner pid=77)\x1b[0m starting
-(WorkerDict pid=12) Traceback (most recent call last):
-(TaskRunner pid=77) INFO some other line
-(WorkerDict pid=12)   File "worker.py", line 9, in update
-(WorkerDict pid=12)     raise OSError("disk")
-(WorkerDict pid=12) OSError: disk
-Error executing job with overrides: ['a=b']
-Traceback (most recent call last):
-  File "main_ppo.py", line 45, in main
-    run_ppo(config)
-ray.exceptions.RayTaskError(ValueError): ray::TaskRunner.run() (pid=77, ip=10.0.0.1)
-  File "trainer.py", line 3, in run
-    raise ValueError("train_batch_size must divide")
-ValueError: train_batch_size must divide
-
-Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.
-(EngineCore pid=99) ERROR 11-20 10:00:00 [core.py:12] Traceback (most recent call last):
-(EngineCore pid=99) ERROR 11-20 10:00:00 [core.py:12]   File "core.py", line 1, in step
-(EngineCore pid=99) ERROR 11-20 10:00:00 [core.py:12] KeyboardInterrupt
-(Other pid=5) Traceback (most recent call last):
-(Other pid=5)   File "x.py", line 1, in f
-(Other pid=5) ray.exceptions.ActorDiedError: The actor died unexpectedly [repeated 3x across cluster]
-Exception ignored in: <function D.__del__>
-Traceback (most recent call last):
-  File "d.py", line 1, in __del__
-TypeError: 'NoneType' object is not callable
-"""
-
-
-def test_last_error_is_the_cause_not_the_aftermath(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    log.write_text(RAY_LOG)
-    lines = last_error(log)
-    assert lines[0] == "Traceback (most recent call last):"
-    assert lines[-1] == "ValueError: train_batch_size must divide"
-    assert 'File "trainer.py", line 3, in run' in lines[-3]
-    # Only this run's part counts. It has no cause, so an error of the aftermath is shown.
-    lines = last_error(log, begin=RAY_LOG.index("(EngineCore"))
-    assert lines[-1].startswith("TypeError") or lines[-1].startswith("ray.exceptions.ActorDiedError")
-
-
-def test_last_error_shows_exceptions_of_any_name(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    log.write_text(
-        "Traceback (most recent call last):\n"
-        '  File "main_ppo.py", line 45, in main\n'
-        "ray.exceptions.RayTaskError(Hopeless): ray::Coordinator.enough() (pid=7)\n"
-        '  File "rollout.py", line 3, in _fail\n'
-        "    raise Hopeless(\n"
-        "verl_rhyme.scheduling.rollout.Hopeless: 8 prompts in a row failed\n"
-        "an unrelated line\n"
-    )
-    assert last_error(log)[-1] == "verl_rhyme.scheduling.rollout.Hopeless: 8 prompts in a row failed"
-
-
-def test_last_error_untangles_processes(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    log.write_text("\n".join(RAY_LOG.splitlines()[:6]))
-    assert last_error(log) == [
-        "Traceback (most recent call last):",
-        '  File "worker.py", line 9, in update',
-        '    raise OSError("disk")',
-        "OSError: disk",
-    ]
-
-
-def test_last_error_without_traceback(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    log.write_text("".join(f"noise {i}\n" for i in range(50)))
-    assert last_error(log)[-1] == "noise 49"
-    log.write_text("Could not override 'x'.\nhydra.errors.ConfigCompositionException: no x\nKey 'x' is not in struct\n")
-    assert any("ConfigCompositionException" in line for line in last_error(log))
-    log.write_text("")
-    assert last_error(log) == ["(the log is empty)"]
-    assert "cannot read" in last_error(tmp_path / "nowhere")[0]
-    log.write_text("Traceback (most recent call last):\n" + '  File "a.py"\n' * 100 + "RecursionError: deep\n")
-    assert len(last_error(log)) == SHOWN_LINES
-    assert last_error(log)[-1] == "RecursionError: deep"
-
-
-# ---- the command ----
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -300,6 +183,15 @@ def test_steps_are_printed_and_output_goes_to_the_log(start: Start, tmp_path: Pa
     assert lines[2].startswith("step 2/2 epoch 3 | reward 0.41")
     assert len(lines) == 3
     assert (tmp_path / "run" / "train.log").read_text() == "noise\n"
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    out = io.StringIO()
+    script = f"{PRELUDE}\nfor step in (1, 2): log(step, **{FULL!r}); time.sleep(0.5)"
+    files, console = (tmp_path / "metrics.jsonl", tmp_path / "train.log"), Console(file=out, force_terminal=True)
+    assert progress.run([sys.executable, "-c", script], *files, 2, console) == 0
+    for shown in ("starting", "step 1/2 epoch 3 | reward 0.41", "1/2", "━"):
+        assert shown in out.getvalue()
 
 
 def test_failure_passes_status_and_shows_the_error_of_this_run(start: Start, tmp_path: Path) -> None:

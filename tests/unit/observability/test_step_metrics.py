@@ -128,18 +128,18 @@ def test_slot_account_counts_requests_in_slots() -> None:
     account = SlotAccount(2)
 
     def ended(started: float, finished: float) -> None:
-        account.ran([{"queued_at": 0.0, "started_at": started, "finished_at": finished}])
+        account.add_finished([{"queued_at": 0.0, "started_at": started, "finished_at": finished}])
 
-    account.handed("abcd", 0.0)
+    account.add_sent("abcd", 0.0)
     ended(1.0, 5.0)
     ended(1.0, 3.0)
     # The first request starts at 1. "c" gets a slot at 3, and "d" waits until 5.
-    assert account.take(9.0, ["c", "d"]) == 0.0
+    assert account.end_interval(9.0, ["c", "d"]) == 0.0
     ended(3.0, 10.0)
-    account.hold(11.0)
-    account.go(13.0)
+    account.begin_sync(11.0)
+    account.end_sync(13.0)
     # From 9 on: "c" runs until 10, "d" except for two seconds of weight update.
-    assert account.take(19.0, ["d"]) == pytest.approx(1 - (1 + 8) / 20)
-    assert account.take(29.0, ["e"]) == 0.5  # its time of sending is unknown
-    assert account.take(39.0, []) == 1.0
-    assert account.take(39.0, []) == 0.0
+    assert account.end_interval(19.0, ["d"]) == pytest.approx(1 - (1 + 8) / 20)
+    assert account.end_interval(29.0, ["e"]) == 0.5  # its time of sending is unknown
+    assert account.end_interval(39.0, []) == 1.0
+    assert account.end_interval(39.0, []) == 0.0

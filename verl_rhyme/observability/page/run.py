@@ -72,9 +72,8 @@ class Run:
 
     def by_step(self, *names: str) -> list[tuple[float, float]]:
         """Return (step, value) of the first of the named metrics that each step has."""
-        rows = ((step, [metrics.finite(data, name) for name in names]) for step, data in self.steps.items())
-        firsts = ((step, next((v for v in values if v is not None), None)) for step, values in rows)
-        return [(float(step), value) for step, value in firsts if value is not None]
+        values = ((step, metrics.finite(data, *names)) for step, data in self.steps.items())
+        return [(float(step), value) for step, value in values if value is not None]
 
     @cached_property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
