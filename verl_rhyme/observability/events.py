@@ -119,11 +119,8 @@ class EventLog:
         Raises:
             ValueError: Unknown column, unequal lengths, or a value of the wrong type.
         """
-        keys = columns.get("prompt_key")
-        if keys is not None and not isinstance(keys, str | bytes):
+        if (keys := columns.get("prompt_key")) is not None:
             columns = {**columns, "prompt_key": [bytes.fromhex(k) if isinstance(k, str) else k for k in keys]}
-        elif isinstance(keys, str):
-            columns = {**columns, "prompt_key": bytes.fromhex(keys)}
         self._append("requests", step, epoch, columns, validation=bool(np.all(columns.get("validate", False))))
 
     def append_stages(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:

@@ -208,7 +208,7 @@ DRAFTER = ("draft_errors", "draft_seconds", "head_updates", "head_loss", "head_s
 def drafter_metrics(totals: Mapping[str, float]) -> dict[str, float]:
     """Return metrics from the sums of the :data:`DRAFTER` columns; the draft head's only if it was trained."""
     metrics = {SPEC_ERRORS: totals["draft_errors"], SPEC_DRAFT_S: totals["draft_seconds"]}
-    if updates := totals.get("head_updates"):
+    if updates := totals["head_updates"]:
         metrics |= {
             SPEC_HEAD_UPDATES: updates,
             SPEC_HEAD_LOSS: totals["head_loss"] / updates,
@@ -222,7 +222,7 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
 
     Args:
         requests: Columns of the event log (:data:`verl_rhyme.observability.events.REQUESTS`), each of shape
-            [requests]. Validation requests are ignored, and metrics of missing columns are left out.
+            [requests], without validation; at least one request.
         slots: Q of :func:`bubble_ratio`; ``None``: no bubble ratio.
         rollout_s: Duration of the step's rollout in seconds (verl's ``timing_s/gen``).
 
@@ -230,51 +230,36 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
         Metric name to value. ``rollout/spec_accept_*`` are verl's means over requests; the totals below
         ``rollout/spec/`` are for means over tokens.
     """
-    columns = {name: np.asarray(values) for name, values in requests.items()}
-    if "validate" in columns:
-        train = ~columns["validate"].astype(bool)
-        columns = {name: values[train] for name, values in columns.items()}
-    count = len(next(iter(columns.values()))) if columns else 0
-    if count == 0:
-        return {}
-    metrics: dict[str, float] = {REQUESTS: float(count)}
-
-    def has(*names: str) -> bool:
-        return all(name in columns for name in names)
-
-    if has("response_tokens"):
-        lengths = columns["response_tokens"].astype(np.float64)
-        p50, p90, p99 = np.quantile(lengths, [0.5, 0.9, 0.99])
-        metrics |= {LENGTHS_P50: p50, LENGTHS_P90: p90, LENGTHS_P99: p99, LENGTHS_MAX: lengths.max()}
-        if has("trained"):
-            metrics[TRAINED_TOKENS] = lengths[columns["trained"].astype(bool)].sum()
-            metrics[USEFUL_TOKENS_PER_S] = useful_tokens_per_s(metrics[TRAINED_TOKENS], rollout_s)
-    if has("started_at", "finished_at"):
-        started, finished = columns["started_at"].astype(np.float64), columns["finished_at"].astype(np.float64)
-        if slots is not None:
-            # Clocks of two nodes may differ by more than the length of a short request.
-            metrics[BUBBLE_RATIO] = bubble_ratio(started, np.maximum(started, finished), slots)
-        if has("queued_at"):
-            queue = started - columns["queued_at"].astype(np.float64)
-            queue = queue[np.isfinite(queue)].clip(min=0.0)
-            if len(queue):
-                metrics |= {QUEUE_S_MEAN: queue.mean(), QUEUE_S_MAX: queue.max()}
-    if has("drafted_tokens", "accepted_tokens", "verify_steps"):
-        drafted, accepted, verify = (columns[n] for n in ("drafted_tokens", "accepted_tokens", "verify_steps"))
-        metrics |= {
-            SPEC_DRAFTED: drafted.sum(),
-            SPEC_ACCEPTED: accepted.sum(),
-            SPEC_VERIFY_STEPS: verify.sum(),
-            SPEC_ACCEPT_RATE: accept_rate(drafted, accepted),
-            SPEC_ACCEPT_LENGTH: accept_length(accepted, verify),
-        }
-    if has("reverified_tokens"):
-        metrics[SPEC_REVERIFIED] = columns["reverified_tokens"].sum()
-    metrics |= {metric: columns[name].sum() for name, metric in SPEC_SOURCES.items() if has(name)}
-    if has("draft_errors", "draft_seconds"):
-        metrics |= drafter_metrics({name: columns[name].sum() for name in DRAFTER if name in columns})
-    if has("history_hit"):
-        metrics[HISTORY_HIT_RATE] = columns["history_hit"].astype(bool).mean()
+    lengths = requests["response_tokens"].astype(np.float64)
+    p50, p90, p99 = np.quantile(lengths, [0.5, 0.9, 0.99])
+    trained = lengths[requests["trained"].astype(bool)].sum()
+    drafted, accepted, verify = (requests[n] for n in ("drafted_tokens", "accepted_tokens", "verify_steps"))
+    metrics: dict[str, float] = {
+        REQUESTS: len(lengths),
+        LENGTHS_P50: p50,
+        LENGTHS_P90: p90,
+        LENGTHS_P99: p99,
+        LENGTHS_MAX: lengths.max(),
+        TRAINED_TOKENS: trained,
+        USEFUL_TOKENS_PER_S: useful_tokens_per_s(trained, rollout_s),
+        SPEC_DRAFTED: drafted.sum(),
+        SPEC_ACCEPTED: accepted.sum(),
+        SPEC_VERIFY_STEPS: verify.sum(),
+        SPEC_ACCEPT_RATE: accept_rate(drafted, accepted),
+        SPEC_ACCEPT_LENGTH: accept_length(accepted, verify),
+        SPEC_REVERIFIED: requests["reverified_tokens"].sum(),
+        **{metric: requests[name].sum() for name, metric in SPEC_SOURCES.items()},
+        **drafter_metrics({name: requests[name].sum() for name in DRAFTER}),
+        HISTORY_HIT_RATE: requests["history_hit"].astype(bool).mean(),
+    }
+    started, finished = (requests[name].astype(np.float64) for name in ("started_at", "finished_at"))
+    if slots is not None:
+        # Clocks of two nodes may differ by more than the length of a short request.
+        metrics[BUBBLE_RATIO] = bubble_ratio(started, np.maximum(started, finished), slots)
+    queue = started - requests["queued_at"].astype(np.float64)
+    queue = queue[np.isfinite(queue)].clip(min=0.0)
+    if len(queue):
+        metrics |= {QUEUE_S_MEAN: queue.mean(), QUEUE_S_MAX: queue.max()}
     return {name: float(value) for name, value in metrics.items()}
 
 

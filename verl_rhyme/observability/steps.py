@@ -65,7 +65,9 @@ def from_metrics(path: str | os.PathLike[str]) -> Steps:
     """
     steps: Steps = {}
     for file in metric_files(path):
-        rows = [(step, data) for step, data in parse_lines(file.read_bytes().splitlines(), file) if _is_training(data)]
+        rows = [
+            (step, data) for step, data in parse_lines(file.read_bytes().splitlines(), file) if metrics.EPOCH in data
+        ]
         begin = min((step for step, _ in rows), default=0)
         if rows:
             steps = {step: data for step, data in steps.items() if step < begin}
@@ -137,7 +139,3 @@ def merge(logged: Steps, computed: Steps) -> Steps:
     if not logged:
         return dict(sorted(computed.items()))
     return {step: {**computed.get(step, {}), **data} for step, data in sorted(logged.items())}
-
-
-def _is_training(data: dict[str, Any]) -> bool:
-    return metrics.EPOCH in data

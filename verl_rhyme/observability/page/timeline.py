@@ -37,7 +37,7 @@ def draw(measured: SlotTime, title: str, scale: float) -> str:
     edges = np.linspace(0.0, end, bins + 1)
     lanes = []
     for group in groups:
-        slots = sum(measured.lane_slots(int(i)) for i in group)
+        slots = sum(measured.lane_slots[int(i)] for i in group)
         filled = np.sum([measured.occupied(int(i), edges) for i in group], axis=0) / slots
         lanes.append((_lane_name(measured, group), _area(filled, height), _mean_in_rollout(measured, group, slots)))
     gap = 3.0 if height > 14 else 1.5
