@@ -275,23 +275,15 @@ def response_tokens(metrics: Mapping[str, Any]) -> float | None:
 
 
 def shares(counts: Mapping[str, Any]) -> str:
-    """Return the share of each source with at least 1%, as ``history 62%, siblings 30%``; empty without tokens.
-
-    Args:
-        counts: Tokens by source (:data:`verl_rhyme.drafting.policy.SOURCES`); ``None`` where unknown.
-    """
+    """Return the share of each source with at least 1%, as ``history 62%, siblings 30%``; empty without tokens."""
     known = {source: count for source, count in counts.items() if count}
     total = sum(known.values())
     return ", ".join(f"{source} {count / total:.0%}" for source, count in known.items() if count >= 0.01 * total)
 
 
 def low_yield(accepted: float | None, tokens: float | None, nats: float | None) -> str | None:
-    """Return a note on drafts from history that yield few tokens; ``None`` for other drafts or missing values.
-
-    Args:
-        accepted: Accepted draft tokens.
-        tokens: Response tokens, including the accepted ones.
-        nats: Entropy of the policy per token.
+    """Return a note on drafts that yield few of a run's response tokens, with the policy's entropy (nats per token);
+    ``None`` for other drafts or missing values.
     """
     if accepted is None or not tokens or accepted >= LOW_YIELD * tokens:
         return None

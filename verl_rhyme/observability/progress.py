@@ -34,13 +34,7 @@ Value = Callable[..., "float | None"]
 
 
 def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None) -> str:
-    """Return a readable line for the metrics of a step; missing metrics are left out.
-
-    Args:
-        step: Step from 1; 0 for the validation before training.
-        data: Metric name to value, as verl logs them.
-        total_steps: Steps of the training run, if known.
-    """
+    """Return a readable line for the metrics of a step (0: validation before training), without missing ones."""
 
     def value(*names: str) -> float | None:
         return metrics.finite(data, *names)

@@ -33,7 +33,7 @@ def report(
     step: int | None = None,
     perfetto: bool = False,
 ) -> int:
-    """Run ``verl-rhyme report`` with its arguments and return the exit status."""
+    """Run ``verl-rhyme report`` and return the exit status."""
     notes: list[str] = []
     try:
         runs = [read(folder, name, events)]

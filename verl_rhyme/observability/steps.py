@@ -77,13 +77,7 @@ def from_metrics(path: str | os.PathLike[str]) -> Steps:
 
 
 def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
-    """Compute the same metrics from the event log.
-
-    Args:
-        log: Event log of a run.
-        slots: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
-        rollout: Stage that lasts as long as a step's rollout.
-    """
+    """Compute the same metrics from the event log; ``rollout`` is the stage that lasts as long as a step's rollout."""
     steps: Steps = {}
     stages = events.to_numpy(log.stages)
     for step, epoch, stage, seconds in zip(*(stages[n] for n in ("step", "epoch", "stage", "duration_s")), strict=True):

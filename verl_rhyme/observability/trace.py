@@ -15,13 +15,7 @@ _TRAINER = "trainer"
 
 
 def write(path: Path, requests: Mapping[str, np.ndarray], stages: Mapping[str, np.ndarray]) -> None:
-    """Write the trace file, an event per line.
-
-    Args:
-        path: Trace file, overwritten.
-        requests: Columns of ``events.REQUESTS``.
-        stages: Columns of ``events.STAGES``.
-    """
+    """Write the trace file, an event per line, from columns of ``events.REQUESTS`` and ``events.STAGES``."""
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for at, event in enumerate(spans(requests, stages)):
@@ -73,14 +67,7 @@ def spans(requests: Mapping[str, np.ndarray], stages: Mapping[str, np.ndarray]) 
 
 
 def assign_lanes(began: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Assign each span to the free lane with the lowest number, as an engine assigns slots.
-
-    Args:
-        began, ended: Times, [N].
-
-    Returns:
-        Lanes, int64[N], from 0; spans of a lane do not overlap.
-    """
+    """Return the free lane with the lowest number for each span, int64[N], as an engine assigns slots."""
     lanes = np.zeros(len(began), dtype=np.int64)
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # (end, lane)

@@ -39,39 +39,39 @@ FULL = {
 }
 
 
-def test_step_line() -> None:
+COLD = {m.SPEC_DRAFTED: 0.0, m.SPEC_ACCEPTED: 0.0, m.SPEC_VERIFY_STEPS: 9.0, m.SPEC_ACCEPT_LENGTH: 0.0}
+TRAJECTORIES = {m.VERL_STALENESS_MEAN: 2.0, m.VERL_STALENESS_MAX: 4.0}
+GROUPS = {m.STALENESS_MEAN: 0.96, m.STALENESS_MAX: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({m.REWARD_MEAN_AFTER_KL: 0.5, m.REWARD_MEAN: float("nan")}, "reward 0.50"),
+        ({"val-core/knights/acc/mean@1": 0.25}, "validation knights/acc/mean@1 0.25"),
+        ({m.SPEC_ACCEPT_LENGTH: 2.0, m.SPEC_ACCEPT_RATE: 0.5}, "2.0 tokens/step, 50% accepted"),
+        (COLD, ""),
+        ({m.BUBBLE_RATIO: 0.2}, ""),
+        ({**TRAJECTORIES, **GROUPS}, "staleness 1.0 (max 2)"),
+        ({**GROUPS, m.STALENESS_MAX: 0.0, **TRAJECTORIES}, ""),
+        (TRAJECTORIES, "staleness 2.0 (max 4)"),
+        (
+            {m.FILTERED_GROUPS: 40.0, m.FILTERED_SCORE: 0.25, m.FAILED_PROMPTS: 3.0},
+            "40 groups dropped: equal scores (mean 0.25), 3 prompts failed",
+        ),
+        ({m.FILTERED_GROUPS: 1.0}, "1 group dropped: equal scores"),  # in verl's trainer modes
+        ({m.FILTERED_GROUPS: 0.0, m.FAILED_PROMPTS: 0.0}, ""),
+    ],
+)
+def test_a_line_leaves_out_what_is_missing(data: dict[str, float], line: str) -> None:
+    assert step_line(3, data) == "step 3" + f" | {line}" * bool(line)
+
+
+def test_a_whole_line() -> None:
     assert step_line(12, FULL, 24) == (
         "step 12/24 epoch 3 | reward 0.41 | 3 512 tokens in 4.1 s (857 tok/s) | "
         "2.3 tokens/step, 61% accepted, 98% with history | bubble 22%"
     )
-
-
-def test_step_line_leaves_out_what_is_missing() -> None:
-    assert step_line(1, {m.EPOCH: 0, m.REWARD_MEAN_AFTER_KL: 0.5, m.REWARD_MEAN: float("nan")}) == (
-        "step 1 epoch 1 | reward 0.50"
-    )
-    assert step_line(0, {"val-core/knights/acc/mean@1": 0.25}, 8) == "step 0/8 | validation knights/acc/mean@1 0.25"
-    assert (
-        step_line(3, {m.SPEC_ACCEPT_LENGTH: 2.0, m.SPEC_ACCEPT_RATE: 0.5}) == "step 3 | 2.0 tokens/step, 50% accepted"
-    )
-    cold = {m.SPEC_DRAFTED: 0.0, m.SPEC_ACCEPTED: 0.0, m.SPEC_VERIFY_STEPS: 9.0, m.SPEC_ACCEPT_LENGTH: 0.0}
-    assert step_line(3, cold) == "step 3"
-    assert step_line(3, {m.BUBBLE_RATIO: 0.2}) == "step 3"
-
-
-def test_step_line_shows_staleness_of_off_policy_steps() -> None:
-    trajectories = {m.VERL_STALENESS_MEAN: 2.0, m.VERL_STALENESS_MAX: 4.0}
-    groups = {m.STALENESS_MEAN: 0.96, m.STALENESS_MAX: 2.0}
-    assert step_line(3, {**trajectories, **groups}) == "step 3 | staleness 1.0 (max 2)"
-    assert step_line(3, {**groups, m.STALENESS_MAX: 0.0, **trajectories}) == "step 3"
-    assert step_line(3, trajectories) == "step 3 | staleness 2.0 (max 4)"
-
-
-def test_step_line_shows_dropped_groups_and_prompts() -> None:
-    dropped = {m.FILTERED_GROUPS: 40.0, m.FILTERED_SCORE: 0.25, m.FAILED_PROMPTS: 3.0}
-    assert step_line(3, dropped) == "step 3 | 40 groups dropped: equal scores (mean 0.25), 3 prompts failed"
-    assert step_line(3, {m.FILTERED_GROUPS: 1.0}) == "step 3 | 1 group dropped: equal scores"  # in verl's trainer modes
-    assert step_line(3, {m.FILTERED_GROUPS: 0.0, m.FAILED_PROMPTS: 0.0}) == "step 3"
 
 
 def test_step_line_shows_a_low_yield_of_drafts_and_the_entropy() -> None:

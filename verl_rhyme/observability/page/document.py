@@ -18,20 +18,13 @@ _DATES_BEGIN = 1e9
 
 
 def write(runs: Sequence[Run], out: Path, first_warm_epoch: int) -> Path:
-    """Write the page.
-
-    Args:
-        runs: One run, or two with different names to compare.
-        out: Folder of the page.
-        first_warm_epoch: First epoch that counts in comparisons of speed.
-    """
+    """Write the page of one run, or of two with different names; speeds are compared from the warm epoch on."""
     path = out / PAGE_FILE
     path.write_text(page(runs, first_warm_epoch), encoding="utf-8")
     return path
 
 
 def page(runs: Sequence[Run], first_warm_epoch: int) -> str:
-    """Return the page's HTML; see :func:`write`."""
     name = escape(" vs. ".join(run.name for run in runs))
     body = [
         *sections.problems(runs),
