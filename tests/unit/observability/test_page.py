@@ -14,8 +14,9 @@ import pytest
 
 from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability.events import EventLog
-from verl_rhyme.observability.page import document, matched
+from verl_rhyme.observability.page import document, matched, timeline
 from verl_rhyme.observability.page.matched import Point
+from verl_rhyme.observability.slot_time import measure
 from verl_rhyme.observability.summary import read
 
 REPLICAS, PER_STEP = 3, 24
@@ -153,6 +154,17 @@ def test_numbers_agree_with_the_log(runs) -> None:
     shares = [f"{share:.1%}" for share in run.slot_time.rollout_shares]
     assert "".join(f"<td>{share}</td>" for share in shares) in page
     assert sum(run.slot_time.shares) == pytest.approx(1.0)
+
+
+def test_a_lane_is_filled_as_high_as_its_busy_slots() -> None:
+    """One request runs in two slots; the lane is 110 high."""
+    requests = {"step": [1], "replica": [0], "started_at": [0.0], "finished_at": [10.0], "validate": [False]}
+    stages: dict[str, list[Any]] = {"step": [], "stage": [], "started_at": [], "duration_s": []}
+    measured = measure(*({k: np.array(v) for k, v in each.items()} for each in (requests, stages)), 2, runs_on=False)
+    assert measured is not None
+    picture = timeline.draw(measured, "title", measured.ended)
+    assert 'd="M0 110V55H24000V110Z"' in picture
+    assert ">50%</text>" in picture
 
 
 def test_names_are_escaped(tmp_path) -> None:

@@ -61,8 +61,8 @@ def test_the_trace_is_valid(requests, stages) -> None:
 
 
 def test_lanes_are_reused_lowest_first() -> None:
-    began, ended = np.array([0, 0, 1, 4, 5]), np.array([4, 2, 3, 9, 6])
-    assert trace.assign_lanes(began, ended).tolist() == [1, 0, 2, 0, 1]
+    began, ended = np.array([0, 0, 1, 4, 4]), np.array([4, 2, 3, 9, 6])
+    assert trace.assign_lanes(began, ended).tolist() == [1, 0, 2, 1, 0]
 
 
 def test_a_request_shows_why_it_was_placed() -> None:
