@@ -13,7 +13,6 @@ second on, and the peak of the second counts.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import tempfile
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 from verl_rhyme.checks.preflight import memory
 from verl_rhyme.checks.preflight.architecture import Architecture
 from verl_rhyme.checks.preflight.memory import Training
@@ -144,9 +143,7 @@ def main(
                         "error": round(error, 3),
                         "update_error": round(told["update"] / found["update"] - 1, 3),
                     }
-                    print(
-                        json.dumps({**row, "machine": describe(), "commit": commit()}) if as_json else row, flush=True
-                    )
+                    print_row(row, as_json)
     if not as_json:
         print(f"largest error of the peak: {worst:.1%}")
     dist.destroy_process_group()

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -191,9 +191,9 @@ def main(
     for samples, tokens in ((128, 1024),) if quick else SIZES:
         command = [sys.executable, "-m", "benchmarks.studies.recording", "--size", str(samples), str(tokens)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
-        row = {"arm": "by name", "samples": samples, "tokens": tokens, **json.loads(done.stdout.splitlines()[-1])}
-        about = {"benchmark": "recording", "machine": describe(), "commit": commit()}
-        print(json.dumps({**about, **row}) if as_json else row, flush=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        row = {"benchmark": "recording", "arm": "by name", "samples": samples, "tokens": tokens, **found}
+        print_row(row, as_json)
 
 
 if __name__ == "__main__":
