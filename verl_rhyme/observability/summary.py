@@ -25,7 +25,6 @@ from verl_rhyme.drafting.policy import SOURCES
 from . import events, metrics, steps
 from .page.run import Run, load
 
-METRICS_FILE = steps.METRICS_FILE
 EVENTS_FOLDER = "events"
 #: File in a checkpoint folder that names its run (``checks/preflight/run_folder.py``).
 MARKER_FILE = "run.json"
@@ -105,9 +104,9 @@ def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple
     """Read the event log and the metrics by step."""
     if not folder.is_dir():
         raise ReportError(f"no such folder: {folder}; give a run folder that contains metrics.jsonl or checkpoints")
-    metrics_path = folder / METRICS_FILE
+    metrics_path = folder / steps.METRICS_FILE
     events_path = Path(events_folder or _find_events(folder))
-    if not metrics_path.exists() and (above := folder.parent / METRICS_FILE).exists():
+    if not metrics_path.exists() and (above := folder.parent / steps.METRICS_FILE).exists():
         warnings.warn(f"{above} is not read: give {folder.parent} for rewards and times", stacklevel=2)
     log = events.read_log(events_path)
     by_step = steps.merge(

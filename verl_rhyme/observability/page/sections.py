@@ -109,7 +109,7 @@ def lengths(runs: Sequence[Run]) -> Iterator[str]:
         shown = min(len(real), charts.DOTS)
         caption = words.LENGTHS.format(name=escape(run.name), count=len(real), shown=shown, factor=factor)
         figures.append((f"lengths-{at + 1}", charts.lengths(run, at), caption))
-    rank = [(run, run.by_epoch(metrics.LENGTH_CORRELATION)) for run in runs]
+    rank = [(run, _column(run, "length_rank_correlation")) for run in runs]
     figures.append(("rank", charts.curve(rank, "rank correlation"), words.RANK))
     if pictures := _pair(figures, runs):
         none = "" if any(len(run.lengths[1]) for run in runs) else f"<p>{words.NO_PREDICTIONS}</p>"
