@@ -154,8 +154,8 @@ def batch_metrics(
     if bubble is not None:
         metrics[names.BUBBLE_RATIO] = bubble
     elif batch.ran:
-        started, finished = (np.array([r[name] for r in batch.ran]) for name in ("started_at", "finished_at"))
-        metrics[names.BUBBLE_RATIO] = names.bubble_ratio(started, np.maximum(started, finished), slots)
+        started, finished = ([record[name] for record in batch.ran] for name in ("started_at", "finished_at"))
+        metrics[names.BUBBLE_RATIO] = names.bubble_ratio(started, finished, slots)
     if taken is not None and batch.trained:
         metrics[names.STREAM_AHEAD] = max(0.0, taken - max(record["finished_at"] for record in batch.trained))
     return {name: float(value) for name, value in metrics.items()}

@@ -41,15 +41,6 @@ def test_bubble_ratio_of_known_cases() -> None:
     assert m.bubble_ratio([0, np.nan], [4, 9], 1) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("started", "finished", "slots", "message"),
-    [([0], [1], 0, "at least 1"), ([0], [1, 2], 1, "shape"), ([3], [1], 1, "end before they start")],
-)
-def test_bubble_ratio_checks_arguments(started: list[float], finished: list[float], slots: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        m.bubble_ratio(started, finished, slots)
-
-
 def columns() -> dict[str, np.ndarray]:
     return {
         **dict.fromkeys(m.SPEC_SOURCES, np.zeros(3)),
