@@ -200,18 +200,30 @@ def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """Event log of a run in memory: tables of :data:`REQUESTS` and :data:`STAGES`, and :func:`read_info`."""
+    """Event log of a run in memory.
+
+    Attributes:
+        folder: Folder of the log.
+        requests: Columns of :data:`REQUESTS` (:func:`to_numpy`), and ``group`` (:func:`groups_of`).
+        stages: Columns of :data:`STAGES`.
+        info: Result of :func:`read_info`.
+        versioned: Whether requests have policy versions.
+    """
 
     folder: Path
-    requests: pa.Table
-    stages: pa.Table
+    requests: dict[str, np.ndarray]
+    stages: dict[str, np.ndarray]
     info: dict[str, Any]
+    versioned: bool
 
 
 def read_log(folder: str | os.PathLike[str]) -> Log:
     """Read the parts of the log that the report needs."""
     path = Path(folder)
-    return Log(path, read_requests(path), read_stages(path), read_info(path))
+    table = read_requests(path)
+    requests = {**to_numpy(table), "group": groups_of(table)}
+    versioned = table["policy_version_end"].null_count < table.num_rows
+    return Log(path, requests, to_numpy(read_stages(path)), read_info(path), versioned)
 
 
 def runs_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:

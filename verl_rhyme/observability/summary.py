@@ -109,10 +109,7 @@ def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple
     if not metrics_path.exists() and (above := folder.parent / steps.METRICS_FILE).exists():
         warnings.warn(f"{above} is not read: give {folder.parent} for rewards and times", stacklevel=2)
     log = events.read_log(events_path)
-    by_step = steps.merge(
-        steps.from_metrics(metrics_path),
-        steps.from_log(log, log.info.get("slots"), log.info.get("rollout") or "gen"),
-    )
+    by_step = steps.merge(steps.from_metrics(metrics_path), steps.from_log(log))
     if not by_step:
         raise ReportError(
             f"{folder}: no finished training step in {metrics_path} or {events_path}; did the training start, with "

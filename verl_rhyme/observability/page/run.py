@@ -82,15 +82,14 @@ class Run:
 def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: events.Log) -> Run:
     """Build a run from its summary and event log; missing data becomes one of its problems, not an error."""
     run = Run(folder, summary, by_step)
-    events_folder, table, info = log.folder, log.requests, log.info
+    events_folder, info = log.folder, log.info
     if not events_folder.is_dir():
         run.problems.append(f"{folder} has no event log (events/ next to its checkpoints), so there are no lanes")
         return run
-    if not table.num_rows:
+    if not len(log.requests["step"]):
         run.problems.append(f"the event log {events_folder} has no requests, so there are no lanes")
         return run
-    run.requests, run.stages = events.to_numpy(table), events.to_numpy(log.stages)
-    run.requests["group"] = events.groups_of(table)
+    run.requests, run.stages = log.requests, log.stages
     run.runs_on = info.get("rollout") == "step"
     slots = info.get("slots")
     if slots is None:
@@ -98,7 +97,7 @@ def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: event
             f"{events_folder / events.INFO_FILE} does not contain the request slots: lanes are as high as the most "
             "requests that ran at a time, and there is no bubble ratio"
         )
-    if not log.stages.num_rows:
+    if not len(log.stages["step"]):
         run.problems.append(
             f"the event log {events_folder} has no stages (stages-*.arrow): training and weight sync count as other, "
             "and rollouts are separated only by the steps of their requests"
