@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -184,26 +184,6 @@ class Hindsight(NoDrafts):
     def end_step(self, responses: Sequence[Response]) -> None:
         self._histories.record(responses)
         self._texts.clear()
-
-
-class Oracle(NoDrafts):
-    """Upper bound: drafts the recorded tokens up to the first unknown one.
-
-    Args:
-        known: bool[n] by response: which tokens it knows.
-    """
-
-    def __init__(self, known: Mapping[str, np.ndarray]) -> None:
-        self._known = known
-
-    def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
-        drafts = []
-        for response, length, limit in zip(responses, done.lengths, done.limits, strict=True):
-            at = length - len(response.prompt)
-            known = self._known[response.id][at : at + limit]
-            n = len(known) if known.all() else int(np.argmin(known))
-            drafts.append(response.tokens[at : at + n].tolist())
-        return drafts
 
 
 @njit(cache=True)

@@ -84,16 +84,16 @@ class Injection:
         kind: A kind of the module's docstring.
         process: A name of :data:`TITLES`.
         at: Seconds since the epoch.
-        told_after_s: Seconds until the log reported the fault; for ``trainer``, until the run ended. ``None``: never.
-        cut_short: The run ended before the log reported the fault.
+        reported_after_s: Seconds until the log reported the fault; for ``trainer``, until the run ended. ``None``: not.
+        ended_first: The run ended before the log reported the fault.
         outlived: A hung process still ran after its replica was given up.
     """
 
     kind: str
     process: str
     at: float
-    told_after_s: float | None = None
-    cut_short: bool = False
+    reported_after_s: float | None = None
+    ended_first: bool = False
     outlived: bool = False
 
 
@@ -158,20 +158,22 @@ class Injector:
         self._follow()
         with self._lock:
             for injection in self.done:
-                if injection.kind == "trainer" and injection.told_after_s is None:
-                    injection.told_after_s = round(time.time() - injection.at, 1)
-                elif injection.told_after_s is None and injection.kind != "slow":
-                    injection.cut_short = True
+                if injection.kind == "trainer" and injection.reported_after_s is None:
+                    injection.reported_after_s = round(time.time() - injection.at, 1)
+                elif injection.reported_after_s is None and injection.kind != "slow":
+                    injection.ended_first = True
             self._down, self._hung, self._slow = {}, {}, None
             self.seconds += time.time() - self._started
             self._started = time.time()
             self.ends += [how] * bool(how)
             if self._run.is_dir():
-                kept = {"done": self.records(), "replaced": self.replaced, "ends": self.ends, "seconds": self.seconds}
+                kept = {
+                    "done": [asdict(injection) for injection in self.done],
+                    "replaced": self.replaced,
+                    "ends": self.ends,
+                    "seconds": self.seconds,
+                }
                 self._kept.write_text(json.dumps(kept))
-
-    def records(self) -> list[dict[str, Any]]:
-        return [asdict(injection) for injection in self.done]
 
     # ---- the thread ----
 
@@ -193,19 +195,19 @@ class Injector:
             end = data.rfind(b"\n") + 1
             self._read += end
             for line in data[:end].decode(errors="replace").splitlines():
-                self._take(line)
+                self._read_line(line)
 
-    def _take(self, line: str) -> None:
+    def _read_line(self, line: str) -> None:
         self.replaced += bool(REPLACED.search(line))
         for kind, pattern in REPORTS.items():
             if not pattern.search(line):
                 continue
             kinds = ("kill", "hang") if kind == "replica" else (kind,)
-            unreported = [i for i in self.done if i.kind in kinds and i.told_after_s is None and not i.cut_short]
+            unreported = [i for i in self.done if i.kind in kinds and i.reported_after_s is None and not i.ended_first]
             hangs = "no answer for" in line  # else its process has ended
             unreported = [i for i in unreported if (i.kind == "hang") == hangs] or unreported
             if unreported:
-                unreported[0].told_after_s = round(time.time() - unreported[0].at, 1)
+                unreported[0].reported_after_s = round(time.time() - unreported[0].at, 1)
 
     def _pulse(self) -> None:
         now = time.time()
@@ -216,7 +218,7 @@ class Injector:
             if now >= until:
                 self._slow = None
         for process, injection in self._hung.values():
-            after = injection.told_after_s
+            after = injection.reported_after_s
             if after is not None and now > injection.at + after + _LINGER_S:
                 injection.outlived = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
@@ -228,7 +230,7 @@ class Injector:
             if (victim := self._victim(kind)) is None:
                 continue
             name, process = victim
-            self._do(kind, name, process)
+            self._harm(kind, name, process)
             del self._deck[place]
             self._next = time.time() + self._rng.choice(_PAUSES_S)
             return
@@ -257,7 +259,7 @@ class Injector:
             self._down[server.pid] = server
         return name, server if name == "server" else engine
 
-    def _do(self, kind: str, name: str, process: psutil.Process) -> None:
+    def _harm(self, kind: str, name: str, process: psutil.Process) -> None:
         injection = Injection(kind, name, time.time())
         self.done.append(injection)
         if kind == "hang":

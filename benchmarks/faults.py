@@ -35,7 +35,7 @@ import torch
 import typer
 
 from benchmarks import far_link, tiny_run
-from benchmarks.fault_injection import KEPT, Injector, end, redispatched
+from benchmarks.fault_injection import KEPT, Injection, Injector, end, redispatched
 from benchmarks.machine import commit, describe
 from benchmarks.real_run import Cell, Kept, faults, short
 from benchmarks.tiny_run import RHYME, ROLLOUT
@@ -66,7 +66,7 @@ def cells(kinds: Sequence[str], repeats: int) -> Iterator[Cell]:
 
 
 def train(cell: Cell, out: Path, wanted: dict[str, int], epochs: int) -> dict[str, Any]:
-    """Make a run with faults until it finishes. Return the injected faults and the errors of its starts."""
+    """Make a run with faults until it finishes. Return the injected faults (:func:`summarize`)."""
     folder = cell.folder(out)
     if not (folder / KEPT).exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -94,12 +94,32 @@ def train(cell: Cell, out: Path, wanted: dict[str, int], epochs: int) -> dict[st
         injector.ended("terminated")
         raise
     injector.ended()
-    return _of(injector)
+    return summarize(injector)
 
 
-def _of(injector: Injector) -> dict[str, Any]:
-    seconds = round(injector.seconds)
-    return {"seconds": seconds, "ends": len(injector.ends), "replaced": injector.replaced, "told": injector.records()}
+def summarize(injector: Injector) -> dict[str, Any]:
+    """Return the part of a run's row that its injector knows."""
+    done = injector.done
+
+    def count(injections: Iterable[Injection]) -> Counter[str]:
+        return Counter(injection.kind for injection in injections)
+
+    after: dict[str, list[float]] = {}
+    for injection in done:
+        times = after.setdefault(injection.kind, [])
+        if injection.reported_after_s is not None:
+            times.append(injection.reported_after_s)
+    return {
+        "seconds": round(injector.seconds),
+        "ends": len(injector.ends),
+        "replaced": injector.replaced,
+        "injected": count(done),
+        "reported": count(each for each in done if each.reported_after_s is not None),
+        "ended_first": count(each for each in done if each.ended_first),
+        "reported_after_s": after,
+        "processes": Counter(f"{each.kind} {each.process}" for each in done),
+        "outlived": sum(each.outlived for each in done),
+    }
 
 
 def last_words(log: Path) -> str:
@@ -114,31 +134,17 @@ def measure(cell: Cell, folder: Path, injected: dict[str, Any], epochs: int) -> 
     run, samples, wanted = recorded.read(folder), BATCH * SAMPLES, epochs * PROMPTS // BATCH
     checked = faults(run, by_step, samples, LIMIT, STALE)
     errors = [*checked["faults"], *not_once(run, wanted, epochs, PROMPTS * SAMPLES)]
-    injections = injected.pop("told")
     requests = run.requests
     thrown = ~requests["trained"] & ~requests["validate"]
     correlation = [row["training/rollout_actor_probs_pearson_corr"] for row in by_step.values()]
     return {
-        **{
-            "setting": cell.setting,
-            "arm": cell.arm,
-            "seed": cell.seed,
-            "steps": wanted,
-            "steps_told": len(by_step),
-            "samples": samples,
-        },
+        "setting": cell.setting,
+        "arm": cell.arm,
+        "seed": cell.seed,
+        "steps": wanted,
+        "steps_logged": len(by_step),
+        "samples": samples,
         **injected,
-        "injected": Counter(each["kind"] for each in injections),
-        "told": Counter(each["kind"] for each in injections if each["told_after_s"] is not None),
-        "cut_short": Counter(each["kind"] for each in injections if each["cut_short"]),
-        "told_after_s": {
-            kind: [
-                each["told_after_s"] for each in injections if each["kind"] == kind and each["told_after_s"] is not None
-            ]
-            for kind in {each["kind"]: None for each in injections}
-        },
-        "processes": Counter(f"{each['kind']} {each['process']}" for each in injections),
-        "outlived": sum(each["outlived"] for each in injections),
         **redispatched((folder / "train.log").read_text(errors="replace")),
         "thrown_away_tokens": int(requests["response_tokens"][thrown].sum()),
         "trained_tokens": int(requests["response_tokens"][requests["trained"]].sum()),
@@ -247,7 +253,7 @@ def totals(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     rows = list(rows)
     summed = {
         name: sum((Counter(row.get(name, {})) for row in rows), Counter[str]())
-        for name in ("injected", "told", "cut_short")
+        for name in ("injected", "reported", "ended_first")
     }
     return {"total": True, "runs": len(rows), **summed, "faults": sum(len(row["faults"]) for row in rows)}
 
@@ -296,7 +302,7 @@ def main(
         for cell, row in kept.by_cell():
             folder = cell.folder(out)
             if folder.exists():
-                measured = measure(cell, folder, _of(Injector(folder, {}, cell.seed)), epochs)
+                measured = measure(cell, folder, summarize(Injector(folder, {}, cell.seed)), epochs)
                 row = {**row, **measured, "measured_by": commit()}
             rows.append(row)
         kept.replace(rows)

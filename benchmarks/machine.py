@@ -1,12 +1,14 @@
-"""Machine and commit of a measurement."""
+"""Machine and commit of a measurement, and its printed rows."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 
 def describe() -> str:
@@ -26,3 +28,8 @@ def commit() -> str:
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.strip() or "unknown"
+
+
+def print_row(row: dict[str, Any], as_json: bool) -> None:
+    """Print a row of figures, as JSON with machine and commit."""
+    print(json.dumps({**row, "machine": describe(), "commit": commit()}) if as_json else row, flush=True)

@@ -33,7 +33,7 @@ import numpy as np
 import typer
 
 from benchmarks import traces
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 from benchmarks.traces import Response
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
@@ -317,8 +317,7 @@ def main(
             found = measure(each, engines, folders[each.trace, each.epoch], 1 if quick else rounds)
             for row in summarise(each, found):
                 row |= {"world": world, "vocabulary": vocabulary} if world else {}
-                row |= {"machine": describe(), "commit": commit()} if as_json else {}
-                print(json.dumps(row) if as_json else row, flush=True)
+                print_row(row, as_json)
     if not quick and "suffix" not in arms(quick):
         print("skipped, arctic_inference is not installed: suffix", file=sys.stderr)
 

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -26,12 +23,12 @@ import typer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from benchmarks import tiny_run
 from benchmarks.machine import commit, describe
 from verl_rhyme.observability.report import SUMMARY_FILE
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-ROOT = Path(__file__).parents[1]
 OFF, ON = "off", "histospec"
 #: Plotted values of an epoch's summary, with their titles.
 PANELS = {
@@ -46,8 +43,7 @@ PANELS = {
 
 def run(arm: str, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
     """Make one training run unless it is finished; return its summary."""
-    environment = {**os.environ, "RHYME": arm, "SEED": str(seed), "EPOCHS": str(epochs), "RUN_DIR": str(folder)}
-    subprocess.run(["bash", "recipes/run_tiny_cpu.sh"], cwd=ROOT, env=environment, stdout=sys.stderr, check=True)
+    tiny_run.train(folder, {"RHYME": arm, "SEED": str(seed), "EPOCHS": str(epochs)}, (), timeout=3600)
     summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text())
     return summary
 

@@ -308,14 +308,12 @@ def report(
     out: Annotated[str | None, typer.Option(help="Folder for the files; default: the run folder.")] = None,
     events: Annotated[str | None, typer.Option(help="Event log of RUN, if it is not below the run folder.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of RUN; default: from its log.")] = None,
-    step: Annotated[
-        int | None, typer.Option(help="Step whose rollout the page shows by request; limits the trace to it.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Step to which --perfetto limits the trace.")] = None,
     perfetto: Annotated[
         bool,
         typer.Option(
             "--perfetto",
-            help="Also write trace.json for Perfetto. It takes 370 bytes per request: give --step for a long run.",
+            help="Also write trace.json for Perfetto, request by request (about 400 bytes each): see --step.",
         ),
     ] = False,
 ) -> None:

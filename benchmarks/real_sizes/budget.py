@@ -85,7 +85,7 @@ class Figures:
     seconds: float = 0.0
 
 
-class Watched(Rhyme):
+class GrantRecorder(Rhyme):
     """Our drafter with a record of its grants; ``certain``: every response was generated before."""
 
     def __init__(self, rows: int, certain: bool, clock: Callable[[int, int], float]) -> None:
@@ -121,7 +121,7 @@ def drive(
     rows: int, certain: bool, clock: Callable[[int, int], float], bounds: Bounds, past: list, now: list
 ) -> Figures:
     """Run one arm: ``past`` is history by step; enough responses of ``now`` fill ``rows`` slots several times."""
-    arm = Watched(rows, certain, clock)
+    arm = GrantRecorder(rows, certain, clock)
     if not certain:
         for step in past:
             arm.histories.record(step)

@@ -18,7 +18,6 @@ disk; ``--scale 0.25`` takes a quarter of the tokens.
 from __future__ import annotations
 
 import gc
-import json
 import resource
 import tempfile
 import time
@@ -30,7 +29,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 
 VOCABULARY = 151_936
 NAMESPACE = "planning"
@@ -237,7 +236,7 @@ def main(
                 "errors": engine.proposer.totals()["errors"] + engine.proposer.totals()["history_errors"],
                 "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
             }
-            print(json.dumps(row | {"machine": describe(), "commit": commit()}) if as_json else row, flush=True)
+            print_row(row, as_json)
             del engine
 
 

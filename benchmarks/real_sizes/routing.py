@@ -11,7 +11,7 @@ on engines that share the trainer's GPUs. Response lengths are log-normal among 
 batches, so that the second epoch has the first's prompts.
 
 `siblings_met`: share of samples that run on their replica with or after a sibling in the same step; `siblings`: how
-many of the other 15 (:mod:`benchmarks.meetings`). `requests_to_mean`, `cached_to_mean`: the highest number of requests
+many of the other 15. `requests_to_mean`, `cached_to_mean`: the highest number of requests
 (tokens in KV caches) at a replica over the mean, both summed over time; `tokens_to_mean`: the highest number of tokens
 that a replica generates in a step over the mean. `prompts_a_node`: share of an epoch's prompts that a node of eight
 replicas serves, the maximum; `history_gib`: the history of that many of 17,398 prompts with 16 responses; `home`: share
@@ -28,13 +28,13 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from benchmarks.machine import commit, describe
-from benchmarks.meetings import meetings
 from benchmarks.real_sizes.routing_world import MOST_TOKENS, Ran, World, tokens_by
 from verl_rhyme.checks.preflight.history_room import RESPONSE_BYTES, TOKEN_BYTES
 from verl_rhyme.planning.profile import profile
@@ -66,18 +66,31 @@ def drive(arm: str, replicas: int, batch: int, steps: int, epochs: int) -> World
     return world
 
 
+def siblings(step: Ran) -> np.ndarray:
+    """Return for each sample how many siblings its replica's drafter knows: samples of the group that start on the same
+    replica before the sample ends; int64 [samples]."""
+    began, ended = np.array(step.began), np.array(step.ended)
+    together: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for row, place in enumerate(zip(step.groups, step.replicas, strict=True)):
+        together[place].append(row)
+    found = np.zeros(len(began), dtype=np.int64)
+    for rows in together.values():
+        found[rows] = np.searchsorted(np.sort(began[rows]), ended[rows], side="left") - 1
+    return np.maximum(found, 0)  # a sample that ends at its start
+
+
 def routed(world: World, steps: list[Ran]) -> dict[str, Any]:
     """Return figures of shared replicas and of the balance."""
     replicas = len(world.replicas)
-    found = [meetings(s.groups, s.replicas, np.array(s.began), np.array(s.ended)) for s in steps]
+    found = [siblings(step) for step in steps]
     made = [tokens_by(step, replicas) for step in steps]
     loads = {
         "requests_to_mean": np.concatenate([np.array(step.running, dtype=float) for step in steps]),
         "cached_to_mean": np.concatenate([np.array(step.cached, dtype=float) for step in steps]),
     }
     return {
-        "siblings_met": round(float(np.mean([each.met for each in found])), 4),
-        "siblings": round(float(np.mean([each.siblings for each in found])), 2),
+        "siblings_met": round(float(np.mean([(each > 0).mean() for each in found])), 4),
+        "siblings": round(float(np.mean([each.mean() for each in found])), 2),
         **{name: round(float(load.max(1).sum() / load.mean(1).sum()), 3) for name, load in loads.items()},
         "tokens_to_mean": round(float(np.mean([tokens.max() / tokens.mean() for tokens in made])), 3),
         "rollout_s": round(float(np.mean([step.seconds for step in steps])), 1),

@@ -281,7 +281,7 @@ class World:
                 stack.enter_context(mock.patch.object(module, "tq", self.queue))
             for module in (coordinator, worker_pool):
                 stack.enter_context(mock.patch.object(module, "ray", ray))
-            stack.enter_context(mock.patch.object(coordinator, "keep_audible"))
+            stack.enter_context(mock.patch.object(coordinator, "add_log_handler"))
             stack.enter_context(mock.patch.object(coordinator, "time", SimpleNamespace(time=self.clock.time)))
             yield
 

@@ -11,7 +11,6 @@ probability of the old token, which is how often rejection sampling accepts it a
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 from examples.tiny_world import puzzles
 from examples.tiny_world.reward import compute_score
 from examples.tiny_world.sampling import encode_prompt, sample
@@ -157,7 +156,7 @@ def main(
             values = [figures[name] for figures in each]
             row[name] = round(float(np.mean(values)), 5)
             row[f"{name}_sd"] = round(float(np.std(values, ddof=1)), 5) if len(values) > 1 else None
-        print(json.dumps({**row, "machine": describe(), "commit": commit()}) if as_json else row, flush=True)
+        print_row(row, as_json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ does for it: taking in what was sampled, learning, drafting.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import typer
 from benchmarks import traces
 from benchmarks.arms import Arctic, Rhyme
 from benchmarks.draft_quality import available
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 from benchmarks.replay import Arm, replay
 from benchmarks.traces import Response
 from verl_rhyme.config import DraftingConfig
@@ -115,7 +114,7 @@ def main(
             else:
                 figures["bytes_per_token"] = round(arm.cache._global_tree.estimate_memory() / count, 1)
             row = {"benchmark": "draft_speed", "arm": name, "history_tokens": count, **figures}
-            print(json.dumps({**row, "machine": describe(), "commit": commit()}) if as_json else row, flush=True)
+            print_row(row, as_json)
     if not available("arctic"):
         print("left out, arctic_inference is not installed: arctic factor 1", file=sys.stderr)
 

@@ -13,7 +13,6 @@ second on, and the peak of the second counts.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import tempfile
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 from verl_rhyme.checks.preflight import memory
 from verl_rhyme.checks.preflight.architecture import Architecture
 from verl_rhyme.checks.preflight.memory import Training
@@ -126,11 +125,11 @@ def main(
                 for rows, tokens in [(2, 512)] if quick else [(2, 512), (4, 2048)]:
                     training = replace(plain, engine=engine, recompute=recompute, tokens=tokens)
                     found = dict(zip(("update", "step"), measure(config(name), training, rows), strict=True))
-                    told = {
+                    estimated = {
                         "update": memory.update(model, training).total,
                         "step": memory.optimizer_step(model, training).total,
                     }
-                    error = max(told.values()) / max(found.values()) - 1
+                    error = max(estimated.values()) / max(found.values()) - 1
                     worst = max(worst, abs(error))
                     row = {
                         "benchmark": "memory",
@@ -140,13 +139,11 @@ def main(
                         "recompute": recompute,
                         "tokens": tokens,
                         "measured_mb": {phase: round(size / 1e6, 1) for phase, size in found.items()},
-                        "estimated_mb": {phase: round(size / 1e6, 1) for phase, size in told.items()},
+                        "estimated_mb": {phase: round(size / 1e6, 1) for phase, size in estimated.items()},
                         "error": round(error, 3),
-                        "update_error": round(told["update"] / found["update"] - 1, 3),
+                        "update_error": round(estimated["update"] / found["update"] - 1, 3),
                     }
-                    print(
-                        json.dumps({**row, "machine": describe(), "commit": commit()}) if as_json else row, flush=True
-                    )
+                    print_row(row, as_json)
     if not as_json:
         print(f"largest error of the peak: {worst:.1%}")
     dist.destroy_process_group()

@@ -9,14 +9,14 @@ fresh ones.
 
 Arms: the ranker trained by each loss (``listwise``, ``margin``; ``regression`` is the published arm, StreamRL section
 5), begun from the policy's weights where there is one, else from nothing; ``boosting``; ``prompt length``; ``history``,
-which knows nothing of such prompts: all are alike to it, and what it finds is chance. Of road maps, to tell what a
+which knows nothing of such prompts: all are alike to it, and what it finds is chance. Of road maps, to show what a
 prompt says from what a ranker reads in it: ``boosting, map read``, the same trees on what one sees who reads the map
 (``length_pairs.seen_in_a_map``), and ``searches``, the mean of 32 searches tried out on it. The oracle knows each
 prompt's mean over the very responses that are looked for, which flatters it a little. ``recall_N``: of the longest N%
 of responses, the part among as many predicted longest; ``share_N``: of what the oracle recalls.
 
-``forecasts``: the length predictor is told of each prompt what a ranker expects, and its forecast of the group is held
-against what came.
+``forecasts``: the length predictor gets a ranker's expectation of each prompt, and its forecast of the group is
+compared with the real lengths.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ def arms(task: Task, quick: bool, seed: int) -> dict[str, Arm]:
 
 
 def forecasts(test: Pairs, expected: Floats | None) -> dict[str, float]:
-    """Of the predictor, group by group, told what a ranker expects or not: :meth:`Quality.take` of all."""
+    """Of the predictor, group by group, with a ranker's expectation or without: :meth:`Quality.take` of all."""
     predictor, quality = LengthPredictor(length_pairs.LIMIT), Quality()
     for number, lengths in enumerate(test.lengths):
         prompt, tokens = str(number), [int(each) for each in lengths]
         if expected is not None:
             predictor.rank(prompt, float(expected[number]))
-        told = float(predictor.forecast([prompt]).expected[0])
-        quality.add(told, tokens, predictor.knows(prompt), predictor.ranked(prompt))
+        expected = float(predictor.forecast([prompt]).expected[0])
+        quality.add(expected, tokens, predictor.knows(prompt), predictor.ranked(prompt))
         predictor.learn(prompt, tokens)
     return {name: round(value, 3) for name, value in quality.take().items()}
 

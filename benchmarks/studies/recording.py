@@ -2,13 +2,12 @@
 
     python -m benchmarks.studies.recording [--json] [--quick]
 
-Each arm is a process of its own with a Ray of its own, which records six synthetic steps of other prompts each, the
-first to warm up. "through the trainer" is what the recorder did before, as a model of a few lines: it fetched all of a
-step, packed it, and put it into Ray's store for the history writer. "by name" is the recorder: the writer fetches. Both
-write the event log. A step's end waits ``wait_s``, until its samples may be cleared; after ``wall_s`` the history has
-them. Bytes are counted where they pass: messages of TransferQueue in the trainer's process, and what it
-puts into Ray or gets of it. Peak memory is the trainer's own, above what it had before the first step, and the whole of
-the writer's (of which some 330 MB are torch and TransferQueue, which only "by name" needs).
+Each size is a process of its own with a Ray of its own, which records six synthetic steps of other prompts each, the
+first to warm up. A step's end waits ``wait_s``, until its samples may be cleared; after ``wall_s`` the history has
+them. Bytes are counted where they pass: messages of TransferQueue in the trainer's process, and what it puts into Ray
+or gets of it. Peak memory is the trainer's own, above what it had before the first step, and the whole of the writer's
+(of which some 330 MB are torch and TransferQueue). Recorded rows of the arm "through the trainer" are of an earlier
+recorder, which fetched all of a step, packed it, and put it into Ray's store for the history writer.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-ARMS = ("through the trainer", "by name")
 #: Samples, response tokens of each.
 SIZES = ((512, 2048), (512, 8192), (256, 32768))
 GROUP, PROMPT_TOKENS, STEPS = 16, 256, 6
@@ -59,9 +57,9 @@ def store(step: int, samples: int, tokens: int) -> tuple[list[str], list[dict[st
                 }
             )
         names = [f"s{step}p{first}_{number}_0" for number in range(GROUP)]
-        told = [{"response_len": tokens, "seq_len": tokens + PROMPT_TOKENS, "max_global_steps": step}] * GROUP
-        tq.kv_batch_put(keys=names, partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=told)
-        keys, tags = keys + names, tags + told
+        made = [{"response_len": tokens, "seq_len": tokens + PROMPT_TOKENS, "max_global_steps": step}] * GROUP
+        tq.kv_batch_put(keys=names, partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=made)
+        keys, tags = keys + names, tags + made
     return keys, tags
 
 
@@ -122,57 +120,7 @@ def _serialized(value: Any) -> int:
     return ray._private.worker.global_worker.get_serialization_context().serialize(value).total_bytes
 
 
-def packed_writer() -> type:
-    """The history writer of before: it is sent columns."""
-    from verl_rhyme.history.record import Trajectory
-    from verl_rhyme.history_writer.history_writer import HistoryWriter
-
-    class PackedWriter(HistoryWriter):
-        def append_columns(self, columns: dict[str, np.ndarray], step: int) -> dict[str, Any]:
-            ends = columns["ends"]
-            starts = [0, *ends[:-1]]
-            made = [
-                Trajectory(
-                    columns["keys"][i].tobytes(),
-                    columns["tokens"][start : ends[i]],
-                    float(columns["rewards"][i]),
-                    step,
-                    step,
-                    i % GROUP,
-                    columns["logprobs"][start : ends[i]],
-                )
-                for i, start in enumerate(starts)
-            ]
-            return self.record([made], step)
-
-    return PackedWriter
-
-
-def through_the_trainer(batch: Any, step: int, writer: Any, events: Any) -> None:
-    """What ``Recorder._record`` did with a step."""
-    import ray
-    import transfer_queue as tq
-
-    fields = ["prompts", "responses", "rm_scores", "rollout_log_probs"]
-    data = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=[*fields, "extra_fields"])
-    _, responses, scores, logprobs = (data[name].unbind() for name in fields)
-    rewards = [float(score.sum()) for score in scores]
-    records = [extra["rhyme"][0] for extra in data["extra_fields"]]
-    rows = [{**told, "uid": "u", "reward": reward} for told, reward in zip(records, rewards, strict=True)]
-    rows = [{name: value for name, value in row.items() if name != "id"} for row in rows]
-    events.append_requests(step, 0, {name: np.array([row[name] for row in rows]) for name in rows[0]})
-    tokens = [response.numpy().astype(np.int32) for response in responses]
-    columns = {
-        "keys": np.frombuffer(b"".join(bytes.fromhex(told["prompt_key"]) for told in records), dtype="V16"),
-        "tokens": np.concatenate(tokens),
-        "logprobs": np.concatenate([p.numpy().astype(np.float32) for p in logprobs]),
-        "ends": np.cumsum([len(t) for t in tokens]),
-        "rewards": np.array(rewards, np.float32),
-    }
-    ray.get(writer.append_columns.remote(ray.put(columns), step))
-
-
-def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
+def trainer(samples: int, tokens: int) -> dict[str, Any]:
     """Record a step as the trainer's process does; figures of the steps after the first."""
     import ray
     import transfer_queue as tq
@@ -191,40 +139,29 @@ def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
         tq.init()
         traffic = Traffic()
         events, config = EventLog(Path(folder) / "events"), HistoryConfig(dir=f"{folder}/history", max_bytes=8 << 30)
-        if arm == ARMS[0]:
-            name = f"{folder}/history/here"
-            writer = ray.remote(packed_writer()).options(num_cpus=0).remote(name, "benchmark", config, "run")
-            pid = ray.get(writer.open.remote())
-        else:
-            service = HistoryService(config, "benchmark")
-            recorder = Recorder(service, events, lambda: samples, DraftCounts(dict))
-            pid = ray.get(service._opening)
+        service = HistoryService(config, "benchmark")
+        recorder = Recorder(service, events, lambda: samples, DraftCounts(dict))
+        pid = ray.get(service._opening)
         putter = ray.remote(store).options(num_cpus=1)
         for step in range(STEPS):
             keys, tags = ray.get(putter.remote(step, samples, tokens))
             batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
             before, traffic.bytes = _peak(), 0
             wall, cpu = time.perf_counter(), time.process_time()
-            if arm == ARMS[0]:
-                through_the_trainer(batch, step, writer, events)
-                waited = time.perf_counter() - wall
-            else:
-                recorder.start(batch, step=step, part=step, epoch=step)
-                recorder.join()
-                waited = time.perf_counter() - wall
-                recorder.drain()
+            recorder.start(batch, step=step, part=step, epoch=step)
+            recorder.join()
+            waited = time.perf_counter() - wall
+            recorder.drain()
             figures = {"wait_s": waited, "wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
             figures |= {"bytes_per_token": traffic.bytes / samples / tokens, "peak_mb": (_peak() - before) / 1e6}
             found.append(figures)
             tq.kv_clear(keys=keys, partition_id="train")
-        if arm != ARMS[0]:
-            metrics = recorder.on_step(Step(1, 1.0, 1.0))
-            assert metrics["rollout/history/errors"] == 0
-            assert metrics["rollout/history/responses"] == STEPS * samples
-            recorder.close()
+        metrics = recorder.on_step(Step(1, 1.0, 1.0))
+        assert metrics["rollout/history/errors"] == 0
+        assert metrics["rollout/history/responses"] == STEPS * samples
+        recorder.close()
         writer_kb = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmHWM" in line)
-        if arm != ARMS[0]:
-            service.close()
+        service.close()
         tq.close()
     ray.shutdown()
     shown: dict[str, Any] = {}
@@ -245,21 +182,18 @@ def _peak() -> int:
 def main(
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
     quick: Annotated[bool, typer.Option(help="a small step")] = False,
-    arm: Annotated[str | None, typer.Option(hidden=True)] = None,
-    size: Annotated[tuple[int, int], typer.Option(hidden=True)] = (0, 0),
+    size: Annotated[tuple[int, int] | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measure and print."""
-    if arm is not None:
-        print("\n" + json.dumps(trainer(arm, *size)), flush=True)
+    if size is not None:
+        print("\n" + json.dumps(trainer(*size)), flush=True)
         return
     for samples, tokens in ((128, 1024),) if quick else SIZES:
-        for name in ARMS:
-            command = [sys.executable, "-m", "benchmarks.studies.recording", "--arm", name]
-            command += ["--size", str(samples), str(tokens)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
-            row = {"arm": name, "samples": samples, "tokens": tokens, **json.loads(done.stdout.splitlines()[-1])}
-            about = {"benchmark": "recording", "machine": describe(), "commit": commit()}
-            print(json.dumps({**about, **row}) if as_json else row, flush=True)
+        command = [sys.executable, "-m", "benchmarks.studies.recording", "--size", str(samples), str(tokens)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+        found = json.loads(done.stdout.splitlines()[-1])
+        row = {"benchmark": "recording", "arm": "by name", "samples": samples, "tokens": tokens, **found}
+        print_row(row, as_json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ that runs for all has come to its length. Its reward comes 16 responses later. A
 runs, each one followed by settled(), but not where it finishes first.
 
 "generate" and "finish" are the event, enough() and dispatch() together, and events per second are of these; "start" is
-a sample's share of a dispatch() that starts many; "interrupt" the event and settled(); "harvest" and "begin" are once
+a sample's share of a dispatch() that starts many; "interrupt" the event and settled(); "collect" and "begin" are once
 an update. Processor time of one thread: medians, and the 95th percentile of "generate". ``--every N``: only every N-th
 event is asked about and timed (of 256 samples' every 5th at least, and so on), where asking takes milliseconds.
 """
@@ -68,16 +68,16 @@ class Run:
             self.running[sample] = self.clock
             heapq.heappush(self.ends, (self.clock + self.random.lognormvariate(8.0, 0.8), sample, self.clock))
 
-    def event(self, kind: str, tell: Callable[[], Any]) -> bool:
+    def event(self, kind: str, report: Callable[[], Any]) -> bool:
         """Whether it is enough now."""
         self.events += 1
         scheduler = self.scheduler
         if self.events % self.every:
-            tell()
+            report()
             return False
 
         def whole() -> tuple[bool, list[tuple[str, int]]]:
-            tell()
+            report()
             return scheduler.enough(), scheduler.dispatch(self.limit)
 
         enough, started = self.timed(kind, whole)
@@ -99,7 +99,7 @@ class Run:
             for sample, began in self.running.items():
                 self.interrupt(sample, int(self.clock - began), version)
             self.running.clear()
-        self.timed("harvest", scheduler.collect)
+        self.timed("collect", scheduler.collect)
 
     def ended(self) -> bool:
         """The next response ends, and the reward of an earlier one comes; whether it is enough."""
@@ -114,8 +114,8 @@ class Run:
             self.clock, sample, began = heapq.heappop(self.ends)
             if self.running.get(sample) == began:
                 del self.running[sample]
-                told = (*sample, int(self.clock - began), scheduler.version)
-                enough = self.event("generate", lambda: scheduler.generate(*told))
+                arguments = (*sample, int(self.clock - began), scheduler.version)
+                enough = self.event("generate", lambda: scheduler.generate(*arguments))
                 self.unrewarded.append(sample)
         return enough
 
@@ -124,8 +124,8 @@ class Run:
         if self.events % self.every:
             self.scheduler.interrupt(*sample, tokens, version)
         else:
-            told = (*sample, tokens, version)
-            self.timed("interrupt", lambda: (self.scheduler.interrupt(*told), self.scheduler.settled(0.0)))
+            arguments = (*sample, tokens, version)
+            self.timed("interrupt", lambda: (self.scheduler.interrupt(*arguments), self.scheduler.settled(0.0)))
 
     def figures(self) -> dict[str, Any]:
         medians = {f"{kind}_us": round(float(np.median(spent)), 1) for kind, spent in self.microseconds.items()}

@@ -9,7 +9,6 @@ drafts from, one request in twenty is aborted, and now and then the whole histor
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -21,7 +20,7 @@ import psutil
 import typer
 
 from benchmarks import traces
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 from benchmarks.rollout import ENVIRONMENT, MODEL_LEN, NAMESPACE
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
@@ -151,7 +150,7 @@ def main(
         "rss_mb_last": round(float(megabytes[-1])),
         "rss_mb_per_hour_after_quarter": round(slope, 1),
     }
-    print(json.dumps({**row, "machine": describe(), "commit": commit()}) if as_json else row, flush=True)
+    print_row(row, as_json)
     if totals["errors"] or not totals["accepted"]:
         raise SystemExit("drafting failed")
 

@@ -6,7 +6,6 @@ python -m examples.countdown.make data --out DIR --tasks 64 --seed 0
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 from pathlib import Path
@@ -14,15 +13,12 @@ from pathlib import Path
 import torch
 
 from examples.tiny_world import tokenizer as tokenizers
-from examples.tiny_world.sampling import encode_prompt
-from examples.tiny_world.small_task import show, write
-from examples.tiny_world.train import Example, batches, build_model, fit, save
+from examples.tiny_world.small_task import examples, main, show, write
+from examples.tiny_world.train import batches, build_model, fit, save
 
 from . import sums
 from .reward import compute_score
 
-#: Maximum tokens of a search; longer ones are skipped.
-MAX_RESPONSE = 380
 #: Training weights of numbers, and of the tokens after a result, which depend on whether it is the goal.
 WEIGHT, DECISIVE = 2.0, 3.0
 NUMBERS = [str(n) for n in range(1, sums.LIMIT + 1)]
@@ -40,13 +36,12 @@ def make_model(out: Path, searches: int, seed: int) -> None:
     tokenizer = tokenizers.build(vocabulary())
     model = build_model("qwen2", tokenizer)
     rng = random.Random(seed)
-    made: list[Example] = []
-    while len(made) < searches:
+
+    def draw() -> tuple[str, str]:
         task = sums.draw(rng, supervised=True)
-        prompt = encode_prompt(tokenizer, task.text())
-        response = [*tokenizer.encode(sums.search(task, rng)), tokenizer.eos_token_id]
-        if len(response) <= MAX_RESPONSE:
-            made.append((prompt + response, len(prompt)))
+        return task.text(), sums.search(task, rng)
+
+    made = examples(tokenizer, draw, searches)
     weights = torch.ones(len(tokenizer))
     weights[tokenizer.convert_tokens_to_ids(NUMBERS)] = WEIGHT
     weights[tokenizer.convert_tokens_to_ids([".", ","])] = DECISIVE
@@ -65,19 +60,5 @@ def make_data(out: Path, count: int, seed: int) -> None:
     write(out, {"train": tasks[:count], "test": tasks[count:]}, "rhyme/countdown", "arithmetic")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("model", "data"))
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--searches", type=int, default=14000)
-    parser.add_argument("--tasks", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if args.what == "model":
-        make_model(args.out, args.searches, args.seed)
-    else:
-        make_data(args.out, args.tasks, args.seed)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, make_model, make_data)

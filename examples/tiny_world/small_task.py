@@ -1,7 +1,8 @@
-"""Shared code of the small tasks besides the puzzles: evaluation of a model, and data in verl's format."""
+"""Shared code of the small tasks besides the puzzles: training examples, evaluation, data in verl's format, command."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .sampling import encode_prompt, sample
+from .train import Example
+
+#: Maximum tokens of a search; longer ones are skipped.
+MAX_RESPONSE = 380
+
+
+def examples(tokenizer: Any, draw: Callable[[], tuple[str, str]], count: int) -> list[Example]:
+    """Return training examples of tasks with their written searches, as ``draw`` returns them."""
+    made: list[Example] = []
+    while len(made) < count:
+        task, search = draw()
+        prompt, response = encode_prompt(tokenizer, task), [*tokenizer.encode(search), tokenizer.eos_token_id]
+        if len(response) <= MAX_RESPONSE:
+            made.append((prompt + response, len(prompt)))
+    return made
 
 
 def show(model: Any, tokenizer: Any, tasks: Sequence[str], score: Callable[..., dict[str, Any]], seed: int) -> None:
@@ -51,3 +67,18 @@ def write(out: Path, splits: dict[str, list[str]], source: str, ability: str) ->
             for i, task in enumerate(tasks)
         ]
         pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
+
+
+def main(about: str, make_model: Callable[[Path, int, int], None], make_data: Callable[[Path, int, int], None]) -> None:
+    """Run a task's command: make its model (folder, searches, seed) or its data (folder, tasks of a split, seed)."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("what", choices=("model", "data"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--searches", type=int, default=14000)
+    parser.add_argument("--tasks", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.what == "model":
+        make_model(args.out, args.searches, args.seed)
+    else:
+        make_data(args.out, args.tasks, args.seed)

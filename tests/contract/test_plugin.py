@@ -226,9 +226,9 @@ assert not issubclass(server({"rhyme": {"enable": False}}), RhymeHttpServer)
 assert issubclass(server({"rhyme": {}}), RhymeHttpServer)
 
 import logging
-from verl_rhyme.observability.audible import keep_audible
+from verl_rhyme.observability.log_handler import add_log_handler
 for _ in range(2):
-    keep_audible()
+    add_log_handler()
 logging.getLogger("verl_rhyme.coordinator.coordinator").warning("sample %d is lost", 7)
 """
 

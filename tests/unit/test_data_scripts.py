@@ -257,14 +257,8 @@ def test_verl_reads_all_files_together(prepared, tok, tmp_path):
     from omegaconf import OmegaConf
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    config = OmegaConf.create(
-        {
-            "max_prompt_length": 2048,
-            "filter_overlong_prompts": True,
-            "filter_overlong_prompts_workers": None,
-            "cache_dir": str(tmp_path),
-        }
-    )
+    limits = {"max_prompt_length": 2048, "filter_overlong_prompts": True, "filter_overlong_prompts_workers": None}
+    config = OmegaConf.create({**limits, "cache_dir": str(tmp_path)})
     dataset = RLHFDataset([str(path) for path in sorted(prepared.glob("*.parquet"))], tok, config)
     assert len(dataset) == 20 + 30 + 15 + 18 + 60 + 4 + 5 + 6
     for item in dataset:

@@ -30,7 +30,7 @@ from verl_rhyme.agent_loop.session import PROMPTS, STARTS, Interrupted, Session,
 from verl_rhyme.agent_loop.stored_attempts import REPORT
 from verl_rhyme.config import config_tree
 from verl_rhyme.history.keys import data_key, template_label
-from verl_rhyme.observability.audible import keep_audible
+from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.placement import Move
 from verl_rhyme.processes.deadline import Deadline
 from verl_rhyme.processes.request import FIELD
@@ -113,7 +113,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        keep_audible()
+        add_log_handler()
         gc.freeze()  # as in Coordinator
         rollout = self.config.actor_rollout_ref.rollout
         rhyme = config_tree.from_rollout(rollout)

@@ -27,7 +27,6 @@ from verl_rhyme.coordinator.cleanup import Cleanup
 from verl_rhyme.coordinator.migrations import Migrations
 from verl_rhyme.coordinator.worker_pool import WorkerPool
 from verl_rhyme.lengths.predictor import Forecast
-from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.batches import (
     SlotAccount,
     batch_metrics,
@@ -35,6 +34,7 @@ from verl_rhyme.observability.batches import (
     placement_metrics,
     replica_paces,
 )
+from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.placement import Move, Placement
 from verl_rhyme.processes.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
 from verl_rhyme.scheduling.attempts import Attempt, Ended
@@ -67,7 +67,7 @@ class Coordinator:
     """
 
     def __init__(self) -> None:
-        keep_audible()
+        add_log_handler()
         tq.init()
         gc.freeze()  # a collection over half a million imported objects would stall the event loop
         self._openings = 0
@@ -191,7 +191,7 @@ class Coordinator:
         await self._open_migrations.look()
         self._still(opening)
         rollout.publish(version, batches_left)
-        self._slots.go(time.time())
+        self._slots.end_sync(time.time())
         self._dispatching = batches_left > 0
         self._go()
         return self._wants() if self._dispatching else Wants()
@@ -221,7 +221,7 @@ class Coordinator:
         """Start no sample until :meth:`publish`: the engines are about to receive new weights."""
         if self._opened is not None:
             self._cleanup.after_batch(self._opened[1])
-            self._slots.hold(time.time())
+            self._slots.begin_sync(time.time())
         self._dispatching = False
 
     async def enough(self, rewarded: bool, stopping: bool, part: int | None = None) -> Wants | None:
@@ -285,7 +285,7 @@ class Coordinator:
             return None
         running = [Attempt(p.uid, n, s.attempt).name for p, n, s in rollout.scheduler.ledger.samples("running")]
         taken = time.time()
-        on = self._slots.take(taken, running), taken
+        on = self._slots.end_interval(taken, running), taken
         batch = rollout.take()
         for sample, tokens in zip(batch.collected.samples, batch.collected.lengths, strict=True):
             self._expectations.generated(*sample, tokens)  # an earlier coordinator may have received the reports
@@ -340,7 +340,7 @@ class Coordinator:
             self._dispatch.ended(report.name, report.tokens if report.status == "generated" else None)
             try:
                 records = rollout.ended(report)
-                self._slots.ran(records)
+                self._slots.add_finished(records)
                 if report.status == "generated" and rollout.may_train(report.name):
                     self._expectations.generated(*Attempt.named(report.name).sample, report.tokens)
                 if records and not records[0]["attempt"]:  # prompts of later requests include earlier responses
@@ -396,7 +396,7 @@ class Coordinator:
                     starts = self._dispatch.fill(limit, min_starts)
                     self._open_migrations.report_errors()
                     pool.start(starts, rollout.scheduler.version + 1)
-                    self._slots.handed((start.name for start in starts), time.time())
+                    self._slots.add_sent((start.name for start in starts), time.time())
                 self._abandon()
             except Exception as error:
                 self._fail(error)

@@ -11,7 +11,7 @@ WINDOW = 4096
 
 
 class AcceptanceAlarm:
-    """Alarm that rings when the last :data:`WINDOW` draft tokens were all rejected; one accepted token ends it.
+    """Alarm that is active when the last :data:`WINDOW` draft tokens were all rejected; one accepted token ends it.
 
     At temperature 1 even a bad drafter is sometimes right. No acceptance at all means that drafts are lost before they
     are verified, or that the history holds other texts.
@@ -21,18 +21,14 @@ class AcceptanceAlarm:
         self._rejected = 0.0
 
     @property
-    def ringing(self) -> bool:
+    def active(self) -> bool:
         return self._rejected >= WINDOW
 
     def observe(self, step: Mapping[str, float]) -> str | None:
-        """Add the metrics of a step.
-
-        Returns:
-            Warning for the user at the step at which the alarm starts ringing; otherwise ``None``.
-        """
-        before = self.ringing
+        """Add the metrics of a step. Return a warning for the user if the alarm becomes active."""
+        before = self.active
         self._rejected = 0.0 if step.get(names.SPEC_ACCEPTED) else self._rejected + step.get(names.SPEC_DRAFTED, 0.0)
-        if not self.ringing or before:
+        if not self.active or before:
             return None
         return (
             f"the last {self._rejected:.0f} draft tokens were all rejected: drafting costs time and saves none. Run "

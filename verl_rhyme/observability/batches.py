@@ -40,25 +40,24 @@ class SlotAccount:
         self._syncs: list[tuple[float, float]] = []
         self._sync_began: float | None = None
 
-    def handed(self, names: Iterable[str], now: float) -> None:
-        """Record that attempts were sent to the engines."""
+    def add_sent(self, names: Iterable[str], now: float) -> None:
+        """Add attempts that were sent to the engines."""
         self._sent_at.update(dict.fromkeys(names, now))
 
-    def ran(self, records: Iterable[Record]) -> None:
-        """Add finished requests."""
+    def add_finished(self, records: Iterable[Record]) -> None:
         self._finished += [(r.get("queued_at", np.nan), r["started_at"], r["finished_at"]) for r in records]
 
-    def hold(self, now: float) -> None:
+    def begin_sync(self, now: float) -> None:
         """Record that a weight update of the engines begins."""
         self._sync_began = now if self._sync_began is None else self._sync_began
 
-    def go(self, now: float) -> None:
+    def end_sync(self, now: float) -> None:
         """Record that the engines have the new weights."""
         if self._sync_began is not None:
             self._syncs.append((self._sync_began, now))
         self._sync_began = None
 
-    def take(self, now: float, running: Collection[str]) -> float:
+    def end_interval(self, now: float, running: Collection[str]) -> float:
         """Return the ratio from the last call until now; ``running`` names the unfinished attempts."""
         queued, started, finished = np.array(self._finished, dtype=np.float64).reshape(-1, 3).T
         known = np.isfinite(started) & np.isfinite(finished)
@@ -92,15 +91,15 @@ class Occupancy:
     def __init__(self, slots: int, now: float) -> None:
         self._slots, self._now, self._running, self._busy, self._room = slots, now, 0, 0.0, 0.0
 
-    def at(self, now: float, running: int) -> None:
+    def set_running(self, now: float, running: int) -> None:
         """Record the number of running requests from ``now`` on."""
         passed = now - self._now
         self._busy += passed * min(self._running, self._slots)
         self._room += passed * self._slots
         self._now, self._running = now, running
 
-    def take(self) -> float:
-        """Return the ratio from the last call until the latest :meth:`at`."""
+    def end_interval(self) -> float:
+        """Return the ratio from the last call until the latest :meth:`set_running`."""
         busy, room = self._busy, self._room
         self._busy = self._room = 0.0
         return 1.0 - busy / room if room > 0 else 0.0
@@ -155,8 +154,8 @@ def batch_metrics(
     if bubble is not None:
         metrics[names.BUBBLE_RATIO] = bubble
     elif batch.ran:
-        started, finished = (np.array([r[name] for r in batch.ran]) for name in ("started_at", "finished_at"))
-        metrics[names.BUBBLE_RATIO] = names.bubble_ratio(started, np.maximum(started, finished), slots)
+        started, finished = ([record[name] for record in batch.ran] for name in ("started_at", "finished_at"))
+        metrics[names.BUBBLE_RATIO] = names.bubble_ratio(started, finished, slots)
     if taken is not None and batch.trained:
         metrics[names.STREAM_AHEAD] = max(0.0, taken - max(record["finished_at"] for record in batch.trained))
     return {name: float(value) for name, value in metrics.items()}

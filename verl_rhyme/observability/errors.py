@@ -64,7 +64,7 @@ class _Origin:
     before: str = ""
     done: list[_Traceback] = field(default_factory=list)
 
-    def take(self, line: str, number: int) -> None:
+    def add_line(self, line: str, number: int) -> None:
         if line == _TRACEBACK:
             self.open = _Traceback([], ignored=self.before.startswith("Exception ignored in"))
             self.done.append(self.open)
@@ -112,7 +112,7 @@ def last_error(log: str | os.PathLike[str], begin: int = 0) -> list[str]:
         if origin:
             line = line[origin.end() :]
         line = _LEVEL.sub("", line)
-        origins.setdefault(origin[1] if origin else "", _Origin()).take(line, number)
+        origins.setdefault(origin[1] if origin else "", _Origin()).add_line(line, number)
         if line.strip():
             plain.append(line)
     tracebacks = sorted((t for o in origins.values() for t in o.done if t.exception), key=lambda t: t.end)

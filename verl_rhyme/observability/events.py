@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import logging
 import os
@@ -95,7 +94,6 @@ class EventLog:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.lost_rows = 0
         self._warned = False
         self._files = 0
         try:
@@ -119,11 +117,8 @@ class EventLog:
         Raises:
             ValueError: Unknown column, unequal lengths, or a value of the wrong type.
         """
-        keys = columns.get("prompt_key")
-        if keys is not None and not isinstance(keys, str | bytes):
+        if (keys := columns.get("prompt_key")) is not None:
             columns = {**columns, "prompt_key": [bytes.fromhex(k) if isinstance(k, str) else k for k in keys]}
-        elif isinstance(keys, str):
-            columns = {**columns, "prompt_key": bytes.fromhex(keys)}
         self._append("requests", step, epoch, columns, validation=bool(np.all(columns.get("validate", False))))
 
     def append_stages(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
@@ -158,20 +153,17 @@ class EventLog:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
-        if not self._write(name, sink.getvalue()):
-            self.lost_rows += batch.num_rows
+        self._write(name, sink.getvalue())
 
-    def _write(self, name: str, content: bytes | pa.Buffer) -> bool:
+    def _write(self, name: str, content: bytes | pa.Buffer) -> None:
         temporary = self.folder / f".{name}.tmp"
         try:
             temporary.write_bytes(content)
             temporary.replace(self.folder / name)
-            return True
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             self._warn(error)
-            return False
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
@@ -185,20 +177,15 @@ class EventLog:
 
 
 def read_requests(folder: str | os.PathLike[str]) -> pa.Table:
-    """Read all requests of a run, ordered by step: schema :data:`REQUESTS`.
-
-    Unreadable files are skipped with a warning; a missing folder gives an empty table.
-    """
+    """Read all requests of a run, ordered by step; unreadable files are skipped with a warning."""
     return _read(Path(folder), "requests")
 
 
 def read_stages(folder: str | os.PathLike[str]) -> pa.Table:
-    """Read all stages of a run: schema :data:`STAGES`; see :func:`read_requests`."""
     return _read(Path(folder), "stages")
 
 
 def read_responses(folder: str | os.PathLike[str]) -> pa.Table:
-    """Read all logged responses of a run: schema :data:`RESPONSES`; see :func:`read_requests`."""
     return _read(Path(folder), "responses")
 
 
@@ -213,26 +200,34 @@ def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """Event log of a run in memory: tables of :data:`REQUESTS` and :data:`STAGES`, and :func:`read_info`."""
+    """Event log of a run in memory.
+
+    Attributes:
+        folder: Folder of the log.
+        requests: Columns of :data:`REQUESTS` (:func:`to_numpy`), and ``group`` (:func:`groups_of`).
+        stages: Columns of :data:`STAGES`.
+        info: Result of :func:`read_info`.
+        versioned: Whether requests have policy versions.
+    """
 
     folder: Path
-    requests: pa.Table
-    stages: pa.Table
+    requests: dict[str, np.ndarray]
+    stages: dict[str, np.ndarray]
     info: dict[str, Any]
+    versioned: bool
 
 
 def read_log(folder: str | os.PathLike[str]) -> Log:
     """Read the parts of the log that the report needs."""
     path = Path(folder)
-    return Log(path, read_requests(path), read_stages(path), read_info(path))
+    table = read_requests(path)
+    requests = {**to_numpy(table), "group": groups_of(table)}
+    versioned = table["policy_version_end"].null_count < table.num_rows
+    return Log(path, requests, to_numpy(read_stages(path)), read_info(path), versioned)
 
 
 def runs_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """Return (first step, name) for every name a run had, oldest first; empty if unknown.
-
-    Args:
-        info: Result of :func:`read_info`.
-    """
+    """Return (first step, name) for every name a run had, oldest first, from :func:`read_info`."""
     return [(step, name) for step, name in info.get("runs", [])]
 
 
@@ -265,10 +260,8 @@ def groups_of(table: pa.Table) -> np.ndarray:
 
 
 def _record_batch(schema: pa.Schema, columns: Mapping[str, Any]) -> pa.RecordBatch:
-    for name in columns:
-        if name not in schema.names:
-            near = difflib.get_close_matches(name, schema.names, n=1)
-            raise ValueError(f"event log: no column {name!r}; {f'did you mean {near[0]!r}' if near else schema.names}")
+    if unknown := set(columns) - set(schema.names):
+        raise ValueError(f"event log: unknown columns {sorted(unknown)}; known: {schema.names}")
     many = {name: values for name, values in columns.items() if _is_column(values)}
     lengths = {name: len(values) for name, values in many.items()}
     rows = max(lengths.values(), default=1)

@@ -108,7 +108,7 @@ STREAM_CHANGE = "training/stream/change_s"
 SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
 
 #: Share of the tokens below which drafts are hardly worth their cost.
-LITTLE = 0.1
+LOW_YIELD = 0.1
 
 
 def fillable_slots(request_slots: int, samples: int) -> int:
@@ -133,24 +133,17 @@ def bubble_ratio(started: npt.ArrayLike, finished: npt.ArrayLike, slots: int) ->
 
     Args:
         started: Start times in seconds, float, shape [requests]. Requests with a non-finite time are ignored.
-        finished: End times by the same clock, same shape, not before ``started``.
+        finished: End times, same shape. One before its start counts as the start: clocks of two nodes may differ by
+            more than the length of a short request.
         slots: ``Q``, the same in every step of a run: :func:`fillable_slots`.
 
     Returns:
         Ratio in [0, 1]; 0.0 if no request ran.
-
-    Raises:
-        ValueError: ``slots`` is below 1, the shapes differ, or a request ends before it starts.
     """
-    if slots < 1:
-        raise ValueError(f"bubble_ratio: slots must be at least 1, not {slots}; pass metrics.fillable_slots(...)")
-    begin, end = np.asarray(started, dtype=np.float64), np.asarray(finished, dtype=np.float64)
-    if begin.shape != end.shape:
-        raise ValueError(f"bubble_ratio: started has shape {begin.shape}, finished {end.shape}; they must be equal")
+    begin = np.asarray(started, dtype=np.float64)
+    end = np.maximum(begin, np.asarray(finished, dtype=np.float64))
     known = np.isfinite(begin) & np.isfinite(end)
     begin, end = begin[known], end[known]
-    if np.any(end < begin):
-        raise ValueError(f"bubble_ratio: {int(np.sum(end < begin))} requests end before they start; check the clocks")
     if not len(begin) or end.max() == begin.min():
         return 0.0
     times = np.concatenate([begin, end])
@@ -208,7 +201,7 @@ DRAFTER = ("draft_errors", "draft_seconds", "head_updates", "head_loss", "head_s
 def drafter_metrics(totals: Mapping[str, float]) -> dict[str, float]:
     """Return metrics from the sums of the :data:`DRAFTER` columns; the draft head's only if it was trained."""
     metrics = {SPEC_ERRORS: totals["draft_errors"], SPEC_DRAFT_S: totals["draft_seconds"]}
-    if updates := totals.get("head_updates"):
+    if updates := totals["head_updates"]:
         metrics |= {
             SPEC_HEAD_UPDATES: updates,
             SPEC_HEAD_LOSS: totals["head_loss"] / updates,
@@ -222,7 +215,7 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
 
     Args:
         requests: Columns of the event log (:data:`verl_rhyme.observability.events.REQUESTS`), each of shape
-            [requests]. Validation requests are ignored, and metrics of missing columns are left out.
+            [requests], without validation; at least one request.
         slots: Q of :func:`bubble_ratio`; ``None``: no bubble ratio.
         rollout_s: Duration of the step's rollout in seconds (verl's ``timing_s/gen``).
 
@@ -230,51 +223,34 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
         Metric name to value. ``rollout/spec_accept_*`` are verl's means over requests; the totals below
         ``rollout/spec/`` are for means over tokens.
     """
-    columns = {name: np.asarray(values) for name, values in requests.items()}
-    if "validate" in columns:
-        train = ~columns["validate"].astype(bool)
-        columns = {name: values[train] for name, values in columns.items()}
-    count = len(next(iter(columns.values()))) if columns else 0
-    if count == 0:
-        return {}
-    metrics: dict[str, float] = {REQUESTS: float(count)}
-
-    def has(*names: str) -> bool:
-        return all(name in columns for name in names)
-
-    if has("response_tokens"):
-        lengths = columns["response_tokens"].astype(np.float64)
-        p50, p90, p99 = np.quantile(lengths, [0.5, 0.9, 0.99])
-        metrics |= {LENGTHS_P50: p50, LENGTHS_P90: p90, LENGTHS_P99: p99, LENGTHS_MAX: lengths.max()}
-        if has("trained"):
-            metrics[TRAINED_TOKENS] = lengths[columns["trained"].astype(bool)].sum()
-            metrics[USEFUL_TOKENS_PER_S] = useful_tokens_per_s(metrics[TRAINED_TOKENS], rollout_s)
-    if has("started_at", "finished_at"):
-        started, finished = columns["started_at"].astype(np.float64), columns["finished_at"].astype(np.float64)
-        if slots is not None:
-            # Clocks of two nodes may differ by more than the length of a short request.
-            metrics[BUBBLE_RATIO] = bubble_ratio(started, np.maximum(started, finished), slots)
-        if has("queued_at"):
-            queue = started - columns["queued_at"].astype(np.float64)
-            queue = queue[np.isfinite(queue)].clip(min=0.0)
-            if len(queue):
-                metrics |= {QUEUE_S_MEAN: queue.mean(), QUEUE_S_MAX: queue.max()}
-    if has("drafted_tokens", "accepted_tokens", "verify_steps"):
-        drafted, accepted, verify = (columns[n] for n in ("drafted_tokens", "accepted_tokens", "verify_steps"))
-        metrics |= {
-            SPEC_DRAFTED: drafted.sum(),
-            SPEC_ACCEPTED: accepted.sum(),
-            SPEC_VERIFY_STEPS: verify.sum(),
-            SPEC_ACCEPT_RATE: accept_rate(drafted, accepted),
-            SPEC_ACCEPT_LENGTH: accept_length(accepted, verify),
-        }
-    if has("reverified_tokens"):
-        metrics[SPEC_REVERIFIED] = columns["reverified_tokens"].sum()
-    metrics |= {metric: columns[name].sum() for name, metric in SPEC_SOURCES.items() if has(name)}
-    if has("draft_errors", "draft_seconds"):
-        metrics |= drafter_metrics({name: columns[name].sum() for name in DRAFTER if name in columns})
-    if has("history_hit"):
-        metrics[HISTORY_HIT_RATE] = columns["history_hit"].astype(bool).mean()
+    lengths = requests["response_tokens"].astype(np.float64)
+    p50, p90, p99 = np.quantile(lengths, [0.5, 0.9, 0.99])
+    trained = lengths[requests["trained"].astype(bool)].sum()
+    drafted, accepted, verify = (requests[n] for n in ("drafted_tokens", "accepted_tokens", "verify_steps"))
+    metrics: dict[str, float] = {
+        REQUESTS: len(lengths),
+        LENGTHS_P50: p50,
+        LENGTHS_P90: p90,
+        LENGTHS_P99: p99,
+        LENGTHS_MAX: lengths.max(),
+        TRAINED_TOKENS: trained,
+        USEFUL_TOKENS_PER_S: useful_tokens_per_s(trained, rollout_s),
+        SPEC_DRAFTED: drafted.sum(),
+        SPEC_ACCEPTED: accepted.sum(),
+        SPEC_VERIFY_STEPS: verify.sum(),
+        SPEC_ACCEPT_RATE: accept_rate(drafted, accepted),
+        SPEC_ACCEPT_LENGTH: accept_length(accepted, verify),
+        SPEC_REVERIFIED: requests["reverified_tokens"].sum(),
+        **{metric: requests[name].sum() for name, metric in SPEC_SOURCES.items()},
+        **drafter_metrics({name: requests[name].sum() for name in DRAFTER}),
+        HISTORY_HIT_RATE: requests["history_hit"].astype(bool).mean(),
+    }
+    if slots is not None:
+        metrics[BUBBLE_RATIO] = bubble_ratio(requests["started_at"], requests["finished_at"], slots)
+    queue = requests["started_at"].astype(np.float64) - requests["queued_at"].astype(np.float64)
+    queue = queue[np.isfinite(queue)].clip(min=0.0)
+    if len(queue):
+        metrics |= {QUEUE_S_MEAN: queue.mean(), QUEUE_S_MAX: queue.max()}
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -290,25 +266,17 @@ def response_tokens(metrics: Mapping[str, Any]) -> float | None:
 
 
 def shares(counts: Mapping[str, Any]) -> str:
-    """Return the share of each source with at least 1%, as ``history 62%, siblings 30%``; empty without tokens.
-
-    Args:
-        counts: Tokens by source (:data:`verl_rhyme.drafting.policy.SOURCES`); ``None`` where unknown.
-    """
+    """Return the share of each source with at least 1%, as ``history 62%, siblings 30%``; empty without tokens."""
     known = {source: count for source, count in counts.items() if count}
     total = sum(known.values())
     return ", ".join(f"{source} {count / total:.0%}" for source, count in known.items() if count >= 0.01 * total)
 
 
-def little_from_drafts(accepted: float | None, tokens: float | None, nats: float | None) -> str | None:
-    """Return a note on drafts from history that yield few tokens; ``None`` for other drafts or missing values.
-
-    Args:
-        accepted: Accepted draft tokens.
-        tokens: Response tokens, including the accepted ones.
-        nats: Entropy of the policy per token.
+def low_yield(accepted: float | None, tokens: float | None, nats: float | None) -> str | None:
+    """Return a note on drafts that yield few of a run's response tokens, with the policy's entropy (nats per token);
+    ``None`` for other drafts or missing values.
     """
-    if accepted is None or not tokens or accepted >= LITTLE * tokens:
+    if accepted is None or not tokens or accepted >= LOW_YIELD * tokens:
         return None
     at = "" if nats is None else f" at an entropy of {nats:.2f} nats per token"
     return f"drafts yielded {accepted / tokens:.0%} of the tokens{at}"
@@ -316,13 +284,13 @@ def little_from_drafts(accepted: float | None, tokens: float | None, nats: float
 
 def rollout_s(metrics: Mapping[str, Any]) -> float | None:
     """Return the seconds of rollout in a step: the whole step if rollout continues while the actor trains."""
-    seconds = finite(metrics, ROLLOUT_S)
-    return finite(metrics, GEN_S) if seconds is None else seconds
+    return finite(metrics, ROLLOUT_S, GEN_S)
 
 
-def finite(metrics: Mapping[str, Any], name: str) -> float | None:
-    """Return ``metrics[name]`` as a float; ``None`` if it is missing, null or not finite."""
-    value = metrics.get(name)
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
+def finite(metrics: Mapping[str, Any], *names: str) -> float | None:
+    """Return the first of the named metrics that is a finite number; ``None`` without one."""
+    for name in names:
+        value = metrics.get(name)
+        if isinstance(value, numbers.Real) and math.isfinite(value):
+            return float(value)
     return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,36 +33,30 @@ def report(
     step: int | None = None,
     perfetto: bool = False,
 ) -> int:
-    """Run ``verl-rhyme report`` with its arguments and return the exit status."""
-    console = Console()
+    """Run ``verl-rhyme report`` and return the exit status."""
     notes: list[str] = []
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        try:
-            runs = [read(folder, name, events)]
-            if other is not None:
-                runs.append(read(other))
-                notes += _rename_equal(runs)
-        except (ReportError, OSError) as error:
-            _print_notes([str(error)])
-            return 1
-    notes += [line for run in runs if (line := _missing_step(run, step))]
-    to = Path(out or runs[0].folder)
     try:
-        summaries = [run.summary for run in runs]
-        summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
-        notes += _unequal_slots(summaries)
-        paths = [write(summary, to), document.write(runs, to, FIRST_WARM_EPOCH, step)]
-        if perfetto:
-            paths += _traces(runs, to, step)
-    except ReportError as error:
-        _print_notes([*notes, str(error)])
+        runs = [read(folder, name, events)]
+        if other is not None:
+            runs.append(read(other))
+            notes += _rename_equal(runs)
+    except (ReportError, OSError) as error:
+        _print_notes([str(error)])
         return 1
+    to = Path(out or runs[0].folder)
+    summaries = [run.summary for run in runs]
+    summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
+    notes += _unequal_slots(summaries)
+    try:
+        paths = [write(summary, to), document.write(runs, to, FIRST_WARM_EPOCH)]
+        if perfetto:
+            notes += [line for run in runs if (line := _missing_step(run, step))]
+            paths += _traces(runs, to, step)
     except OSError as error:
         _print_notes([*notes, f"cannot write to {to} ({error.strerror or error}): set --out to a writable folder"])
         return 1
-    problems = [problem for run in runs for problem in run.problems]
-    _print_notes([*dict.fromkeys([*notes, *(str(warning.message) for warning in warned), *problems])])
+    _print_notes([*dict.fromkeys([*notes, *(problem for run in runs for problem in run.problems)])])
+    console = Console()
     show(summary, console)
     for path in paths:
         console.print(str(path), highlight=False, markup=False, soft_wrap=True)
@@ -80,12 +73,11 @@ def _unequal_slots(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _missing_step(run: Run, step: int | None) -> str:
-    """Return a note if the requested step has no rollout; otherwise ""."""
-    windows = [] if run.slot_time is None else run.slot_time.windows
-    steps = [window.step for window in windows]
-    if step is None or not steps or step in steps:
+    """Return a note if the log has no request of the step; otherwise ""."""
+    steps = run.requests["step"] if run.requests else np.zeros(0)
+    if step is None or not len(steps) or step in steps:
         return ""
-    return f"{run.name}: no rollout of step {step} was logged; steps {min(steps)} to {max(steps)} are available"
+    return f"{run.name}: no request of step {step} was logged; steps {min(steps)} to {max(steps)} are available"
 
 
 def _rename_equal(runs: Sequence[Run]) -> list[str]:
@@ -139,7 +131,7 @@ def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> Path:
 
 def show(summary: Mapping[str, Any], console: Console) -> None:
     """Print the table per epoch, and the speedup of two runs: the first run comes first, as in the page."""
-    runs = _runs(summary)[::-1]
+    runs = [*summary["runs"].values()][::-1] if "runs" in summary else [summary]
     names = [str(run["run"]) for run in runs]
     table = _table(runs, names)
     if len(names) > 1 and console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
@@ -161,7 +153,7 @@ def _low_yield(run: Mapping[str, Any]) -> str | None:
     last = run["epochs"][-1] if run["epochs"] else {}
     if (share := last.get("accepted_share")) is None or not last["history_hit_rate"]:
         return None
-    line = metrics.little_from_drafts(share, 1.0, last["entropy"])
+    line = metrics.low_yield(share, 1.0, last["entropy"])
     return None if line is None else f"in its last epoch {line}; for the yield by entropy see docs/drafting.md"
 
 
@@ -186,10 +178,6 @@ def _table(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
             lead = [str(number) if at == 0 else "", *([escape(name)] if len(runs) > 1 else [])]
             table.add_row(*lead, *_cells(row)[: len(names_shown)])
     return table
-
-
-def _runs(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return list(summary["runs"].values()) if "runs" in summary else [summary]
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

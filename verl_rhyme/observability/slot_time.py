@@ -72,8 +72,7 @@ class SlotTime:
         slots: Q of the bubble ratio; if the run did not log it, the most requests that ran at a time.
         logged: Whether the run logged ``slots``.
         replicas: Numbers of the replicas, [R].
-        requests: Columns of the requests that ran, [N], by start: ``replica`` (0 to R - 1), ``started``, ``finished``,
-            ``row`` (in the event log's table).
+        requests: Columns of the requests that ran, [N], by start: ``replica`` (0 to R - 1), ``started``, ``finished``.
         edges: Bounds of the intervals, float64[k + 1].
         reason: Reason of idle slots in each interval, int8[k].
         windows: Windows of rollout.
@@ -121,20 +120,17 @@ class SlotTime:
         return np.split(order, np.searchsorted(replica[order], np.arange(1, len(self.replicas))))
 
     @cached_property
-    def _lane_slots(self) -> list[float]:
-        return [self._measured_slots(mine) for mine in self.by_replica]
-
-    def lane_slots(self, replica: int) -> float:
-        """Return the height of a replica's lane: its equal share of the slots.
+    def lane_slots(self) -> list[float]:
+        """Height of each replica's lane: its equal share of the slots.
 
         Replicas may have unequal shares. So, if it is clearly more, the height is what the replica filled for a
         twentieth of its busy time.
         """
-        return self._lane_slots[replica]
+        return [self._measured_slots(mine) for mine in self.by_replica]
 
     def _measured_slots(self, mine: Array) -> float:
         share = self.slots / len(self.replicas)
-        times, counts = running(self.requests["started"][mine], self.requests["finished"][mine])
+        times, counts = _running(self.requests["started"][mine], self.requests["finished"][mine])
         order = np.argsort(counts[:-1])
         spent = np.cumsum(np.where(counts[:-1] > 0, np.diff(times), 0.0)[order])
         often = float(counts[:-1][order][np.searchsorted(spent, 0.95 * spent[-1])]) if spent.any() else 1.0
@@ -175,9 +171,9 @@ def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool
     started, finished, began, ended = (cut(times) for times in (started, finished, began, ended))
     columns = {"step": stage["step"], "stage": stage["stage"].astype(str), "started": began, "ended": ended}
     replicas, replica = np.unique(requests["replica"][rows], return_inverse=True)
-    ran_columns = {"replica": replica, "started": started, "finished": finished, "row": rows}
+    ran_columns = {"replica": replica, "started": started, "finished": finished}
 
-    times, counts = running(started, finished)
+    times, counts = _running(started, finished)
     q = slots or int(counts.max(initial=1))
     last = max(float(finished.max()), float(ended.max(initial=0.0)))
     steps = _Steps.of(columns)
@@ -186,14 +182,13 @@ def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool
     else:
         windows = _between_trainings(started, finished, requests["step"][rows], steps)
     edges, reason = _reasons(columns, windows, steps, started, runs_on, last)
-    measured = SlotTime(
-        *(q, slots is not None, replicas, ran_columns, edges, reason, windows, np.zeros(len(REASONS))),
-        *(columns, pauses, origin),
+    windows, shares = _count_seconds(q, windows, edges, reason, times, counts)
+    return SlotTime(
+        *(q, slots is not None, replicas, ran_columns, edges, reason, windows, shares, columns, pauses, origin)
     )
-    return _counted(measured, times, counts)
 
 
-def running(started: Array, finished: Array) -> tuple[Array, Array]:
+def _running(started: Array, finished: Array) -> tuple[Array, Array]:
     """Return the times of starts and ends, float64[2N], and the running requests from each on, int[2N]."""
     times = np.concatenate([started, finished])
     order = np.argsort(times, kind="stable")
@@ -288,25 +283,33 @@ def _reasons(
     return edges, reason
 
 
-def _counted(measured: SlotTime, times: Array, counts: Array) -> SlotTime:
-    """Add the slot seconds by reason, in total and for each window."""
-    borders = [t for window in measured.windows for t in (window.began, window.ended)]
-    cuts = np.unique(np.concatenate([measured.edges, times, borders]))
+def _count_seconds(
+    slots: int, windows: list[Window], edges: Array, reason: Array, times: Array, counts: Array
+) -> tuple[list[Window], Array]:
+    """Return the windows with their slot seconds by reason, and the shares of all slot seconds.
+
+    Args:
+        slots: Q of the bubble ratio.
+        windows: Windows of rollout.
+        edges, reason: Intervals of :func:`_reasons`.
+        times, counts: Running requests over time, from :func:`_running`.
+    """
+    cuts = np.unique(np.concatenate([edges, times, [t for window in windows for t in (window.began, window.ended)]]))
     middle = np.searchsorted(times, cuts[:-1], side="right") - 1
-    busy = np.where(middle >= 0, counts[middle], 0).clip(0, measured.slots)
+    busy = np.where(middle >= 0, counts[middle], 0).clip(0, slots)
     seconds = np.diff(cuts)
-    why = measured.reason[np.searchsorted(measured.edges, cuts[:-1], side="right") - 1]
+    why = reason[np.searchsorted(edges, cuts[:-1], side="right") - 1]
     by_reason = np.zeros((len(REASONS), len(cuts)))
     by_reason[BUSY, 1:] = np.cumsum(busy * seconds)
     for code in range(1, len(REASONS)):
-        by_reason[code, 1:] = np.cumsum(np.where(why == code, (measured.slots - busy) * seconds, 0.0))
-    windows = []
-    for window in measured.windows:
+        by_reason[code, 1:] = np.cumsum(np.where(why == code, (slots - busy) * seconds, 0.0))
+    counted = []
+    for window in windows:
         begin, end = np.searchsorted(cuts, [window.began, window.ended])
         spent = by_reason[:, end] - by_reason[:, begin]
-        windows.append(replace(window, busy=float(spent[BUSY]), idle=tuple(spent[1:].tolist())))
+        counted.append(replace(window, busy=float(spent[BUSY]), idle=tuple(spent[1:].tolist())))
     total = by_reason[:, -1]
-    return replace(measured, windows=windows, shares=total / total.sum() if total.sum() > 0 else total)
+    return counted, total / total.sum() if total.sum() > 0 else total
 
 
 def _busy_until(started: Array, finished: Array, at: Array) -> Array:

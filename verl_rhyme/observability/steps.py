@@ -65,7 +65,9 @@ def from_metrics(path: str | os.PathLike[str]) -> Steps:
     """
     steps: Steps = {}
     for file in metric_files(path):
-        rows = [(step, data) for step, data in parse_lines(file.read_bytes().splitlines(), file) if _is_training(data)]
+        rows = [
+            (step, data) for step, data in parse_lines(file.read_bytes().splitlines(), file) if metrics.EPOCH in data
+        ]
         begin = min((step for step, _ in rows), default=0)
         if rows:
             steps = {step: data for step, data in steps.items() if step < begin}
@@ -74,24 +76,16 @@ def from_metrics(path: str | os.PathLike[str]) -> Steps:
     return steps
 
 
-def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
-    """Compute the same metrics from the event log.
-
-    Args:
-        log: Event log of a run.
-        slots: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
-        rollout: Stage that lasts as long as a step's rollout.
-    """
+def from_log(log: events.Log) -> Steps:
+    """Compute the same metrics from the event log."""
     steps: Steps = {}
-    stages = events.to_numpy(log.stages)
+    slots, rollout = log.info.get("slots"), log.info.get("rollout") or "gen"
+    stages, requests = log.stages, log.requests
     for step, epoch, stage, seconds in zip(*(stages[n] for n in ("step", "epoch", "stage", "duration_s")), strict=True):
         data = steps.setdefault(int(step), {metrics.EPOCH: int(epoch)})
         name = metrics.TIMING + str(stage)
         data[name] = data.get(name, 0.0) + float(seconds)
 
-    requests = events.to_numpy(log.requests.drop_columns(["uid", "prompt_key", "node", "reason", "stop_reason"]))
-    requests["group"] = events.groups_of(log.requests)
-    versioned = log.requests["policy_version_end"].null_count < log.requests.num_rows
     bubbles: dict[int, float] = {}
     runs_on = rollout == "step"
     if runs_on and slots and (measured := slot_time.measure(requests, stages, slots, runs_on)) is not None:
@@ -113,7 +107,7 @@ def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
         rewards = rows["reward"][trained & np.isfinite(rows["reward"])]
         if len(rewards):
             data[EVENT_REWARD] = float(rewards.mean())
-        if versioned and trained.any():
+        if log.versioned and trained.any():
             data |= _staleness(int(step) - 1, rows, trained)
     for number, bubble in bubbles.items():
         steps[number][metrics.BUBBLE_RATIO] = bubble
@@ -137,7 +131,3 @@ def merge(logged: Steps, computed: Steps) -> Steps:
     if not logged:
         return dict(sorted(computed.items()))
     return {step: {**computed.get(step, {}), **data} for step, data in sorted(logged.items())}
-
-
-def _is_training(data: dict[str, Any]) -> bool:
-    return metrics.EPOCH in data

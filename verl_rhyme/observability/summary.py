@@ -25,7 +25,6 @@ from verl_rhyme.drafting.policy import SOURCES
 from . import events, metrics, steps
 from .page.run import Run, load
 
-METRICS_FILE = steps.METRICS_FILE
 EVENTS_FOLDER = "events"
 #: File in a checkpoint folder that names its run (``checks/preflight/run_folder.py``).
 MARKER_FILE = "run.json"
@@ -82,7 +81,7 @@ def _summary(folder: Path, name: str | None, info: Mapping[str, Any], by_step: s
 def read(
     run: str | os.PathLike[str], name: str | None = None, events_folder: str | os.PathLike[str] | None = None
 ) -> Run:
-    """Read a run for the page, with its summary (:func:`_summary`). Warnings are added to its problems.
+    """Read a run for the page, with its summary (:func:`_summary`). Warnings become its problems.
 
     Args:
         run: Run folder.
@@ -96,11 +95,8 @@ def read(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         log, by_step = _logged(folder, events_folder)
-    messages = list(dict.fromkeys(str(warning.message) for warning in caught))
-    for message in messages:
-        warnings.warn(message, stacklevel=2)
     loaded = load(folder, _summary(folder, name, log.info, by_step), by_step, log)
-    loaded.problems[:0] = messages
+    loaded.problems[:0] = dict.fromkeys(str(warning.message) for warning in caught)
     return loaded
 
 
@@ -108,15 +104,12 @@ def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple
     """Read the event log and the metrics by step."""
     if not folder.is_dir():
         raise ReportError(f"no such folder: {folder}; give a run folder that contains metrics.jsonl or checkpoints")
-    metrics_path = folder / METRICS_FILE
+    metrics_path = folder / steps.METRICS_FILE
     events_path = Path(events_folder or _find_events(folder))
-    if not metrics_path.exists() and (above := folder.parent / METRICS_FILE).exists():
+    if not metrics_path.exists() and (above := folder.parent / steps.METRICS_FILE).exists():
         warnings.warn(f"{above} is not read: give {folder.parent} for rewards and times", stacklevel=2)
     log = events.read_log(events_path)
-    by_step = steps.merge(
-        steps.from_metrics(metrics_path),
-        steps.from_log(log, log.info.get("slots"), log.info.get("rollout") or "gen"),
-    )
+    by_step = steps.merge(steps.from_metrics(metrics_path), steps.from_log(log))
     if not by_step:
         raise ReportError(
             f"{folder}: no finished training step in {metrics_path} or {events_path}; did the training start, with "
@@ -139,19 +132,14 @@ def _runs_on(run: Path) -> bool:
 
 
 def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare the summaries of two runs.
+    """Compare the summaries of two runs with different names.
 
     Returns:
         ``{"runs": {name: summary}, "rollout_speedup_warm", "tokens_per_s_speedup_warm", ..._spread}``: the ratios of
         the median rollout seconds per epoch, and of the median response tokens per rollout second (lengths may differ),
         over the warm epochs of both runs. Above 1 is faster. A spread is the least and the greatest ratio of an epoch.
         All are ``None`` without such epochs.
-
-    Raises:
-        ReportError: Both runs have the same name.
     """
-    if off["run"] == on["run"]:
-        raise ReportError(f"both runs are named {on['run']!r}; name one of them with --name")
     seconds = _paired(off, on, lambda row: row["rollout_s"])
     speed = [(after, before) for before, after in _paired(off, on, tokens_per_s)]
     return {
@@ -187,7 +175,7 @@ def _marked_run(run: Path) -> str | None:
 def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rollout_s = _total([metrics.rollout_s(row) for row in rows])
     tokens = [metrics.response_tokens(row) for row in rows]
-    trained = [_first(row, metrics.TRAINED_TOKENS) or count for row, count in zip(rows, tokens, strict=True)]
+    trained = [metrics.finite(row, metrics.TRAINED_TOKENS) or count for row, count in zip(rows, tokens, strict=True)]
     drafted, accepted, verified = (
         sum(metrics.finite(row, name) or 0.0 for row in rows)
         for name in (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS)
@@ -227,7 +215,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Return mean and maximum staleness over the trained groups of some steps, in policy versions."""
-    greatest = [value for row in rows if (value := _first(row, *_STALENESS_MAX)) is not None]
+    greatest = [value for row in rows if (value := metrics.finite(row, *_STALENESS_MAX)) is not None]
     return {
         "staleness_mean": _mean(rows, *_STALENESS_MEAN, weight=metrics.STALENESS_GROUPS),
         "staleness_max": int(max(greatest)) if greatest else None,
@@ -251,17 +239,13 @@ def _total(values: Sequence[float | None]) -> float | None:
 
 def _mean(rows: Sequence[Mapping[str, Any]], *names: str, weight: str) -> float | None:
     """Return the mean over steps of the first of ``names`` that each has, weighted if all steps have the weight."""
-    known = [(value, metrics.finite(row, weight)) for row in rows if (value := _first(row, *names)) is not None]
+    known = [(value, metrics.finite(row, weight)) for row in rows if (value := metrics.finite(row, *names)) is not None]
     if not known:
         return None
     weights = [w for _, w in known if w]
     if len(weights) < len(known):
         weights = [1.0] * len(known)
     return sum(value * w for (value, _), w in zip(known, weights, strict=True)) / sum(weights)
-
-
-def _first(row: Mapping[str, Any], *names: str) -> float | None:
-    return next((value for name in names if (value := metrics.finite(row, name)) is not None), None)
 
 
 def tokens_per_s(row: Mapping[str, Any]) -> float | None:

@@ -1,4 +1,4 @@
-"""Command in a separate session that leaves no process behind."""
+"""Command in a separate session that leaves no process behind, on Linux."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -121,13 +120,7 @@ class Supervised:
 
 
 def session_processes(session: int) -> list[int]:
-    """List the process ids of a session, without zombies; without /proc, the process group's id if it is alive."""
-    if not sys.platform.startswith("linux"):
-        try:
-            os.killpg(session, 0)
-        except OSError:
-            return []
-        return [-session]
+    """List the process ids of a session, without zombies."""
     members = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -147,15 +140,14 @@ def _is_resource_tracker(pid: int) -> bool:
 
 
 def _child_setup() -> Callable[[], None]:
-    libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    libc = ctypes.CDLL(None)
     parent = os.getpid()
 
     def setup() -> None:
         # A shell starts background jobs with SIGINT ignored, which Python would inherit.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # end with the parent, even if it is killed
-            if os.getppid() != parent:
-                os._exit(1)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # end with the parent, even if it is killed
+        if os.getppid() != parent:
+            os._exit(1)
 
     return setup

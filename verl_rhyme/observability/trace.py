@@ -3,6 +3,7 @@ the trainer's stages."""
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,19 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from verl_rhyme.observability.lanes import pack
-
 _TRAINER = "trainer"
 
 
 def write(path: Path, requests: Mapping[str, np.ndarray], stages: Mapping[str, np.ndarray]) -> None:
-    """Write the trace file, an event per line.
-
-    Args:
-        path: Trace file, overwritten.
-        requests: Columns of ``events.REQUESTS``.
-        stages: Columns of ``events.STAGES``.
-    """
+    """Write the trace file, an event per line, from columns of ``events.REQUESTS`` and ``events.STAGES``."""
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for at, event in enumerate(spans(requests, stages)):
@@ -51,7 +44,7 @@ def spans(requests: Mapping[str, np.ndarray], stages: Mapping[str, np.ndarray]) 
     first_lane = 1
     for pid, (replica, mine) in enumerate(zip(replicas.tolist(), by_replica, strict=False), 1):
         yield from _process(pid, f"replica {replica}", first_lane)
-        lanes, _ = pack(start[mine], end[mine])
+        lanes = assign_lanes(start[mine], end[mine])
         for slot in range(int(lanes.max()) + 1):
             yield _named("thread_name", pid, first_lane + slot, f"slot {slot}")
         for at, lane in zip(mine.tolist(), lanes.tolist(), strict=True):
@@ -65,12 +58,25 @@ def spans(requests: Mapping[str, np.ndarray], stages: Mapping[str, np.ndarray]) 
         whole = names == "step"  # spans all other stages
         mine, until = start[first:], end[first:]
         lanes = np.zeros(len(timed), dtype=np.int64)
-        lanes[whole], _ = pack(mine[whole], until[whole])
-        lanes[~whole] = 1 + lanes.max() + pack(mine[~whole], until[~whole])[0]
+        lanes[whole] = assign_lanes(mine[whole], until[whole])
+        lanes[~whole] = 1 + lanes.max() + assign_lanes(mine[~whole], until[~whole])
         for at, lane in enumerate(lanes.tolist()):
             details = {name: int(stages[name][timed[at]]) for name in ("step", "epoch")}
             name = f"{names[at]} {details['step']}"
             yield _span(pid, first_lane + lane, name, int(start[first + at]), int(end[first + at]), details)
+
+
+def assign_lanes(began: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """Return the free lane with the lowest number for each span, int64[N], as an engine assigns slots."""
+    lanes = np.zeros(len(began), dtype=np.int64)
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []  # (end, lane)
+    for at in np.lexsort((ended, began)).tolist():
+        while busy and busy[0][0] <= began[at]:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        lanes[at] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (ended[at].item(), int(lanes[at])))
+    return lanes
 
 
 def _request(requests: Mapping[str, np.ndarray], row: int) -> tuple[str, dict[str, Any]]:
@@ -80,6 +86,10 @@ def _request(requests: Mapping[str, np.ndarray], row: int) -> tuple[str, dict[st
     details: dict[str, Any] = {name: int(requests[name][row]) for name in counts}
     details |= {name: bool(requests[name][row]) for name in ("trained", "validate")}
     details |= {"prompt": prompt, "ended": str(requests["stop_reason"][row] or "?")}
+    if reason := requests["reason"][row]:
+        details["placed_by"] = str(reason)
+    if predicted := int(requests["predicted_tokens"][row]):
+        details["predicted_tokens"] = predicted
     queued = requests["started_at"][row] - requests["queued_at"][row]
     if np.isfinite(queued):
         details["queued_s"] = round(float(queued), 6)

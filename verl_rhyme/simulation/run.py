@@ -103,7 +103,7 @@ class Simulation:
             if math.isfinite(cost.room):
                 self.placement.report(name, int(cost.room))
         self._occupancy = Occupancy(scenario.slots, 0.0)
-        self.cluster = Cluster(engines, self._generated, self._occupancy.at)
+        self.cluster = Cluster(engines, self._generated, self._occupancy.set_running)
         self._began = 0.0
 
     def run(self, on_step: Callable[[Step], object] = lambda step: None) -> list[Step]:
@@ -338,7 +338,7 @@ class Simulation:
         else:  # as in training, the bubble's time span ends with the last request, which may have ended just now
             for replica in self.cluster.engines:
                 self.cluster.touch(replica)
-        bubble = self._occupancy.take()
+        bubble = self._occupancy.end_interval()
         batch = self.rollout.take()
         self._training = True
         self.trained, stale = batch.collected.lengths, batch.collected.group_staleness
@@ -448,7 +448,7 @@ class Simulation:
         """Send the first requests of a version to the engines."""
         if self.scenario.rests:
             self._record_occupancy()
-            self._occupancy.take()
+            self._occupancy.end_interval()
         self._dispatch()
         self._collect_if_ready()
 
@@ -467,4 +467,4 @@ class Simulation:
 
     def _record_occupancy(self) -> None:
         """Record the occupancy until now."""
-        self._occupancy.at(self.cluster.now, sum(engine.running for engine in self.cluster.engines.values()))
+        self._occupancy.set_running(self.cluster.now, sum(engine.running for engine in self.cluster.engines.values()))

@@ -22,8 +22,8 @@ from verl_rhyme.config import config_tree
 from verl_rhyme.config.run_name import run_name
 from verl_rhyme.history.ownership import user_folder
 from verl_rhyme.history_writer.history_service import HistoryService, tokenizer_namespace
-from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
+from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.observability.metrics import fillable_slots
 from verl_rhyme.processes.deaths import Outliving
 from verl_rhyme.router import router_file
@@ -80,7 +80,7 @@ class RhymeTrainerMixin(PPOTrainer):
         if self._rhyme is None:
             super().__init__(config)
             return
-        keep_audible()
+        add_log_handler()
         rhyme = self._rhyme
         run_dir = Path(config.trainer.default_local_dir).absolute()
         if rhyme.history.dir is None:

@@ -182,7 +182,7 @@ class Recorder(Observer):
             self._drafter.update({name: columns[name].sum() for name in DRAFTER if name in columns})
             if warning := self._alarm.observe(metrics):
                 logger.warning(warning)
-            metrics[names.SPEC_ALARM] = float(self._alarm.ringing)
+            metrics[names.SPEC_ALARM] = float(self._alarm.active)
         if self._drafter:
             metrics |= drafter_metrics(self._drafter)
         self._drafter.clear()

@@ -21,8 +21,8 @@ import ray
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.errors import last_line
+from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.weights.delivery import Delivery, Target
 from verl_rhyme.weights.folder import SHARED_MEMORY, Folder, UnsentError, WeightsError, claim
 from verl_rhyme.weights.receiving import LinkError, Patience, Receiver, ask_parts, base_of, begin
@@ -70,7 +70,7 @@ class Relay:
     def __init__(
         self, root: str | None = None, heir_of: str | None = None, pack: bool = True, silence: float = 600.0
     ) -> None:
-        keep_audible()
+        add_log_handler()
         self._folder: Folder = claim(SHARED_MEMORY if root is None else Path(root), heir_of)
         self._sender = Sender(self._folder)
         self._pack, self._patience = pack, Patience(min(60.0, silence), silence)

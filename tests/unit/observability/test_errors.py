@@ -1,8 +1,10 @@
-"""One-line summaries of errors, even if the message is empty."""
+"""Errors in one line, and the cause of a failure in a log of many processes."""
+
+from pathlib import Path
 
 import pytest
 
-from verl_rhyme.observability.errors import first_line, last_line
+from verl_rhyme.observability.errors import SHOWN_LINES, first_line, last_error, last_line
 
 
 @pytest.mark.parametrize(
@@ -16,3 +18,84 @@ from verl_rhyme.observability.errors import first_line, last_line
 )
 def test_an_error_in_one_line(text, first, last):
     assert (first_line(OSError(text)), last_line(OSError(text))) == (first, last)
+
+
+RAY_LOG = """\
+\x1b[36m(TaskRunner pid=77)\x1b[0m starting
+(WorkerDict pid=12) Traceback (most recent call last):
+(TaskRunner pid=77) INFO some other line
+(WorkerDict pid=12)   File "worker.py", line 9, in update
+(WorkerDict pid=12)     raise OSError("disk")
+(WorkerDict pid=12) OSError: disk
+Error executing job with overrides: ['a=b']
+Traceback (most recent call last):
+  File "main_ppo.py", line 45, in main
+    run_ppo(config)
+ray.exceptions.RayTaskError(ValueError): ray::TaskRunner.run() (pid=77, ip=10.0.0.1)
+  File "trainer.py", line 3, in run
+    raise ValueError("train_batch_size must divide")
+ValueError: train_batch_size must divide
+
+Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.
+(EngineCore pid=99) ERROR 11-20 10:00:00 [core.py:12] Traceback (most recent call last):
+(EngineCore pid=99) ERROR 11-20 10:00:00 [core.py:12]   File "core.py", line 1, in step
+(EngineCore pid=99) ERROR 11-20 10:00:00 [core.py:12] KeyboardInterrupt
+(Other pid=5) Traceback (most recent call last):
+(Other pid=5)   File "x.py", line 1, in f
+(Other pid=5) ray.exceptions.ActorDiedError: The actor died unexpectedly [repeated 3x across cluster]
+Exception ignored in: <function D.__del__>
+Traceback (most recent call last):
+  File "d.py", line 1, in __del__
+TypeError: 'NoneType' object is not callable
+"""
+
+
+def test_last_error_is_the_cause_not_the_aftermath(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(RAY_LOG)
+    lines = last_error(log)
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: train_batch_size must divide"
+    assert 'File "trainer.py", line 3, in run' in lines[-3]
+    # Only this run's part counts. It has no cause, so an error of the aftermath is shown.
+    lines = last_error(log, begin=RAY_LOG.index("(EngineCore"))
+    assert lines[-1].startswith("TypeError") or lines[-1].startswith("ray.exceptions.ActorDiedError")
+
+
+def test_last_error_shows_exceptions_of_any_name(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(
+        "Traceback (most recent call last):\n"
+        '  File "main_ppo.py", line 45, in main\n'
+        "ray.exceptions.RayTaskError(Hopeless): ray::Coordinator.enough() (pid=7)\n"
+        '  File "rollout.py", line 3, in _fail\n'
+        "    raise Hopeless(\n"
+        "verl_rhyme.scheduling.rollout.Hopeless: 8 prompts in a row failed\n"
+        "an unrelated line\n"
+    )
+    assert last_error(log)[-1] == "verl_rhyme.scheduling.rollout.Hopeless: 8 prompts in a row failed"
+
+
+def test_last_error_untangles_processes(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("\n".join(RAY_LOG.splitlines()[:6]))
+    assert last_error(log) == [
+        "Traceback (most recent call last):",
+        '  File "worker.py", line 9, in update',
+        '    raise OSError("disk")',
+        "OSError: disk",
+    ]
+
+
+def test_last_error_without_traceback(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("".join(f"noise {i}\n" for i in range(50)))
+    assert last_error(log)[-1] == "noise 49"
+    log.write_text("Could not override 'x'.\nhydra.errors.ConfigCompositionException: no x\nKey 'x' is not in struct\n")
+    assert any("ConfigCompositionException" in line for line in last_error(log))
+    log.write_text("")
+    assert last_error(log) == ["(the log is empty)"]
+    assert "cannot read" in last_error(tmp_path / "nowhere")[0]
+    log.write_text("Traceback (most recent call last):\n" + '  File "a.py"\n' * 100 + "RecursionError: deep\n")
+    assert len(last_error(log)) == SHOWN_LINES
+    assert last_error(log)[-1] == "RecursionError: deep"

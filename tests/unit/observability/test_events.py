@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -24,7 +23,6 @@ from verl_rhyme.observability.events import (
     runs_of,
     to_numpy,
 )
-from verl_rhyme.observability.metrics import SPEC_SOURCES
 
 
 def requests(count: int, **changes: object) -> dict[str, object]:
@@ -32,31 +30,14 @@ def requests(count: int, **changes: object) -> dict[str, object]:
         "uid": [f"uid-{i}" for i in range(count)],
         "prompt_key": [f"{i:032x}" for i in range(count)],
         "sample": np.arange(count) % 8,
-        "attempt": 0,
-        "replica": np.arange(count) % 2,
         "node": "node-0",
-        "queued_at": 1.7e9 + np.arange(count, dtype=np.float64),
         "started_at": 1.7e9 + 1 + np.arange(count, dtype=np.float64),
-        "first_token_at": [1.7e9 + 2 + i for i in range(count)],
-        "finished_at": 1.7e9 + 3 + np.arange(count, dtype=np.float64),
-        "prompt_tokens": 7,
         "response_tokens": list(range(count)),
-        "policy_version_start": 3,
-        "policy_version_end": 4,
-        "drafted_tokens": 8,
         "accepted_tokens": 5,
         "verify_steps": 2,
         "history_hit": [i % 2 == 0 for i in range(count)],
         "reverified_tokens": 3,
-        **dict.fromkeys(SPEC_SOURCES, 1),
-        "draft_errors": 0,
-        "draft_seconds": 0.25,
-        "head_updates": 2,
-        "head_loss": 1.5,
-        "head_seconds": 0.125,
-        "stop_reason": "stop",
         "reward": [None if i == 0 else float(i) for i in range(count)],
-        "trained": True,
         "validate": False,
     }
     return {**columns, **changes}
@@ -97,7 +78,7 @@ def test_missing_columns_are_null_and_keys_may_be_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"uid": ["a"], "draftd_tokens": [1]}, "did you mean 'drafted_tokens'"),
+        ({"uid": ["a"], "draftd_tokens": [1]}, r"unknown columns \['draftd_tokens'\]"),
         ({"uid": ["a", "b"], "sample": [1]}, "unequal length"),
         ({"sample": ["x"]}, "'sample' must hold int32"),
         ({"prompt_key": [b"short"]}, "'prompt_key' must hold"),
@@ -232,7 +213,7 @@ for step in (2, 3):
     log.append_requests(step, 0, {"uid": ["x" * 100] * 100})
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 log.append_requests(4, 0, {"uid": ["after"]})
-print(log.lost_rows, read_requests(sys.argv[1])["uid"].to_pylist())
+print(read_requests(sys.argv[1])["uid"].to_pylist())
 """
 
 
@@ -240,7 +221,7 @@ def test_a_full_disk_causes_one_warning(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.strip() == "200 ['before', 'after']"
+    assert done.stdout.strip() == "['before', 'after']"
     assert done.stderr.count("event log: cannot write") == 1
     assert "events.dir" in done.stderr
     assert not list(tmp_path.glob(".*"))
@@ -253,7 +234,6 @@ def test_a_folder_that_cannot_be_created_causes_one_warning(tmp_path: Path, capl
         log.append_requests(1, 0, requests(3))
         log.describe(1, run="histospec")
     assert len(caplog.records) == 1
-    assert log.lost_rows == 3
 
 
 def test_description_is_kept_and_extended(tmp_path: Path) -> None:
@@ -264,27 +244,9 @@ def test_description_is_kept_and_extended(tmp_path: Path) -> None:
     assert read_info(tmp_path) == {}
 
 
-def test_512_rows_cost_little(tmp_path: Path) -> None:
-    log = EventLog(tmp_path)
-    columns = requests(512)
-    seconds = []
-    for step in range(1, 60):
-        begin = time.perf_counter()
-        log.append_requests(step, 0, columns)
-        seconds.append(time.perf_counter() - begin)
-    # 1.2 ms on an idle two-core machine; the bound leaves room for a busy one.
-    assert statistics.median(seconds) < 0.010
-
-
 def test_each_start_keeps_its_name_until_its_steps_are_replaced(tmp_path: Path) -> None:
-    for step, name in (
-        (1, "histospec"),
-        (5, "histospec"),
-        (9, "coupled"),
-        (13, "undrafted"),
-        (11, "coupled"),
-        (17, "histospec"),
-    ):
+    starts = [(1, "histospec"), (5, "histospec"), (9, "coupled"), (13, "undrafted"), (11, "coupled"), (17, "histospec")]
+    for step, name in starts:
         EventLog(tmp_path).describe(step, run=name)
     assert runs_of(read_info(tmp_path)) == [(1, "histospec"), (9, "coupled"), (17, "histospec")]
     EventLog(tmp_path).describe(1, run="undrafted")  # from the beginning

@@ -1,12 +1,10 @@
-"""Page: one self-contained file with every figure for which the runs have data; and the trace for Perfetto."""
+"""Page: one self-contained file with every figure for which the runs have data."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,10 +13,10 @@ import numpy as np
 import pytest
 
 from verl_rhyme.observability import metrics as m
-from verl_rhyme.observability import trace
 from verl_rhyme.observability.events import EventLog
-from verl_rhyme.observability.page import document, matched
+from verl_rhyme.observability.page import document, matched, timeline
 from verl_rhyme.observability.page.matched import Point
+from verl_rhyme.observability.slot_time import measure
 from verl_rhyme.observability.summary import read
 
 REPLICAS, PER_STEP = 3, 24
@@ -38,11 +36,9 @@ def write_run(folder: Path, name: str, speed: float = 1.0, steps: int = 6, predi
         collected = float(finished.max()) + 0.1
         columns: dict[str, Any] = {
             "uid": [str(k // 4) for k in range(PER_STEP)],
-            "prompt_key": [bytes(15) + bytes([k // 4]) for k in range(PER_STEP)],
             "sample": np.arange(PER_STEP) % 4,
             "attempt": np.zeros(PER_STEP, dtype=int),
             "replica": rng.integers(0, REPLICAS, PER_STEP),
-            "queued_at": np.full(PER_STEP, now),
             "started_at": started,
             "finished_at": finished,
             "response_tokens": tokens,
@@ -51,8 +47,6 @@ def write_run(folder: Path, name: str, speed: float = 1.0, steps: int = 6, predi
             "accepted_tokens": tokens // 2,
             "verify_steps": tokens // 4,
             "policy_version_end": step - 1,
-            "stop_reason": ["completed"] * PER_STEP,
-            "reason": ["length group <2> of 2", "100 tokens, more than 50 by its history", ""] * (PER_STEP // 3),
             "reward": rng.random(PER_STEP),
             "trained": True,
             "validate": False,
@@ -138,7 +132,7 @@ def test_the_page_is_self_contained(runs) -> None:
 
 def test_every_figure_is_present_and_valid_xml(runs) -> None:
     page = page_of(*runs)
-    wanted = {"lanes-1", "lanes-2", "bubbles-1", "requests-1", "lengths-1", "rank"}
+    wanted = {"lanes-1", "lanes-2", "bubbles-1", "lengths-1", "rank"}
     wanted |= {"accepted", "rate", "stages-1", "stages-2", "reward", "useful", "length", "matched"}
     assert wanted <= set(Checker().check(page).ids)
     assert "lengths-2" not in Checker().check(page).ids, "the second run has no predictions"
@@ -153,18 +147,6 @@ def test_every_figure_is_present_and_valid_xml(runs) -> None:
         assert not [v for v in numbers if not np.isfinite(float(v))]
 
 
-def test_reasons_of_placement(runs) -> None:
-    page = page_of(runs[0])
-    count = PER_STEP // 3
-    assert page.count("; placed by: length group &lt;2&gt; of 2</title>") == count, "one rollout is shown"
-    rows = re.findall(r'<tr><td class="text">([^<]*)</td><td>(\d+)</td><td>\d*</td><td>[^<]*</td></tr>', page)
-    assert [row for row in rows if "length group" in row[0] or "history" in row[0] or "router" in row[0]] == [
-        ("length group &lt;2&gt; of 2", str(count)),
-        ("100 tokens, more than 50 by its history", str(count)),
-        ("none: the router decided", str(count)),
-    ]
-
-
 def test_numbers_agree_with_the_log(runs) -> None:
     run = read(runs[0])
     assert run.slot_time is not None
@@ -172,11 +154,17 @@ def test_numbers_agree_with_the_log(runs) -> None:
     shares = [f"{share:.1%}" for share in run.slot_time.rollout_shares]
     assert "".join(f"<td>{share}</td>" for share in shares) in page
     assert sum(run.slot_time.shares) == pytest.approx(1.0)
-    requests = run.requests
-    for window in run.slot_time.windows:
-        mine = requests["step"] == window.step
-        bubble = m.bubble_ratio(requests["started_at"][mine], requests["finished_at"][mine], 12)
-        assert window.bubble(12) == pytest.approx(bubble, abs=1e-6)
+
+
+def test_a_lane_is_filled_as_high_as_its_busy_slots() -> None:
+    """One request runs in two slots; the lane is 110 high."""
+    requests = {"step": [1], "replica": [0], "started_at": [0.0], "finished_at": [10.0], "validate": [False]}
+    stages: dict[str, list[Any]] = {"step": [], "stage": [], "started_at": [], "duration_s": []}
+    measured = measure(*({k: np.array(v) for k, v in each.items()} for each in (requests, stages)), 2, runs_on=False)
+    assert measured is not None
+    picture = timeline.draw(measured, "title", measured.ended)
+    assert 'd="M0 110V55H24000V110Z"' in picture
+    assert ">50%</text>" in picture
 
 
 def test_names_are_escaped(tmp_path) -> None:
@@ -234,33 +222,6 @@ def test_steps_of_one_batch_of_prompts_are_one_point() -> None:
     assert len(matched.points(dict(enumerate(stock, 1)))) == 6
 
 
-def test_the_trace_is_valid(runs, tmp_path) -> None:
-    run = read(runs[0])
-    trace.write(tmp_path / "trace.json", run.requests, run.stages)
-    written = json.loads((tmp_path / "trace.json").read_text(), parse_constant=pytest.fail)
-    lanes, names, owners = defaultdict(list), {}, defaultdict(set)
-    for event in written["traceEvents"]:
-        assert {"ph", "pid", "tid", "ts", "name"} <= set(event)
-        assert all(isinstance(event[key], int) and event[key] >= 0 for key in ("pid", "tid", "ts"))
-        assert min(event["pid"], event["tid"]) > 0, "Perfetto takes 0 for the idle thread of all processes"
-        owners[event["tid"]].add(event["pid"])
-        if event["ph"] == "M":
-            names[event["name"], event["pid"]] = event["args"]
-        else:
-            assert event["ph"] == "X"
-            assert isinstance(event["dur"], int)
-            assert event["dur"] >= 0
-            lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    assert all(len(pids) == 1 for pids in owners.values()), "Perfetto takes lanes for threads of one machine"
-    assert {names["process_name", pid]["name"] for pid, _ in lanes} == {
-        "trainer",
-        *(f"replica {k}" for k in range(REPLICAS)),
-    }
-    assert sum(map(len, lanes.values())) == 6 * PER_STEP + 6 * 4
-    for spans in lanes.values():
-        assert all(a[1] <= b[0] for a, b in pairwise(sorted(spans))), "spans overlap"
-
-
 def test_a_response_is_as_long_as_all_its_requests(tmp_path) -> None:
     """One response migrates twice, one is regenerated, one runs through, and one has no prediction."""
     log = EventLog(tmp_path / "events")
@@ -271,5 +232,5 @@ def test_a_response_is_as_long_as_all_its_requests(tmp_path) -> None:
     columns = {name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
     times = {"started_at": np.arange(7.0), "finished_at": np.arange(7.0) + 1, "replica": 0}
     log.append_requests(1, 0, {**columns, **times, "validate": False})
-    predicted, real = read(tmp_path).lengths()
+    predicted, real = read(tmp_path).lengths
     assert list(zip(predicted.tolist(), real.tolist(), strict=True)) == [(90, 100), (50, 40), (65, 60)]

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability import progress
-from verl_rhyme.observability.errors import SHOWN_LINES, last_error
 from verl_rhyme.observability.progress import MetricsFollower, step_line
 from verl_rhyme.observability.supervise import session_processes
 
@@ -40,39 +39,39 @@ FULL = {
 }
 
 
-def test_step_line() -> None:
+COLD = {m.SPEC_DRAFTED: 0.0, m.SPEC_ACCEPTED: 0.0, m.SPEC_VERIFY_STEPS: 9.0, m.SPEC_ACCEPT_LENGTH: 0.0}
+TRAJECTORIES = {m.VERL_STALENESS_MEAN: 2.0, m.VERL_STALENESS_MAX: 4.0}
+GROUPS = {m.STALENESS_MEAN: 0.96, m.STALENESS_MAX: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({m.REWARD_MEAN_AFTER_KL: 0.5, m.REWARD_MEAN: float("nan")}, "reward 0.50"),
+        ({"val-core/knights/acc/mean@1": 0.25}, "validation knights/acc/mean@1 0.25"),
+        ({m.SPEC_ACCEPT_LENGTH: 2.0, m.SPEC_ACCEPT_RATE: 0.5}, "2.0 tokens/step, 50% accepted"),
+        (COLD, ""),
+        ({m.BUBBLE_RATIO: 0.2}, ""),
+        ({**TRAJECTORIES, **GROUPS}, "staleness 1.0 (max 2)"),
+        ({**GROUPS, m.STALENESS_MAX: 0.0, **TRAJECTORIES}, ""),
+        (TRAJECTORIES, "staleness 2.0 (max 4)"),
+        (
+            {m.FILTERED_GROUPS: 40.0, m.FILTERED_SCORE: 0.25, m.FAILED_PROMPTS: 3.0},
+            "40 groups dropped: equal scores (mean 0.25), 3 prompts failed",
+        ),
+        ({m.FILTERED_GROUPS: 1.0}, "1 group dropped: equal scores"),  # in verl's trainer modes
+        ({m.FILTERED_GROUPS: 0.0, m.FAILED_PROMPTS: 0.0}, ""),
+    ],
+)
+def test_a_line_leaves_out_what_is_missing(data: dict[str, float], line: str) -> None:
+    assert step_line(3, data) == "step 3" + f" | {line}" * bool(line)
+
+
+def test_a_whole_line() -> None:
     assert step_line(12, FULL, 24) == (
         "step 12/24 epoch 3 | reward 0.41 | 3 512 tokens in 4.1 s (857 tok/s) | "
         "2.3 tokens/step, 61% accepted, 98% with history | bubble 22%"
     )
-
-
-def test_step_line_leaves_out_what_is_missing() -> None:
-    assert step_line(1, {m.EPOCH: 0, m.REWARD_MEAN_AFTER_KL: 0.5, m.REWARD_MEAN: float("nan")}) == (
-        "step 1 epoch 1 | reward 0.50"
-    )
-    assert step_line(0, {"val-core/knights/acc/mean@1": 0.25}, 8) == "step 0/8 | validation knights/acc/mean@1 0.25"
-    assert (
-        step_line(3, {m.SPEC_ACCEPT_LENGTH: 2.0, m.SPEC_ACCEPT_RATE: 0.5}) == "step 3 | 2.0 tokens/step, 50% accepted"
-    )
-    cold = {m.SPEC_DRAFTED: 0.0, m.SPEC_ACCEPTED: 0.0, m.SPEC_VERIFY_STEPS: 9.0, m.SPEC_ACCEPT_LENGTH: 0.0}
-    assert step_line(3, cold) == "step 3"
-    assert step_line(3, {m.BUBBLE_RATIO: 0.2}) == "step 3"
-
-
-def test_step_line_shows_staleness_of_off_policy_steps() -> None:
-    trajectories = {m.VERL_STALENESS_MEAN: 2.0, m.VERL_STALENESS_MAX: 4.0}
-    groups = {m.STALENESS_MEAN: 0.96, m.STALENESS_MAX: 2.0}
-    assert step_line(3, {**trajectories, **groups}) == "step 3 | staleness 1.0 (max 2)"
-    assert step_line(3, {**groups, m.STALENESS_MAX: 0.0, **trajectories}) == "step 3"
-    assert step_line(3, trajectories) == "step 3 | staleness 2.0 (max 4)"
-
-
-def test_step_line_shows_dropped_groups_and_prompts() -> None:
-    dropped = {m.FILTERED_GROUPS: 40.0, m.FILTERED_SCORE: 0.25, m.FAILED_PROMPTS: 3.0}
-    assert step_line(3, dropped) == "step 3 | 40 groups dropped: equal scores (mean 0.25), 3 prompts failed"
-    assert step_line(3, {m.FILTERED_GROUPS: 1.0}) == "step 3 | 1 group dropped: equal scores"  # in verl's trainer modes
-    assert step_line(3, {m.FILTERED_GROUPS: 0.0, m.FAILED_PROMPTS: 0.0}) == "step 3"
 
 
 def test_step_line_shows_a_low_yield_of_drafts_and_the_entropy() -> None:
@@ -84,37 +83,6 @@ def test_step_line_shows_a_low_yield_of_drafts_and_the_entropy() -> None:
     assert f"{share} at an entropy of 2.19 nats per token |" in step_line(12, recorded)
     for other in ({m.SPEC_ACCEPTED: 2000.0}, {m.SPEC_DRAFTED: 0.0, m.SPEC_ACCEPTED: 0.0}, {m.HISTORY_HIT_RATE: 0.0}):
         assert "drafts yielded" not in step_line(12, {**recorded, **other})
-
-
-def test_heartbeat_lines_show_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(1000))  # each call takes a second
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    out = io.StringIO()
-    with progress.Display(Console(file=out, width=200), 8) as display:
-        for second in range(60):
-            display.tick("starting Ray" if second < 30 else "vLLM's engines start")
-        display.step(0, {})  # validation before training
-        assert display.starting
-        display.step(1, {})
-        assert not display.starting
-        for _ in range(60):
-            display.tick("")
-    lines = out.getvalue().splitlines()
-    waiting = [line for line in lines if " since the start" in line]
-    starting = [line for line in waiting if line.startswith("starting: ")]
-    assert starting[0].startswith("starting: starting Ray, 1")
-    assert starting[-1].startswith("starting: vLLM's engines start, ")
-    assert all(line.startswith("in step 2: rollout, then training, ") for line in waiting[len(starting) :])
-    assert len(starting) > 2 * (len(waiting) - len(starting)) > 0
-
-
-def test_a_bar_on_a_terminal() -> None:
-    out = io.StringIO()
-    with progress.Display(Console(file=out, width=160, force_terminal=True), 2) as display:
-        display.step(1, FULL)
-        display.step(2, FULL)
-    for shown in ("step 1/2 epoch 3 | reward 0.41", "2/2", "━"):
-        assert shown in out.getvalue()
 
 
 def test_follower_reads_whole_lines_once(tmp_path: Path) -> None:
@@ -130,91 +98,6 @@ def test_follower_reads_whole_lines_once(tmp_path: Path) -> None:
     path.write_text('{"step": 9, "data": {}}\n')  # verl's logger truncates the file
     assert follower.poll() == [(9, {})]
 
-
-# ---- the end of a log ----
-
-RAY_LOG = """\
-\x1b[36m(TaskRunner pid=77)\x1b[0m starting
-(WorkerDict pid=12) Traceback (most recent call last):
-(TaskRunner pid=77) INFO some other line
-(WorkerDict pid=12)   File "worker.py", line 9, in update
-(WorkerDict pid=12)     raise OSError("disk")
-(WorkerDict pid=12) OSError: disk
-Error executing job with overrides: ['a=b']
-Traceback (most recent call last):
-  File "main_ppo.py", line 45, in main
-    run_ppo(config)
-ray.exceptions.RayTaskError(ValueError): ray::TaskRunner.run() (pid=77, ip=10.0.0.1)
-  File "trainer.py", line 3, in run
-    raise ValueError("train_batch_size must divide")
-ValueError: train_batch_size must divide
-
-Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.
-(EngineCore pid=99) ERROR 11-20 10:00:00 [core.py:12] Traceback (most recent call last):
-(EngineCore pid=99) ERROR 11-20 10:00:00 [core.py:12]   File "core.py", line 1, in step
-(EngineCore pid=99) ERROR 11-20 10:00:00 [core.py:12] KeyboardInterrupt
-(Other pid=5) Traceback (most recent call last):
-(Other pid=5)   File "x.py", line 1, in f
-(Other pid=5) ray.exceptions.ActorDiedError: The actor died unexpectedly [repeated 3x across cluster]
-Exception ignored in: <function D.__del__>
-Traceback (most recent call last):
-  File "d.py", line 1, in __del__
-TypeError: 'NoneType' object is not callable
-"""
-
-
-def test_last_error_is_the_cause_not_the_aftermath(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    log.write_text(RAY_LOG)
-    lines = last_error(log)
-    assert lines[0] == "Traceback (most recent call last):"
-    assert lines[-1] == "ValueError: train_batch_size must divide"
-    assert 'File "trainer.py", line 3, in run' in lines[-3]
-    # Only this run's part counts. It has no cause, so an error of the aftermath is shown.
-    lines = last_error(log, begin=RAY_LOG.index("(EngineCore"))
-    assert lines[-1].startswith("TypeError") or lines[-1].startswith("ray.exceptions.ActorDiedError")
-
-
-def test_last_error_shows_exceptions_of_any_name(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    log.write_text(
-        "Traceback (most recent call last):\n"
-        '  File "main_ppo.py", line 45, in main\n'
-        "ray.exceptions.RayTaskError(Hopeless): ray::Coordinator.enough() (pid=7)\n"
-        '  File "rollout.py", line 3, in _fail\n'
-        "    raise Hopeless(\n"
-        "verl_rhyme.scheduling.rollout.Hopeless: 8 prompts in a row failed\n"
-        "an unrelated line\n"
-    )
-    assert last_error(log)[-1] == "verl_rhyme.scheduling.rollout.Hopeless: 8 prompts in a row failed"
-
-
-def test_last_error_untangles_processes(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    log.write_text("\n".join(RAY_LOG.splitlines()[:6]))
-    assert last_error(log) == [
-        "Traceback (most recent call last):",
-        '  File "worker.py", line 9, in update',
-        '    raise OSError("disk")',
-        "OSError: disk",
-    ]
-
-
-def test_last_error_without_traceback(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    log.write_text("".join(f"noise {i}\n" for i in range(50)))
-    assert last_error(log)[-1] == "noise 49"
-    log.write_text("Could not override 'x'.\nhydra.errors.ConfigCompositionException: no x\nKey 'x' is not in struct\n")
-    assert any("ConfigCompositionException" in line for line in last_error(log))
-    log.write_text("")
-    assert last_error(log) == ["(the log is empty)"]
-    assert "cannot read" in last_error(tmp_path / "nowhere")[0]
-    log.write_text("Traceback (most recent call last):\n" + '  File "a.py"\n' * 100 + "RecursionError: deep\n")
-    assert len(last_error(log)) == SHOWN_LINES
-    assert last_error(log)[-1] == "RecursionError: deep"
-
-
-# ---- the command ----
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -302,6 +185,15 @@ def test_steps_are_printed_and_output_goes_to_the_log(start: Start, tmp_path: Pa
     assert (tmp_path / "run" / "train.log").read_text() == "noise\n"
 
 
+def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    out = io.StringIO()
+    script = f"{PRELUDE}\nfor step in (1, 2): log(step, **{FULL!r}); time.sleep(0.5)"
+    files, console = (tmp_path / "metrics.jsonl", tmp_path / "train.log"), Console(file=out, force_terminal=True)
+    assert progress.run([sys.executable, "-c", script], *files, 2, console) == 0
+    for shown in ("starting", "step 1/2 epoch 3 | reward 0.41", "1/2", "━"):
+        assert shown in out.getvalue()
+
+
 def test_failure_passes_status_and_shows_the_error_of_this_run(start: Start, tmp_path: Path) -> None:
     process = start("import sys; print('RuntimeError: of the first run'); sys.exit(7)")
     output, _ = process.communicate(timeout=60)
@@ -313,13 +205,6 @@ def test_failure_passes_status_and_shows_the_error_of_this_run(start: Start, tmp
     assert "training failed (exit status 1)" in output
     assert "  ValueError: batch size 3 is odd" in output
     assert "first run" not in output
-
-
-def test_exit_status_after_a_signal_is_128_plus_its_number(start: Start) -> None:
-    process = start("import os; os.kill(os.getpid(), 9)")
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 137
-    assert "out of memory?" in output
 
 
 def test_metrics_of_the_previous_run_are_kept(start: Start, tmp_path: Path) -> None:
@@ -376,7 +261,9 @@ def test_second_interrupt_kills(start: Start, tmp_path: Path) -> None:
 def test_crash_leaves_no_process(start: Start, tmp_path: Path) -> None:
     process = start(STUBBORN + "os.kill(os.getpid(), 9)")
     processes = pids(tmp_path / "run")
-    assert process.wait(30) == 137
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "out of memory?" in output
     assert gone(processes, 1)
 
 

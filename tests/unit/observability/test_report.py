@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from verl_rhyme.drafting.policy import SOURCES
 from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability import report, steps
 from verl_rhyme.observability.events import EventLog
-from verl_rhyme.observability.summary import ReportError, compare, read
+from verl_rhyme.observability.summary import compare, read
 
 
 def stock(step: int, epoch: int, **changes: Any) -> dict[str, Any]:
@@ -100,28 +98,11 @@ def test_a_stock_run_is_reported_from_its_metrics(off: Path) -> None:
     assert summary["run"] == "off"
     assert summary["versions"]["numpy"] == np.__version__
     assert [row["epoch"] for row in summary["epochs"]] == [1, 2, 3, 4]
-    first = summary["epochs"][0]
-    assert first == {
-        "epoch": 1,
-        "reward_mean": pytest.approx(0.15),
-        "rollout_s": 8.0,
-        "tokens": 1600,
-        "accept_length": 1.0,
-        "accept_rate": None,
-        "accepted_share": None,
-        "entropy": None,
-        "history_hit_rate": None,
-        "useful_tokens_per_s": 200.0,
-        "bubble_ratio": None,
-        "staleness_mean": 0.0,
-        "staleness_max": 0,
-        "discarded_tokens": None,
-        "reverified_tokens": None,
-        "drafted_by_source": dict.fromkeys(SOURCES),
-        "accepted_by_source": dict.fromkeys(SOURCES),
-        "waiting_max": None,
-        "length_rank_correlation": None,
-        "migrated": None,
+    unknown = dict.fromkeys(SOURCES)
+    assert {name: value for name, value in summary["epochs"][0].items() if value is not None} == {
+        **{"epoch": 1, "reward_mean": pytest.approx(0.15), "rollout_s": 8.0, "tokens": 1600, "accept_length": 1.0},
+        **{"useful_tokens_per_s": 200.0, "staleness_mean": 0.0, "staleness_max": 0},
+        **{"drafted_by_source": unknown, "accepted_by_source": unknown},
     }
 
 
@@ -173,8 +154,9 @@ def test_resumed_run_counts_no_step_twice(tmp_path: Path) -> None:
         file.write('{"step": 4, "data": {"timing_s/')
     assert steps.set_aside(path) == tmp_path / "metrics-002.jsonl"
     path.touch()  # a run without steps
-    with pytest.warns(UserWarning, match=r"metrics-002.jsonl, line 3"):
-        (epoch,) = read(tmp_path).summary["epochs"]
+    run = read(tmp_path)
+    assert "metrics-002.jsonl, line 3" in run.problems[0]
+    (epoch,) = run.summary["epochs"]
     assert epoch["rollout_s"] == 1.0 + 1.0 + 10.0
 
 
@@ -184,15 +166,6 @@ def test_unknown_values_are_null(tmp_path: Path) -> None:
     part, nothing = read(tmp_path).summary["epochs"]
     assert (part["tokens"], part["rollout_s"], part["reward_mean"]) == (None, 8.0, pytest.approx(0.1))
     assert (nothing["tokens"], nothing["reward_mean"], nothing["useful_tokens_per_s"]) == (None, None, None)
-
-
-def test_compare_uses_only_warm_epochs(off: Path, on: Path) -> None:
-    result = compare(read(off).summary, read(on).summary)
-    assert list(result["runs"]) == ["off", "histospec"]
-    assert result["rollout_speedup_warm"] == 2.0
-    assert result["rollout_speedup_warm_spread"] == [2.0, 2.0]
-    assert result["tokens_per_s_speedup_warm"] == 2.5
-    assert result["tokens_per_s_speedup_warm_spread"] == [2.5, 2.5]
 
 
 def test_rollout_of_stock_separate_async_lasts_whole_steps(off: Path) -> None:
@@ -220,8 +193,6 @@ def test_compare_is_a_ratio_of_medians_with_its_spread() -> None:
     cold = compare(summary("off", [4]), summary("x", [2]))
     assert cold["rollout_speedup_warm"] is None
     assert cold["rollout_speedup_warm_spread"] is None
-    with pytest.raises(ReportError, match="both runs are named 'x'"):
-        compare(summary("x", [4]), summary("x", [2]))
 
 
 def test_the_report_names_the_sources_of_draft_tokens() -> None:
@@ -243,15 +214,13 @@ def main(arguments: list[str]) -> int:
     return int(ended.value.code or 0)
 
 
-def test_command_writes_and_lists_its_files(on: Path) -> None:
-    command = [sys.executable, "-m", "verl_rhyme.cli", "report", str(on), "--name", "mine"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    files = [on / name for name in ("summary.json", "report.html")]
-    assert done.stdout.splitlines()[-2:] == [str(path) for path in files]
+def test_command_writes_and_lists_its_files(on: Path, capfd) -> None:
+    assert main([str(on), "--name", "mine"]) == 0
+    shown = capfd.readouterr().out
+    assert shown.splitlines()[-2:] == [str(on / name) for name in ("summary.json", "report.html")]
     assert json.loads((on / "summary.json").read_text())["run"] == "mine"
-    assert "2.50" in done.stdout
-    assert "60%" in done.stdout
+    assert "2.50" in shown
+    assert "60%" in shown
     assert "<h1>mine</h1>" in (on / "report.html").read_text()
 
 
@@ -266,13 +235,12 @@ def test_command_compares(off: Path, on: Path, capfd, tmp_path: Path) -> None:
     assert "<h1>histospec vs. off</h1>" in (tmp_path / "both" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("slots", [4, 8, None])
-def test_bubble_ratios_with_unequal_slots_are_noted(on: Path, off: Path, slots) -> None:
-    """The event log of the drafted run has 4 slots; a stock run has none."""
-    summaries = [read(on).summary, read(off).summary]
-    assert [summary["bubble_slots"] for summary in summaries] == [4, None]
-    notes = report._unequal_slots([summaries[0], {**summaries[1], "bubble_slots": slots}])
-    assert any("different numbers of request slots (histospec 4, off 8)" in note for note in notes) == (slots == 8)
+def test_bubble_ratios_with_unequal_slots_are_noted() -> None:
+    note = ["bubble ratios are not comparable: the runs can fill different numbers of request slots (on 4, off 8)"]
+    for slots, expected in ((8, note), (4, []), (None, [])):  # a stock run has none
+        assert (
+            report._unequal_slots([{"run": "on", "bubble_slots": 4}, {"run": "off", "bubble_slots": slots}]) == expected
+        )
 
 
 def test_the_logged_bubble_ratio_takes_precedence(on: Path) -> None:
@@ -297,21 +265,16 @@ def run_report(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[i
     return status, capfd.readouterr().err.splitlines()
 
 
-def test_a_folder_without_a_run_gives_one_error(capfd, tmp_path: Path) -> None:
-    for folder, why in ((tmp_path, "no finished training step"), (tmp_path / "nowhere", "no such folder")):
-        status, lines = run_report(capfd, folder)
-        assert (status, len(lines)) == (1, 1)
-        assert why in lines[0]
-
-
-def test_a_folder_of_several_runs_is_an_error(capfd, on: Path, tmp_path: Path) -> None:
+def test_a_folder_without_one_run_is_one_error(on: Path, capfd, tmp_path: Path) -> None:
     for name in ("one", "other"):
         shutil.copytree(on / "checkpoints", tmp_path / "runs" / name)
-    code, lines = run_report(capfd, tmp_path / "runs")
-    assert code != 0
-    assert "contains several runs: give one of" in lines[0]
-    assert str(tmp_path / "runs" / "other") in lines[0]
-    assert not list((tmp_path / "runs").glob("summary.json"))
+    several = f"contains several runs: give one of {tmp_path / 'runs' / 'one'}, {tmp_path / 'runs' / 'other'}"
+    (tmp_path / "empty").mkdir()
+    wrong = {"empty": "no finished training step", "nowhere": "no such folder", "runs": several}
+    for folder, why in wrong.items():
+        status, lines = run_report(capfd, tmp_path / folder)
+        assert (status, len(lines)) == (1, 1)
+        assert why in lines[0]
 
 
 def test_runs_of_one_name_get_the_names_of_their_folders(on: Path, capfd, tmp_path: Path) -> None:
@@ -325,15 +288,6 @@ def test_runs_of_one_name_get_the_names_of_their_folders(on: Path, capfd, tmp_pa
     assert "are the same run" in lines[0]
 
 
-def test_a_truncated_file_loses_only_its_rows(on: Path, capfd) -> None:
-    last = sorted((on / "checkpoints" / "events").glob("requests-*"))[-1]
-    last.write_bytes(last.read_bytes()[:-100])
-    status, lines = run_report(capfd, on)
-    assert (status, len(lines)) == (0, 1)
-    assert f"{last} is unreadable" in lines[0]
-    assert "Replicas over time" in (on / "report.html").read_text()
-
-
 def test_an_error_names_a_folder_that_is_not_writable(off: Path, capfd) -> None:
     (off / "file").touch()
     status, lines = run_report(capfd, off, "--out", off / "file" / "x")
@@ -341,30 +295,18 @@ def test_an_error_names_a_folder_that_is_not_writable(off: Path, capfd) -> None:
     assert f"cannot write to {off / 'file' / 'x'} (Not a directory): set --out to a writable folder" in lines[-1]
 
 
-def test_missing_stages_are_reported(on: Path, capfd) -> None:
+def test_missing_data_are_reported_on_the_page_too(on: Path, off: Path, capfd) -> None:
     for path in (on / "checkpoints" / "events").glob("stages-*"):
         path.unlink()
-    status, lines = run_report(capfd, on)
-    assert (status, len(lines)) == (0, 1)
-    why = "has no stages (stages-*.arrow): training and weight sync count as other"
-    assert why in lines[0]
-    assert why in (on / "report.html").read_text()
-
-
-def test_a_run_without_events_lacks_only_its_lanes(off: Path, capfd) -> None:
-    status, lines = run_report(capfd, off)
-    assert (status, len(lines)) == (0, 1)
-    assert "has no event log" in lines[0]
-    page = (off / "report.html").read_text()
-    assert "Replicas over time" not in page
-    assert "Reward, speed and length" in page
-
-
-def test_a_missing_step_is_reported(on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(on), "--step", "99", "--out", str(tmp_path)]) == 0
-    assert "no rollout of step 99 was logged; steps 1 to 9 are available" in " ".join(capsys.readouterr().err.split())
-    assert main([str(on), "--out", str(tmp_path)]) == 0
-    assert "no rollout of step" not in capsys.readouterr().err
+    stages = "has no stages (stages-*.arrow): training and weight sync count as other"
+    for run, why, shown in ((on, stages, True), (off, "has no event log", False)):
+        status, lines = run_report(capfd, run)
+        assert (status, len(lines)) == (0, 1)
+        page = (run / "report.html").read_text()
+        assert why in lines[0]
+        assert why in page
+        assert ("Replicas over time" in page) == shown
+        assert "Reward, speed and length" in page
 
 
 def test_the_trace_of_one_step(on: Path, capfd) -> None:
@@ -373,3 +315,6 @@ def test_the_trace_of_one_step(on: Path, capfd) -> None:
         spans = [event for event in json.loads((on / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
         assert {event["args"]["step"] for event in spans} == traced
         assert len(spans) == 5 * len(traced)
+    status, lines = run_report(capfd, on, "--perfetto", "--step", "99")
+    assert status == 0
+    assert "no request of step 99 was logged; steps 1 to 8 are available" in lines[0]

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_rhyme.observability import metrics
-from verl_rhyme.observability.lanes import pack
 from verl_rhyme.observability.slot_time import BUSY, OTHER, REASONS, STARVED, SYNC, TAIL, TRAINING, measure
 
 NO_STAGES = {"step": np.zeros(0, int), "stage": np.zeros(0, str), "started_at": np.zeros(0), "duration_s": np.zeros(0)}
@@ -126,25 +125,8 @@ def test_validation_and_requests_that_never_ran_do_not_count() -> None:
     ran["validate"][2] = True
     found = measure(ran, steps_of(1), None, runs_on=False)
     assert found is not None
-    assert (found.slots, found.logged, len(found.requests["row"])) == (1, False, 1)
+    assert (found.slots, found.logged, len(found.requests["started"])) == (1, False, 1)
     assert measure(requests((1, 0, np.nan, np.nan)), NO_STAGES, 4, runs_on=False) is None
-
-
-@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 3)), min_size=1, max_size=40), st.integers(1, 6))
-def test_spans_of_a_lane_do_not_overlap(drawn, most) -> None:
-    began = np.array([at for at, _ in drawn])
-    ended = began + np.array([length for _, length in drawn])
-    for lanes, ends in (pack(began, ended), pack(began, ended, most, 0.5)):
-        assert (ends <= ended).all()
-        assert (ended - ends <= 0.5 + 1e-9).all()
-        for lane in set(lanes.tolist()):
-            order = np.flatnonzero(lanes == lane)
-            order = order[np.lexsort((ends[order], began[order]))]
-            assert (ends[order][:-1] <= began[order][1:] + 1e-12).all()
-    lanes, ends = pack(began, ended)
-    assert (ends == ended).all()
-    busiest = max(int(((began <= at) & (ended > at)).sum()) for at in began)
-    assert lanes.max() + 1 <= max(1, busiest) + int((began == ended).sum())
 
 
 def test_codes_name_the_reasons() -> None:

@@ -75,7 +75,7 @@ def test_the_event_log_gives_the_same_staleness(tmp_path: Path) -> None:
         "validate": False,
     }
     log.append_requests(2, 0, columns)
-    assert staleness(steps.from_log(read_log(tmp_path / "events"), slots=4)[2]) == pytest.approx(crossing("group"))
+    assert staleness(steps.from_log(read_log(tmp_path / "events"))[2]) == pytest.approx(crossing("group"))
 
 
 def write(folder: Path, *rows: dict[str, float]) -> Path:

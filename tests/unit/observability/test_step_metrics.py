@@ -41,73 +41,62 @@ def test_bubble_ratio_of_known_cases() -> None:
     assert m.bubble_ratio([0, np.nan], [4, 9], 1) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("started", "finished", "slots", "message"),
-    [([0], [1], 0, "at least 1"), ([0], [1, 2], 1, "shape"), ([3], [1], 1, "end before they start")],
-)
-def test_bubble_ratio_checks_arguments(started: list[float], finished: list[float], slots: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        m.bubble_ratio(started, finished, slots)
-
-
 def columns() -> dict[str, np.ndarray]:
     return {
-        "queued_at": np.array([0.0, 0.0, 0.0, 0.0]),
-        "started_at": np.array([0.0, 1.0, 2.0, 0.0]),
-        "finished_at": np.array([4.0, 5.0, 10.0, 50.0]),
-        "response_tokens": np.array([10, 20, 70, 1000]),
-        "drafted_tokens": np.array([0, 10, 40, 500]),
-        "accepted_tokens": np.array([0, 5, 40, 500]),
-        "verify_steps": np.array([0, 5, 10, 10]),
-        "reverified_tokens": np.array([0, 3, 7, 400]),
-        "drafted_own": np.array([0, 2, 3, 400]),
-        "accepted_head": np.array([0, 1, 2, 300]),
-        "draft_errors": np.array([0, 2, 0, 7]),
-        "draft_seconds": np.array([0.0, 0.5, 0.25, 9.0]),
-        "head_updates": np.array([0, 3, 1, 50]),
-        "head_loss": np.array([0.0, 1.5, 0.1, 99.0]),
-        "head_seconds": np.array([0.0, 0.25, 0.5, 9.0]),
-        "history_hit": np.array([False, True, True, True]),
-        "trained": np.array([True, True, False, False]),
-        "validate": np.array([False, False, False, True]),
+        **dict.fromkeys(m.SPEC_SOURCES, np.zeros(3)),
+        "queued_at": np.array([0.0, 0.0, 0.0]),
+        "started_at": np.array([0.0, 1.0, 2.0]),
+        "finished_at": np.array([4.0, 5.0, 10.0]),
+        "response_tokens": np.array([10, 20, 70]),
+        "drafted_tokens": np.array([0, 10, 40]),
+        "accepted_tokens": np.array([0, 5, 40]),
+        "verify_steps": np.array([0, 5, 10]),
+        "reverified_tokens": np.array([0, 3, 7]),
+        "drafted_own": np.array([0, 2, 3]),
+        "accepted_head": np.array([0, 1, 2]),
+        "draft_errors": np.array([0, 2, 0]),
+        "draft_seconds": np.array([0.0, 0.5, 0.25]),
+        "head_updates": np.array([0, 3, 1]),
+        "head_loss": np.array([0.0, 1.5, 0.1]),
+        "head_seconds": np.array([0.0, 0.25, 0.5]),
+        "history_hit": np.array([False, True, True]),
+        "trained": np.array([True, True, False]),
     }
 
 
 def test_step_metrics() -> None:
     data = m.step_metrics(columns(), slots=2, rollout_s=10.0)
-    assert data[m.REQUESTS] == 3
-    assert data[m.BUBBLE_RATIO] == pytest.approx(brute_force([(0, 4), (1, 5), (2, 10)], 2))
-    assert data[m.TRAINED_TOKENS] == 30
-    assert data[m.USEFUL_TOKENS_PER_S] == 3.0
-    assert data[m.SPEC_DRAFTED] == 50
-    assert data[m.SPEC_ACCEPTED] == 45
-    assert data[m.SPEC_REVERIFIED] == 10
-    assert (data["rollout/spec/drafted/own"], data["rollout/spec/accepted/head"]) == (5, 3)
-    assert "rollout/spec/accepted/own" not in data
-    assert data[m.SPEC_ACCEPT_RATE] == pytest.approx((0 + 0.5 + 1.0) / 3)
-    assert data[m.SPEC_ACCEPT_LENGTH] == pytest.approx((0 + 2.0 + 5.0) / 3)
-    assert data[m.SPEC_ERRORS] == 2
-    assert data[m.SPEC_DRAFT_S] == 0.75
-    assert (data[m.SPEC_HEAD_UPDATES], data[m.SPEC_HEAD_LOSS], data[m.SPEC_HEAD_S]) == (4, 0.4, 0.75)
-    assert data[m.HISTORY_HIT_RATE] == pytest.approx(2 / 3)
-    assert data[m.QUEUE_S_MEAN] == 1.0
-    assert data[m.QUEUE_S_MAX] == 2.0
-    assert data[m.LENGTHS_P50] == 20.0
-    assert data[m.LENGTHS_MAX] == 70.0
+    assert data == pytest.approx(
+        {
+            **dict.fromkeys(m.SPEC_SOURCES.values(), 0.0),
+            m.REQUESTS: 3,
+            m.BUBBLE_RATIO: brute_force([(0, 4), (1, 5), (2, 10)], 2),
+            m.TRAINED_TOKENS: 30,
+            m.USEFUL_TOKENS_PER_S: 3.0,
+            m.SPEC_DRAFTED: 50,
+            m.SPEC_ACCEPTED: 45,
+            m.SPEC_VERIFY_STEPS: 15,
+            m.SPEC_REVERIFIED: 10,
+            "rollout/spec/drafted/own": 5,
+            "rollout/spec/accepted/head": 3,
+            m.SPEC_ACCEPT_RATE: (0 + 0.5 + 1.0) / 3,
+            m.SPEC_ACCEPT_LENGTH: (0 + 2.0 + 5.0) / 3,
+            m.SPEC_ERRORS: 2,
+            m.SPEC_DRAFT_S: 0.75,
+            m.SPEC_HEAD_UPDATES: 4,
+            m.SPEC_HEAD_LOSS: 0.4,
+            m.SPEC_HEAD_S: 0.75,
+            m.HISTORY_HIT_RATE: 2 / 3,
+            m.QUEUE_S_MEAN: 1.0,
+            m.QUEUE_S_MAX: 2.0,
+            m.LENGTHS_P50: 20.0,
+            m.LENGTHS_P90: 60.0,
+            m.LENGTHS_P99: 69.0,
+            m.LENGTHS_MAX: 70.0,
+        }
+    )
     assert all(type(value) is float for value in data.values())
-
-
-def test_unknown_metrics_are_left_out() -> None:
-    rows = columns()
-    del rows["drafted_tokens"], rows["history_hit"], rows["reverified_tokens"]
-    data = m.step_metrics(rows, slots=None, rollout_s=10.0)
-    assert m.BUBBLE_RATIO not in data
-    assert m.SPEC_ACCEPT_RATE not in data
-    assert m.SPEC_REVERIFIED not in data
-    assert m.HISTORY_HIT_RATE not in data
-    assert m.step_metrics({}, 1, 1.0) == {}
-    only_validation = {name: values[-1:] for name, values in columns().items()}
-    assert m.step_metrics(only_validation, 1, 1.0) == {}
+    assert m.BUBBLE_RATIO not in m.step_metrics(columns(), slots=None, rollout_s=10.0)
 
 
 def test_a_skewed_clock_does_not_lose_the_step() -> None:
@@ -128,18 +117,18 @@ def test_slot_account_counts_requests_in_slots() -> None:
     account = SlotAccount(2)
 
     def ended(started: float, finished: float) -> None:
-        account.ran([{"queued_at": 0.0, "started_at": started, "finished_at": finished}])
+        account.add_finished([{"queued_at": 0.0, "started_at": started, "finished_at": finished}])
 
-    account.handed("abcd", 0.0)
+    account.add_sent("abcd", 0.0)
     ended(1.0, 5.0)
     ended(1.0, 3.0)
     # The first request starts at 1. "c" gets a slot at 3, and "d" waits until 5.
-    assert account.take(9.0, ["c", "d"]) == 0.0
+    assert account.end_interval(9.0, ["c", "d"]) == 0.0
     ended(3.0, 10.0)
-    account.hold(11.0)
-    account.go(13.0)
+    account.begin_sync(11.0)
+    account.end_sync(13.0)
     # From 9 on: "c" runs until 10, "d" except for two seconds of weight update.
-    assert account.take(19.0, ["d"]) == pytest.approx(1 - (1 + 8) / 20)
-    assert account.take(29.0, ["e"]) == 0.5  # its time of sending is unknown
-    assert account.take(39.0, []) == 1.0
-    assert account.take(39.0, []) == 0.0
+    assert account.end_interval(19.0, ["d"]) == pytest.approx(1 - (1 + 8) / 20)
+    assert account.end_interval(29.0, ["e"]) == 0.5  # its time of sending is unknown
+    assert account.end_interval(39.0, []) == 1.0
+    assert account.end_interval(39.0, []) == 0.0

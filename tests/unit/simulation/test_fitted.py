@@ -177,7 +177,7 @@ def test_the_requests_of_a_resumed_sample_are_one_response(tmp_path):
         2,
         0,
         {
-            **{"uid": "u", "prompt_key": "0" * 32, "replica": 0, "sample": 0, "validate": False, "trained": True},
+            **{"uid": "u", "prompt_key": ["0" * 32] * 2, "replica": 0, "sample": 0, "validate": False, "trained": True},
             **{"prompt_tokens": [20, 60], "response_tokens": [40, 60], "accepted_tokens": [20, 0]},
             **{"verify_steps": [19, 0], "stop_reason": ["aborted", "completed"], "policy_version_start": [0, 1]},
             **{"queued_at": START, "started_at": [START, START + 2], "finished_at": [START + 1, START + 9]},
@@ -215,7 +215,7 @@ def test_acceptance_goes_by_a_prompts_visits_and_not_by_epochs(tmp_path):
     """The data repeat a prompt within a single epoch."""
     log = EventLog(tmp_path)
     for step, verify_steps in enumerate([0, 19, 9, 9]):
-        columns = {"uid": f"u{step}", "prompt_key": "0" * 32, "replica": 0, "sample": [0], "validate": False}
+        columns = {"uid": f"u{step}", "prompt_key": ["0" * 32], "replica": 0, "sample": [0], "validate": False}
         columns |= {"prompt_tokens": 20, "response_tokens": 40, "drafted_tokens": 40, "verify_steps": verify_steps}
         columns |= {"accepted_tokens": [0, 20, 30, 30][step], "queued_at": START + step, "trained": True}
         log.append_requests(step + 1, 0, columns)

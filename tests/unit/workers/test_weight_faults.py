@@ -21,7 +21,7 @@ from verl_rhyme.weights.relay import Relay
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
-    monkeypatch.setattr(relays, "keep_audible", lambda: None)
+    monkeypatch.setattr(relays, "add_log_handler", lambda: None)
     return [Relay(str(tmp_path / str(n))) for n in range(3)]
 
 
@@ -177,7 +177,7 @@ print(len(list(reading)), flush=True)
 
 
 async def test_a_version_is_kept_for_a_slow_site_also_without_compression(tmp_path, monkeypatch):
-    monkeypatch.setattr(relays, "keep_audible", lambda: None)
+    monkeypatch.setattr(relays, "add_log_handler", lambda: None)
     here, there = (Relay(str(tmp_path / str(n)), None, False) for n in range(2))
     gate, near = asyncio.Event(), Near(here)
     chunk = here.chunk

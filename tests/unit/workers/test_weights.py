@@ -213,7 +213,7 @@ class TestFolder:
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
-    monkeypatch.setattr(relays, "keep_audible", lambda: None)
+    monkeypatch.setattr(relays, "add_log_handler", lambda: None)
     return [Relay(str(tmp_path / str(n))) for n in range(5)]
 
 

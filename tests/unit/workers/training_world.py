@@ -789,7 +789,7 @@ def install(world, monkeypatch):
     monkeypatch.setattr(replicas, "_let_go", lambda replicas: None)  # their servers died with them
     monkeypatch.setattr(replicas, "watched", lambda replicas: contextlib.nullcontext({}))
     monkeypatch.setattr(driver_module.coordinator, "start", lambda name=None: world.coordinator)
-    monkeypatch.setattr(coordinator, "keep_audible", lambda: None)
+    monkeypatch.setattr(coordinator, "add_log_handler", lambda: None)
 
 
 def most_entries(rules):

@@ -55,24 +55,14 @@ def curve(
     x: str = "epoch",
     write: Callable[[float], str] = short,
     low: float | None = None,
-    high: float | None = None,
 ) -> str | None:
-    """Draw a line with dots for each run that has points.
-
-    Args:
-        runs: Runs with their points, in the order of the colours.
-        y: Label of the y axis with its unit.
-        x: Label of the x axis with its unit.
-        write: Format of the y ticks.
-        low: Lower end of y; default: that of the points.
-        high: Upper end of y; default: that of the points.
-    """
+    """Draw a line with dots for each run that has points; ``write`` formats the y ticks, ``low`` is the end of y."""
     if not any(points for _, points in runs):
         return None
     axes = _axes(x, y, write, whole=True)
     for index, (_, points) in enumerate(runs):
         _line(axes, points, index, dots=len(points) <= _BARS)
-    axes.set_ylim(low, high)
+    axes.set_ylim(low)
     return _svg(axes, f"{y} by {x}")
 
 
@@ -134,7 +124,7 @@ def bubbles(run: Run) -> str | None:
 
 def lengths(run: Run, index: int) -> str | None:
     """Draw predicted against actual lengths, with quantiles of actual lengths by predicted length."""
-    predicted, real = run.lengths()
+    predicted, real = run.lengths
     if len(predicted) < 2:
         return None
     low, high = max(1.0, min(predicted.min(), real.min()) * 0.9), max(predicted.max(), real.max()) * 1.1
@@ -181,14 +171,7 @@ def at_matched_lengths(
 
 
 def _axes(x: str, y: str, write: Callable[[float], str] = short, whole: bool = False) -> Axes:
-    """Return the axes of an empty chart.
-
-    Args:
-        x: Label of the x axis with its unit.
-        y: Label of the y axis with its unit.
-        write: Format of the y ticks.
-        whole: Whether x ticks are whole numbers.
-    """
+    """Return the axes of an empty chart; ``whole``: x ticks are whole numbers."""
     figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
     figure.patch.set_visible(False)
     axes = figure.add_axes((54 / WIDTH, 40 / HEIGHT, 384 / WIDTH, 198 / HEIGHT), facecolor="none")

@@ -17,28 +17,19 @@ _HERE = Path(__file__).parent
 _DATES_BEGIN = 1e9
 
 
-def write(runs: Sequence[Run], out: Path, first_warm_epoch: int, step: int | None = None) -> Path:
-    """Write the page.
-
-    Args:
-        runs: One run, or two with different names to compare.
-        out: Folder of the page.
-        first_warm_epoch: First epoch that counts in comparisons of speed.
-        step: Step whose requests are shown one by one; default: one from the middle.
-    """
+def write(runs: Sequence[Run], out: Path, first_warm_epoch: int) -> Path:
+    """Write the page of one run, or of two with different names; speeds are compared from the warm epoch on."""
     path = out / PAGE_FILE
-    path.write_text(page(runs, first_warm_epoch, step), encoding="utf-8")
+    path.write_text(page(runs, first_warm_epoch), encoding="utf-8")
     return path
 
 
-def page(runs: Sequence[Run], first_warm_epoch: int, step: int | None = None) -> str:
-    """Return the page's HTML; see :func:`write`."""
+def page(runs: Sequence[Run], first_warm_epoch: int) -> str:
     name = escape(" vs. ".join(run.name for run in runs))
     body = [
         *sections.problems(runs),
         *sections.epochs(runs),
-        *sections.timeline(runs),
-        *sections.requests(runs, step),
+        *sections.replicas(runs),
         *sections.lengths(runs),
         *sections.drafting(runs),
         *sections.step_time(runs),

@@ -16,13 +16,13 @@ for (const svg of document.querySelectorAll("svg.lanes")) {
   const plot = svg.querySelector(".plot"), marks = svg.querySelector(".ticks");
   const [left, top, width, height] = ["x", "y", "width", "height"].map((name) => +plot.getAttribute(name));
   const whole = plot.getAttribute("viewBox").split(" ").map(Number);
-  const origin = +plot.dataset.origin, unit = +plot.dataset.unit;
+  const unit = +plot.dataset.unit;
   const reset = svg.closest("figure").querySelector(".reset");
   const show = (begin, span) => {
     plot.setAttribute("viewBox", `${begin} 0 ${span} ${whole[3]}`);
     marks.replaceChildren();
-    for (const value of ticks((begin - origin) / unit, (begin + span - origin) / unit, 8)) {
-      const x = left + (width * (value * unit + origin - begin)) / span;
+    for (const value of ticks(begin / unit, (begin + span) / unit, 8)) {
+      const x = left + (width * (value * unit - begin)) / span;
       marks.append(make("line", { x1: x, x2: x, y1: top + height, y2: top + height + 4, class: "axis" }));
       const text = make("text", { x, y: top + height + 17, class: "tick", "text-anchor": "middle" });
       text.textContent = +value.toPrecision(6);

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from verl_rhyme.observability import events, metrics, slot_time, steps
 from verl_rhyme.observability.slot_time import SlotTime
@@ -23,10 +22,8 @@ class Run:
         folder: Run folder.
         summary: Summary from ``summary.read``, which documents its fields.
         steps: Metrics by step.
-        requests: Columns of the event log's requests; empty without a log.
+        requests: Columns of the event log's requests, and ``group`` (:func:`.events.groups_of`); empty without a log.
         stages: Columns of the event log's stages; empty without a log.
-        predicted: Predicted tokens of each request, float64[N]; NaN without a prediction.
-        prompt: Group number of each request, int64[N]; equal numbers mean the same prompt of a step.
         slot_time: Slots over time; ``None`` if the log has no times.
         runs_on: Whether engines continue while the actor trains.
         problems: Missing data, one sentence each.
@@ -37,8 +34,6 @@ class Run:
     steps: steps.Steps
     requests: dict[str, np.ndarray] = field(default_factory=dict)
     stages: dict[str, np.ndarray] = field(default_factory=dict)
-    predicted: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     slot_time: SlotTime | None = None
     runs_on: bool = False
     problems: list[str] = field(default_factory=list)
@@ -57,62 +52,44 @@ class Run:
         """Epochs of the summary."""
         return self.summary["epochs"]
 
-    def by_epoch(self, name: str) -> list[tuple[float, float]]:
-        """Return (epoch from 1, mean over its steps) of a metric, weighted by requests where they are logged."""
-        weighted: dict[int, list[tuple[float, float]]] = {}
-        for data in self.steps.values():
-            value = metrics.finite(data, name)
-            if value is not None:
-                weight = metrics.finite(data, metrics.REQUESTS) or 1.0
-                weighted.setdefault(int(data[metrics.EPOCH]) + 1, []).append((value, weight))
-        return [
-            (float(epoch), float(np.average([v for v, _ in values], weights=[w for _, w in values])))
-            for epoch, values in sorted(weighted.items())
-        ]
-
     def by_step(self, *names: str) -> list[tuple[float, float]]:
         """Return (step, value) of the first of the named metrics that each step has."""
-        rows = ((step, [metrics.finite(data, name) for name in names]) for step, data in self.steps.items())
-        firsts = ((step, next((v for v in values if v is not None), None)) for step, values in rows)
-        return [(float(step), value) for step, value in firsts if value is not None]
+        values = ((step, metrics.finite(data, *names)) for step, data in self.steps.items())
+        return [(float(step), value) for step, value in values if value is not None]
 
+    @cached_property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return predicted and actual tokens of the trained responses that have a prediction.
+        """Predicted and actual tokens of the trained responses that have a prediction.
 
         A migrated or interrupted response takes several requests. The prediction is that of its first request; the
         actual tokens are those of all its requests.
         """
-        return self._lengths
-
-    @cached_property
-    def _lengths(self) -> tuple[np.ndarray, np.ndarray]:
         if not self.requests:
             return np.zeros(0), np.zeros(0)
         rows = np.flatnonzero(self.requests["trained"])
-        keys = (self.requests["step"][rows], self.prompt[rows], self.requests["sample"][rows])
+        keys = [self.requests[name][rows] for name in ("step", "group", "sample")]
         order = np.lexsort((self.requests["started_at"][rows], self.requests["attempt"][rows], *keys))
         rows = rows[order]
         begins = np.any([np.diff(key[order], prepend=-2) != 0 for key in keys], axis=0)
         real = np.bincount(np.cumsum(begins) - 1, self.requests["response_tokens"][rows])
         first = rows[begins]
-        known = np.isfinite(self.predicted[first]) & (self.predicted[first] > 0) & (real > 0)
+        predicted = self.requests["predicted_tokens"][first].astype(np.float64)  # 0: without a prediction
+        known = (predicted > 0) & (real > 0)
         logged = np.argsort(first[known])
-        return self.predicted[first[known]][logged], real[known][logged]
+        return predicted[known][logged], real[known][logged]
 
 
 def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: events.Log) -> Run:
     """Build a run from its summary and event log; missing data becomes one of its problems, not an error."""
     run = Run(folder, summary, by_step)
-    events_folder, table, info = log.folder, log.requests, log.info
+    events_folder, info = log.folder, log.info
     if not events_folder.is_dir():
         run.problems.append(f"{folder} has no event log (events/ next to its checkpoints), so there are no lanes")
         return run
-    if not table.num_rows:
+    if not len(log.requests["step"]):
         run.problems.append(f"the event log {events_folder} has no requests, so there are no lanes")
         return run
-    run.requests, run.stages = events.to_numpy(table), events.to_numpy(log.stages)
-    run.predicted = table["predicted_tokens"].cast(pa.float64()).to_numpy()
-    run.prompt = events.groups_of(table)
+    run.requests, run.stages = log.requests, log.stages
     run.runs_on = info.get("rollout") == "step"
     slots = info.get("slots")
     if slots is None:
@@ -120,7 +97,7 @@ def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: event
             f"{events_folder / events.INFO_FILE} does not contain the request slots: lanes are as high as the most "
             "requests that ran at a time, and there is no bubble ratio"
         )
-    if not log.stages.num_rows:
+    if not len(log.stages["step"]):
         run.problems.append(
             f"the event log {events_folder} has no stages (stages-*.arrow): training and weight sync count as other, "
             "and rollouts are separated only by the steps of their requests"

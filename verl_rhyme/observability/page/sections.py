@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
 import numpy as np
 
 from verl_rhyme.observability import metrics
-from verl_rhyme.observability.page import charts, lanes, matched, words
+from verl_rhyme.observability.page import charts, matched, timeline, words
 from verl_rhyme.observability.page.charts import Points
 from verl_rhyme.observability.page.run import Run
 from verl_rhyme.observability.page.svg import percent
-from verl_rhyme.observability.slot_time import DEFINITIONS, REASONS, SlotTime, Window
+from verl_rhyme.observability.slot_time import DEFINITIONS, REASONS, SlotTime
 
 #: Name, SVG or ``None``, caption.
 Figure = tuple[str, str | None, str]
@@ -31,12 +30,6 @@ _TABLE = (
     ("accept_length", "acceptance length", ".2f"),
     ("history_hit_rate", "with history", ".0%"),
 )
-
-
-#: Most reasons of placement in the table, and most replicas named for each.
-_REASONS, _NAMED = 12, 4
-#: Most rollouts that are readable in the lanes of the whole run.
-_MANY = 12
 
 
 def problems(runs: Sequence[Run]) -> Iterator[str]:
@@ -59,22 +52,22 @@ def epochs(runs: Sequence[Run]) -> Iterator[str]:
     yield _table(*head, rows) + _note(words.TABLE)
 
 
-def timeline(runs: Sequence[Run]) -> Iterator[str]:
+def replicas(runs: Sequence[Run]) -> Iterator[str]:
     """Yield the lanes of each run on one scale, with the definitions and shares of the reasons."""
     known = [(run, run.slot_time) for run in runs if run.slot_time is not None]
     if not known:
         return
-    yield "<h2>Replicas over time</h2>" + lanes.legend()
+    yield "<h2>Replicas over time</h2>" + timeline.legend()
     scale = max(measured.ended for _, measured in known)
     for at, (run, measured) in enumerate(known):
-        picture = lanes.overview(measured, 0.0, measured.ended, f"Replicas of {run.name} over time", scale)
+        picture = timeline.draw(measured, f"Replicas of {run.name} over time", scale)
         height = words.ITS_SLOTS if measured.logged else words.MOST_REQUESTS
         caption = words.LANES.format(name=escape(run.name), height=height)
         if measured.pauses:
             caption += words.PAUSES.format(count=len(measured.pauses))
         yield _figure(f"lanes-{at + 1}", picture, caption + words.RUNS_ON * run.runs_on, wide=True)
     terms = (
-        f'<dt><i class="{lanes.reason_class(code)}"></i>{name}</dt><dd>{escape(DEFINITIONS[name])}</dd>'
+        f'<dt><i class="{timeline.reason_class(code)}"></i>{name}</dt><dd>{escape(DEFINITIONS[name])}</dd>'
         for code, name in enumerate(REASONS)
     )
     yield f"<dl class=terms>{''.join(terms)}</dl>" + _shares(known)
@@ -107,99 +100,19 @@ def _logged_bubble(run: Run) -> str:
     return _formatted(sum(value * span for value, span in logged) / total if total else None, ".3f")
 
 
-def requests(runs: Sequence[Run], step: int | None) -> Iterator[str]:
-    """Yield a rollout request by request; in a long run, preceded by the lanes of its neighbours."""
-    figures = []
-    for at, run in enumerate(runs):
-        measured = run.slot_time
-        window = None if measured is None else _chosen(measured.windows, step)
-        if measured is None or window is None:
-            continue
-        name = escape(run.name)
-        if len(measured.windows) > _MANY:
-            k = measured.windows.index(window)
-            around = measured.windows[max(0, k - 1) : k + 2]
-            begin, end = around[0].began, around[-1].ended
-            title = f"Replicas of {run.name} around step {window.step}"
-            picture = lanes.overview(measured, begin, end, title, origin=window.began)
-            caption = words.AROUND.format(name=name, first=around[0].step, last=around[-1].step)
-            figures.append(_figure(f"around-{at + 1}", picture, caption, wide=True))
-        pad = 0.01 * (window.ended - window.began)
-        begin, end, title = window.began - pad, window.ended + pad, f"Requests of {run.name} in step {window.step}"
-        picture, shown = lanes.detail(measured, begin, end, title, _described(run), window.began)
-        every = len(measured.replicas)
-        some = "" if shown == every else words.SOME_REPLICAS.format(every=every, shown=shown)
-        caption = words.REQUESTS.format(name=name, step=window.step, some=some)
-        figures.append(_figure(f"requests-{at + 1}", picture, caption, wide=True))
-        figures += _reasons(run, measured, window)
-    if figures:
-        yield "<h2>One rollout, request by request</h2>"
-        yield lanes.legend()
-        yield from figures
-
-
-def _reasons(run: Run, measured: SlotTime, window: Window) -> Iterator[str]:
-    """Yield the reasons of placement of a rollout's requests, the most frequent first."""
-    ran = measured.requests
-    inside = (ran["finished"] > window.began) & (ran["started"] < window.ended)
-    rows, replicas = ran["row"][inside], ran["replica"][inside]
-    why = np.array([run.requests["reason"][row] or "" for row in rows], dtype=object)
-    counts = Counter(reason for reason in why if reason)
-    if not counts:
-        return
-    table = []
-    for reason, count in counts.most_common(_REASONS):
-        mine = why == reason
-        names = ", ".join(str(name) for name in np.unique(measured.replicas[replicas[mine]])[:_NAMED])
-        more = len(np.unique(replicas[mine])) - _NAMED
-        tokens = run.requests["response_tokens"][rows[mine]].mean()
-        table.append(([reason], [f"{count:,}", f"{tokens:,.0f}", names + (f" and {more} more" if more > 0 else "")]))
-    if others := sum(counts.values()) - sum(count for _, count in counts.most_common(_REASONS)):
-        table.append((["other reasons with fewer requests each"], [f"{others:,}", "", ""]))
-    if unplaced := len(why) - sum(counts.values()):
-        table.append((["none: the router decided"], [f"{unplaced:,}", "", ""]))
-    head = [f"{run.name}, step {window.step}: reason of placement"]
-    yield _table(head, ["requests", "mean tokens", "replicas"], table)
-
-
-def _chosen(windows: Sequence[Window], step: int | None) -> Window | None:
-    """Return the rollout of a step; by default the middle one of those longer than half the longest."""
-    if step is not None:
-        return next((window for window in windows if window.step == step), None)
-    longest = max((window.ended - window.began for window in windows), default=0.0)
-    real = [window for window in windows if window.ended - window.began > longest / 2]
-    return real[len(real) // 2] if real else None
-
-
-def _described(run: Run) -> Callable[[int], tuple[str, bool]]:
-    columns = run.requests
-
-    def describe(row: int) -> tuple[str, bool]:
-        key = columns["prompt_key"][row]
-        prompt = key.hex()[:8] if isinstance(key, bytes) else "?"
-        predicted = f" ({run.predicted[row]:.0f} predicted)" if run.predicted[row] > 0 else ""
-        seconds = columns["finished_at"][row] - columns["started_at"][row]
-        why = f"; placed by: {columns['reason'][row]}" if columns["reason"][row] else ""
-        name = f"prompt {prompt}, sample {columns['sample'][row]}"
-        text = f"{name}: {columns['response_tokens'][row]} tokens{predicted}, {seconds:.2f} s"
-        return f"{text}, {columns['stop_reason'][row]}{why}", bool(columns["trained"][row])
-
-    return describe
-
-
 def lengths(runs: Sequence[Run]) -> Iterator[str]:
     """Yield the accuracy of predicted lengths: by response from the event log, by epoch from the metrics."""
     figures: list[Figure] = []
     for at, run in enumerate(runs):
-        predicted, real = run.lengths()
+        predicted, real = run.lengths
         factor = float(np.median(np.maximum(predicted, real) / np.minimum(predicted, real))) if len(real) else 0.0
         shown = min(len(real), charts.DOTS)
         caption = words.LENGTHS.format(name=escape(run.name), count=len(real), shown=shown, factor=factor)
         figures.append((f"lengths-{at + 1}", charts.lengths(run, at), caption))
-    rank = [(run, run.by_epoch(metrics.LENGTH_CORRELATION)) for run in runs]
+    rank = [(run, _column(run, "length_rank_correlation")) for run in runs]
     figures.append(("rank", charts.curve(rank, "rank correlation"), words.RANK))
     if pictures := _pair(figures, runs):
-        none = "" if any(len(run.lengths()[1]) for run in runs) else f"<p>{words.NO_PREDICTIONS}</p>"
+        none = "" if any(len(run.lengths[1]) for run in runs) else f"<p>{words.NO_PREDICTIONS}</p>"
         yield "<h2>Lengths</h2>" + none + pictures
 
 

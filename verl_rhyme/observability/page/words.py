@@ -21,12 +21,6 @@ times of requests that still ran when the batch was collected."""
 BUBBLES = """<b>Each rollout of {name}.</b> All that is not blue is the bubble ratio. Read it together with the useful
 tokens per second: wasted tokens fill slots, too."""
 
-REQUESTS = """<b>{name}, step {step}.</b> Each bar is a request in a slot of its replica; pale bars were never trained.
-The colour between bars shows why a slot is empty. Hover over a bar to see its prompt, its predicted length and, if a
-plan placed it, the reason.{some}"""
-SOME_REPLICAS = " Of {every} replicas, the {shown} that ended last are shown."
-AROUND = "<b>{name}, steps {first} to {last}</b>, as in the lanes above."
-
 LENGTHS = """<b>Predicted against actual lengths, {name}.</b> Each dot is a response ({shown} of {count} are drawn).
 Line and band: median and 10th to 90th percentile of actual lengths, by predicted length. On the dotted line both are
 equal. Half of the predictions are within a factor of {factor:.2f}."""

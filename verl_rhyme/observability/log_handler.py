@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 
-def keep_audible() -> None:
+def add_log_handler() -> None:
     """Add a handler to the ``verl_rhyme`` logger, once per process.
 
     vLLM imports a package (model_hosting_container_standards) that raises the root logger and its handlers to ERROR.
