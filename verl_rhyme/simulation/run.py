@@ -99,9 +99,7 @@ class Simulation:
             on_segment = None if segments is None else (lambda segment, name=name: segments.append((name, segment)))
             engines[name] = Engine(cost, on_segment)
             self._versions[name] = 0
-            self.placement.add(name)
-            if math.isfinite(cost.room):
-                self.placement.report(name, int(cost.room))
+            self.placement.fleet.add(name, int(cost.room) if math.isfinite(cost.room) else None)
         self._occupancy = Occupancy(scenario.slots, 0.0)
         self.cluster = Cluster(engines, self._generated, self._occupancy.at)
         self._began = 0.0
@@ -258,7 +256,7 @@ class Simulation:
     def _release(self, name: str, sample: _Sample, tokens: int | None = None) -> None:
         """Note that an attempt has left its replica: finished with ``tokens``, or aborted (``None``)."""
         if self.dispatch.placement is None:
-            self.placement.release(self._name(sample.attempt), sample.replica, tokens)
+            self.placement.release(self._name(sample.attempt), tokens)
         self.dispatch.ended(name, tokens)
 
     def _move(self) -> None:

@@ -32,7 +32,7 @@ def made(lengths=expected, replicas=("a", "b")):
 
 def requests(dispatch):
     fleet = dispatch.placement.fleet
-    return {name: fleet.requests(name) for name in fleet.names}
+    return dict(zip(fleet.names, fleet.requests.tolist(), strict=True))
 
 
 def test_each_start_has_its_forecast_and_its_place():
@@ -58,17 +58,17 @@ def test_prompt_tokens_count():
     starts = {Attempt.named(start.name).sample: start for start in dispatch.fill()}
     assert planned == [("1", 100), ("2", 200)]
     whole = 2 * (2000 + 3000 + 100 + 200)
-    assert placement.fleet.totals[1] == whole
+    assert placement.fleet.tokens.sum() == whole
     cut = starts["2", 0].name
     rollout.ended(Ended(cut, "interrupted", 600, 0))
     dispatch.ended(cut)
-    assert placement.fleet.totals[1] == whole - 3200
+    assert placement.fleet.tokens.sum() == whole - 3200
     [again] = dispatch.fill()
-    assert (again.assignment.expected_tokens, placement.fleet.totals[1]) == (3000, whole)
+    assert (again.assignment.expected_tokens, placement.fleet.tokens.sum()) == (3000, whole)
     dispatch = Dispatch(rollout, expected, Placement("longest_first"), lambda uids: [7] * len(uids))
     dispatch.serve({"a": 100_000})
     dispatch.take_up({again.name: "a"})
-    [(request, _)] = dispatch.placement._running["2-0"]
+    request, _ = dispatch.placement._running["2-0"]
     assert request.prompt_tokens == 607
 
 
@@ -149,31 +149,32 @@ def test_ended_attempts_take_no_room():
     for start in starts:
         dispatch.ended(start.name, 10)
         dispatch.ended(start.name, 10)  # told twice
-    assert dispatch.placement.fleet.totals == [0, 0]
+    assert not dispatch.placement.fleet.requests.any()
+    assert not dispatch.placement.fleet.tokens.any()
     rollout.lost([start.name for start in starts])
     again = dispatch.fill()
     assert len(again) == 8
     for start in starts:  # a late word about an earlier attempt
         dispatch.ended(start.name, 10)
-    assert dispatch.placement.fleet.totals[0] == 8
+    assert dispatch.placement.fleet.requests.sum() == 8
 
 
 def test_an_attempt_without_a_report_makes_room_for_the_next():
     rollout, dispatch = made()
     rollout.lost([start.name for start in dispatch.fill()])
     dispatch.fill()
-    assert dispatch.placement.fleet.totals[0] == 8
+    assert dispatch.placement.fleet.requests.sum() == 8
 
 
 def test_a_continued_attempt_is_expected_to_add_the_rest():
     rollout, dispatch = made()
     start = next(s for s in dispatch.fill() if Attempt.named(s.name).uid == "0")
-    before = dispatch.placement.fleet.totals[1]
+    before = dispatch.placement.fleet.tokens.sum()
     rollout.ended(Ended(start.name, "interrupted", 600, 0))
     dispatch.ended(start.name)
     [again] = dispatch.fill()
     assert (again.assignment.expected_tokens, again.partial) == (1000, True)
-    assert dispatch.placement.fleet.totals[1] == before, "600 tokens that it brings, and 400 to add"
+    assert dispatch.placement.fleet.tokens.sum() == before, "600 tokens that it brings, and 400 to add"
 
 
 def test_prompts_that_left_are_forgotten_with_their_running_attempts():
@@ -182,7 +183,7 @@ def test_prompts_that_left_are_forgotten_with_their_running_attempts():
     failed = next(s for s in starts if Attempt.named(s.name).uid == "0")
     rollout.ended(Ended(failed.name, "failed", error="x"))
     dispatch.keep(rollout.needs_prompt)
-    assert dispatch.placement.fleet.totals[0] == 6
+    assert dispatch.placement.fleet.requests.sum() == 6
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -197,7 +198,7 @@ def test_moves_name_the_attempt(known):
     assert [(move.id, move.replica) for move in moves] == [(starts[0].name, "c")] * known
     assert dispatch.moved == len(moves)
     dispatch.ended(starts[0].name, 7000)
-    assert dispatch.placement.fleet.requests("c") == 0
+    assert requests(dispatch)["c"] == 0
 
 
 def test_a_regenerated_sample_brings_no_tokens():
@@ -209,9 +210,9 @@ def test_a_regenerated_sample_brings_no_tokens():
     dispatch.keep(rollout.needs_prompt)
     again = next(s for s in dispatch.fill() if Attempt.named(s.name).sample == Attempt.named(start.name).sample)
     assert again.predecessor is None
-    at = dispatch.placement.fleet.running[1].sum()
+    at = dispatch.placement.fleet.tokens.sum()
     dispatch.ended(again.name, 1000)
-    assert at - dispatch.placement.fleet.running[1].sum() == 1000, "all of the 1,000 that are expected"
+    assert at - dispatch.placement.fleet.tokens.sum() == 1000, "all of the 1,000 that are expected"
 
 
 def test_a_replica_that_left_takes_nothing():
@@ -225,4 +226,4 @@ def test_a_replica_that_left_takes_nothing():
 def test_known_kv_cache_stays_known():
     _, dispatch = made()
     dispatch.serve({"a": None, "b": 50_000})
-    assert [dispatch.placement.fleet.room(name) for name in ("a", "b")] == [100_000, 50_000]
+    assert dispatch.placement.fleet.capacity.tolist() == [100_000, 50_000]
