@@ -41,10 +41,10 @@ from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
-from verl_rhyme.scheduling.ledger import State
 from verl_rhyme.scheduling.lost_starts import LOSING_S, LostStarts
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import STOP_WAIT_S
+from verl_rhyme.scheduling.samples import State
 
 logger = logging.getLogger(__name__)
 

@@ -2,71 +2,18 @@
 
 It holds no texts. A sample is pending, running, generated (its reward is unknown), finished or trained. Only the
 methods of :class:`Ledger` change that state, and they reject impossible changes: no sample is lost, started twice or
-trained twice. The module also has the results of a training step: :class:`Collected` and :class:`StepCounts`.
+trained twice.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from verl_rhyme.scheduling.rules import Unit
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, Sample, State
 from verl_rhyme.scheduling.tally import Tally
-
-
-@dataclass(frozen=True)
-class Collected:
-    """An update batch.
-
-    Attributes:
-        samples: (uid, number in the group), shortest first.
-        lengths: Tokens of each sample.
-        waited: Training steps that left out each sample's prompt.
-        staleness: Versions between each sample's oldest token and the policy that is trained; 0 is on-policy.
-        unit: Samples that are trained together.
-    """
-
-    samples: list[tuple[str, int]]
-    lengths: list[int]
-    waited: list[int]
-    staleness: list[int]
-    unit: Unit = "group"
-
-    @property
-    def group_staleness(self) -> list[int]:
-        """Staleness of each group's oldest token, in versions; of each sample where ``unit`` is ``trajectory``."""
-        if self.unit == "trajectory":
-            return self.staleness
-        oldest: dict[str, int] = {}
-        for (uid, _), staleness in zip(self.samples, self.staleness, strict=True):
-            oldest[uid] = max(staleness, oldest.get(uid, 0))
-        return list(oldest.values())
-
-
-@dataclass
-class StepCounts:
-    """Counts since the scheduler's last ``begin``.
-
-    Attributes:
-        loaded, dropped: Prompts.
-        interrupted: Running samples that were interrupted.
-        stale: Samples, finished or (where they span versions) running, that became too stale and are regenerated.
-        abandoned: Attempts that were lost or given up.
-        wasted_tokens: Generated tokens that will not be trained.
-    """
-
-    loaded: int = 0
-    dropped: int = 0
-    interrupted: int = 0
-    stale: int = 0
-    abandoned: int = 0
-    wasted_tokens: int = 0
-
-    def __add__(self, other: StepCounts) -> StepCounts:
-        return StepCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 class Ledger:
@@ -158,14 +105,7 @@ class Ledger:
         """
         sample = self._move(uid, number, ("pending",), "running")
         sample.attempt = max(sample.attempt + 1, self.first_attempt)
-        if version is not None:
-            self.progress(uid, number, version)
-
-    def progress(self, uid: str, number: int, version: int) -> None:
-        """Set the version of a running attempt's oldest new token; kept tokens may be older."""
-        sample = self._move(uid, number, ("running",), "running")
-        before = version if sample.first_version is None else sample.first_version
-        sample.running_version = min(before, version)
+        sample.run_from(version)
 
     def generate(self, uid: str, number: int, tokens: int, first_version: int) -> None:
         """Record that a response is generated, with ``tokens``, the oldest of them from ``first_version``."""
@@ -191,9 +131,16 @@ class Ledger:
         sample.first_version = None
 
     def restore(
-        self, uid: str, number: int, attempt: int, state: State, tokens: int, first_version: int | None
+        self,
+        uid: str,
+        number: int,
+        attempt: int,
+        state: State,
+        tokens: int,
+        first_version: int | None,
+        version: int | None,
     ) -> None:
-        """Restore a sample's state from evidence that is newer than the saved ledger.
+        """Restore a sample's state from evidence that is newer than the saved ledger; ``version`` as in :meth:`start`.
 
         Raises:
             ValueError: The ledger has a later attempt or a later state of this one, or the state is impossible.
@@ -213,6 +160,8 @@ class Ledger:
             )
         sample = self._move(uid, number, ("pending", *ON_THEIR_WAY, "finished"), state)
         sample.attempt, sample.tokens, sample.first_version = attempt, tokens, first_version
+        if state == "running":
+            sample.run_from(version)
 
     def forget(self, uid: str, number: int) -> None:
         """Discard the kept tokens of a response; the next attempt does not continue from them."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from verl_rhyme.scheduling.attempts import Attempt
-from verl_rhyme.scheduling.ledger import State
-from verl_rhyme.scheduling.remembered import Name, Record, Remembered
+from verl_rhyme.scheduling.attempts import Attempt, Reported
+from verl_rhyme.scheduling.batch import Record
+from verl_rhyme.scheduling.samples import State
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 
@@ -46,18 +46,19 @@ class Evidence(NamedTuple):
 class Recovery:
     """The steps of :meth:`Rollout.restore <verl_rhyme.scheduling.rollout.Rollout.restore>`.
 
-    The order is :meth:`load`, :meth:`remember`, then (after the version is published) :meth:`place` and
-    :meth:`recall_scores`.
+    The order is :meth:`load`, :meth:`remember`, then (after the version is published) :meth:`place`.
 
     Args:
         scheduler: Scheduler with its saved state.
-        remembered: Reports of attempts; filled here.
+        reported: Reports of untrained samples; filled here.
         evidence: All known attempts, by name.
     """
 
-    def __init__(self, scheduler: Scheduler, remembered: Remembered, evidence: Mapping[str, Evidence]) -> None:
-        self._scheduler, self._remembered, self._evidence = scheduler, remembered, evidence
-        self._latest: dict[Name, Attempt] = {}
+    def __init__(
+        self, scheduler: Scheduler, reported: dict[tuple[str, int], Reported], evidence: Mapping[str, Evidence]
+    ) -> None:
+        self._scheduler, self._reported, self._evidence = scheduler, reported, evidence
+        self._latest: dict[tuple[str, int], Attempt] = {}
 
     def load(self, stock: dict[str, int], prompts: set[str], load_size: int) -> list[str]:
         """Load the prompts that were loaded after the state was saved.
@@ -94,18 +95,17 @@ class Recovery:
         Args:
             counted: Names of attempts whose reports were counted in the saved state.
         """
-        ledger, reported = self._scheduler.ledger, set(counted)
-        for attempt in sorted(map(Attempt.named, {*self._evidence, *reported})):
+        ledger, known_reports = self._scheduler.ledger, set(counted)
+        for attempt in sorted(map(Attempt.named, {*self._evidence, *known_reports})):
             if attempt.uid not in ledger:
                 continue
             sample = ledger.prompt(attempt.uid).samples[attempt.number]
             if sample.state == "trained":  # no attempt continues from it
                 continue
             known = self._evidence.get(attempt.name, Evidence())
-            if known.has_turns and (attempt.name in reported or attempt.attempt >= sample.attempt):
-                self._remembered.ended(attempt, known.records)
-                if known.stored and not known.reported:
-                    self._remembered.stored.add(attempt.sample)
+            if known.has_turns and (attempt.name in known_reports or attempt.attempt >= sample.attempt):
+                reported = self._reported[attempt.sample] = Reported.of(attempt, known.records)
+                reported.stored, reported.scores = known.stored and not known.reported, known.scores
             if attempt.name in self._evidence:
                 self._latest[attempt.sample] = attempt
 
@@ -123,12 +123,6 @@ class Recovery:
             if not self._place(attempt, filters):
                 yield attempt
 
-    def recall_scores(self) -> None:
-        """Restore the scores of finished samples, by which groups are filtered."""
-        for prompt, number, sample in self._scheduler.ledger.samples("finished"):
-            known = self._evidence.get(Attempt(prompt.uid, number, sample.attempt).name, Evidence())
-            self._remembered.scores[prompt.uid, number] = known.scores
-
     def _place(self, attempt: Attempt, filters: bool) -> bool:
         sample = self._scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
         known = self._evidence[attempt.name]
@@ -142,7 +136,8 @@ class Recovery:
             state = "generated" if generated else "running"
         else:  # interrupted, or its worker was lost before the reward was reported: it continues from its tokens
             state = "pending"
-        before = self._remembered.attempt.get(attempt.sample)
+        before = self._reported.get(attempt.sample)
         if not known.has_turns and before is not None:  # it continues from an earlier attempt
-            known = self._evidence[Attempt(*attempt.sample, before).name]
+            assert before.attempt is not None
+            known = self._evidence[Attempt(*attempt.sample, before.attempt).name]
         return self._scheduler.restore(*attempt, state, known.tokens, known.first_version)

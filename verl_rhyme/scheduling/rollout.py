@@ -14,12 +14,11 @@ from typing import Any
 
 from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.scheduling.admission import priority
-from verl_rhyme.scheduling.attempts import Attempt, Ended, Start, sample_of
-from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, StepCounts
+from verl_rhyme.scheduling.attempts import Attempt, Ended, Reported, Start, sample_of
+from verl_rhyme.scheduling.batch import Batch, Record, StepCounts
 from verl_rhyme.scheduling.recovery import Evidence, Recovery
-from verl_rhyme.scheduling.remembered import Batch, Hopeless, Name, Record, Remembered
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.scheduling.samples import Prompt
+from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, Sample
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 #: Attempt numbers reserved for each generation.
@@ -27,6 +26,10 @@ _ATTEMPTS = 1 << 10
 #: Minimum number of consecutive filtered groups that ends a run, however small a batch is. If the filter keeps one in
 #: ten, one of seven runs of a million groups has such a sequence.
 _UNIFORM_GROUPS = 128
+
+
+class Hopeless(RuntimeError):
+    """Training cannot continue: too many consecutive prompts failed or were filtered."""
 
 
 class Rollout:
@@ -49,7 +52,7 @@ class Rollout:
         self._filters = filters
         self._stock: dict[str, int] = {}  # number of samples by prompt that waits to be loaded, in order
         self._expected: dict[str, float] = {}  # expected tokens by waiting prompt, where known
-        self._remembered = Remembered()
+        self._reported: dict[tuple[str, int], Reported] = {}  # by untrained sample
         self._ran: list[Record] = []  # records of attempts that ended since the last batch
         self._abandoned: list[str] = []  # attempts to be ended
         self._obsolete: list[str] = []  # attempts whose reports are no longer needed
@@ -105,14 +108,11 @@ class Rollout:
             version: Number of the policy version, which counts training steps.
             batches_left: Update batches until training ends; no more prompts are loaded than these take.
         """
-        under_way = {a.sample: a for a in self.attempts()}
-        before = self.scheduler.step
-        stale = self.scheduler.begin(version, batches_left)
-        self.scheduler.step = before + self.scheduler.step  # reported with the next batch
-        for sample in stale:
+        under_way = {attempt.sample: attempt.name for attempt in self.attempts()}
+        for sample in self.scheduler.begin(version, batches_left):
             self._waste(sample)
             if sample in under_way:  # some still wait for a reward
-                self._abandoned.append(under_way[sample].name)
+                self._abandoned.append(under_way[sample])
         self._new_part = True
 
     # ---- attempts ----
@@ -127,17 +127,17 @@ class Rollout:
     def fill(self, limit: int | None = None, min_starts: int = 1) -> list[Start]:
         """Load waiting prompts and start samples, as far as the scheduler allows (:meth:`Scheduler.dispatch`)."""
         self.stock_up()
-        rules, starts = self.rules, []
-        started = self.scheduler.dispatch(limit, min_starts)
-        versions = self.scheduler.oldest_versions(uid for uid, _ in started)
-        for (uid, number), version in zip(started, versions, strict=True):
+        starts = []
+        for uid, number in self.scheduler.dispatch(limit, min_starts):
             prompt = self.scheduler.ledger.prompt(uid)
             before = self._predecessor(uid, number)
             predecessor = None if before is None else Attempt(uid, number, before).name
             name = Attempt(uid, number, prompt.samples[number].attempt).name
-            stored = (uid, number) in self._remembered.stored
-            assignment = Assignment(oldest_version=version, priority=priority(rules, prompt))
-            starts.append(Start(name, predecessor, rules.continues, stored, assignment))
+            stored = before is not None and self._reported[uid, number].stored
+            assignment = Assignment(
+                oldest_version=self.scheduler.oldest_version(uid), priority=priority(self.rules, prompt)
+            )
+            starts.append(Start(name, predecessor, self.rules.continues, stored, assignment))
         return starts
 
     def stock_up(self) -> None:
@@ -160,7 +160,8 @@ class Rollout:
     def _predecessor(self, uid: str, number: int) -> int | None:
         if not (self.rules.continues or self.rules.redrafts):
             return None
-        return self._remembered.attempt.get((uid, number))
+        reported = self._reported.get((uid, number))
+        return None if reported is None else reported.attempt
 
     def ended(self, report: Ended) -> list[Record]:
         """Record the report of an attempt's end; a report that no caller waits for changes nothing.
@@ -184,21 +185,20 @@ class Rollout:
             self.scheduler.abandon(uid, number)
         elif report.status == "finished":
             if sample.state == "generated":
-                self._remembered.scores[uid, number] = report.scores
-                if report.empty:
-                    self._remembered.empty.add((uid, number))
-                else:
-                    self._remembered.stored.add((uid, number))
+                reported = self._reported[uid, number]
+                reported.scores, reported.empty, reported.stored = report.scores, report.empty, not report.empty
+                if not report.empty:
                     self._obsolete.append(report.name)
                 self.scheduler.finish(uid, number, bool(self._stored(self.scheduler.ledger.prompt(uid))))
                 self._filter(uid)
                 self._check_finished(uid)
         elif sample.state == "running":
-            before = {record["id"] for record in self._remembered.records.get(attempt.sample, ())}
-            if (earlier := self._remembered.attempt.get(attempt.sample)) is not None:
-                self._obsolete.append(Attempt(uid, number, earlier).name)
-            records = self._remembered.ended(attempt, report.records)
-            new = [record for record in records if record["id"] not in before]
+            before = self._reported.get(attempt.sample, Reported())
+            if before.attempt is not None:
+                self._obsolete.append(Attempt(uid, number, before.attempt).name)
+            reported = self._reported[attempt.sample] = Reported.of(attempt, report.records)
+            known = {record["id"] for record in before.records}
+            new = [record for record in reported.records if record["id"] not in known]
             self._ran += new
             if report.status == "generated":
                 self._generated(report, uid, number)
@@ -224,10 +224,13 @@ class Rollout:
         Returns:
             Names of these attempts.
         """
-        running = {a.sample: a.name for a in self.attempts()}
-        given_up = [running[sample] for sample in self.scheduler.give_up()]
-        self._abandoned += given_up
-        return given_up
+        samples = self.scheduler.ledger.samples("running") if self.rules.stops else ()
+        attempts = [Attempt(prompt.uid, number, sample.attempt) for prompt, number, sample in samples]
+        for attempt in attempts:
+            self.scheduler.abandon(*attempt.sample)
+        names = [attempt.name for attempt in attempts]
+        self._abandoned += names
+        return names
 
     def take_abandoned(self) -> list[str]:
         """Return the attempts, since the last call, that are to end without a report."""
@@ -264,9 +267,8 @@ class Rollout:
         found = self.scheduler.promise(self._finished_groups, samples)
         for uid in found:
             del self._finished_groups[uid]
-        prompts, empty = [self.scheduler.ledger.prompt(uid) for uid in found], self._remembered.empty
-        attempts = [Attempt(p.uid, n, sample.attempt) for p in prompts for n, sample in enumerate(p.samples)]
-        return [attempt.name for attempt in attempts if attempt.sample not in empty]
+        stored = [sample for uid in found for sample in self._stored(self.scheduler.ledger.prompt(uid))]
+        return [self._latest(*sample).name for sample in stored]
 
     def take(self) -> Batch:
         """Return the update batch (:meth:`Scheduler.collect`).
@@ -275,35 +277,35 @@ class Rollout:
             Hopeless: The batch contains no trajectory.
             RuntimeError: A sample exceeds the staleness bound.
         """
-        ledger, version = self.scheduler.ledger, self.scheduler.version
+        ledger = self.scheduler.ledger
         finished = {(p.uid, number): s.attempt for p, number, s in ledger.samples("finished")}
         collected = self.scheduler.collect()
         for staleness in collected.staleness:  # a last check before training
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
-        stored = [sample for sample in collected.samples if sample not in self._remembered.empty]
+        stored = [sample for sample in collected.samples if not self._empty(sample)]
         if not stored:
             raise Hopeless(
                 f"the agent loop returned no trajectory for any of the {len(collected.samples)} samples of a batch: "
                 "check the agent loop (actor_rollout_ref.rollout.agent)"
             )
-        trained = [record for sample in collected.samples for record in self._remembered.forget(sample)]
+        trained = [record for sample in collected.samples for record in self._forget(sample)]
         for uid, _ in collected.samples:
             self._finished_groups.pop(uid, None)
-        counts, self.scheduler.step = self.scheduler.step, StepCounts()
         batch = Batch(
             collected=collected,
             attempts=[Attempt(*sample, finished[sample]).name for sample in stored],
-            version=version,
+            version=self.scheduler.version,
             trained=trained,
             ran=self._ran,
             wasted=self._wasted,
-            counts=counts,
+            counts=self.scheduler.step,
             left=len(finished) - len(collected.samples),
             failed=self._failed,
             filtered=self.filtered,
         )
         self._ran, self._wasted, self._failed, self._filtered = [], [], 0, Counter()
+        self.scheduler.step = StepCounts()
         return batch
 
     # ---- content of the queue ----
@@ -318,14 +320,15 @@ class Rollout:
         The result is false where the stored trajectories contain these turns.
         """
         attempt = Attempt.named(name)
-        if self._remembered.attempt.get(attempt.sample) == attempt.attempt:
-            return attempt.sample not in self._remembered.stored
+        reported = self._reported.get(attempt.sample)
+        if reported is not None and reported.attempt == attempt.attempt:
+            return not reported.stored
         return self.may_train(name)
 
     def needs_trajectories(self, name: str) -> bool:
         """Return whether this attempt's trajectories, stored or to come, may be trained or drafted from."""
         attempt = Attempt.named(name)
-        drafted = attempt.sample in self._remembered.stored and self._predecessor(*attempt.sample) == attempt.attempt
+        drafted = self._predecessor(*attempt.sample) == attempt.attempt and self._reported[attempt.sample].stored
         return drafted or self.may_train(name)
 
     def may_train(self, name: str) -> bool:
@@ -340,13 +343,12 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values for JSON; :meth:`restore` needs it and the content of the queue."""
-        ledger, empty = self.scheduler.ledger, self._remembered.empty
-        names = [Attempt(*sample, attempt).name for sample, attempt in self._remembered.attempt.items()]
+        left_turns = {s: r.attempt for s, r in self._reported.items() if r.attempt is not None}
         return {
             **self.scheduler.state_dict(),
             "stock": list(self._stock.items()),
-            "reports": sorted(names),
-            "empty": sorted(Attempt(uid, n, ledger.prompt(uid).samples[n].attempt).name for uid, n in empty),
+            "reports": sorted(Attempt(*sample, attempt).name for sample, attempt in left_turns.items()),
+            "empty": sorted(self._latest(*sample).name for sample in self._reported if self._empty(sample)),
             "generation": self._generation,
             "failed": self._failed,
             "filtered": list(self._filtered.items()),
@@ -378,7 +380,7 @@ class Rollout:
         self._stock = dict([*state["stock"], *handed])
         self.scheduler.batches_left = batches_left
         load_size = self._whole_updates(self.scheduler.load_size())  # nothing was trained since
-        recovery = Recovery(self.scheduler, self._remembered, evidence)
+        recovery = Recovery(self.scheduler, self._reported, evidence)
         gone = recovery.load(self._stock, prompts, load_size)
         self._failed += len(gone)
         recovery.remember(state["reports"])
@@ -387,9 +389,9 @@ class Rollout:
             self._waste(attempt.sample)
             if evidence[attempt.name].running:
                 self._abandoned.append(attempt.name)
-        self._remembered.empty = {sample_of(name) for name in state["empty"] if self.may_train(name)}
+        for name in filter(self.may_train, state["empty"]):
+            self._reported.setdefault(sample_of(name), Reported()).empty = True
         if self._filters:
-            recovery.recall_scores()
             for uid in [prompt.uid for prompt in self.scheduler.ledger]:
                 self._filter(uid)
         for prompt in self.scheduler.ledger:
@@ -406,7 +408,11 @@ class Rollout:
             return load_size
         return math.ceil(load_size / rules.batch_prompts) * rules.batch_prompts
 
-    def _on_its_way(self, attempt: Attempt) -> Any:
+    def _latest(self, uid: str, number: int) -> Attempt:
+        """Return the latest attempt at a sample."""
+        return Attempt(uid, number, self.scheduler.ledger.prompt(uid).samples[number].attempt)
+
+    def _on_its_way(self, attempt: Attempt) -> Sample | None:
         """Return the ledger's sample if this attempt at it is in progress, else ``None``."""
         uid, number, which = attempt
         if uid not in self.scheduler.ledger:
@@ -423,13 +429,20 @@ class Rollout:
         self._waste((uid, number))
         self._abandoned.append(report.name)  # its reward is not needed
 
-    def _waste(self, sample: Name) -> None:
+    def _waste(self, sample: tuple[str, int]) -> None:
         """Count a sample's tokens as wasted: they may not be trained."""
-        self._wasted += self._remembered.records.pop(sample, [])
-        self._remembered.empty.discard(sample)
-        if self.rules.continues:  # else its text is still a draft
-            self._remembered.attempt.pop(sample, None)
-            self._remembered.stored.discard(sample)
+        if self.rules.continues:
+            self._wasted += self._forget(sample)
+        elif (reported := self._reported.get(sample)) is not None:  # its text is still a draft
+            self._wasted += reported.records
+            reported.records, reported.empty = [], False
+
+    def _forget(self, sample: tuple[str, int]) -> list[Record]:
+        """Forget the reports of a sample and return its records."""
+        return self._reported.pop(sample, Reported()).records
+
+    def _empty(self, sample: tuple[str, int]) -> bool:
+        return sample in self._reported and self._reported[sample].empty
 
     def _fail(self, uid: str, error: str) -> None:
         self._drop(uid, failed=True)
@@ -449,10 +462,10 @@ class Rollout:
                 return
             self._finished_groups[uid], self._new_part = len(prompt.samples), True
 
-    def _stored(self, prompt: Prompt) -> list[Name]:
+    def _stored(self, prompt: Prompt) -> list[tuple[str, int]]:
         """Return the samples of a finished prompt that have a trajectory."""
-        names = [(prompt.uid, number) for number in range(len(prompt.samples))]
-        return [name for name in names if name not in self._remembered.empty]
+        samples = [(prompt.uid, number) for number in range(len(prompt.samples))]
+        return [sample for sample in samples if not self._empty(sample)]
 
     def _filter(self, uid: str) -> None:
         """Drop a finished group whose samples all have one score; another prompt replaces it."""
@@ -460,8 +473,8 @@ class Rollout:
         stored = self._stored(prompt)
         if not self._filters or not prompt.complete("finished") or not stored:
             return
-        by_sample = [self._remembered.scores.get(name) for name in stored]
-        scores = [score for of_sample in by_sample for score in of_sample or ()]
+        by_sample = [self._reported[sample].scores if sample in self._reported else [] for sample in stored]
+        scores = [score for of_sample in by_sample for score in of_sample]
         if not (all(by_sample) and len(scores) > 1 and all(score == scores[0] for score in scores)):
             self._uniform_groups.clear()
             return
@@ -484,7 +497,7 @@ class Rollout:
         self._finished_groups.pop(uid, None)
         self._new_part = True  # another prompt moves up to the next batch
         for number, sample in enumerate(self.scheduler.ledger.prompt(uid).samples):
-            self._wasted += self._remembered.forget((uid, number))
+            self._wasted += self._forget((uid, number))
             if sample.state in ON_THEIR_WAY:
                 self._abandoned.append(Attempt(uid, number, sample.attempt).name)
         (self.scheduler.fail if failed else self.scheduler.drop)(uid)

@@ -35,6 +35,11 @@ class Sample:
         """Policy version of the oldest token, running ones included; ``None`` where unknown."""
         return self.first_version if self.running_version is None else self.running_version
 
+    def run_from(self, version: int | None) -> None:
+        """Set the lowest possible version of the new tokens, where the sample runs over version changes."""
+        if version is not None:
+            self.running_version = version if self.first_version is None else min(self.first_version, version)
+
     @property
     def kept_tokens(self) -> int:
         """Tokens that may still be trained; other tokens are at most a draft and counted as wasted."""

@@ -32,8 +32,9 @@ from itertools import islice
 from typing import Any
 
 from verl_rhyme.scheduling.admission import startable
+from verl_rhyme.scheduling.batch import Collected, StepCounts
 from verl_rhyme.scheduling.collection import awaits, batch, promisable, suffices
-from verl_rhyme.scheduling.ledger import Collected, Ledger, StepCounts
+from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Sample, State
 
@@ -51,12 +52,12 @@ class Scheduler:
         dispatch() -> samples to start
         generate(...), finish(...), drop(...) ...   until enough(); abandon(...) if lost, fail(...) till hopeless()
         interrupt(...), finish(...) ...             once the engines were stopped, until settled()
-        give_up() -> attempts that are abandoned
+        abandon(...) ...                            what still runs
         collect()                                   the update batch, if ready(); else continue with dispatch()
 
-    Where engines do not stop (``Rules.stops``), events, ``progress(...)`` and ``dispatch()`` occur at all times, also
-    between ``collect()`` and ``begin()``. A batch is then collected once it is enough(), settled() and ready(). New
-    weights may reach engines before ``begin()`` or after it; so may the reports of the responses that they interrupt.
+    Where engines do not stop (``Rules.stops``), events and ``dispatch()`` occur at all times, also between
+    ``collect()`` and ``begin()``. A batch is then collected once it is enough(), settled() and ready(). New weights may
+    reach engines before ``begin()`` or after it; so may the reports of the responses that they interrupt.
 
     Raises:
         ValueError: An impossible event (see :class:`Ledger`), or contradictory rules.
@@ -178,20 +179,20 @@ class Scheduler:
             self.ledger.start(uid, number, self.version if self.rules.spans_versions else None)
         return started
 
-    def oldest_versions(self, uids: Iterable[str]) -> list[int]:
-        """Return the oldest policy versions that may generate samples of these prompts which start now.
+    def oldest_version(self, uid: str) -> int:
+        """Return the oldest policy version that may generate samples of a prompt which start now.
 
         Tokens of an older version would be too stale when they are trained. This matters only where replicas take
         versions one by one; elsewhere the result is 0.
         """
         rules = self.rules
         if not rules.one_by_one:
-            return [0 for _ in uids]
+            return 0
         if rules.take != "loaded":  # any of the next training steps may take it
-            return [self.version for _ in uids]
+            return self.version
         newest = self.version + self._training  # later: a deadlock, as its training step waits for this sample
-        updates = (self.ledger.place(self.ledger.prompt(uid)) // rules.batch_prompts for uid in uids)
-        return [max(0, min(newest, newest - rules.max_staleness + update)) for update in updates]
+        update = self.ledger.place(self.ledger.prompt(uid)) // rules.batch_prompts
+        return max(0, min(newest, newest - rules.max_staleness + update))
 
     @property
     def running(self) -> int:
@@ -212,23 +213,6 @@ class Scheduler:
         if uid not in self.ledger:
             return False
         self.ledger.generate(uid, number, tokens, self.version if first_version is None else first_version)
-        return not self._regenerate_stale(uid, number)
-
-    def progress(self, uid: str, number: int, first_version: int | None) -> bool:
-        """Record the version of a running response's oldest token; ``None``: it has no token yet.
-
-        Without this event a response that spans versions counts as stale as its start. A request that was queued over a
-        version change is in fact less stale; a request on a lagging replica is more stale. Other rules do not need this
-        event.
-
-        Returns:
-            As :meth:`generate`.
-        """
-        if uid not in self.ledger:
-            return False
-        if not self.rules.spans_versions:  # its version is reported when it is interrupted
-            return True
-        self.ledger.progress(uid, number, self.version if first_version is None else first_version)
         return not self._regenerate_stale(uid, number)
 
     def finish(self, uid: str, number: int, good: bool = True) -> None:
@@ -342,18 +326,6 @@ class Scheduler:
         taken = batch(self.rules, self.ledger, self.version, "generated", "finished", reserved=self._reserved)
         return all(prompt.samples[number].state == "finished" for prompt, number in taken)
 
-    def give_up(self) -> list[tuple[str, int]]:
-        """Abandon attempts that still run although the engines are stopped; rewards may arrive later.
-
-        Returns:
-            Samples whose attempts were abandoned.
-        """
-        running = self.ledger.samples("running") if self.rules.stops else ()
-        given_up = [(prompt.uid, number) for prompt, number, _ in running]
-        for uid, number in given_up:
-            self.abandon(uid, number)
-        return given_up
-
     def promise(self, uids: Iterable[str], samples: int = 1) -> list[str]:
         """Reserve finished prompts for streamed parts of the next batch (:func:`~.collection.promisable`).
 
@@ -418,7 +390,7 @@ class Scheduler:
             running. They are regenerated, and the caller ends attempts at them. Other running samples are judged at
             their report.
         """
-        self.version, self.step, self._training, self._reserved = version, StepCounts(), False, {}
+        self.version, self._training, self._reserved = version, False, {}
         self.batches_left = batches_left
         self._release_for_the_last()  # a resumed run may have other rules, or fewer steps left
         states: tuple[State, ...] = (*ON_THEIR_WAY, "finished")
@@ -492,8 +464,7 @@ class Scheduler:
             state: ``pending`` (interrupted or never started), ``running``, ``generated`` or ``finished``.
             tokens: Tokens of the response: all of them, those it continues from (``running``), or those before the
                 interruption (``pending``).
-            first_version: Version of the oldest of them; ``None`` without tokens. A running sample without tokens
-                counts as the current policy's, until :meth:`progress`.
+            first_version: Version of the oldest of them; ``None`` without tokens.
 
         Returns:
             As :meth:`generate` and :meth:`interrupt`: whether its text may be trained or continued.
@@ -507,15 +478,12 @@ class Scheduler:
             first_version = self.version
         if state in ("pending", "running") and not (self.rules.continues and tokens):
             first_version = None
-        goes_on = self.rules.continues and (first_version is None or first_version >= self._oldest_trained)
-        self.ledger.restore(
-            uid, number, attempt, state, tokens, None if state == "pending" and not goes_on else first_version
-        )
-        if state == "pending":
-            return goes_on
-        if state == "running" and self.rules.spans_versions:
-            self.ledger.progress(uid, number, self.version)
-        return not self._regenerate_stale(uid, number)
+        continues = self.rules.continues and (first_version is None or first_version >= self._oldest_trained)
+        if state == "pending" and not continues:
+            first_version = None
+        spans = self.version if self.rules.spans_versions else None
+        self.ledger.restore(uid, number, attempt, state, tokens, first_version, spans)
+        return continues if state == "pending" else not self._regenerate_stale(uid, number)
 
     # ---- within ----
 

@@ -72,12 +72,6 @@ class Witness(Scheduler):
         attempt, _, *text = self.told[uid, number]
         self.told[uid, number] = (attempt, "pending", *text)
 
-    def progress(self, uid, number, first_version):
-        goes_on = super().progress(uid, number, first_version)
-        if not goes_on and uid in self.ledger:
-            self._ended(uid, number)
-        return goes_on
-
     def begin(self, version, batches_left=None):
         stale = super().begin(version, batches_left)
         for sample in stale:
@@ -202,8 +196,6 @@ def test_a_running_sample_has_the_version_of_its_kept_tokens_until_it_reports():
     assert built.restore("p0", 0, 1, "running", 7, 2)
     assert built.restore("p0", 1, 0, "running", 0, None)
     assert [sample.oldest_version for sample in built.ledger.prompt("p0").samples] == [2, 3]
-    assert built.progress("p0", 1, 1)
-    assert built.ledger.prompt("p0").samples[1].oldest_version == 1
     assert built.dispatch()[0] == ("p1", 0), "it would run twice"
 
 

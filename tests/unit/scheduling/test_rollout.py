@@ -8,8 +8,7 @@ import pytest
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended, sample_of
 from verl_rhyme.scheduling.recovery import Evidence, Recovery
-from verl_rhyme.scheduling.remembered import Hopeless, Remembered
-from verl_rhyme.scheduling.rollout import Rollout
+from verl_rhyme.scheduling.rollout import Hopeless, Rollout
 from verl_rhyme.scheduling.rules import Rules
 
 #: SortedRL's four batches in flight, on-policy and partial.
@@ -674,7 +673,7 @@ def test_prompts_loaded_since_the_saved_state_are_loaded_again_up_to_the_last_wi
     """Four may be in flight, two are. One place is for the prompt with an attempt, one for a prompt before it."""
     made = rollout(PARTIAL, prompts=(("a", 2), ("b", 2)))
     waiting = dict.fromkeys("cedf", 2)
-    recovery = Recovery(made.scheduler, Remembered(), {Attempt("d", 0, 0).name: Evidence(running=True)})
+    recovery = Recovery(made.scheduler, {}, {Attempt("d", 0, 0).name: Evidence(running=True)})
     assert recovery.load(waiting, set("abcdef"), 4) == []
     assert [prompt.uid for prompt in made.scheduler.ledger] == ["a", "b", "c", "d"]
     assert list(waiting) == ["e", "f"]

@@ -25,8 +25,7 @@ class World:
         self.scheduler.begin(0, updates)
         self.text, self.length, self.kept, self.place = {}, {}, {}, {}  # of samples
         self.running, self.unrewarded, self.trained, self.dropped = [], [], [], set()
-        self.sizes, self.loads, self.stale, self.weights, self.training = {}, 0, 0, 0, False
-        self.made = self.wasted = 0  # tokens; the latter as counted before this step
+        self.sizes, self.loads, self.weights, self.training = {}, 0, 0, False
         self.replicas = [0, 0, 0]
         self.limit = self.random.choice([None, None, 1, 7])
 
@@ -39,10 +38,8 @@ class World:
             self.fill()
             scheduler = self.scheduler
             assert not (self.training and (scheduler.enough() or scheduler.ready())), "trained before the policy is new"
-            if scheduler.enough() and scheduler.settled(self.random.choice([0.0, 30.0])):
-                assert scheduler.give_up() == []
-                if scheduler.ready():
-                    return self.collect()
+            if scheduler.enough() and scheduler.settled(self.random.choice([0.0, 30.0])) and scheduler.ready():
+                return self.collect()
             self.event()
 
     def fill(self):
@@ -65,7 +62,7 @@ class World:
 
     def event(self):
         happen = [self.advance] * (4 * bool(self.running)) + [self.reward] * (2 * bool(self.unrewarded))
-        happen += [self.tell] * bool(self.running) + [self.publish] * self.training
+        happen += [self.publish] * self.training
         happen += [self.pull] * (self.lag and min(self.replicas) < self.weights)
         assert happen, "nothing is on its way, nothing enough: the scheduler is stuck"
         self.random.choice(happen)()
@@ -76,7 +73,6 @@ class World:
         more = self.length[sample] - len(text)
         made = self.random.choice([more, self.random.randint(0, more)])
         text += [self.replicas[self.place[sample]]] * made
-        self.made += made
         if self.random.random() < self.losses:
             self.running.remove(sample)
             if self.random.random() < 0.5:
@@ -90,11 +86,6 @@ class World:
                 self.unrewarded.append(sample)
             else:
                 text.clear()
-
-    def tell(self):
-        sample = self.random.choice(self.running)
-        if not self.scheduler.progress(*sample, min(self.text[sample], default=None)):
-            self.end(sample)
 
     def reward(self):
         uid, number = sample = self.random.choice(self.unrewarded)
@@ -118,10 +109,8 @@ class World:
             if self.lag:
                 return
             self.replicas = [self.weights] * len(self.replicas)
-        self.wasted += self.scheduler.step.wasted_tokens
         for sample in self.scheduler.begin(self.weights, self.left):
             self.end(sample)
-        self.stale += self.scheduler.step.stale
         self.training = False
 
     def end(self, sample):
@@ -240,8 +229,8 @@ class Stopping:
             while self.unrewarded and self.random.random() >= self.losses:
                 self.reward()
             self.check_settled()
-            assert set(scheduler.give_up()) == {sample for sample in self.running if self.state(sample) is not None}
             for sample in self.running:
+                scheduler.abandon(*sample)
                 assert self.state(sample) in ("pending", None)
                 self.text[sample] = self.text[sample][: self.kept[sample]]
             self.running = []
