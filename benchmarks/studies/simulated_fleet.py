@@ -234,9 +234,9 @@ class ProbedRollout(coordinator.Rollout):
 
     settled_at = 0.0
 
-    def give_up(self) -> list[str]:
+    def abandon_running(self) -> list[str]:
         self.settled_at = time.perf_counter()
-        return super().give_up()
+        return super().abandon_running()
 
 
 class ProbedCoordinator(coordinator.Coordinator):

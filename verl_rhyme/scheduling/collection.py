@@ -33,7 +33,7 @@ from verl_rhyme.scheduling.samples import Prompt, State
 _Bundle = tuple[Prompt, list[int]]
 
 
-def suffices(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool:
+def fills_batch(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool:
     """Return whether the generated or finished samples fill a batch, or are all that is left.
 
     Args:
@@ -54,14 +54,14 @@ def suffices(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool
     return 0 < samples >= min(rules.batch_samples, left)
 
 
-def awaits(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> bool:
+def lacks_due(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> bool:
     """Return whether a sample that must be trained in this batch is not generated, or (``rewarded``) not finished."""
     tally = ledger.tally
     available = tally.rewarded if rewarded else tally.trainable
     return any(_until(available, last) < due for last, due in _must_train(rules, version, tally.held))
 
 
-def promisable(
+def reservable(
     rules: Rules, ledger: Ledger, version: int, uids: Iterable[str], reserved: Collection[str] = ()
 ) -> list[str]:
     """Return the prompts that can be reserved for streamed parts of the next batch, in the given order.

@@ -122,11 +122,11 @@ class Dispatch:
                 self._planned.update(p.uid for p in unplanned)
 
     @property
-    def adrift(self) -> bool:
-        """Whether a sample ran on a replica that no longer serves; :meth:`take_up` can name its new replica."""
+    def has_unplaced(self) -> bool:
+        """Whether a sample ran on a replica that no longer serves; :meth:`count_running` can name its new replica."""
         return self.placement is not None and not all(map(self.placement.replica, self._placed))
 
-    def take_up(self, running: Mapping[str, str]) -> None:
+    def count_running(self, running: Mapping[str, str]) -> None:
         """Account for attempts that run on replicas this dispatch did not choose; they belong to no plan.
 
         Attempts on unknown replicas and attempts already counted are ignored.
@@ -159,7 +159,7 @@ class Dispatch:
             had = self._placed.pop(request_id).start_tokens
             self.placement.release(request_id, None if tokens is None else max(0, tokens - had))
 
-    def keep(self, needed: Callable[[str], bool]) -> None:
+    def retain(self, needed: Callable[[str], bool]) -> None:
         """Forget the prompts for which ``needed`` is false."""
         if self.placement is None:
             return

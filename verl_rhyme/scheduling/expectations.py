@@ -45,7 +45,7 @@ class Expectations:
         self._lengths: dict[str, dict[int, int]] = {}
         self._unsent = 0  # prompts learnt from since the state was sent
 
-    def hand(self, keys: Mapping[str, str]) -> dict[str, float]:
+    def add_prompts(self, keys: Mapping[str, str]) -> dict[str, float]:
         """Add prompts.
 
         Args:
@@ -54,7 +54,7 @@ class Expectations:
         Returns:
             Expected response tokens by uid.
         """
-        return self._try(partial(self._hand, keys), {})
+        return self._try(partial(self._add, keys), {})
 
     def rank(self, locations: Mapping[str, float], ranker: int) -> dict[str, float]:
         """Take in a ranker's forecasts.
@@ -93,7 +93,7 @@ class Expectations:
 
         return self._try(forecast, None)
 
-    def prompted(self, uid: str, tokens: int) -> None:
+    def set_prompt_tokens(self, uid: str, tokens: int) -> None:
         """Set the number of tokens of a prompt."""
         if key := self._keys.get(uid, _NO_KEY):
             self.prompts.tell(key, tokens)
@@ -110,7 +110,7 @@ class Expectations:
         if uid in self._lengths and tokens:
             self._lengths[uid][number] = tokens
 
-    def keep(self, needed: Callable[[str], bool]) -> dict[str, list[int]]:
+    def retain(self, needed: Callable[[str], bool]) -> dict[str, list[int]]:
         """Remove the prompts that are not needed any more, and learn their lengths.
 
         Returns:
@@ -129,20 +129,20 @@ class Expectations:
         return self._try(self._quality.take, {})
 
     @property
-    def under_way(self) -> dict[str, Any]:
+    def prompt_state(self) -> dict[str, Any]:
         """State of the present prompts, for JSON: key, and number and tokens of each ended sample."""
         return {uid: [key, list(self._lengths[uid].items())] for uid, key in self._keys.items()}
 
-    def resume(self, under_way: Mapping[str, Any], needed: Callable[[str], bool]) -> dict[str, float]:
-        """Restore the needed prompts of :attr:`under_way`.
+    def restore_prompts(self, prompt_state: Mapping[str, Any], needed: Callable[[str], bool]) -> dict[str, float]:
+        """Restore the needed prompts of :attr:`prompt_state`.
 
         Returns:
-            As :meth:`hand`.
+            As :meth:`add_prompts`.
         """
 
         def resumed() -> dict[str, float]:
-            known = {uid: (str(key), lengths) for uid, (key, lengths) in under_way.items() if needed(uid)}
-            expected = self._hand({uid: key for uid, (key, _) in known.items()})
+            known = {uid: (str(key), lengths) for uid, (key, lengths) in prompt_state.items() if needed(uid)}
+            expected = self._add({uid: key for uid, (key, _) in known.items()})
             for uid, (_, lengths) in known.items():
                 self._lengths[uid] = {int(number): int(tokens) for number, tokens in lengths}
             return expected
@@ -154,7 +154,7 @@ class Expectations:
         self._unsent = 0
         return self._try(lambda: {**self.predictor.state_dict(), "prompt_tokens": self.prompts.state_dict()}, {})
 
-    def news(self) -> dict[str, Any] | None:
+    def changed_state(self) -> dict[str, Any] | None:
         """Return :meth:`state_dict` if much was learnt since its last call, else ``None``."""
         return self.state_dict() if self._unsent > _SENT_AGAIN * len(self.predictor) else None
 
@@ -165,7 +165,7 @@ class Expectations:
 
     # ---- within ----
 
-    def _hand(self, keys: Mapping[str, str]) -> dict[str, float]:
+    def _add(self, keys: Mapping[str, str]) -> dict[str, float]:
         for uid, key in keys.items():
             self._keys[uid] = key
             self._lengths.setdefault(uid, {})

@@ -86,7 +86,7 @@ class Ledger:
         if uid in self._prompts:
             self._prompts[uid].expected = tokens
 
-    def postpone(self, uid: str, put_off: bool = True) -> None:
+    def set_put_off(self, uid: str, put_off: bool = True) -> None:
         """Put off a prompt until a separate round, or (``put_off=False``) release it."""
         prompt = self._prompts[uid]
         prompt.put_off = put_off
@@ -168,7 +168,7 @@ class Ledger:
         self._prompts[uid].samples[number].first_version = None
         self._tally.changed(self._prompts[uid])
 
-    def wait(self) -> None:
+    def count_step(self) -> None:
         """Count a training step that left out all prompts of the ledger."""
         for prompt in self:
             prompt.waited += 1
@@ -212,7 +212,7 @@ class Ledger:
         self.put_off = {}
         for prompt in self:
             if prompt.put_off:
-                self.postpone(prompt.uid)
+                self.set_put_off(prompt.uid)
 
     def _move(self, uid: str, number: int, sources: tuple[State, ...], target: State) -> Sample:
         if uid not in self._prompts:

@@ -60,15 +60,15 @@ class Recovery:
         self._scheduler, self._reported, self._evidence = scheduler, reported, evidence
         self._latest: dict[tuple[str, int], Attempt] = {}
 
-    def load(self, stock: dict[str, int], prompts: set[str], load_size: int) -> list[str]:
+    def load(self, stock: dict[str, int], prompts: set[str], prompt_limit: int) -> list[str]:
         """Load the prompts that were loaded after the state was saved.
 
-        Prompts of known attempts are loaded, and others until ``load_size`` is reached.
+        Prompts of known attempts are loaded, and others until ``prompt_limit`` is reached.
 
         Args:
             stock: Waiting prompts and their samples; prompts that still wait remain in it.
             prompts: Ids of prompts whose data are available.
-            load_size: Number of prompts in flight.
+            prompt_limit: Number of prompts in flight.
 
         Returns:
             Ids of prompts whose data are lost.
@@ -81,7 +81,7 @@ class Recovery:
         for uid in [uid for uid in stock if uid not in prompts or uid in ledger]:
             del stock[uid]
         begun = {Attempt.named(name).uid for name in self._evidence} & stock.keys()
-        spare = load_size - len(ledger) - len(begun)  # for prompts without evidence
+        spare = prompt_limit - len(ledger) - len(begun)  # for prompts without evidence
         for uid in list(stock):  # in the order in which they were loaded since
             if begun and (uid in begun or spare > 0):
                 scheduler.load(uid, stock.pop(uid))

@@ -28,15 +28,16 @@ _ATTEMPTS = 1 << 10
 _UNIFORM_GROUPS = 128
 
 
-class Hopeless(RuntimeError):
+class RolloutError(RuntimeError):
     """Training cannot continue: too many consecutive prompts failed or were filtered."""
 
 
 class Rollout:
     """The rollout's state machine; see the module.
 
-    The caller reads :meth:`wanted`, passes prompts to :meth:`hand`, sends what :meth:`fill` and :meth:`take_abandoned`
-    return, and passes reports to :meth:`ended`. In between it calls the scheduler as that class describes.
+    The caller reads :meth:`missing_prompts`, passes prompts to :meth:`add_prompts`, sends what :meth:`fill` and
+    :meth:`pop_abandoned` return, and passes reports to :meth:`ended`. In between it calls the scheduler as that class
+    describes.
 
     Args:
         rules: Rules of the scheduler.
@@ -75,7 +76,7 @@ class Rollout:
 
     # ---- prompts ----
 
-    def hand(self, prompts: Iterable[tuple[str, int]]) -> None:
+    def add_prompts(self, prompts: Iterable[tuple[str, int]]) -> None:
         """Add prompts to the stock of waiting prompts; known prompts are ignored.
 
         Args:
@@ -95,8 +96,8 @@ class Rollout:
             else:
                 self.scheduler.expect(uid, length)
 
-    def wanted(self) -> int:
-        """Return the number of prompts to pass to :meth:`hand` now."""
+    def missing_prompts(self) -> int:
+        """Return the number of prompts to pass to :meth:`add_prompts` now."""
         return max(0, self.scheduler.loadable() - len(self._stock))
 
     # ---- versions ----
@@ -108,11 +109,11 @@ class Rollout:
             version: Number of the policy version, which counts training steps.
             batches_left: Update batches until training ends; no more prompts are loaded than these take.
         """
-        under_way = {attempt.sample: attempt.name for attempt in self.attempts()}
+        in_progress = {attempt.sample: attempt.name for attempt in self.attempts()}
         for sample in self.scheduler.begin(version, batches_left):
             self._waste(sample)
-            if sample in under_way:  # some still wait for a reward
-                self._abandoned.append(under_way[sample])
+            if sample in in_progress:  # some still wait for a reward
+                self._abandoned.append(in_progress[sample])
         self._new_part = True
 
     # ---- attempts ----
@@ -126,7 +127,7 @@ class Rollout:
 
     def fill(self, limit: int | None = None, min_starts: int = 1) -> list[Start]:
         """Load waiting prompts and start samples, as far as the scheduler allows (:meth:`Scheduler.dispatch`)."""
-        self.stock_up()
+        self.load_prompts()
         starts = []
         for uid, number in self.scheduler.dispatch(limit, min_starts):
             prompt = self.scheduler.ledger.prompt(uid)
@@ -140,16 +141,16 @@ class Rollout:
             starts.append(Start(name, predecessor, self.rules.continues, stored, assignment))
         return starts
 
-    def stock_up(self) -> None:
+    def load_prompts(self) -> None:
         """Load waiting prompts, as far as the scheduler allows."""
-        load_size = self.scheduler.load_size()
+        prompt_limit = self.scheduler.prompt_limit()
         while count := min(self.scheduler.loadable(), len(self._stock)):  # a prompt put off makes room for another
             for _ in range(count):
                 uid = next(iter(self._stock))
                 self.scheduler.load(uid, self._stock.pop(uid))
                 if (expected := self._expected.pop(uid, None)) is not None:
                     self.scheduler.expect(uid, expected)
-        self.scheduler.owe(load_size)  # the stock may hold fewer prompts than may be loaded
+        self.scheduler.set_prompt_limit(prompt_limit)  # the stock may hold fewer prompts than may be loaded
 
     def kept_tokens(self, uid: str, number: int) -> int:
         """Return the tokens from which the next attempt at a sample continues."""
@@ -171,7 +172,7 @@ class Rollout:
             from.
 
         Raises:
-            Hopeless: Too many consecutive prompts failed, or the filter dropped too many consecutive groups.
+            RolloutError: Too many consecutive prompts failed, or the filter dropped too many consecutive groups.
             RuntimeError: Its tokens come from a policy version that is not allowed.
         """
         attempt = Attempt.named(report.name)
@@ -218,7 +219,7 @@ class Rollout:
             self.scheduler.abandon(*Attempt.named(name).sample)
         return lost
 
-    def give_up(self) -> list[str]:
+    def abandon_running(self) -> list[str]:
         """Abandon attempts that have not reported although the engines are stopped; their samples start again.
 
         Returns:
@@ -232,12 +233,12 @@ class Rollout:
         self._abandoned += names
         return names
 
-    def take_abandoned(self) -> list[str]:
+    def pop_abandoned(self) -> list[str]:
         """Return the attempts, since the last call, that are to end without a report."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
 
-    def take_obsolete(self) -> list[str]:
+    def pop_obsolete(self) -> list[str]:
         """Return the attempts, since the last call, whose reports are no longer needed.
 
         A later attempt replaced them, or their trajectories contain the same text.
@@ -264,7 +265,7 @@ class Rollout:
         if not self._new_part or sum(self._finished_groups.values()) < samples:
             return []
         self._new_part = False
-        found = self.scheduler.promise(self._finished_groups, samples)
+        found = self.scheduler.reserve(self._finished_groups, samples)
         for uid in found:
             del self._finished_groups[uid]
         stored = [sample for uid in found for sample in self._stored(self.scheduler.ledger.prompt(uid))]
@@ -274,7 +275,7 @@ class Rollout:
         """Return the update batch (:meth:`Scheduler.collect`).
 
         Raises:
-            Hopeless: The batch contains no trajectory.
+            RolloutError: The batch contains no trajectory.
             RuntimeError: A sample exceeds the staleness bound.
         """
         ledger = self.scheduler.ledger
@@ -285,7 +286,7 @@ class Rollout:
                 raise _lagging(staleness, self.rules)
         stored = [sample for sample in collected.samples if not self._empty(sample)]
         if not stored:
-            raise Hopeless(
+            raise RolloutError(
                 f"the agent loop returned no trajectory for any of the {len(collected.samples)} samples of a batch: "
                 "check the agent loop (actor_rollout_ref.rollout.agent)"
             )
@@ -370,7 +371,7 @@ class Rollout:
             version, batches_left: Arguments of :meth:`publish`.
             evidence: All known attempts, by name.
             prompts: Ids of prompts whose data are available.
-            handed: Prompts that were passed to :meth:`hand` since the state was saved.
+            handed: Prompts that were passed to :meth:`add_prompts` since the state was saved.
 
         Returns:
             Ids of prompts whose data are lost; other prompts replace them.
@@ -379,9 +380,9 @@ class Rollout:
         self._failed, self._filtered = state["failed"], Counter(dict(state["filtered"]))
         self._stock = dict([*state["stock"], *handed])
         self.scheduler.batches_left = batches_left
-        load_size = self._whole_updates(self.scheduler.load_size())  # nothing was trained since
+        prompt_limit = self._whole_updates(self.scheduler.prompt_limit())  # nothing was trained since
         recovery = Recovery(self.scheduler, self._reported, evidence)
-        gone = recovery.load(self._stock, prompts, load_size)
+        gone = recovery.load(self._stock, prompts, prompt_limit)
         self._failed += len(gone)
         recovery.remember(state["reports"])
         self.publish(version, batches_left)
@@ -396,17 +397,17 @@ class Rollout:
                 self._filter(uid)
         for prompt in self.scheduler.ledger:
             self._check_finished(prompt.uid)
-        self.scheduler.owe(load_size)
+        self.scheduler.set_prompt_limit(prompt_limit)
         return gone
 
     # ---- within ----
 
-    def _whole_updates(self, load_size: int) -> int:
+    def _whole_updates(self, prompt_limit: int) -> int:
         """Round a number of prompts up to whole batches, since it may come from other rules."""
         rules = self.scheduler.rules
         if rules.refill == "always" or rules.unit == "trajectory" or rules.batches % 1:
-            return load_size
-        return math.ceil(load_size / rules.batch_prompts) * rules.batch_prompts
+            return prompt_limit
+        return math.ceil(prompt_limit / rules.batch_prompts) * rules.batch_prompts
 
     def _latest(self, uid: str, number: int) -> Attempt:
         """Return the latest attempt at a sample."""
@@ -446,8 +447,8 @@ class Rollout:
 
     def _fail(self, uid: str, error: str) -> None:
         self._drop(uid, failed=True)
-        if count := self.scheduler.hopeless():
-            raise Hopeless(
+        if count := self.scheduler.consecutive_failures():
+            raise RolloutError(
                 f"{count} prompts in a row failed, and no prompt finished. The latest failure: {error}\nThe agent loop "
                 "workers logged the traceback. Fix the code that raised it: the reward function "
                 "(reward.custom_reward_function), the agent loop (actor_rollout_ref.rollout.agent) or the tool "
@@ -484,7 +485,7 @@ class Rollout:
         if (count := self._uniform_groups.total()) >= max(2 * self.rules.batch_prompts, _UNIFORM_GROUPS):
             common = self._uniform_groups.most_common(4)
             listed = ", ".join(f"{round(score, 4)} in {groups}" for score, groups in common)
-            raise Hopeless(
+            raise RolloutError(
                 f"algorithm.filter_groups dropped all {count} groups since it last kept one (metric {self._filters}): "
                 f"within each group all samples have the same score. The scores: {listed}. Check the reward function "
                 "(reward.custom_reward_function) and algorithm.filter_groups.metric. If prompts are too easy or too "

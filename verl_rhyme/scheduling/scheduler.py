@@ -33,7 +33,7 @@ from typing import Any
 
 from verl_rhyme.scheduling.admission import startable
 from verl_rhyme.scheduling.batch import Collected, StepCounts
-from verl_rhyme.scheduling.collection import awaits, batch, promisable, suffices
+from verl_rhyme.scheduling.collection import batch, fills_batch, lacks_due, reservable
 from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Sample, State
@@ -50,14 +50,14 @@ class Scheduler:
         begin(version) -> stale samples             the policy is new
         loadable() -> load(uid, n) ...              until it returns 0; also between the events below
         dispatch() -> samples to start
-        generate(...), finish(...), drop(...) ...   until enough(); abandon(...) if lost, fail(...) till hopeless()
-        interrupt(...), finish(...) ...             once the engines were stopped, until settled()
+        generate(...), finish(...), drop(...) ...   until has_batch(); abandon(...) if lost, fail(...)
+        interrupt(...), finish(...) ...             once the engines were stopped, until has_settled()
         abandon(...) ...                            what still runs
         collect()                                   the update batch, if ready(); else continue with dispatch()
 
     Where engines do not stop (``Rules.stops``), events and ``dispatch()`` occur at all times, also between
-    ``collect()`` and ``begin()``. A batch is then collected once it is enough(), settled() and ready(). New weights may
-    reach engines before ``begin()`` or after it; so may the reports of the responses that they interrupt.
+    ``collect()`` and ``begin()``. A batch is then collected once has_batch(), has_settled() and ready() hold. New
+    weights may reach engines before ``begin()`` or after it; so may the reports of the responses that they interrupt.
 
     Raises:
         ValueError: An impossible event (see :class:`Ledger`), or contradictory rules.
@@ -83,9 +83,9 @@ class Scheduler:
         """Return the number of prompts that may be loaded now."""
         if len(self.ledger) and self.rules.refill == "when_empty":
             return max(0, self._replacements)
-        return max(0, int(min(self.load_size() - self._held, self._needed)))
+        return max(0, int(min(self.prompt_limit() - self._held, self._needed)))
 
-    def load_size(self) -> int:
+    def prompt_limit(self) -> int:
         """Return the maximum number of prompts in flight, replacements included, prompts put off excluded."""
         if len(self.ledger) and self.rules.refill == "when_empty":
             return len(self.ledger) + self._replacements
@@ -93,9 +93,9 @@ class Scheduler:
         batches = 1 if self._own_round else min(self.rules.batches, left)
         return math.ceil(round(batches * self.rules.batch_prompts, 6))
 
-    def owe(self, load_size: int) -> None:
+    def set_prompt_limit(self, prompt_limit: int) -> None:
         """Set the number of prompts that are to be in flight, if the ledger is not empty."""
-        self._replacements = load_size - self._held if len(self.ledger) else 0
+        self._replacements = prompt_limit - self._held if len(self.ledger) else 0
 
     @property
     def _held(self) -> int:
@@ -161,7 +161,7 @@ class Scheduler:
         if len(self._sorted) >= self.rules.batch_prompts:
             longest = self._sorted[int((1 - self.rules.put_off) * len(self._sorted))]
             if tokens >= longest > self._sorted[0]:
-                self.ledger.postpone(uid)
+                self.ledger.set_put_off(uid)
 
     def dispatch(self, limit: int | None = None, min_starts: int = 1) -> list[tuple[str, int]]:
         """Start pending samples, in the order in which the engine should take them (:mod:`.admission`).
@@ -271,7 +271,7 @@ class Scheduler:
             self._failed.add(self.ledger.prompt(uid).number)
             self.drop(uid)
 
-    def hopeless(self) -> int:
+    def consecutive_failures(self) -> int:
         """Return the length of a run of failed prompts that is long enough to end training, or 0.
 
         The prompts must be consecutive in loading order, at least a batch of them, and no prompt may finish meanwhile.
@@ -287,11 +287,11 @@ class Scheduler:
 
     # ---- collection ----
 
-    def enough(self, rewarded: bool = False) -> bool:
+    def has_batch(self, rewarded: bool = False) -> bool:
         """Return whether the engines may be stopped.
 
         That holds when a batch is full, or holds enough tokens, and no sample that must be trained in this batch still
-        runs. (With engines that run on, the batch may be collected as soon as it is :meth:`settled`.) It never holds
+        runs. (With engines that run on, the batch may be collected as soon as it is :meth:`has_settled`.) It never holds
         during training.
 
         Args:
@@ -299,11 +299,11 @@ class Scheduler:
         """
         if self._training:
             return False
-        if awaits(self.rules, self.ledger, self.version, rewarded):
+        if lacks_due(self.rules, self.ledger, self.version, rewarded):
             return False
-        return suffices(self.rules, self.ledger, self._to_come, rewarded)
+        return fills_batch(self.rules, self.ledger, self._to_come, rewarded)
 
-    def settled(self, stopped_s: float) -> bool:
+    def has_settled(self, stopped_s: float) -> bool:
         """Return whether everything that the batch waits for has arrived.
 
         Until :data:`~.rules.STOP_WAIT_S` the scheduler waits for two things: attempts that may still request tokens of
@@ -317,7 +317,7 @@ class Scheduler:
             return True
         if self.rules.stops and self.running:
             return False
-        if not self.enough():  # no reward can change that
+        if not self.has_batch():  # no reward can change that
             return True
         if not self.ready():
             return False
@@ -326,8 +326,8 @@ class Scheduler:
         taken = batch(self.rules, self.ledger, self.version, "generated", "finished", reserved=self._reserved)
         return all(prompt.samples[number].state == "finished" for prompt, number in taken)
 
-    def promise(self, uids: Iterable[str], samples: int = 1) -> list[str]:
-        """Reserve finished prompts for streamed parts of the next batch (:func:`~.collection.promisable`).
+    def reserve(self, uids: Iterable[str], samples: int = 1) -> list[str]:
+        """Reserve finished prompts for streamed parts of the next batch (:func:`~.collection.reservable`).
 
         Args:
             uids: Ids of the prompts that the trainer could begin with.
@@ -338,7 +338,7 @@ class Scheduler:
         """
         if self._training:
             return []
-        found = promisable(self.rules, self.ledger, self.version, uids, self._reserved)
+        found = reservable(self.rules, self.ledger, self.version, uids, self._reserved)
         if sum(len(self.ledger.prompt(uid).samples) for uid in found) < samples:
             return []
         self._reserved.update(dict.fromkeys(found))
@@ -346,7 +346,7 @@ class Scheduler:
 
     def ready(self) -> bool:
         """Return whether the update batch may be collected."""
-        return self.enough(rewarded=True)
+        return self.has_batch(rewarded=True)
 
     def collect(self) -> Collected:
         """Return the update batch and mark its samples as trained (:mod:`.collection`).
@@ -369,7 +369,7 @@ class Scheduler:
         self._training, self._reserved = True, {}
         for uid, number in collected.samples:
             self.ledger.train(uid, number)
-        self.ledger.wait()
+        self.ledger.count_step()
         if self.batches_left is not None:
             self.batches_left -= 1
         if self.rules.rounds:
@@ -410,13 +410,13 @@ class Scheduler:
         """
         for prompt in self.ledger:
             if not prompt.put_off:
-                self.ledger.postpone(prompt.uid)
+                self.ledger.set_put_off(prompt.uid)
         before = self._put_off
         self._own_round = before >= self._batch
         for uid in list(self.ledger.put_off) if self._own_round else ():
             if before - self._put_off >= self._batch:
                 break
-            self.ledger.postpone(uid, put_off=False)
+            self.ledger.set_put_off(uid, put_off=False)
         self._release_for_the_last()
 
     def _release_for_the_last(self) -> None:
@@ -426,7 +426,7 @@ class Scheduler:
             most = max(0, self.batches_left - 1) * self._batch
         if self._put_off > most:
             for uid in list(self.ledger.put_off):
-                self.ledger.postpone(uid, put_off=False)
+                self.ledger.set_put_off(uid, put_off=False)
 
     # ---- checkpoints ----
 

@@ -24,7 +24,7 @@ def made(lengths=expected, replicas=("a", "b")):
     rollout = Rollout(Rules(**LOADED))
     dispatch = Dispatch(rollout, lengths, Placement("histopipe", {"groups": 2, "tail": 1.0}))
     dispatch.serve(dict.fromkeys(replicas, 100_000))
-    rollout.hand((str(n), 2) for n in range(4))
+    rollout.add_prompts((str(n), 2) for n in range(4))
     rollout.expect({str(n): 1000.0 * (n + 1) for n in range(4)})
     rollout.publish(0, 10)
     return rollout, dispatch
@@ -53,7 +53,7 @@ def test_prompt_tokens_count():
     placement.policy.plan = lambda step, loads: planned.extend((load.key, load.prompt_tokens) for load in loads)
     dispatch = Dispatch(rollout, expected, placement, lambda uids: [100 * int(uid) for uid in uids])
     dispatch.serve({"a": 100_000})
-    rollout.hand([("1", 2), ("2", 2)])
+    rollout.add_prompts([("1", 2), ("2", 2)])
     rollout.publish(0, 10)
     starts = {Attempt.named(start.name).sample: start for start in dispatch.fill()}
     assert planned == [("1", 100), ("2", 200)]
@@ -67,7 +67,7 @@ def test_prompt_tokens_count():
     assert (again.assignment.expected_tokens, placement.fleet.tokens.sum()) == (3000, whole)
     dispatch = Dispatch(rollout, expected, Placement("longest_first"), lambda uids: [7] * len(uids))
     dispatch.serve({"a": 100_000})
-    dispatch.take_up({again.name: "a"})
+    dispatch.count_running({again.name: "a"})
     request, _ = dispatch.placement._running["2-0"]
     assert request.prompt_tokens == 607
 
@@ -79,7 +79,7 @@ def test_running_attempts_count_after_another_dispatch_takes_over():
     dispatch = Dispatch(rollout, expected, Placement("histopipe", {"groups": 2, "tail": 1.0}))
     dispatch.serve({"a": 100_000, "c": 100_000})
     running = {start.name: start.assignment.replica for start in starts.values()}
-    dispatch.take_up({**running, starts["1", 0].name: "c", "99_0": "a", "3_1_7": "a"})
+    dispatch.count_running({**running, starts["1", 0].name: "c", "99_0": "a", "3_1_7": "a"})
     # "0" has one sample left at "a", "3" both; "1" and "2" were at "b", which is gone, but for one that went to "c".
     assert requests(dispatch) == {"a": 3, "c": 1}
     assert dispatch.reason(starts["1", 0].name) == "not in a plan: replica with the fewest tokens"
@@ -94,16 +94,16 @@ def test_attempts_of_a_dead_replica_count_where_they_continue():
     at = {start.name: start.assignment.replica for start in starts}
     there = [name for name, replica in at.items() if replica == "b"]
     assert there
-    assert not dispatch.adrift
+    assert not dispatch.has_unplaced
     dispatch.serve({"a": 100_000})
-    assert dispatch.adrift
+    assert dispatch.has_unplaced
     counted = len(starts) - len(there)
     assert requests(dispatch) == {"a": counted}
-    dispatch.take_up({**at, there[0]: ""})  # one that its client has not sent anew yet, others as if nobody had noticed
+    dispatch.count_running({**at, there[0]: ""})
     assert requests(dispatch) == {"a": counted}
     for _ in range(2):
-        dispatch.take_up(dict.fromkeys(at, "a"))
-        assert not dispatch.adrift
+        dispatch.count_running(dict.fromkeys(at, "a"))
+        assert not dispatch.has_unplaced
         assert requests(dispatch) == {"a": len(starts)}
     for start in starts:
         dispatch.ended(start.name, 9)
@@ -126,7 +126,7 @@ def test_after_a_restart_plans_cover_unfinished_samples(monkeypatch):
 def test_without_a_policy_that_plans_the_router_decides():
     rollout = Rollout(Rules(**RULES))
     dispatch = Dispatch(rollout, expected)
-    rollout.hand([("0", 2), ("1", 2)])
+    rollout.add_prompts([("0", 2), ("1", 2)])
     rollout.publish(0, 1)
     starts = dispatch.fill()
     assert [start.assignment.replica for start in starts] == [""] * 4
@@ -182,7 +182,7 @@ def test_prompts_that_left_are_forgotten_with_their_running_attempts():
     starts = dispatch.fill()
     failed = next(s for s in starts if Attempt.named(s.name).uid == "0")
     rollout.ended(Ended(failed.name, "failed", error="x"))
-    dispatch.keep(rollout.needs_prompt)
+    dispatch.retain(rollout.needs_prompt)
     assert dispatch.placement.fleet.requests.sum() == 6
 
 
@@ -207,7 +207,7 @@ def test_a_regenerated_sample_brings_no_tokens():
     rollout.ended(Ended(start.name, "interrupted", 600, 0))
     dispatch.ended(start.name)
     rollout.publish(2, 8)  # 600 tokens of version 0 are too old
-    dispatch.keep(rollout.needs_prompt)
+    dispatch.retain(rollout.needs_prompt)
     again = next(s for s in dispatch.fill() if Attempt.named(s.name).sample == Attempt.named(start.name).sample)
     assert again.predecessor is None
     at = dispatch.placement.fleet.tokens.sum()

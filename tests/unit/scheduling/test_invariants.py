@@ -263,17 +263,17 @@ def test_a_crash_of_separate_engines_resumes_from_the_checkpoint(rules, seed, cr
 @settings(max_examples=60)
 @given(colocated, seeds, st.sampled_from([0.0, 0.3]))
 def test_where_every_reward_fails_it_is_hopeless_before_long(rules, seed, losses):
-    class Hopeless(Exception):
+    class RolloutError(Exception):
         pass
 
     class Failing(Stopping):
         def fill(self):
-            if self.scheduler.hopeless():
-                raise Hopeless
+            if self.scheduler.consecutive_failures():
+                raise RolloutError
             assert self.loads < 400
             super().fill()
 
-    with pytest.raises(Hopeless):
+    with pytest.raises(RolloutError):
         Failing(rules, seed, mishaps=1.0, losses=losses).step()
 
 

@@ -132,7 +132,7 @@ def mortal(kind):
                 dead, self.scheduler = self.scheduler, self.scheduler.again(*self.saved)
                 assert facts(self.scheduler) == facts(dead)
                 assert self.scheduler.loadable() == dead.loadable()
-                assert self.scheduler.enough() >= dead.enough()  # what runs may be older than is known
+                assert self.scheduler.has_batch() >= dead.has_batch()  # what runs may be older than is known
 
         def collect(self):
             super().collect()

@@ -8,7 +8,7 @@ import pytest
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended, sample_of
 from verl_rhyme.scheduling.recovery import Evidence, Recovery
-from verl_rhyme.scheduling.rollout import Hopeless, Rollout
+from verl_rhyme.scheduling.rollout import Rollout, RolloutError
 from verl_rhyme.scheduling.rules import Rules
 
 #: SortedRL's four batches in flight, on-policy and partial.
@@ -19,7 +19,7 @@ PARTIAL = {**ON_POLICY, "max_staleness": 1}
 def rollout(mode=ON_POLICY, prompts=(("a", 2),), filters=None, start=True, **rules):
     made = Rollout(Rules(1, 2, **{**mode, **rules}), filters)
     made.publish(0, None)
-    made.hand(prompts)
+    made.add_prompts(prompts)
     if start:
         made.fill()
     return made
@@ -120,11 +120,11 @@ def test_a_response_whose_worker_died_at_its_reward_starts_from_its_tokens():
 
 def test_attempts_that_stopped_engines_wait_for_too_long_are_given_up():
     made = rollout()
-    assert not made.scheduler.settled(29.9)
-    assert made.scheduler.settled(30.0)
-    assert made.give_up() == ["a_0", "a_1"]
-    assert made.take_abandoned() == ["a_0", "a_1"]
-    assert made.take_abandoned() == []
+    assert not made.scheduler.has_settled(29.9)
+    assert made.scheduler.has_settled(30.0)
+    assert made.abandon_running() == ["a_0", "a_1"]
+    assert made.pop_abandoned() == ["a_0", "a_1"]
+    assert made.pop_abandoned() == []
     assert len(made.fill()) == 2
 
 
@@ -133,7 +133,7 @@ def test_a_too_stale_sample_is_wasted_and_its_attempt_ends():
     tell(made, generated("a_0"), generated("a_1", 2), finished("a_1"))
     made.publish(1, None)
     assert states(made) == ["pending", "pending"]
-    assert made.take_abandoned() == ["a_0"]  # it waits for its reward
+    assert made.pop_abandoned() == ["a_0"]  # it waits for its reward
     assert made.scheduler.step.wasted_tokens == 7
     assert {start.predecessor for start in made.fill()} == {"a_0", "a_1"}
     for start in [Attempt("a", n, 1).name for n in (0, 1)]:
@@ -154,7 +154,9 @@ def test_a_server_without_the_latest_weights_stops_the_run():
 def test_the_error_names_the_last_failure_where_every_prompt_fails():
     made = rollout(prompts=[(f"p{n}", 2) for n in range(64)], in_flight=64)
     failures = [Ended(f"p{n}_1", "failed", error="ValueError: no such column") for n in range(64)]
-    with pytest.raises(Hopeless, match=r"16 prompts.* sample 1 of prompt p15: ValueError: no such column") as raised:
+    with pytest.raises(
+        RolloutError, match=r"16 prompts.* sample 1 of prompt p15: ValueError: no such column"
+    ) as raised:
         tell(made, *failures)
     assert "reward.custom_reward_function" in str(raised.value)
 
@@ -163,8 +165,8 @@ def test_a_failed_prompt_is_replaced_and_its_other_attempts_end():
     made = rollout()
     tell(made, generated("a_1"), Ended("a_0", "failed", error="no"))
     assert "a" not in made.scheduler.ledger
-    assert made.take_abandoned() == ["a_0", "a_1"]
-    assert made.wanted() == 4  # nothing is left: a whole group
+    assert made.pop_abandoned() == ["a_0", "a_1"]
+    assert made.missing_prompts() == 4  # nothing is left: a whole group
     assert not made.needs_prompt("a")
 
 
@@ -173,7 +175,7 @@ def test_a_group_with_one_score_is_replaced_and_counted():
     for session, score in (("a_0", 0.0), ("a_1", 0.0), ("b_0", 0.0), ("b_1", 1.0)):
         tell(made, generated(session), finished(session, score))
     assert [prompt.uid for prompt in made.scheduler.ledger] == ["b"]
-    assert made.wanted() == 1
+    assert made.missing_prompts() == 1
     batch = made.take()
     assert batch.filtered == {0.0: 1}
     assert len(batch.wasted) == 2
@@ -195,10 +197,10 @@ def test_a_finished_sample_has_one_entry_in_the_queue():
     made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
     tell(made, generated("a_0"))
     assert made.needs_turns("a_0"), "its worker may be lost before the reward is there"
-    assert made.take_obsolete() == []
+    assert made.pop_obsolete() == []
     tell(made, finished("a_0"))
     assert (made.needs_turns("a_0"), made.needs_trajectories("a_0")) == (False, True)
-    assert made.take_obsolete() == ["a_0"]
+    assert made.pop_obsolete() == ["a_0"]
     made.publish(1, None)  # it is regenerated
     again = next(start for start in made.fill() if sample_of(start.name) == ("a", 0))
     assert (again.predecessor, again.stored) == ("a_0", True)
@@ -211,14 +213,14 @@ def test_a_finished_sample_has_one_entry_in_the_queue():
     third = next(start for start in made.fill() if sample_of(start.name) == ("a", 0))
     assert (third.predecessor, third.stored) == (again.name, False)
     tell(made, generated(third.name, version=2))
-    assert made.take_obsolete() == ["a_0", again.name]
+    assert made.pop_obsolete() == ["a_0", again.name]
 
 
 def score_groups(made, groups, scores):
     """Groups come and finish, one after another, each with these scores of its two samples."""
     for _ in range(groups):
         uid = f"g{made.scheduler.ledger.loaded}"
-        made.hand([(uid, 2)])
+        made.add_prompts([(uid, 2)])
         made.fill()
         for session, score in zip((f"{uid}_0", f"{uid}_1"), scores, strict=True):
             tell(made, generated(session), finished(session, score))
@@ -231,7 +233,7 @@ def test_the_run_ends_with_the_scores_where_the_filter_drops_every_group(batch_p
     score_groups(made, groups - 28, (0.0, 0.0))
     score_groups(made, 27, (1.0, 1.0))
     words = rf"filter_groups dropped all {groups} groups .*metric acc\).*: 0.0 in {groups - 28}, 1.0 in 28.*reward"
-    with pytest.raises(Hopeless, match=words):
+    with pytest.raises(RolloutError, match=words):
         score_groups(made, 28, (1.0, 1.0))
 
 
@@ -250,7 +252,7 @@ def test_a_sample_without_a_trajectory_is_absent_from_its_group_as_in_verl():
     tell(made, generated("a_0"), Ended("a_1", "generated"), generated("a_2"))
     tell(made, finished("a_0", 1.0), Ended("a_1", "finished", empty=True), finished("a_2", 0.0))
     assert states(made) == ["finished"] * 3
-    assert made.scheduler.enough()
+    assert made.scheduler.has_batch()
     batch = made.take()
     assert batch.attempts == ["a_0", "a_2"]
     assert len(batch.collected.samples) == 3
@@ -300,7 +302,7 @@ def test_a_sample_that_is_regenerated_may_leave_a_trajectory_this_time():
 def test_where_no_agent_loop_gives_a_trajectory_the_run_ends():
     made = Rollout(Rules(4, 8, **ON_POLICY))
     made.publish(0, None)
-    with pytest.raises(Hopeless, match=r"16 prompts in a row .* the agent loop returned no trajectory"):
+    with pytest.raises(RolloutError, match=r"16 prompts in a row .* the agent loop returned no trajectory"):
         leave_nothing(made, 16)
 
 
@@ -309,11 +311,11 @@ def test_an_update_without_any_trajectory_ends_the_run():
     rules = Rules(2, 4, unit="trajectory", **ON_POLICY)
     made = Rollout(rules)
     made.publish(0, None)
-    made.hand([(f"p{number}", 2) for number in range(8)])
+    made.add_prompts([(f"p{number}", 2) for number in range(8)])
     for start in made.fill():
         if start.name.endswith("_0"):
             tell(made, Ended(start.name, "generated"), Ended(start.name, "finished", empty=True))
-    with pytest.raises(Hopeless, match="no trajectory for any of the 4 samples of a batch"):
+    with pytest.raises(RolloutError, match="no trajectory for any of the 4 samples of a batch"):
         made.take()
 
 
@@ -321,7 +323,7 @@ def leave_nothing(made, groups):
     """Groups of which no sample leaves a trajectory."""
     for _ in range(groups):
         uid = f"g{made.scheduler.ledger.loaded}"
-        made.hand([(uid, 2)])
+        made.add_prompts([(uid, 2)])
         made.fill()
         for name in (f"{uid}_0", f"{uid}_1"):
             tell(made, Ended(name, "generated"), Ended(name, "finished", empty=True))
@@ -332,7 +334,7 @@ def test_a_group_without_any_trajectory_does_not_count_as_kept():
     made.publish(0, None)
     score_groups(made, 100, (0.0, 0.0))
     leave_nothing(made, 1)
-    with pytest.raises(Hopeless, match="all 128 groups"):
+    with pytest.raises(RolloutError, match="all 128 groups"):
         score_groups(made, 28, (0.0, 0.0))
 
 
@@ -346,21 +348,21 @@ def test_a_part_omits_samples_without_a_trajectory():
 
 def test_prompts_are_taken_from_the_stock_once_and_as_many_as_are_loadable():
     made = rollout(prompts=[(f"p{n}", 2) for n in range(6)], start=False)
-    assert made.wanted() == 0
-    made.hand([("p0", 2), ("p9", 2)])
+    assert made.missing_prompts() == 0
+    made.add_prompts([("p0", 2), ("p9", 2)])
     assert len({sample_of(start.name)[0] for start in made.fill()}) == 4  # a group of batches
     assert made.needs_prompt("p9")
-    assert made.wanted() == 0
-    made.hand([("p0", 2)])
+    assert made.missing_prompts() == 0
+    made.add_prompts([("p0", 2)])
     assert made.state_dict()["stock"] == [("p4", 2), ("p5", 2), ("p9", 2)]
 
 
 def test_no_more_prompts_are_wanted_than_will_be_trained():
     made = rollout(prompts=[], start=False)
     made.publish(3, 2)
-    assert made.wanted() == 2
+    assert made.missing_prompts() == 2
     made.publish(5, 0)
-    assert made.wanted() == 0
+    assert made.missing_prompts() == 0
 
 
 @pytest.mark.parametrize("end", [generated, interrupted])
@@ -447,7 +449,7 @@ def test_no_attempt_continues_from_a_lost_report():
 
 def test_prompts_without_data_are_replaced():
     made = rollout(prompts=[("a", 2), ("b", 2)])
-    made.hand([("c", 2), ("d", 2)])
+    made.add_prompts([("c", 2), ("d", 2)])
     again, gone = reopened(made, {}, prompts=("a", "d"))
     assert gone == ["b", "c"]
     assert again.state_dict()["stock"] == [("d", 2)]
@@ -486,7 +488,7 @@ def test_text_too_stale_for_the_current_policy_is_not_trained(mode):
     evidence = {"a_0": Evidence("generated", 5, 0, stored=True), "a_1": Evidence("generated", 5, 0, running=True)}
     again, _ = reopened(made, evidence, version=2, mode=mode)
     assert states(again) == ["pending", "pending"]
-    assert again.take_abandoned() == ["a_1"]
+    assert again.pop_abandoned() == ["a_1"]
     assert [start.predecessor for start in again.fill()] == ([None, None] if mode is PARTIAL else ["a_0", "a_1"])
 
 
@@ -522,7 +524,7 @@ def test_reports_of_trained_samples_are_ignored_after_a_loss():
     """Single trajectories: its prompt stays in the ledger for the others."""
     made = Rollout(Rules(1, 1, unit="trajectory", **ON_POLICY))
     made.publish(0, 9)
-    made.hand([("a", 2)])
+    made.add_prompts([("a", 2)])
     made.fill()
     tell(made, generated("a_0"), finished("a_0"))
     made.take()
@@ -539,9 +541,9 @@ def test_as_many_prompts_are_in_flight_after_a_loss_though_some_were_replaced():
     handed, evidence, state = [], {}, made.state_dict()
 
     def fill():
-        new = [(f"p{len(handed) + i}", 2) for i in range(made.wanted())]
+        new = [(f"p{len(handed) + i}", 2) for i in range(made.missing_prompts())]
         handed.extend(new)
-        made.hand(new)
+        made.add_prompts(new)
         starts = made.fill()
         evidence.update({start.name: Evidence(running=True) for start in starts})
         return starts
@@ -551,10 +553,10 @@ def test_as_many_prompts_are_in_flight_after_a_loss_though_some_were_replaced():
             tell(made, generated(start.name), finished(start.name, 1.0))
             evidence[start.name] = Evidence("generated", 5, 0, stored=True, scores=[1.0])
     assert len(fill()) == 6
-    assert (len(made.scheduler.ledger), made.wanted()) == (8, 0)
+    assert (len(made.scheduler.ledger), made.missing_prompts()) == (8, 0)
     again = Rollout(made.rules, filters="acc", generation=1)
     assert again.restore(state, 0, 10, evidence, {uid for uid, _ in handed}, handed) == []
-    assert (len(again.scheduler.ledger), again.wanted()) == (8, 0)
+    assert (len(again.scheduler.ledger), again.missing_prompts()) == (8, 0)
 
 
 def test_a_text_with_a_lost_reward_continues_only_while_it_may_be_trained():
@@ -587,7 +589,7 @@ def test_samples_that_the_next_batch_waits_for_start_in_any_case():
 def stream(prompts=4, samples=2, **rules):
     made = Rollout(Rules(prompts, prompts * samples, max_staleness=0, take="loaded", separate=True, **rules))
     made.publish(0, None)
-    made.hand([(uid, samples) for uid in "abcdefgh"[:prompts]])
+    made.add_prompts([(uid, samples) for uid in "abcdefgh"[:prompts]])
     made.fill()
     return made
 
@@ -613,7 +615,7 @@ def test_parts_are_whole_groups_of_the_next_batch():
 def test_groups_in_a_part_are_in_the_batch_though_shorter_ones_come():
     made = Rollout(Rules(2, 4, max_staleness=1, separate=True))
     made.publish(0, None)
-    made.hand([(uid, 2) for uid in "abcd"])
+    made.add_prompts([(uid, 2) for uid in "abcd"])
     made.fill()
     through(made, "a_0", "a_1")
     assert made.part(1) == ["a_0", "a_1"]
@@ -628,12 +630,12 @@ def test_a_part_leaves_room_for_samples_that_must_be_trained():
     """Samples too stale for the next training step are in the batch, whatever finished before them."""
     made = Rollout(Rules(2, 4, max_staleness=1, separate=True))
     made.publish(0, None)
-    made.hand([(uid, 2) for uid in "abcd"])
+    made.add_prompts([(uid, 2) for uid in "abcd"])
     made.fill()
     through(made, "a_0", "a_1", "b_0", "b_1")
     made.take()
     made.publish(1, None)  # c runs since version 0: it must be trained now
-    made.hand([(uid, 2) for uid in "efgh"])
+    made.add_prompts([(uid, 2) for uid in "efgh"])
     made.fill()
     late = {name.name for name in made.attempts() if name.uid in "cd"}
     for uid in "efg":
@@ -649,7 +651,7 @@ def test_a_part_leaves_room_for_samples_that_must_be_trained():
 def test_no_part_of_a_later_batch():
     made = Rollout(Rules(1, 2, max_staleness=1, take="loaded", separate=True))
     made.publish(0, None)
-    made.hand([("a", 2), ("b", 2)])
+    made.add_prompts([("a", 2), ("b", 2)])
     made.fill()
     through(made, "b_0", "b_1")
     assert made.part(1) == []

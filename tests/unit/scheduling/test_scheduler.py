@@ -112,11 +112,11 @@ def test_a_batch_of_consecutive_failures_is_hopeless():
     for batch, failures in ((1, FAILURES), (20, 20)):
         built = scheduler(batch)
         failed = 0
-        while not built.hopeless():
+        while not built.consecutive_failures():
             built.fail(next(iter(built.ledger)).uid)
             failed += 1
             replaced(built, lambda number: False)
-        assert failed == failures == built.hopeless()
+        assert failed == failures == built.consecutive_failures()
 
 
 def test_a_prompt_that_hangs_does_not_hide_that_all_others_fail():
@@ -124,30 +124,30 @@ def test_a_prompt_that_hangs_does_not_hide_that_all_others_fail():
     for _ in range(2 * FAILURES):
         replaced(built, lambda number: number != 7)
     assert "p7" in built.ledger
-    assert built.hopeless()
+    assert built.consecutive_failures()
 
 
 def test_it_is_not_hopeless_while_other_prompts_finish():
     built = scheduler(20, in_flight=4)
     for round in range(4):
         replaced(built, lambda number: number % 2 == 0)  # at once, and those of the same age run on
-        assert not built.hopeless(), round
+        assert not built.consecutive_failures(), round
     built = scheduler()
     for number in range(FAILURES - 1):
         replaced(built, lambda failing, number=number: failing == number)
     finish(built, f"p{FAILURES}", 5, 5)
     built.fail(f"p{FAILURES - 1}")
-    assert not built.hopeless(), "one finished meanwhile"
+    assert not built.consecutive_failures(), "one finished meanwhile"
 
 
 def test_samples_that_finish_in_prompts_that_fail_are_no_success():
     built = scheduler()
     for number in range(FAILURES):
         finish(built, f"p{number}", 5)
-        assert not built.hopeless()
+        assert not built.consecutive_failures()
         built.fail(f"p{number}")
         replaced(built, lambda number: False)
-    assert built.hopeless()
+    assert built.consecutive_failures()
 
 
 def test_training_single_trajectories_of_failing_prompts_continues():
@@ -160,7 +160,7 @@ def test_training_single_trajectories_of_failing_prompts_continues():
         built.fail(f"p{number}")
         built.fail(f"p{number + 1}")
         replaced(built, lambda number: False)
-        assert not built.hopeless()
+        assert not built.consecutive_failures()
 
 
 def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
@@ -194,12 +194,12 @@ def test_engines_may_stop_before_the_rewards_are_known_unless_those_decide():
     built = scheduler()
     built.generate("p0", 0, 5, 0)
     built.generate("p0", 1, 5, 0)
-    assert built.enough()
-    assert not built.enough(rewarded=True)
+    assert built.has_batch()
+    assert not built.has_batch(rewarded=True)
     assert not built.ready()
     built.finish("p0", 0)
     built.finish("p0", 1)
-    assert built.enough(rewarded=True)
+    assert built.has_batch(rewarded=True)
     assert built.ready()
 
 
@@ -208,14 +208,14 @@ def test_a_late_judge_holds_no_engine_but_its_reward_is_waited_for():
     built.generate("p0", 0, 5, 0)
     built.generate("p0", 1, 5, 0)
     built.finish("p0", 0)
-    assert built.enough()
-    assert not built.settled(29.0)
-    assert built.settled(30.0)
+    assert built.has_batch()
+    assert not built.has_settled(29.0)
+    assert built.has_settled(30.0)
     for sample in (("p1", 0), ("p1", 1), ("p2", 0), ("p2", 1)):  # still run, with engines stopped
         built.abandon(*sample)
     assert built.step.abandoned == 4
     assert not built.ready()
-    assert not built.enough(rewarded=True)  # on with the engines
+    assert not built.has_batch(rewarded=True)  # on with the engines
     assert len(built.dispatch()) == 4
     built.finish("p0", 1)
     assert built.ready()
@@ -227,7 +227,7 @@ def test_a_full_batch_does_not_wait_for_rewards_of_others():
     for number in range(2):
         built.generate("p1", number, 9, 0)
         built.interrupt("p2", number, 3, 0)
-    assert built.settled(0.0)
+    assert built.has_settled(0.0)
     assert built.collect().samples == [("p0", 0), ("p0", 1)]
 
 
@@ -238,11 +238,11 @@ def test_an_earlier_response_with_a_slow_reward_is_not_left_out():
         built.generate("p0", number, 5, 0)
         built.interrupt("p2", number, 3, 0)
     assert built.ready()
-    assert not built.settled(29.0)
-    assert built.settled(30.0)
+    assert not built.has_settled(29.0)
+    assert built.has_settled(30.0)
     built.finish("p0", 0)
     built.finish("p0", 1)
-    assert built.settled(0.0)
+    assert built.has_settled(0.0)
     assert built.collect().samples == [("p0", 0), ("p0", 1)]
 
 
@@ -252,8 +252,8 @@ def test_a_full_batch_waits_for_attempts_that_may_still_use_the_engines():
     for number in range(2):
         built.generate("p1", number, 9, 0)
     built.interrupt("p2", 0, 3, 0)
-    assert not built.settled(29.0)
-    assert built.settled(30.0)
+    assert not built.has_settled(29.0)
+    assert built.has_settled(30.0)
 
 
 def test_engines_continue_at_once_where_no_reward_can_fill_the_batch():
@@ -262,7 +262,7 @@ def test_engines_continue_at_once_where_no_reward_can_fill_the_batch():
     built.generate("p1", 0, 5, 0)
     for uid, number in (("p1", 1), ("p2", 0), ("p2", 1)):
         built.interrupt(uid, number, 3, 0)
-    assert built.settled(0.0)
+    assert built.has_settled(0.0)
     assert not built.ready()
 
 
@@ -327,11 +327,11 @@ def test_a_batch_waits_for_samples_that_later_batches_cannot_hold():
     built.begin(1)
     assert built.dispatch() == [("p3", 0), ("p3", 1)]
     finish(built, "p3", 1, 1, version=1)
-    assert not built.enough(), "p0 and p2 would be left for one batch"
+    assert not built.has_batch(), "p0 and p2 would be left for one batch"
     finish(built, "p2", 9, 9)
     assert built.collect().samples == [("p2", 0), ("p2", 1)]
     built.begin(2)
-    assert not built.enough()
+    assert not built.has_batch()
     finish(built, "p0", 9, 9)
     assert built.collect().staleness == [2, 2]
     assert built.begin(3) == []
@@ -353,7 +353,7 @@ def test_reservations_leave_room_for_trajectories_that_must_be_trained():
     built.generate("p0", 1, 3, 1)
     built.finish("p0", 1)
     finish(built, "p4", 3, 3, version=1)
-    assert built.promise(["p0", "p4"]) == ["p0"]
+    assert built.reserve(["p0", "p4"]) == ["p0"]
     built.generate("p1", 0, 9, 0)
     built.finish("p1", 0)
     assert {("p0", 0), ("p0", 1), ("p1", 0)} <= set(built.collect().samples)
@@ -363,7 +363,7 @@ def test_a_batch_does_not_wait_for_more_samples_than_it_holds():
     built = scheduler(max_staleness=1, **FINISHING)
     built.begin(1)
     finish(built, "p1", 9, 9)
-    assert built.enough(), "p0 is lost, and tokens made meanwhile would be, too"
+    assert built.has_batch(), "p0 is lost, and tokens made meanwhile would be, too"
 
 
 def test_samples_past_the_bound_are_regenerated_while_running_or_at_their_report():
@@ -413,10 +413,10 @@ def test_any_of_the_next_batches_may_take_the_first_finished_samples(relayed, wa
 def test_a_batch_waits_for_rewards_of_the_first_samples_but_not_for_running_ones():
     built = scheduler(max_staleness=1, **FINISHING)
     finish(built, "p1", 9, 9)
-    assert built.settled(0.0)  # p0 runs on
+    assert built.has_settled(0.0)  # p0 runs on
     assert all(built.generate("p0", number, 5, 0) for number in range(2))
-    assert not built.settled(0.0)
-    assert built.settled(30.0)
+    assert not built.has_settled(0.0)
+    assert built.has_settled(30.0)
     assert built.collect().samples == [("p1", 0), ("p1", 1)]
 
 
@@ -426,11 +426,11 @@ def test_no_batch_is_collected_before_the_new_policy(bound):
     finish(built, "p0", 5, 5)
     built.collect()
     finish(built, "p1", 5, 5)
-    assert not built.enough()
+    assert not built.has_batch()
     assert not built.ready()
     restored = Scheduler(built.rules)
     restored.load_state_dict(built.state_dict())
-    assert not restored.enough()
+    assert not restored.has_batch()
     assert built.begin(1) == ([] if bound else [("p1", 0), ("p1", 1)])
     assert built.ready() == bool(bound)
 

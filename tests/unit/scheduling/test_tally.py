@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from worlds import SAMPLES, Separate, World
 
 from verl_rhyme.scheduling.admission import startable
-from verl_rhyme.scheduling.collection import awaits, suffices
+from verl_rhyme.scheduling.collection import fills_batch, lacks_due
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY
 from verl_rhyme.scheduling.scheduler import Scheduler
@@ -72,7 +72,7 @@ class Plain:
             for s in prompt.samples
         )
 
-    def awaits(self, rewarded):
+    def lacks_due(self, rewarded):
         rules, there = self.rules, ("finished",) if rewarded else ("finished", "generated")
         for batches in range(rules.max_staleness):  # that follow on this one before they are too stale
             last = self.version - rules.max_staleness + batches
@@ -90,7 +90,7 @@ class Plain:
     def oldest(self, samples):
         return min((s.oldest_version for s in samples if s.oldest_version is not None), default=float("inf"))
 
-    def suffices(self, *states):
+    def fills_batch(self, *states):
         rules = self.rules
         if rules.unit == "group":
             units = [s for prompt in self.prompts if prompt.complete(*states) for s in prompt.samples]
@@ -109,8 +109,8 @@ def check(scheduler):
         assert tally.samples[state] == len(plain.samples(state))
     assert list(startable(rules, ledger, plain.training)) == plain.startable()
     for rewarded, states in ((False, ("generated", "finished")), (True, ("finished",))):
-        assert suffices(rules, ledger, plain.owed, rewarded) == plain.suffices(*states)
-        assert awaits(rules, ledger, version, rewarded) == plain.awaits(rewarded)
+        assert fills_batch(rules, ledger, plain.owed, rewarded) == plain.fills_batch(*states)
+        assert lacks_due(rules, ledger, version, rewarded) == plain.lacks_due(rewarded)
 
 
 def checked(kind):
@@ -150,7 +150,7 @@ def lines_of_an_event(samples, **rules):
         scheduler.generate(uid, number, 5, 0)
         scheduler.finish(uid, number)
     scheduler.dispatch(samples // 2)
-    scheduler.enough()
+    scheduler.has_batch()
     lines = 0
 
     def count(frame, event, _):
@@ -162,9 +162,9 @@ def lines_of_an_event(samples, **rules):
     sys.settrace(count)
     try:
         scheduler.generate(*started[-1], 5, 0)
-        scheduler.enough()
+        scheduler.has_batch()
         scheduler.finish(*started[-1])
-        scheduler.enough(rewarded=True)
+        scheduler.has_batch(rewarded=True)
         assert scheduler.dispatch(samples // 2, min_starts=2) == []
     finally:
         sys.settrace(before)

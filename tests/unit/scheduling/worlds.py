@@ -37,21 +37,23 @@ class World:
         while True:
             self.fill()
             scheduler = self.scheduler
-            assert not (self.training and (scheduler.enough() or scheduler.ready())), "trained before the policy is new"
-            if scheduler.enough() and scheduler.settled(self.random.choice([0.0, 30.0])) and scheduler.ready():
+            assert not (self.training and (scheduler.has_batch() or scheduler.ready())), (
+                "trained before the policy is new"
+            )
+            if scheduler.has_batch() and scheduler.has_settled(self.random.choice([0.0, 30.0])) and scheduler.ready():
                 return self.collect()
             self.event()
 
     def fill(self):
         scheduler = self.scheduler
-        load_size = scheduler.load_size()
+        limit = scheduler.prompt_limit()
         while count := scheduler.loadable():
             for _ in range(count):
                 uid = f"p{self.loads}"
                 self.sizes[uid] = self.random.randint(1, 2 * SAMPLES) if self.uneven else SAMPLES
                 scheduler.load(uid, self.sizes[uid])
                 self.loads += 1
-        scheduler.owe(load_size)  # as the rollout does
+        scheduler.set_prompt_limit(limit)  # as the rollout does
         for sample in scheduler.dispatch(self.limit):
             assert sample not in self.running
             if not self.text.get(sample):
@@ -219,7 +221,7 @@ class Stopping:
         self.fill()
         rewarded = False
         while True:
-            while not scheduler.enough(rewarded):
+            while not scheduler.has_batch(rewarded):
                 assert self.running or self.unrewarded, "nothing is on its way, nothing enough: the scheduler is stuck"
                 self.advance()
                 self.fill()
@@ -246,8 +248,8 @@ class Stopping:
     def check_settled(self):
         """Check that engines wait for rewards exactly as long as these may change the batch."""
         scheduler = self.scheduler
-        assert scheduler.settled(STOP_WAIT_S)
-        settled = scheduler.settled(0.0)
+        assert scheduler.has_settled(STOP_WAIT_S)
+        settled = scheduler.has_settled(0.0)
         if any(self.state(sample) is not None for sample in self.running):
             assert not settled
             return
