@@ -49,7 +49,7 @@ class Attempt(NamedTuple):
 
 
 def sample_of(name: str) -> tuple[str, int]:
-    """Return (uid, number in the group) of an :attr:`Attempt.name`."""
+    """Return the sample of an :attr:`Attempt.name`."""
     return Attempt.named(name).sample
 
 

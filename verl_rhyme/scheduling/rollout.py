@@ -8,7 +8,6 @@ leaves. It is a pure state machine too; the coordinator (``coordinator/coordinat
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.scheduling.admission import priority
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Reported, Start, sample_of
 from verl_rhyme.scheduling.batch import Batch, Record, StepCounts
+from verl_rhyme.scheduling.group_filter import GroupFilter, RolloutError
 from verl_rhyme.scheduling.recovery import Evidence, Recovery
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, Sample
@@ -23,13 +23,8 @@ from verl_rhyme.scheduling.scheduler import Scheduler
 
 #: Attempt numbers reserved for each generation.
 _ATTEMPTS = 1 << 10
-#: Minimum number of consecutive filtered groups that ends a run, however small a batch is. If the filter keeps one in
-#: ten, one of seven runs of a million groups has such a sequence.
-_UNIFORM_GROUPS = 128
-
-
-class RolloutError(RuntimeError):
-    """Training cannot continue: too many consecutive prompts failed or were filtered."""
+#: Of a sample without reports.
+_NOTHING = Reported()
 
 
 class Rollout:
@@ -41,8 +36,7 @@ class Rollout:
 
     Args:
         rules: Rules of the scheduler.
-        filters: Metric by which groups are dropped whose trajectories all have one score (DAPO, arXiv:2503.14476,
-            section 3.2); ``None``: no group is dropped.
+        filters: Metric of the :class:`GroupFilter`; ``None``: no group is dropped.
         generation: Number of this rollout among those that resume one another; it keeps attempt names unique.
     """
 
@@ -50,7 +44,7 @@ class Rollout:
         self.scheduler = Scheduler(rules)
         self.scheduler.ledger.first_attempt = generation * _ATTEMPTS
         self._generation = generation
-        self._filters = filters
+        self._filter = GroupFilter(filters, rules.batch_prompts)
         self._stock: dict[str, int] = {}  # number of samples by prompt that waits to be loaded, in order
         self._expected: dict[str, float] = {}  # expected tokens by waiting prompt, where known
         self._reported: dict[tuple[str, int], Reported] = {}  # by untrained sample
@@ -59,8 +53,6 @@ class Rollout:
         self._obsolete: list[str] = []  # attempts whose reports are no longer needed
         self._wasted: list[Record] = []
         self._failed = 0
-        self._filtered: Counter[float] = Counter()
-        self._uniform_groups: Counter[float] = Counter()  # groups dropped since the filter kept one, by score
         # Number of samples by finished prompt that was in no streamed part yet, in the order of finishing.
         self._finished_groups: dict[str, int] = {}
         self._new_part = False  # whether a new streamed part is possible
@@ -72,7 +64,7 @@ class Rollout:
     @property
     def filtered(self) -> dict[float, int]:
         """Number of groups that were dropped since the last batch, by their common score."""
-        return dict(self._filtered)
+        return dict(self._filter.dropped)
 
     # ---- prompts ----
 
@@ -134,7 +126,7 @@ class Rollout:
             before = self._predecessor(uid, number)
             predecessor = None if before is None else Attempt(uid, number, before).name
             name = Attempt(uid, number, prompt.samples[number].attempt).name
-            stored = before is not None and self._reported[uid, number].stored
+            stored = self._report((uid, number)).stored
             assignment = Assignment(
                 oldest_version=self.scheduler.oldest_version(uid), priority=priority(self.rules, prompt)
             )
@@ -143,14 +135,11 @@ class Rollout:
 
     def load_prompts(self) -> None:
         """Load waiting prompts, as far as the scheduler allows."""
-        prompt_limit = self.scheduler.prompt_limit()
-        while count := min(self.scheduler.loadable(), len(self._stock)):  # a prompt put off makes room for another
-            for _ in range(count):
-                uid = next(iter(self._stock))
-                self.scheduler.load(uid, self._stock.pop(uid))
-                if (expected := self._expected.pop(uid, None)) is not None:
-                    self.scheduler.expect(uid, expected)
-        self.scheduler.set_prompt_limit(prompt_limit)  # the stock may hold fewer prompts than may be loaded
+        while self._stock and self.scheduler.loadable():  # a prompt put off makes room for another
+            uid = next(iter(self._stock))
+            self.scheduler.load(uid, self._stock.pop(uid))
+            if (expected := self._expected.pop(uid, None)) is not None:
+                self.scheduler.expect(uid, expected)
 
     def kept_tokens(self, uid: str, number: int) -> int:
         """Return the tokens from which the next attempt at a sample continues."""
@@ -161,8 +150,7 @@ class Rollout:
     def _predecessor(self, uid: str, number: int) -> int | None:
         if not (self.rules.continues or self.rules.redrafts):
             return None
-        reported = self._reported.get((uid, number))
-        return None if reported is None else reported.attempt
+        return self._report((uid, number)).attempt
 
     def ended(self, report: Ended) -> list[Record]:
         """Record the report of an attempt's end; a report that no caller waits for changes nothing.
@@ -177,8 +165,8 @@ class Rollout:
         """
         attempt = Attempt.named(report.name)
         uid, number, _ = attempt
-        sample = self._on_its_way(attempt)
-        if sample is None:
+        sample = self._sample(attempt)
+        if sample is None or sample.state not in ON_THEIR_WAY:
             return []
         if report.status == "failed":
             self._fail(uid, f"sample {number} of prompt {uid}: {report.error}")
@@ -191,10 +179,9 @@ class Rollout:
                 if not report.empty:
                     self._obsolete.append(report.name)
                 self.scheduler.finish(uid, number, bool(self._stored(self.scheduler.ledger.prompt(uid))))
-                self._filter(uid)
                 self._check_finished(uid)
         elif sample.state == "running":
-            before = self._reported.get(attempt.sample, Reported())
+            before = self._report(attempt.sample)
             if before.attempt is not None:
                 self._obsolete.append(Attempt(uid, number, before.attempt).name)
             reported = self._reported[attempt.sample] = Reported.of(attempt, report.records)
@@ -214,9 +201,10 @@ class Rollout:
         Returns:
             Attempts that were still waited for; their samples start again.
         """
-        lost = [name for name in names if self._on_its_way(Attempt.named(name)) is not None]
+        in_progress = {attempt.name: attempt for attempt in self.attempts()}
+        lost = [name for name in names if name in in_progress]
         for name in lost:
-            self.scheduler.abandon(*Attempt.named(name).sample)
+            self.scheduler.abandon(*in_progress[name].sample)
         return lost
 
     def abandon_running(self) -> list[str]:
@@ -272,7 +260,7 @@ class Rollout:
         return [self._latest(*sample).name for sample in stored]
 
     def take(self) -> Batch:
-        """Return the update batch (:meth:`Scheduler.collect`).
+        """Return the update batch (:meth:`Scheduler.collect`) and the statistics since the last one.
 
         Raises:
             RolloutError: The batch contains no trajectory.
@@ -284,7 +272,7 @@ class Rollout:
         for staleness in collected.staleness:  # a last check before training
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
-        stored = [sample for sample in collected.samples if not self._empty(sample)]
+        stored = [sample for sample in collected.samples if not self._report(sample).empty]
         if not stored:
             raise RolloutError(
                 f"the agent loop returned no trajectory for any of the {len(collected.samples)} samples of a batch: "
@@ -305,7 +293,8 @@ class Rollout:
             failed=self._failed,
             filtered=self.filtered,
         )
-        self._ran, self._wasted, self._failed, self._filtered = [], [], 0, Counter()
+        self._ran, self._wasted, self._failed = [], [], 0
+        self._filter.dropped.clear()
         self.scheduler.step = StepCounts()
         return batch
 
@@ -321,38 +310,34 @@ class Rollout:
         The result is false where the stored trajectories contain these turns.
         """
         attempt = Attempt.named(name)
-        reported = self._reported.get(attempt.sample)
-        if reported is not None and reported.attempt == attempt.attempt:
-            return not reported.stored
-        return self.may_train(name)
+        reported = self._report(attempt.sample)
+        return not reported.stored if reported.attempt == attempt.attempt else self.may_train(name)
 
     def needs_trajectories(self, name: str) -> bool:
         """Return whether this attempt's trajectories, stored or to come, may be trained or drafted from."""
         attempt = Attempt.named(name)
-        drafted = self._predecessor(*attempt.sample) == attempt.attempt and self._reported[attempt.sample].stored
+        drafted = self._predecessor(*attempt.sample) == attempt.attempt and self._report(attempt.sample).stored
         return drafted or self.may_train(name)
 
     def may_train(self, name: str) -> bool:
         """Return whether this attempt's response may still be trained."""
-        attempt = Attempt.named(name)
-        if attempt.uid not in self.scheduler.ledger:
-            return False
-        sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
-        return sample.attempt == attempt.attempt and sample.state in (*ON_THEIR_WAY, "finished")
+        sample = self._sample(Attempt.named(name))
+        return sample is not None and sample.state in (*ON_THEIR_WAY, "finished")
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values for JSON; :meth:`restore` needs it and the content of the queue."""
-        left_turns = {s: r.attempt for s, r in self._reported.items() if r.attempt is not None}
+        turns = {sample: report.attempt for sample, report in self._reported.items() if report.attempt is not None}
+        empty = [sample for sample, report in self._reported.items() if report.empty]
         return {
             **self.scheduler.state_dict(),
             "stock": list(self._stock.items()),
-            "reports": sorted(Attempt(*sample, attempt).name for sample, attempt in left_turns.items()),
-            "empty": sorted(self._latest(*sample).name for sample in self._reported if self._empty(sample)),
+            "reports": sorted(Attempt(*sample, attempt).name for sample, attempt in turns.items()),
+            "empty": sorted(self._latest(*sample).name for sample in empty),
             "generation": self._generation,
             "failed": self._failed,
-            "filtered": list(self._filtered.items()),
+            "filtered": list(self.filtered.items()),
         }
 
     def restore(
@@ -377,7 +362,8 @@ class Rollout:
             Ids of prompts whose data are lost; other prompts replace them.
         """
         self.scheduler.load_state_dict(state)
-        self._failed, self._filtered = state["failed"], Counter(dict(state["filtered"]))
+        self._failed = state["failed"]
+        self._filter.dropped.update(dict(state["filtered"]))
         self._stock = dict([*state["stock"], *handed])
         self.scheduler.batches_left = batches_left
         prompt_limit = self._whole_updates(self.scheduler.prompt_limit())  # nothing was trained since
@@ -386,16 +372,13 @@ class Rollout:
         self._failed += len(gone)
         recovery.remember(state["reports"])
         self.publish(version, batches_left)
-        for attempt in recovery.place(bool(self._filters)):
+        for attempt in recovery.place(self._filter.metric is not None):
             self._waste(attempt.sample)
             if evidence[attempt.name].running:
                 self._abandoned.append(attempt.name)
         for name in filter(self.may_train, state["empty"]):
             self._reported.setdefault(sample_of(name), Reported()).empty = True
-        if self._filters:
-            for uid in [prompt.uid for prompt in self.scheduler.ledger]:
-                self._filter(uid)
-        for prompt in self.scheduler.ledger:
+        for prompt in list(self.scheduler.ledger):
             self._check_finished(prompt.uid)
         self.scheduler.set_prompt_limit(prompt_limit)
         return gone
@@ -413,13 +396,15 @@ class Rollout:
         """Return the latest attempt at a sample."""
         return Attempt(uid, number, self.scheduler.ledger.prompt(uid).samples[number].attempt)
 
-    def _on_its_way(self, attempt: Attempt) -> Sample | None:
-        """Return the ledger's sample if this attempt at it is in progress, else ``None``."""
-        uid, number, which = attempt
-        if uid not in self.scheduler.ledger:
+    def _sample(self, attempt: Attempt) -> Sample | None:
+        """Return the ledger's sample if this is the latest attempt at it, else ``None``."""
+        if attempt.uid not in self.scheduler.ledger:
             return None
-        sample = self.scheduler.ledger.prompt(uid).samples[number]
-        return sample if sample.attempt == which and sample.state in ON_THEIR_WAY else None
+        sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
+        return sample if sample.attempt == attempt.attempt else None
+
+    def _report(self, sample: tuple[str, int]) -> Reported:
+        return self._reported.get(sample, _NOTHING)
 
     def _generated(self, report: Ended, uid: str, number: int) -> None:
         if self.scheduler.generate(uid, number, report.tokens, report.first_version):
@@ -442,9 +427,6 @@ class Rollout:
         """Forget the reports of a sample and return its records."""
         return self._reported.pop(sample, Reported()).records
 
-    def _empty(self, sample: tuple[str, int]) -> bool:
-        return sample in self._reported and self._reported[sample].empty
-
     def _fail(self, uid: str, error: str) -> None:
         self._drop(uid, failed=True)
         if count := self.scheduler.consecutive_failures():
@@ -457,41 +439,22 @@ class Rollout:
             )
 
     def _check_finished(self, uid: str) -> None:
-        if uid in self.scheduler.ledger and (prompt := self.scheduler.ledger.prompt(uid)).complete("finished"):
-            if not self._stored(prompt):
-                self._fail(uid, f"prompt {uid}: the agent loop returned no trajectory for any of its samples")
-                return
+        """Offer a finished group for a part, or drop it: without a trajectory, or by the filter."""
+        prompt = self.scheduler.ledger.prompt(uid)
+        if not prompt.complete("finished"):
+            return
+        stored = self._stored(prompt)
+        if not stored:
+            self._fail(uid, f"prompt {uid}: the agent loop returned no trajectory for any of its samples")
+        elif not self._filter.keeps([self._report(sample).scores for sample in stored]):
+            self._drop(uid)
+        else:
             self._finished_groups[uid], self._new_part = len(prompt.samples), True
 
     def _stored(self, prompt: Prompt) -> list[tuple[str, int]]:
         """Return the samples of a finished prompt that have a trajectory."""
         samples = [(prompt.uid, number) for number in range(len(prompt.samples))]
-        return [sample for sample in samples if not self._empty(sample)]
-
-    def _filter(self, uid: str) -> None:
-        """Drop a finished group whose samples all have one score; another prompt replaces it."""
-        prompt = self.scheduler.ledger.prompt(uid)
-        stored = self._stored(prompt)
-        if not self._filters or not prompt.complete("finished") or not stored:
-            return
-        by_sample = [self._reported[sample].scores if sample in self._reported else [] for sample in stored]
-        scores = [score for of_sample in by_sample for score in of_sample]
-        if not (all(by_sample) and len(scores) > 1 and all(score == scores[0] for score in scores)):
-            self._uniform_groups.clear()
-            return
-        self._filtered[scores[0]] += 1
-        self._uniform_groups[scores[0]] += 1
-        self._drop(uid)
-        if (count := self._uniform_groups.total()) >= max(2 * self.rules.batch_prompts, _UNIFORM_GROUPS):
-            common = self._uniform_groups.most_common(4)
-            listed = ", ".join(f"{round(score, 4)} in {groups}" for score, groups in common)
-            raise RolloutError(
-                f"algorithm.filter_groups dropped all {count} groups since it last kept one (metric {self._filters}): "
-                f"within each group all samples have the same score. The scores: {listed}. Check the reward function "
-                "(reward.custom_reward_function) and algorithm.filter_groups.metric. If prompts are too easy or too "
-                "hard, choose others or set algorithm.filter_groups.enable=false. Then start the same command: it "
-                "resumes from the last checkpoint."
-            )
+        return [sample for sample in samples if not self._report(sample).empty]
 
     def _drop(self, uid: str, failed: bool = False) -> None:
         self._failed += failed

@@ -116,11 +116,6 @@ class Scheduler:
         return samples * self.rules.batch_prompts // self.rules.batch_samples
 
     @property
-    def _to_come(self) -> int:
-        """Prompts still to be loaded; with tail batching, replacements of prompts just put off are included."""
-        return self.loadable() if self.rules.rounds else max(0, self._replacements)
-
-    @property
     def _by_prompts(self) -> bool:
         """Whether prompts are counted; otherwise samples, since single trajectories leave their prompts."""
         return self.rules.unit == "group"
@@ -137,9 +132,10 @@ class Scheduler:
 
     def load(self, uid: str, samples: int) -> None:
         """Load a prompt with ``samples`` responses to generate."""
+        limit = self.prompt_limit()
         self.ledger.load(uid, samples)
+        self.set_prompt_limit(limit)
         self.step.loaded += 1
-        self._replacements = max(0, self._replacements - 1)
 
     def expect(self, uid: str, tokens: float) -> None:
         """Set the expected response tokens of a prompt; unknown prompts are ignored.
@@ -291,7 +287,7 @@ class Scheduler:
         """Return whether the engines may be stopped.
 
         That holds when a batch is full, or holds enough tokens, and no sample that must be trained in this batch still
-        runs. (With engines that run on, the batch may be collected as soon as it is :meth:`has_settled`.) It never holds
+        runs. (With engines that run on, the batch may be collected as soon as it :meth:`has_settled`.) It never holds
         during training.
 
         Args:
@@ -301,7 +297,7 @@ class Scheduler:
             return False
         if lacks_due(self.rules, self.ledger, self.version, rewarded):
             return False
-        return fills_batch(self.rules, self.ledger, self._to_come, rewarded)
+        return fills_batch(self.rules, self.ledger, self.loadable(), rewarded)
 
     def has_settled(self, stopped_s: float) -> bool:
         """Return whether everything that the batch waits for has arrived.

@@ -7,8 +7,9 @@ import math
 import pytest
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended, sample_of
+from verl_rhyme.scheduling.group_filter import RolloutError
 from verl_rhyme.scheduling.recovery import Evidence, Recovery
-from verl_rhyme.scheduling.rollout import Rollout, RolloutError
+from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules
 
 #: SortedRL's four batches in flight, on-policy and partial.

@@ -39,7 +39,7 @@ class Plain:
 
     def __init__(self, scheduler):
         self.rules, self.version, self.training = scheduler.rules, scheduler.version, scheduler._training
-        self.prompts, self.owed = list(scheduler.ledger), scheduler._to_come
+        self.prompts, self.owed = list(scheduler.ledger), scheduler.loadable()
 
     def samples(self, *states):
         return [(p, n, s) for p in self.prompts for n, s in enumerate(p.samples) if s.state in states]

@@ -46,14 +46,12 @@ class World:
 
     def fill(self):
         scheduler = self.scheduler
-        limit = scheduler.prompt_limit()
         while count := scheduler.loadable():
             for _ in range(count):
                 uid = f"p{self.loads}"
                 self.sizes[uid] = self.random.randint(1, 2 * SAMPLES) if self.uneven else SAMPLES
                 scheduler.load(uid, self.sizes[uid])
                 self.loads += 1
-        scheduler.set_prompt_limit(limit)  # as the rollout does
         for sample in scheduler.dispatch(self.limit):
             assert sample not in self.running
             if not self.text.get(sample):
