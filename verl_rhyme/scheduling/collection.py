@@ -127,8 +127,7 @@ def _bundles(rules: Rules, ledger: Ledger, *states: State) -> list[_Bundle]:
 
 
 def _oldest(prompt: Prompt, numbers: list[int]) -> int:
-    versions = (prompt.samples[number].oldest_version for number in numbers)
-    return min(version for version in versions if version is not None)
+    return min(prompt.samples[number].known_version for number in numbers)
 
 
 def _must_train(rules: Rules, version: int, held: Counter[int]) -> list[tuple[int, int]]:

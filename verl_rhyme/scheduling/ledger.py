@@ -26,6 +26,7 @@ class Ledger:
     """
 
     def __init__(self, unit: Unit = "group") -> None:
+        self.unit = unit
         self._prompts: dict[str, Prompt] = {}
         self._numbers: list[int] = []  # numbers of the prompts, ascending
         self._tally = Tally(unit)
@@ -44,6 +45,16 @@ class Ledger:
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._prompts
+
+    @property
+    def size(self) -> int:
+        """Number of prompts, or of untrained samples where these are trained one by one."""
+        return len(self) if self.unit == "group" else self.tally.untrained
+
+    @property
+    def size_put_off(self) -> int:
+        """The same of prompts that are put off."""
+        return len(self.put_off) if self.unit == "group" else sum(self.put_off.values())
 
     def prompt(self, uid: str) -> Prompt:
         """Return a prompt.
@@ -82,9 +93,8 @@ class Ledger:
         self.loaded += 1
 
     def expect(self, uid: str, tokens: float) -> None:
-        """Set the expected response tokens of a prompt; unknown prompts are ignored."""
-        if uid in self._prompts:
-            self._prompts[uid].expected = tokens
+        """Set the expected response tokens of a prompt."""
+        self._prompts[uid].expected = tokens
 
     def set_put_off(self, uid: str, put_off: bool = True) -> None:
         """Put off a prompt until a separate round, or (``put_off=False``) release it."""
@@ -203,7 +213,7 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state["loaded"]
-        self._prompts, self._tally = {}, Tally(self._tally.unit)
+        self._prompts, self._tally = {}, Tally(self.unit)
         self._numbers = [saved["number"] for saved in state["prompts"]]
         for saved in state["prompts"]:
             samples = [Sample(**sample) for sample in saved["samples"]]

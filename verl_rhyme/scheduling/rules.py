@@ -132,6 +132,11 @@ class Rules:
         return max(2, 1 + self.max_staleness / 2)
 
     @property
+    def batch_size(self) -> int:
+        """Size of an update batch in units: prompts or trajectories."""
+        return self.batch_prompts if self.unit == "group" else self.batch_samples
+
+    @property
     def samples_in_flight(self) -> int:
         """Maximum number of samples that may be started and unfinished."""
         return math.ceil(self.batches * self.batch_samples)

@@ -35,6 +35,13 @@ class Sample:
         """Policy version of the oldest token, running ones included; ``None`` where unknown."""
         return self.first_version if self.running_version is None else self.running_version
 
+    @property
+    def known_version(self) -> int:
+        """:attr:`oldest_version` of a sample that has tokens."""
+        version = self.oldest_version
+        assert version is not None, "a generated sample has tokens, and they a version"
+        return version
+
     def run_from(self, version: int | None) -> None:
         """Set the lowest possible version of the new tokens, where the sample runs over version changes."""
         if version is not None:

@@ -10,10 +10,8 @@ Invariants with the default rules (:mod:`verl_rhyme.scheduling.rules` defines th
 - A training step waits only for samples that would otherwise exceed ``max_staleness``. Samples that exceed it anyway
   are regenerated.
 
-On-policy, more than one batch may start too; samples that a training step leaves out are regenerated. With
-``Rules.rounds`` (tail batching, RollPacker, NSDI'26) their prompts are put off. Once a full batch of prompts is put
-off, it gets a separate round, in which no other prompt starts. So no prompt waits forever, and each is trained once.
-Prompts with the longest expected responses are put off at loading, before any of their samples starts.
+On-policy, more than one batch may start too; samples that a training step leaves out are regenerated. Their prompts may
+be put off (:mod:`.tail_batching`).
 
 An attempt can be lost with its worker or its report. It can also be busy outside the engine (a tool, a judge) when the
 engine stops. The scheduler abandons an attempt that no process runs any more, or that has kept the others waiting for
@@ -25,8 +23,6 @@ The scheduler is a pure state machine: events are method calls, and time is an a
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -36,12 +32,11 @@ from verl_rhyme.scheduling.batch import Collected, StepCounts
 from verl_rhyme.scheduling.collection import batch, fills_batch, lacks_due, reservable
 from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
-from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Sample, State
+from verl_rhyme.scheduling.samples import ON_THEIR_WAY, State
+from verl_rhyme.scheduling.tail_batching import TailBatching
 
 #: Minimum number of consecutive failures that ends a run, however small an update batch is.
-_HOPELESS = 16
-#: Update batches of prompts among whose expected lengths the longest are selected.
-_COMPARED = 4
+_FAILURES = 16
 
 
 class Scheduler:
@@ -72,9 +67,7 @@ class Scheduler:
         self._training = False  # a batch was collected, and its policy is not published yet
         self._replacements = 0  # replacements still to be loaded; negative: so many dropped prompts are not replaced
         self._reserved: dict[str, None] = {}  # prompts reserved for streamed parts, in order
-        self._own_round = False  # only prompts that were put off run
-        self._expected: deque[float] = deque(maxlen=_COMPARED * rules.batch_prompts)  # of the latest prompts
-        self._sorted: list[float] = []  # the same, sorted
+        self._tail = TailBatching(rules, self.ledger)
         self._failed: set[int] = set()  # numbers of prompts that failed since one finished, or since the last batch
 
     # ---- loading ----
@@ -83,14 +76,14 @@ class Scheduler:
         """Return the number of prompts that may be loaded now."""
         if len(self.ledger) and self.rules.refill == "when_empty":
             return max(0, self._replacements)
-        return max(0, int(min(self.prompt_limit() - self._held, self._needed)))
+        return max(0, int(min(self.prompt_limit() - self._held, self._tail.needed(self.batches_left))))
 
     def prompt_limit(self) -> int:
         """Return the maximum number of prompts in flight, replacements included, prompts put off excluded."""
         if len(self.ledger) and self.rules.refill == "when_empty":
             return len(self.ledger) + self._replacements
         left = math.inf if self.batches_left is None else max(0, self.batches_left)
-        batches = 1 if self._own_round else min(self.rules.batches, left)
+        batches = 1 if self._tail.own_round else min(self.rules.batches, left)
         return math.ceil(round(batches * self.rules.batch_prompts, 6))
 
     def set_prompt_limit(self, prompt_limit: int) -> None:
@@ -99,36 +92,10 @@ class Scheduler:
 
     @property
     def _held(self) -> int:
-        """Prompts in flight, without prompts put off."""
-        if self._by_prompts or self.rules.refill == "when_empty":
+        """Prompts in flight, without prompts put off; single trajectories leave their prompts, and count as a share."""
+        if self.rules.refill == "when_empty":
             return len(self.ledger) - len(self.ledger.put_off)
-        samples = self.ledger.tally.untrained - sum(self.ledger.put_off.values())
-        return samples * self.rules.batch_prompts // self.rules.batch_samples
-
-    @property
-    def _needed(self) -> float:
-        """With tail batching: prompts still needed for all remaining training steps, in addition to those loaded."""
-        if self.batches_left is None or not self.rules.rounds:
-            return math.inf
-        if self._by_prompts:
-            return self.batches_left * self.rules.batch_prompts - len(self.ledger)
-        samples = self.batches_left * self.rules.batch_samples - self.ledger.tally.untrained
-        return samples * self.rules.batch_prompts // self.rules.batch_samples
-
-    @property
-    def _by_prompts(self) -> bool:
-        """Whether prompts are counted; otherwise samples, since single trajectories leave their prompts."""
-        return self.rules.unit == "group"
-
-    @property
-    def _batch(self) -> int:
-        """Size of an update batch, in prompts or in samples."""
-        return self.rules.batch_prompts if self._by_prompts else self.rules.batch_samples
-
-    @property
-    def _put_off(self) -> int:
-        """Number of prompts, or of their samples, that are put off."""
-        return len(self.ledger.put_off) if self._by_prompts else sum(self.ledger.put_off.values())
+        return (self.ledger.size - self.ledger.size_put_off) * self.rules.batch_prompts // self.rules.batch_size
 
     def load(self, uid: str, samples: int) -> None:
         """Load a prompt with ``samples`` responses to generate."""
@@ -138,26 +105,10 @@ class Scheduler:
         self.step.loaded += 1
 
     def expect(self, uid: str, tokens: float) -> None:
-        """Set the expected response tokens of a prompt; unknown prompts are ignored.
-
-        A prompt among the longest (``Rules.put_off``) is put off if none of its samples has started.
-        """
-        self.ledger.expect(uid, tokens)
-        if not self.rules.put_off or uid not in self.ledger:
-            return
-        if len(self._expected) == self._expected.maxlen:
-            del self._sorted[bisect_left(self._sorted, self._expected[0])]
-        self._expected.append(tokens)
-        insort(self._sorted, tokens)
-        samples = self.ledger.prompt(uid).samples
-        left = 2 if self.batches_left is None else self.batches_left  # one training step is kept for this round
-        put_off = self._put_off + (1 if self._by_prompts else len(samples))
-        if self._own_round or put_off > self._batch * min(1, left - 1) or any(s.attempt >= 0 for s in samples):
-            return
-        if len(self._sorted) >= self.rules.batch_prompts:
-            longest = self._sorted[int((1 - self.rules.put_off) * len(self._sorted))]
-            if tokens >= longest > self._sorted[0]:
-                self.ledger.set_put_off(uid)
+        """Set the expected response tokens of a prompt; unknown prompts are ignored."""
+        if uid in self.ledger:
+            self.ledger.expect(uid, tokens)
+            self._tail.expect(uid, tokens, self.batches_left)
 
     def dispatch(self, limit: int | None = None, min_starts: int = 1) -> list[tuple[str, int]]:
         """Start pending samples, in the order in which the engine should take them (:mod:`.admission`).
@@ -274,7 +225,7 @@ class Scheduler:
         The order of failures is not enough: bad prompts may all fail before the first good one finishes, or be the last
         ones left.
         """
-        enough, run = max(self.rules.batch_prompts, _HOPELESS), 0
+        enough, run = max(self.rules.batch_prompts, _FAILURES), 0
         for number in sorted(self._failed):
             run = run + 1 if number - 1 in self._failed else 1
             if run == enough:
@@ -286,16 +237,13 @@ class Scheduler:
     def has_batch(self, rewarded: bool = False) -> bool:
         """Return whether the engines may be stopped.
 
-        That holds when a batch is full, or holds enough tokens, and no sample that must be trained in this batch still
-        runs. (With engines that run on, the batch may be collected as soon as it :meth:`has_settled`.) It never holds
-        during training.
+        That holds when a batch is full and no sample that must be trained in this batch still runs. (With engines that
+        run on, the batch may be collected as soon as it :meth:`has_settled`.) It never holds during training.
 
         Args:
             rewarded: Count only rewarded samples. A reward may still drop a prompt.
         """
-        if self._training:
-            return False
-        if lacks_due(self.rules, self.ledger, self.version, rewarded):
+        if self._training or lacks_due(self.rules, self.ledger, self.version, rewarded):
             return False
         return fills_batch(self.rules, self.ledger, self.loadable(), rewarded)
 
@@ -359,7 +307,7 @@ class Scheduler:
             samples=[(prompt.uid, number) for prompt, number in taken],
             lengths=[sample.tokens for sample in samples],
             waited=[prompt.waited for prompt, _ in taken],
-            staleness=[self.version - _version(sample) for sample in samples],
+            staleness=[self.version - sample.known_version for sample in samples],
             unit=self.rules.unit,
         )
         self._training, self._reserved = True, {}
@@ -368,8 +316,7 @@ class Scheduler:
         self.ledger.count_step()
         if self.batches_left is not None:
             self.batches_left -= 1
-        if self.rules.rounds:
-            self._choose_round()
+        self._tail.choose_round(self.batches_left)
         self._failed.clear()
         return collected
 
@@ -388,7 +335,7 @@ class Scheduler:
         """
         self.version, self._training, self._reserved = version, False, {}
         self.batches_left = batches_left
-        self._release_for_the_last()  # a resumed run may have other rules, or fewer steps left
+        self._tail.release_for_the_last(batches_left)  # a resumed run may have other rules, or fewer steps left
         states: tuple[State, ...] = (*ON_THEIR_WAY, "finished")
         untrained = [(prompt.uid, number) for state in states for prompt, number, _ in self.ledger.samples(state)]
         stale = [sample for sample in untrained if self._regenerate_stale(*sample)]
@@ -399,31 +346,6 @@ class Scheduler:
                 stale.append((prompt.uid, number))
         return stale
 
-    def _choose_round(self) -> None:
-        """Put off the prompts that this batch left out, and choose what the next round runs.
-
-        The next round runs prompts that were put off when they fill a batch, or when too few others are left.
-        """
-        for prompt in self.ledger:
-            if not prompt.put_off:
-                self.ledger.set_put_off(prompt.uid)
-        before = self._put_off
-        self._own_round = before >= self._batch
-        for uid in list(self.ledger.put_off) if self._own_round else ():
-            if before - self._put_off >= self._batch:
-                break
-            self.ledger.set_put_off(uid, put_off=False)
-        self._release_for_the_last()
-
-    def _release_for_the_last(self) -> None:
-        """Release prompts that were put off when later training steps could not train them."""
-        most = 0 if not self.rules.rounds else math.inf
-        if self.rules.rounds and self.batches_left is not None:
-            most = max(0, self.batches_left - 1) * self._batch
-        if self._put_off > most:
-            for uid in list(self.ledger.put_off):
-                self.ledger.set_put_off(uid, put_off=False)
-
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
@@ -432,8 +354,8 @@ class Scheduler:
             "version": self.version,
             "owed": self._replacements,
             "training": self._training,
-            "expected": list(self._expected),
-            "own_round": self._own_round,
+            "expected": list(self._tail.expected),
+            "own_round": self._tail.own_round,
             "ledger": self.ledger.state_dict(),
         }
 
@@ -441,8 +363,7 @@ class Scheduler:
         self.version, self._replacements = state["version"], state["owed"]
         self._reserved = {}  # the trainer requests them again
         self._training = state["training"]
-        self._expected.extend(state["expected"])
-        self._sorted, self._own_round = sorted(self._expected), self.rules.rounds and state["own_round"]
+        self._tail.restore(state["expected"], state["own_round"])
         self.ledger.load_state_dict(state["ledger"])
 
     def restore(
@@ -498,8 +419,3 @@ class Scheduler:
         self.step.wasted_tokens += sample.kept_tokens
         self.ledger.regenerate(uid, number)
         return True
-
-
-def _version(sample: Sample) -> int:
-    assert sample.first_version is not None, "a finished sample has tokens, and they a version"
-    return sample.first_version

@@ -443,8 +443,8 @@ def rounds(batch=2, **rules):
     built = Scheduler(Rules(batch, batch, **{"max_staleness": 0, "in_flight": 1.5, "put_off": 0.25, **rules}))
     built.begin(0)
     for number in range(4 * batch):
-        built._expected.append(100.0 if number % 4 == 0 else 10.0)
-    built._sorted = sorted(built._expected)
+        built._tail.expected.append(100.0 if number % 4 == 0 else 10.0)
+    built._tail.restore([], False)
     return built
 
 
