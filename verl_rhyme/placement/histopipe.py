@@ -103,7 +103,7 @@ class HistoPipe(PlacementPolicy):
             group.ended.add(request.id)
             group.unfinished[request.key] -= 1
 
-    def left(self, keys: Sequence[str]) -> None:
+    def forget_prompts(self, keys: Sequence[str]) -> None:
         for key in keys:
             if (group := self._of.pop(key, None)) is not None:
                 group.samples -= group.unfinished.pop(key)  # failed or no longer needed

@@ -31,7 +31,7 @@ class Placement:
     Args:
         policy: Name in :data:`POLICIES`.
         options: Options of the policy.
-        cost: Cost of a replica's work, for policies that use it.
+        cost: Cost of a replica's work.
 
     Attributes:
         fleet: Replicas and loads.
@@ -82,12 +82,7 @@ class Placement:
         return replica
 
     def release(self, request_id: str, tokens: int | None = None) -> None:
-        """Release a request; unknown ones are ignored (the replica may have left).
-
-        Args:
-            request_id: Id of the request.
-            tokens: Tokens it added on its replica; ``None`` where unknown.
-        """
+        """Release a request that added ``tokens`` (where known); others are ignored (the replica may have left)."""
         if request_id in self._running:
             request, replica = self._running.pop(request_id)
             self.fleet.run(replica, -1, -request.tokens)
@@ -110,16 +105,12 @@ class Placement:
         """Return ids of running requests whose progress :meth:`moves` needs."""
         return [name for name in self._call("watched") or () if name in self._running]
 
-    def left(self, keys: Sequence[str]) -> None:
+    def forget_prompts(self, keys: Sequence[str]) -> None:
         """Forget planned prompts that have left."""
-        self._call("left", keys)
+        self._call("forget_prompts", keys)
 
     def moves(self, progress: Mapping[str, Progress]) -> list[Move]:
-        """Return the policy's moves, and count each moved request, with its tokens, on its new replica.
-
-        Args:
-            progress: Progress by request id.
-        """
+        """Return the policy's moves by the requests' progress; a moved request counts on its new replica at once."""
         moved = []
         try:
             for move in self.policy.moves(progress):

@@ -68,7 +68,7 @@ class SkewnessAware(PlacementPolicy):
             shared = _Part(name, float(tokens[part[-1]]), Pool(own))
             self._part.update((loads[i].key, shared) for i in part.tolist())
 
-    def left(self, keys: Sequence[str]) -> None:
+    def forget_prompts(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._part.pop(key, None)
 

@@ -57,7 +57,7 @@ class Start(NamedTuple):
     """A sample to start.
 
     Attributes:
-        name: Name of the attempt (:attr:`Attempt.name`).
+        name: :attr:`Attempt.name`.
         predecessor: Name of the attempt whose turns this one continues or drafts from; ``None`` without one.
         partial: Whether it continues from these turns rather than drafts from them (``Rules.continues``).
         stored: Whether the predecessor finished: its turns are in its trajectories.
@@ -75,8 +75,7 @@ class Ended(NamedTuple):
     """Report of an attempt's end.
 
     Attributes:
-        name: Name of the attempt (:attr:`Attempt.name`).
-        status: See :data:`Status`.
+        name: :attr:`Attempt.name`.
         tokens: Response tokens, including those it continued from.
         first_version: Policy version of the oldest of them; ``None`` without tokens.
         records: Servers' records of its requests, one mapping each (``processes.request.RequestRecord``).

@@ -167,7 +167,7 @@ class Dispatch:
             self.ended(name)
         gone = [uid for uid in self._planned if not needed(uid)]
         self._planned.difference_update(gone)
-        self.placement.left(gone)
+        self.placement.forget_prompts(gone)
 
     def reason(self, name: str) -> str:
         """Return in a few words why a running attempt was placed on its replica.

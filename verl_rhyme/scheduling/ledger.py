@@ -20,9 +20,6 @@ class Ledger:
     """The ledger; iteration yields the prompts in loading order.
 
     Other modules read prompts and samples; only this class changes them, and :attr:`tally` recounts the changed ones.
-
-    Args:
-        unit: Samples that are trained together.
     """
 
     def __init__(self, unit: Unit = "group") -> None:
@@ -106,12 +103,8 @@ class Ledger:
             self.put_off.pop(uid, None)
 
     def start(self, uid: str, number: int, version: int | None = None) -> None:
-        """Start an attempt at a sample.
-
-        Args:
-            uid: Id of the prompt.
-            number: Sample's number in the group.
-            version: Lowest possible version of its new tokens, where it may run over version changes.
+        """Start an attempt at a sample; ``version`` is the lowest possible one of its new tokens, where it may run over
+        version changes.
         """
         sample = self._move(uid, number, ("pending",), "running")
         sample.attempt = max(sample.attempt + 1, self.first_attempt)

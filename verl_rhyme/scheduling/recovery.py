@@ -6,7 +6,7 @@ reported, and attempts in progress. Each sample gets the state that both show; w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from verl_rhyme.scheduling.attempts import Attempt, Reported
@@ -19,13 +19,11 @@ class Evidence(NamedTuple):
     """Facts about an attempt after the loss of its coordinator.
 
     Attributes:
-        status: Status of its latest report (:data:`~verl_rhyme.scheduling.attempts.Status`); ``None`` without a report.
-        tokens, first_version: As reported (:class:`~verl_rhyme.scheduling.attempts.Ended`).
+        status, tokens, first_version, records, scores: Of its latest report
+            (:class:`~verl_rhyme.scheduling.attempts.Ended`), where there is one.
         running: Whether an agent loop worker runs it.
         stored: Whether all its trajectories are stored.
         reported: Whether its report is present as well, with its turns.
-        records: As reported.
-        scores: As reported, where groups are filtered by them.
     """
 
     status: str | None = None
@@ -95,33 +93,31 @@ class Recovery:
         Args:
             counted: Names of attempts whose reports were counted in the saved state.
         """
-        ledger, known_reports = self._scheduler.ledger, set(counted)
-        for attempt in sorted(map(Attempt.named, {*self._evidence, *known_reports})):
+        ledger, counted = self._scheduler.ledger, set(counted)
+        for attempt in sorted(map(Attempt.named, {*self._evidence, *counted})):
             if attempt.uid not in ledger:
                 continue
             sample = ledger.prompt(attempt.uid).samples[attempt.number]
             if sample.state == "trained":  # no attempt continues from it
                 continue
             known = self._evidence.get(attempt.name, Evidence())
-            if known.has_turns and (attempt.name in known_reports or attempt.attempt >= sample.attempt):
+            if known.has_turns and (attempt.name in counted or attempt.attempt >= sample.attempt):
                 reported = self._reported[attempt.sample] = Reported.of(attempt, known.records)
                 reported.stored, reported.scores = known.stored and not known.reported, known.scores
             if attempt.name in self._evidence:
                 self._latest[attempt.sample] = attempt
 
-    def place(self, filters: bool) -> Iterator[Attempt]:
+    def place(self, filters: bool) -> list[Attempt]:
         """Restore samples to the state of their latest attempts.
 
         Args:
             filters: Whether groups are filtered by scores. A stored sample without scores then does not count as
                 finished.
 
-        Yields:
+        Returns:
             Attempts whose tokens may neither be trained nor continued.
         """
-        for attempt in self._latest.values():
-            if not self._place(attempt, filters):
-                yield attempt
+        return [attempt for attempt in self._latest.values() if not self._place(attempt, filters)]
 
     def _place(self, attempt: Attempt, filters: bool) -> bool:
         sample = self._scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
