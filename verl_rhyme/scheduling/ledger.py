@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl_rhyme.scheduling.rules import Unit
-from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, Sample, State
+from verl_rhyme.scheduling.samples import IN_PROGRESS, Prompt, Sample, State
 from verl_rhyme.scheduling.tally import Tally
 
 
@@ -126,11 +126,11 @@ class Ledger:
 
     def abandon(self, uid: str, number: int) -> None:
         """Abandon an attempt; the next one continues from what earlier attempts reported."""
-        self._move(uid, number, ("running", "generated"), "pending")
+        self._move(uid, number, IN_PROGRESS, "pending")
 
     def regenerate(self, uid: str, number: int) -> None:
         """Make a sample pending, without text that may be trained."""
-        sample = self._move(uid, number, ("running", "generated", "finished"), "pending")
+        sample = self._move(uid, number, ("pending", *IN_PROGRESS, "finished"), "pending")
         sample.first_version = None
 
     def restore(
@@ -143,33 +143,11 @@ class Ledger:
         first_version: int | None,
         version: int | None,
     ) -> None:
-        """Restore a sample's state from evidence that is newer than the saved ledger; ``version`` as in :meth:`start`.
-
-        Raises:
-            ValueError: The ledger has a later attempt or a later state of this one, or the state is impossible.
-        """
-        known = self._prompts[uid].samples[number] if uid in self._prompts else Sample()
-        if attempt < known.attempt or (
-            attempt == known.attempt and known.state == "finished" and state in ON_THEIR_WAY
-        ):
-            raise ValueError(
-                f"sample {number} of prompt {uid} cannot be restored as {state} in attempt {attempt}: it is "
-                f"{known.state} in attempt {known.attempt}, so older evidence is ignored; restore its latest attempt"
-            )
-        if state == "trained" or (state != "pending" and attempt < 0):
-            raise ValueError(
-                f"sample {number} of prompt {uid} cannot be restored as {state} in attempt {attempt}: restore it as "
-                "pending, or as running, generated or finished with an attempt from 0"
-            )
-        sample = self._move(uid, number, ("pending", *ON_THEIR_WAY, "finished"), state)
+        """Set a pending sample to what evidence newer than the saved ledger shows; ``version`` as in :meth:`start`."""
+        sample = self._move(uid, number, ("pending",), state)
         sample.attempt, sample.tokens, sample.first_version = attempt, tokens, first_version
         if state == "running":
             sample.run_from(version)
-
-    def forget(self, uid: str, number: int) -> None:
-        """Discard the kept tokens of a response; the next attempt does not continue from them."""
-        self._prompts[uid].samples[number].first_version = None
-        self._tally.changed(self._prompts[uid])
 
     def count_step(self) -> None:
         """Count a training step that left out all prompts of the ledger."""
@@ -232,7 +210,7 @@ class Ledger:
 def _saved(sample: Sample) -> dict[str, Any]:
     # Written out because dataclasses.asdict takes ten times as long, with every batch.
     return {
-        "state": "pending" if sample.state in ON_THEIR_WAY else sample.state,
+        "state": "pending" if sample.state in IN_PROGRESS else sample.state,
         "tokens": sample.tokens,
         "first_version": sample.first_version,
         "attempt": sample.attempt,

@@ -18,7 +18,7 @@ from verl_rhyme.scheduling.batch import Batch, Record, StepCounts
 from verl_rhyme.scheduling.group_filter import GroupFilter, RolloutError
 from verl_rhyme.scheduling.recovery import Evidence, Recovery
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, Sample
+from verl_rhyme.scheduling.samples import IN_PROGRESS, Prompt, Sample
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 #: Attempt numbers reserved for each generation.
@@ -113,7 +113,7 @@ class Rollout:
     def attempts(self) -> list[Attempt]:
         """Return the attempts in progress."""
         found = []
-        for state in ON_THEIR_WAY:
+        for state in IN_PROGRESS:
             found += [Attempt(p.uid, number, s.attempt) for p, number, s in self.scheduler.ledger.samples(state)]
         return found
 
@@ -166,7 +166,7 @@ class Rollout:
         attempt = Attempt.named(report.name)
         uid, number, _ = attempt
         sample = self._sample(attempt)
-        if sample is None or sample.state not in ON_THEIR_WAY:
+        if sample is None or sample.state not in IN_PROGRESS:
             return []
         if report.status == "failed":
             self._fail(uid, f"sample {number} of prompt {uid}: {report.error}")
@@ -322,7 +322,7 @@ class Rollout:
     def may_train(self, name: str) -> bool:
         """Return whether this attempt's response may still be trained."""
         sample = self._sample(Attempt.named(name))
-        return sample is not None and sample.state in (*ON_THEIR_WAY, "finished")
+        return sample is not None and sample.state in (*IN_PROGRESS, "finished")
 
     # ---- checkpoints ----
 
@@ -462,7 +462,7 @@ class Rollout:
         self._new_part = True  # another prompt moves up to the next batch
         for number, sample in enumerate(self.scheduler.ledger.prompt(uid).samples):
             self._wasted += self._forget((uid, number))
-            if sample.state in ON_THEIR_WAY:
+            if sample.state in IN_PROGRESS:
                 self._abandoned.append(Attempt(uid, number, sample.attempt).name)
         (self.scheduler.fail if failed else self.scheduler.drop)(uid)
 

@@ -9,7 +9,7 @@ from typing import Literal
 State = Literal["pending", "running", "generated", "finished", "trained"]
 
 #: States of samples whose attempt is in progress.
-ON_THEIR_WAY: tuple[State, ...] = ("running", "generated")
+IN_PROGRESS: tuple[State, ...] = ("running", "generated")
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl_rhyme.scheduling.rules import Unit
-from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, Sample, State
+from verl_rhyme.scheduling.samples import IN_PROGRESS, Prompt, Sample, State
 
 #: Lookup keys for prompts: samples in a state, or (``begun``) pending samples of a prompt that has started.
 Having = State | Literal["begun"]
@@ -64,7 +64,7 @@ def part(prompt: Prompt, unit: Unit) -> Part:
         if version is not None and state != "trained":
             held[version] = held.get(version, 0) + 1
     untrained = len(group) - samples.get("trained", 0)
-    begun = untrained if held or not samples.keys().isdisjoint(ON_THEIR_WAY) else 0
+    begun = untrained if held or not samples.keys().isdisjoint(IN_PROGRESS) else 0
     ended = samples.get("finished", 0) + samples.get("generated", 0)
     if unit == "group":
         held = {min(held): untrained} if held else {}

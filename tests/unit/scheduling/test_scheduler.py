@@ -80,15 +80,11 @@ def test_a_trained_sample_of_a_prompt_that_fails_later_is_not_wasted():
     assert built.step.wasted_tokens == 0
 
 
-def test_a_dropped_prompt_is_replaced_and_its_late_reports_are_ignored():
+def test_a_dropped_prompt_is_replaced():
     built = scheduler()
     built.generate("p0", 0, 5, 0)
     built.drop("p0")
     assert built.loadable() == 1
-    built.generate("p0", 1, 5, 0)
-    built.finish("p0", 0)
-    built.interrupt("p0", 1, 5, 0)
-    assert "p0" not in built.ledger
     assert built.step.wasted_tokens == 5
     built.load("p3", 2)
     assert built.loadable() == 0

@@ -12,7 +12,7 @@ from worlds import SAMPLES, Separate, World
 from verl_rhyme.scheduling.admission import startable
 from verl_rhyme.scheduling.collection import fills_batch, lacks_due
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.scheduling.samples import ON_THEIR_WAY
+from verl_rhyme.scheduling.samples import IN_PROGRESS
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 rules_of = st.builds(
@@ -68,7 +68,7 @@ class Plain:
 
     def begun(self, prompt):
         return any(
-            s.state in (*ON_THEIR_WAY, "finished") or (s.state == "pending" and s.first_version is not None)
+            s.state in (*IN_PROGRESS, "finished") or (s.state == "pending" and s.first_version is not None)
             for s in prompt.samples
         )
 
@@ -79,7 +79,7 @@ class Plain:
             if rules.unit == "group":
                 old = [p.samples for p in self.prompts if self.oldest(p.samples) <= last]
             else:
-                untrained = self.samples("pending", *ON_THEIR_WAY, "finished")
+                untrained = self.samples("pending", *IN_PROGRESS, "finished")
                 old = [[s] for _, _, s in untrained if self.oldest([s]) <= last]
             left = sum(len(unit) for unit in old) - batches * rules.batch_samples
             got = sum(len(unit) for unit in old if all(s.state in there for s in unit))
@@ -97,7 +97,7 @@ class Plain:
         else:
             units = [sample for _, _, sample in self.samples(*states)]
         left = self.owed * rules.batch_samples // rules.batch_prompts
-        left += len(self.samples("pending", *ON_THEIR_WAY, "finished"))
+        left += len(self.samples("pending", *IN_PROGRESS, "finished"))
         return 0 < len(units) >= min(rules.batch_samples, left)
 
 

@@ -95,8 +95,14 @@ class World:
         elif self.random.random() < self.mishaps:
             self.dropped.add(uid)
             self.scheduler.fail(uid)
+            self.forget(uid)
         else:
             self.scheduler.finish(uid, number)
+
+    def forget(self, uid):
+        """End the attempts at a dropped prompt."""
+        self.running = [sample for sample in self.running if sample[0] != uid]
+        self.unrewarded = [sample for sample in self.unrewarded if sample[0] != uid]
 
     def pull(self):
         number = self.random.randrange(len(self.replicas))
@@ -133,8 +139,6 @@ class World:
             self.trained.append(sample)
         if self.rules.unit == "group":
             assert len(batch.samples) == sum(self.sizes[uid] for uid in {uid for uid, _ in batch.samples})
-        self.running = [sample for sample in self.running if sample[0] not in self.dropped]
-        self.unrewarded = [sample for sample in self.unrewarded if sample[0] not in self.dropped]
         self.training = True
         if self.rules.max_staleness == 0:
             assert self.scheduler.dispatch() == [], "started under a policy it may not be trained in"
@@ -188,9 +192,9 @@ class Separate(World):
         if sample in self.cut:
             self.cut.remove(sample)
 
-    def collect(self):
-        super().collect()
-        self.cut = [sample for sample in self.cut if sample[0] not in self.dropped]
+    def forget(self, uid):
+        super().forget(uid)
+        self.cut = [sample for sample in self.cut if sample[0] != uid]
 
 
 class Stopping:
@@ -224,7 +228,7 @@ class Stopping:
                 self.advance()
                 self.fill()
             for sample in list(self.running):  # the abort: some finish before it reaches them
-                if sample[0] in scheduler.ledger and self.random.random() >= self.losses:  # or are busy elsewhere
+                if sample in self.running and self.random.random() >= self.losses:  # or are busy elsewhere
                     self.advance(sample, stop=self.random.random() < 0.8)
             while self.unrewarded and self.random.random() >= self.losses:
                 self.reward()
@@ -248,10 +252,10 @@ class Stopping:
         scheduler = self.scheduler
         assert scheduler.has_settled(STOP_WAIT_S)
         settled = scheduler.has_settled(0.0)
-        if any(self.state(sample) is not None for sample in self.running):
+        if self.running:
             assert not settled
             return
-        late = [sample for sample in self.unrewarded if self.state(sample) is not None]
+        late = list(self.unrewarded)
         if not late:
             assert settled
             return
@@ -289,8 +293,7 @@ class Stopping:
             assert attempt not in self.attempts, "two attempts with one name"
             self.attempts.add(attempt)
             self.running.append(sample)
-        alive = [sample for sample in self.running if sample[0] in self.scheduler.ledger]
-        assert self.limit is None or len(alive) <= self.limit
+        assert self.limit is None or len(self.running) <= self.limit
 
     def reward(self):
         uid, number = sample = self.random.choice(self.unrewarded)
@@ -298,8 +301,11 @@ class Stopping:
         if self.random.random() < self.mishaps:
             self.dropped.add(uid)
             self.scheduler.fail(uid)
+            self.forget(uid)
         else:
             self.scheduler.finish(uid, number)
+
+    forget = World.forget
 
     def advance(self, sample=None, stop=None):
         if sample is None and self.unrewarded and (not self.running or self.random.random() < 0.3):
