@@ -34,13 +34,9 @@ _Bundle = tuple[Prompt, list[int]]
 
 
 def fills_batch(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool:
-    """Return whether the generated or finished samples fill a batch, or are all that is left.
+    """Return whether the generated (``rewarded``: finished) samples fill a batch, or are all that is left.
 
-    Args:
-        rules: Rules of the run.
-        ledger: Loaded prompts.
-        to_load: Prompts still to be loaded.
-        rewarded: Count only finished samples.
+    ``to_load`` prompts are still to be loaded.
     """
     tally = ledger.tally
     if rules.take == "loaded":

@@ -57,11 +57,7 @@ class Dispatch:
         self.moved = 0
 
     def serve(self, rooms: Mapping[str, int | None]) -> None:
-        """Set the replicas that serve from now on.
-
-        Args:
-            rooms: KV cache tokens by replica; ``None`` where unknown.
-        """
+        """Set the replicas that serve from now on, by their KV cache tokens (``None`` where unknown)."""
         if self.placement is None:
             return
         for name in [name for name in self.placement.fleet.names if name not in rooms]:
@@ -85,8 +81,9 @@ class Dispatch:
         for start, had, prompt_tokens, forecast in zip(starts, tokens, self._prompts(uids), forecasts, strict=True):
             uid, number = sample_of(start.name)
             left, p90_left = (_left(each, had) for each in forecast)
-            replica = self._place(start.name, had, Request(_id(uid, number), uid, prompt_tokens + had, left, p90_left))
-            placed.append(_assigned(start, *forecast, replica, self.reason(start.name)))
+            request = Request(_id(uid, number), uid, prompt_tokens + had, left, p90_left)
+            replica = self._place(start.name, had, request)
+            placed.append(_assigned(start, *forecast, replica, self.placement.reason(request.id)))
         return placed
 
     def _forecast(
@@ -127,12 +124,9 @@ class Dispatch:
         return self.placement is not None and not all(map(self.placement.replica, self._placed))
 
     def count_running(self, running: Mapping[str, str]) -> None:
-        """Account for attempts that run on replicas this dispatch did not choose; they belong to no plan.
+        """Account for attempts, by name, that run on replicas this dispatch did not choose; they belong to no plan.
 
         Attempts on unknown replicas and attempts already counted are ignored.
-
-        Args:
-            running: Replica by name of the attempt.
         """
         if self.placement is None:
             return
@@ -148,12 +142,7 @@ class Dispatch:
                 self._place(name, had, Request(_id(uid, number), uid, prompt_tokens, replica=replica))
 
     def ended(self, name: str, tokens: int | None = None) -> None:
-        """Release a finished attempt.
-
-        Args:
-            name: Name of the attempt.
-            tokens: Response tokens at its end; ``None``: it was interrupted or abandoned.
-        """
+        """Release an attempt that finished with so many response tokens, or (``None``) was interrupted or abandoned."""
         if self.placement is not None and self._runs(name):
             request_id = _id(*sample_of(name))
             had = self._placed.pop(request_id).start_tokens
@@ -169,13 +158,6 @@ class Dispatch:
         self._planned.difference_update(gone)
         self.placement.forget_prompts(gone)
 
-    def reason(self, name: str) -> str:
-        """Return in a few words why a running attempt was placed on its replica.
-
-        It is empty where the router decided, or where the policy's name is reason enough.
-        """
-        return "" if self.placement is None else self.placement.reason(_id(*sample_of(name)))
-
     # ---- migration ----
 
     def watched(self) -> dict[str, list[str]]:
@@ -187,11 +169,7 @@ class Dispatch:
         return found
 
     def moves(self, emitted: Mapping[str, int]) -> list[Move]:
-        """Return the moves of running attempts to other replicas.
-
-        Args:
-            emitted: Tokens that each attempt generated on its current replica, by name.
-        """
+        """Return the moves of attempts to other replicas, by the tokens that each generated on its current one."""
         if self.placement is None:
             return []
         running = {sample_of(name): tokens for name, tokens in emitted.items() if self._runs(name)}

@@ -44,25 +44,14 @@ class Expectations:
         self._unsent = 0  # prompts learnt from since the state was sent
 
     def add_prompts(self, keys: Mapping[str, str]) -> dict[str, float]:
-        """Add prompts.
-
-        Args:
-            keys: Key by uid; empty for a prompt without a key.
-
-        Returns:
-            Expected response tokens by uid.
-        """
+        """Add prompts, by uid their key (empty without one); return their expected response tokens."""
         self._keys.update(keys)
         for uid in keys:
             self._lengths.setdefault(uid, {})
         return self._expected(keys)
 
     def rank(self, locations: Mapping[str, float], ranker: int) -> dict[str, float]:
-        """Take in a ranker's forecasts.
-
-        Args:
-            locations: Expected log length of a response, by key.
-            ranker: Number of the ranker.
+        """Take in a ranker's forecasts: expected log length of a response, by key.
 
         Returns:
             Expected response tokens by uid, of these prompts.
@@ -73,12 +62,7 @@ class Expectations:
         return self._expected({uid: key for uid, key in self._keys.items() if key in locations})
 
     def lengths(self, uids: Sequence[str], emitted: Sequence[int]) -> Forecast | None:
-        """Return the forecast of responses to these prompts; ``None`` after an error.
-
-        Args:
-            uids: Id of each response's prompt.
-            emitted: Tokens that each response has.
-        """
+        """Return the forecast of responses to these prompts, which have so many tokens; ``None`` after an error."""
         with self._errors_counted():
             # Prompts without a key are no siblings; a prompt with a key may be present twice.
             keys = {uid: self._keys.get(uid) or f"{_NO_KEY} {i}" for i, uid in enumerate(dict.fromkeys(uids))}

@@ -69,11 +69,7 @@ class Rollout:
     # ---- prompts ----
 
     def add_prompts(self, prompts: Iterable[tuple[str, int]]) -> None:
-        """Add prompts to the stock of waiting prompts; known prompts are ignored.
-
-        Args:
-            prompts: Pairs of uid and number of samples.
-        """
+        """Add prompts (uid and number of samples) to the stock of waiting prompts; known prompts are ignored."""
         for uid, samples in prompts:
             if uid not in self.scheduler.ledger:
                 self._stock.setdefault(uid, samples)
@@ -95,12 +91,7 @@ class Rollout:
     # ---- versions ----
 
     def publish(self, version: int, batches_left: int | None) -> None:
-        """Make the policy ``version`` the current one; samples too stale for it are regenerated.
-
-        Args:
-            version: Number of the policy version, which counts training steps.
-            batches_left: Update batches until training ends; no more prompts are loaded than these take.
-        """
+        """Make the policy ``version`` the current one (:meth:`Scheduler.begin`); stale samples are regenerated."""
         in_progress = {attempt.sample: attempt.name for attempt in self.attempts()}
         for sample in self.scheduler.begin(version, batches_left):
             self._waste(sample)
@@ -112,10 +103,8 @@ class Rollout:
 
     def attempts(self) -> list[Attempt]:
         """Return the attempts in progress."""
-        found = []
-        for state in IN_PROGRESS:
-            found += [Attempt(p.uid, number, s.attempt) for p, number, s in self.scheduler.ledger.samples(state)]
-        return found
+        samples = (sample for state in IN_PROGRESS for sample in self.scheduler.ledger.samples(state))
+        return [Attempt(prompt.uid, number, sample.attempt) for prompt, number, sample in samples]
 
     def fill(self, limit: int | None = None, min_starts: int = 1) -> list[Start]:
         """Load waiting prompts and start samples, as far as the scheduler allows (:meth:`Scheduler.dispatch`)."""
@@ -196,11 +185,7 @@ class Rollout:
         return []
 
     def lost(self, names: Iterable[str]) -> list[str]:
-        """Abandon attempts that no process runs any more.
-
-        Returns:
-            Attempts that were still waited for; their samples start again.
-        """
+        """Abandon attempts that no process runs any more; return those whose samples start again."""
         in_progress = {attempt.name: attempt for attempt in self.attempts()}
         lost = [name for name in names if name in in_progress]
         for name in lost:
@@ -208,11 +193,7 @@ class Rollout:
         return lost
 
     def abandon_running(self) -> list[str]:
-        """Abandon attempts that have not reported although the engines are stopped; their samples start again.
-
-        Returns:
-            Names of these attempts.
-        """
+        """Abandon and return the attempts that have not reported although the engines are stopped."""
         samples = self.scheduler.ledger.samples("running") if self.rules.stops else ()
         attempts = [Attempt(prompt.uid, number, sample.attempt) for prompt, number, sample in samples]
         for attempt in attempts:
@@ -244,11 +225,9 @@ class Rollout:
         groups that finished first, which need not be the shortest. Trajectories that are trained one by one
         (``Rules.unit``) are included once all samples of their prompt are finished.
 
-        Args:
-            samples: Minimum number of samples, at least 1; with fewer the result is empty.
-
         Returns:
-            Attempts that were in no part before, in the order in which their groups finished.
+            Attempts that were in no part before, in the order in which their groups finished; empty with fewer than
+            ``samples``.
         """
         if not self._new_part or sum(self._finished_groups.values()) < samples:
             return []
@@ -305,10 +284,7 @@ class Rollout:
         return uid in self.scheduler.ledger or uid in self._stock
 
     def needs_turns(self, name: str) -> bool:
-        """Return whether a later attempt may continue from, or draft from, the turns that this attempt reported.
-
-        The result is false where the stored trajectories contain these turns.
-        """
+        """Return whether a later attempt may need this attempt's turns; not if the trajectories contain them."""
         attempt = Attempt.named(name)
         reported = self._report(attempt.sample)
         return not reported.stored if reported.attempt == attempt.attempt else self.may_train(name)

@@ -113,9 +113,7 @@ class Scheduler:
     def dispatch(self, limit: int | None = None, min_starts: int = 1) -> list[tuple[str, int]]:
         """Start pending samples, in the order in which the engine should take them (:mod:`.admission`).
 
-        Args:
-            limit: Maximum number of running samples, including those already running; ``None``: no limit.
-            min_starts: Minimum number of samples to start at once, since each call costs a message.
+        At most ``limit`` samples run then. At least ``min_starts`` start at once, since each call costs a message.
         """
         room = None if limit is None else limit - self.running
         if (room is not None and room < min_starts) or not self.ledger.tally.samples["pending"]:
@@ -161,13 +159,7 @@ class Scheduler:
         return not self._regenerate_stale(uid, number)
 
     def finish(self, uid: str, number: int, good: bool = True) -> None:
-        """Record the reward of a generated response.
-
-        Args:
-            uid: Id of the prompt.
-            number: Sample's number in the group.
-            good: Whether the prompt counts as a success once all its samples are rewarded.
-        """
+        """Record the reward of a generated response; ``good``: its prompt counts as a success once all are rewarded."""
         self.ledger.finish(uid, number)
         if good and self._failed and self.ledger.prompt(uid).complete("finished", "trained"):
             self._failed.clear()
@@ -224,13 +216,10 @@ class Scheduler:
     # ---- collection ----
 
     def has_batch(self, rewarded: bool = False) -> bool:
-        """Return whether the engines may be stopped.
+        """Return whether a batch is full and no sample that must be trained in it still runs; never during training.
 
-        That holds when a batch is full and no sample that must be trained in this batch still runs. (With engines that
-        run on, the batch may be collected as soon as it :meth:`has_settled`.) It never holds during training.
-
-        Args:
-            rewarded: Count only rewarded samples. A reward may still drop a prompt.
+        The engines may then be stopped. (If they run on, the batch may be collected as soon as it :meth:`has_settled`.)
+        With ``rewarded`` only rewarded samples count: a reward may still drop a prompt.
         """
         if self._training or lacks_due(self.rules, self.ledger, self.version, rewarded):
             return False
@@ -260,14 +249,12 @@ class Scheduler:
         return all(prompt.samples[number].state == "finished" for prompt, number in taken)
 
     def reserve(self, uids: Iterable[str], samples: int = 1) -> list[str]:
-        """Reserve finished prompts for streamed parts of the next batch (:func:`~.collection.reservable`).
+        """Reserve finished prompts for streamed parts of the next batch, which then contains them in any case.
 
-        Args:
-            uids: Ids of the prompts that the trainer could begin with.
-            samples: Minimum number of samples; with fewer, none is reserved.
+        With fewer than ``samples`` samples none is reserved.
 
         Returns:
-            Ids of the newly reserved prompts. The next update batch contains them in any case.
+            Ids of the newly reserved prompts (:func:`~.collection.reservable`).
         """
         if self._training:
             return []
@@ -313,9 +300,8 @@ class Scheduler:
         """Make the policy ``version`` the current one.
 
         Args:
-            version: Number of the policy version, which counts training steps.
-            batches_left: Update batches until training ends; no more prompts are loaded than these train. ``None``: no
-                end.
+            version: It counts training steps.
+            batches_left: Update batches until training ends; no more prompts are loaded than these train.
 
         Returns:
             Samples whose text is too stale to be trained: finished, generated, kept or (where it spans versions)
@@ -358,9 +344,7 @@ class Scheduler:
         policy is newer. Earlier tokens of the sample are not counted again.
 
         Args:
-            uid: Id of the prompt.
-            number: Sample's number in the group.
-            attempt: Number of the latest attempt.
+            uid, number, attempt: The sample and its latest attempt.
             state: ``pending`` (interrupted or never started), ``running``, ``generated`` or ``finished``.
             tokens: Tokens of the response: all of them, those it continues from (``running``), or those before the
                 interruption (``pending``).

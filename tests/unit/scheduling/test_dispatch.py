@@ -42,7 +42,6 @@ def test_each_start_has_its_forecast_and_its_place():
     at = {sample: start.assignment for sample, start in starts.items()}
     assert {(a.expected_tokens, a.p90_tokens) for (uid, _), a in at.items() if uid == "3"} == {(4000, 6000)}
     assert {uid: a.replica for (uid, _), a in at.items()} == {"0": "a", "1": "b", "2": "b", "3": "a"}
-    assert at["3", 1].reason == dispatch.reason(starts["3", 1].name)
     assert at["3", 1].reason == "length group 2 of 2 in step 1, on 1 replicas"
 
 
@@ -82,7 +81,7 @@ def test_running_attempts_count_after_another_dispatch_takes_over():
     dispatch.count_running({**running, starts["1", 0].name: "c", "99_0": "a", "3_1_7": "a"})
     # "0" has one sample left at "a", "3" both; "1" and "2" were at "b", which is gone, but for one that went to "c".
     assert requests(dispatch) == {"a": 3, "c": 1}
-    assert dispatch.reason(starts["1", 0].name) == "not in a plan: replica with the fewest tokens"
+    assert dispatch.placement.reason("1-0") == "not in a plan: replica with the fewest tokens"
     for sample in (("1", 0), ("3", 0), ("3", 1)):
         dispatch.ended(starts[sample].name, 9)
     assert requests(dispatch) == {"a": 1, "c": 0}
@@ -130,7 +129,7 @@ def test_without_a_policy_that_plans_the_router_decides():
     rollout.publish(0, 1)
     starts = dispatch.fill()
     assert [start.assignment.replica for start in starts] == [""] * 4
-    assert (starts[0].assignment.expected_tokens, dispatch.reason(starts[0].name)) == (1000, "")
+    assert (starts[0].assignment.expected_tokens, starts[0].assignment.reason) == (1000, "")
     dispatch.ended(starts[0].name, 5)
     assert (dispatch.watched(), dispatch.moves({starts[0].name: 3})) == ({}, [])
 
