@@ -18,7 +18,7 @@ from verl_rhyme.scheduling.batch import Batch, Record, StepCounts
 from verl_rhyme.scheduling.group_filter import GroupFilter, RolloutError
 from verl_rhyme.scheduling.recovery import Evidence, Recovery
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.scheduling.samples import IN_PROGRESS, Prompt, Sample
+from verl_rhyme.scheduling.samples import IN_PROGRESS, Prompt, Sample, State
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 #: Attempt numbers reserved for each generation.
@@ -101,9 +101,9 @@ class Rollout:
 
     # ---- attempts ----
 
-    def attempts(self) -> list[Attempt]:
-        """Return the attempts in progress."""
-        samples = (sample for state in IN_PROGRESS for sample in self.scheduler.ledger.samples(state))
+    def attempts(self, states: Iterable[State] = IN_PROGRESS) -> list[Attempt]:
+        """Return the latest attempts at samples in these states."""
+        samples = (sample for state in states for sample in self.scheduler.ledger.samples(state))
         return [Attempt(prompt.uid, number, sample.attempt) for prompt, number, sample in samples]
 
     def fill(self, limit: int | None = None, min_starts: int = 1) -> list[Start]:
@@ -111,14 +111,11 @@ class Rollout:
         self.load_prompts()
         starts = []
         for uid, number in self.scheduler.dispatch(limit, min_starts):
-            prompt = self.scheduler.ledger.prompt(uid)
-            before = self._predecessor(uid, number)
+            before, name = self._predecessor(uid, number), self._latest(uid, number).name
             predecessor = None if before is None else Attempt(uid, number, before).name
-            name = Attempt(uid, number, prompt.samples[number].attempt).name
             stored = self._report((uid, number)).stored
-            assignment = Assignment(
-                oldest_version=self.scheduler.oldest_version(uid), priority=priority(self.rules, prompt)
-            )
+            place = priority(self.rules, self.scheduler.ledger.prompt(uid))
+            assignment = Assignment(oldest_version=self.scheduler.oldest_version(uid), priority=place)
             starts.append(Start(name, predecessor, self.rules.continues, stored, assignment))
         return starts
 
@@ -194,11 +191,10 @@ class Rollout:
 
     def abandon_running(self) -> list[str]:
         """Abandon and return the attempts that have not reported although the engines are stopped."""
-        samples = self.scheduler.ledger.samples("running") if self.rules.stops else ()
-        attempts = [Attempt(prompt.uid, number, sample.attempt) for prompt, number, sample in samples]
-        for attempt in attempts:
+        running = self.attempts(("running",)) if self.rules.stops else []
+        for attempt in running:
             self.scheduler.abandon(*attempt.sample)
-        names = [attempt.name for attempt in attempts]
+        names = [attempt.name for attempt in running]
         self._abandoned += names
         return names
 
@@ -245,8 +241,7 @@ class Rollout:
             RolloutError: The batch contains no trajectory.
             RuntimeError: A sample exceeds the staleness bound.
         """
-        ledger = self.scheduler.ledger
-        finished = {(p.uid, number): s.attempt for p, number, s in ledger.samples("finished")}
+        finished = {attempt.sample: attempt.name for attempt in self.attempts(("finished",))}
         collected = self.scheduler.collect()
         for staleness in collected.staleness:  # a last check before training
             if not 0 <= staleness <= self.rules.max_staleness:
@@ -262,7 +257,7 @@ class Rollout:
             self._finished_groups.pop(uid, None)
         batch = Batch(
             collected=collected,
-            attempts=[Attempt(*sample, finished[sample]).name for sample in stored],
+            attempts=[finished[sample] for sample in stored],
             version=self.scheduler.version,
             trained=trained,
             ran=self._ran,
