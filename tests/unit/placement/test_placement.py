@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from verl_rhyme.placement import POLICIES, Fleet, NoReplica, Placement, Request
+from verl_rhyme.placement import POLICIES, Fleet, Load, NoReplica, Placement, Request
 
 
 def fleet_of(replicas, policy="least_loaded", **options):
@@ -21,6 +21,8 @@ EVENTS = st.one_of(
     st.tuples(st.just("add"), st.integers(0, 5), st.one_of(st.none(), st.integers(1, 3000))),
     st.tuples(st.just("remove"), st.integers(0, 5)),
     st.tuples(st.just("release"), st.integers(0, 30)),
+    st.tuples(st.just("plan"), st.integers(0, 3), st.lists(st.one_of(st.none(), st.floats(1, 20_000)), max_size=5)),
+    st.tuples(st.just("forget"), st.integers(1, 5)),
     *[
         st.tuples(
             st.just("acquire"),
@@ -58,6 +60,11 @@ def test_any_order_of_events(policy, events):
         elif event == "release":
             placement.release(str(args[0]))
             running.pop(str(args[0]), None)
+        elif event == "plan":
+            step, lengths = args
+            placement.plan(step, [Load(f"p{n}", 2, tokens, 100) for n, tokens in enumerate(lengths, 1)])
+        elif event == "forget":
+            placement.forget_prompts([f"p{args[0]}"])
         elif event == "add":
             there.add(f"r{args[0]}")
             fleet.add(f"r{args[0]}", args[1])

@@ -63,7 +63,8 @@ def test_prompt_tokens_count():
     dispatch.ended(cut)
     assert placement.fleet.tokens.sum() == whole - 3200
     [again] = dispatch.fill()
-    assert (again.assignment.expected_tokens, placement.fleet.tokens.sum()) == (3000, whole)
+    assert again.partial
+    assert (again.assignment.expected_tokens, placement.fleet.tokens.sum()) == (3000, whole), "it adds the rest"
     dispatch = Dispatch(rollout, expected, Placement("longest_first"), lambda uids: [7] * len(uids))
     dispatch.serve({"a": 100_000})
     dispatch.count_running({again.name: "a"})
@@ -156,24 +157,9 @@ def test_ended_attempts_take_no_room():
     for start in starts:  # a late word about an earlier attempt
         dispatch.ended(start.name, 10)
     assert dispatch.placement.fleet.requests.sum() == 8
-
-
-def test_an_attempt_without_a_report_makes_room_for_the_next():
-    rollout, dispatch = made()
-    rollout.lost([start.name for start in dispatch.fill()])
+    rollout.lost([start.name for start in again])
     dispatch.fill()
-    assert dispatch.placement.fleet.requests.sum() == 8
-
-
-def test_a_continued_attempt_is_expected_to_add_the_rest():
-    rollout, dispatch = made()
-    start = next(s for s in dispatch.fill() if Attempt.named(s.name).uid == "0")
-    before = dispatch.placement.fleet.tokens.sum()
-    rollout.ended(Ended(start.name, "interrupted", 600, 0))
-    dispatch.ended(start.name)
-    [again] = dispatch.fill()
-    assert (again.assignment.expected_tokens, again.partial) == (1000, True)
-    assert dispatch.placement.fleet.tokens.sum() == before, "600 tokens that it brings, and 400 to add"
+    assert dispatch.placement.fleet.requests.sum() == 8, "an attempt without a report makes room for the next"
 
 
 def test_prompts_that_left_are_forgotten_with_their_running_attempts():
@@ -220,9 +206,3 @@ def test_a_replica_that_left_takes_nothing():
     dispatch.serve({"b": 100_000})
     rollout.lost([start.name for start in starts])
     assert {start.assignment.replica for start in dispatch.fill()} == {"b"}
-
-
-def test_known_kv_cache_stays_known():
-    _, dispatch = made()
-    dispatch.serve({"a": None, "b": 50_000})
-    assert dispatch.placement.fleet.capacity.tolist() == [100_000, 50_000]

@@ -7,8 +7,6 @@ import json
 import pytest
 
 from verl_rhyme.scheduling.expectations import Expectations
-from verl_rhyme.scheduling.rollout import Rollout
-from verl_rhyme.scheduling.rules import Rules
 
 PROMPTS = {"a": 100, "b": 400, "c": 50}
 
@@ -111,16 +109,7 @@ def test_prompts_that_left_are_returned_with_all_their_samples():
     expectations.generated("again", 0, 6)
     assert expectations.retain(lambda uid: False) == {"key": [5, 70, 6], "other": []}
     assert expectations.retain(lambda uid: False) == {}
-
-
-def test_nothing_is_learnt_of_prompts_without_a_key():
-    expectations = Expectations(1000)
-    for number in range(5):
-        expectations.add_prompts({f"u{number}": ""})
-        expectations.generated(f"u{number}", 0, 7)
-        expectations.retain(lambda uid: False)
-    assert len(expectations.predictor) == 0
-    assert not expectations.predictor.knows("")
+    assert not expectations.predictor.knows(""), "prompts without a key are no history"
 
 
 def test_present_prompts_are_restored_after_a_restart():
@@ -171,31 +160,6 @@ def test_an_error_costs_the_expectation_alone():
     assert expectations.measures() == {}
     assert expectations.state_dict() == {}
     assert expectations.errors == 4
-
-
-def test_prompts_start_in_the_order_of_what_is_expected():
-    """`d` is unknown and may be long. Scheduler and vLLM's queue agree."""
-    rollout = Rollout(Rules(4, 8, max_staleness=0))
-    rollout.publish(0, 1)
-    rollout.add_prompts([(uid, 2) for uid in "abcd"])
-    rollout.expect(PROMPTS)
-    starts = rollout.fill(limit=6)
-    assert [start.name[0] for start in starts] == [uid for uid in "dba" for _ in range(2)]
-    priorities = [start.assignment.priority for start in starts]
-    assert priorities == sorted(priorities)
-    assert min(priorities) >= 1
-    assert [start.name[0] for start in rollout.fill()] == ["c"] * 2
-
-
-def test_a_prompt_of_an_older_batch_that_was_lost_starts_before_longer_ones():
-    rollout = Rollout(Rules(2, 4, max_staleness=1, separate=True))
-    rollout.publish(0, 2)
-    rollout.add_prompts([(uid, 2) for uid in "abcd"])
-    rollout.expect({"a": 10, "b": 20, "c": 30, "d": 40})
-    assert [start.name for start in rollout.fill(limit=3)] == ["b_0", "b_1", "a_0"]
-    rollout.lost(["b_0"])
-    rollout.expect({"c": 99})
-    assert [start.name[0] for start in rollout.fill()] == ["b", "a", "c", "c", "d", "d"]
 
 
 def test_the_state_is_sent_again_when_much_was_learnt():

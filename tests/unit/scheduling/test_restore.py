@@ -5,29 +5,11 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import SAMPLES, Separate, World
 
 from tests.conftest import examples
+from tests.unit.scheduling.worlds import Separate, World, rules_of
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
-
-rules_of = st.builds(
-    lambda batch, at_version, staleness, in_flight, **rules: Rules(
-        batch,
-        batch * SAMPLES,
-        at_version=None if at_version == "regenerate" else at_version,
-        max_staleness=0 if at_version == "regenerate" else staleness,
-        in_flight=in_flight and min(in_flight, staleness + 1),
-        separate=True,
-        relayed=True,
-        **rules,
-    ),
-    batch=st.integers(1, 4),
-    at_version=st.sampled_from(["regenerate", "continue", "finish"]),
-    staleness=st.integers(1, 3),
-    in_flight=st.sampled_from([None, 1, 1.5, 2, 4]),
-    unit=st.sampled_from(["group", "trajectory"]),
-)
 
 
 class Witness(Scheduler):

@@ -1,8 +1,6 @@
 """Starts of samples, reports that count, and recovery by a restarted coordinator."""
 
-import itertools
 import json
-import math
 
 import pytest
 
@@ -183,16 +181,6 @@ def test_a_group_with_one_score_is_replaced_and_counted():
     assert made.scheduler.step.wasted_tokens == 0
 
 
-@pytest.mark.parametrize("scores", itertools.permutations([1.0, 1.0, math.nan]))
-def test_a_group_with_a_score_that_is_no_number_is_kept_as_in_verl(scores):
-    """For any of its samples."""
-    made = rollout(prompts=[("a", 3)], filters="acc")
-    for number, score in enumerate(scores):
-        tell(made, generated(f"a_{number}"), finished(f"a_{number}", score))
-    assert made.filtered == {}
-    assert "a" in made.scheduler.ledger
-
-
 def test_a_finished_sample_has_one_entry_in_the_queue():
     """That is its trajectory, from which a regenerated response drafts; earlier reports are removed."""
     made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
@@ -217,36 +205,6 @@ def test_a_finished_sample_has_one_entry_in_the_queue():
     assert made.pop_obsolete() == ["a_0", again.name]
 
 
-def score_groups(made, groups, scores):
-    """Groups come and finish, one after another, each with these scores of its two samples."""
-    for _ in range(groups):
-        uid = f"g{made.scheduler.ledger.loaded}"
-        made.add_prompts([(uid, 2)])
-        made.fill()
-        for session, score in zip((f"{uid}_0", f"{uid}_1"), scores, strict=True):
-            tell(made, generated(session), finished(session, score))
-
-
-@pytest.mark.parametrize(("batch_prompts", "groups"), [(1, 128), (64, 128), (100, 200)])
-def test_the_run_ends_with_the_scores_where_the_filter_drops_every_group(batch_prompts, groups):
-    made = Rollout(Rules(batch_prompts, 2 * batch_prompts, **ON_POLICY), "acc")
-    made.publish(0, None)
-    score_groups(made, groups - 28, (0.0, 0.0))
-    score_groups(made, 27, (1.0, 1.0))
-    words = rf"filter_groups dropped all {groups} groups .*metric acc\).*: 0.0 in {groups - 28}, 1.0 in 28.*reward"
-    with pytest.raises(RolloutError, match=words):
-        score_groups(made, 28, (1.0, 1.0))
-
-
-def test_a_kept_group_resets_the_count():
-    made = Rollout(Rules(8, 16, **ON_POLICY), "acc")
-    made.publish(0, None)
-    for _ in range(3):
-        score_groups(made, 127, (0.0, 0.0))
-        score_groups(made, 1, (0.0, 1.0))
-    assert made.filtered == {0.0: 3 * 127}
-
-
 def test_a_sample_without_a_trajectory_is_absent_from_its_group_as_in_verl():
     """The others are trained; their scores decide about the group."""
     made = rollout(filters=True, prompts=[("a", 3), ("b", 3)])
@@ -262,15 +220,6 @@ def test_a_sample_without_a_trajectory_is_absent_from_its_group_as_in_verl():
     tell(made, generated("a_0"), Ended("a_1", "generated"), generated("a_2"))
     tell(made, finished("a_0", 1.0), Ended("a_1", "finished", empty=True), finished("a_2", 1.0))
     assert made.filtered == {1.0: 1}
-
-
-def test_a_group_without_any_trajectory_is_replaced():
-    made = rollout()
-    for number in range(2):
-        name = f"a_{number}"
-        tell(made, Ended(name, "generated"), Ended(name, "finished", empty=True))
-    assert "a" not in made.scheduler.ledger
-    assert made._failed == 1
 
 
 def test_samples_without_a_trajectory_are_known_after_a_restart():
@@ -328,15 +277,6 @@ def leave_nothing(made, groups):
         made.fill()
         for name in (f"{uid}_0", f"{uid}_1"):
             tell(made, Ended(name, "generated"), Ended(name, "finished", empty=True))
-
-
-def test_a_group_without_any_trajectory_does_not_count_as_kept():
-    made = Rollout(Rules(1, 2, **ON_POLICY), "acc")
-    made.publish(0, None)
-    score_groups(made, 100, (0.0, 0.0))
-    leave_nothing(made, 1)
-    with pytest.raises(RolloutError, match="all 128 groups"):
-        score_groups(made, 28, (0.0, 0.0))
 
 
 def test_a_part_omits_samples_without_a_trajectory():
@@ -509,16 +449,6 @@ def test_scores_are_restored_so_that_groups_are_filtered_by_all_of_them():
     assert states(again, "b") == ["finished", "generated"]
     tell(again, finished("b_1", 0.0))
     assert states(again, "b") == ["finished", "finished"]
-
-
-def test_a_group_is_not_filtered_by_the_scores_of_some():
-    made = rollout(filters="acc")
-    tell(made, generated("a_0"), finished("a_0", 0.0), generated("a_1"))
-    state = {**made.state_dict(), "reports": []}
-    again = Rollout(made.rules, filters="acc")
-    again.restore(state, 0, 9, {"a_1": Evidence("generated", 5, 0, running=True)}, {"a"})
-    tell(again, finished("a_1", 0.0))
-    assert states(again) == ["finished", "finished"]
 
 
 def test_reports_of_trained_samples_are_ignored_after_a_loss():

@@ -2,8 +2,7 @@
 
 import pytest
 
-from verl_rhyme.config import SchedulingConfig
-from verl_rhyme.scheduling.rules import Rules, of_options
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 #: SortedRL's three batches in flight, of a prompt with two samples each; on-policy, partial.
@@ -69,15 +68,6 @@ def test_a_dropped_prompt_wastes_its_trainable_tokens_once():
     built.generate("p2", 0, 7, 1), built.finish("p2", 0), built.generate("p2", 1, 9, 1)
     built.fail("p2")
     assert built.step.wasted_tokens == 146
-
-
-def test_a_trained_sample_of_a_prompt_that_fails_later_is_not_wasted():
-    built = scheduler(unit="trajectory")
-    built.generate("p0", 0, 500, 0), built.finish("p0", 0)
-    built.generate("p1", 0, 600, 0), built.finish("p1", 0)
-    assert built.collect().lengths == [500, 600]
-    built.fail("p0")
-    assert built.step.wasted_tokens == 0
 
 
 def test_a_dropped_prompt_is_replaced():
@@ -159,19 +149,6 @@ def test_training_single_trajectories_of_failing_prompts_continues():
         assert not built.consecutive_failures()
 
 
-def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
-    built = scheduler()
-    finish(built, "p0", 5, 5)
-    built.collect()
-    built.interrupt("p1", 0, 0, None)
-    built.interrupt("p1", 1, 20, 0)
-    built.interrupt("p2", 0, 30, 0)
-    built.generate("p2", 1, 8, 0)
-    built.finish("p2", 1)
-    built.begin(1)
-    assert built.dispatch() == [("p1", 1), ("p1", 0), ("p2", 0), ("p2", 1)]
-
-
 @pytest.mark.parametrize(
     ("event", "message"),
     [
@@ -184,19 +161,6 @@ def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
 def test_impossible_events_are_rejected(event, message):
     with pytest.raises(ValueError, match=message):
         event(scheduler())
-
-
-def test_engines_may_stop_before_the_rewards_are_known_unless_those_decide():
-    built = scheduler()
-    built.generate("p0", 0, 5, 0)
-    built.generate("p0", 1, 5, 0)
-    assert built.has_batch()
-    assert not built.has_batch(rewarded=True)
-    assert not built.ready()
-    built.finish("p0", 0)
-    built.finish("p0", 1)
-    assert built.has_batch(rewarded=True)
-    assert built.ready()
 
 
 def test_a_late_judge_holds_no_engine_but_its_reward_is_waited_for():
@@ -215,51 +179,6 @@ def test_a_late_judge_holds_no_engine_but_its_reward_is_waited_for():
     assert len(built.dispatch()) == 4
     built.finish("p0", 1)
     assert built.ready()
-
-
-def test_a_full_batch_does_not_wait_for_rewards_of_others():
-    built = scheduler()
-    finish(built, "p0", 5, 5)
-    for number in range(2):
-        built.generate("p1", number, 9, 0)
-        built.interrupt("p2", number, 3, 0)
-    assert built.has_settled(0.0)
-    assert built.collect().samples == [("p0", 0), ("p0", 1)]
-
-
-def test_an_earlier_response_with_a_slow_reward_is_not_left_out():
-    built = scheduler()
-    finish(built, "p1", 9, 9)
-    for number in range(2):
-        built.generate("p0", number, 5, 0)
-        built.interrupt("p2", number, 3, 0)
-    assert built.ready()
-    assert not built.has_settled(29.0)
-    assert built.has_settled(30.0)
-    built.finish("p0", 0)
-    built.finish("p0", 1)
-    assert built.has_settled(0.0)
-    assert built.collect().samples == [("p0", 0), ("p0", 1)]
-
-
-def test_a_full_batch_waits_for_attempts_that_may_still_use_the_engines():
-    built = scheduler()
-    finish(built, "p0", 5, 5)
-    for number in range(2):
-        built.generate("p1", number, 9, 0)
-    built.interrupt("p2", 0, 3, 0)
-    assert not built.has_settled(29.0)
-    assert built.has_settled(30.0)
-
-
-def test_engines_continue_at_once_where_no_reward_can_fill_the_batch():
-    built = scheduler()
-    built.drop("p0")  # its reward failed after the stop
-    built.generate("p1", 0, 5, 0)
-    for uid, number in (("p1", 1), ("p2", 0), ("p2", 1)):
-        built.interrupt(uid, number, 3, 0)
-    assert built.has_settled(0.0)
-    assert not built.ready()
 
 
 @pytest.mark.parametrize(("bound", "state"), [(0, "pending"), (1, "generated")])
@@ -293,26 +212,6 @@ def test_no_prompt_begins_between_a_batch_and_its_policy_unless_they_start_early
         assert built.dispatch() == [("p1", 0)] + [("p2", 0), ("p2", 1)] * early, "samples of started prompts continue"
         built.begin(1)
         assert built.dispatch() == [("p2", 0), ("p2", 1)] * (not early)
-
-
-def test_the_oldest_batch_starts_first_in_it_the_longest_expected():
-    built = Scheduler(Rules(2, 2, max_staleness=2))
-    built.begin(0)
-    for uid, tokens in (("short", 10), ("long", 90), ("unknown", None), ("later", 99)):
-        built.load(uid, 1)
-        if tokens is not None:
-            built.expect(uid, tokens)
-    assert [uid for uid, _ in built.dispatch()] == ["long", "short", "unknown", "later"]
-
-
-def test_no_more_prompts_start_than_batches_within_the_bound_can_train():
-    built = scheduler(max_staleness=1, **FINISHING)
-    assert running(built) == ["p0", "p1"]
-    finish(built, "p1", 3, 3)
-    assert built.collect().samples == [("p1", 0), ("p1", 1)]
-    assert built.dispatch() == []  # p0 fills the one batch that may train tokens of the old policy
-    built.begin(1)
-    assert built.dispatch() == [("p2", 0), ("p2", 1)]
 
 
 def test_a_batch_waits_for_samples_that_later_batches_cannot_hold():
@@ -355,13 +254,6 @@ def test_reservations_leave_room_for_trajectories_that_must_be_trained():
     assert {("p0", 0), ("p0", 1), ("p1", 0)} <= set(built.collect().samples)
 
 
-def test_a_batch_does_not_wait_for_more_samples_than_it_holds():
-    built = scheduler(max_staleness=1, **FINISHING)
-    built.begin(1)
-    finish(built, "p1", 9, 9)
-    assert built.has_batch(), "p0 is lost, and tokens made meanwhile would be, too"
-
-
 def test_samples_past_the_bound_are_regenerated_while_running_or_at_their_report():
     built = scheduler(max_staleness=1, **{**FINISHING, "in_flight": 1})
     assert built.begin(2) == [("p0", 0), ("p0", 1)]  # two other training steps
@@ -373,14 +265,6 @@ def test_samples_past_the_bound_are_regenerated_while_running_or_at_their_report
     assert not built.interrupt("p0", 0, 5, 0)
     assert built.interrupt("p0", 1, 5, 1)
     assert [sample.first_version for sample in built.ledger.prompt("p0").samples] == [None, 1]
-
-
-def test_a_continued_response_keeps_the_version_of_its_oldest_token():
-    built = scheduler(max_staleness=1, **{**FINISHING, "in_flight": 1})
-    assert built.interrupt("p0", 0, 5, 0)
-    built.begin(1)
-    built.dispatch()
-    assert built.begin(2) == [("p0", 0), ("p0", 1)]
 
 
 def test_a_replica_may_generate_with_the_oldest_version_within_the_bound():
@@ -488,60 +372,3 @@ def test_the_last_batches_train_all_prompts_that_were_put_off():
     built.expect("p3", 150)
     assert "p3" not in built.ledger.put_off, "or this update had no batch"
     assert built.loadable() == 0
-
-
-@pytest.mark.parametrize(
-    ("rules", "words"),
-    [
-        ({"max_staleness": 0, "at_version": "continue"}, ["at_version=continue", "max_staleness to at least 1"]),
-        ({"max_staleness": 0, "start_early": True}, ["start_early", "max_staleness to at least 1"]),
-        ({"max_staleness": 0, "take": "loaded", "in_flight": 2}, ["in_flight=2", "take=finished"]),
-        ({"max_staleness": 1, "in_flight": 2.5}, ["in_flight=2.5", "at most 2"]),
-        ({"max_staleness": 1, "put_off": 0.2}, ["put_off=0.2", "max_staleness=0", "put_off=0"]),
-        ({"max_staleness": 1, "at_version": "finish"}, ["trainer_mode=separate_async", "relay"]),
-        ({"in_flight": float("inf"), "max_staleness": 0}, ["in_flight=inf", "finite"]),
-        ({"batch_samples": 0}, ["one sample of each"]),
-    ],
-)
-def test_contradictory_rules_name_the_fix(rules, words):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the words are looked at below)
-        Rules(**{"batch_prompts": 1, "batch_samples": 2, **rules})
-    assert not [word for word in words if word not in str(caught.value)]
-
-
-@pytest.mark.parametrize(
-    ("rules", "batches"),
-    [
-        ({"max_staleness": 0}, 1),
-        ({"max_staleness": 0, "put_off": 0.25}, 1.125),
-        ({"max_staleness": 1}, 2),
-        ({"max_staleness": 2}, 2),
-        ({"max_staleness": 3}, 2.5),
-        ({"max_staleness": 4}, 3),
-        ({"max_staleness": 2, "take": "loaded"}, 3),
-        ({"max_staleness": 1, "in_flight": 1.5}, 1.5),
-    ],
-)
-def test_batches_in_flight_follow_from_the_bound(rules, batches):
-    assert Rules(1, 2, **rules).batches == batches
-
-
-@pytest.mark.parametrize(
-    ("options", "given", "batches", "refill", "put_off"),
-    [
-        ({}, {}, 3, "when_empty", 0),
-        ({}, {"drafts": False}, 1.125, "always", 0.25),
-        ({}, {"coupled": False}, 1.125, "always", 0.25),
-        ({"put_off": 0.25}, {}, 1.125, "always", 0.25),
-        ({"put_off": 0.0}, {}, 3, "when_empty", 0),
-        ({"put_off": 0.0}, {"drafts": False}, 1, "always", 0),
-        ({"in_flight": 2.0}, {}, 2, "when_empty", 0),
-        ({"in_flight": 2.0}, {"drafts": False}, 2, "always", 0),
-        ({"refill": "when_empty"}, {}, 3, "when_empty", 0),
-        ({"refill": "always"}, {}, 1, "always", 0),
-        ({"take": "loaded"}, {}, 1, "always", 0),
-    ],
-)
-def test_on_policy_more_batches_are_loaded_with_drafting(options, given, batches, refill, put_off):
-    found = of_options(SchedulingConfig(**options), 0, separate=False, **given)
-    assert (found.batches, found.refill, found.put_off) == (batches, refill, put_off)

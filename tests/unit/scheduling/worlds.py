@@ -3,10 +3,31 @@
 import copy
 import random
 
-from verl_rhyme.scheduling.rules import STOP_WAIT_S
+from hypothesis import strategies as st
+
+from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 SAMPLES, LONGEST = 3, 40
+
+#: Rules of separate engines.
+rules_of = st.builds(
+    lambda batch, at_version, staleness, in_flight, **rules: Rules(
+        batch,
+        batch * SAMPLES,
+        at_version=None if at_version == "regenerate" else at_version,
+        max_staleness=0 if at_version == "regenerate" else staleness,
+        in_flight=in_flight and min(in_flight, staleness + 1),
+        separate=True,
+        relayed=True,
+        **rules,
+    ),
+    batch=st.integers(1, 4),
+    at_version=st.sampled_from(["regenerate", "continue", "finish"]),
+    staleness=st.integers(1, 3),
+    in_flight=st.sampled_from([None, 1, 1.5, 2, 4]),
+    unit=st.sampled_from(["group", "trajectory"]),
+)
 
 
 class World:
