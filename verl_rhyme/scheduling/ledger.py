@@ -1,8 +1,7 @@
 """The ledger of loaded prompts that are not trained yet: their samples and the state of each.
 
-It holds no texts. A sample is pending, running, generated (its reward is unknown), finished or trained. Only the
-methods of :class:`Ledger` change that state, and they reject impossible changes: no sample is lost, started twice or
-trained twice.
+It holds no texts. A sample is pending, running, generated (its reward is unknown), finished or trained. Only
+:meth:`Ledger.move` changes that state, and it rejects impossible changes: no sample is started twice or trained twice.
 """
 
 from __future__ import annotations
@@ -15,12 +14,18 @@ from verl_rhyme.scheduling.rules import Unit
 from verl_rhyme.scheduling.samples import IN_PROGRESS, Prompt, Sample, State
 from verl_rhyme.scheduling.tally import Tally
 
+#: States from which a sample gets to a state.
+_BEFORE: dict[State, tuple[State, ...]] = {
+    "pending": ("pending", *IN_PROGRESS, "finished"),
+    "running": ("pending",),
+    "generated": ("running",),
+    "finished": ("generated",),
+    "trained": ("finished",),
+}
+
 
 class Ledger:
-    """The ledger; iteration yields the prompts in loading order.
-
-    Other modules read prompts and samples; only this class changes them, and :attr:`tally` recounts the changed ones.
-    """
+    """The ledger; iteration yields the prompts in loading order."""
 
     def __init__(self, unit: Unit = "group") -> None:
         self.unit = unit
@@ -31,8 +36,6 @@ class Ledger:
         self.put_off: dict[str, int] = {}
         #: Number of prompts loaded since the beginning.
         self.loaded = 0
-        #: Minimum number of a new attempt: higher than those of earlier attempts that may still report.
-        self.first_attempt = 0
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -82,16 +85,10 @@ class Ledger:
         """Load a prompt with ``samples`` responses to generate."""
         if uid in self._prompts:
             raise ValueError(f"prompt {uid} is loaded already")
-        if samples < 1:
-            raise ValueError(f"prompt {uid} is loaded with {samples} samples; at least 1 is needed")
         self._prompts[uid] = Prompt(uid, self.loaded, [Sample() for _ in range(samples)])
         self._numbers.append(self.loaded)
         self._tally.changed(self._prompts[uid])
         self.loaded += 1
-
-    def expect(self, uid: str, tokens: float) -> None:
-        """Set the expected response tokens of a prompt."""
-        self._prompts[uid].expected = tokens
 
     def set_put_off(self, uid: str, put_off: bool = True) -> None:
         """Put off a prompt until a separate round, or (``put_off=False``) release it."""
@@ -102,52 +99,24 @@ class Ledger:
         else:
             self.put_off.pop(uid, None)
 
-    def start(self, uid: str, number: int, version: int | None = None) -> None:
-        """Start an attempt at a sample; ``version`` is the lowest possible one of its new tokens, where it may run over
-        version changes.
+    def move(self, uid: str, number: int, state: State, restored: bool = False) -> Sample:
+        """Change the state of a sample.
+
+        Returns:
+            The sample, whose tokens and versions the caller sets before it reads :attr:`tally`.
+
+        Raises:
+            ValueError: A sample in its state cannot get there; one that is ``restored`` is pending before.
         """
-        sample = self._move(uid, number, ("pending",), "running")
-        sample.attempt = max(sample.attempt + 1, self.first_attempt)
-        sample.run_from(version)
-
-    def generate(self, uid: str, number: int, tokens: int, first_version: int) -> None:
-        """Record that a response is generated, with ``tokens``, the oldest of them from ``first_version``."""
-        sample = self._move(uid, number, ("running",), "generated")
-        sample.tokens, sample.first_version = tokens, first_version
-
-    def finish(self, uid: str, number: int) -> None:
-        """Record the reward of a generated response."""
-        self._move(uid, number, ("generated",), "finished")
-
-    def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> None:
-        """Record that a response was interrupted after ``tokens``; the caller decides what is kept."""
-        sample = self._move(uid, number, ("running",), "pending")
-        sample.tokens, sample.first_version = tokens, first_version
-
-    def abandon(self, uid: str, number: int) -> None:
-        """Abandon an attempt; the next one continues from what earlier attempts reported."""
-        self._move(uid, number, IN_PROGRESS, "pending")
-
-    def regenerate(self, uid: str, number: int) -> None:
-        """Make a sample pending, without text that may be trained."""
-        sample = self._move(uid, number, ("pending", *IN_PROGRESS, "finished"), "pending")
-        sample.first_version = None
-
-    def restore(
-        self,
-        uid: str,
-        number: int,
-        attempt: int,
-        state: State,
-        tokens: int,
-        first_version: int | None,
-        version: int | None,
-    ) -> None:
-        """Set a pending sample to what evidence newer than the saved ledger shows; ``version`` as in :meth:`start`."""
-        sample = self._move(uid, number, ("pending",), state)
-        sample.attempt, sample.tokens, sample.first_version = attempt, tokens, first_version
-        if state == "running":
-            sample.run_from(version)
+        if uid not in self._prompts:
+            raise ValueError(f"sample {number} of prompt {uid} cannot become {state}: the prompt is not loaded")
+        sample = self._prompts[uid].samples[number]
+        if sample.state not in (("pending",) if restored else _BEFORE[state]):
+            raise ValueError(f"sample {number} of prompt {uid} cannot become {state}: it is {sample.state}")
+        sample.state = state
+        sample.running_version = None
+        self._tally.changed(self._prompts[uid])
+        return sample
 
     def count_step(self) -> None:
         """Count a training step that left out all prompts of the ledger."""
@@ -156,7 +125,7 @@ class Ledger:
 
     def train(self, uid: str, number: int) -> None:
         """Mark a finished response as trained; a prompt leaves with its last sample."""
-        self._move(uid, number, ("finished",), "trained")
+        self.move(uid, number, "trained")
         if self._prompts[uid].complete("trained"):
             self.drop(uid)
 
@@ -194,17 +163,6 @@ class Ledger:
         for prompt in self:
             if prompt.put_off:
                 self.set_put_off(prompt.uid)
-
-    def _move(self, uid: str, number: int, sources: tuple[State, ...], target: State) -> Sample:
-        if uid not in self._prompts:
-            raise ValueError(f"sample {number} of prompt {uid} cannot become {target}: the prompt is not loaded")
-        sample = self._prompts[uid].samples[number]
-        if sample.state not in sources:
-            raise ValueError(f"sample {number} of prompt {uid} cannot become {target}: it is {sample.state}")
-        sample.state = target
-        sample.running_version = None
-        self._tally.changed(self._prompts[uid])
-        return sample
 
 
 def _saved(sample: Sample) -> dict[str, Any]:

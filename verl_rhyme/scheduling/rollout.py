@@ -42,7 +42,7 @@ class Rollout:
 
     def __init__(self, rules: Rules, filters: str | None = None, generation: int = 0) -> None:
         self.scheduler = Scheduler(rules)
-        self.scheduler.ledger.first_attempt = generation * _ATTEMPTS
+        self.scheduler.first_attempt = generation * _ATTEMPTS
         self._generation = generation
         self._filter = GroupFilter(filters, rules.batch_prompts)
         self._stock: dict[str, int] = {}  # number of samples by prompt that waits to be loaded, in order

@@ -42,10 +42,9 @@ class Sample:
         assert version is not None, "a generated sample has tokens, and they a version"
         return version
 
-    def run_from(self, version: int | None) -> None:
+    def run_from(self, version: int) -> None:
         """Set the lowest possible version of the new tokens, where the sample runs over version changes."""
-        if version is not None:
-            self.running_version = version if self.first_version is None else min(self.first_version, version)
+        self.running_version = version if self.first_version is None else min(self.first_version, version)
 
     @property
     def kept_tokens(self) -> int:

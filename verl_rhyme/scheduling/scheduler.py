@@ -63,6 +63,8 @@ class Scheduler:
         self.ledger = Ledger(rules.unit)
         self.version = 0
         self.batches_left: int | None = None
+        #: Minimum number of a new attempt: higher than those of earlier attempts that may still report.
+        self.first_attempt = 0
         self.step = StepCounts()
         self._training = False  # a batch was collected, and its policy is not published yet
         self._replacements = 0  # replacements still to be loaded; negative: so many dropped prompts are not replaced
@@ -107,7 +109,7 @@ class Scheduler:
     def expect(self, uid: str, tokens: float) -> None:
         """Set the expected response tokens of a prompt; unknown prompts are ignored."""
         if uid in self.ledger:
-            self.ledger.expect(uid, tokens)
+            self.ledger.prompt(uid).expected = tokens
             self._tail.expect(uid, tokens, self.batches_left)
 
     def dispatch(self, limit: int | None = None, min_starts: int = 1) -> list[tuple[str, int]]:
@@ -120,8 +122,10 @@ class Scheduler:
             return []
         started = list(islice(startable(self.rules, self.ledger, self._training), room))
         for uid, number in started:
-            # A response that does not span versions has one version, which its report names.
-            self.ledger.start(uid, number, self.version if self.rules.spans_versions else None)
+            sample = self.ledger.move(uid, number, "running")
+            sample.attempt = max(sample.attempt + 1, self.first_attempt)
+            if self.rules.spans_versions:  # else its one version is reported with it
+                sample.run_from(self.version)
         return started
 
     def oldest_version(self, uid: str) -> int:
@@ -155,12 +159,13 @@ class Scheduler:
             Whether it may be trained. If not (its replica lagged behind), it is regenerated, and the caller ends the
             attempt.
         """
-        self.ledger.generate(uid, number, tokens, self.version if first_version is None else first_version)
+        sample = self.ledger.move(uid, number, "generated")
+        sample.tokens, sample.first_version = tokens, self.version if first_version is None else first_version
         return not self._regenerate_stale(uid, number)
 
     def finish(self, uid: str, number: int, good: bool = True) -> None:
         """Record the reward of a generated response; ``good``: its prompt counts as a success once all are rewarded."""
-        self.ledger.finish(uid, number)
+        self.ledger.move(uid, number, "finished")
         if good and self._failed and self.ledger.prompt(uid).complete("finished", "trained"):
             self._failed.clear()
 
@@ -176,12 +181,13 @@ class Scheduler:
         if not goes_on:
             self.step.wasted_tokens += tokens
             oldest = None
-        self.ledger.interrupt(uid, number, tokens, oldest)
+        sample = self.ledger.move(uid, number, "pending")
+        sample.tokens, sample.first_version = tokens, oldest
         return goes_on
 
     def abandon(self, uid: str, number: int) -> None:
         """Abandon an attempt that no process runs any more and whose end was not reported."""
-        self.ledger.abandon(uid, number)
+        self.ledger.move(uid, number, "pending")
         self.step.abandoned += 1
         if not self.rules.continues:
             self._regenerate(uid, number)
@@ -360,8 +366,10 @@ class Scheduler:
         continues = self.rules.continues and (first_version is None or first_version >= self._oldest_trained)
         if state == "pending" and not continues:
             first_version = None
-        spans = self.version if self.rules.spans_versions else None
-        self.ledger.restore(uid, number, attempt, state, tokens, first_version, spans)
+        sample = self.ledger.move(uid, number, state, restored=True)
+        sample.attempt, sample.tokens, sample.first_version = attempt, tokens, first_version
+        if state == "running" and self.rules.spans_versions:
+            sample.run_from(self.version)
         return continues if state == "pending" else not self._regenerate_stale(uid, number)
 
     # ---- within ----
@@ -383,4 +391,4 @@ class Scheduler:
 
     def _regenerate(self, uid: str, number: int) -> None:
         self.step.wasted_tokens += self.ledger.prompt(uid).samples[number].kept_tokens
-        self.ledger.regenerate(uid, number)
+        self.ledger.move(uid, number, "pending").first_version = None

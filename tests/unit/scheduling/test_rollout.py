@@ -512,7 +512,7 @@ def test_samples_that_the_next_batch_waits_for_start_in_any_case():
         rollout.scheduler.load(uid, 2)
     for uid in "bc":
         for number in range(2):
-            rollout.scheduler.ledger.start(uid, number, 0)
+            rollout.scheduler.ledger.move(uid, number, "running")
     assert [start.name for start in rollout.fill()] == ["a_0", "a_1"]
     assert rollout.fill() == []
 

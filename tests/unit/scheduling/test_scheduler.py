@@ -155,7 +155,7 @@ def test_training_single_trajectories_of_failing_prompts_continues():
         (lambda c: finish(c, "p0", 5) or c.finish("p0", 0), "cannot become finished: it is finished"),
         (lambda c: c.load("p0", 2), "p0 is loaded already"),
         (lambda c: c.collect(), "call ready"),
-        (lambda c: c.ledger.start("p0", 0), "cannot become running: it is running"),
+        (lambda c: c.ledger.move("p0", 0, "running"), "cannot become running: it is running"),
     ],
 )
 def test_impossible_events_are_rejected(event, message):
