@@ -2,10 +2,11 @@
 order.
 
 The prompts of a training step are ranked by expected length and cut into groups of equal size. Each group gets separate
-replicas, more of them where it takes longer. A binary search over the step's cost finds the numbers that make the
-slowest group fastest (tier 2). The groups lie along the replicas from shortest to longest in one step and in reverse in
-the next, so a replica with long responses gets short ones next (tier 1). An outlier moves to the replica with the
-fewest expected tokens. It is one of the last running responses of its group, and longer than its history predicts.
+replicas, more of them where it takes longer: the numbers that make the slowest group fastest (tier 2; the paper finds
+them by a binary search over the step's cost). The groups lie along the replicas from shortest to longest in one step
+and in reverse in the next, so a replica with long responses gets short ones next (tier 1). An outlier moves to the
+replica with the fewest expected tokens. It is one of the last running responses of its group, and longer than its
+history predicts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ import numpy as np
 from verl_rhyme.placement.fleet import Fleet, Pool
 from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request, expected_tokens
 from verl_rhyme.planning.cost import Floats
-
-#: Iterations of the binary search for the slowest group's seconds.
-_HALVINGS = 40
 
 
 @dataclass(eq=False)
@@ -68,12 +66,12 @@ class HistoPipe(PlacementPolicy):
         tokens = expected_tokens(loads)
         count = min(self._most, len(self._fleet), len(loads))
         ranked = np.array_split(np.argsort(tokens, kind="stable"), count)
-        workers = self._workers([[loads[i] for i in group] for group in ranked], [tokens[group] for group in ranked])
+        widths = self._widths([[loads[i] for i in group] for group in ranked], [tokens[group] for group in ranked])
         names = list(self._fleet.names)
         if step % 2:
             names.reverse()
         at = 0
-        for rank, (members, width) in enumerate(zip(ranked, workers, strict=True), 1):
+        for rank, (members, width) in enumerate(zip(ranked, widths, strict=True), 1):
             unfinished = {loads[i].key: loads[i].samples for i in members}
             name = f"length group {rank} of {count} in step {step}"
             group = _Group(name, unfinished, sum(unfinished.values()), Pool(names[at : at + width]))
@@ -135,7 +133,7 @@ class HistoPipe(PlacementPolicy):
             return []
         return [g for g in self._groups if g.running and len(g.ended) >= (1 - self._tail) * g.samples]
 
-    def _workers(self, groups: Sequence[Sequence[Load]], tokens: Sequence[Floats]) -> list[int]:
+    def _widths(self, groups: Sequence[Sequence[Load]], tokens: Sequence[Floats]) -> list[int]:
         """Return the number of replicas of each group, at least one, that add up to the fleet."""
         total, count = len(self._fleet), len(groups)
         even = [total // count + (rank < total % count) for rank in range(count)]
@@ -150,22 +148,8 @@ class HistoPipe(PlacementPolicy):
         held = np.array(
             [(n * each * (p + each / 2)).sum() for n, p, each in zip(samples, prompts, tokens, strict=True)]
         )[:, None]
-        workers = np.arange(1, total + 1)
-        seconds = cost.together(longest, whole / workers, held / workers, room)  # decreases with the workers
-        low, high = 0.0, float(seconds[:, 0].max())
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            if self._needed(seconds, middle).sum() <= total:
-                high = middle
-            else:
-                low = middle
-        needed = self._needed(seconds, high)
-        for _ in range(total - int(needed.sum())):  # spare replicas go to the slowest group
-            slowest = int(np.argmax(seconds[np.arange(count), np.minimum(needed, total) - 1]))
-            needed[slowest] += 1
-        return [int(n) for n in needed]
-
-    @staticmethod
-    def _needed(seconds: Floats, bound: float) -> np.ndarray:
-        """Return int64[groups], workers to keep each group within ``bound``; the total plus one if none suffices."""
-        return 1 + (seconds > bound).sum(axis=1)
+        widths = np.ones(count, np.int64)
+        seconds = cost.together(longest, whole / np.arange(1, total + 1), held / np.arange(1, total + 1), room)
+        for _ in range(total - count):  # seconds decrease with the replicas: one after the other to the slowest group
+            widths[np.argmax(seconds[np.arange(count), widths - 1])] += 1
+        return widths.tolist()

@@ -93,9 +93,8 @@ class Placement:
         return self._running[request_id][1] if request_id in self._running else ""
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
-        """Plan the prompts of training step ``step``."""
-        if self.fleet:
-            self._call("plan", step, loads)
+        """Plan the prompts of training step ``step``; the fleet has at least one replica."""
+        self._call("plan", step, loads)
 
     def reason(self, request_id: str) -> str:
         """Return the reason for a running request's replica; empty where unknown."""

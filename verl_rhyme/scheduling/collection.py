@@ -118,8 +118,7 @@ def _bundles(rules: Rules, ledger: Ledger, *states: State) -> list[_Bundle]:
     if rules.unit == "trajectory":
         return [(prompt, [number]) for state in states for prompt, number, _ in ledger.samples(state)]
     found = {prompt.number: prompt for state in states for prompt in ledger.tally.prompts(state)}
-    whole = (found[number] for number in sorted(found))
-    return [(prompt, list(range(len(prompt.samples)))) for prompt in whole if prompt.complete(*states)]
+    return [(prompt, list(range(len(prompt.samples)))) for prompt in found.values() if prompt.complete(*states)]
 
 
 def _oldest(prompt: Prompt, numbers: list[int]) -> int:

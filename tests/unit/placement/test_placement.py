@@ -60,7 +60,7 @@ def test_any_order_of_events(policy, events):
         elif event == "release":
             placement.release(str(args[0]))
             running.pop(str(args[0]), None)
-        elif event == "plan":
+        elif event == "plan" and there:
             step, lengths = args
             placement.plan(step, [Load(f"p{n}", 2, tokens, 100) for n, tokens in enumerate(lengths, 1)])
         elif event == "forget":
