@@ -318,7 +318,7 @@ class Rollout:
         batches_left: int,
         evidence: Mapping[str, Evidence],
         prompts: set[str],
-        handed: Iterable[tuple[str, int]] = (),
+        added: Iterable[tuple[str, int]] = (),
     ) -> list[str]:
         """Restore the rollout from a saved state and from the evidence that is newer.
 
@@ -327,7 +327,7 @@ class Rollout:
             version, batches_left: Arguments of :meth:`publish`.
             evidence: All known attempts, by name.
             prompts: Ids of prompts whose data are available.
-            handed: Prompts that were passed to :meth:`add_prompts` since the state was saved.
+            added: Prompts that were passed to :meth:`add_prompts` since the state was saved.
 
         Returns:
             Ids of prompts whose data are lost; other prompts replace them.
@@ -335,7 +335,7 @@ class Rollout:
         self.scheduler.load_state_dict(state)
         self._failed = state["failed"]
         self._filter.dropped.update(dict(state["filtered"]))
-        self._stock = dict([*state["stock"], *handed])
+        self._stock = dict([*state["stock"], *added])
         self.scheduler.batches_left = batches_left
         prompt_limit = self._whole_updates(self.scheduler.prompt_limit())  # nothing was trained since
         recovery = Recovery(self.scheduler, self._reported, evidence)

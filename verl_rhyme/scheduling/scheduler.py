@@ -76,8 +76,6 @@ class Scheduler:
 
     def loadable(self) -> int:
         """Return the number of prompts that may be loaded now."""
-        if len(self.ledger) and self.rules.refill == "when_empty":
-            return max(0, self._replacements)
         return max(0, int(min(self.prompt_limit() - self._held, self._tail.needed(self.batches_left))))
 
     def prompt_limit(self) -> int:
