@@ -87,7 +87,7 @@ class Scheduler:
         return math.ceil(round(batches * self.rules.batch_prompts, 6))
 
     def set_prompt_limit(self, prompt_limit: int) -> None:
-        """Set the number of prompts that are to be in flight, if the ledger is not empty."""
+        """Set the :meth:`prompt_limit` until all loaded prompts are trained, where they are then loaded together."""
         self._replacements = prompt_limit - self._held if len(self.ledger) else 0
 
     @property
@@ -237,7 +237,7 @@ class Scheduler:
         slow reward is not replaced by a later one; otherwise, on-policy, slowly judged responses would be regenerated.
 
         Args:
-            stopped_s: Seconds since the engines were stopped, or (engines that run on) since the batch was enough.
+            stopped_s: Seconds since the engines were stopped, or (engines that run on) since the batch was full.
         """
         if stopped_s >= STOP_WAIT_S:
             return True
