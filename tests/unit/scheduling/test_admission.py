@@ -18,4 +18,5 @@ def test_the_oldest_batch_starts_first_and_in_it_the_longest_expected():
     assert [start.name[0] for start in rest] == ["b", "a", "c", "c", "d", "d"]
     priorities = [start.assignment.priority for start in starts[1:] + rest[1:]]
     assert priorities == sorted(priorities)
+    assert len(set(priorities)) == 4, "one for each prompt"
     assert (min(priorities), rest[0].assignment.priority) == (1, 1)
