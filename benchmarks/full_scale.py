@@ -47,7 +47,7 @@ from verl_rhyme.config.config_tree import parse
 from verl_rhyme.config.presets import tree
 from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
 from verl_rhyme.planning.planner import plan
-from verl_rhyme.scheduling.ledger import Collected
+from verl_rhyme.scheduling.batch import Collected
 from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules, Unit, of_options
 from verl_rhyme.simulation import cluster_file, plan_file
 from verl_rhyme.simulation.run import Simulation

@@ -93,7 +93,7 @@ def trained_lengths(
             fresh = arm.endswith("fresh") and sample in again
             engine.queue.append((sample, had, int(rng.choice(pools[row]) if fresh else drawn[row, number])))
             again.add(sample)
-        while not scheduler.enough():
+        while not scheduler.has_batch():
             sample, length = engine.run()
             if scheduler.generate(*sample, length, kept.pop(sample)[1]):
                 scheduler.finish(*sample)

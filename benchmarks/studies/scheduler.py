@@ -78,7 +78,7 @@ class Run:
 
         def whole() -> tuple[bool, list[tuple[str, int]]]:
             report()
-            return scheduler.enough(), scheduler.dispatch(self.limit)
+            return scheduler.has_batch(), scheduler.dispatch(self.limit)
 
         enough, started = self.timed(kind, whole)
         self.launch(started)
@@ -125,7 +125,7 @@ class Run:
             self.scheduler.interrupt(*sample, tokens, version)
         else:
             arguments = (*sample, tokens, version)
-            self.timed("interrupt", lambda: (self.scheduler.interrupt(*arguments), self.scheduler.settled(0.0)))
+            self.timed("interrupt", lambda: (self.scheduler.interrupt(*arguments), self.scheduler.has_settled(0.0)))
 
     def figures(self) -> dict[str, Any]:
         medians = {f"{kind}_us": round(float(np.median(spent)), 1) for kind, spent in self.microseconds.items()}

@@ -392,7 +392,7 @@ async def test_response_continues_on_another_replica(cluster: None, servers: lis
     [[asked]] = asked_of(servers[:1])
     assert asked["prompt_ids"] == [*PROMPT, 0, 8]
     assert (asked["sampling_params"]["max_tokens"], asked[FIELD]["attempt"]) == (6, 1)
-    assert asked[FIELD]["assignment"].left(asked[FIELD]["before"]) == (3, None)
+    assert asked[FIELD]["assignment"].remaining(asked[FIELD]["before"]) == (3, None)
     assert not session.moving
     assert clients.where(session) == "well"
     await asyncio.sleep(0.2)

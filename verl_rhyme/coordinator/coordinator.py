@@ -41,10 +41,10 @@ from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
-from verl_rhyme.scheduling.ledger import State
 from verl_rhyme.scheduling.lost_starts import LOSING_S, LostStarts
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import STOP_WAIT_S
+from verl_rhyme.scheduling.samples import State
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +120,9 @@ class Coordinator:
             handed = [prompt[:2] for prompt in before.handed]
             for uid in rollout.restore(before.state, *now, known, prompts, handed):
                 logger.warning("the data of prompt %s are missing from TransferQueue: another prompt is loaded", uid)
-            rollout.expect(expectations.resume(before.state.get("expectations", {}), rollout.needs_prompt))
-            rollout.expect(expectations.hand({p.uid: p.key for p in before.handed if rollout.needs_prompt(p.uid)}))
+            rollout.expect(expectations.restore_prompts(before.state.get("expectations", {}), rollout.needs_prompt))
+            keys = {prompt.uid: prompt.key for prompt in before.handed if rollout.needs_prompt(prompt.uid)}
+            rollout.expect(expectations.add_prompts(keys))
         placement = None if setting.placement is None else Placement(*setting.placement, cost=setting.cost)
         self._dispatch = Dispatch(rollout, self._lengths, placement, expectations.prompt_tokens)
         self._migrations = Migrations(
@@ -129,7 +130,7 @@ class Coordinator:
         )
         await self._migrations.look()
         self._still(opening, pool)
-        self._dispatch.take_up(running)
+        self._dispatch.count_running(running)
         self._opened, self._error = (setting, rollout, pool), None
         self._migrations.begin()
         self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
@@ -166,8 +167,8 @@ class Coordinator:
     async def hand(self, prompts: list[Handed]) -> None:
         """Accept prompts whose data are in partition :data:`PROMPTS` of TransferQueue."""
         rollout = self._open[1]
-        rollout.hand(prompt[:2] for prompt in prompts)
-        rollout.expect(self._expectations.hand({prompt.uid: prompt.key for prompt in prompts}))
+        rollout.add_prompts(prompt[:2] for prompt in prompts)
+        rollout.expect(self._expectations.add_prompts({prompt.uid: prompt.key for prompt in prompts}))
         self._go()
 
     async def rank(self, locations: dict[str, float], ranker: int) -> None:
@@ -225,10 +226,10 @@ class Coordinator:
         self._dispatching = False
 
     async def enough(self, rewarded: bool, stopping: bool, part: int | None = None) -> Wants | None:
-        """Wait until the engines may be stopped (:meth:`Scheduler.enough`), or the coordinator wants something.
+        """Wait until the engines may be stopped (:meth:`Scheduler.has_batch`), or the coordinator wants something.
 
         Args:
-            rewarded: Argument of :meth:`Scheduler.enough`.
+            rewarded: Argument of :meth:`Scheduler.has_batch`.
             stopping: True if the caller will stop the engines: no sample starts until :meth:`publish` or the next call.
             part: Number of samples of a part to return early; ``None``: no parts.
 
@@ -244,7 +245,7 @@ class Coordinator:
         self._go()
         while True:
             self._raise()
-            if rollout.scheduler.enough(rewarded):
+            if rollout.scheduler.has_batch(rewarded):
                 self._dispatching, self._complained_at = not stopping, None
                 return None
             if any(wants := self._wants()):
@@ -258,7 +259,7 @@ class Coordinator:
                 return Wants(replicas=True)
 
     async def take(self) -> Reply | None:
-        """Wait until everything that the update batch waits for has arrived (:meth:`Scheduler.settled`), and take it.
+        """Wait until all that the update batch waits for has arrived (:meth:`Scheduler.has_settled`), and take it.
 
         Returns:
             The batch; ``None`` if it is not ready, because a reward failed or is late: the engines must continue.
@@ -266,7 +267,7 @@ class Coordinator:
         (setting, rollout, _), opening = self._open, self._openings
         clock = asyncio.get_running_loop().time
         began = complained_at = looked = clock()
-        while not rollout.scheduler.settled(looked - began):
+        while not rollout.scheduler.has_settled(looked - began):
             self._raise()
             complained_at = self._complain(complained_at, "attempts to end after the abort")
             # With thousands of pending rewards a check takes milliseconds: it gets at most a fifth of the time.
@@ -275,7 +276,7 @@ class Coordinator:
             self._still(opening)
             looked = clock()
         self._raise()
-        if given_up := rollout.give_up():
+        if given_up := rollout.abandon_running():
             logger.warning(
                 "%d samples did not end within %.0f s of the abort (a slow tool?) and start again; the first: %s",
                 *(len(given_up), STOP_WAIT_S, given_up[:8]),
@@ -289,8 +290,8 @@ class Coordinator:
         batch = rollout.take()
         for sample, tokens in zip(batch.collected.samples, batch.collected.lengths, strict=True):
             self._expectations.generated(*sample, tokens)  # an earlier coordinator may have received the reports
-        answered = self._expectations.keep(rollout.needs_prompt)
-        self._dispatch.keep(rollout.needs_prompt)
+        answered = self._expectations.retain(rollout.needs_prompt)
+        self._dispatch.retain(rollout.needs_prompt)
         state = self._state()
         listing = await tq.async_kv_list() or {}  # after take(): later, shorter samples must not join the batch
         self._still(opening)
@@ -312,7 +313,7 @@ class Coordinator:
             state=state,
             dropped=dropped,
             dropped_tags=[listing[TRAIN][key] for key in dropped],
-            lengths=self._expectations.news(),
+            lengths=self._expectations.changed_state(),
             answered=answered,
             paces=replica_paces(batch.ran),
         )
@@ -344,19 +345,19 @@ class Coordinator:
                 if report.status == "generated" and rollout.may_train(report.name):
                     self._expectations.generated(*Attempt.named(report.name).sample, report.tokens)
                 if records and not records[0]["attempt"]:  # prompts of later requests include earlier responses
-                    self._expectations.prompted(Attempt.named(report.name).uid, records[0]["prompt_tokens"])
+                    self._expectations.set_prompt_tokens(Attempt.named(report.name).uid, records[0]["prompt_tokens"])
                 for record in records:
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:
                 self._fail(error)
-        self._cleanup.reports(rollout.take_obsolete())
+        self._cleanup.reports(rollout.pop_obsolete())
         self._go()
 
     # ---- internal ----
 
     def _state(self) -> dict[str, Any]:
         state = self._open[1].state_dict()
-        return {**state, "capacity": self._capacity.state, "expectations": self._expectations.under_way}
+        return {**state, "capacity": self._capacity.state, "expectations": self._expectations.prompt_state}
 
     @property
     def _open(self) -> tuple[Setting, Rollout, WorkerPool]:
@@ -416,7 +417,7 @@ class Coordinator:
     def _abandon(self) -> None:
         """End the attempts that are no longer needed."""
         _, rollout, pool = self._open
-        abandoned = rollout.take_abandoned()
+        abandoned = rollout.pop_abandoned()
         for name in abandoned:
             self._dispatch.ended(name)
         pool.abandon(abandoned)
@@ -442,7 +443,7 @@ class Coordinator:
 
     def _wants(self) -> Wants:
         _, rollout, pool = self._open
-        return Wants(rollout.wanted(), not len(pool))
+        return Wants(rollout.missing_prompts(), not len(pool))
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:

@@ -66,9 +66,9 @@ class Migrations:
             return
         self._servers = {address: handle for address, (handle, _) in fleet.items()}
         self._dispatch.serve({address: room for address, (_, room) in fleet.items()})
-        if self._dispatch.adrift:
+        if self._dispatch.has_unplaced:
             try:
-                self._dispatch.take_up(await asyncio.wait_for(self._where(), _ANSWER_S))
+                self._dispatch.count_running(await asyncio.wait_for(self._where(), _ANSWER_S))
             except asyncio.TimeoutError:  # a worker is stuck; the next call tries again
                 logger.warning("an agent loop worker did not answer where requests of a dead replica continue")
 

@@ -290,7 +290,7 @@ class RhymeHttpServer(vLLMHttpServer):
             finished_at=time.time(),
             prompt_tokens=len(prompt_ids),
             response_tokens=len(output.token_ids),
-            predicted_tokens=meta.assignment.left(meta.before)[0],
+            predicted_tokens=meta.assignment.remaining(meta.before)[0],
             policy_version_start=-1 if version is None else version,
             policy_version_end=-1 if self.global_steps is None else self.global_steps,
             stop_reason=output.stop_reason or "",

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from verl_rhyme.observability import metrics as names
+from verl_rhyme.scheduling.batch import Batch, Record
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
-from verl_rhyme.scheduling.remembered import Batch, Record
 
 #: Minimum response length of a request that measures the speed of its replica.
 _ENOUGH_TOKENS = 8

@@ -28,10 +28,11 @@ class Assignment:
     expected_tokens: int | None = None
     p90_tokens: int | None = None
 
-    def left(self, had: int) -> tuple[int | None, int | None]:
-        """Return the expected tokens and their 90th percentile, less the first ``had``."""
-        expected, p90 = self.expected_tokens, self.p90_tokens
-        return None if expected is None else max(0, expected - had), None if p90 is None else max(0, p90 - had)
+    def remaining(self, tokens: int) -> tuple[int | None, int | None]:
+        """Return the expected tokens and their 90th percentile, less the first ``tokens``."""
+        forecasts = self.expected_tokens, self.p90_tokens
+        expected, p90 = (None if each is None else max(0, each - tokens) for each in forecasts)
+        return expected, p90
 
 
 ANYWHERE = Assignment()

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 
-#: Rows of ``running``.
-REQUESTS, TOKENS = 0, 1
 
-Counts = npt.NDArray[np.int64]
+class Pool:
+    """Some replicas of a fleet, of which some may have left since."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        self._columns: tuple[int, npt.NDArray[np.intp]] = (-1, np.zeros(0, np.intp))  # by version of the fleet
+
+    def columns(self, fleet: Fleet) -> npt.NDArray[np.intp]:
+        """Return the columns of the replicas that are still in the fleet."""
+        if self._columns[0] != fleet.version:
+            serving = [fleet.index[name] for name in self.names if name in fleet]
+            self._columns = fleet.version, np.array(serving, np.intp)
+        return self._columns[1]
 
 
 class Fleet:
@@ -19,10 +31,10 @@ class Fleet:
     Attributes:
         names: Names of the replicas, in the order of the columns below.
         index: Column by name.
-        running: int64[2, replicas], requests and their KV tokens (the known ones).
-        capacity: float64[replicas], KV tokens that fit; infinite where not reported.
+        requests: int64[replicas], running requests.
+        tokens: int64[replicas], KV tokens of these requests (the known ones).
+        capacity: float64[replicas], KV tokens that fit; infinite where unknown.
         share: float64[replicas], fair share of the load: by capacity if all are known, else equal.
-        totals: Sums of ``running``.
         version: Counter of changes of replicas and capacities.
         cost: Cost of a replica's work.
     """
@@ -31,10 +43,8 @@ class Fleet:
         self.cost = cost
         self.names: list[str] = []
         self.index: dict[str, int] = {}
-        self.running: Counts = np.zeros((2, 0), np.int64)
-        self.capacity: npt.NDArray[np.float64] = np.zeros(0)
-        self.share: npt.NDArray[np.float64] = np.zeros(0)
-        self.totals = [0, 0]
+        self.requests, self.tokens = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.capacity, self.share = np.zeros(0), np.zeros(0)
         self.version = 0
 
     def __len__(self) -> int:
@@ -43,15 +53,23 @@ class Fleet:
     def __contains__(self, replica: str) -> bool:
         return replica in self.index
 
-    def add(self, replica: str) -> None:
-        """Add a replica; a known one is unchanged."""
-        if replica in self.index:
+    def add(self, replica: str, capacity: int | None = None) -> None:
+        """Add a replica, or set the capacity of a known one.
+
+        Args:
+            replica: Name.
+            capacity: KV tokens that fit into its cache; ``None`` or 0: unknown, or as before.
+        """
+        if replica not in self.index:
+            self.index[replica] = len(self.names)
+            self.names.append(replica)
+            self.requests, self.tokens = np.append(self.requests, 0), np.append(self.tokens, 0)
+            self.capacity = np.append(self.capacity, np.inf)
+        elif not capacity or capacity == self.capacity[self.index[replica]]:
             return
-        self.index[replica] = len(self.names)
-        self.names.append(replica)
-        self.running = np.pad(self.running, ((0, 0), (0, 1)))
-        self.capacity = np.append(self.capacity, np.inf)
-        self._settle()
+        if capacity:
+            self.capacity[self.index[replica]] = capacity
+        self._update()
 
     def remove(self, replica: str) -> None:
         """Remove a replica with its load.
@@ -62,57 +80,28 @@ class Fleet:
         i = self.index[replica]
         del self.names[i]
         self.index = {name: j for j, name in enumerate(self.names)}
-        self.running = np.delete(self.running, i, axis=1)
+        self.requests, self.tokens = np.delete(self.requests, i), np.delete(self.tokens, i)
         self.capacity = np.delete(self.capacity, i)
-        self._settle()
+        self._update()
 
-    def report(self, replica: str, capacity: int) -> None:
-        """Set the KV tokens that fit into a replica's cache.
-
-        Raises:
-            KeyError: Unknown replica.
-        """
-        self.capacity[self.index[replica]] = capacity
-        self._settle()
-
-    def room(self, replica: str) -> float:
-        """Return the KV tokens that fit into a replica's cache; infinite where unknown.
-
-        Raises:
-            KeyError: Unknown replica.
-        """
-        return float(self.capacity[self.index[replica]])
-
-    def _settle(self) -> None:
+    def _update(self) -> None:
         self.version += 1
-        known = np.isfinite(self.capacity)
-        weight = self.capacity if known.all() else np.ones(len(self.names))
+        weight = self.capacity if np.isfinite(self.capacity).all() else np.ones(len(self.names))
         self.share = weight / weight.sum() if len(weight) else weight
-        self.totals = [int(n) for n in self.running.sum(axis=1)]
 
     def run(self, replica: str, requests: int, tokens: int) -> None:
         """Add requests and tokens to a replica's load; negative numbers subtract."""
         i = self.index[replica]
-        for row, more in ((REQUESTS, requests), (TOKENS, tokens)):
-            self.running[row, i] += more
-            self.totals[row] += more
+        self.requests[i] += requests
+        self.tokens[i] += tokens
 
-    def requests(self, replica: str) -> int:
-        """Return the number of requests on a replica; 0 for an unknown one."""
-        i = self.index.get(replica)
-        return 0 if i is None else self.running.item(REQUESTS, i)
-
-    def least(self) -> npt.NDArray[np.intp]:
-        """Return the columns of the replicas with the fewest requests."""
-        requests = self.running[REQUESTS]
-        return (requests == requests.min()).nonzero()[0]
-
-    def least_tokens(self, among: npt.NDArray[np.intp] | None = None) -> int:
+    def least_tokens(self, pool: Pool | None = None) -> int:
         """Return the column of the replica with the fewest tokens for its share; fewer requests decide among equals.
 
         Args:
-            among: Columns to choose from; ``None``: all.
+            pool: Replicas to choose from. All are candidates without a pool, or if its replicas have left.
         """
         # Loads are whole numbers far below 2**40: requests never outweigh a token.
-        load = (self.running[TOKENS] + self.running[REQUESTS] * 2.0**-20) / self.share
-        return int(load.argmin()) if among is None else int(among[load[among].argmin()])
+        load = (self.tokens + self.requests * 2.0**-20) / self.share
+        columns = () if pool is None else pool.columns(self)
+        return int(load.argmin()) if len(columns) == 0 else int(columns[load[columns].argmin()])

@@ -2,10 +2,11 @@
 order.
 
 The prompts of a training step are ranked by expected length and cut into groups of equal size. Each group gets separate
-replicas, more of them where it takes longer. A binary search over the step's cost finds the numbers that make the
-slowest group fastest (tier 2). The groups lie along the replicas from shortest to longest in one step and in reverse in
-the next, so a replica with long responses gets short ones next (tier 1). An outlier moves to the replica with the
-fewest expected tokens. It is one of the last running responses of its group, and longer than its history predicts.
+replicas, more of them where it takes longer: the numbers that make the slowest group fastest (tier 2; the paper finds
+them by a binary search over the step's cost). The groups lie along the replicas from shortest to longest in one step
+and in reverse in the next, so a replica with long responses gets short ones next (tier 1). An outlier moves to the
+replica with the fewest expected tokens. It is one of the last running responses of its group, and longer than its
+history predicts.
 """
 
 from __future__ import annotations
@@ -15,28 +16,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl_rhyme.placement.fleet import TOKENS, Fleet
+from verl_rhyme.placement.fleet import Fleet, Pool
 from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request, expected_tokens
 from verl_rhyme.planning.cost import Floats
 
-#: Iterations of the binary search for the slowest group's seconds.
-_HALVINGS = 40
 
-
-@dataclass
+@dataclass(eq=False)
 class _Group:
     """Prompts of similar length, in one training step."""
 
-    step: int
-    rank: int  # 0 for the shortest
-    of: int
-    wanted: dict[str, int]  # number of unfinished samples by prompt
+    name: str
+    unfinished: dict[str, int]  # number of samples by prompt
     samples: int
-    replicas: tuple[str, ...]
+    pool: Pool
     running: dict[str, tuple[Request, str]] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
-    columns: tuple[int, np.ndarray] = (-1, np.zeros(0, np.intp))  # columns of the replicas, by fleet version
 
 
 class HistoPipe(PlacementPolicy):
@@ -62,7 +57,7 @@ class HistoPipe(PlacementPolicy):
             )
         self._fleet = fleet
         self._most, self._two_tier, self._migrate, self._tail = groups, two_tier, migrate, tail
-        self._groups: dict[int, _Group] = {}  # groups with present prompts
+        self._groups: list[_Group] = []  # groups with present prompts
         self._of: dict[str, _Group] = {}  # by key
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
@@ -71,26 +66,28 @@ class HistoPipe(PlacementPolicy):
         tokens = expected_tokens(loads)
         count = min(self._most, len(self._fleet), len(loads))
         ranked = np.array_split(np.argsort(tokens, kind="stable"), count)
-        workers = self._workers([[loads[i] for i in group] for group in ranked], [tokens[group] for group in ranked])
+        widths = self._widths([[loads[i] for i in group] for group in ranked], [tokens[group] for group in ranked])
         names = list(self._fleet.names)
         if step % 2:
             names.reverse()
         at = 0
-        for rank, (members, width) in enumerate(zip(ranked, workers, strict=True)):
-            wanted = {loads[i].key: loads[i].samples for i in members}
-            group = _Group(step, rank, count, wanted, sum(wanted.values()), tuple(names[at : at + width]))
+        for rank, (members, width) in enumerate(zip(ranked, widths, strict=True), 1):
+            unfinished = {loads[i].key: loads[i].samples for i in members}
+            name = f"length group {rank} of {count} in step {step}"
+            group = _Group(name, unfinished, sum(unfinished.values()), Pool(names[at : at + width]))
             at += width
-            self._groups[id(group)] = group
+            self._groups.append(group)
             self._of.update((loads[i].key, group) for i in members)
 
     def choose(self, request: Request) -> str:
-        return self._least(self._of.get(request.key))
+        group = self._of.get(request.key)
+        return self._fleet.names[self._fleet.least_tokens(None if group is None else group.pool)]
 
     def reason(self, request: Request, replica: str) -> str:
         group = self._of.get(request.key)
         if group is None:
             return "not in a plan: replica with the fewest tokens"
-        return f"length group {group.rank + 1} of {group.of} in step {group.step}, on {len(group.replicas)} replicas"
+        return f"{group.name}, on {len(group.pool.names)} replicas"
 
     def started(self, request: Request, replica: str) -> None:
         if (group := self._of.get(request.key)) is not None:
@@ -102,14 +99,14 @@ class HistoPipe(PlacementPolicy):
             return
         if request.id not in group.ended:
             group.ended.add(request.id)
-            group.wanted[request.key] -= 1
+            group.unfinished[request.key] -= 1
 
-    def left(self, keys: Sequence[str]) -> None:
+    def forget_prompts(self, keys: Sequence[str]) -> None:
         for key in keys:
             if (group := self._of.pop(key, None)) is not None:
-                group.samples -= group.wanted.pop(key)  # failed or no longer needed
-                if not group.wanted:
-                    del self._groups[id(group)]
+                group.samples -= group.unfinished.pop(key)  # failed or no longer needed
+                if not group.unfinished:
+                    self._groups.remove(group)
 
     def watched(self) -> list[str]:
         return [name for group in self._last() for name in group.running if name not in group.moved]
@@ -124,7 +121,7 @@ class HistoPipe(PlacementPolicy):
                     continue
                 source, target = fleet.index[replica], fleet.least_tokens()
                 again = prefill * (request.prompt_tokens + now.made)  # its cache is recomputed
-                if fleet.running[TOKENS, target] + request.tokens + again < fleet.running[TOKENS, source]:
+                if fleet.tokens[target] + request.tokens + again < fleet.tokens[source]:
                     group.moved.add(name)
                     yield Move(name, fleet.names[target], f"{now.made} tokens, more than {p90} by its history")
 
@@ -134,20 +131,9 @@ class HistoPipe(PlacementPolicy):
         """Return the groups of which only the last responses run."""
         if not self._migrate or len(self._fleet) < 2:
             return []
-        return [g for g in self._groups.values() if g.running and len(g.ended) >= (1 - self._tail) * g.samples]
+        return [g for g in self._groups if g.running and len(g.ended) >= (1 - self._tail) * g.samples]
 
-    def _least(self, group: _Group | None) -> str:
-        """Return the replica with the fewest expected tokens, of a group if any of its replicas is left."""
-        fleet = self._fleet
-        columns = None
-        if group is not None:
-            if group.columns[0] != fleet.version:
-                left = [fleet.index[name] for name in group.replicas if name in fleet]
-                group.columns = fleet.version, np.array(left, np.intp)
-            columns = group.columns[1] if len(group.columns[1]) else None
-        return fleet.names[fleet.least_tokens(columns)]
-
-    def _workers(self, groups: Sequence[Sequence[Load]], tokens: Sequence[Floats]) -> list[int]:
+    def _widths(self, groups: Sequence[Sequence[Load]], tokens: Sequence[Floats]) -> list[int]:
         """Return the number of replicas of each group, at least one, that add up to the fleet."""
         total, count = len(self._fleet), len(groups)
         even = [total // count + (rank < total % count) for rank in range(count)]
@@ -162,22 +148,8 @@ class HistoPipe(PlacementPolicy):
         held = np.array(
             [(n * each * (p + each / 2)).sum() for n, p, each in zip(samples, prompts, tokens, strict=True)]
         )[:, None]
-        workers = np.arange(1, total + 1)
-        seconds = cost.together(longest, whole / workers, held / workers, room)  # decreases with the workers
-        low, high = 0.0, float(seconds[:, 0].max())
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            if self._needed(seconds, middle).sum() <= total:
-                high = middle
-            else:
-                low = middle
-        needed = self._needed(seconds, high)
-        for _ in range(total - int(needed.sum())):  # spare replicas go to the slowest group
-            slowest = int(np.argmax(seconds[np.arange(count), np.minimum(needed, total) - 1]))
-            needed[slowest] += 1
-        return [int(n) for n in needed]
-
-    @staticmethod
-    def _needed(seconds: Floats, bound: float) -> np.ndarray:
-        """Return int64[groups], workers to keep each group within ``bound``; the total plus one if none suffices."""
-        return 1 + (seconds > bound).sum(axis=1)
+        widths = np.ones(count, np.int64)
+        seconds = cost.together(longest, whole / np.arange(1, total + 1), held / np.arange(1, total + 1), room)
+        for _ in range(total - count):  # seconds decrease with the replicas: one after the other to the slowest group
+            widths[np.argmax(seconds[np.arange(count), widths - 1])] += 1
+        return widths.tolist()

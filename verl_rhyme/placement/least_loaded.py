@@ -22,5 +22,6 @@ class LeastLoaded(PlacementPolicy):
         self._random = random.Random(seed)
 
     def choose(self, request: Request) -> str:
-        least = self._fleet.least()
+        requests = self._fleet.requests
+        least = (requests == requests.min()).nonzero()[0]
         return self._fleet.names[least[self._random.randrange(len(least))]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ class Placement:
     Args:
         policy: Name in :data:`POLICIES`.
         options: Options of the policy.
-        cost: Cost of a replica's work, for policies that use it.
+        cost: Cost of a replica's work.
 
     Attributes:
         fleet: Replicas and loads.
@@ -56,127 +55,97 @@ class Placement:
         self.policy = POLICIES[policy](self.fleet, **(options or {}))
         self.errors = 0
         self.last_error = ""
-        self._running: dict[str, list[tuple[Request, str]]] = {}
-        self._random = random.Random(0)
+        self._fallback = LeastLoaded(self.fleet, seed=0)
+        self._running: dict[str, tuple[Request, str]] = {}  # request and its replica, by id
 
-    def add(self, replica: str) -> None:
-        """Add a replica; a known replica is unchanged."""
-        self.fleet.add(replica)
+    def remove(self, replica: str) -> None:
+        """Remove a replica and forget its requests.
 
-    def remove(self, replica: str) -> bool:
-        """Remove a replica and forget its requests; return false for an unknown replica."""
-        if replica not in self.fleet:
-            return False
-        for request_id in [name for name, runs in self._running.items() if any(at == replica for _, at in runs)]:
-            while self.release(request_id, replica):
-                pass
+        Raises:
+            KeyError: Unknown replica.
+        """
+        for request_id in [request_id for request_id, (_, at) in self._running.items() if at == replica]:
+            self.release(request_id)
         self.fleet.remove(replica)
-        return True
-
-    def report(self, replica: str, capacity: int) -> None:
-        """Set the KV tokens that fit into a replica's cache, at least 1; unknown replicas are ignored."""
-        if replica in self.fleet:
-            self.fleet.report(replica, capacity)
 
     def acquire(self, request: Request) -> str:
-        """Return the replica for a request, which counts there until it is released.
+        """Return the replica for a request, which counts there until it is released or acquired again.
 
         Raises:
             NoReplica: The fleet is empty.
         """
         if not self.fleet:
             raise NoReplica("No available servers in load balancer")
+        self.release(request.id)
         replica = request.replica if request.replica in self.fleet else self._choose(request)
-        self._settle(request, replica)
+        self._count(request, replica)
         return replica
 
-    def release(self, request_id: str, replica: str, tokens: int | None = None) -> bool:
-        """Release a request; return false if it does not run there (its replica may have left).
+    def release(self, request_id: str, tokens: int | None = None) -> None:
+        """Release a request that added ``tokens`` (where known); others are ignored (the replica may have left)."""
+        if request_id in self._running:
+            request, replica = self._running.pop(request_id)
+            self.fleet.run(replica, -1, -request.tokens)
+            self._call("released", request, replica, tokens)
 
-        Args:
-            request_id: Id of the request.
-            replica: Replica on which it ran.
-            tokens: Tokens it added there; ``None`` where unknown.
-        """
-        runs = self._running.get(request_id, [])
-        for i, (request, at) in enumerate(runs):
-            if at == replica:
-                del runs[i]
-                if not runs:
-                    del self._running[request_id]
-                self.fleet.run(replica, -1, -request.tokens)
-                self._notify("released", request, replica, tokens)
-                return True
-        return False
+    def replica(self, request_id: str) -> str:
+        """Return the replica of a running request; empty where unknown."""
+        return self._running[request_id][1] if request_id in self._running else ""
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
-        """Plan the prompts of training step ``step``."""
-        if self.fleet:
-            self._notify("plan", step, loads)
+        """Plan the prompts of training step ``step``; the fleet has at least one replica."""
+        self._call("plan", step, loads)
 
     def reason(self, request_id: str) -> str:
         """Return the reason for a running request's replica; empty where unknown."""
-        for request, replica in self._running.get(request_id, []):
-            return str(self._call("", "reason", request, replica))
-        return ""
+        return self._call("reason", *self._running[request_id]) or "" if request_id in self._running else ""
 
     def watched(self) -> list[str]:
         """Return ids of running requests whose progress :meth:`moves` needs."""
-        return [name for name in self._call((), "watched") if name in self._running]
+        return [name for name in self._call("watched") or () if name in self._running]
 
-    def left(self, keys: Sequence[str]) -> None:
+    def forget_prompts(self, keys: Sequence[str]) -> None:
         """Forget planned prompts that have left."""
-        self._notify("left", keys)
+        self._call("forget_prompts", keys)
 
     def moves(self, progress: Mapping[str, Progress]) -> list[Move]:
-        """Return the policy's moves, and count each moved request, with its tokens, on its new replica.
-
-        Args:
-            progress: Progress by request id.
-        """
+        """Return the policy's moves by the requests' progress; a moved request counts on its new replica at once."""
         moved = []
         try:
             for move in self.policy.moves(progress):
-                runs = self._running.get(move.id)
-                if not runs or move.replica not in self.fleet or runs[0][1] == move.replica:
+                if move.replica not in self.fleet or self.replica(move.id) in ("", move.replica):
                     continue
-                request, replica = runs[0]
+                request, _ = self._running[move.id]
                 made, left, p90 = progress[move.id]
-                self.release(move.id, replica)
+                self.release(move.id)
                 prompt = request.prompt_tokens + made
                 request = request._replace(prompt_tokens=prompt, response_tokens=left, p90_tokens=p90)
-                self._settle(request, move.replica)
+                self._count(request, move.replica)
                 moved.append(move)
         except Exception as error:
-            self._failed(f"moves: {type(error).__name__}: {error}")
+            self._failed("moves", error)
         return moved
 
-    def _settle(self, request: Request, replica: str) -> None:
+    def _count(self, request: Request, replica: str) -> None:
         self.fleet.run(replica, 1, request.tokens)
-        self._running.setdefault(request.id, []).append((request, replica))
-        self._notify("started", request, replica)
+        self._running[request.id] = request, replica
+        self._call("started", request, replica)
 
     def _choose(self, request: Request) -> str:
         try:
-            replica = self.policy.choose(request)
-            if isinstance(replica, str) and replica in self.fleet:
-                return replica
-            self._failed(f"choose returned {replica!r}, which is no replica")
+            return self.fleet.names[self.fleet.index[self.policy.choose(request)]]
         except Exception as error:
-            self._failed(f"choose: {type(error).__name__}: {error}")
-        least = self.fleet.least()
-        return self.fleet.names[least[self._random.randrange(len(least))]]
+            self._failed("choose", error)
+            return self._fallback.choose(request)
 
-    def _notify(self, event: str, *about: Any) -> None:
-        self._call(None, event, *about)
-
-    def _call(self, otherwise: Any, event: str, *about: Any) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Return the policy's answer; ``None`` after an error, which is counted."""
         try:
-            return getattr(self.policy, event)(*about)
+            return getattr(self.policy, method)(*arguments)
         except Exception as error:
-            self._failed(f"{event}: {type(error).__name__}: {error}")
-            return otherwise
+            self._failed(method, error)
+            return None
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, method: str, error: Exception) -> None:
         self.errors += 1
-        self.last_error = why
+        self.last_error = f"{method}: {type(error).__name__}: {error}"

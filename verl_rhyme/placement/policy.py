@@ -80,13 +80,7 @@ class Progress(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A move of a running request to another replica.
-
-    Attributes:
-        id: Id of the request.
-        replica: Target replica.
-        reason: Reason, in a few words.
-    """
+    """A move of a running request to another replica, for a reason in a few words."""
 
     id: str
     replica: str
@@ -118,14 +112,10 @@ class PlacementPolicy:
     def released(self, request: Request, replica: str, tokens: int | None) -> None:
         """Record that a request left a replica; the fleet no longer counts it.
 
-        Args:
-            request: The request.
-            replica: Replica that it left.
-            tokens: Tokens it added there at its end; ``None``: it was interrupted, lost or moved, or its replica
-                leaves.
+        It added ``tokens`` there. With ``None`` it was interrupted, lost or moved, or its replica leaves.
         """
 
-    def left(self, keys: Sequence[str]) -> None:
+    def forget_prompts(self, keys: Sequence[str]) -> None:
         """Forget planned prompts; none of their requests runs."""
 
     def watched(self) -> Sequence[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_rhyme.placement.fleet import Fleet
+from verl_rhyme.placement.fleet import Fleet, Pool
 from verl_rhyme.placement.policy import Load, PlacementPolicy, Request, expected_tokens, roughly
 from verl_rhyme.planning.cost import Floats
 
@@ -25,11 +25,12 @@ _QUANTILES = (0.9, 0.5)
 
 
 @dataclass
-class _Pool:
+class _Part:
+    """Prompts that share a pool of replicas."""
+
     name: str
-    tokens: float  # minimum expected tokens of its samples
-    replicas: tuple[str, ...]
-    columns: tuple[int, np.ndarray] = (-1, np.zeros(0, np.intp))  # columns of serving replicas, by fleet version
+    tokens: float  # minimum expected tokens of their samples
+    pool: Pool
 
 
 class SkewnessAware(PlacementPolicy):
@@ -47,7 +48,7 @@ class SkewnessAware(PlacementPolicy):
         if not 0 < tail < 1:
             raise ValueError(f"skewness_aware: placement.options.tail={tail} must be above 0 and below 1")
         self._fleet, self._tail = fleet, tail
-        self._pool: dict[str, _Pool] = {}  # by prompt
+        self._part: dict[str, _Part] = {}  # by prompt
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
         names = self._fleet.names
@@ -63,30 +64,26 @@ class SkewnessAware(PlacementPolicy):
         both = np.stack([np.maximum(tail, rest[::-1]), tail + rest[::-1]])  # with 1, 2, ... replicas for the tail
         width = 1 + int(np.lexsort(both)[0])  # among equal sums, the fastest slower pool
         for rank, (part, own) in enumerate(zip(parts, (names[:width], names[width:]), strict=True), 1):
-            pool = _Pool(f"pool {rank} of 2 in step {step}", float(tokens[part[-1]]), tuple(own))
-            self._pool.update((loads[i].key, pool) for i in part.tolist())
+            name = f"pool {rank} of 2 in step {step}"
+            shared = _Part(name, float(tokens[part[-1]]), Pool(own))
+            self._part.update((loads[i].key, shared) for i in part.tolist())
 
-    def left(self, keys: Sequence[str]) -> None:
+    def forget_prompts(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._pool.pop(key, None)
+            self._part.pop(key, None)
 
     def choose(self, request: Request) -> str:
-        fleet, pool = self._fleet, self._pool.get(request.key)
-        if pool is None:
-            return fleet.names[fleet.least_tokens()]
-        if pool.columns[0] != fleet.version:
-            serving = [fleet.index[name] for name in pool.replicas if name in fleet]
-            pool.columns = fleet.version, np.array(serving, np.intp)
-        return fleet.names[fleet.least_tokens(pool.columns[1] if len(pool.columns[1]) else None)]
+        part = self._part.get(request.key)
+        return self._fleet.names[self._fleet.least_tokens(None if part is None else part.pool)]
 
     def reason(self, request: Request, replica: str) -> str:
-        pool = self._pool.get(request.key)
-        if pool is None:
+        part = self._part.get(request.key)
+        if part is None:
             return "not in a plan: replica with the fewest tokens"
-        if replica not in pool.replicas:
+        if replica not in part.pool.names:
             return "the pool's replicas have left: replica with the fewest tokens"
-        own = f"{len(pool.replicas)} of {len(self._fleet)} replicas"
-        return f"{pool.name}, at least {roughly(pool.tokens)} tokens expected: {own}"
+        own = f"{len(part.pool.names)} of {len(self._fleet)} replicas"
+        return f"{part.name}, at least {roughly(part.tokens)} tokens expected: {own}"
 
     def _seconds(self, loads: Sequence[Load], tokens: Floats, share: float) -> Floats:
         """Return float64[R - 1], seconds of a pool on 1, 2, ... replicas."""

@@ -25,10 +25,7 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
     no more prompts start (AReaL's bound, arXiv:2505.24298). Exempt are prompts of the next batch, which can be pending
     after a loss.
 
-    Args:
-        rules: Rules of the run.
-        ledger: Loaded prompts.
-        training: Whether a batch was collected and its policy is not published yet.
+    ``training`` is whether a batch was collected and its policy is not published yet.
     """
     if training and rules.max_staleness == 0:
         return

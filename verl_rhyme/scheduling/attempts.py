@@ -5,9 +5,12 @@ The coordinator and the agent loop workers exchange these.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from verl_rhyme.placement.assignment import ANYWHERE, Assignment
+from verl_rhyme.scheduling.batch import Record
 
 #: End of an attempt. ``generated``: the response is complete, its reward is unknown; ``finished``: the reward is known,
 #: the trajectories are stored; ``interrupted``: by a weight update; ``failed``: the agent loop or the reward function
@@ -46,7 +49,7 @@ class Attempt(NamedTuple):
 
 
 def sample_of(name: str) -> tuple[str, int]:
-    """Return (uid, number in the group) of an :attr:`Attempt.name`."""
+    """Return the sample of an :attr:`Attempt.name`."""
     return Attempt.named(name).sample
 
 
@@ -54,7 +57,7 @@ class Start(NamedTuple):
     """A sample to start.
 
     Attributes:
-        name: Name of the attempt (:attr:`Attempt.name`).
+        name: :attr:`Attempt.name`.
         predecessor: Name of the attempt whose turns this one continues or drafts from; ``None`` without one.
         partial: Whether it continues from these turns rather than drafts from them (``Rules.continues``).
         stored: Whether the predecessor finished: its turns are in its trajectories.
@@ -72,8 +75,7 @@ class Ended(NamedTuple):
     """Report of an attempt's end.
 
     Attributes:
-        name: Name of the attempt (:attr:`Attempt.name`).
-        status: See :data:`Status`.
+        name: :attr:`Attempt.name`.
         tokens: Response tokens, including those it continued from.
         first_version: Policy version of the oldest of them; ``None`` without tokens.
         records: Servers' records of its requests, one mapping each (``processes.request.RequestRecord``).
@@ -86,7 +88,31 @@ class Ended(NamedTuple):
     status: Status
     tokens: int = 0
     first_version: int | None = None
-    records: list[dict[str, Any]] = []  # noqa: RUF012  never changed
+    records: list[Record] = []  # noqa: RUF012  never changed
     scores: list[float] = []  # noqa: RUF012
     error: str = ""
     empty: bool = False
+
+
+@dataclass
+class Reported:
+    """What is kept of the reports of an untrained sample.
+
+    Attributes:
+        attempt: Latest ended attempt that left turns, to continue from or to draft from; ``None`` without one.
+        records: Records of its requests, and of those of the attempts it continued from, with ``uid`` and ``sample``.
+        stored: Whether its turns are in its trajectories.
+        scores: Scores of its trajectories by which groups are filtered.
+        empty: Whether it finished without a trajectory.
+    """
+
+    attempt: int | None = None
+    records: list[Record] = field(default_factory=list)
+    stored: bool = False
+    scores: list[float] = field(default_factory=list)
+    empty: bool = False
+
+    @classmethod
+    def of(cls, attempt: Attempt, records: Iterable[Record]) -> Reported:
+        """Return the report of an attempt that left its turns."""
+        return cls(attempt.attempt, [{**record, "uid": attempt.uid, "sample": attempt.number} for record in records])

@@ -32,7 +32,7 @@ class Capacity:
 
     @property
     def state(self) -> tuple[float, float]:
-        """State as plain values for JSON."""
+        """State for JSON."""
         return self._lengths, self._held
 
     def observe(self, prompt_tokens: int, response_tokens: int) -> None:

@@ -33,14 +33,10 @@ from verl_rhyme.scheduling.samples import Prompt, State
 _Bundle = tuple[Prompt, list[int]]
 
 
-def suffices(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool:
-    """Return whether the generated or finished samples fill a batch, or are all that is left.
+def fills_batch(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool:
+    """Return whether the generated (``rewarded``: finished) samples fill a batch, or are all that is left.
 
-    Args:
-        rules: Rules of the run.
-        ledger: Loaded prompts.
-        to_load: Prompts still to be loaded.
-        rewarded: Count only finished samples.
+    ``to_load`` prompts are still to be loaded.
     """
     tally = ledger.tally
     if rules.take == "loaded":
@@ -54,14 +50,14 @@ def suffices(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool
     return 0 < samples >= min(rules.batch_samples, left)
 
 
-def awaits(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> bool:
+def lacks_due(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> bool:
     """Return whether a sample that must be trained in this batch is not generated, or (``rewarded``) not finished."""
     tally = ledger.tally
     available = tally.rewarded if rewarded else tally.trainable
     return any(_until(available, last) < due for last, due in _must_train(rules, version, tally.held))
 
 
-def promisable(
+def reservable(
     rules: Rules, ledger: Ledger, version: int, uids: Iterable[str], reserved: Collection[str] = ()
 ) -> list[str]:
     """Return the prompts that can be reserved for streamed parts of the next batch, in the given order.
@@ -122,13 +118,11 @@ def _bundles(rules: Rules, ledger: Ledger, *states: State) -> list[_Bundle]:
     if rules.unit == "trajectory":
         return [(prompt, [number]) for state in states for prompt, number, _ in ledger.samples(state)]
     found = {prompt.number: prompt for state in states for prompt in ledger.tally.prompts(state)}
-    whole = (found[number] for number in sorted(found))
-    return [(prompt, list(range(len(prompt.samples)))) for prompt in whole if prompt.complete(*states)]
+    return [(prompt, list(range(len(prompt.samples)))) for prompt in found.values() if prompt.complete(*states)]
 
 
 def _oldest(prompt: Prompt, numbers: list[int]) -> int:
-    versions = (prompt.samples[number].oldest_version for number in numbers)
-    return min(version for version in versions if version is not None)
+    return min(prompt.samples[number].known_version for number in numbers)
 
 
 def _must_train(rules: Rules, version: int, held: Counter[int]) -> list[tuple[int, int]]:

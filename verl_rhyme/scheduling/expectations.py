@@ -7,15 +7,13 @@ costs only the expectation, never the rollout: the caller then gets no value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from verl_rhyme.lengths.predictor import Forecast, LengthPredictor
 from verl_rhyme.lengths.prompts import PromptLengths
 from verl_rhyme.lengths.quality import Quality
-
-T = TypeVar("T")
 
 #: Share of changed prompts from which the state is sent again; sending costs time in proportion to all prompts.
 _SENT_AGAIN = 1 / 16
@@ -45,55 +43,36 @@ class Expectations:
         self._lengths: dict[str, dict[int, int]] = {}
         self._unsent = 0  # prompts learnt from since the state was sent
 
-    def hand(self, keys: Mapping[str, str]) -> dict[str, float]:
-        """Add prompts.
-
-        Args:
-            keys: Key by uid; empty for a prompt without a key.
-
-        Returns:
-            Expected response tokens by uid.
-        """
-        return self._try(partial(self._hand, keys), {})
+    def add_prompts(self, keys: Mapping[str, str]) -> dict[str, float]:
+        """Add prompts, by uid their key (empty without one); return their expected response tokens."""
+        self._keys.update(keys)
+        for uid in keys:
+            self._lengths.setdefault(uid, {})
+        return self._expected(keys)
 
     def rank(self, locations: Mapping[str, float], ranker: int) -> dict[str, float]:
-        """Take in a ranker's forecasts.
-
-        Args:
-            locations: Expected log length of a response, by key.
-            ranker: Number of the ranker.
+        """Take in a ranker's forecasts: expected log length of a response, by key.
 
         Returns:
             Expected response tokens by uid, of these prompts.
         """
-
-        def ranked() -> dict[str, float]:
+        with self._errors_counted():
             for key, location in locations.items():
                 self.predictor.rank(key, location, ranker)
-            here = {uid: key for uid, key in self._keys.items() if key in locations}
-            return self._expected(here) if here else {}
-
-        return self._try(ranked, {})
+        return self._expected({uid: key for uid, key in self._keys.items() if key in locations})
 
     def lengths(self, uids: Sequence[str], emitted: Sequence[int]) -> Forecast | None:
-        """Return the forecast of responses to these prompts; ``None`` after an error.
-
-        Args:
-            uids: Id of each response's prompt.
-            emitted: Tokens that each response has.
-        """
-
-        def forecast() -> Forecast:
+        """Return the forecast of responses to these prompts, which have so many tokens; ``None`` after an error."""
+        with self._errors_counted():
             # Prompts without a key are no siblings; a prompt with a key may be present twice.
             keys = {uid: self._keys.get(uid) or f"{_NO_KEY} {i}" for i, uid in enumerate(dict.fromkeys(uids))}
             ended: dict[str, list[int]] = {}
             for uid, key in keys.items():
                 ended.setdefault(key, []).extend(self._lengths.get(uid, {}).values())
             return self.predictor.forecast([keys[uid] for uid in uids], emitted, ended)
+        return None
 
-        return self._try(forecast, None)
-
-    def prompted(self, uid: str, tokens: int) -> None:
+    def set_prompt_tokens(self, uid: str, tokens: int) -> None:
         """Set the number of tokens of a prompt."""
         if key := self._keys.get(uid, _NO_KEY):
             self.prompts.tell(key, tokens)
@@ -110,7 +89,7 @@ class Expectations:
         if uid in self._lengths and tokens:
             self._lengths[uid][number] = tokens
 
-    def keep(self, needed: Callable[[str], bool]) -> dict[str, list[int]]:
+    def retain(self, needed: Callable[[str], bool]) -> dict[str, list[int]]:
         """Remove the prompts that are not needed any more, and learn their lengths.
 
         Returns:
@@ -118,77 +97,79 @@ class Expectations:
         """
         answered: dict[str, list[int]] = {}
         for uid in [uid for uid in self._keys if not needed(uid)]:
-            key, lengths = self._keys.pop(uid), self._lengths.pop(uid)
-            self._try(partial(self._learn, key, lengths), None)
-            if key != _NO_KEY:
-                answered.setdefault(key, []).extend(lengths.values())
+            key, lengths = self._keys.pop(uid), list(self._lengths.pop(uid).values())
+            if key == _NO_KEY:
+                continue
+            answered.setdefault(key, []).extend(lengths)
+            if lengths:
+                with self._errors_counted():
+                    self._learn(key, lengths)
         return answered
 
     def measures(self) -> dict[str, float]:
         """Return the quality of forecasts for the groups removed since the last call (:class:`Quality`)."""
-        return self._try(self._quality.take, {})
+        with self._errors_counted():
+            return self._quality.take()
+        return {}
 
     @property
-    def under_way(self) -> dict[str, Any]:
+    def prompt_state(self) -> dict[str, Any]:
         """State of the present prompts, for JSON: key, and number and tokens of each ended sample."""
         return {uid: [key, list(self._lengths[uid].items())] for uid, key in self._keys.items()}
 
-    def resume(self, under_way: Mapping[str, Any], needed: Callable[[str], bool]) -> dict[str, float]:
-        """Restore the needed prompts of :attr:`under_way`.
+    def restore_prompts(self, state: Mapping[str, Any], needed: Callable[[str], bool]) -> dict[str, float]:
+        """Restore the needed prompts of a :attr:`prompt_state`.
 
         Returns:
-            As :meth:`hand`.
+            As :meth:`add_prompts`.
         """
-
-        def resumed() -> dict[str, float]:
-            known = {uid: (str(key), lengths) for uid, (key, lengths) in under_way.items() if needed(uid)}
-            expected = self._hand({uid: key for uid, (key, _) in known.items()})
+        with self._errors_counted():
+            known = {uid: (str(key), lengths) for uid, (key, lengths) in state.items() if needed(uid)}
+            expected = self.add_prompts({uid: key for uid, (key, _) in known.items()})
             for uid, (_, lengths) in known.items():
                 self._lengths[uid] = {int(number): int(tokens) for number, tokens in lengths}
             return expected
-
-        return self._try(resumed, {})
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the known lengths as plain values for JSON, without the present prompts."""
         self._unsent = 0
-        return self._try(lambda: {**self.predictor.state_dict(), "prompt_tokens": self.prompts.state_dict()}, {})
+        with self._errors_counted():
+            return {**self.predictor.state_dict(), "prompt_tokens": self.prompts.state_dict()}
+        return {}
 
-    def news(self) -> dict[str, Any] | None:
+    def changed_state(self) -> dict[str, Any] | None:
         """Return :meth:`state_dict` if much was learnt since its last call, else ``None``."""
         return self.state_dict() if self._unsent > _SENT_AGAIN * len(self.predictor) else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`; unreadable parts are ignored."""
-        self._try(lambda: self.predictor.load_state_dict(state), None)
-        self._try(lambda: self.prompts.load_state_dict(state.get("prompt_tokens", {})), None)
+        with self._errors_counted():
+            self.predictor.load_state_dict(state)
+        with self._errors_counted():
+            self.prompts.load_state_dict(state.get("prompt_tokens", {}))
 
     # ---- within ----
 
-    def _hand(self, keys: Mapping[str, str]) -> dict[str, float]:
-        for uid, key in keys.items():
-            self._keys[uid] = key
-            self._lengths.setdefault(uid, {})
-        return self._expected(keys)
-
     def _expected(self, keys: Mapping[str, str]) -> dict[str, float]:
         """Return the expected tokens of a response before it starts, by uid."""
-        expected = self.predictor.forecast(list(keys.values())).expected.astype(float)
-        return dict(zip(keys, expected.tolist(), strict=True))
+        with self._errors_counted():
+            expected = self.predictor.forecast(list(keys.values())).expected.astype(float)
+            return dict(zip(keys, expected.tolist(), strict=True))
+        return {}
 
-    def _learn(self, key: str, lengths: Mapping[int, int]) -> None:
-        if key == _NO_KEY or not lengths:
-            return
-        tokens, predictor = list(lengths.values()), self.predictor
+    def _learn(self, key: str, tokens: list[int]) -> None:
+        predictor = self.predictor
         expected = float(predictor.forecast([key]).expected[0])
         self._quality.add(expected, tokens, predictor.knows(key), predictor.ranked(key))
         predictor.learn(key, tokens)
         self._unsent += 1
 
-    def _try(self, what: Callable[[], T], otherwise: T) -> T:
+    @contextmanager
+    def _errors_counted(self) -> Iterator[None]:
+        """Count an error and go on after the ``with`` statement."""
         try:
-            return what()
+            yield
         except Exception as error:
             self.errors += 1
             self.last_error = f"{type(error).__name__}: {error}"
-            return otherwise

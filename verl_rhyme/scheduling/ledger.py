@@ -1,84 +1,34 @@
 """The ledger of loaded prompts that are not trained yet: their samples and the state of each.
 
-It holds no texts. A sample is pending, running, generated (its reward is unknown), finished or trained. Only the
-methods of :class:`Ledger` change that state, and they reject impossible changes: no sample is lost, started twice or
-trained twice. The module also has the results of a training step: :class:`Collected` and :class:`StepCounts`.
+It holds no texts. A sample is pending, running, generated (its reward is unknown), finished or trained. Only
+:meth:`Ledger.move` changes that state, and it rejects impossible changes: no sample is started twice or trained twice.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from verl_rhyme.scheduling.rules import Unit
-from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, Sample, State
+from verl_rhyme.scheduling.samples import IN_PROGRESS, Prompt, Sample, State
 from verl_rhyme.scheduling.tally import Tally
 
-
-@dataclass(frozen=True)
-class Collected:
-    """An update batch.
-
-    Attributes:
-        samples: (uid, number in the group), shortest first.
-        lengths: Tokens of each sample.
-        waited: Training steps that left out each sample's prompt.
-        staleness: Versions between each sample's oldest token and the policy that is trained; 0 is on-policy.
-        unit: Samples that are trained together.
-    """
-
-    samples: list[tuple[str, int]]
-    lengths: list[int]
-    waited: list[int]
-    staleness: list[int]
-    unit: Unit = "group"
-
-    @property
-    def group_staleness(self) -> list[int]:
-        """Staleness of each group's oldest token, in versions; of each sample where ``unit`` is ``trajectory``."""
-        if self.unit == "trajectory":
-            return self.staleness
-        oldest: dict[str, int] = {}
-        for (uid, _), staleness in zip(self.samples, self.staleness, strict=True):
-            oldest[uid] = max(staleness, oldest.get(uid, 0))
-        return list(oldest.values())
-
-
-@dataclass
-class StepCounts:
-    """Counts since the scheduler's last ``begin``.
-
-    Attributes:
-        loaded, dropped: Prompts.
-        interrupted: Running samples that were interrupted.
-        stale: Samples, finished or (where they span versions) running, that became too stale and are regenerated.
-        abandoned: Attempts that were lost or given up.
-        wasted_tokens: Generated tokens that will not be trained.
-    """
-
-    loaded: int = 0
-    dropped: int = 0
-    interrupted: int = 0
-    stale: int = 0
-    abandoned: int = 0
-    wasted_tokens: int = 0
-
-    def __add__(self, other: StepCounts) -> StepCounts:
-        return StepCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+#: States from which a sample gets to a state.
+_BEFORE: dict[State, tuple[State, ...]] = {
+    "pending": ("pending", *IN_PROGRESS, "finished"),
+    "running": ("pending",),
+    "generated": ("running",),
+    "finished": ("generated",),
+    "trained": ("finished",),
+}
 
 
 class Ledger:
-    """The ledger; iteration yields the prompts in loading order.
-
-    Other modules read prompts and samples; only this class changes them, and :attr:`tally` recounts the changed ones.
-
-    Args:
-        unit: Samples that are trained together.
-    """
+    """The ledger; iteration yields the prompts in loading order."""
 
     def __init__(self, unit: Unit = "group") -> None:
+        self.unit = unit
         self._prompts: dict[str, Prompt] = {}
         self._numbers: list[int] = []  # numbers of the prompts, ascending
         self._tally = Tally(unit)
@@ -86,8 +36,6 @@ class Ledger:
         self.put_off: dict[str, int] = {}
         #: Number of prompts loaded since the beginning.
         self.loaded = 0
-        #: Minimum number of a new attempt: higher than those of earlier attempts that may still report.
-        self.first_attempt = 0
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -97,6 +45,16 @@ class Ledger:
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._prompts
+
+    @property
+    def size(self) -> int:
+        """Number of prompts, or of untrained samples where these are trained one by one."""
+        return len(self) if self.unit == "group" else self.tally.untrained
+
+    @property
+    def size_put_off(self) -> int:
+        """The same of prompts that are put off."""
+        return len(self.put_off) if self.unit == "group" else sum(self.put_off.values())
 
     def prompt(self, uid: str) -> Prompt:
         """Return a prompt.
@@ -127,19 +85,12 @@ class Ledger:
         """Load a prompt with ``samples`` responses to generate."""
         if uid in self._prompts:
             raise ValueError(f"prompt {uid} is loaded already")
-        if samples < 1:
-            raise ValueError(f"prompt {uid} is loaded with {samples} samples; at least 1 is needed")
         self._prompts[uid] = Prompt(uid, self.loaded, [Sample() for _ in range(samples)])
         self._numbers.append(self.loaded)
         self._tally.changed(self._prompts[uid])
         self.loaded += 1
 
-    def expect(self, uid: str, tokens: float) -> None:
-        """Set the expected response tokens of a prompt; unknown prompts are ignored."""
-        if uid in self._prompts:
-            self._prompts[uid].expected = tokens
-
-    def postpone(self, uid: str, put_off: bool = True) -> None:
+    def set_put_off(self, uid: str, put_off: bool = True) -> None:
         """Put off a prompt until a separate round, or (``put_off=False``) release it."""
         prompt = self._prompts[uid]
         prompt.put_off = put_off
@@ -148,85 +99,33 @@ class Ledger:
         else:
             self.put_off.pop(uid, None)
 
-    def start(self, uid: str, number: int, version: int | None = None) -> None:
-        """Start an attempt at a sample.
+    def move(self, uid: str, number: int, state: State, restored: bool = False) -> Sample:
+        """Change the state of a sample.
 
-        Args:
-            uid: Id of the prompt.
-            number: Sample's number in the group.
-            version: Lowest possible version of its new tokens, where it may run over version changes.
-        """
-        sample = self._move(uid, number, ("pending",), "running")
-        sample.attempt = max(sample.attempt + 1, self.first_attempt)
-        if version is not None:
-            self.progress(uid, number, version)
-
-    def progress(self, uid: str, number: int, version: int) -> None:
-        """Set the version of a running attempt's oldest new token; kept tokens may be older."""
-        sample = self._move(uid, number, ("running",), "running")
-        before = version if sample.first_version is None else sample.first_version
-        sample.running_version = min(before, version)
-
-    def generate(self, uid: str, number: int, tokens: int, first_version: int) -> None:
-        """Record that a response is generated, with ``tokens``, the oldest of them from ``first_version``."""
-        sample = self._move(uid, number, ("running",), "generated")
-        sample.tokens, sample.first_version = tokens, first_version
-
-    def finish(self, uid: str, number: int) -> None:
-        """Record the reward of a generated response."""
-        self._move(uid, number, ("generated",), "finished")
-
-    def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> None:
-        """Record that a response was interrupted after ``tokens``; the caller decides what is kept."""
-        sample = self._move(uid, number, ("running",), "pending")
-        sample.tokens, sample.first_version = tokens, first_version
-
-    def abandon(self, uid: str, number: int) -> None:
-        """Abandon an attempt; the next one continues from what earlier attempts reported."""
-        self._move(uid, number, ("running", "generated"), "pending")
-
-    def regenerate(self, uid: str, number: int) -> None:
-        """Make a sample pending, without text that may be trained."""
-        sample = self._move(uid, number, ("running", "generated", "finished"), "pending")
-        sample.first_version = None
-
-    def restore(
-        self, uid: str, number: int, attempt: int, state: State, tokens: int, first_version: int | None
-    ) -> None:
-        """Restore a sample's state from evidence that is newer than the saved ledger.
+        Returns:
+            The sample, whose tokens and versions the caller sets before it reads :attr:`tally`.
 
         Raises:
-            ValueError: The ledger has a later attempt or a later state of this one, or the state is impossible.
+            ValueError: A sample in its state cannot get there; one that is ``restored`` is pending before.
         """
-        known = self._prompts[uid].samples[number] if uid in self._prompts else Sample()
-        if attempt < known.attempt or (
-            attempt == known.attempt and known.state == "finished" and state in ON_THEIR_WAY
-        ):
-            raise ValueError(
-                f"sample {number} of prompt {uid} cannot be restored as {state} in attempt {attempt}: it is "
-                f"{known.state} in attempt {known.attempt}, so older evidence is ignored; restore its latest attempt"
-            )
-        if state == "trained" or (state != "pending" and attempt < 0):
-            raise ValueError(
-                f"sample {number} of prompt {uid} cannot be restored as {state} in attempt {attempt}: restore it as "
-                "pending, or as running, generated or finished with an attempt from 0"
-            )
-        sample = self._move(uid, number, ("pending", *ON_THEIR_WAY, "finished"), state)
-        sample.attempt, sample.tokens, sample.first_version = attempt, tokens, first_version
-
-    def forget(self, uid: str, number: int) -> None:
-        """Discard the kept tokens of a response; the next attempt does not continue from them."""
-        self._prompts[uid].samples[number].first_version = None
+        if uid not in self._prompts:
+            raise ValueError(f"sample {number} of prompt {uid} cannot become {state}: the prompt is not loaded")
+        sample = self._prompts[uid].samples[number]
+        if sample.state not in (("pending",) if restored else _BEFORE[state]):
+            raise ValueError(f"sample {number} of prompt {uid} cannot become {state}: it is {sample.state}")
+        sample.state = state
+        sample.running_version = None
         self._tally.changed(self._prompts[uid])
+        return sample
 
-    def wait(self) -> None:
+    def count_step(self) -> None:
         """Count a training step that left out all prompts of the ledger."""
         for prompt in self:
             prompt.waited += 1
 
     def train(self, uid: str, number: int) -> None:
         """Mark a finished response as trained; a prompt leaves with its last sample."""
-        self._move(uid, number, ("finished",), "trained")
+        self.move(uid, number, "trained")
         if self._prompts[uid].complete("trained"):
             self.drop(uid)
 
@@ -254,7 +153,7 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state["loaded"]
-        self._prompts, self._tally = {}, Tally(self._tally.unit)
+        self._prompts, self._tally = {}, Tally(self.unit)
         self._numbers = [saved["number"] for saved in state["prompts"]]
         for saved in state["prompts"]:
             samples = [Sample(**sample) for sample in saved["samples"]]
@@ -263,24 +162,13 @@ class Ledger:
         self.put_off = {}
         for prompt in self:
             if prompt.put_off:
-                self.postpone(prompt.uid)
-
-    def _move(self, uid: str, number: int, sources: tuple[State, ...], target: State) -> Sample:
-        if uid not in self._prompts:
-            raise ValueError(f"sample {number} of prompt {uid} cannot become {target}: the prompt is not loaded")
-        sample = self._prompts[uid].samples[number]
-        if sample.state not in sources:
-            raise ValueError(f"sample {number} of prompt {uid} cannot become {target}: it is {sample.state}")
-        sample.state = target
-        sample.running_version = None
-        self._tally.changed(self._prompts[uid])
-        return sample
+                self.set_put_off(prompt.uid)
 
 
 def _saved(sample: Sample) -> dict[str, Any]:
     # Written out because dataclasses.asdict takes ten times as long, with every batch.
     return {
-        "state": "pending" if sample.state in ON_THEIR_WAY else sample.state,
+        "state": "pending" if sample.state in IN_PROGRESS else sample.state,
         "tokens": sample.tokens,
         "first_version": sample.first_version,
         "attempt": sample.attempt,

@@ -13,12 +13,7 @@ class LostStarts:
         self._losing: tuple[float, float] | None = None  # times of the first and the latest lost start in a row
 
     def ended(self, lost: bool, now: float) -> bool:
-        """Record the end of an attempt; return whether the run cannot continue.
-
-        Args:
-            lost: Whether it was lost at its start.
-            now: Seconds, by any clock.
-        """
+        """Record the end of an attempt at ``now`` seconds, by any clock; return whether the run cannot continue."""
         if not lost:
             self._losing = None
             return False

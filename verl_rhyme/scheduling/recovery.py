@@ -6,12 +6,12 @@ reported, and attempts in progress. Each sample gets the state that both show; w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from verl_rhyme.scheduling.attempts import Attempt
-from verl_rhyme.scheduling.ledger import State
-from verl_rhyme.scheduling.remembered import Name, Record, Remembered
+from verl_rhyme.scheduling.attempts import Attempt, Reported
+from verl_rhyme.scheduling.batch import Record
+from verl_rhyme.scheduling.samples import State
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 
@@ -19,13 +19,11 @@ class Evidence(NamedTuple):
     """Facts about an attempt after the loss of its coordinator.
 
     Attributes:
-        status: Status of its latest report (:data:`~verl_rhyme.scheduling.attempts.Status`); ``None`` without a report.
-        tokens, first_version: As reported (:class:`~verl_rhyme.scheduling.attempts.Ended`).
+        status, tokens, first_version, records, scores: Of its latest report
+            (:class:`~verl_rhyme.scheduling.attempts.Ended`), where there is one.
         running: Whether an agent loop worker runs it.
         stored: Whether all its trajectories are stored.
         reported: Whether its report is present as well, with its turns.
-        records: As reported.
-        scores: As reported, where groups are filtered by them.
     """
 
     status: str | None = None
@@ -46,28 +44,29 @@ class Evidence(NamedTuple):
 class Recovery:
     """The steps of :meth:`Rollout.restore <verl_rhyme.scheduling.rollout.Rollout.restore>`.
 
-    The order is :meth:`load`, :meth:`remember`, then (after the version is published) :meth:`place` and
-    :meth:`recall_scores`.
+    The order is :meth:`load`, :meth:`remember`, then (after the version is published) :meth:`place`.
 
     Args:
         scheduler: Scheduler with its saved state.
-        remembered: Reports of attempts; filled here.
+        reported: Reports of untrained samples; filled here.
         evidence: All known attempts, by name.
     """
 
-    def __init__(self, scheduler: Scheduler, remembered: Remembered, evidence: Mapping[str, Evidence]) -> None:
-        self._scheduler, self._remembered, self._evidence = scheduler, remembered, evidence
-        self._latest: dict[Name, Attempt] = {}
+    def __init__(
+        self, scheduler: Scheduler, reported: dict[tuple[str, int], Reported], evidence: Mapping[str, Evidence]
+    ) -> None:
+        self._scheduler, self._reported, self._evidence = scheduler, reported, evidence
+        self._latest: dict[tuple[str, int], Attempt] = {}
 
-    def load(self, stock: dict[str, int], prompts: set[str], load_size: int) -> list[str]:
+    def load(self, stock: dict[str, int], prompts: set[str], prompt_limit: int) -> list[str]:
         """Load the prompts that were loaded after the state was saved.
 
-        Prompts of known attempts are loaded, and others until ``load_size`` is reached.
+        Prompts of known attempts are loaded, and others until ``prompt_limit`` is reached.
 
         Args:
             stock: Waiting prompts and their samples; prompts that still wait remain in it.
             prompts: Ids of prompts whose data are available.
-            load_size: Number of prompts in flight.
+            prompt_limit: Number of prompts in flight.
 
         Returns:
             Ids of prompts whose data are lost.
@@ -80,7 +79,7 @@ class Recovery:
         for uid in [uid for uid in stock if uid not in prompts or uid in ledger]:
             del stock[uid]
         begun = {Attempt.named(name).uid for name in self._evidence} & stock.keys()
-        spare = load_size - len(ledger) - len(begun)  # for prompts without evidence
+        spare = prompt_limit - len(ledger) - len(begun)  # for prompts without evidence
         for uid in list(stock):  # in the order in which they were loaded since
             if begun and (uid in begun or spare > 0):
                 scheduler.load(uid, stock.pop(uid))
@@ -94,40 +93,31 @@ class Recovery:
         Args:
             counted: Names of attempts whose reports were counted in the saved state.
         """
-        ledger, reported = self._scheduler.ledger, set(counted)
-        for attempt in sorted(map(Attempt.named, {*self._evidence, *reported})):
+        ledger, counted = self._scheduler.ledger, set(counted)
+        for attempt in sorted(map(Attempt.named, {*self._evidence, *counted})):
             if attempt.uid not in ledger:
                 continue
             sample = ledger.prompt(attempt.uid).samples[attempt.number]
             if sample.state == "trained":  # no attempt continues from it
                 continue
             known = self._evidence.get(attempt.name, Evidence())
-            if known.has_turns and (attempt.name in reported or attempt.attempt >= sample.attempt):
-                self._remembered.ended(attempt, known.records)
-                if known.stored and not known.reported:
-                    self._remembered.stored.add(attempt.sample)
+            if known.has_turns and (attempt.name in counted or attempt.attempt >= sample.attempt):
+                reported = self._reported[attempt.sample] = Reported.of(attempt, known.records)
+                reported.stored, reported.scores = known.stored and not known.reported, known.scores
             if attempt.name in self._evidence:
                 self._latest[attempt.sample] = attempt
 
-    def place(self, filters: bool) -> Iterator[Attempt]:
+    def place(self, filters: bool) -> list[Attempt]:
         """Restore samples to the state of their latest attempts.
 
         Args:
             filters: Whether groups are filtered by scores. A stored sample without scores then does not count as
                 finished.
 
-        Yields:
+        Returns:
             Attempts whose tokens may neither be trained nor continued.
         """
-        for attempt in self._latest.values():
-            if not self._place(attempt, filters):
-                yield attempt
-
-    def recall_scores(self) -> None:
-        """Restore the scores of finished samples, by which groups are filtered."""
-        for prompt, number, sample in self._scheduler.ledger.samples("finished"):
-            known = self._evidence.get(Attempt(prompt.uid, number, sample.attempt).name, Evidence())
-            self._remembered.scores[prompt.uid, number] = known.scores
+        return [attempt for attempt in self._latest.values() if not self._place(attempt, filters)]
 
     def _place(self, attempt: Attempt, filters: bool) -> bool:
         sample = self._scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
@@ -142,7 +132,8 @@ class Recovery:
             state = "generated" if generated else "running"
         else:  # interrupted, or its worker was lost before the reward was reported: it continues from its tokens
             state = "pending"
-        before = self._remembered.attempt.get(attempt.sample)
+        before = self._reported.get(attempt.sample)
         if not known.has_turns and before is not None:  # it continues from an earlier attempt
-            known = self._evidence[Attempt(*attempt.sample, before).name]
+            assert before.attempt is not None
+            known = self._evidence[Attempt(*attempt.sample, before.attempt).name]
         return self._scheduler.restore(*attempt, state, known.tokens, known.first_version)

@@ -8,55 +8,51 @@ leaves. It is a pure state machine too; the coordinator (``coordinator/coordinat
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.scheduling.admission import priority
-from verl_rhyme.scheduling.attempts import Attempt, Ended, Start, sample_of
-from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, StepCounts
+from verl_rhyme.scheduling.attempts import Attempt, Ended, Reported, Start, sample_of
+from verl_rhyme.scheduling.batch import Batch, Record, StepCounts
+from verl_rhyme.scheduling.group_filter import GroupFilter, RolloutError
 from verl_rhyme.scheduling.recovery import Evidence, Recovery
-from verl_rhyme.scheduling.remembered import Batch, Hopeless, Name, Record, Remembered
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.scheduling.samples import Prompt
+from verl_rhyme.scheduling.samples import IN_PROGRESS, Prompt, Sample, State
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 #: Attempt numbers reserved for each generation.
 _ATTEMPTS = 1 << 10
-#: Minimum number of consecutive filtered groups that ends a run, however small a batch is. If the filter keeps one in
-#: ten, one of seven runs of a million groups has such a sequence.
-_UNIFORM_GROUPS = 128
+#: Of a sample without reports.
+_NOTHING = Reported()
 
 
 class Rollout:
     """The rollout's state machine; see the module.
 
-    The caller reads :meth:`wanted`, passes prompts to :meth:`hand`, sends what :meth:`fill` and :meth:`take_abandoned`
-    return, and passes reports to :meth:`ended`. In between it calls the scheduler as that class describes.
+    The caller reads :meth:`missing_prompts`, passes prompts to :meth:`add_prompts`, sends what :meth:`fill` and
+    :meth:`pop_abandoned` return, and passes reports to :meth:`ended`. In between it calls the scheduler as that class
+    describes.
 
     Args:
         rules: Rules of the scheduler.
-        filters: Metric by which groups are dropped whose trajectories all have one score (DAPO, arXiv:2503.14476,
-            section 3.2); ``None``: no group is dropped.
+        filters: Metric of the :class:`GroupFilter`; ``None``: no group is dropped.
         generation: Number of this rollout among those that resume one another; it keeps attempt names unique.
     """
 
     def __init__(self, rules: Rules, filters: str | None = None, generation: int = 0) -> None:
         self.scheduler = Scheduler(rules)
-        self.scheduler.ledger.first_attempt = generation * _ATTEMPTS
+        self.scheduler.first_attempt = generation * _ATTEMPTS
         self._generation = generation
-        self._filters = filters
+        self._filter = GroupFilter(filters, rules.batch_prompts)
         self._stock: dict[str, int] = {}  # number of samples by prompt that waits to be loaded, in order
         self._expected: dict[str, float] = {}  # expected tokens by waiting prompt, where known
-        self._remembered = Remembered()
+        self._reported: dict[tuple[str, int], Reported] = {}  # by untrained sample
         self._ran: list[Record] = []  # records of attempts that ended since the last batch
         self._abandoned: list[str] = []  # attempts to be ended
         self._obsolete: list[str] = []  # attempts whose reports are no longer needed
         self._wasted: list[Record] = []
         self._failed = 0
-        self._filtered: Counter[float] = Counter()
-        self._uniform_groups: Counter[float] = Counter()  # groups dropped since the filter kept one, by score
         # Number of samples by finished prompt that was in no streamed part yet, in the order of finishing.
         self._finished_groups: dict[str, int] = {}
         self._new_part = False  # whether a new streamed part is possible
@@ -68,16 +64,12 @@ class Rollout:
     @property
     def filtered(self) -> dict[float, int]:
         """Number of groups that were dropped since the last batch, by their common score."""
-        return dict(self._filtered)
+        return dict(self._filter.dropped)
 
     # ---- prompts ----
 
-    def hand(self, prompts: Iterable[tuple[str, int]]) -> None:
-        """Add prompts to the stock of waiting prompts; known prompts are ignored.
-
-        Args:
-            prompts: Pairs of uid and number of samples.
-        """
+    def add_prompts(self, prompts: Iterable[tuple[str, int]]) -> None:
+        """Add prompts (uid and number of samples) to the stock of waiting prompts; known prompts are ignored."""
         for uid, samples in prompts:
             if uid not in self.scheduler.ledger:
                 self._stock.setdefault(uid, samples)
@@ -92,64 +84,48 @@ class Rollout:
             else:
                 self.scheduler.expect(uid, length)
 
-    def wanted(self) -> int:
-        """Return the number of prompts to pass to :meth:`hand` now."""
+    def missing_prompts(self) -> int:
+        """Return the number of prompts to pass to :meth:`add_prompts` now."""
         return max(0, self.scheduler.loadable() - len(self._stock))
 
     # ---- versions ----
 
     def publish(self, version: int, batches_left: int | None) -> None:
-        """Make the policy ``version`` the current one; samples too stale for it are regenerated.
-
-        Args:
-            version: Number of the policy version, which counts training steps.
-            batches_left: Update batches until training ends; no more prompts are loaded than these take.
-        """
-        under_way = {a.sample: a for a in self.attempts()}
-        before = self.scheduler.step
-        stale = self.scheduler.begin(version, batches_left)
-        self.scheduler.step = before + self.scheduler.step  # reported with the next batch
-        for sample in stale:
+        """Make the policy ``version`` the current one (:meth:`Scheduler.begin`); stale samples are regenerated."""
+        in_progress = {attempt.sample: attempt.name for attempt in self.attempts()}
+        for sample in self.scheduler.begin(version, batches_left):
             self._waste(sample)
-            if sample in under_way:  # some still wait for a reward
-                self._abandoned.append(under_way[sample].name)
+            if sample in in_progress:  # some still wait for a reward
+                self._abandoned.append(in_progress[sample])
         self._new_part = True
 
     # ---- attempts ----
 
-    def attempts(self) -> list[Attempt]:
-        """Return the attempts in progress."""
-        found = []
-        for state in ON_THEIR_WAY:
-            found += [Attempt(p.uid, number, s.attempt) for p, number, s in self.scheduler.ledger.samples(state)]
-        return found
+    def attempts(self, states: Iterable[State] = IN_PROGRESS) -> list[Attempt]:
+        """Return the latest attempts at samples in these states."""
+        samples = (sample for state in states for sample in self.scheduler.ledger.samples(state))
+        return [Attempt(prompt.uid, number, sample.attempt) for prompt, number, sample in samples]
 
     def fill(self, limit: int | None = None, min_starts: int = 1) -> list[Start]:
         """Load waiting prompts and start samples, as far as the scheduler allows (:meth:`Scheduler.dispatch`)."""
-        self.stock_up()
-        rules, starts = self.rules, []
-        started = self.scheduler.dispatch(limit, min_starts)
-        versions = self.scheduler.oldest_versions(uid for uid, _ in started)
-        for (uid, number), version in zip(started, versions, strict=True):
-            prompt = self.scheduler.ledger.prompt(uid)
-            before = self._predecessor(uid, number)
+        self.load_prompts()
+        starts = []
+        for uid, number in self.scheduler.dispatch(limit, min_starts):
+            before, name = self._predecessor(uid, number), self._latest(uid, number).name
             predecessor = None if before is None else Attempt(uid, number, before).name
-            name = Attempt(uid, number, prompt.samples[number].attempt).name
-            stored = (uid, number) in self._remembered.stored
-            assignment = Assignment(oldest_version=version, priority=priority(rules, prompt))
-            starts.append(Start(name, predecessor, rules.continues, stored, assignment))
+            stored = self._report((uid, number)).stored
+            place = priority(self.rules, self.scheduler.ledger.prompt(uid))
+            assignment = Assignment(oldest_version=self.scheduler.oldest_version(uid), priority=place)
+            starts.append(Start(name, predecessor, self.rules.continues, stored, assignment))
         return starts
 
-    def stock_up(self) -> None:
+    def load_prompts(self) -> None:
         """Load waiting prompts, as far as the scheduler allows."""
-        load_size = self.scheduler.load_size()
-        while count := min(self.scheduler.loadable(), len(self._stock)):  # a prompt put off makes room for another
-            for _ in range(count):
-                uid = next(iter(self._stock))
-                self.scheduler.load(uid, self._stock.pop(uid))
-                if (expected := self._expected.pop(uid, None)) is not None:
-                    self.scheduler.expect(uid, expected)
-        self.scheduler.owe(load_size)  # the stock may hold fewer prompts than may be loaded
+        while self._stock and self.scheduler.loadable():  # a prompt put off makes room for another
+            uid = next(iter(self._stock))
+            self.scheduler.load(uid, self._stock.pop(uid))
+            if (expected := self._expected.pop(uid, None)) is not None:
+                self.scheduler.expect(uid, expected)
 
     def kept_tokens(self, uid: str, number: int) -> int:
         """Return the tokens from which the next attempt at a sample continues."""
@@ -160,7 +136,7 @@ class Rollout:
     def _predecessor(self, uid: str, number: int) -> int | None:
         if not (self.rules.continues or self.rules.redrafts):
             return None
-        return self._remembered.attempt.get((uid, number))
+        return self._report((uid, number)).attempt
 
     def ended(self, report: Ended) -> list[Record]:
         """Record the report of an attempt's end; a report that no caller waits for changes nothing.
@@ -170,13 +146,13 @@ class Rollout:
             from.
 
         Raises:
-            Hopeless: Too many consecutive prompts failed, or the filter dropped too many consecutive groups.
+            RolloutError: Too many consecutive prompts failed, or the filter dropped too many consecutive groups.
             RuntimeError: Its tokens come from a policy version that is not allowed.
         """
         attempt = Attempt.named(report.name)
         uid, number, _ = attempt
-        sample = self._on_its_way(attempt)
-        if sample is None:
+        sample = self._sample(attempt)
+        if sample is None or sample.state not in IN_PROGRESS:
             return []
         if report.status == "failed":
             self._fail(uid, f"sample {number} of prompt {uid}: {report.error}")
@@ -184,21 +160,19 @@ class Rollout:
             self.scheduler.abandon(uid, number)
         elif report.status == "finished":
             if sample.state == "generated":
-                self._remembered.scores[uid, number] = report.scores
-                if report.empty:
-                    self._remembered.empty.add((uid, number))
-                else:
-                    self._remembered.stored.add((uid, number))
+                reported = self._reported[uid, number]
+                reported.scores, reported.empty, reported.stored = report.scores, report.empty, not report.empty
+                if not report.empty:
                     self._obsolete.append(report.name)
                 self.scheduler.finish(uid, number, bool(self._stored(self.scheduler.ledger.prompt(uid))))
-                self._filter(uid)
                 self._check_finished(uid)
         elif sample.state == "running":
-            before = {record["id"] for record in self._remembered.records.get(attempt.sample, ())}
-            if (earlier := self._remembered.attempt.get(attempt.sample)) is not None:
-                self._obsolete.append(Attempt(uid, number, earlier).name)
-            records = self._remembered.ended(attempt, report.records)
-            new = [record for record in records if record["id"] not in before]
+            before = self._report(attempt.sample)
+            if before.attempt is not None:
+                self._obsolete.append(Attempt(uid, number, before.attempt).name)
+            reported = self._reported[attempt.sample] = Reported.of(attempt, report.records)
+            known = {record["id"] for record in before.records}
+            new = [record for record in reported.records if record["id"] not in known]
             self._ran += new
             if report.status == "generated":
                 self._generated(report, uid, number)
@@ -208,33 +182,28 @@ class Rollout:
         return []
 
     def lost(self, names: Iterable[str]) -> list[str]:
-        """Abandon attempts that no process runs any more.
-
-        Returns:
-            Attempts that were still waited for; their samples start again.
-        """
-        lost = [name for name in names if self._on_its_way(Attempt.named(name)) is not None]
+        """Abandon attempts that no process runs any more; return those whose samples start again."""
+        in_progress = {attempt.name: attempt for attempt in self.attempts()}
+        lost = [name for name in names if name in in_progress]
         for name in lost:
-            self.scheduler.abandon(*Attempt.named(name).sample)
+            self.scheduler.abandon(*in_progress[name].sample)
         return lost
 
-    def give_up(self) -> list[str]:
-        """Abandon attempts that have not reported although the engines are stopped; their samples start again.
+    def abandon_running(self) -> list[str]:
+        """Abandon and return the attempts that have not reported although the engines are stopped."""
+        running = self.attempts(("running",)) if self.rules.stops else []
+        for attempt in running:
+            self.scheduler.abandon(*attempt.sample)
+        names = [attempt.name for attempt in running]
+        self._abandoned += names
+        return names
 
-        Returns:
-            Names of these attempts.
-        """
-        running = {a.sample: a.name for a in self.attempts()}
-        given_up = [running[sample] for sample in self.scheduler.give_up()]
-        self._abandoned += given_up
-        return given_up
-
-    def take_abandoned(self) -> list[str]:
+    def pop_abandoned(self) -> list[str]:
         """Return the attempts, since the last call, that are to end without a report."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
 
-    def take_obsolete(self) -> list[str]:
+    def pop_obsolete(self) -> list[str]:
         """Return the attempts, since the last call, whose reports are no longer needed.
 
         A later attempt replaced them, or their trajectories contain the same text.
@@ -252,58 +221,55 @@ class Rollout:
         groups that finished first, which need not be the shortest. Trajectories that are trained one by one
         (``Rules.unit``) are included once all samples of their prompt are finished.
 
-        Args:
-            samples: Minimum number of samples, at least 1; with fewer the result is empty.
-
         Returns:
-            Attempts that were in no part before, in the order in which their groups finished.
+            Attempts that were in no part before, in the order in which their groups finished; empty with fewer than
+            ``samples``.
         """
         if not self._new_part or sum(self._finished_groups.values()) < samples:
             return []
         self._new_part = False
-        found = self.scheduler.promise(self._finished_groups, samples)
+        found = self.scheduler.reserve(self._finished_groups, samples)
         for uid in found:
             del self._finished_groups[uid]
-        prompts, empty = [self.scheduler.ledger.prompt(uid) for uid in found], self._remembered.empty
-        attempts = [Attempt(p.uid, n, sample.attempt) for p in prompts for n, sample in enumerate(p.samples)]
-        return [attempt.name for attempt in attempts if attempt.sample not in empty]
+        stored = [sample for uid in found for sample in self._stored(self.scheduler.ledger.prompt(uid))]
+        return [self._latest(*sample).name for sample in stored]
 
     def take(self) -> Batch:
-        """Return the update batch (:meth:`Scheduler.collect`).
+        """Return the update batch (:meth:`Scheduler.collect`) and the statistics since the last one.
 
         Raises:
-            Hopeless: The batch contains no trajectory.
+            RolloutError: The batch contains no trajectory.
             RuntimeError: A sample exceeds the staleness bound.
         """
-        ledger, version = self.scheduler.ledger, self.scheduler.version
-        finished = {(p.uid, number): s.attempt for p, number, s in ledger.samples("finished")}
+        finished = {attempt.sample: attempt.name for attempt in self.attempts(("finished",))}
         collected = self.scheduler.collect()
         for staleness in collected.staleness:  # a last check before training
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
-        stored = [sample for sample in collected.samples if sample not in self._remembered.empty]
+        stored = [sample for sample in collected.samples if not self._report(sample).empty]
         if not stored:
-            raise Hopeless(
+            raise RolloutError(
                 f"the agent loop returned no trajectory for any of the {len(collected.samples)} samples of a batch: "
                 "check the agent loop (actor_rollout_ref.rollout.agent)"
             )
-        trained = [record for sample in collected.samples for record in self._remembered.forget(sample)]
+        trained = [record for sample in collected.samples for record in self._forget(sample)]
         for uid, _ in collected.samples:
             self._finished_groups.pop(uid, None)
-        counts, self.scheduler.step = self.scheduler.step, StepCounts()
         batch = Batch(
             collected=collected,
-            attempts=[Attempt(*sample, finished[sample]).name for sample in stored],
-            version=version,
+            attempts=[finished[sample] for sample in stored],
+            version=self.scheduler.version,
             trained=trained,
             ran=self._ran,
             wasted=self._wasted,
-            counts=counts,
+            counts=self.scheduler.step,
             left=len(finished) - len(collected.samples),
             failed=self._failed,
             filtered=self.filtered,
         )
-        self._ran, self._wasted, self._failed, self._filtered = [], [], 0, Counter()
+        self._ran, self._wasted, self._failed = [], [], 0
+        self._filter.dropped.clear()
+        self.scheduler.step = StepCounts()
         return batch
 
     # ---- content of the queue ----
@@ -313,43 +279,36 @@ class Rollout:
         return uid in self.scheduler.ledger or uid in self._stock
 
     def needs_turns(self, name: str) -> bool:
-        """Return whether a later attempt may continue from, or draft from, the turns that this attempt reported.
-
-        The result is false where the stored trajectories contain these turns.
-        """
+        """Return whether a later attempt may need this attempt's turns; not if the trajectories contain them."""
         attempt = Attempt.named(name)
-        if self._remembered.attempt.get(attempt.sample) == attempt.attempt:
-            return attempt.sample not in self._remembered.stored
-        return self.may_train(name)
+        reported = self._report(attempt.sample)
+        return not reported.stored if reported.attempt == attempt.attempt else self.may_train(name)
 
     def needs_trajectories(self, name: str) -> bool:
         """Return whether this attempt's trajectories, stored or to come, may be trained or drafted from."""
         attempt = Attempt.named(name)
-        drafted = attempt.sample in self._remembered.stored and self._predecessor(*attempt.sample) == attempt.attempt
+        drafted = self._predecessor(*attempt.sample) == attempt.attempt and self._report(attempt.sample).stored
         return drafted or self.may_train(name)
 
     def may_train(self, name: str) -> bool:
         """Return whether this attempt's response may still be trained."""
-        attempt = Attempt.named(name)
-        if attempt.uid not in self.scheduler.ledger:
-            return False
-        sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
-        return sample.attempt == attempt.attempt and sample.state in (*ON_THEIR_WAY, "finished")
+        sample = self._sample(Attempt.named(name))
+        return sample is not None and sample.state in (*IN_PROGRESS, "finished")
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values for JSON; :meth:`restore` needs it and the content of the queue."""
-        ledger, empty = self.scheduler.ledger, self._remembered.empty
-        names = [Attempt(*sample, attempt).name for sample, attempt in self._remembered.attempt.items()]
+        turns = {sample: report.attempt for sample, report in self._reported.items() if report.attempt is not None}
+        empty = [sample for sample, report in self._reported.items() if report.empty]
         return {
             **self.scheduler.state_dict(),
             "stock": list(self._stock.items()),
-            "reports": sorted(names),
-            "empty": sorted(Attempt(uid, n, ledger.prompt(uid).samples[n].attempt).name for uid, n in empty),
+            "reports": sorted(Attempt(*sample, attempt).name for sample, attempt in turns.items()),
+            "empty": sorted(self._latest(*sample).name for sample in empty),
             "generation": self._generation,
             "failed": self._failed,
-            "filtered": list(self._filtered.items()),
+            "filtered": list(self.filtered.items()),
         }
 
     def restore(
@@ -359,7 +318,7 @@ class Rollout:
         batches_left: int,
         evidence: Mapping[str, Evidence],
         prompts: set[str],
-        handed: Iterable[tuple[str, int]] = (),
+        added: Iterable[tuple[str, int]] = (),
     ) -> list[str]:
         """Restore the rollout from a saved state and from the evidence that is newer.
 
@@ -368,51 +327,55 @@ class Rollout:
             version, batches_left: Arguments of :meth:`publish`.
             evidence: All known attempts, by name.
             prompts: Ids of prompts whose data are available.
-            handed: Prompts that were passed to :meth:`hand` since the state was saved.
+            added: Prompts that were passed to :meth:`add_prompts` since the state was saved.
 
         Returns:
             Ids of prompts whose data are lost; other prompts replace them.
         """
         self.scheduler.load_state_dict(state)
-        self._failed, self._filtered = state["failed"], Counter(dict(state["filtered"]))
-        self._stock = dict([*state["stock"], *handed])
+        self._failed = state["failed"]
+        self._filter.dropped.update(dict(state["filtered"]))
+        self._stock = dict([*state["stock"], *added])
         self.scheduler.batches_left = batches_left
-        load_size = self._whole_updates(self.scheduler.load_size())  # nothing was trained since
-        recovery = Recovery(self.scheduler, self._remembered, evidence)
-        gone = recovery.load(self._stock, prompts, load_size)
+        prompt_limit = self._whole_updates(self.scheduler.prompt_limit())  # nothing was trained since
+        recovery = Recovery(self.scheduler, self._reported, evidence)
+        gone = recovery.load(self._stock, prompts, prompt_limit)
         self._failed += len(gone)
         recovery.remember(state["reports"])
         self.publish(version, batches_left)
-        for attempt in recovery.place(bool(self._filters)):
+        for attempt in recovery.place(self._filter.metric is not None):
             self._waste(attempt.sample)
             if evidence[attempt.name].running:
                 self._abandoned.append(attempt.name)
-        self._remembered.empty = {sample_of(name) for name in state["empty"] if self.may_train(name)}
-        if self._filters:
-            recovery.recall_scores()
-            for uid in [prompt.uid for prompt in self.scheduler.ledger]:
-                self._filter(uid)
-        for prompt in self.scheduler.ledger:
+        for name in filter(self.may_train, state["empty"]):
+            self._reported.setdefault(sample_of(name), Reported()).empty = True
+        for prompt in list(self.scheduler.ledger):
             self._check_finished(prompt.uid)
-        self.scheduler.owe(load_size)
+        self.scheduler.set_prompt_limit(prompt_limit)
         return gone
 
     # ---- within ----
 
-    def _whole_updates(self, load_size: int) -> int:
+    def _whole_updates(self, prompt_limit: int) -> int:
         """Round a number of prompts up to whole batches, since it may come from other rules."""
         rules = self.scheduler.rules
         if rules.refill == "always" or rules.unit == "trajectory" or rules.batches % 1:
-            return load_size
-        return math.ceil(load_size / rules.batch_prompts) * rules.batch_prompts
+            return prompt_limit
+        return math.ceil(prompt_limit / rules.batch_prompts) * rules.batch_prompts
 
-    def _on_its_way(self, attempt: Attempt) -> Any:
-        """Return the ledger's sample if this attempt at it is in progress, else ``None``."""
-        uid, number, which = attempt
-        if uid not in self.scheduler.ledger:
+    def _latest(self, uid: str, number: int) -> Attempt:
+        """Return the latest attempt at a sample."""
+        return Attempt(uid, number, self.scheduler.ledger.prompt(uid).samples[number].attempt)
+
+    def _sample(self, attempt: Attempt) -> Sample | None:
+        """Return the ledger's sample if this is the latest attempt at it, else ``None``."""
+        if attempt.uid not in self.scheduler.ledger:
             return None
-        sample = self.scheduler.ledger.prompt(uid).samples[number]
-        return sample if sample.attempt == which and sample.state in ON_THEIR_WAY else None
+        sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
+        return sample if sample.attempt == attempt.attempt else None
+
+    def _report(self, sample: tuple[str, int]) -> Reported:
+        return self._reported.get(sample, _NOTHING)
 
     def _generated(self, report: Ended, uid: str, number: int) -> None:
         if self.scheduler.generate(uid, number, report.tokens, report.first_version):
@@ -423,18 +386,22 @@ class Rollout:
         self._waste((uid, number))
         self._abandoned.append(report.name)  # its reward is not needed
 
-    def _waste(self, sample: Name) -> None:
+    def _waste(self, sample: tuple[str, int]) -> None:
         """Count a sample's tokens as wasted: they may not be trained."""
-        self._wasted += self._remembered.records.pop(sample, [])
-        self._remembered.empty.discard(sample)
-        if self.rules.continues:  # else its text is still a draft
-            self._remembered.attempt.pop(sample, None)
-            self._remembered.stored.discard(sample)
+        if self.rules.continues:
+            self._wasted += self._forget(sample)
+        elif (reported := self._reported.get(sample)) is not None:  # its text is still a draft
+            self._wasted += reported.records
+            reported.records, reported.empty = [], False
+
+    def _forget(self, sample: tuple[str, int]) -> list[Record]:
+        """Forget the reports of a sample and return its records."""
+        return self._reported.pop(sample, Reported()).records
 
     def _fail(self, uid: str, error: str) -> None:
         self._drop(uid, failed=True)
-        if count := self.scheduler.hopeless():
-            raise Hopeless(
+        if count := self.scheduler.consecutive_failures():
+            raise RolloutError(
                 f"{count} prompts in a row failed, and no prompt finished. The latest failure: {error}\nThe agent loop "
                 "workers logged the traceback. Fix the code that raised it: the reward function "
                 "(reward.custom_reward_function), the agent loop (actor_rollout_ref.rollout.agent) or the tool "
@@ -443,49 +410,30 @@ class Rollout:
             )
 
     def _check_finished(self, uid: str) -> None:
-        if uid in self.scheduler.ledger and (prompt := self.scheduler.ledger.prompt(uid)).complete("finished"):
-            if not self._stored(prompt):
-                self._fail(uid, f"prompt {uid}: the agent loop returned no trajectory for any of its samples")
-                return
+        """Offer a finished group for a part, or drop it: without a trajectory, or by the filter."""
+        prompt = self.scheduler.ledger.prompt(uid)
+        if not prompt.complete("finished"):
+            return
+        stored = self._stored(prompt)
+        if not stored:
+            self._fail(uid, f"prompt {uid}: the agent loop returned no trajectory for any of its samples")
+        elif not self._filter.keeps([self._report(sample).scores for sample in stored]):
+            self._drop(uid)
+        else:
             self._finished_groups[uid], self._new_part = len(prompt.samples), True
 
-    def _stored(self, prompt: Prompt) -> list[Name]:
+    def _stored(self, prompt: Prompt) -> list[tuple[str, int]]:
         """Return the samples of a finished prompt that have a trajectory."""
-        names = [(prompt.uid, number) for number in range(len(prompt.samples))]
-        return [name for name in names if name not in self._remembered.empty]
-
-    def _filter(self, uid: str) -> None:
-        """Drop a finished group whose samples all have one score; another prompt replaces it."""
-        prompt = self.scheduler.ledger.prompt(uid)
-        stored = self._stored(prompt)
-        if not self._filters or not prompt.complete("finished") or not stored:
-            return
-        by_sample = [self._remembered.scores.get(name) for name in stored]
-        scores = [score for of_sample in by_sample for score in of_sample or ()]
-        if not (all(by_sample) and len(scores) > 1 and all(score == scores[0] for score in scores)):
-            self._uniform_groups.clear()
-            return
-        self._filtered[scores[0]] += 1
-        self._uniform_groups[scores[0]] += 1
-        self._drop(uid)
-        if (count := self._uniform_groups.total()) >= max(2 * self.rules.batch_prompts, _UNIFORM_GROUPS):
-            common = self._uniform_groups.most_common(4)
-            listed = ", ".join(f"{round(score, 4)} in {groups}" for score, groups in common)
-            raise Hopeless(
-                f"algorithm.filter_groups dropped all {count} groups since it last kept one (metric {self._filters}): "
-                f"within each group all samples have the same score. The scores: {listed}. Check the reward function "
-                "(reward.custom_reward_function) and algorithm.filter_groups.metric. If prompts are too easy or too "
-                "hard, choose others or set algorithm.filter_groups.enable=false. Then start the same command: it "
-                "resumes from the last checkpoint."
-            )
+        samples = [(prompt.uid, number) for number in range(len(prompt.samples))]
+        return [sample for sample in samples if not self._report(sample).empty]
 
     def _drop(self, uid: str, failed: bool = False) -> None:
         self._failed += failed
         self._finished_groups.pop(uid, None)
         self._new_part = True  # another prompt moves up to the next batch
         for number, sample in enumerate(self.scheduler.ledger.prompt(uid).samples):
-            self._wasted += self._remembered.forget((uid, number))
-            if sample.state in ON_THEIR_WAY:
+            self._wasted += self._forget((uid, number))
+            if sample.state in IN_PROGRESS:
                 self._abandoned.append(Attempt(uid, number, sample.attempt).name)
         (self.scheduler.fail if failed else self.scheduler.drop)(uid)
 

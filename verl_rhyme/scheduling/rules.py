@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
@@ -43,7 +43,7 @@ STOP_WAIT_S = 30.0
 
 @dataclass(frozen=True)
 class Rules:
-    """The scheduler's rules.
+    """The scheduler's rules; :class:`SchedulingConfig` has checked the range of each option.
 
     Attributes:
         batch_prompts: Prompts of an update batch.
@@ -83,17 +83,8 @@ class Rules:
     def __post_init__(self) -> None:
         if self.batch_prompts < 1 or self.batch_samples < self.batch_prompts:
             raise ValueError(f"an update batch needs at least one prompt, and one sample of each prompt: {self}")
-        for name, kind in (("unit", Unit), ("take", Take), ("refill", Refill)):
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
-        if self.at_version not in (None, *get_args(AtVersion)):
-            raise ValueError(f"at_version must be null, {', '.join(get_args(AtVersion))}, not {self.at_version!r}")
-        if self.max_staleness < 0:
-            raise ValueError(f"max_staleness must be at least 0 (versions), not {self.max_staleness}")
-        if self.in_flight is not None and not 1 <= self.in_flight < math.inf:
-            raise ValueError(f"in_flight must be null, or at least 1 (update batches), not {self.in_flight}")
-        if not 0 <= self.put_off < 1:
-            raise ValueError(f"put_off must be at least 0 and below 1 (a share of prompts), not {self.put_off}")
+        if self.in_flight == math.inf:
+            raise ValueError("in_flight=inf: set a finite number of update batches, or null")
         on_policy = self.max_staleness == 0
         if on_policy and self.at_version in ("continue", "finish"):
             raise ValueError(
@@ -139,6 +130,11 @@ class Rules:
         if self.max_staleness == 0:
             return TAIL_BATCHES if self.put_off else 1
         return max(2, 1 + self.max_staleness / 2)
+
+    @property
+    def batch_size(self) -> int:
+        """Size of an update batch in units: prompts or trajectories."""
+        return self.batch_prompts if self.unit == "group" else self.batch_samples
 
     @property
     def samples_in_flight(self) -> int:
@@ -232,13 +228,10 @@ def of_options(
 
     Args:
         options: Scheduling options.
-        max_staleness: Staleness bound, in policy versions.
-        separate: Whether engines have separate devices.
-        batch_prompts: Prompts of an update batch.
+        max_staleness, separate, batch_prompts, drafts: See :class:`Rules`.
         samples: Samples of a prompt.
         unit: Resolved ``options.unit``.
         relayed: Whether weights go through the relay.
-        drafts: Whether responses also draft from their earlier text.
         coupled: Whether coupled sampling is on. At ``max_staleness=0`` many interruptions without it shorten trained
             responses.
 

@@ -9,7 +9,7 @@ from typing import Literal
 State = Literal["pending", "running", "generated", "finished", "trained"]
 
 #: States of samples whose attempt is in progress.
-ON_THEIR_WAY: tuple[State, ...] = ("running", "generated")
+IN_PROGRESS: tuple[State, ...] = ("running", "generated")
 
 
 @dataclass(slots=True)
@@ -34,6 +34,17 @@ class Sample:
     def oldest_version(self) -> int | None:
         """Policy version of the oldest token, running ones included; ``None`` where unknown."""
         return self.first_version if self.running_version is None else self.running_version
+
+    @property
+    def known_version(self) -> int:
+        """:attr:`oldest_version` of a sample that has tokens."""
+        version = self.oldest_version
+        assert version is not None, "a generated sample has tokens, and they a version"
+        return version
+
+    def run_from(self, version: int) -> None:
+        """Set the lowest possible version of the new tokens, where the sample runs over version changes."""
+        self.running_version = version if self.first_version is None else min(self.first_version, version)
 
     @property
     def kept_tokens(self) -> int:

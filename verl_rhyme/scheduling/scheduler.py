@@ -10,10 +10,8 @@ Invariants with the default rules (:mod:`verl_rhyme.scheduling.rules` defines th
 - A training step waits only for samples that would otherwise exceed ``max_staleness``. Samples that exceed it anyway
   are regenerated.
 
-On-policy, more than one batch may start too; samples that a training step leaves out are regenerated. With
-``Rules.rounds`` (tail batching, RollPacker, NSDI'26) their prompts are put off. Once a full batch of prompts is put
-off, it gets a separate round, in which no other prompt starts. So no prompt waits forever, and each is trained once.
-Prompts with the longest expected responses are put off at loading, before any of their samples starts.
+On-policy, more than one batch may start too; samples that a training step leaves out are regenerated. Their prompts may
+be put off (:mod:`.tail_batching`).
 
 An attempt can be lost with its worker or its report. It can also be busy outside the engine (a tool, a judge) when the
 engine stops. The scheduler abandons an attempt that no process runs any more, or that has kept the others waiting for
@@ -25,22 +23,20 @@ The scheduler is a pure state machine: events are method calls, and time is an a
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
 from verl_rhyme.scheduling.admission import startable
-from verl_rhyme.scheduling.collection import awaits, batch, promisable, suffices
-from verl_rhyme.scheduling.ledger import Collected, Ledger, StepCounts
+from verl_rhyme.scheduling.batch import Collected, StepCounts
+from verl_rhyme.scheduling.collection import batch, fills_batch, lacks_due, reservable
+from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
-from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Sample, State
+from verl_rhyme.scheduling.samples import IN_PROGRESS, State
+from verl_rhyme.scheduling.tail_batching import TailBatching
 
 #: Minimum number of consecutive failures that ends a run, however small an update batch is.
-_HOPELESS = 16
-#: Update batches of prompts among whose expected lengths the longest are selected.
-_COMPARED = 4
+_FAILURES = 16
 
 
 class Scheduler:
@@ -49,17 +45,17 @@ class Scheduler:
         begin(version) -> stale samples             the policy is new
         loadable() -> load(uid, n) ...              until it returns 0; also between the events below
         dispatch() -> samples to start
-        generate(...), finish(...), drop(...) ...   until enough(); abandon(...) if lost, fail(...) till hopeless()
-        interrupt(...), finish(...) ...             once the engines were stopped, until settled()
-        give_up() -> attempts that are abandoned
+        generate(...), finish(...), drop(...) ...   until has_batch(); abandon(...) if lost, fail(...)
+        interrupt(...), finish(...) ...             once the engines were stopped, until has_settled()
+        abandon(...) ...                            what still runs
         collect()                                   the update batch, if ready(); else continue with dispatch()
 
-    Where engines do not stop (``Rules.stops``), events, ``progress(...)`` and ``dispatch()`` occur at all times, also
-    between ``collect()`` and ``begin()``. A batch is then collected once it is enough(), settled() and ready(). New
+    Where engines do not stop (``Rules.stops``), events and ``dispatch()`` occur at all times, also between
+    ``collect()`` and ``begin()``. A batch is then collected once has_batch(), has_settled() and ready() hold. New
     weights may reach engines before ``begin()`` or after it; so may the reports of the responses that they interrupt.
 
     Raises:
-        ValueError: An impossible event (see :class:`Ledger`), or contradictory rules.
+        ValueError: An impossible event (see :class:`Ledger`).
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -67,141 +63,93 @@ class Scheduler:
         self.ledger = Ledger(rules.unit)
         self.version = 0
         self.batches_left: int | None = None
+        #: Minimum number of a new attempt: higher than those of earlier attempts that may still report.
+        self.first_attempt = 0
         self.step = StepCounts()
         self._training = False  # a batch was collected, and its policy is not published yet
         self._replacements = 0  # replacements still to be loaded; negative: so many dropped prompts are not replaced
         self._reserved: dict[str, None] = {}  # prompts reserved for streamed parts, in order
-        self._own_round = False  # only prompts that were put off run
-        self._expected: deque[float] = deque(maxlen=_COMPARED * rules.batch_prompts)  # of the latest prompts
-        self._sorted: list[float] = []  # the same, sorted
+        self._tail = TailBatching(rules, self.ledger)
         self._failed: set[int] = set()  # numbers of prompts that failed since one finished, or since the last batch
 
     # ---- loading ----
 
     def loadable(self) -> int:
         """Return the number of prompts that may be loaded now."""
-        if len(self.ledger) and self.rules.refill == "when_empty":
-            return max(0, self._replacements)
-        return max(0, int(min(self.load_size() - self._held, self._needed)))
+        return max(0, int(min(self.prompt_limit() - self._held, self._tail.needed(self.batches_left))))
 
-    def load_size(self) -> int:
+    def prompt_limit(self) -> int:
         """Return the maximum number of prompts in flight, replacements included, prompts put off excluded."""
         if len(self.ledger) and self.rules.refill == "when_empty":
             return len(self.ledger) + self._replacements
         left = math.inf if self.batches_left is None else max(0, self.batches_left)
-        batches = 1 if self._own_round else min(self.rules.batches, left)
+        batches = 1 if self._tail.own_round else min(self.rules.batches, left)
         return math.ceil(round(batches * self.rules.batch_prompts, 6))
 
-    def owe(self, load_size: int) -> None:
-        """Set the number of prompts that are to be in flight, if the ledger is not empty."""
-        self._replacements = load_size - self._held if len(self.ledger) else 0
+    def set_prompt_limit(self, prompt_limit: int) -> None:
+        """Set the :meth:`prompt_limit` until all loaded prompts are trained, where they are then loaded together."""
+        self._replacements = prompt_limit - self._held if len(self.ledger) else 0
 
     @property
     def _held(self) -> int:
-        """Prompts in flight, without prompts put off."""
-        if self._by_prompts or self.rules.refill == "when_empty":
+        """Prompts in flight, without prompts put off; single trajectories leave their prompts, and count as a share."""
+        if self.rules.refill == "when_empty":
             return len(self.ledger) - len(self.ledger.put_off)
-        samples = self.ledger.tally.untrained - sum(self.ledger.put_off.values())
-        return samples * self.rules.batch_prompts // self.rules.batch_samples
-
-    @property
-    def _needed(self) -> float:
-        """With tail batching: prompts still needed for all remaining training steps, in addition to those loaded."""
-        if self.batches_left is None or not self.rules.rounds:
-            return math.inf
-        if self._by_prompts:
-            return self.batches_left * self.rules.batch_prompts - len(self.ledger)
-        samples = self.batches_left * self.rules.batch_samples - self.ledger.tally.untrained
-        return samples * self.rules.batch_prompts // self.rules.batch_samples
-
-    @property
-    def _to_come(self) -> int:
-        """Prompts still to be loaded; with tail batching, replacements of prompts just put off are included."""
-        return self.loadable() if self.rules.rounds else max(0, self._replacements)
-
-    @property
-    def _by_prompts(self) -> bool:
-        """Whether prompts are counted; otherwise samples, since single trajectories leave their prompts."""
-        return self.rules.unit == "group"
-
-    @property
-    def _batch(self) -> int:
-        """Size of an update batch, in prompts or in samples."""
-        return self.rules.batch_prompts if self._by_prompts else self.rules.batch_samples
-
-    @property
-    def _put_off(self) -> int:
-        """Number of prompts, or of their samples, that are put off."""
-        return len(self.ledger.put_off) if self._by_prompts else sum(self.ledger.put_off.values())
+        return (self.ledger.size - self.ledger.size_put_off) * self.rules.batch_prompts // self.rules.batch_size
 
     def load(self, uid: str, samples: int) -> None:
         """Load a prompt with ``samples`` responses to generate."""
+        limit = self.prompt_limit()
         self.ledger.load(uid, samples)
+        self.set_prompt_limit(limit)
         self.step.loaded += 1
-        self._replacements = max(0, self._replacements - 1)
 
     def expect(self, uid: str, tokens: float) -> None:
-        """Set the expected response tokens of a prompt; unknown prompts are ignored.
-
-        A prompt among the longest (``Rules.put_off``) is put off if none of its samples has started.
-        """
-        self.ledger.expect(uid, tokens)
-        if not self.rules.put_off or uid not in self.ledger:
-            return
-        if len(self._expected) == self._expected.maxlen:
-            del self._sorted[bisect_left(self._sorted, self._expected[0])]
-        self._expected.append(tokens)
-        insort(self._sorted, tokens)
-        samples = self.ledger.prompt(uid).samples
-        left = 2 if self.batches_left is None else self.batches_left  # one training step is kept for this round
-        put_off = self._put_off + (1 if self._by_prompts else len(samples))
-        if self._own_round or put_off > self._batch * min(1, left - 1) or any(s.attempt >= 0 for s in samples):
-            return
-        if len(self._sorted) >= self.rules.batch_prompts:
-            longest = self._sorted[int((1 - self.rules.put_off) * len(self._sorted))]
-            if tokens >= longest > self._sorted[0]:
-                self.ledger.postpone(uid)
+        """Set the expected response tokens of a prompt; unknown prompts are ignored."""
+        if uid in self.ledger:
+            self.ledger.prompt(uid).expected = tokens
+            self._tail.expect(uid, tokens, self.batches_left)
 
     def dispatch(self, limit: int | None = None, min_starts: int = 1) -> list[tuple[str, int]]:
         """Start pending samples, in the order in which the engine should take them (:mod:`.admission`).
 
-        Args:
-            limit: Maximum number of running samples, including those already running; ``None``: no limit.
-            min_starts: Minimum number of samples to start at once, since each call costs a message.
+        At most ``limit`` samples run then. At least ``min_starts`` start at once, since each call costs a message.
         """
         room = None if limit is None else limit - self.running
         if (room is not None and room < min_starts) or not self.ledger.tally.samples["pending"]:
             return []
         started = list(islice(startable(self.rules, self.ledger, self._training), room))
         for uid, number in started:
-            # A response that does not span versions has one version, which its report names.
-            self.ledger.start(uid, number, self.version if self.rules.spans_versions else None)
+            sample = self.ledger.move(uid, number, "running")
+            sample.attempt = max(sample.attempt + 1, self.first_attempt)
+            if self.rules.spans_versions:  # else its one version is reported with it
+                sample.run_from(self.version)
         return started
 
-    def oldest_versions(self, uids: Iterable[str]) -> list[int]:
-        """Return the oldest policy versions that may generate samples of these prompts which start now.
+    def oldest_version(self, uid: str) -> int:
+        """Return the oldest policy version that may generate samples of a prompt which start now.
 
         Tokens of an older version would be too stale when they are trained. This matters only where replicas take
         versions one by one; elsewhere the result is 0.
         """
         rules = self.rules
         if not rules.one_by_one:
-            return [0 for _ in uids]
+            return 0
         if rules.take != "loaded":  # any of the next training steps may take it
-            return [self.version for _ in uids]
+            return self.version
         newest = self.version + self._training  # later: a deadlock, as its training step waits for this sample
-        updates = (self.ledger.place(self.ledger.prompt(uid)) // rules.batch_prompts for uid in uids)
-        return [max(0, min(newest, newest - rules.max_staleness + update)) for update in updates]
+        update = self.ledger.place(self.ledger.prompt(uid)) // rules.batch_prompts
+        return max(0, min(newest, newest - rules.max_staleness + update))
 
     @property
     def running(self) -> int:
         """Number of samples that have started and whose end is not reported."""
         return self.ledger.tally.samples["running"]
 
-    # ---- events ----
+    # ---- events, of loaded prompts ----
 
     def generate(self, uid: str, number: int, tokens: int, first_version: int | None) -> bool:
-        """Record that a response is generated; unknown (dropped) prompts are ignored.
+        """Record that a response is generated.
 
         A response without policy tokens (``first_version`` is ``None``) counts as generated by the current policy.
 
@@ -209,40 +157,15 @@ class Scheduler:
             Whether it may be trained. If not (its replica lagged behind), it is regenerated, and the caller ends the
             attempt.
         """
-        if uid not in self.ledger:
-            return False
-        self.ledger.generate(uid, number, tokens, self.version if first_version is None else first_version)
-        return not self._regenerate_stale(uid, number)
-
-    def progress(self, uid: str, number: int, first_version: int | None) -> bool:
-        """Record the version of a running response's oldest token; ``None``: it has no token yet.
-
-        Without this event a response that spans versions counts as stale as its start. A request that was queued over a
-        version change is in fact less stale; a request on a lagging replica is more stale. Other rules do not need this
-        event.
-
-        Returns:
-            As :meth:`generate`.
-        """
-        if uid not in self.ledger:
-            return False
-        if not self.rules.spans_versions:  # its version is reported when it is interrupted
-            return True
-        self.ledger.progress(uid, number, self.version if first_version is None else first_version)
+        sample = self.ledger.move(uid, number, "generated")
+        sample.tokens, sample.first_version = tokens, self.version if first_version is None else first_version
         return not self._regenerate_stale(uid, number)
 
     def finish(self, uid: str, number: int, good: bool = True) -> None:
-        """Record the reward of a generated response.
-
-        Args:
-            uid: Id of the prompt.
-            number: Sample's number in the group.
-            good: Whether the prompt counts as a success once all its samples are rewarded.
-        """
-        if uid in self.ledger:
-            self.ledger.finish(uid, number)
-            if good and self._failed and self.ledger.prompt(uid).complete("finished", "trained"):
-                self._failed.clear()
+        """Record the reward of a generated response; ``good``: its prompt counts as a success once all are rewarded."""
+        self.ledger.move(uid, number, "finished")
+        if good and self._failed and self.ledger.prompt(uid).complete("finished", "trained"):
+            self._failed.clear()
 
     def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> bool:
         """Record that a response was interrupted after ``tokens``.
@@ -250,51 +173,44 @@ class Scheduler:
         Returns:
             Whether the next attempt continues from its tokens; otherwise they serve at most as a draft.
         """
-        if uid not in self.ledger:
-            return False
         self.step.interrupted += 1
         oldest = first_version if tokens else None
         goes_on = self.rules.continues and (oldest is None or oldest >= self._oldest_trained)
         if not goes_on:
             self.step.wasted_tokens += tokens
             oldest = None
-        self.ledger.interrupt(uid, number, tokens, oldest)
+        sample = self.ledger.move(uid, number, "pending")
+        sample.tokens, sample.first_version = tokens, oldest
         return goes_on
 
     def abandon(self, uid: str, number: int) -> None:
         """Abandon an attempt that no process runs any more and whose end was not reported."""
-        if uid not in self.ledger:
-            return
-        sample = self.ledger.prompt(uid).samples[number]
-        if not self.rules.continues and sample.first_version is not None:
-            self.step.wasted_tokens += sample.kept_tokens
-            self.ledger.forget(uid, number)
-        self.ledger.abandon(uid, number)
+        self.ledger.move(uid, number, "pending")
         self.step.abandoned += 1
+        if not self.rules.continues:
+            self._regenerate(uid, number)
 
     def drop(self, uid: str) -> None:
         """Drop a prompt that failed or was filtered; another prompt may be loaded in its place."""
-        if uid in self.ledger:
-            self.step.wasted_tokens += self.ledger.prompt(uid).untrained_tokens
-            self.step.dropped += 1
-            self.ledger.drop(uid)
-            self._reserved.pop(uid, None)
-            self._replacements += 1
+        self.step.wasted_tokens += self.ledger.prompt(uid).untrained_tokens
+        self.step.dropped += 1
+        self.ledger.drop(uid)
+        self._reserved.pop(uid, None)
+        self._replacements += 1
 
     def fail(self, uid: str) -> None:
         """Drop a prompt of which a sample failed."""
-        if uid in self.ledger:
-            self._failed.add(self.ledger.prompt(uid).number)
-            self.drop(uid)
+        self._failed.add(self.ledger.prompt(uid).number)
+        self.drop(uid)
 
-    def hopeless(self) -> int:
+    def consecutive_failures(self) -> int:
         """Return the length of a run of failed prompts that is long enough to end training, or 0.
 
         The prompts must be consecutive in loading order, at least a batch of them, and no prompt may finish meanwhile.
         The order of failures is not enough: bad prompts may all fail before the first good one finishes, or be the last
         ones left.
         """
-        enough, run = max(self.rules.batch_prompts, _HOPELESS), 0
+        enough, run = max(self.rules.batch_prompts, _FAILURES), 0
         for number in sorted(self._failed):
             run = run + 1 if number - 1 in self._failed else 1
             if run == enough:
@@ -303,23 +219,17 @@ class Scheduler:
 
     # ---- collection ----
 
-    def enough(self, rewarded: bool = False) -> bool:
-        """Return whether the engines may be stopped.
+    def has_batch(self, rewarded: bool = False) -> bool:
+        """Return whether a batch is full and no sample that must be trained in it still runs; never during training.
 
-        That holds when a batch is full, or holds enough tokens, and no sample that must be trained in this batch still
-        runs. (With engines that run on, the batch may be collected as soon as it is :meth:`settled`.) It never holds
-        during training.
-
-        Args:
-            rewarded: Count only rewarded samples. A reward may still drop a prompt.
+        The engines may then be stopped. (If they run on, the batch may be collected as soon as it :meth:`has_settled`.)
+        With ``rewarded`` only rewarded samples count: a reward may still drop a prompt.
         """
-        if self._training:
+        if self._training or lacks_due(self.rules, self.ledger, self.version, rewarded):
             return False
-        if awaits(self.rules, self.ledger, self.version, rewarded):
-            return False
-        return suffices(self.rules, self.ledger, self._to_come, rewarded)
+        return fills_batch(self.rules, self.ledger, self.loadable(), rewarded)
 
-    def settled(self, stopped_s: float) -> bool:
+    def has_settled(self, stopped_s: float) -> bool:
         """Return whether everything that the batch waits for has arrived.
 
         Until :data:`~.rules.STOP_WAIT_S` the scheduler waits for two things: attempts that may still request tokens of
@@ -327,13 +237,13 @@ class Scheduler:
         slow reward is not replaced by a later one; otherwise, on-policy, slowly judged responses would be regenerated.
 
         Args:
-            stopped_s: Seconds since the engines were stopped, or (engines that run on) since the batch was enough.
+            stopped_s: Seconds since the engines were stopped, or (engines that run on) since the batch was full.
         """
         if stopped_s >= STOP_WAIT_S:
             return True
         if self.rules.stops and self.running:
             return False
-        if not self.enough():  # no reward can change that
+        if not self.has_batch():  # no reward can change that
             return True
         if not self.ready():
             return False
@@ -342,31 +252,17 @@ class Scheduler:
         taken = batch(self.rules, self.ledger, self.version, "generated", "finished", reserved=self._reserved)
         return all(prompt.samples[number].state == "finished" for prompt, number in taken)
 
-    def give_up(self) -> list[tuple[str, int]]:
-        """Abandon attempts that still run although the engines are stopped; rewards may arrive later.
+    def reserve(self, uids: Iterable[str], samples: int = 1) -> list[str]:
+        """Reserve finished prompts for streamed parts of the next batch, which then contains them in any case.
+
+        With fewer than ``samples`` samples none is reserved.
 
         Returns:
-            Samples whose attempts were abandoned.
-        """
-        running = self.ledger.samples("running") if self.rules.stops else ()
-        given_up = [(prompt.uid, number) for prompt, number, _ in running]
-        for uid, number in given_up:
-            self.abandon(uid, number)
-        return given_up
-
-    def promise(self, uids: Iterable[str], samples: int = 1) -> list[str]:
-        """Reserve finished prompts for streamed parts of the next batch (:func:`~.collection.promisable`).
-
-        Args:
-            uids: Ids of the prompts that the trainer could begin with.
-            samples: Minimum number of samples; with fewer, none is reserved.
-
-        Returns:
-            Ids of the newly reserved prompts. The next update batch contains them in any case.
+            Ids of the newly reserved prompts (:func:`~.collection.reservable`).
         """
         if self._training:
             return []
-        found = promisable(self.rules, self.ledger, self.version, uids, self._reserved)
+        found = reservable(self.rules, self.ledger, self.version, uids, self._reserved)
         if sum(len(self.ledger.prompt(uid).samples) for uid in found) < samples:
             return []
         self._reserved.update(dict.fromkeys(found))
@@ -374,7 +270,7 @@ class Scheduler:
 
     def ready(self) -> bool:
         """Return whether the update batch may be collected."""
-        return self.enough(rewarded=True)
+        return self.has_batch(rewarded=True)
 
     def collect(self) -> Collected:
         """Return the update batch and mark its samples as trained (:mod:`.collection`).
@@ -391,17 +287,16 @@ class Scheduler:
             samples=[(prompt.uid, number) for prompt, number in taken],
             lengths=[sample.tokens for sample in samples],
             waited=[prompt.waited for prompt, _ in taken],
-            staleness=[self.version - _version(sample) for sample in samples],
+            staleness=[self.version - sample.known_version for sample in samples],
             unit=self.rules.unit,
         )
         self._training, self._reserved = True, {}
         for uid, number in collected.samples:
             self.ledger.train(uid, number)
-        self.ledger.wait()
+        self.ledger.count_step()
         if self.batches_left is not None:
             self.batches_left -= 1
-        if self.rules.rounds:
-            self._choose_round()
+        self._tail.choose_round(self.batches_left)
         self._failed.clear()
         return collected
 
@@ -409,52 +304,20 @@ class Scheduler:
         """Make the policy ``version`` the current one.
 
         Args:
-            version: Number of the policy version, which counts training steps.
-            batches_left: Update batches until training ends; no more prompts are loaded than these train. ``None``: no
-                end.
+            version: It counts training steps.
+            batches_left: Update batches until training ends; no more prompts are loaded than these train.
 
         Returns:
             Samples whose text is too stale to be trained: finished, generated, kept or (where it spans versions)
             running. They are regenerated, and the caller ends attempts at them. Other running samples are judged at
             their report.
         """
-        self.version, self.step, self._training, self._reserved = version, StepCounts(), False, {}
+        self.version, self._training, self._reserved = version, False, {}
         self.batches_left = batches_left
-        self._release_for_the_last()  # a resumed run may have other rules, or fewer steps left
-        states: tuple[State, ...] = (*ON_THEIR_WAY, "finished")
-        untrained = [(prompt.uid, number) for state in states for prompt, number, _ in self.ledger.samples(state)]
-        stale = [sample for sample in untrained if self._regenerate_stale(*sample)]
-        for prompt, number, sample in self.ledger.samples("pending"):
-            if sample.first_version is not None and sample.first_version < self._oldest_trained:
-                self.step.wasted_tokens += sample.kept_tokens
-                self.ledger.forget(prompt.uid, number)
-                stale.append((prompt.uid, number))
-        return stale
-
-    def _choose_round(self) -> None:
-        """Put off the prompts that this batch left out, and choose what the next round runs.
-
-        The next round runs prompts that were put off when they fill a batch, or when too few others are left.
-        """
-        for prompt in self.ledger:
-            if not prompt.put_off:
-                self.ledger.postpone(prompt.uid)
-        before = self._put_off
-        self._own_round = before >= self._batch
-        for uid in list(self.ledger.put_off) if self._own_round else ():
-            if before - self._put_off >= self._batch:
-                break
-            self.ledger.postpone(uid, put_off=False)
-        self._release_for_the_last()
-
-    def _release_for_the_last(self) -> None:
-        """Release prompts that were put off when later training steps could not train them."""
-        most = 0 if not self.rules.rounds else math.inf
-        if self.rules.rounds and self.batches_left is not None:
-            most = max(0, self.batches_left - 1) * self._batch
-        if self._put_off > most:
-            for uid in list(self.ledger.put_off):
-                self.ledger.postpone(uid, put_off=False)
+        self._tail.release_for_the_last(batches_left)  # a resumed run may have other rules, or fewer steps left
+        states: tuple[State, ...] = (*IN_PROGRESS, "finished", "pending")
+        samples = [(prompt.uid, number) for state in states for prompt, number, _ in self.ledger.samples(state)]
+        return [sample for sample in samples if self._regenerate_stale(*sample)]
 
     # ---- checkpoints ----
 
@@ -464,8 +327,8 @@ class Scheduler:
             "version": self.version,
             "owed": self._replacements,
             "training": self._training,
-            "expected": list(self._expected),
-            "own_round": self._own_round,
+            "expected": list(self._tail.expected),
+            "own_round": self._tail.own_round,
             "ledger": self.ledger.state_dict(),
         }
 
@@ -473,49 +336,39 @@ class Scheduler:
         self.version, self._replacements = state["version"], state["owed"]
         self._reserved = {}  # the trainer requests them again
         self._training = state["training"]
-        self._expected.extend(state["expected"])
-        self._sorted, self._own_round = sorted(self._expected), self.rules.rounds and state["own_round"]
+        self._tail.restore(state["expected"], state["own_round"])
         self.ledger.load_state_dict(state["ledger"])
 
     def restore(
         self, uid: str, number: int, attempt: int, state: State, tokens: int, first_version: int | None
     ) -> bool:
-        """Restore a sample from evidence that is newer than the saved state.
+        """Restore a pending sample from evidence that is newer than the saved state.
 
         Call it after ``load_state_dict`` (which makes all samples in progress pending), and after ``begin`` where the
         policy is newer. Earlier tokens of the sample are not counted again.
 
         Args:
-            uid: Id of the prompt.
-            number: Sample's number in the group.
-            attempt: Number of the latest attempt.
+            uid, number, attempt: The sample and its latest attempt.
             state: ``pending`` (interrupted or never started), ``running``, ``generated`` or ``finished``.
             tokens: Tokens of the response: all of them, those it continues from (``running``), or those before the
                 interruption (``pending``).
-            first_version: Version of the oldest of them; ``None`` without tokens. A running sample without tokens
-                counts as the current policy's, until :meth:`progress`.
+            first_version: Version of the oldest of them; ``None`` without tokens.
 
         Returns:
             As :meth:`generate` and :meth:`interrupt`: whether its text may be trained or continued.
-
-        Raises:
-            ValueError: The ledger has a later attempt or a later state of this one, or the state is impossible.
         """
-        if uid not in self.ledger:
-            return False
         if first_version is None and state in ("generated", "finished"):
             first_version = self.version
         if state in ("pending", "running") and not (self.rules.continues and tokens):
             first_version = None
-        goes_on = self.rules.continues and (first_version is None or first_version >= self._oldest_trained)
-        self.ledger.restore(
-            uid, number, attempt, state, tokens, None if state == "pending" and not goes_on else first_version
-        )
-        if state == "pending":
-            return goes_on
+        continues = self.rules.continues and (first_version is None or first_version >= self._oldest_trained)
+        if state == "pending" and not continues:
+            first_version = None
+        sample = self.ledger.move(uid, number, state, restored=True)
+        sample.attempt, sample.tokens, sample.first_version = attempt, tokens, first_version
         if state == "running" and self.rules.spans_versions:
-            self.ledger.progress(uid, number, self.version)
-        return not self._regenerate_stale(uid, number)
+            sample.run_from(self.version)
+        return continues if state == "pending" else not self._regenerate_stale(uid, number)
 
     # ---- within ----
 
@@ -530,12 +383,10 @@ class Scheduler:
         oldest = sample.oldest_version
         if oldest is None or oldest >= self._oldest_trained:
             return False
-        self.step.stale += 1
-        self.step.wasted_tokens += sample.kept_tokens
-        self.ledger.regenerate(uid, number)
+        self.step.stale += sample.state != "pending"
+        self._regenerate(uid, number)
         return True
 
-
-def _version(sample: Sample) -> int:
-    assert sample.first_version is not None, "a finished sample has tokens, and they a version"
-    return sample.first_version
+    def _regenerate(self, uid: str, number: int) -> None:
+        self.step.wasted_tokens += self.ledger.prompt(uid).samples[number].kept_tokens
+        self.ledger.move(uid, number, "pending").first_version = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl_rhyme.scheduling.rules import Unit
-from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, Sample, State
+from verl_rhyme.scheduling.samples import IN_PROGRESS, Prompt, Sample, State
 
 #: Lookup keys for prompts: samples in a state, or (``begun``) pending samples of a prompt that has started.
 Having = State | Literal["begun"]
@@ -64,46 +64,23 @@ def part(prompt: Prompt, unit: Unit) -> Part:
         if version is not None and state != "trained":
             held[version] = held.get(version, 0) + 1
     untrained = len(group) - samples.get("trained", 0)
-    begun = untrained if held or not samples.keys().isdisjoint(ON_THEIR_WAY) else 0
+    begun = untrained if held or not samples.keys().isdisjoint(IN_PROGRESS) else 0
     ended = samples.get("finished", 0) + samples.get("generated", 0)
     if unit == "group":
         held = {min(held): untrained} if held else {}
-    if not ended or (unit == "group" and ended < len(group)):
-        return Part(samples, {}, {}, held, begun)
-    rewarded = _of(group, "finished")
-    trainable = _sum(rewarded, _of(group, "generated"))
-    if unit == "group":
-        if sum(trainable.values()) < len(group):
-            trainable = {}
-        if sum(rewarded.values()) < len(group):
-            rewarded = {}
-        trainable, rewarded = trainable and held, rewarded and held
-    return Part(samples, trainable, rewarded, held, begun)
+        trainable = held if ended == len(group) else {}
+        rewarded = held if samples.get("finished") == len(group) else {}
+        return Part(samples, trainable, rewarded, held, begun)
+    return Part(samples, _versions(group, "generated", "finished"), _versions(group, "finished"), held, begun)
 
 
-def _of(group: list[Sample], state: State) -> dict[int, int]:
-    """Return the number of samples in a state, by version of the oldest token."""
-    versions: dict[int, int] = {}
-    for sample in group:
-        if sample.state == state and (version := sample.oldest_version) is not None:
-            versions[version] = versions.get(version, 0) + 1
-    return versions
-
-
-def _sum(*parts: dict[int, int]) -> dict[int, int]:
-    total: dict[int, int] = {}
-    for one in parts:
-        for version, samples in one.items():
-            total[version] = total.get(version, 0) + samples
-    return total
+def _versions(group: list[Sample], *states: State) -> dict[int, int]:
+    """Return the number of samples in these states, by version of the oldest token."""
+    return Counter(sample.known_version for sample in group if sample.state in states)
 
 
 class Tally:
-    """Sums of all prompts' :class:`Part`, and an index of the prompts.
-
-    Args:
-        unit: Samples that are trained together.
-    """
+    """Sums of all prompts' :class:`Part`, and an index of the prompts."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit

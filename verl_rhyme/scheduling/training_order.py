@@ -11,12 +11,9 @@ import numpy.typing as npt
 
 
 def by_length(lengths: npt.ArrayLike, rng: np.random.Generator, shuffled: bool = False) -> np.ndarray:
-    """Return int64[N], indices, shortest first.
+    """Return int64[N], indices, shortest first; the order of equal lengths (or of all, ``shuffled``) is random.
 
-    Args:
-        lengths: int[N], tokens of each trajectory.
-        rng: Random generator for the order of equal lengths, or of all.
-        shuffled: Whether the order is random.
+    ``lengths`` is int[N], tokens of each trajectory.
     """
     chance = rng.permutation(len(np.asarray(lengths)))
     return chance if shuffled else np.lexsort((chance, np.asarray(lengths)))
@@ -61,11 +58,7 @@ def arrange(order: npt.ArrayLike, tokens: npt.ArrayLike, ranks: int, mini_batch:
 def sortedness(lengths: npt.ArrayLike) -> float:
     """Return the share of differing pairs in rising order less that in falling order (Goodman and Kruskal's gamma).
 
-    Args:
-        lengths: int[N] in the order of training.
-
-    Returns:
-        1 if sorted, near 0 if shuffled; 1.0 where no two lengths differ.
+    ``lengths`` is int[N] in the order of training. The result is 1 also where no two lengths differ.
     """
     values = np.asarray(lengths, dtype=np.int64)
     # An even sample suffices; millions of pairs would delay the training step.

@@ -99,9 +99,7 @@ class Simulation:
             on_segment = None if segments is None else (lambda segment, name=name: segments.append((name, segment)))
             engines[name] = Engine(cost, on_segment)
             self._versions[name] = 0
-            self.placement.add(name)
-            if math.isfinite(cost.room):
-                self.placement.report(name, int(cost.room))
+            self.placement.fleet.add(name, int(cost.room) if math.isfinite(cost.room) else None)
         self._occupancy = Occupancy(scenario.slots, 0.0)
         self.cluster = Cluster(engines, self._generated, self._occupancy.set_running)
         self._began = 0.0
@@ -146,7 +144,7 @@ class Simulation:
 
     def _load_prompts(self) -> None:
         """Load the prompts that the rollout wants, with their length forecasts."""
-        while (wanted := self.rollout.wanted()) and not self._exhausted:
+        while (wanted := self.rollout.missing_prompts()) and not self._exhausted:
             loaded = []
             for prompt in self._prompts:
                 uid = str(self._count_loaded)
@@ -158,9 +156,9 @@ class Simulation:
                 if len(loaded) == wanted:
                     break
             self._exhausted = len(loaded) < wanted
-            self.rollout.hand(loaded)
+            self.rollout.add_prompts(loaded)
             prompts = {uid: self._loaded[uid] for uid, _ in loaded}
-            expected = self.expectations.hand({uid: prompt.key for uid, prompt in prompts.items()})
+            expected = self.expectations.add_prompts({uid: prompt.key for uid, prompt in prompts.items()})
             if self.scenario.forecasts == "oracle":
                 expected = {uid: float(prompt.lengths.mean()) for uid, prompt in prompts.items()}
             if self.scenario.forecasts != "none":
@@ -258,7 +256,7 @@ class Simulation:
     def _release(self, name: str, sample: _Sample, tokens: int | None = None) -> None:
         """Note that an attempt has left its replica: finished with ``tokens``, or aborted (``None``)."""
         if self.dispatch.placement is None:
-            self.placement.release(self._name(sample.attempt), sample.replica, tokens)
+            self.placement.release(self._name(sample.attempt), tokens)
         self.dispatch.ended(name, tokens)
 
     def _move(self) -> None:
@@ -296,7 +294,7 @@ class Simulation:
         self._update_if_idle(replica)
         self._release(name, sample, tokens)
         self.rollout.ended(Ended(name, "generated", tokens, sample.first))
-        self.expectations.prompted(uid, prompt.tokens)
+        self.expectations.set_prompt_tokens(uid, prompt.tokens)
         self.expectations.generated(uid, number, tokens)
         self._open[uid] -= 1
         self._texts[uid][number] = tokens
@@ -327,7 +325,7 @@ class Simulation:
         if self._training or self._trainer.busy:
             return
         if not scheduler.ready():
-            if not scheduler.enough():  # else only rewards of the batch are missing
+            if not scheduler.has_batch():  # else only rewards of the batch are missing
                 self._stream()
             return
         if self._stops and not self._stopped:
@@ -343,8 +341,8 @@ class Simulation:
         self._training = True
         self.trained, stale = batch.collected.lengths, batch.collected.group_staleness
         ahead = self.cluster.now - max(self._latest.get(uid, 0.0) for uid, _ in batch.collected.samples)
-        self.expectations.keep(self.rollout.needs_prompt)
-        self.dispatch.keep(self.rollout.needs_prompt)
+        self.expectations.retain(self.rollout.needs_prompt)
+        self.dispatch.retain(self.rollout.needs_prompt)
         tokens = sum(batch.collected.lengths)
         collected, began = self.cluster.now, self._began
         prompts = sum(self._loaded[uid].tokens for uid, _ in batch.collected.samples)
@@ -434,7 +432,7 @@ class Simulation:
         """Publish the current version to the rollout; its weights may still be on their way to the engines."""
         self._training = self._stopped = False
         self.rollout.publish(self._version, self._batches_left())
-        for name in self.rollout.take_abandoned():
+        for name in self.rollout.pop_abandoned():
             self._withdraw(name)
         self._after_start()
 

@@ -67,13 +67,13 @@ def test_last_error_shows_exceptions_of_any_name(tmp_path: Path) -> None:
     log.write_text(
         "Traceback (most recent call last):\n"
         '  File "main_ppo.py", line 45, in main\n'
-        "ray.exceptions.RayTaskError(Hopeless): ray::Coordinator.enough() (pid=7)\n"
+        "ray.exceptions.RayTaskError(RolloutError): ray::Coordinator.enough() (pid=7)\n"
         '  File "rollout.py", line 3, in _fail\n'
-        "    raise Hopeless(\n"
-        "verl_rhyme.scheduling.rollout.Hopeless: 8 prompts in a row failed\n"
+        "    raise RolloutError(\n"
+        "verl_rhyme.scheduling.group_filter.RolloutError: 8 prompts in a row failed\n"
         "an unrelated line\n"
     )
-    assert last_error(log)[-1] == "verl_rhyme.scheduling.rollout.Hopeless: 8 prompts in a row failed"
+    assert last_error(log)[-1] == "verl_rhyme.scheduling.group_filter.RolloutError: 8 prompts in a row failed"
 
 
 def test_last_error_untangles_processes(tmp_path: Path) -> None:

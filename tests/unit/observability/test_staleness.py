@@ -34,7 +34,7 @@ def crossing(unit: Unit) -> dict[str, float]:
     rules = Rules(batch_prompts=2, batch_samples=4, max_staleness=1, unit=unit, separate=True)
     rollout = Rollout(rules)
     rollout.publish(0, None)
-    rollout.hand([("a", 2), ("b", 2)])
+    rollout.add_prompts([("a", 2), ("b", 2)])
     (first,) = rollout.fill(1)
     rollout.ended(Ended(first.name, "interrupted", 30, 0, [record(first.name, 30, 0)]))
     rollout.publish(1, None)
@@ -55,7 +55,7 @@ def test_a_group_is_as_stale_as_its_oldest_token() -> None:
 def test_on_policy_staleness_is_logged_as_zero() -> None:
     rollout = Rollout(Rules(batch_prompts=1, batch_samples=2, max_staleness=0))
     rollout.publish(7, None)
-    rollout.hand([("a", 2)])
+    rollout.add_prompts([("a", 2)])
     for start in rollout.fill():
         rollout.ended(Ended(start.name, "generated", 5, 7, [record(start.name, 5, 7)]))
         rollout.ended(Ended(start.name, "finished"))

@@ -24,7 +24,7 @@ def made(lengths=expected, replicas=("a", "b")):
     rollout = Rollout(Rules(**LOADED))
     dispatch = Dispatch(rollout, lengths, Placement("histopipe", {"groups": 2, "tail": 1.0}))
     dispatch.serve(dict.fromkeys(replicas, 100_000))
-    rollout.hand((str(n), 2) for n in range(4))
+    rollout.add_prompts((str(n), 2) for n in range(4))
     rollout.expect({str(n): 1000.0 * (n + 1) for n in range(4)})
     rollout.publish(0, 10)
     return rollout, dispatch
@@ -32,7 +32,7 @@ def made(lengths=expected, replicas=("a", "b")):
 
 def requests(dispatch):
     fleet = dispatch.placement.fleet
-    return {name: fleet.requests(name) for name in fleet.names}
+    return dict(zip(fleet.names, fleet.requests.tolist(), strict=True))
 
 
 def test_each_start_has_its_forecast_and_its_place():
@@ -42,7 +42,6 @@ def test_each_start_has_its_forecast_and_its_place():
     at = {sample: start.assignment for sample, start in starts.items()}
     assert {(a.expected_tokens, a.p90_tokens) for (uid, _), a in at.items() if uid == "3"} == {(4000, 6000)}
     assert {uid: a.replica for (uid, _), a in at.items()} == {"0": "a", "1": "b", "2": "b", "3": "a"}
-    assert at["3", 1].reason == dispatch.reason(starts["3", 1].name)
     assert at["3", 1].reason == "length group 2 of 2 in step 1, on 1 replicas"
 
 
@@ -53,22 +52,23 @@ def test_prompt_tokens_count():
     placement.policy.plan = lambda step, loads: planned.extend((load.key, load.prompt_tokens) for load in loads)
     dispatch = Dispatch(rollout, expected, placement, lambda uids: [100 * int(uid) for uid in uids])
     dispatch.serve({"a": 100_000})
-    rollout.hand([("1", 2), ("2", 2)])
+    rollout.add_prompts([("1", 2), ("2", 2)])
     rollout.publish(0, 10)
     starts = {Attempt.named(start.name).sample: start for start in dispatch.fill()}
     assert planned == [("1", 100), ("2", 200)]
     whole = 2 * (2000 + 3000 + 100 + 200)
-    assert placement.fleet.totals[1] == whole
+    assert placement.fleet.tokens.sum() == whole
     cut = starts["2", 0].name
     rollout.ended(Ended(cut, "interrupted", 600, 0))
     dispatch.ended(cut)
-    assert placement.fleet.totals[1] == whole - 3200
+    assert placement.fleet.tokens.sum() == whole - 3200
     [again] = dispatch.fill()
-    assert (again.assignment.expected_tokens, placement.fleet.totals[1]) == (3000, whole)
+    assert again.partial
+    assert (again.assignment.expected_tokens, placement.fleet.tokens.sum()) == (3000, whole), "it adds the rest"
     dispatch = Dispatch(rollout, expected, Placement("longest_first"), lambda uids: [7] * len(uids))
     dispatch.serve({"a": 100_000})
-    dispatch.take_up({again.name: "a"})
-    [(request, _)] = dispatch.placement._running["2-0"]
+    dispatch.count_running({again.name: "a"})
+    request, _ = dispatch.placement._running["2-0"]
     assert request.prompt_tokens == 607
 
 
@@ -79,10 +79,10 @@ def test_running_attempts_count_after_another_dispatch_takes_over():
     dispatch = Dispatch(rollout, expected, Placement("histopipe", {"groups": 2, "tail": 1.0}))
     dispatch.serve({"a": 100_000, "c": 100_000})
     running = {start.name: start.assignment.replica for start in starts.values()}
-    dispatch.take_up({**running, starts["1", 0].name: "c", "99_0": "a", "3_1_7": "a"})
+    dispatch.count_running({**running, starts["1", 0].name: "c", "99_0": "a", "3_1_7": "a"})
     # "0" has one sample left at "a", "3" both; "1" and "2" were at "b", which is gone, but for one that went to "c".
     assert requests(dispatch) == {"a": 3, "c": 1}
-    assert dispatch.reason(starts["1", 0].name) == "not in a plan: replica with the fewest tokens"
+    assert dispatch.placement.reason("1-0") == "not in a plan: replica with the fewest tokens"
     for sample in (("1", 0), ("3", 0), ("3", 1)):
         dispatch.ended(starts[sample].name, 9)
     assert requests(dispatch) == {"a": 1, "c": 0}
@@ -94,16 +94,16 @@ def test_attempts_of_a_dead_replica_count_where_they_continue():
     at = {start.name: start.assignment.replica for start in starts}
     there = [name for name, replica in at.items() if replica == "b"]
     assert there
-    assert not dispatch.adrift
+    assert not dispatch.has_unplaced
     dispatch.serve({"a": 100_000})
-    assert dispatch.adrift
+    assert dispatch.has_unplaced
     counted = len(starts) - len(there)
     assert requests(dispatch) == {"a": counted}
-    dispatch.take_up({**at, there[0]: ""})  # one that its client has not sent anew yet, others as if nobody had noticed
+    dispatch.count_running({**at, there[0]: ""})
     assert requests(dispatch) == {"a": counted}
     for _ in range(2):
-        dispatch.take_up(dict.fromkeys(at, "a"))
-        assert not dispatch.adrift
+        dispatch.count_running(dict.fromkeys(at, "a"))
+        assert not dispatch.has_unplaced
         assert requests(dispatch) == {"a": len(starts)}
     for start in starts:
         dispatch.ended(start.name, 9)
@@ -126,11 +126,11 @@ def test_after_a_restart_plans_cover_unfinished_samples(monkeypatch):
 def test_without_a_policy_that_plans_the_router_decides():
     rollout = Rollout(Rules(**RULES))
     dispatch = Dispatch(rollout, expected)
-    rollout.hand([("0", 2), ("1", 2)])
+    rollout.add_prompts([("0", 2), ("1", 2)])
     rollout.publish(0, 1)
     starts = dispatch.fill()
     assert [start.assignment.replica for start in starts] == [""] * 4
-    assert (starts[0].assignment.expected_tokens, dispatch.reason(starts[0].name)) == (1000, "")
+    assert (starts[0].assignment.expected_tokens, starts[0].assignment.reason) == (1000, "")
     dispatch.ended(starts[0].name, 5)
     assert (dispatch.watched(), dispatch.moves({starts[0].name: 3})) == ({}, [])
 
@@ -149,31 +149,17 @@ def test_ended_attempts_take_no_room():
     for start in starts:
         dispatch.ended(start.name, 10)
         dispatch.ended(start.name, 10)  # told twice
-    assert dispatch.placement.fleet.totals == [0, 0]
+    assert not dispatch.placement.fleet.requests.any()
+    assert not dispatch.placement.fleet.tokens.any()
     rollout.lost([start.name for start in starts])
     again = dispatch.fill()
     assert len(again) == 8
     for start in starts:  # a late word about an earlier attempt
         dispatch.ended(start.name, 10)
-    assert dispatch.placement.fleet.totals[0] == 8
-
-
-def test_an_attempt_without_a_report_makes_room_for_the_next():
-    rollout, dispatch = made()
-    rollout.lost([start.name for start in dispatch.fill()])
+    assert dispatch.placement.fleet.requests.sum() == 8
+    rollout.lost([start.name for start in again])
     dispatch.fill()
-    assert dispatch.placement.fleet.totals[0] == 8
-
-
-def test_a_continued_attempt_is_expected_to_add_the_rest():
-    rollout, dispatch = made()
-    start = next(s for s in dispatch.fill() if Attempt.named(s.name).uid == "0")
-    before = dispatch.placement.fleet.totals[1]
-    rollout.ended(Ended(start.name, "interrupted", 600, 0))
-    dispatch.ended(start.name)
-    [again] = dispatch.fill()
-    assert (again.assignment.expected_tokens, again.partial) == (1000, True)
-    assert dispatch.placement.fleet.totals[1] == before, "600 tokens that it brings, and 400 to add"
+    assert dispatch.placement.fleet.requests.sum() == 8, "an attempt without a report makes room for the next"
 
 
 def test_prompts_that_left_are_forgotten_with_their_running_attempts():
@@ -181,8 +167,8 @@ def test_prompts_that_left_are_forgotten_with_their_running_attempts():
     starts = dispatch.fill()
     failed = next(s for s in starts if Attempt.named(s.name).uid == "0")
     rollout.ended(Ended(failed.name, "failed", error="x"))
-    dispatch.keep(rollout.needs_prompt)
-    assert dispatch.placement.fleet.totals[0] == 6
+    dispatch.retain(rollout.needs_prompt)
+    assert dispatch.placement.fleet.requests.sum() == 6
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -197,7 +183,7 @@ def test_moves_name_the_attempt(known):
     assert [(move.id, move.replica) for move in moves] == [(starts[0].name, "c")] * known
     assert dispatch.moved == len(moves)
     dispatch.ended(starts[0].name, 7000)
-    assert dispatch.placement.fleet.requests("c") == 0
+    assert requests(dispatch)["c"] == 0
 
 
 def test_a_regenerated_sample_brings_no_tokens():
@@ -206,12 +192,12 @@ def test_a_regenerated_sample_brings_no_tokens():
     rollout.ended(Ended(start.name, "interrupted", 600, 0))
     dispatch.ended(start.name)
     rollout.publish(2, 8)  # 600 tokens of version 0 are too old
-    dispatch.keep(rollout.needs_prompt)
+    dispatch.retain(rollout.needs_prompt)
     again = next(s for s in dispatch.fill() if Attempt.named(s.name).sample == Attempt.named(start.name).sample)
     assert again.predecessor is None
-    at = dispatch.placement.fleet.running[1].sum()
+    at = dispatch.placement.fleet.tokens.sum()
     dispatch.ended(again.name, 1000)
-    assert at - dispatch.placement.fleet.running[1].sum() == 1000, "all of the 1,000 that are expected"
+    assert at - dispatch.placement.fleet.tokens.sum() == 1000, "all of the 1,000 that are expected"
 
 
 def test_a_replica_that_left_takes_nothing():
@@ -220,9 +206,3 @@ def test_a_replica_that_left_takes_nothing():
     dispatch.serve({"b": 100_000})
     rollout.lost([start.name for start in starts])
     assert {start.assignment.replica for start in dispatch.fill()} == {"b"}
-
-
-def test_known_kv_cache_stays_known():
-    _, dispatch = made()
-    dispatch.serve({"a": None, "b": 50_000})
-    assert [dispatch.placement.fleet.room(name) for name in ("a", "b")] == [100_000, 50_000]

@@ -7,8 +7,6 @@ import json
 import pytest
 
 from verl_rhyme.scheduling.expectations import Expectations
-from verl_rhyme.scheduling.rollout import Rollout
-from verl_rhyme.scheduling.rules import Rules
 
 PROMPTS = {"a": 100, "b": 400, "c": 50}
 
@@ -16,11 +14,11 @@ PROMPTS = {"a": 100, "b": 400, "c": 50}
 def epoch(expectations: Expectations, number: int) -> dict[str, float]:
     """Run one visit of all prompts; return the expected lengths, by key."""
     uids = {f"{key}{number}": key for key in PROMPTS}
-    expected = expectations.hand(uids)
+    expected = expectations.add_prompts(uids)
     for uid, key in uids.items():
         for i in range(4):
             expectations.generated(uid, i, PROMPTS[key] + 10 * i)
-    expectations.keep(lambda uid: False)
+    expectations.retain(lambda uid: False)
     return {uids[uid]: tokens for uid, tokens in expected.items()}
 
 
@@ -35,15 +33,15 @@ def test_expected_lengths_follow_the_history():
     told = expectations.measures()
     assert told["rank_correlation"] > 0
     assert expectations.measures() == {}
-    assert expectations.under_way == {}
+    assert expectations.prompt_state == {}
 
 
 def test_a_prompt_that_leaves_early_keeps_its_finished_lengths():
     expectations = Expectations(1000)
-    expectations.hand({"u": "key", "v": ""})
+    expectations.add_prompts({"u": "key", "v": ""})
     expectations.generated("u", 3, 500)
-    assert expectations.under_way == {"u": ["key", [(3, 500)]], "v": ["", []]}
-    expectations.keep(lambda uid: uid == "v")
+    assert expectations.prompt_state == {"u": ["key", [(3, 500)]], "v": ["", []]}
+    expectations.retain(lambda uid: uid == "v")
     assert expectations.measures()["seen"] == 0
     expectations.generated("u", 3, 700)  # late, and nobody's
     assert expectations.predictor.knows("key")
@@ -53,17 +51,17 @@ def test_a_prompt_that_leaves_early_keeps_its_finished_lengths():
 def test_a_response_without_tokens_has_no_length():
     """Its agent loop returned no trajectory; its length is unknown."""
     expectations = Expectations(1000)
-    expectations.hand({"u": "key", "v": "other"})
+    expectations.add_prompts({"u": "key", "v": "other"})
     for number in range(4):
         expectations.generated("u", number, 0 if number else 500)
         expectations.generated("v", number, 0)
-    assert expectations.keep(lambda uid: False) == {"key": [500], "other": []}
+    assert expectations.retain(lambda uid: False) == {"key": [500], "other": []}
     assert [expectations.predictor.knows(key) for key in ("key", "other")] == [True, False]
 
 
 def test_a_prompt_that_is_present_twice_has_the_siblings_of_both():
     expectations = Expectations(30_000)
-    expectations.hand({"first": "key", "second": "key", "other": "another"})
+    expectations.add_prompts({"first": "key", "second": "key", "other": "another"})
     for number in range(7):
         expectations.generated("first", number, 200)
     alone, *both = (
@@ -78,7 +76,7 @@ def test_a_prompt_that_is_present_twice_has_the_siblings_of_both():
 def test_prompts_without_a_key_are_no_siblings():
     expectations = Expectations(30_000)
     count = 200
-    expectations.hand({f"u{i}": "" for i in range(count)} | {f"v{i}": f"key {i}" for i in range(count)})
+    expectations.add_prompts({f"u{i}": "" for i in range(count)} | {f"v{i}": f"key {i}" for i in range(count)})
     forecasts = [expectations.lengths([f"{kind}{i}" for i in range(count)], [600] * count) for kind in "uv"]
     assert forecasts[0].expected.tolist() == forecasts[1].expected.tolist()
     expectations.generated("u0", 0, 20_000)
@@ -90,49 +88,40 @@ def test_a_regenerated_sample_counts_once():
     """On-policy, untrained finished samples are regenerated: short ones would count again and again."""
     once, again = Expectations(30_000), Expectations(30_000)
     for expectations in (once, again):
-        expectations.hand({"u": "key"})
+        expectations.add_prompts({"u": "key"})
         for _ in range(1 if expectations is once else 5):
             for number in range(12):
                 expectations.generated("u", number, 500)
         for number in range(12, 16):
             expectations.generated("u", number, 18_000)
-        expectations.keep(lambda uid: False)
+        expectations.retain(lambda uid: False)
     (first,), (second,) = (e.predictor.forecast(["key"]).expected for e in (once, again))
     assert first == second > 1000
 
 
 def test_prompts_that_left_are_returned_with_all_their_samples():
     expectations = Expectations(1000)
-    expectations.hand({"u": "key", "again": "key", "failed": "other", "v": ""})
+    expectations.add_prompts({"u": "key", "again": "key", "failed": "other", "v": ""})
     expectations.generated("u", 0, 5)
     expectations.generated("v", 0, 5)
-    assert expectations.keep(lambda uid: True) == {}  # a batch took some; the group has samples to come
+    assert expectations.retain(lambda uid: True) == {}  # a batch took some; the group has samples to come
     expectations.generated("u", 1, 70)
     expectations.generated("again", 0, 6)
-    assert expectations.keep(lambda uid: False) == {"key": [5, 70, 6], "other": []}
-    assert expectations.keep(lambda uid: False) == {}
-
-
-def test_nothing_is_learnt_of_prompts_without_a_key():
-    expectations = Expectations(1000)
-    for number in range(5):
-        expectations.hand({f"u{number}": ""})
-        expectations.generated(f"u{number}", 0, 7)
-        expectations.keep(lambda uid: False)
-    assert len(expectations.predictor) == 0
-    assert not expectations.predictor.knows("")
+    assert expectations.retain(lambda uid: False) == {"key": [5, 70, 6], "other": []}
+    assert expectations.retain(lambda uid: False) == {}
+    assert not expectations.predictor.knows(""), "prompts without a key are no history"
 
 
 def test_present_prompts_are_restored_after_a_restart():
     before, after = Expectations(1000), Expectations(1000)
-    before.hand({"u": "key", "gone": "other"})
+    before.add_prompts({"u": "key", "gone": "other"})
     before.generated("u", 0, 300)
-    told = json.loads(json.dumps(before.under_way))
-    assert set(after.resume(told, lambda uid: uid == "u")) == {"u"}
+    told = json.loads(json.dumps(before.prompt_state))
+    assert set(after.restore_prompts(told, lambda uid: uid == "u")) == {"u"}
     after.generated("u", 1, 310)
-    after.keep(lambda uid: False)
+    after.retain(lambda uid: False)
     assert after.predictor.forecast(["key"]).expected[0] == 305
-    assert after.resume({"torn": 1}, lambda uid: True) == {}
+    assert after.restore_prompts({"torn": 1}, lambda uid: True) == {}
     assert after.errors == 1
 
 
@@ -146,16 +135,16 @@ def test_it_survives_a_restart():
 
 def test_prompt_tokens_are_the_reported_ones_or_the_mean():
     expectations, again = Expectations(1000), Expectations(1000)
-    expectations.hand({"u": "short", "v": "long", "w": "new", "x": ""})
+    expectations.add_prompts({"u": "short", "v": "long", "w": "new", "x": ""})
     assert expectations.prompt_tokens(["u", "x", "gone"]) == [0, 0, 0]
-    expectations.prompted("u", 90)
-    expectations.prompted("u", 100)  # what was told last counts
-    expectations.prompted("v", 301)
-    expectations.prompted("x", 5000)  # nobody knows whose
-    expectations.prompted("gone", 5000)
+    expectations.set_prompt_tokens("u", 90)
+    expectations.set_prompt_tokens("u", 100)  # what was told last counts
+    expectations.set_prompt_tokens("v", 301)
+    expectations.set_prompt_tokens("x", 5000)  # nobody knows whose
+    expectations.set_prompt_tokens("gone", 5000)
     assert expectations.prompt_tokens(["u", "v", "w", "x", "gone"]) == [100, 301, 200, 200, 200]
     again.load_state_dict(json.loads(json.dumps(expectations.state_dict())))
-    again.hand({"y": "long"})
+    again.add_prompts({"y": "long"})
     assert again.prompt_tokens(["y", "w"]) == [301, 200]
 
 
@@ -165,49 +154,24 @@ def test_an_error_costs_the_expectation_alone():
     assert expectations.errors == 1
     assert "KeyError" in expectations.last_error
     expectations.predictor = None  # type: ignore[assignment]
-    assert expectations.hand({"u": "key"}) == {}
+    assert expectations.add_prompts({"u": "key"}) == {}
     expectations.generated("u", 0, 3)
-    expectations.keep(lambda uid: False)
+    expectations.retain(lambda uid: False)
     assert expectations.measures() == {}
     assert expectations.state_dict() == {}
     assert expectations.errors == 4
-
-
-def test_prompts_start_in_the_order_of_what_is_expected():
-    """`d` is unknown and may be long. Scheduler and vLLM's queue agree."""
-    rollout = Rollout(Rules(4, 8, max_staleness=0))
-    rollout.publish(0, 1)
-    rollout.hand([(uid, 2) for uid in "abcd"])
-    rollout.expect(PROMPTS)
-    starts = rollout.fill(limit=6)
-    assert [start.name[0] for start in starts] == [uid for uid in "dba" for _ in range(2)]
-    priorities = [start.assignment.priority for start in starts]
-    assert priorities == sorted(priorities)
-    assert min(priorities) >= 1
-    assert [start.name[0] for start in rollout.fill()] == ["c"] * 2
-
-
-def test_a_prompt_of_an_older_batch_that_was_lost_starts_before_longer_ones():
-    rollout = Rollout(Rules(2, 4, max_staleness=1, separate=True))
-    rollout.publish(0, 2)
-    rollout.hand([(uid, 2) for uid in "abcd"])
-    rollout.expect({"a": 10, "b": 20, "c": 30, "d": 40})
-    assert [start.name for start in rollout.fill(limit=3)] == ["b_0", "b_1", "a_0"]
-    rollout.lost(["b_0"])
-    rollout.expect({"c": 99})
-    assert [start.name[0] for start in rollout.fill()] == ["b", "a", "c", "c", "d", "d"]
 
 
 def test_the_state_is_sent_again_when_much_was_learnt():
     expectations = Expectations(1000)
     told = []
     for number in range(400):
-        expectations.hand({f"u{number}": f"key {number}"})
+        expectations.add_prompts({f"u{number}": f"key {number}"})
         expectations.generated(f"u{number}", 0, 100)
-        expectations.keep(lambda uid: False)
-        told.append(expectations.news())
+        expectations.retain(lambda uid: False)
+        told.append(expectations.changed_state())
     told = [len(news["lengths"]) for news in told if news is not None]
     assert told[0] == 1
     assert told[-1] >= 0.9 * 400
     assert len(told) < 100, "telling costs by all that is known"
-    assert expectations.news() is None or told[-1] < 400
+    assert expectations.changed_state() is None or told[-1] < 400

@@ -2,8 +2,7 @@
 
 import pytest
 
-from verl_rhyme.config import SchedulingConfig
-from verl_rhyme.scheduling.rules import Rules, of_options
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 #: SortedRL's three batches in flight, of a prompt with two samples each; on-policy, partial.
@@ -65,30 +64,17 @@ def test_a_dropped_prompt_wastes_its_trainable_tokens_once():
     built.begin(1)
     built.dispatch()
     built.fail("p0")
-    assert built.step.wasted_tokens == 0, "they were counted at the interruption"
+    assert built.step.wasted_tokens == 130, "they were counted at the interruption"
     built.generate("p2", 0, 7, 1), built.finish("p2", 0), built.generate("p2", 1, 9, 1)
     built.fail("p2")
-    assert built.step.wasted_tokens == 16
+    assert built.step.wasted_tokens == 146
 
 
-def test_a_trained_sample_of_a_prompt_that_fails_later_is_not_wasted():
-    built = scheduler(unit="trajectory")
-    built.generate("p0", 0, 500, 0), built.finish("p0", 0)
-    built.generate("p1", 0, 600, 0), built.finish("p1", 0)
-    assert built.collect().lengths == [500, 600]
-    built.fail("p0")
-    assert built.step.wasted_tokens == 0
-
-
-def test_a_dropped_prompt_is_replaced_and_its_late_reports_are_ignored():
+def test_a_dropped_prompt_is_replaced():
     built = scheduler()
     built.generate("p0", 0, 5, 0)
     built.drop("p0")
     assert built.loadable() == 1
-    built.generate("p0", 1, 5, 0)
-    built.finish("p0", 0)
-    built.interrupt("p0", 1, 5, 0)
-    assert "p0" not in built.ledger
     assert built.step.wasted_tokens == 5
     built.load("p3", 2)
     assert built.loadable() == 0
@@ -112,11 +98,11 @@ def test_a_batch_of_consecutive_failures_is_hopeless():
     for batch, failures in ((1, FAILURES), (20, 20)):
         built = scheduler(batch)
         failed = 0
-        while not built.hopeless():
+        while not built.consecutive_failures():
             built.fail(next(iter(built.ledger)).uid)
             failed += 1
             replaced(built, lambda number: False)
-        assert failed == failures == built.hopeless()
+        assert failed == failures == built.consecutive_failures()
 
 
 def test_a_prompt_that_hangs_does_not_hide_that_all_others_fail():
@@ -124,30 +110,30 @@ def test_a_prompt_that_hangs_does_not_hide_that_all_others_fail():
     for _ in range(2 * FAILURES):
         replaced(built, lambda number: number != 7)
     assert "p7" in built.ledger
-    assert built.hopeless()
+    assert built.consecutive_failures()
 
 
 def test_it_is_not_hopeless_while_other_prompts_finish():
     built = scheduler(20, in_flight=4)
     for round in range(4):
         replaced(built, lambda number: number % 2 == 0)  # at once, and those of the same age run on
-        assert not built.hopeless(), round
+        assert not built.consecutive_failures(), round
     built = scheduler()
     for number in range(FAILURES - 1):
         replaced(built, lambda failing, number=number: failing == number)
     finish(built, f"p{FAILURES}", 5, 5)
     built.fail(f"p{FAILURES - 1}")
-    assert not built.hopeless(), "one finished meanwhile"
+    assert not built.consecutive_failures(), "one finished meanwhile"
 
 
 def test_samples_that_finish_in_prompts_that_fail_are_no_success():
     built = scheduler()
     for number in range(FAILURES):
         finish(built, f"p{number}", 5)
-        assert not built.hopeless()
+        assert not built.consecutive_failures()
         built.fail(f"p{number}")
         replaced(built, lambda number: False)
-    assert built.hopeless()
+    assert built.consecutive_failures()
 
 
 def test_training_single_trajectories_of_failing_prompts_continues():
@@ -160,20 +146,7 @@ def test_training_single_trajectories_of_failing_prompts_continues():
         built.fail(f"p{number}")
         built.fail(f"p{number + 1}")
         replaced(built, lambda number: False)
-        assert not built.hopeless()
-
-
-def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
-    built = scheduler()
-    finish(built, "p0", 5, 5)
-    built.collect()
-    built.interrupt("p1", 0, 0, None)
-    built.interrupt("p1", 1, 20, 0)
-    built.interrupt("p2", 0, 30, 0)
-    built.generate("p2", 1, 8, 0)
-    built.finish("p2", 1)
-    built.begin(1)
-    assert built.dispatch() == [("p1", 1), ("p1", 0), ("p2", 0), ("p2", 1)]
+        assert not built.consecutive_failures()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +155,7 @@ def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
         (lambda c: finish(c, "p0", 5) or c.finish("p0", 0), "cannot become finished: it is finished"),
         (lambda c: c.load("p0", 2), "p0 is loaded already"),
         (lambda c: c.collect(), "call ready"),
-        (lambda c: c.ledger.start("p0", 0), "cannot become running: it is running"),
+        (lambda c: c.ledger.move("p0", 0, "running"), "cannot become running: it is running"),
     ],
 )
 def test_impossible_events_are_rejected(event, message):
@@ -190,79 +163,22 @@ def test_impossible_events_are_rejected(event, message):
         event(scheduler())
 
 
-def test_engines_may_stop_before_the_rewards_are_known_unless_those_decide():
-    built = scheduler()
-    built.generate("p0", 0, 5, 0)
-    built.generate("p0", 1, 5, 0)
-    assert built.enough()
-    assert not built.enough(rewarded=True)
-    assert not built.ready()
-    built.finish("p0", 0)
-    built.finish("p0", 1)
-    assert built.enough(rewarded=True)
-    assert built.ready()
-
-
 def test_a_late_judge_holds_no_engine_but_its_reward_is_waited_for():
     built = scheduler()
     built.generate("p0", 0, 5, 0)
     built.generate("p0", 1, 5, 0)
     built.finish("p0", 0)
-    assert built.enough()
-    assert not built.settled(29.0)
-    assert built.settled(30.0)
-    assert sorted(built.give_up()) == [("p1", 0), ("p1", 1), ("p2", 0), ("p2", 1)]  # still run, with engines stopped
+    assert built.has_batch()
+    assert not built.has_settled(29.0)
+    assert built.has_settled(30.0)
+    for sample in (("p1", 0), ("p1", 1), ("p2", 0), ("p2", 1)):  # still run, with engines stopped
+        built.abandon(*sample)
     assert built.step.abandoned == 4
     assert not built.ready()
-    assert not built.enough(rewarded=True)  # on with the engines
+    assert not built.has_batch(rewarded=True)  # on with the engines
     assert len(built.dispatch()) == 4
     built.finish("p0", 1)
     assert built.ready()
-
-
-def test_a_full_batch_does_not_wait_for_rewards_of_others():
-    built = scheduler()
-    finish(built, "p0", 5, 5)
-    for number in range(2):
-        built.generate("p1", number, 9, 0)
-        built.interrupt("p2", number, 3, 0)
-    assert built.settled(0.0)
-    assert built.collect().samples == [("p0", 0), ("p0", 1)]
-
-
-def test_an_earlier_response_with_a_slow_reward_is_not_left_out():
-    built = scheduler()
-    finish(built, "p1", 9, 9)
-    for number in range(2):
-        built.generate("p0", number, 5, 0)
-        built.interrupt("p2", number, 3, 0)
-    assert built.ready()
-    assert not built.settled(29.0)
-    assert built.settled(30.0)
-    built.finish("p0", 0)
-    built.finish("p0", 1)
-    assert built.settled(0.0)
-    assert built.collect().samples == [("p0", 0), ("p0", 1)]
-
-
-def test_a_full_batch_waits_for_attempts_that_may_still_use_the_engines():
-    built = scheduler()
-    finish(built, "p0", 5, 5)
-    for number in range(2):
-        built.generate("p1", number, 9, 0)
-    built.interrupt("p2", 0, 3, 0)
-    assert not built.settled(29.0)
-    assert built.settled(30.0)
-
-
-def test_engines_continue_at_once_where_no_reward_can_fill_the_batch():
-    built = scheduler()
-    built.drop("p0")  # its reward failed after the stop
-    built.generate("p1", 0, 5, 0)
-    for uid, number in (("p1", 1), ("p2", 0), ("p2", 1)):
-        built.interrupt(uid, number, 3, 0)
-    assert built.settled(0.0)
-    assert not built.ready()
 
 
 @pytest.mark.parametrize(("bound", "state"), [(0, "pending"), (1, "generated")])
@@ -298,26 +214,6 @@ def test_no_prompt_begins_between_a_batch_and_its_policy_unless_they_start_early
         assert built.dispatch() == [("p2", 0), ("p2", 1)] * (not early)
 
 
-def test_the_oldest_batch_starts_first_in_it_the_longest_expected():
-    built = Scheduler(Rules(2, 2, max_staleness=2))
-    built.begin(0)
-    for uid, tokens in (("short", 10), ("long", 90), ("unknown", None), ("later", 99)):
-        built.load(uid, 1)
-        if tokens is not None:
-            built.expect(uid, tokens)
-    assert [uid for uid, _ in built.dispatch()] == ["long", "short", "unknown", "later"]
-
-
-def test_no_more_prompts_start_than_batches_within_the_bound_can_train():
-    built = scheduler(max_staleness=1, **FINISHING)
-    assert running(built) == ["p0", "p1"]
-    finish(built, "p1", 3, 3)
-    assert built.collect().samples == [("p1", 0), ("p1", 1)]
-    assert built.dispatch() == []  # p0 fills the one batch that may train tokens of the old policy
-    built.begin(1)
-    assert built.dispatch() == [("p2", 0), ("p2", 1)]
-
-
 def test_a_batch_waits_for_samples_that_later_batches_cannot_hold():
     """Two of three old prompts are left and each fits into one of the two batches that may train them."""
     built = scheduler(max_staleness=2, **{**FINISHING, "in_flight": 4})
@@ -326,11 +222,11 @@ def test_a_batch_waits_for_samples_that_later_batches_cannot_hold():
     built.begin(1)
     assert built.dispatch() == [("p3", 0), ("p3", 1)]
     finish(built, "p3", 1, 1, version=1)
-    assert not built.enough(), "p0 and p2 would be left for one batch"
+    assert not built.has_batch(), "p0 and p2 would be left for one batch"
     finish(built, "p2", 9, 9)
     assert built.collect().samples == [("p2", 0), ("p2", 1)]
     built.begin(2)
-    assert not built.enough()
+    assert not built.has_batch()
     finish(built, "p0", 9, 9)
     assert built.collect().staleness == [2, 2]
     assert built.begin(3) == []
@@ -352,29 +248,10 @@ def test_reservations_leave_room_for_trajectories_that_must_be_trained():
     built.generate("p0", 1, 3, 1)
     built.finish("p0", 1)
     finish(built, "p4", 3, 3, version=1)
-    assert built.promise(["p0", "p4"]) == ["p0"]
+    assert built.reserve(["p0", "p4"]) == ["p0"]
     built.generate("p1", 0, 9, 0)
     built.finish("p1", 0)
     assert {("p0", 0), ("p0", 1), ("p1", 0)} <= set(built.collect().samples)
-
-
-def test_a_batch_does_not_wait_for_more_samples_than_it_holds():
-    built = scheduler(max_staleness=1, **FINISHING)
-    built.begin(1)
-    finish(built, "p1", 9, 9)
-    assert built.enough(), "p0 is lost, and tokens made meanwhile would be, too"
-
-
-def test_a_queued_request_has_the_version_of_its_first_token():
-    built = scheduler(max_staleness=1, **FINISHING)
-    finish(built, "p1", 3, 3)
-    built.collect()
-    built.begin(1)
-    built.dispatch()
-    finish(built, "p2", 3, 3, version=1)
-    assert all(built.progress("p0", number, None) for number in range(2))
-    assert built.collect().samples == [("p2", 0), ("p2", 1)]
-    assert built.begin(2) == []
 
 
 def test_samples_past_the_bound_are_regenerated_while_running_or_at_their_report():
@@ -382,54 +259,44 @@ def test_samples_past_the_bound_are_regenerated_while_running_or_at_their_report
     assert built.begin(2) == [("p0", 0), ("p0", 1)]  # two other training steps
     assert built.step.stale == 2
     assert built.dispatch() == [("p0", 0), ("p0", 1)]
-    assert not built.progress("p0", 0, 0)  # its replica has not taken the weights
-    assert not built.generate("p0", 1, 7, 0)
+    assert not built.generate("p0", 1, 7, 0)  # its replica has not taken the weights
     assert built.step.wasted_tokens == 7
-    assert built.dispatch() == [("p0", 1), ("p0", 0)]
+    assert built.dispatch() == [("p0", 1)]
     assert not built.interrupt("p0", 0, 5, 0)
     assert built.interrupt("p0", 1, 5, 1)
     assert [sample.first_version for sample in built.ledger.prompt("p0").samples] == [None, 1]
 
 
-def test_a_continued_response_keeps_the_version_of_its_oldest_token():
-    built = scheduler(max_staleness=1, **{**FINISHING, "in_flight": 1})
-    assert built.interrupt("p0", 0, 5, 0)
-    built.begin(1)
-    built.dispatch()
-    assert built.progress("p0", 0, None)
-    assert built.begin(2) == [("p0", 0), ("p0", 1)]
-
-
 def test_a_replica_may_generate_with_the_oldest_version_within_the_bound():
     """Of update batches as they were loaded, with replicas that take new versions one by one."""
     built = scheduler(max_staleness=1, take="loaded", in_flight=None, refill="always", **SEPARATE)
-    assert built.oldest_versions(["p0", "p1"]) == [0, 0]  # p1 is trained by version 1 at the earliest
+    assert built.oldest_version("p0") == built.oldest_version("p1") == 0  # p1 is trained by version 1 at the earliest
     finish(built, "p0", 3, 3)
     built.collect()
-    assert built.oldest_versions(["p1"]) == [0]
+    assert built.oldest_version("p1") == 0
     built.load("p2", 2)
-    assert built.oldest_versions(["p1", "p2"]) == [0, 1], "p2 is trained by version 2, which is not there yet"
+    assert built.oldest_version("p1") == 0
+    assert built.oldest_version("p2") == 1, "it is trained by version 2, which is not there yet"
     built.begin(1)
-    assert built.oldest_versions(["p1", "p2"]) == [0, 1]
+    assert [built.oldest_version(uid) for uid in ("p1", "p2")] == [0, 1]
     built.load("p3", 2)
-    assert built.oldest_versions(["p3"]) == [1], "no update comes before p3 starts"
+    assert built.oldest_version("p3") == 1, "no update comes before p3 starts"
 
 
 @pytest.mark.parametrize(("relayed", "wanted"), [(True, 3), (False, 0)])
 def test_any_of_the_next_batches_may_take_the_first_finished_samples(relayed, wanted):
     built = scheduler(max_staleness=1, separate=True, relayed=relayed)
     built.begin(3)
-    assert built.oldest_versions(["p1"]) == [wanted]
+    assert built.oldest_version("p1") == wanted
 
 
 def test_a_batch_waits_for_rewards_of_the_first_samples_but_not_for_running_ones():
     built = scheduler(max_staleness=1, **FINISHING)
     finish(built, "p1", 9, 9)
-    assert built.settled(0.0)  # p0 runs on
+    assert built.has_settled(0.0)  # p0 runs on
     assert all(built.generate("p0", number, 5, 0) for number in range(2))
-    assert not built.settled(0.0)
-    assert built.settled(30.0)
-    assert built.give_up() == []
+    assert not built.has_settled(0.0)
+    assert built.has_settled(30.0)
     assert built.collect().samples == [("p1", 0), ("p1", 1)]
 
 
@@ -439,11 +306,11 @@ def test_no_batch_is_collected_before_the_new_policy(bound):
     finish(built, "p0", 5, 5)
     built.collect()
     finish(built, "p1", 5, 5)
-    assert not built.enough()
+    assert not built.has_batch()
     assert not built.ready()
     restored = Scheduler(built.rules)
     restored.load_state_dict(built.state_dict())
-    assert not restored.enough()
+    assert not restored.has_batch()
     assert built.begin(1) == ([] if bound else [("p1", 0), ("p1", 1)])
     assert built.ready() == bool(bound)
 
@@ -456,8 +323,8 @@ def rounds(batch=2, **rules):
     built = Scheduler(Rules(batch, batch, **{"max_staleness": 0, "in_flight": 1.5, "put_off": 0.25, **rules}))
     built.begin(0)
     for number in range(4 * batch):
-        built._expected.append(100.0 if number % 4 == 0 else 10.0)
-    built._sorted = sorted(built._expected)
+        built._tail.expected.append(100.0 if number % 4 == 0 else 10.0)
+    built._tail.restore([], False)
     return built
 
 
@@ -505,65 +372,3 @@ def test_the_last_batches_train_all_prompts_that_were_put_off():
     built.expect("p3", 150)
     assert "p3" not in built.ledger.put_off, "or this update had no batch"
     assert built.loadable() == 0
-
-
-@pytest.mark.parametrize(
-    ("rules", "words"),
-    [
-        ({"max_staleness": 0, "at_version": "continue"}, ["at_version=continue", "max_staleness to at least 1"]),
-        ({"max_staleness": 0, "start_early": True}, ["start_early", "max_staleness to at least 1"]),
-        ({"max_staleness": 0, "take": "loaded", "in_flight": 2}, ["in_flight=2", "take=finished"]),
-        ({"max_staleness": 1, "in_flight": 2.5}, ["in_flight=2.5", "at most 2"]),
-        ({"max_staleness": 1, "put_off": 0.2}, ["put_off=0.2", "max_staleness=0", "put_off=0"]),
-        ({"max_staleness": 1, "at_version": "finish"}, ["trainer_mode=separate_async", "relay"]),
-        ({"max_staleness": -1}, ["max_staleness", "at least 0", "-1"]),
-        ({"in_flight": 0.5}, ["in_flight", "at least 1", "0.5"]),
-        ({"put_off": 1.0}, ["put_off", "below 1"]),
-        ({"at_version": "stop"}, ["at_version", "regenerate", "'stop'"]),
-        ({"unit": "prompt"}, ["unit", "trajectory", "'prompt'"]),
-        ({"take": "shortest"}, ["take", "finished", "'shortest'"]),
-        ({"batch_samples": 0}, ["one sample of each"]),
-    ],
-)
-def test_contradictory_rules_name_the_fix(rules, words):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the words are looked at below)
-        Rules(**{"batch_prompts": 1, "batch_samples": 2, **rules})
-    assert not [word for word in words if word not in str(caught.value)]
-
-
-@pytest.mark.parametrize(
-    ("rules", "batches"),
-    [
-        ({"max_staleness": 0}, 1),
-        ({"max_staleness": 0, "put_off": 0.25}, 1.125),
-        ({"max_staleness": 1}, 2),
-        ({"max_staleness": 2}, 2),
-        ({"max_staleness": 3}, 2.5),
-        ({"max_staleness": 4}, 3),
-        ({"max_staleness": 2, "take": "loaded"}, 3),
-        ({"max_staleness": 1, "in_flight": 1.5}, 1.5),
-    ],
-)
-def test_batches_in_flight_follow_from_the_bound(rules, batches):
-    assert Rules(1, 2, **rules).batches == batches
-
-
-@pytest.mark.parametrize(
-    ("options", "given", "batches", "refill", "put_off"),
-    [
-        ({}, {}, 3, "when_empty", 0),
-        ({}, {"drafts": False}, 1.125, "always", 0.25),
-        ({}, {"coupled": False}, 1.125, "always", 0.25),
-        ({"put_off": 0.25}, {}, 1.125, "always", 0.25),
-        ({"put_off": 0.0}, {}, 3, "when_empty", 0),
-        ({"put_off": 0.0}, {"drafts": False}, 1, "always", 0),
-        ({"in_flight": 2.0}, {}, 2, "when_empty", 0),
-        ({"in_flight": 2.0}, {"drafts": False}, 2, "always", 0),
-        ({"refill": "when_empty"}, {}, 3, "when_empty", 0),
-        ({"refill": "always"}, {}, 1, "always", 0),
-        ({"take": "loaded"}, {}, 1, "always", 0),
-    ],
-)
-def test_on_policy_more_batches_are_loaded_with_drafting(options, given, batches, refill, put_off):
-    found = of_options(SchedulingConfig(**options), 0, separate=False, **given)
-    assert (found.batches, found.refill, found.put_off) == (batches, refill, put_off)

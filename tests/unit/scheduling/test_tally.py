@@ -7,31 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import SAMPLES, Separate, World
 
+from tests.unit.scheduling.worlds import Separate, World, rules_of
 from verl_rhyme.scheduling.admission import startable
-from verl_rhyme.scheduling.collection import awaits, suffices
+from verl_rhyme.scheduling.collection import fills_batch, lacks_due
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.scheduling.samples import ON_THEIR_WAY
+from verl_rhyme.scheduling.samples import IN_PROGRESS
 from verl_rhyme.scheduling.scheduler import Scheduler
-
-rules_of = st.builds(
-    lambda batch, at_version, staleness, in_flight, **rules: Rules(
-        batch,
-        batch * SAMPLES,
-        at_version=None if at_version == "regenerate" else at_version,
-        max_staleness=0 if at_version == "regenerate" else staleness,
-        in_flight=in_flight and min(in_flight, staleness + 1),
-        separate=True,
-        relayed=True,
-        **rules,
-    ),
-    batch=st.integers(1, 4),
-    at_version=st.sampled_from(["regenerate", "continue", "finish"]),
-    staleness=st.integers(1, 3),
-    in_flight=st.sampled_from([None, 1, 1.5, 2, 4]),
-    unit=st.sampled_from(["group", "trajectory"]),
-)
 
 
 class Plain:
@@ -39,7 +21,7 @@ class Plain:
 
     def __init__(self, scheduler):
         self.rules, self.version, self.training = scheduler.rules, scheduler.version, scheduler._training
-        self.prompts, self.owed = list(scheduler.ledger), scheduler._to_come
+        self.prompts, self.owed = list(scheduler.ledger), scheduler.loadable()
 
     def samples(self, *states):
         return [(p, n, s) for p in self.prompts for n, s in enumerate(p.samples) if s.state in states]
@@ -68,18 +50,18 @@ class Plain:
 
     def begun(self, prompt):
         return any(
-            s.state in (*ON_THEIR_WAY, "finished") or (s.state == "pending" and s.first_version is not None)
+            s.state in (*IN_PROGRESS, "finished") or (s.state == "pending" and s.first_version is not None)
             for s in prompt.samples
         )
 
-    def awaits(self, rewarded):
+    def lacks_due(self, rewarded):
         rules, there = self.rules, ("finished",) if rewarded else ("finished", "generated")
         for batches in range(rules.max_staleness):  # that follow on this one before they are too stale
             last = self.version - rules.max_staleness + batches
             if rules.unit == "group":
                 old = [p.samples for p in self.prompts if self.oldest(p.samples) <= last]
             else:
-                untrained = self.samples("pending", *ON_THEIR_WAY, "finished")
+                untrained = self.samples("pending", *IN_PROGRESS, "finished")
                 old = [[s] for _, _, s in untrained if self.oldest([s]) <= last]
             left = sum(len(unit) for unit in old) - batches * rules.batch_samples
             got = sum(len(unit) for unit in old if all(s.state in there for s in unit))
@@ -90,14 +72,14 @@ class Plain:
     def oldest(self, samples):
         return min((s.oldest_version for s in samples if s.oldest_version is not None), default=float("inf"))
 
-    def suffices(self, *states):
+    def fills_batch(self, *states):
         rules = self.rules
         if rules.unit == "group":
             units = [s for prompt in self.prompts if prompt.complete(*states) for s in prompt.samples]
         else:
             units = [sample for _, _, sample in self.samples(*states)]
         left = self.owed * rules.batch_samples // rules.batch_prompts
-        left += len(self.samples("pending", *ON_THEIR_WAY, "finished"))
+        left += len(self.samples("pending", *IN_PROGRESS, "finished"))
         return 0 < len(units) >= min(rules.batch_samples, left)
 
 
@@ -109,8 +91,8 @@ def check(scheduler):
         assert tally.samples[state] == len(plain.samples(state))
     assert list(startable(rules, ledger, plain.training)) == plain.startable()
     for rewarded, states in ((False, ("generated", "finished")), (True, ("finished",))):
-        assert suffices(rules, ledger, plain.owed, rewarded) == plain.suffices(*states)
-        assert awaits(rules, ledger, version, rewarded) == plain.awaits(rewarded)
+        assert fills_batch(rules, ledger, plain.owed, rewarded) == plain.fills_batch(*states)
+        assert lacks_due(rules, ledger, version, rewarded) == plain.lacks_due(rewarded)
 
 
 def checked(kind):
@@ -150,7 +132,7 @@ def lines_of_an_event(samples, **rules):
         scheduler.generate(uid, number, 5, 0)
         scheduler.finish(uid, number)
     scheduler.dispatch(samples // 2)
-    scheduler.enough()
+    scheduler.has_batch()
     lines = 0
 
     def count(frame, event, _):
@@ -162,9 +144,9 @@ def lines_of_an_event(samples, **rules):
     sys.settrace(count)
     try:
         scheduler.generate(*started[-1], 5, 0)
-        scheduler.enough()
+        scheduler.has_batch()
         scheduler.finish(*started[-1])
-        scheduler.enough(rewarded=True)
+        scheduler.has_batch(rewarded=True)
         assert scheduler.dispatch(samples // 2, min_starts=2) == []
     finally:
         sys.settrace(before)

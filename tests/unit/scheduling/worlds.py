@@ -3,10 +3,31 @@
 import copy
 import random
 
-from verl_rhyme.scheduling.rules import STOP_WAIT_S
+from hypothesis import strategies as st
+
+from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 SAMPLES, LONGEST = 3, 40
+
+#: Rules of separate engines.
+rules_of = st.builds(
+    lambda batch, at_version, staleness, in_flight, **rules: Rules(
+        batch,
+        batch * SAMPLES,
+        at_version=None if at_version == "regenerate" else at_version,
+        max_staleness=0 if at_version == "regenerate" else staleness,
+        in_flight=in_flight and min(in_flight, staleness + 1),
+        separate=True,
+        relayed=True,
+        **rules,
+    ),
+    batch=st.integers(1, 4),
+    at_version=st.sampled_from(["regenerate", "continue", "finish"]),
+    staleness=st.integers(1, 3),
+    in_flight=st.sampled_from([None, 1, 1.5, 2, 4]),
+    unit=st.sampled_from(["group", "trajectory"]),
+)
 
 
 class World:
@@ -25,8 +46,7 @@ class World:
         self.scheduler.begin(0, updates)
         self.text, self.length, self.kept, self.place = {}, {}, {}, {}  # of samples
         self.running, self.unrewarded, self.trained, self.dropped = [], [], [], set()
-        self.sizes, self.loads, self.stale, self.weights, self.training = {}, 0, 0, 0, False
-        self.made = self.wasted = 0  # tokens; the latter as counted before this step
+        self.sizes, self.loads, self.weights, self.training = {}, 0, 0, False
         self.replicas = [0, 0, 0]
         self.limit = self.random.choice([None, None, 1, 7])
 
@@ -38,23 +58,21 @@ class World:
         while True:
             self.fill()
             scheduler = self.scheduler
-            assert not (self.training and (scheduler.enough() or scheduler.ready())), "trained before the policy is new"
-            if scheduler.enough() and scheduler.settled(self.random.choice([0.0, 30.0])):
-                assert scheduler.give_up() == []
-                if scheduler.ready():
-                    return self.collect()
+            assert not (self.training and (scheduler.has_batch() or scheduler.ready())), (
+                "trained before the policy is new"
+            )
+            if scheduler.has_batch() and scheduler.has_settled(self.random.choice([0.0, 30.0])) and scheduler.ready():
+                return self.collect()
             self.event()
 
     def fill(self):
         scheduler = self.scheduler
-        load_size = scheduler.load_size()
         while count := scheduler.loadable():
             for _ in range(count):
                 uid = f"p{self.loads}"
                 self.sizes[uid] = self.random.randint(1, 2 * SAMPLES) if self.uneven else SAMPLES
                 scheduler.load(uid, self.sizes[uid])
                 self.loads += 1
-        scheduler.owe(load_size)  # as the rollout does
         for sample in scheduler.dispatch(self.limit):
             assert sample not in self.running
             if not self.text.get(sample):
@@ -65,7 +83,7 @@ class World:
 
     def event(self):
         happen = [self.advance] * (4 * bool(self.running)) + [self.reward] * (2 * bool(self.unrewarded))
-        happen += [self.tell] * bool(self.running) + [self.publish] * self.training
+        happen += [self.publish] * self.training
         happen += [self.pull] * (self.lag and min(self.replicas) < self.weights)
         assert happen, "nothing is on its way, nothing enough: the scheduler is stuck"
         self.random.choice(happen)()
@@ -76,7 +94,6 @@ class World:
         more = self.length[sample] - len(text)
         made = self.random.choice([more, self.random.randint(0, more)])
         text += [self.replicas[self.place[sample]]] * made
-        self.made += made
         if self.random.random() < self.losses:
             self.running.remove(sample)
             if self.random.random() < 0.5:
@@ -91,11 +108,6 @@ class World:
             else:
                 text.clear()
 
-    def tell(self):
-        sample = self.random.choice(self.running)
-        if not self.scheduler.progress(*sample, min(self.text[sample], default=None)):
-            self.end(sample)
-
     def reward(self):
         uid, number = sample = self.random.choice(self.unrewarded)
         self.unrewarded.remove(sample)
@@ -104,8 +116,14 @@ class World:
         elif self.random.random() < self.mishaps:
             self.dropped.add(uid)
             self.scheduler.fail(uid)
+            self.forget(uid)
         else:
             self.scheduler.finish(uid, number)
+
+    def forget(self, uid):
+        """End the attempts at a dropped prompt."""
+        self.running = [sample for sample in self.running if sample[0] != uid]
+        self.unrewarded = [sample for sample in self.unrewarded if sample[0] != uid]
 
     def pull(self):
         number = self.random.randrange(len(self.replicas))
@@ -118,10 +136,8 @@ class World:
             if self.lag:
                 return
             self.replicas = [self.weights] * len(self.replicas)
-        self.wasted += self.scheduler.step.wasted_tokens
         for sample in self.scheduler.begin(self.weights, self.left):
             self.end(sample)
-        self.stale += self.scheduler.step.stale
         self.training = False
 
     def end(self, sample):
@@ -144,8 +160,6 @@ class World:
             self.trained.append(sample)
         if self.rules.unit == "group":
             assert len(batch.samples) == sum(self.sizes[uid] for uid in {uid for uid, _ in batch.samples})
-        self.running = [sample for sample in self.running if sample[0] not in self.dropped]
-        self.unrewarded = [sample for sample in self.unrewarded if sample[0] not in self.dropped]
         self.training = True
         if self.rules.max_staleness == 0:
             assert self.scheduler.dispatch() == [], "started under a policy it may not be trained in"
@@ -199,9 +213,9 @@ class Separate(World):
         if sample in self.cut:
             self.cut.remove(sample)
 
-    def collect(self):
-        super().collect()
-        self.cut = [sample for sample in self.cut if sample[0] not in self.dropped]
+    def forget(self, uid):
+        super().forget(uid)
+        self.cut = [sample for sample in self.cut if sample[0] != uid]
 
 
 class Stopping:
@@ -230,18 +244,18 @@ class Stopping:
         self.fill()
         rewarded = False
         while True:
-            while not scheduler.enough(rewarded):
+            while not scheduler.has_batch(rewarded):
                 assert self.running or self.unrewarded, "nothing is on its way, nothing enough: the scheduler is stuck"
                 self.advance()
                 self.fill()
             for sample in list(self.running):  # the abort: some finish before it reaches them
-                if sample[0] in scheduler.ledger and self.random.random() >= self.losses:  # or are busy elsewhere
+                if sample in self.running and self.random.random() >= self.losses:  # or are busy elsewhere
                     self.advance(sample, stop=self.random.random() < 0.8)
             while self.unrewarded and self.random.random() >= self.losses:
                 self.reward()
             self.check_settled()
-            assert set(scheduler.give_up()) == {sample for sample in self.running if self.state(sample) is not None}
             for sample in self.running:
+                scheduler.abandon(*sample)
                 assert self.state(sample) in ("pending", None)
                 self.text[sample] = self.text[sample][: self.kept[sample]]
             self.running = []
@@ -257,12 +271,12 @@ class Stopping:
     def check_settled(self):
         """Check that engines wait for rewards exactly as long as these may change the batch."""
         scheduler = self.scheduler
-        assert scheduler.settled(STOP_WAIT_S)
-        settled = scheduler.settled(0.0)
-        if any(self.state(sample) is not None for sample in self.running):
+        assert scheduler.has_settled(STOP_WAIT_S)
+        settled = scheduler.has_settled(0.0)
+        if self.running:
             assert not settled
             return
-        late = [sample for sample in self.unrewarded if self.state(sample) is not None]
+        late = list(self.unrewarded)
         if not late:
             assert settled
             return
@@ -300,8 +314,7 @@ class Stopping:
             assert attempt not in self.attempts, "two attempts with one name"
             self.attempts.add(attempt)
             self.running.append(sample)
-        alive = [sample for sample in self.running if sample[0] in self.scheduler.ledger]
-        assert self.limit is None or len(alive) <= self.limit
+        assert self.limit is None or len(self.running) <= self.limit
 
     def reward(self):
         uid, number = sample = self.random.choice(self.unrewarded)
@@ -309,8 +322,11 @@ class Stopping:
         if self.random.random() < self.mishaps:
             self.dropped.add(uid)
             self.scheduler.fail(uid)
+            self.forget(uid)
         else:
             self.scheduler.finish(uid, number)
+
+    forget = World.forget
 
     def advance(self, sample=None, stop=None):
         if sample is None and self.unrewarded and (not self.running or self.random.random() < 0.3):

@@ -74,7 +74,7 @@ def test_every_sample_is_trained_once(mode, room):
         for at in {began for began, _ in own}:
             assert sum(began <= at < ended for began, ended in own) <= cost.slots
     assert not simulation.placement.errors
-    assert simulation.placement.fleet.totals == [0, 0]
+    assert not simulation.placement.fleet.requests.any()
 
 
 @pytest.mark.parametrize("mode", ["sync", "separate, as loaded"])
@@ -95,7 +95,7 @@ def test_placed_by_forecasts_every_sample_is_trained_once(mode, policy, options,
     steps = simulation.run()
     assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
     assert simulation.placement.errors == 0, simulation.placement.last_error
-    assert simulation.placement.fleet.totals == [0, 0], "finished requests still count"
+    assert not simulation.placement.fleet.requests.any(), "finished requests still count"
     moved = simulation.dispatch.moved
     moves = policy == "histopipe" and forecasts == "history"
     assert (moved > 0) == moves, "only histopipe with uncertain forecasts migrates"

@@ -7,8 +7,7 @@ from verl_rhyme.observability.batches import batch_metrics
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
 from verl_rhyme.planning.elastic import Limits
 from verl_rhyme.processes.messages import Reply, Setting
-from verl_rhyme.scheduling.ledger import Collected, StepCounts
-from verl_rhyme.scheduling.remembered import Batch
+from verl_rhyme.scheduling.batch import Batch, Collected, StepCounts
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import balance as module
 from verl_rhyme.trainer.balance import Balance

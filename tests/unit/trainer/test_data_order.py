@@ -66,14 +66,14 @@ class Run:
     def update(self):
         rollout, scheduler = self.rollout, self.rollout.scheduler
         while True:
-            for _ in range(rollout.wanted()):
+            for _ in range(rollout.missing_prompts()):
                 batch = self.fetch()
                 [uid], [prompt] = batch["uid"], batch["raw_prompt"]
                 self.prompts[uid] = prompt
-                rollout.hand([(uid, SAMPLES)])
+                rollout.add_prompts([(uid, SAMPLES)])
             rollout.fill()
-            if scheduler.enough() and scheduler.settled(30.0):
-                rollout.give_up()
+            if scheduler.has_batch() and scheduler.has_settled(30.0):
+                rollout.abandon_running()
                 if scheduler.ready():
                     break
             attempt = self.random.choice(rollout.attempts())

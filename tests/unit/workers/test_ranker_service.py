@@ -59,7 +59,7 @@ def test_prompts_without_answers_are_scored(learnt) -> None:
 def test_predictor_uses_the_scores(learnt) -> None:
     expectations = Expectations(4096)
     new = list(PROMPTS)[64:]
-    alike = expectations.hand({f"uid {key}": key for key in new})
+    alike = expectations.add_prompts({f"uid {key}": key for key in new})
     assert len(set(alike.values())) == 1
     scores = expectations.rank(*learnt.score(some(PROMPTS, 64, 96)))
     assert set(scores) == {f"uid {key}" for key in new}

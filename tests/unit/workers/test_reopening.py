@@ -77,9 +77,9 @@ async def test_outdated_call_does_not_change_the_new_rollout(opened, question):
 
     done = []
     rollout = SimpleNamespace(
-        scheduler=SimpleNamespace(settled=settled, ledger=SimpleNamespace(samples=lambda state: ())),
+        scheduler=SimpleNamespace(has_settled=settled, ledger=SimpleNamespace(samples=lambda state: ())),
         publish=lambda *_: done.append("published"),
-        give_up=lambda: done.append("taken"),
+        abandon_running=lambda: done.append("taken"),
     )
     opened._opened = SETTING, rollout, None
     opened._migrations = SimpleNamespace(look=look)

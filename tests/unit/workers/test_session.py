@@ -154,7 +154,7 @@ def test_resuming_client_resumes_within_the_turn(monkeypatch):
         output = attempt(client, session)
         assert [meta.attempt for _, _, meta, _ in client.requests] == [0, 1, 2]
         assert [len(prompt) for prompt, *_ in client.requests] == [3, 6, 10]
-        assert [meta.assignment.left(meta.before)[0] for _, _, meta, _ in client.requests] == [9, 6, 2]
+        assert [meta.assignment.remaining(meta.before)[0] for _, _, meta, _ in client.requests] == [9, 6, 2]
         assert session.turns[0].tokens.tolist() == [*range(100, 100 + BUDGET)]
         assert (session.turns[0].first_version, session.turns[0].version, len(session.records)) == (0, 2, 3)
         if partial:

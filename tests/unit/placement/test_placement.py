@@ -7,21 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from verl_rhyme.placement import POLICIES, Fleet, NoReplica, Placement, Request
+from verl_rhyme.placement import POLICIES, Fleet, Load, NoReplica, Placement, Request
 
 
 def fleet_of(replicas, policy="least_loaded", **options):
     placement = Placement(policy, options)
     for i in range(replicas):
-        placement.add(f"10.0.0.{i}:8000")
+        placement.fleet.add(f"10.0.0.{i}:8000")
     return placement
 
 
 EVENTS = st.one_of(
-    st.tuples(st.just("add"), st.integers(0, 5)),
+    st.tuples(st.just("add"), st.integers(0, 5), st.one_of(st.none(), st.integers(1, 3000))),
     st.tuples(st.just("remove"), st.integers(0, 5)),
-    st.tuples(st.just("report"), st.integers(0, 5), st.integers(1, 3000)),
-    st.tuples(st.just("release"), st.integers(0, 1000)),
+    st.tuples(st.just("release"), st.integers(0, 30)),
+    st.tuples(st.just("plan"), st.integers(0, 3), st.lists(st.one_of(st.none(), st.floats(1, 20_000)), max_size=5)),
+    st.tuples(st.just("forget"), st.integers(1, 5)),
     *[
         st.tuples(
             st.just("acquire"),
@@ -40,7 +41,8 @@ EVENTS = st.one_of(
 @given(events=st.lists(EVENTS, max_size=60))
 def test_any_order_of_events(policy, events):
     """Counts match the running requests, a removed replica gets none, and all counts return to zero."""
-    placement, running, there = Placement(policy), [], set()
+    placement, running, there = Placement(policy), {}, set()
+    fleet = placement.fleet
     for event, *args in events:
         if event == "acquire":
             sample, prompt, tokens, at = args
@@ -54,43 +56,41 @@ def test_any_order_of_events(policy, events):
             replica = placement.acquire(request)
             assert replica in there
             assert replica == request.replica or request.replica not in there
-            running.append((request, replica))
-        elif event == "release" and running:
-            of, at = running[args[0] % len(running)]
-            running.remove(next(run for run in running if (run[0].id, run[1]) == (of.id, at)))  # the eldest of the name
-            assert placement.release(of.id, at)
+            running[request.id] = request, replica  # an earlier attempt at the sample counts no more
+        elif event == "release":
+            placement.release(str(args[0]))
+            running.pop(str(args[0]), None)
+        elif event == "plan" and there:
+            step, lengths = args
+            placement.plan(step, [Load(f"p{n}", 2, tokens, 100) for n, tokens in enumerate(lengths, 1)])
+        elif event == "forget":
+            placement.forget_prompts([f"p{args[0]}"])
         elif event == "add":
             there.add(f"r{args[0]}")
-            placement.add(f"r{args[0]}")
-        elif event == "remove":
+            fleet.add(f"r{args[0]}", args[1])
+        elif event == "remove" and f"r{args[0]}" in there:
             name = f"r{args[0]}"
-            assert placement.remove(name) == (name in there)
-            there.discard(name)
-            gone = [request.id for request, replica in running if replica == name]
-            running = [run for run in running if run[1] != name]
-            assert not any(placement.release(request_id, name) for request_id in gone)
-        elif event == "report":
-            placement.report(f"r{args[0]}", args[1])
-        fleet = placement.fleet
-        assert {name: fleet.requests(name) for name in fleet.names} == {
-            name: sum(r == name for _, r in running) for name in there
-        }
-        assert fleet.totals == [len(running), sum(request.tokens for request, _ in running)]
-        assert fleet.running.sum(axis=1).tolist() == fleet.totals
+            there.remove(name)
+            placement.remove(name)
+            running = {sample: run for sample, run in running.items() if run[1] != name}
+        assert set(fleet.names) == there
+        for name in there:
+            here = [request for request, replica in running.values() if replica == name]
+            assert fleet.requests[fleet.index[name]] == len(here)
+            assert fleet.tokens[fleet.index[name]] == sum(request.tokens for request in here)
+        assert {sample: placement.replica(sample) for sample in running} == {s: at for s, (_, at) in running.items()}
     assert placement.errors == 0, placement.last_error
-    for request, replica in running:
-        assert placement.release(request.id, replica)
-        assert not running or not placement.release("nobody", replica)
-    assert not placement.fleet.running.any()
-    assert placement.fleet.totals == [0, 0]
-    assert not placement._running
+    for sample in running:
+        placement.release(sample)
+    assert not fleet.requests.any()
+    assert not fleet.tokens.any()
 
 
 def test_least_loaded_is_even():
     placement = fleet_of(4, seed=1)
     where = [placement.acquire(Request(str(i), "p")) for i in range(40)]
     assert set(Counter(where).values()) == {10}
-    assert placement.release("0", where[0])
+    placement.release("0")
     assert placement.acquire(Request("new", "p")) == where[0]
 
 
@@ -117,17 +117,20 @@ def test_a_policy_that_fails_costs_no_request(monkeypatch, how):
     where = [placement.acquire(Request(str(i), "p")) for i in range(30)]
     assert set(Counter(where).values()) == {10}
     assert placement.errors >= 30
-    for i, replica in enumerate(where):
-        assert placement.release(str(i), replica)
-    assert placement.remove(where[0])
-    assert not placement.fleet.running.any()
+    for i in range(30):
+        placement.release(str(i))
+    placement.remove(where[0])
+    assert not placement.fleet.requests.any()
 
 
 def test_shares_follow_capacity():
     fleet = Fleet()
+    fleet.add("small")
     for name, room in (("small", 1_000), ("large", 3_000)):
-        fleet.add(name)
-        fleet.report(name, room)
+        fleet.add(name, room)
+    assert fleet.share.tolist() == [0.25, 0.75]
+    for unknown in (None, 0):
+        fleet.add("large", unknown)
     assert fleet.share.tolist() == [0.25, 0.75]
     fleet.add("unknown")
     assert set(fleet.share) == {1 / 3}
