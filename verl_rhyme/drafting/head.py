@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from verl_rhyme.drafting.guesses import HEAD_POSITIONS
+from verl_rhyme.drafting.head_interface import HEAD_POSITIONS
 
 #: Optimizer steps before a new head drafts.
 APPRENTICESHIP = 64

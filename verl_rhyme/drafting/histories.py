@@ -16,7 +16,7 @@ class Pending(Enum):
     PENDING = 0
 
 
-#: Placeholder for a history that the source is still reading; :meth:`Histories.arrive` delivers it.
+#: Placeholder for a history that the source is still reading; :meth:`Histories.deliver` delivers it.
 PENDING = Pending.PENDING
 
 
@@ -59,14 +59,14 @@ class Histories:
         """Return the number of prompts with a live request."""
         return len(self._found)
 
-    def take(self, key: bytes) -> PromptHistory | Pending | None:
-        """Return the history for a new request, which must call :meth:`give_back` once."""
+    def acquire(self, key: bytes) -> PromptHistory | Pending | None:
+        """Return the history for a new request, which must call :meth:`release` once."""
         if key not in self._found:
             self._found[key] = self._source.get(key)
         self._users[key] += 1
         return self._found[key]
 
-    def arrive(self, key: bytes, history: PromptHistory | None) -> bool:
+    def deliver(self, key: bytes, history: PromptHistory | None) -> bool:
         """Take in a pending history.
 
         Returns:
@@ -77,7 +77,7 @@ class Histories:
         self._found[key] = history
         return True
 
-    def give_back(self, key: bytes) -> None:
+    def release(self, key: bytes) -> None:
         """Release the history for one request; the last request frees it."""
         self._users[key] -= 1
         if not self._users[key]:

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from verl_rhyme.drafting import head
-from verl_rhyme.drafting.guesses import HEAD_BUFFER, MOST_TOKENS, Guesses
 from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows
-from verl_rhyme.drafting.head_guesser import HeadGuesser
+from verl_rhyme.drafting.head_inference import HeadInference
+from verl_rhyme.drafting.head_interface import HEAD_BUFFER, MOST_TOKENS, Proposals
 
 #: Value of ``drafting.head`` for a new head.
 NEW = "new"
@@ -33,7 +33,7 @@ logger = logging.getLogger("vllm.verl_rhyme")
 #: The rows are chosen again if more than one in ``_UNKNOWN`` sampled tokens has no row. The number of tokens between
 #: checks doubles each time, up to ``_LOOKED_AT_MOST``.
 _UNKNOWN, _LOOKED_AT_MOST = 50, 1 << 16
-#: Draft positions that a head guesses; other sources draft the later ones.
+#: Draft positions that a head proposes tokens for; other sources draft the later ones.
 STEPS = 4
 #: Share of the engine's time for training.
 SHARE = 0.05
@@ -88,24 +88,24 @@ class EngineHead:
             self._head.half = self._runner.device.type != "cpu"
             self._load(begin)
             self._trainer = HeadTrainer(self._head, HEAD_BUFFER // (2 * hidden), STEPS)
-        self._guesser = HeadGuesser(self._head, STEPS)
+        self._inference = HeadInference(self._head, STEPS)
         if self._alone:
             self.gather()
 
-    # ---- Guesser, used by the drafter ----
+    # ---- Head, used by the drafter ----
 
     @property
     def steps(self) -> int:
-        """See :class:`verl_rhyme.drafting.guesses.Guesser`; 0 for an untrained head."""
-        return self._guesser.steps if self._drafts and self._knows + self.updates >= head.APPRENTICESHIP else 0
+        """See :class:`verl_rhyme.drafting.head_interface.Head`; 0 for an untrained head."""
+        return self._inference.steps if self._drafts and self._knows + self.updates >= head.APPRENTICESHIP else 0
 
-    def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
-        """See :meth:`verl_rhyme.drafting.guesses.Guesser.guess`."""
+    def propose(self, position: int, active: np.ndarray, latest: np.ndarray) -> Proposals:
+        """See :meth:`verl_rhyme.drafting.head_interface.Head.propose`."""
         began = time.perf_counter()
         try:
-            return self._guesser.guess(position, going, latest)
+            return self._inference.propose(position, active, latest)
         except Exception:
-            self._turn_off("guessing")
+            self._turn_off("proposing tokens")
             return np.full((len(latest), 1), -1, dtype=np.int32), np.zeros((len(latest), 1), dtype=np.float32)
         finally:
             self.seconds += time.perf_counter() - began
@@ -113,7 +113,7 @@ class EngineHead:
     @property
     def captured(self) -> int:
         """CUDA graphs captured so far; the time of a plan that captured one is not typical."""
-        return self._guesser.captured if self._drafts else 0
+        return self._inference.captured if self._drafts else 0
 
     # ---- calls of the proposer ----
 
@@ -124,7 +124,7 @@ class EngineHead:
         tokens = np.asarray(prompt if prompt is not None else (), dtype=np.int64)
         np.add.at(self._counts, tokens[(tokens >= 0) & (tokens < self._vocabulary)], 1)
         if temperature and temperature > 0.05:
-            self._guesser.temperature = float(temperature)
+            self._inference.temperature = float(temperature)
 
     def forget(self, req_id: str) -> None:
         """Forget a finished request."""
@@ -150,7 +150,7 @@ class EngineHead:
         self._hidden = self._drafted = None
         spans = np.ones(len(tokens), dtype=np.int64) if drafted is None else np.asarray(drafted, dtype=np.int64) + 1
         if hidden is None or len(hidden) != spans.sum():
-            self._guesser.begin(None)
+            self._inference.begin(None)
             return
         starts = spans.cumsum() - spans
         sampled = np.fromiter((token for row in rows for token in tokens[row]), dtype=np.int64)
@@ -171,7 +171,7 @@ class EngineHead:
                 full = int(self._listed.sum()) >= MOST_TOKENS  # a new row then costs another token its row
                 self._look_after = 2 * self._look_after if full else min(2 * self._look_after, _LOOKED_AT_MOST)
             self._seen = self._unknown = 0
-        self._guesser.begin(states[torch.from_numpy(first + each - 1).to(states.device)])
+        self._inference.begin(states[torch.from_numpy(first + each - 1).to(states.device)])
 
     def learn(self, seconds: float) -> None:
         """Train within the time share :data:`SHARE`.
@@ -179,7 +179,7 @@ class EngineHead:
         Args:
             seconds: Duration of the engine's last step.
         """
-        if not self._drafts or len(self._trainer) < _FEWEST or self._guesser.rows is None:
+        if not self._drafts or len(self._trainer) < _FEWEST or self._inference.rows is None:
             return
         self._earned += SHARE * min(seconds, _LONGEST_STEP)
         if self._earned <= 0:
@@ -188,7 +188,7 @@ class EngineHead:
             while self._earned > 0:
                 began = time.perf_counter()
                 with _training():
-                    loss = self._trainer.update(self._guesser.rows, self._guesser.temperature)
+                    loss = self._trainer.update(self._inference.rows, self._inference.temperature)
                     loss = loss.nan_to_num(0, 0, 0)
                     self._losses = loss if self._losses is None else self._losses + loss
                     if self._runner.device.type != "cpu":
@@ -197,7 +197,7 @@ class EngineHead:
                 self._earned -= took
                 self.training_seconds += took
                 self.updates += 1
-            self._guesser.refresh()
+            self._inference.refresh()
         except Exception:
             self._turn_off("training")
 
@@ -223,12 +223,12 @@ class EngineHead:
         if not len(tokens):
             return
         if self._drafts:
-            self._guesser.rows = None  # frees their memory for the new rows
+            self._inference.rows = None  # frees their memory for the new rows
         kind = torch.float32 if self._runner.device.type == "cpu" else torch.bfloat16
         output = (_rows(self._output, tokens) * self._scale).to(kind)
         embedding = output if self._embedding is self._output else _rows(self._embedding, tokens).to(kind)
         if self._drafts:
-            self._guesser.rows = Rows.of(tokens, output, embedding, self._vocabulary)
+            self._inference.rows = Rows.of(tokens, output, embedding, self._vocabulary)
         del output, embedding
         if tokens.is_cuda:
             torch.cuda.empty_cache()  # vLLM's memory pool cannot use torch's cache
@@ -308,7 +308,7 @@ class EngineHead:
         if self._drafts:
             self.failures += 1
             logger.warning("the draft head is off: %s failed; drafts come from text alone", doing, exc_info=True)
-            self._guesser.rows = None
+            self._inference.rows = None
             self._counts[:] = 0  # other ranks then gather nothing
             self._hidden = None
             del self._trainer  # frees its memory

@@ -22,7 +22,7 @@ from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
 from verl_rhyme.engine.draft_head import EngineHead, all_ranks
 from verl_rhyme.engine.history_loader import HistoryLoader
-from verl_rhyme.engine.threads import PlanningThreads, sensible
+from verl_rhyme.engine.threads import PlanningThreads, thread_count
 from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
@@ -129,7 +129,7 @@ class HistoryProposer:
         return head
 
     def _start(self) -> None:
-        self._threads = PlanningThreads(sensible(self._config.plan_threads))
+        self._threads = PlanningThreads(thread_count(self._config.plan_threads))
         self._drafter = build(self._config, self._history, self._slots, self._vocab_size, self._threads, self._head)
 
     def weights_loaded(self) -> None:
@@ -196,7 +196,7 @@ class HistoryProposer:
             return [[] for _ in sampled_token_ids]
         self._retire(drafter)
         for key, history in self._history.ready():
-            if not drafter.arrived(key, history):
+            if not drafter.add_history(key, history):
                 self._history.release(key, history)
         batch, count = self._runner.input_batch, len(sampled_token_ids)
         req_ids, prompt_tokens = batch.req_ids, batch.num_prompt_tokens

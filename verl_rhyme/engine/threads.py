@@ -12,13 +12,15 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from verl_rhyme.drafting.threads import Threads
+
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
 #: Most threads by default: planning is bound by memory.
 _MOST = 4
 
 
-def sensible(wanted: int | None) -> int:
+def thread_count(wanted: int | None) -> int:
     """Return the number of planning threads: ``wanted``, at most the cores that this thread may use.
 
     ``None`` means half of these cores, at most 4. An engine on a CPU binds its thread to one core: one thread plans.
@@ -27,15 +29,15 @@ def sensible(wanted: int | None) -> int:
     return max(1, min(cores // 2, _MOST) if wanted is None else min(wanted, cores))
 
 
-class PlanningThreads:
-    """The caller's thread and ``count - 1`` others; see :class:`verl_rhyme.drafting.threads.Threads`.
+class PlanningThreads(Threads):
+    """The caller's thread and ``count - 1`` others.
 
     The others start when they are first needed, and end with :meth:`close` or with this object.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._later: Future[None] | None = None
+        self._deferred: Future[None] | None = None
         self._pool = ThreadPoolExecutor(count - 1, "rhyme-plan") if count > 1 else None
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
@@ -50,7 +52,7 @@ class PlanningThreads:
                 for call in calls[1:]:
                     others.append(self._pool.submit(call))
             except RuntimeError as error:
-                self._alone(error)
+                self._plan_alone(error)
                 others = []
         try:
             for call in calls[:1] if others else calls:
@@ -60,24 +62,24 @@ class PlanningThreads:
         for other in others:
             other.result()
 
-    def later(self, call: Callable[[], None]) -> None:
+    def defer(self, call: Callable[[], None]) -> None:
         """Call ``call`` once after the earlier calls, in another thread if there is one."""
         self._settle()
         if self._pool is not None:
             try:
-                self._later = self._pool.submit(call)
+                self._deferred = self._pool.submit(call)
                 return
             except RuntimeError as error:
-                self._alone(error)
-        call()
+                self._plan_alone(error)
+        super().defer(call)
 
     def _settle(self) -> None:
-        """Wait for the call given to :meth:`later`."""
-        if self._later is not None:
-            later, self._later = self._later, None
-            later.result()
+        """Wait for the call given to :meth:`defer`."""
+        if self._deferred is not None:
+            deferred, self._deferred = self._deferred, None
+            deferred.result()
 
-    def _alone(self, error: RuntimeError) -> None:
+    def _plan_alone(self, error: RuntimeError) -> None:
         logger.warning("cannot start planning threads: %s; one thread plans all drafts", error)
         assert self._pool is not None
         self._pool.shutdown(cancel_futures=True)  # the pool has queued the failed call as well

@@ -48,9 +48,9 @@ def test_sampled_tokens_are_counted_once(seed):
 def test_later_calls_run_in_order():
     """This holds without a plan in between, as for a resting drafter."""
     pool, hold, ended = PlanningThreads(3), threading.Event(), []
-    pool.later(lambda: (hold.wait(10), ended.append(1)))
+    pool.defer(lambda: (hold.wait(10), ended.append(1)))
     threading.Timer(0.1, hold.set).start()
-    pool.later(lambda: ended.append(2))
+    pool.defer(lambda: ended.append(2))
     pool.run([])
     assert ended == [1, 2]
     pool.close()
@@ -62,7 +62,7 @@ def test_later_call_runs_at_once_if_no_thread_starts(monkeypatch):
 
     pool, ended = PlanningThreads(2), []
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    pool.later(lambda: ended.append(1))
+    pool.defer(lambda: ended.append(1))
     assert ended == [1]
     assert pool.count == 1
     pool.run([lambda: ended.append(2)])

@@ -1,4 +1,4 @@
-"""The draft head: its training, its training data, and drafts from its guesses."""
+"""The draft head: its training, its training data, and drafts from its proposals."""
 
 import copy
 
@@ -12,7 +12,7 @@ from torch import nn
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows, load, save
-from verl_rhyme.drafting.head_guesser import HeadGuesser
+from verl_rhyme.drafting.head_inference import HeadInference
 from verl_rhyme.drafting.policy import DecodeStep
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -42,16 +42,16 @@ def cycle(n, first=0):
 def test_new_head_learns_the_policys_next_tokens(half):
     head = DraftHead(D)
     head.half = half
-    trainer, guesser = HeadTrainer(head, 1024, rate=3e-3), HeadGuesser(head, 4)
+    trainer, inference = HeadTrainer(head, 1024, rate=3e-3), HeadInference(head, 4)
     hidden, tokens = cycle(1000)
     trainer.add(hidden, tokens, np.arange(-1, -1001, -1))  # each token follows the one before
     losses = [float(trainer.update(rows(), 1.0)) for _ in range(300)]
     assert losses[-1] < 0.1 < 1 < losses[0]
-    guesser.rows = rows()
-    guesser.begin(hidden[:3])
+    inference.rows = rows()
+    inference.begin(hidden[:3])
     latest, going = tokens[:3], np.arange(3)
     for position in range(4):
-        named, probability = guesser.guess(position, going, latest)
+        named, probability = inference.propose(position, going, latest)
         assert (named[:, 0] == (latest + 1) % V).all()
         assert (probability[:, 0] > 0.5).all()
         latest = named[:, 0]
@@ -81,7 +81,7 @@ def test_drawn_segments_are_adjacent_text_of_one_request(emitted, capacity):
 
 def test_non_finite_states_are_harmless():
     head = DraftHead(D)
-    trainer, guesser = HeadTrainer(head, 256), HeadGuesser(head, 4)
+    trainer, inference = HeadTrainer(head, 256), HeadInference(head, 4)
     hidden, tokens = cycle(200)
     hidden = hidden.clone()
     hidden[::7] = float("nan")
@@ -89,9 +89,9 @@ def test_non_finite_states_are_harmless():
     for _ in range(20):
         trainer.update(rows(), 1.0)
     assert all(parameter.isfinite().all() for parameter in head.parameters())
-    guesser.rows = rows()
-    guesser.begin(hidden[:2])
-    named, probability = guesser.guess(0, np.arange(2), tokens[:2])
+    inference.rows = rows()
+    inference.begin(hidden[:2])
+    named, probability = inference.propose(0, np.arange(2), tokens[:2])
     assert (named[0] == -1).all()
     assert (probability[0] == 0).all()
     assert (named[1] >= 0).all()
@@ -99,15 +99,15 @@ def test_non_finite_states_are_harmless():
 
 def test_tokens_without_rows_are_not_named_and_harmless():
     head = DraftHead(D)
-    guesser = HeadGuesser(head, 2)
-    guesser.rows = rows(range(3))
+    inference = HeadInference(head, 2)
+    inference.rows = rows(range(3))
     hidden, _ = cycle(2)
-    guesser.begin(hidden)
-    named, _ = guesser.guess(0, np.arange(2), np.array([11, 1]))  # 11 has no row
+    inference.begin(hidden)
+    named, _ = inference.propose(0, np.arange(2), np.array([11, 1]))  # 11 has no row
     assert set(named.ravel().tolist()) <= {-1, 0, 1, 2}
     trainer = HeadTrainer(head, 64)
     trainer.add(hidden, np.array([11, 1]), np.array([-1, -2]))
-    assert torch.isfinite(trainer.update(guesser.rows, 1.0))
+    assert torch.isfinite(trainer.update(inference.rows, 1.0))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -117,7 +117,7 @@ def test_gpu_graphs_match_the_cpu():
     head = DraftHead(D)
     nn.init.normal_(head.outer.weight, std=0.3, generator=generator)
     on_gpu = copy.deepcopy(head).cuda()
-    ours, expected = HeadGuesser(on_gpu, 3), HeadGuesser(head, 3)
+    ours, expected = HeadInference(on_gpu, 3), HeadInference(head, 3)
     for turn, batch in enumerate((3, 1, 9, 4, 17)):
         some = rows(range(V - turn))
         moved = (part.cuda() for part in (some.tokens, some.output.bfloat16(), some.embedding.bfloat16()))
@@ -135,8 +135,8 @@ def test_gpu_graphs_match_the_cpu():
             going = np.random.default_rng(position).permutation(batch)[: batch - position]
             if not len(going):
                 continue
-            named, probability = ours.guess(position, going, latest)
-            wanted, likely = expected.guess(position, going, latest)
+            named, probability = ours.propose(position, going, latest)
+            wanted, likely = expected.propose(position, going, latest)
             assert np.abs(np.sort(probability[going]) - np.sort(likely[going])).max() < 0.05
             sure = going[likely[going, 0] > likely[going, 1] + 0.1]
             assert (named[sure, 0] == wanted[sure, 0]).all()
@@ -151,7 +151,7 @@ class Scripted:
     def __init__(self, name):
         self.name, self.calls = name, []
 
-    def guess(self, position, going, latest):
+    def propose(self, position, going, latest):
         self.calls.append((position, going.tolist(), latest[going].tolist()))
         named = np.full((len(latest), 2), -1, np.int32)
         for row in going:
@@ -206,7 +206,7 @@ def test_draft_tokens_are_counted_by_their_source():
     assert (counts.drafted_own, counts.accepted_own) == (2, 1)
 
 
-def test_rows_that_end_early_are_not_guessed_again():
+def test_rows_that_end_early_are_not_proposed_again():
     head = Scripted(lambda position, latest: -1 if latest == 3 else latest + 10)
     assert drafts(head, [[1, 2, 3], [4, 5, 6]]) == [[], [16, 26, 36]]
     assert [call[1] for call in head.calls] == [[0, 1], [1], [1]]

@@ -130,16 +130,16 @@ def test_later_call_ends_before_the_next_plans_and_its_error_is_raised():
 
         if count == 1:
             hold.set()
-        pool.later(held)
+        pool.defer(held)
         assert ended == (["later"] if count == 1 else [])
         threading.Timer(0.1, hold.set).start()
         pool.run([partial(ended.append, "plan")] * 2)
-        pool.later(partial(ended.append, "once more"))
+        pool.defer(partial(ended.append, "once more"))
         pool.run([])
         assert ended == ["later", "plan", "plan", "once more"]
 
         def failing(pool=pool, fails=fails):
-            pool.later(fails)  # raises here without other threads
+            pool.defer(fails)  # raises here without other threads
             pool.run([])
 
         with pytest.raises(ValueError, match="not counted"):
@@ -153,7 +153,7 @@ def test_deferred_counting_does_not_read_the_engines_rows():
     class Slow(PlanningThreads):
         """Defers the counting until the engine has changed its rows."""
 
-        def later(self, call):
+        def defer(self, call):
             self.call = call
 
     texts = np.random.default_rng(0).integers(0, 50, (8, 200))
@@ -227,15 +227,15 @@ def test_running_requests_draft_from_a_history_that_arrives(policy):
     batch.start(0, "a", KEY, [1, 2])
     batch.start(1, "b", KEY, [1, 2])
     assert follow(batch, 0, text[:100]) == 100
-    assert drafter.arrived(KEY, history(text))
+    assert drafter.add_history(KEY, history(text))
     assert follow(batch, 0, text[100:300]) < 80
     assert follow(batch, 1, text[:200]) < 80, "its sibling has the history as well"
-    assert not drafter.arrived(KEY, history(text)), "the prompt already has a history"
+    assert not drafter.add_history(KEY, history(text)), "the prompt already has a history"
     assert drafter.finish("a").history_hit
     assert source.released == []
     assert drafter.finish("b").history_hit
     assert [key for key, _ in source.released] == [KEY]
-    assert not drafter.arrived(KEY, history(text)), "no request waits"
+    assert not drafter.add_history(KEY, history(text)), "no request waits"
 
 
 def test_request_with_pending_history_drafts_from_live_texts():
@@ -247,7 +247,7 @@ def test_request_with_pending_history_drafts_from_live_texts():
     assert follow(batch, 0, text[:200]) == 200
     assert follow(batch, 1, text[:200]) < 60
     assert drafter.finish("a").history_hit is False
-    assert not drafter.arrived(b"o" * 16, history(text))
+    assert not drafter.add_history(b"o" * 16, history(text))
     assert drafter.finish("b").history_hit is False
     assert source.released == [(KEY, None)]
 
@@ -260,13 +260,13 @@ def test_siblings_stay_in_one_group_when_their_history_arrives(known):
     batch = Batch(drafter, rows=4)
     if known:
         batch.start(0, "before", KEY, [1, 2])
-        assert drafter.arrived(KEY, history([5, 6], step=7))
+        assert drafter.add_history(KEY, history([5, 6], step=7))
         drafter.finish("before")
     text = rng.permutation(600)
     batch.start(0, "a", KEY, [1, 2])
     batch.start(1, "b", KEY, [1, 2])
     follow(batch, 0, text[:300])
-    assert drafter.arrived(KEY, history([5, 6], step=7))
+    assert drafter.add_history(KEY, history([5, 6], step=7))
     batch.step({0: text[300:301], 1: text[:1]})
     assert drafter._live.arrays.fill.sum() == 303 + 3, "all text is indexed once"
     assert follow(batch, 1, text[1:300]) < 60
@@ -284,7 +284,7 @@ def test_history_that_arrives_before_the_first_step_gives_the_same_drafts():
     batch = Batch(late, AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), lambda key: known, 8), rows=4)
     for row, name in enumerate("abc"):
         batch.start(row, name, KEY, [1, 2])
-    late.arrived(KEY, known)
+    late.add_history(KEY, known)
     for i in range(400):
         first, second = batch.step(dict.fromkeys(range(3), text[i : i + 1]))
         assert first == second
@@ -304,7 +304,7 @@ def test_at_most_as_many_rows_are_planned_as_the_budget_has_tokens():
             {row: text[i : i + 1] if row < 6 else [1000 + row] for row in range(rows)}, budget=budget
         )
         slots = drafter._slots
-        now = np.array([drafter._planned_at[drafter._requests[f"{row}"].slot] == i + 1 for row in range(rows)])
+        now = np.array([drafter._slots.visited[drafter._requests[f"{row}"].slot] == i + 1 for row in range(rows)])
         assert 0 < now.sum() <= budget
         assert all(slots.planned[drafter._requests[f"{row}"].slot] == 0 for row in np.flatnonzero(~now))
         assert sum(map(len, drafts)) <= budget

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.adaptive import REST_AFTER, AdaptiveDrafter
+from verl_rhyme.drafting.arrays import Batch, Plans
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.drafting.regrowth import BEGAN, RELOCATED, Regrowth
 
@@ -252,8 +253,8 @@ def test_state_depends_on_the_texts_only(seed, vocabulary):
             now = min(chunk, tokens.shape[1] - seen)
             seen += now
             slot, one = np.zeros(1, np.int32), np.ones(1, np.int64)
-            plan = np.empty((1, 8), np.int32), np.zeros((1, 8)), 0 * one
-            regrowth.plan(slot, slot, tokens, seen * one, now * one, 8 * one, 0.05, vocabulary, *plan)
+            plans = Plans(np.empty((1, 8), np.int32), np.zeros((1, 8)), 0 * one)
+            regrowth.plan(Batch(slot, slot, tokens, seen * one, 8 * one), plans, now * one, 0.05, vocabulary)
         states.append((regrowth._slots.state[0, : RELOCATED + 1], regrowth.table))
         assert regrowth._slots.state[0, BEGAN] == len(PROMPT)
     for state, table in states[1:]:
@@ -332,10 +333,10 @@ def test_previous_text_is_drafted_while_other_requests_rest():
 
     for _ in range(400):
         step()
-    assert engine.drafter._refused > REST_AFTER
+    assert engine.drafter._unprofitable > REST_AFTER
     engine.finish("0")
     text = random_text(rng, 600)
     engine.start("again", text, text)
     drafts = [len(step()["again"]) for _ in range(20)]
-    assert engine.drafter._refused > REST_AFTER, "the other requests still rest"
+    assert engine.drafter._unprofitable > REST_AFTER, "the other requests still rest"
     assert np.mean([n > 0 for n in drafts]) > 0.9
