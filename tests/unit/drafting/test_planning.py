@@ -1,9 +1,5 @@
 """Planning by several threads, within a narrow budget, and with histories that arrive while their requests run."""
 
-import threading
-import time
-from functools import partial
-
 import numpy as np
 import pytest
 
@@ -97,58 +93,6 @@ def test_drafts_do_not_depend_on_the_number_of_threads(seed, monkeypatch):
         pool.close()
 
 
-def test_run_waits_for_all_threads_and_raises_errors():
-    """The data of the calls may be freed as soon as ``run`` returns."""
-    pool, ended, hold = PlanningThreads(3), [], threading.Event()
-
-    def fails():
-        hold.set()
-        raise ValueError("row")
-
-    def lasts():
-        assert hold.wait(10)
-        ended.append(True)
-
-    for calls in ([fails, lasts, lasts], [lasts, fails, lasts]):
-        ended.clear()
-        with pytest.raises(ValueError, match="row"):
-            pool.run(calls)
-        assert ended == [True, True]
-    pool.close()
-
-
-def test_later_call_ends_before_the_next_plans_and_its_error_is_raised():
-    for count in (1, 3):
-        pool, ended, hold = PlanningThreads(count), [], threading.Event()
-
-        def held(hold=hold, ended=ended):
-            hold.wait(10)
-            ended.append("later")
-
-        def fails():
-            raise ValueError("not counted")
-
-        if count == 1:
-            hold.set()
-        pool.defer(held)
-        assert ended == (["later"] if count == 1 else [])
-        threading.Timer(0.1, hold.set).start()
-        pool.run([partial(ended.append, "plan")] * 2)
-        pool.defer(partial(ended.append, "once more"))
-        pool.run([])
-        assert ended == ["later", "plan", "plan", "once more"]
-
-        def failing(pool=pool, fails=fails):
-            pool.defer(fails)  # raises here without other threads
-            pool.run([])
-
-        with pytest.raises(ValueError, match="not counted"):
-            failing()
-        pool.run([partial(ended.append, "after it")])
-        assert ended[-1] == "after it"
-        pool.close()
-
-
 def test_deferred_counting_does_not_read_the_engines_rows():
     class Slow(PlanningThreads):
         """Defers the counting until the engine has changed its rows."""
@@ -174,34 +118,6 @@ def test_deferred_counting_does_not_read_the_engines_rows():
         counted.append(drafter._live.arrays.counts)
     assert counted[0].any()
     np.testing.assert_array_equal(*counted)
-
-
-@pytest.mark.parametrize("started", [0, 1])
-def test_no_call_outlives_run_if_a_thread_cannot_start(started, monkeypatch):
-    """The next call runs none either, because its histories may have been freed."""
-    start, starts = threading.Thread.start, []
-
-    def refuse(thread):
-        starts.append(thread)
-        if len(starts) > started:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    pool, running, ended = PlanningThreads(4), [], []
-
-    def plan(i):
-        running.append(i)
-        time.sleep(0.05)
-        ended.append(i)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    pool.run([partial(plan, i) for i in range(4)])
-    assert set(running) == set(range(4))
-    assert len(ended) == len(running)
-    assert pool.count == 1
-    pool.run([lambda: ended.append("alone")])
-    assert len(ended) == len(running) + 1
-    pool.close()
 
 
 def follow(batch, row, text):
