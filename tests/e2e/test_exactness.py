@@ -89,7 +89,7 @@ def test_check_fails_for_a_broken_sampler(engine, write_history, distribution_of
 
     write_history(engine.history_folder, history_of("true", distribution_of))
     if fault == "accepts more":
-        original = sampler.until_first_difference
+        original = sampler.accepted_tokens
         rng = np.random.default_rng(0)
 
         def lenient(drafts, tokens, drafted):
@@ -98,7 +98,7 @@ def test_check_fails_for_a_broken_sampler(engine, write_history, distribution_of
             tokens[at[taken]] = drafts[taken].to(tokens.dtype)
             return original(drafts, tokens, drafted)
 
-        monkeypatch.setattr(sampler, "until_first_difference", lenient)
+        monkeypatch.setattr(sampler, "accepted_tokens", lenient)
     else:
         original_rows = drawer.BatchNoise.rows
         monkeypatch.setattr(

@@ -118,8 +118,8 @@ class Drawer:
         rows = self._noise.rows(counts)
         wanted = metadata.max_num_logprobs
         plain = not (_positional(metadata) or _masked(metadata) or wanted) and not self._mode.endswith("logits")
-        if plain and draw.has_kernel(logits.device):
-            tokens, logprobs = draw.by_kernel(logits, rows, scaled=False, raw=self._mode.startswith("raw"))
+        if plain and logits.device.type == "cuda":
+            tokens, logprobs = draw.draw_on_gpu(logits, rows, scaled=False, raw=self._mode.startswith("raw"))
             if wanted is None:
                 return Drawn(tokens, None)
             from verl_rhyme.engine import draw_kernel
@@ -141,12 +141,12 @@ class Drawer:
         base = raw if self._mode.startswith("raw") else target
         wanted, as_logits = metadata.max_num_logprobs, self._mode.endswith("logits")
         quick = wanted == 0 and base is target and not as_logits
-        if draw.has_kernel(logits.device):
-            tokens, logprobs = draw.by_kernel(target, rows, scaled=True, raw=False)
+        if logits.device.type == "cuda":
+            tokens, logprobs = draw.draw_on_gpu(target, rows, scaled=True, raw=False)
         else:
             if self._scratch.numel() < target.numel():
                 self._scratch = torch.empty(target.numel())
-            tokens, logprobs = draw.by_inversion(target, rows, self._scratch, want_logprobs=quick)
+            tokens, logprobs = draw.draw_on_cpu(target, rows, self._scratch, want_logprobs=quick)
         if wanted is None:
             return Drawn(tokens, None)
         if quick:

@@ -26,7 +26,7 @@ from verl_rhyme.history_writer.history_copies import HistoryRequests, node_copie
 from verl_rhyme.history_writer.history_service import tokenizer_namespace
 from verl_rhyme.history_writer.history_writer import node_history_dir
 from verl_rhyme.processes.request import DIED, DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
-from verl_rhyme.sampling.continuation import continued
+from verl_rhyme.sampling.continuation import continued_options
 
 #: Seconds between two checks whether an engine that does not answer is alive.
 _HEALTH_POLL_S = 1.0
@@ -281,7 +281,7 @@ class RhymeHttpServer(vLLMHttpServer):
         request = self._requests[request_id] = _Request(meta.name)
         if self._rhyme.drafting.enable:
             meta.asked = self._histories.ask(bytes.fromhex(meta.key) if meta.key else prompt_key(prompt_ids))
-        params = continued(sampling_params, meta.made, noise_by_position=self._rhyme.drafting.enable)
+        params = continued_options(sampling_params, meta.made, noise_by_position=self._rhyme.drafting.enable)
         try:
             output = await super().generate(prompt_ids, meta.put(params), request_id, **kwargs)
         finally:
