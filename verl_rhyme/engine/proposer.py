@@ -69,7 +69,6 @@ class HistoryProposer:
         reader = HistoryReader(settings["history_dir"], settings["namespace"])
         copies = CopyReader(settings["copies_dir"]) if settings.get("copies_dir") else None
         self._history = HistoryLoader(reader, self._config.wait_for_history, copies)
-        self._threads: PlanningThreads | None = None
         self._drafter: DraftPolicy | None = None  # only on the rank whose drafts are used
         self._head: EngineHead | None = None
         self._folder = settings["history_dir"]
@@ -129,27 +128,14 @@ class HistoryProposer:
         return head
 
     def _start(self) -> None:
-        self._threads = PlanningThreads(thread_count(self._config.plan_threads))
-        self._drafter = build(self._config, self._history, self._slots, self._vocab_size, self._threads, self._head)
+        threads = PlanningThreads(thread_count(self._config.plan_threads))
+        self._drafter = build(self._config, self._history, self._slots, self._vocab_size, threads, self._head)
 
     def weights_loaded(self) -> None:
         """Update the draft head's rows after the model loaded new weights; called on all ranks of the engine."""
         if self._head is not None:
             self._head.gather()
             self._head.save()
-
-    def close(self) -> None:
-        """Save the draft head and stop all threads; they also stop with the process."""
-        if self._head is not None:
-            self._head.save()
-        self._history.close()
-        if self._threads is not None:
-            self._threads.close()
-
-    @property
-    def waiting(self) -> int:
-        """Prompts whose history is being read; their requests draft from other sources."""
-        return self._history.pending
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: Any

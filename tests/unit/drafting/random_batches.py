@@ -112,7 +112,6 @@ def one_engine(rng):
     assert not len(drafter._shared)
     assert not drafter._live.arrays.open.any()
     assert np.isfinite(drafter._model.weights).all()
-    threads.close()
 
 
 if __name__ == "__main__":

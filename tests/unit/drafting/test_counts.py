@@ -97,4 +97,3 @@ def test_sampled_tokens_are_counted_once(seed):
             seen[row] = len(text)
     pool.run([])
     np.testing.assert_array_equal(drafter._live.arrays.counts, counts)
-    pool.close()

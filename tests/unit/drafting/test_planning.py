@@ -89,8 +89,6 @@ def test_drafts_do_not_depend_on_the_number_of_threads(seed, monkeypatch):
     weights = [drafter._model.weights for drafter in batch.drafters]
     assert all((other == weights[0]).all() for other in weights[1:])
     assert (weights[0] != 0).any()
-    for pool in pools:
-        pool.close()
 
 
 def test_deferred_counting_does_not_read_the_engines_rows():

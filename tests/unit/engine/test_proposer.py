@@ -346,10 +346,6 @@ def test_drafts_use_a_history_as_soon_as_it_is_read(tmp_path, wait, copied):
         time.sleep(0.1)
     at = response.tolist().index(token) + 1
     assert drafts[0][0] == drafts[1][0] == response[at]
-    assert proposer.waiting == 0
+    assert proposer._history.pending == 0
     assert proposer.take_counts(["a", "b"])["b"]["history_hit"]
     assert proposer.totals()["history_errors"] == proposer.totals()["errors"] == 0
-    pool = proposer._history._pool
-    proposer.close()
-    assert wait == (pool is None)
-    assert wait or not any(thread.is_alive() for thread in pool._threads)
