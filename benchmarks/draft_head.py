@@ -66,12 +66,12 @@ class Learning:
     @property
     def steps(self) -> int:
         """Steps of the head; 0 while it has too few updates, as in the engine."""
-        return self.inference.steps if self.updates >= head.APPRENTICESHIP else 0
+        return self.inference.steps if self.updates >= head.MIN_UPDATES else 0
 
     def propose(self, position: int, going: np.ndarray, latest: np.ndarray) -> Proposals:
         return self.inference.propose(position, going, latest)
 
-    def take_in(self, responses: Sequence[Response], done: DecodeStep) -> None:
+    def observe(self, responses: Sequence[Response], done: DecodeStep) -> None:
         """Take the tokens emitted since the last step; the head then predicts their continuation."""
         states, tokens, previous = [], [], []
         for response, length in zip(responses, done.lengths, strict=True):
@@ -127,7 +127,7 @@ class Both(Rhyme):
         self.learning.start(response)
 
     def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
-        self.learning.take_in(responses, done)
+        self.learning.observe(responses, done)
         return super().step(responses, done)
 
 
@@ -141,7 +141,7 @@ class HeadAlone(NoDrafts):
         self.learning.start(response)
 
     def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
-        self.learning.take_in(responses, done)
+        self.learning.observe(responses, done)
         drafts: list[list[int]] = [[] for _ in responses]
         latest = done.tokens[done.rows, done.lengths - 1]
         reach, going = np.ones(len(responses)), np.arange(len(responses))

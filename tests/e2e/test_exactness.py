@@ -38,8 +38,8 @@ ADAPTIVE = pytest.mark.parametrize("engine", ["adaptive"], indirect=True)
 
 @pytest.fixture(scope="module", params=DRAFTERS)
 def engine(request, build_engine, write_history, tmp_path_factory):
-    before = draft_head.SHARE, head.APPRENTICESHIP
-    draft_head.SHARE, head.APPRENTICESHIP = 1.0, 0  # the runs are short
+    before = draft_head.SHARE, head.MIN_UPDATES
+    draft_head.SHARE, head.MIN_UPDATES = 1.0, 0  # the runs are short
     if request.param == "adaptive":
         built = request.getfixturevalue("drafting")
     else:
@@ -49,7 +49,7 @@ def engine(request, build_engine, write_history, tmp_path_factory):
         built.history_folder = folder
     built.drafter = request.param
     yield built
-    draft_head.SHARE, head.APPRENTICESHIP = before
+    draft_head.SHARE, head.MIN_UPDATES = before
 
 
 #: All settings with one drafter, and all drafters at one setting. The product is in test_coupled and

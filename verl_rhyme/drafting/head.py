@@ -30,7 +30,7 @@ from torch.nn import functional
 from verl_rhyme.drafting.head_interface import HEAD_POSITIONS
 
 #: Optimizer steps before a new head drafts.
-APPRENTICESHIP = 64
+MIN_UPDATES = 64
 #: Rows from which the standard deviation of embeddings is estimated.
 _SPREAD_OF = 1024
 _COUNTS, _UPDATES = "counts", "updates"
@@ -99,14 +99,7 @@ class Rows:
 
 
 def save(path: Path, head: DraftHead, counts: np.ndarray, updates: int) -> None:
-    """Save a head to a file atomically.
-
-    Args:
-        path: Path of the safetensors file.
-        head: Head to save.
-        counts: int64[V], how often the run generated each token.
-        updates: Optimizer steps of the head.
-    """
+    """Save a head to a safetensors file atomically, with how often the run generated each token (int64[V])."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in head.state_dict().items()}
     save_file({**tensors, _COUNTS: torch.from_numpy(counts), _UPDATES: torch.tensor(updates)}, part)
@@ -114,10 +107,7 @@ def save(path: Path, head: DraftHead, counts: np.ndarray, updates: int) -> None:
 
 
 def load(path: Path, head: DraftHead, vocabulary: int) -> tuple[np.ndarray, int]:
-    """Load a head from a file of :func:`save`.
-
-    Returns:
-        Token counts, int64[V], and optimizer steps.
+    """Load a head from a file of :func:`save`. Returns token counts, int64[V], and optimizer steps.
 
     Raises:
         ValueError: The file has no head or one of another model; ``head`` is unchanged.
@@ -170,16 +160,13 @@ class HeadTrainer:
         return min(self._end, len(self._token))
 
     def add(self, hidden: Tensor, tokens: np.ndarray, previous: np.ndarray) -> np.ndarray:
-        """Add tokens of any number of texts.
+        """Add tokens of any number of texts. Returns their numbers, int64[n].
 
         Args:
             hidden: float[n, D], hidden states that gave the tokens.
             tokens: int64[n].
             previous: int64[n], number of the token before each in its text, or -1; ``-2 - entry`` for an entry of this
                 call.
-
-        Returns:
-            int64[n], numbers of the tokens.
         """
         capacity = len(self._token)
         numbers = self._end + np.arange(len(tokens))

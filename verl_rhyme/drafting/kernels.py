@@ -711,14 +711,21 @@ def _vote_head(scratch, distinct, proposed, vocabulary):
     for token in proposed:
         if token < 0 or token >= vocabulary:
             continue
-        j = 0
-        while j < distinct and candidates[j] != token:
-            j += 1
+        j = _index(candidates, distinct, token)
         if j == distinct and distinct < len(candidates):
             candidates[j] = token
             _clear(scratch.votes, scratch.mass, scratch.known, j)
             distinct += 1
     return distinct
+
+
+@njit(cache=True, nogil=True)
+def _index(candidates, distinct, token):
+    """Return the index of a token among the candidates; their number if it is none of them."""
+    j = 0
+    while j < distinct and candidates[j] != token:
+        j += 1
+    return j
 
 
 @njit(cache=True, nogil=True)
@@ -757,9 +764,7 @@ def _vote(live, scratch, history, recorded, n, vocabulary):
         positions[kept], sources[kept], matches[kept], following[kept] = positions[i], source, matches[i], position
         tier = _tier(matches[i])
         longest = max(longest, tier)
-        j = 0
-        while j < distinct and candidates[j] != token:
-            j += 1
+        j = _index(candidates, distinct, token)
         if j == distinct:
             candidates[j] = token
             _clear(votes, mass, known, j)
@@ -799,9 +804,7 @@ def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
             token, count = entry & 0xFFFFFFFF, (entry >> 32) & 0xFF
             if token >= vocabulary:
                 continue
-            j = 0
-            while j < distinct and candidates[j] != token:
-                j += 1
+            j = _index(candidates, distinct, token)
             if j == distinct:
                 if distinct == len(candidates) or _RARE * count < total[k] or (count == 1 and short):
                     continue

@@ -18,16 +18,7 @@ def build(
     threads: Threads | None = None,
     head: Head | None = None,
 ) -> DraftPolicy:
-    """Build the configured drafter and compile its kernels.
-
-    Args:
-        config: ``drafting`` section of the config.
-        histories: Source of histories, or a function from a prompt's key to its history or ``None``.
-        slots: Expected number of running requests.
-        vocabulary: Exclusive upper bound of drafted token ids.
-        threads: Threads that plan a batch's rows.
-        head: Draft head, or ``None``.
-    """
+    """Build the configured drafter and compile its kernels; arguments as of :class:`.adaptive.AdaptiveDrafter`."""
     if config.policy == "paper":
         paper.warm()
         return paper.PaperDrafter(config, histories, vocabulary)

@@ -20,7 +20,7 @@ from verl_rhyme.drafting import recurrent
 from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
-from verl_rhyme.engine.draft_head import EngineHead, all_ranks
+from verl_rhyme.engine.draft_head import TRAINING_TOTALS, EngineHead, all_ranks
 from verl_rhyme.engine.history_loader import HistoryLoader
 from verl_rhyme.engine.threads import PlanningThreads, thread_count
 from verl_rhyme.history.copies import CopyReader
@@ -151,9 +151,8 @@ class HistoryProposer:
             Draft tokens of each row, ragged.
         """
         started = time.perf_counter()
-        planning, self._planning = self._planning, 0.0
         try:
-            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, started, planning)
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, started)
         except Exception:
             self._errors += 1
             if self._errors == 1:
@@ -165,14 +164,10 @@ class HistoryProposer:
             self._calls += 1
 
     def _propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: Any,
-        token_ids_cpu: Any,
-        now: float,
-        planning: float,
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, now: float
     ) -> list[list[int]]:
         drafter = self._drafter
+        planning, self._planning = self._planning, 0.0
         if drafter is None:
             if self._runner is None:
                 raise RuntimeError(
@@ -207,7 +202,7 @@ class HistoryProposer:
         longest = self._config.max_tokens
         limits = request_limits(lengths, generated, drafting.max_tokens, self._max_model_len, longest)
         if self._head is not None:
-            self._head.sampled(req_ids, sampled_token_ids, rows)
+            self._head.observe(req_ids, sampled_token_ids, rows)
         # The engine waits for the plan, so a step's cost includes its plan.
         seconds = planning + now - self._ended if plain else None
         began = time.perf_counter()
@@ -218,7 +213,7 @@ class HistoryProposer:
         captured = 0 if self._head is None else self._head.captured
         self._paused, self._captured = captured > self._captured, captured
         if self._head is not None and plain:
-            self._head.learn(now - self._ended)
+            self._head.train(now - self._ended)
         if len(rows) == count:
             return planned
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
@@ -290,16 +285,14 @@ class HistoryProposer:
         counts: dict[str, dict[str, Any]] = {
             id: {name: getattr(count, name) for name in RequestCounts.__slots__} for id, count in finished.items()
         }
-        for first in list(counts)[:1]:
-            known = {"draft_errors": self._all_errors(), "draft_seconds": self._seconds}
-            if self._head is not None:
-                known |= self._head.training()
-            counts[first] |= {name: value - self._reported.get(name, 0) for name, value in known.items()}
+        if counts:
+            totals = self.totals()
+            known = {"draft_errors": totals["errors"] + totals["history_errors"], "draft_seconds": totals["seconds"]}
+            known |= {name: totals[name] for name in TRAINING_TOTALS if name in totals}
+            first = next(iter(counts.values()))
+            first |= {name: value - self._reported.get(name, 0) for name, value in known.items()}
             self._reported = known
         return counts
-
-    def _all_errors(self) -> int:
-        return self._errors + self._history.errors + (0 if self._head is None else self._head.failures)
 
     def totals(self) -> dict[str, Any]:
         """Return totals since the start: drafted and accepted tokens, calls, seconds, errors of drafter and history."""
