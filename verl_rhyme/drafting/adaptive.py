@@ -80,7 +80,8 @@ class AdaptiveDrafter:
         threads: Threads | None = None,
         head: Head | None = None,
     ):
-        self._config, self._shared, self._vocabulary = config, Histories(histories), min(vocabulary, (1 << 31) - 1)
+        self._config, self._vocabulary = config, min(vocabulary, (1 << 31) - 1)
+        self._shared: Histories[_Request] = Histories(histories)
         self._threads = threads or Threads()
         self._head, self._gate, self._headed = head, HeadGate(), False
         self._slots = _slot_arrays(slots, config.max_tokens)
@@ -93,7 +94,6 @@ class AdaptiveDrafter:
         self._unprofitable = 0  # unprofitable steps in a row
         self._free = list(range(slots))[::-1]
         self._requests: dict[str, _Request] = {}
-        self._of_prompt: dict[bytes, list[_Request]] = {}
         self._batch: tuple[tuple[str, ...], np.ndarray] | None = None  # the last step's requests and their slots
         self._newest: OrderedDict[bytes, int] = OrderedDict()  # step of the latest response in a prompt's history
         self._texts = 0
@@ -106,13 +106,13 @@ class AdaptiveDrafter:
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
         """Start a request, or restart it (for example after a resume)."""
         self._forget(request)
-        history = self._shared.acquire(key)
         if not self._free:
             self._grow()
+        live = _Request(key, self._free[-1])
+        history = self._shared.acquire(key, live)
         slot = self._free.pop()
-        live = self._requests[request] = _Request(key, slot)
+        self._requests[request] = live
         self._batch = None
-        self._of_prompt.setdefault(key, []).append(live)
         slots = self._slots
         for array in (slots.length, slots.planned, slots.candidates, slots.recent, slots.counts, slots.by_source):
             array[slot] = 0
@@ -128,10 +128,10 @@ class AdaptiveDrafter:
 
     def add_history(self, key: bytes, history: PromptHistory | None) -> bool:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.add_history`."""
-        if not self._shared.deliver(key, history):
-            return False
-        self._set_history(history, key, self._of_prompt[key])
-        return history is not None
+        waiting = self._shared.deliver(key, history)
+        if waiting:
+            self._set_history(history, key, waiting)
+        return bool(waiting) and history is not None
 
     def step(self, done: DecodeStep) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
@@ -286,12 +286,9 @@ class AdaptiveDrafter:
         self._batch = None
         self._live.close(int(self._slots.block[live.slot]))
         self._slots.history_size[live.slot], live.history = 0, ()
-        self._of_prompt[live.key].remove(live)
-        if not self._of_prompt[live.key]:
-            del self._of_prompt[live.key]
         self._regrowth.stop(live.slot)
         self._free.append(live.slot)
-        self._shared.release(live.key)
+        self._shared.release(live.key, live)
 
     def _grow(self) -> None:
         """Double the slots. The live texts do not grow: if all of their blocks are open, new text is not indexed."""

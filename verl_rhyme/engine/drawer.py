@@ -124,8 +124,7 @@ class Drawer:
                 return Drawn(tokens, None)
             from verl_rhyme.engine import draw_kernel
 
-            ranked = draw_kernel.ranks(logits, tokens)
-            return Drawn(tokens, LogprobsTensors(tokens.to(torch.int32)[:, None], logprobs[:, None], ranked))
+            return Drawn(tokens, _table_of_one(tokens, logprobs, draw_kernel.ranks(logits, tokens)))
         parts = [
             self._draw_some(logits[at], rows.part(at), metadata, len(counts))
             for at in _chunks(logits, counts, metadata)
@@ -151,9 +150,7 @@ class Drawer:
             return Drawn(tokens, None)
         if quick:
             assert logprobs is not None
-            return Drawn(
-                tokens, LogprobsTensors(tokens.to(torch.int32)[:, None], logprobs[:, None], ranks(base, tokens))
-            )
+            return Drawn(tokens, _table_of_one(tokens, logprobs, ranks(base, tokens)))
         table = base if as_logits else base.log_softmax(dim=-1)
         values, ids = table.topk(wanted, dim=-1)
         ids = torch.cat([tokens[:, None], ids], dim=1).to(torch.int32)
@@ -199,6 +196,10 @@ class Drawer:
             replace(metadata, spec_token_ids=padded),
             SimpleNamespace(num_draft_tokens=counts.tolist()),  # type: ignore[arg-type]
         )
+
+
+def _table_of_one(tokens: torch.Tensor, logprobs: torch.Tensor, ranked: torch.Tensor) -> LogprobsTensors:
+    return LogprobsTensors(tokens.to(torch.int32)[:, None], logprobs[:, None], ranked)
 
 
 def _positional(metadata: SamplingMetadata) -> bool:

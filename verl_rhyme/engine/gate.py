@@ -19,7 +19,6 @@ class Gate:
         self.running = 0
         self.closed = False
         self._waiting: dict[object, str] = {}  # waiting requests by a unique mark
-        self._cancelled: set[object] = set()  # marks of waiting requests
         self._changed = asyncio.Condition()
 
     async def enter(self, request: str, version: int) -> bool:
@@ -33,13 +32,12 @@ class Gate:
             try:
                 async with self._changed:
                     await self._changed.wait_for(
-                        lambda: version <= self.version or mark in self._cancelled or self.closed
+                        lambda: version <= self.version or mark not in self._waiting or self.closed
                     )
-                if mark in self._cancelled:
-                    return False
             finally:
-                del self._waiting[mark]
-                self._cancelled.discard(mark)
+                cancelled = self._waiting.pop(mark, None) is None
+            if cancelled:
+                return False
         if self.closed:
             return False
         self.running += 1
@@ -63,8 +61,9 @@ class Gate:
 
     async def cancel(self, request: str) -> bool:
         """Cancel a waiting request. Returns whether it was waiting."""
-        marks = {mark for mark, waits in self._waiting.items() if waits == request}
-        self._cancelled |= marks
+        marks = [mark for mark, waits in self._waiting.items() if waits == request]
+        for mark in marks:
+            del self._waiting[mark]
         if marks:
             await self._notify()
         return bool(marks)
