@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.unit.drafting.engine import Engine
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows, load, save
 from verl_rhyme.drafting.head_inference import HeadInference
-from verl_rhyme.drafting.policy import DecodeStep
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
@@ -159,21 +159,17 @@ class Scripted:
         return named, np.where(named >= 0, 0.9, 0.0).astype(np.float32)
 
 
-def drafts(head, prompts, limit=8, floor=0.1, rounds=1):
+def engine_with(head, floor=0.1, rows=1):
+    config = DraftingConfig(floor=floor, weigh_cost=False)
+    return Engine(AdaptiveDrafter(config, lambda key: None, slots=8, vocabulary=100, head=head), rows=rows)
+
+
+def drafts(head, prompts, limit=8, floor=0.1):
     """Return drafts of prompts without history."""
-    drafter = AdaptiveDrafter(
-        DraftingConfig(floor=floor, weigh_cost=False), lambda key: None, slots=8, vocabulary=100, head=head
-    )
-    tokens = np.zeros((len(prompts), 64), np.int32)
+    engine = engine_with(head, floor, len(prompts))
     for i, prompt in enumerate(prompts):
-        tokens[i, : len(prompt)] = prompt
-        drafter.start(str(i), bytes([i]) * 16)
-    lengths = np.array([len(prompt) for prompt in prompts])
-    names, limits = [str(i) for i in range(len(prompts))], np.full(len(prompts), limit)
-    none = np.zeros(len(prompts), dtype=np.int64)
-    for _ in range(rounds):
-        drafted = drafter.step(DecodeStep(names, np.arange(len(prompts)), tokens, lengths, none, none, limits, 1 << 20))
-    return drafted
+        engine.start(str(i), prompt[:-1], bytes([i]) * 16)
+    return list(engine.step({str(i): prompt[-1:] for i, prompt in enumerate(prompts)}, limit).values())
 
 
 def test_head_alone_drafts_without_text():
@@ -192,15 +188,11 @@ def test_text_continues_the_heads_tokens():
 
 def test_draft_tokens_are_counted_by_their_source():
     head = Scripted(lambda position, latest: {0: 50, 1: 2, 2: 3}[position])
-    drafter = AdaptiveDrafter(
-        DraftingConfig(floor=0.01, weigh_cost=False), lambda key: None, slots=1, vocabulary=100, head=head
-    )
-    tokens = np.array([[1, 2, 3, 4, 5, 6, 7, 60, 50, 2, 3, 4]], np.int32)
-    drafter.start("a", b"a" * 16)
-    one = np.ones(1, dtype=np.int64)
-    draft = drafter.step(DecodeStep(["a"], 0 * one, tokens, 8 * one, [0], [0], 8 * one, 100))[0]
-    drafter.step(DecodeStep(["a"], 0 * one, tokens, 12 * one, [len(draft)], [3], 8 * one, 100))
-    counts = drafter.finish("a")
+    engine = engine_with(head, floor=0.01)
+    engine.start("a", [1, 2, 3, 4, 5, 6, 7])
+    draft = engine.step({"a": [60]}, 8)["a"]
+    engine.step({"a": [50, 2, 3, 4]}, 8, drafted=[len(draft)], accepted=[3])
+    counts = engine.finish("a")
     assert draft == [50, 2, 3, 4]
     assert (counts.drafted_head, counts.accepted_head) == (2, 2), "50 and 2; that 3 follows 2 is in the text"
     assert (counts.drafted_own, counts.accepted_own) == (2, 1)
@@ -225,16 +217,9 @@ def test_tokens_outside_the_vocabulary_are_not_drafted():
 def test_drafter_learns_to_ignore_a_wrong_head():
     """The head names wrong tokens with probability 0.9, and the drafter soon drafts none of them."""
     head = Scripted(lambda position, latest: 99)
-    drafter = AdaptiveDrafter(
-        DraftingConfig(floor=0.1, weigh_cost=False), lambda key: None, slots=1, vocabulary=100, head=head
-    )
-    tokens, rng = np.zeros((1, 2048), np.int32), np.random.default_rng(0)
-    tokens[0] = rng.integers(0, 98, 2048)
-    drafter.start("a", b"a" * 16)
-    wrong = []
-    for length in range(8, 1008):
-        done = DecodeStep(["a"], np.arange(1), tokens, np.array([length]), [0], [0], np.array([8]), 100)
-        wrong.append(99 in drafter.step(done)[0])
+    engine, text = engine_with(head), np.random.default_rng(0).integers(0, 98, 1007)
+    engine.start("a", text[:7])
+    wrong = [99 in engine.step({"a": text[i : i + 1]}, 8)["a"] for i in range(7, 1007)]
     assert np.mean(wrong[:20]) > 0.5 > 0.05 > np.mean(wrong[-500:])
 
 
