@@ -266,8 +266,9 @@ async def test_request_that_waits_at_the_gate_never_enters(server):
 def dying(server, monkeypatch):
     """Server whose engine dies after two steps of a request."""
 
-    async def two_steps(prompt, params, request_id, **kwargs):  # vLLM's lists grow one after another
-        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2], logprobs=["a", "b", "c"], finish_reason=None)])
+    async def two_steps(prompt, params, request_id, **kwargs):
+        tokens, logprobs = server.lists
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=None)])
         raise EngineDeadError
 
     async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
@@ -276,11 +277,13 @@ def dying(server, monkeypatch):
         return TokenOutput(token_ids=last.token_ids, stop_reason=last.finish_reason, extra_fields={})
 
     monkeypatch.setattr(vLLMHttpServer, "generate", generate)
-    server._engine_generate = two_steps
+    server._engine_generate, server.lists = two_steps, ([1, 2], ["a", "b"])
     return server
 
 
-async def test_request_of_a_coordinator_ends_as_aborted_and_reports_the_death(dying):
+@pytest.mark.parametrize("lists", [([1, 2], ["a", "b", "c"]), ([1, 2, 3], ["a", "b"])])
+async def test_request_of_a_coordinator_ends_as_aborted_and_reports_the_death(dying, lists):
+    dying.lists = lists  # they grow one after another
     output = await dying.generate([5], {}, "r", rhyme={"name": "uid_0"})
     assert (output.token_ids, output.stop_reason) == ([1, 2], "abort")
     assert output.extra_fields[DIED]
