@@ -30,7 +30,7 @@ from benchmarks.traces import Response
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import head
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
-from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows
+from verl_rhyme.drafting.head import DraftHead, HeadTrainer, PolicyRows
 from verl_rhyme.drafting.head_inference import HeadInference
 from verl_rhyme.drafting.head_interface import Proposals
 from verl_rhyme.drafting.policy import DecodeStep
@@ -90,7 +90,9 @@ class Learning:
         if self._since >= _CHOOSE_EVERY:
             self._since = 0
             chosen = torch.tensor([token for token, _ in self.counts_of_tokens.most_common(_MOST_TOKENS)])
-            self.inference.rows = Rows.of(chosen, self._output[chosen], self._embedding[chosen], len(self._output))
+            self.inference.rows = PolicyRows.of(
+                chosen, self._output[chosen], self._embedding[chosen], len(self._output)
+            )
         self._learn(len(tokens))
         last = np.cumsum([len(part) for part in states]) - 1
         self.inference.begin(hidden[torch.from_numpy(last)])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_check.reporting import VOCABULARY, device, milliseconds, quick, report
-from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows
+from verl_rhyme.drafting.head import DraftHead, HeadTrainer, PolicyRows
 from verl_rhyme.drafting.head_inference import HeadInference
 from verl_rhyme.drafting.head_interface import HEAD_BUFFER, MOST_TOKENS
 
@@ -23,7 +23,7 @@ BANDWIDTH = 3.0e12
 STEPS = 4
 
 
-def head_of(hidden: int, entries: int, at: torch.device) -> tuple[DraftHead, Rows]:
+def head_of(hidden: int, entries: int, at: torch.device) -> tuple[DraftHead, PolicyRows]:
     """Return a new head, and random output rows of a policy."""
     torch.manual_seed(0)
     head = DraftHead(hidden).to(at)
@@ -31,10 +31,10 @@ def head_of(hidden: int, entries: int, at: torch.device) -> tuple[DraftHead, Row
     kind = torch.bfloat16 if head.half else torch.float32
     tokens = torch.randperm(VOCABULARY, device=at)[:entries]
     output, embedding = (torch.randn(entries, hidden, dtype=kind, device=at) / hidden**0.5 for _ in range(2))
-    return head, Rows.of(tokens, output, embedding, VOCABULARY)
+    return head, PolicyRows.of(tokens, output, embedding, VOCABULARY)
 
 
-def guesses_ms(head: DraftHead, rows: Rows, batch: int, rounds: int) -> float:
+def guesses_ms(head: DraftHead, rows: PolicyRows, batch: int, rounds: int) -> float:
     """Return the milliseconds of a step's guesses by the host's clock, because the engine waits for them."""
     inference = HeadInference(head, STEPS)
     inference.rows = rows

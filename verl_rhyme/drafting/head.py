@@ -63,18 +63,18 @@ class DraftHead(nn.Module):
         """Take in a token: float[..., D], float[..., D] -> float[..., D]."""
         return state + self.outer(functional.silu(self.inner(torch.cat([self.norm(state), embedded], -1))))
 
-    def logits(self, state: Tensor, rows: Rows) -> Tensor:
+    def logits(self, state: Tensor, rows: PolicyRows) -> Tensor:
         """Return logits of the tokens of ``rows``: float[..., D] -> float[..., M]."""
         return self.scale * functional.linear(state, rows.output)
 
-    def embed(self, tokens: Tensor, rows: Rows) -> Tensor:
+    def embed(self, tokens: Tensor, rows: PolicyRows) -> Tensor:
         """Embed entries of ``rows``, -1 for other tokens: int64[...] -> float[..., D]."""
         known = rows.embedding[tokens.clamp(min=0)]
         return torch.where((tokens >= 0)[..., None], known, self.other)
 
 
 @dataclass(frozen=True)
-class Rows:
+class PolicyRows:
     """The policy's rows of the head's tokens.
 
     Attributes:
@@ -90,7 +90,7 @@ class Rows:
     embedding: Tensor
 
     @classmethod
-    def of(cls, tokens: Tensor, output: Tensor, embedding: Tensor, vocabulary: int) -> Rows:
+    def of(cls, tokens: Tensor, output: Tensor, embedding: Tensor, vocabulary: int) -> PolicyRows:
         """Build from the policy's ``output`` and ``embedding`` rows of exactly these tokens."""
         entry = torch.full((vocabulary,), -1, dtype=torch.int64, device=tokens.device)
         entry[tokens] = torch.arange(len(tokens), device=tokens.device)
@@ -180,7 +180,7 @@ class HeadTrainer:
         self._following[previous[linked] % capacity] = numbers[linked]
         return numbers
 
-    def update(self, rows: Rows, temperature: float) -> Tensor:
+    def update(self, rows: PolicyRows, temperature: float) -> Tensor:
         """Make one optimizer step towards the policy's distributions at a temperature; skipped if not finite.
 
         Returns:
@@ -197,7 +197,7 @@ class HeadTrainer:
             self.optimizer.step()
         return loss.detach()
 
-    def _loss(self, rows: Rows, token: Tensor, hidden: Tensor, inside: Tensor, temperature: float) -> Tensor:
+    def _loss(self, rows: PolicyRows, token: Tensor, hidden: Tensor, inside: Tensor, temperature: float) -> Tensor:
         with torch.no_grad():
             target = (functional.linear(hidden[:, 1:], rows.output).float() / temperature).log_softmax(-1)
         state = hidden[:, : self.SEGMENT]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_rhyme.drafting.head import DraftHead, Rows
+from verl_rhyme.drafting.head import DraftHead, PolicyRows
 from verl_rhyme.drafting.head_interface import Proposals
 
 #: Tokens that the head names at each position.
@@ -32,7 +32,7 @@ class HeadInference:
         self._head, self._steps = head, steps
         self._gpu = head.scale.is_cuda
         self._read = copy.deepcopy(head).to(torch.bfloat16).requires_grad_(False) if self._gpu else head
-        self._rows: Rows | None = None
+        self._rows: PolicyRows | None = None
         self._temperature, self._divisor = 1.0, torch.ones((), device=head.scale.device)
         self._states: Tensor | None = None  # on a GPU with a spare row, for a graph's padding
         self._known = False
@@ -41,12 +41,12 @@ class HeadInference:
         self.captured = 0  # graphs captured so far
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> PolicyRows | None:
         """The policy's rows; ``None`` before they were copied."""
         return self._rows
 
     @rows.setter
-    def rows(self, rows: Rows | None) -> None:
+    def rows(self, rows: PolicyRows | None) -> None:
         self._rows = rows
         self._graphs.clear()  # graphs hold addresses of the old rows
 

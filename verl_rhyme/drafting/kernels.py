@@ -31,7 +31,7 @@ MAX_COUNT = 255
 #: Inverse of the smallest share of a context's counts that makes a token a candidate.
 _RARE = 6
 #: Shortest context after which a token that followed only once is a candidate.
-_TOLD_ONCE = 3
+_RELIABLE_ORDER = 3
 #: Counts of a context beyond which shorter contexts are not looked up.
 _ENOUGH = 32
 #: Match tier from which agreeing occurrences are not checked against counts, except for the first draft token.
@@ -43,7 +43,7 @@ MAX_MATCH = 32
 #: Most occurrences in the prompt's history and in its group's live texts.
 MAX_HISTORY, MAX_GROUP = 8, 8
 #: Latest positions of the last token in the group's live texts that are searched for the longest matches.
-_LOOKED_AT = 32
+_MOST_SEARCHED = 32
 MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP
 #: Most candidates of a draft token.
 _MAX_DISTINCT = 2 * MAX_OCCURRENCES
@@ -180,7 +180,7 @@ def observe(live, slots, model, batch, drafted, accepted):
         size += min(first, longest)
         spans[b, 0], spans[b, 1] = size, size + lengths[b] - first
         size = spans[b, 1]
-    said = np.empty(size, dtype=np.int32)
+    sampled = np.empty(size, dtype=np.int32)
     size = 0
     for b in range(len(ids)):
         slot = ids[b]
@@ -196,24 +196,24 @@ def observe(live, slots, model, batch, drafted, accepted):
         slots.planned_at[slot] = length
         _append(live, slots, slot, text, known, length)
         for index in range(length - (spans[b, 1] - size), length):
-            said[size] = text[index]
+            sampled[size] = text[index]
             size += 1
         slots.length[slot] = length
-    return said, spans
+    return sampled, spans
 
 
 @njit(cache=True, nogil=True)
-def count(counts, said, spans):
+def count(counts, sampled, spans):
     """Count a step's sampled tokens for later plans; each token touches a few cache lines in gigabytes of memory.
 
     Args:
         counts: Counts of the live texts, changed in place.
-        said, spans: Result of :func:`observe`.
+        sampled, spans: Result of :func:`observe`.
     """
-    counts, said, spans = _borrowed((counts, said, spans))
+    counts, sampled, spans = _borrowed((counts, sampled, spans))
     begin = 0
     for b in range(len(spans)):
-        _count(counts, said[begin : spans[b, 1]], spans[b, 0] - begin, spans[b, 1] - begin)
+        _count(counts, sampled[begin : spans[b, 1]], spans[b, 0] - begin, spans[b, 1] - begin)
         begin = spans[b, 1]
 
 
@@ -240,7 +240,7 @@ def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span, pos
     ids, rows, tokens, lengths, limits = batch
     for b in range(span[0], span[1]):
         if position == 0 and b + 1 < span[1] and limits[b + 1] > 0:
-            _ahead(live, slots, scratch, ids[b + 1], tokens[rows[b + 1]], lengths[b + 1])
+            _prefetch_row(live, slots, scratch, ids[b + 1], tokens[rows[b + 1]], lengths[b + 1])
         if min(limits[b], plans.draft.shape[1]) > position and plans.planned[b] == position:
             plans.planned[b] = _plan(
                 live, slots, model, scratch, batch, plans, b, floor, vocabulary, proposed[b], probability[b]
@@ -248,7 +248,7 @@ def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span, pos
 
 
 @njit(cache=True, nogil=True)
-def _ahead(live, slots, scratch, slot, text, length):
+def _prefetch_row(live, slots, scratch, slot, text, length):
     """Prefetch the memory that a row's plan reads first, while another row is planned."""
     for order in range(_contexts(text, length, scratch.keys)):
         _prefetch(live.counts, _bucket(live.counts, scratch.keys[order])[0])
@@ -446,7 +446,7 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
     first, seen = n, 0
     links = live.link_group
     position = np.int64(live.head_group[_hash(context[end - 1], group, len(live.head_group))])
-    while position >= 0 and seen < _LOOKED_AT:
+    while position >= 0 and seen < _MOST_SEARCHED:
         seen += 1
         block = position // BLOCK
         following = np.int64(links[position])
@@ -790,7 +790,7 @@ def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
     for order in range(fitting - 1, -1, -1):
         start, mark = _bucket(counts, keys[order])
         k = ALL * N_TIERS + order
-        short = ORDERS[order] < _TOLD_ONCE
+        short = ORDERS[order] < _RELIABLE_ORDER
         for i in range(start, start + WAYS):
             if counts[i] >> 40 == mark:
                 total[k] += (counts[i] >> 32) & 0xFF

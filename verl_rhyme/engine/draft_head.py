@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from verl_rhyme.drafting import head
-from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows
+from verl_rhyme.drafting.head import DraftHead, HeadTrainer, PolicyRows
 from verl_rhyme.drafting.head_inference import HeadInference
 from verl_rhyme.drafting.head_interface import HEAD_BUFFER, MOST_TOKENS, Proposals
 
@@ -226,7 +226,7 @@ class EngineHead:
         output = (_rows(self._output, tokens) * self._scale).to(kind)
         embedding = output if self._embedding is self._output else _rows(self._embedding, tokens).to(kind)
         if self._drafts:
-            self._inference.rows = Rows.of(tokens, output, embedding, self._vocabulary)
+            self._inference.rows = PolicyRows.of(tokens, output, embedding, self._vocabulary)
         del output, embedding
         if tokens.is_cuda:
             torch.cuda.empty_cache()  # vLLM's memory pool cannot use torch's cache

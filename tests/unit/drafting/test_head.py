@@ -12,7 +12,7 @@ from torch import nn
 from tests.unit.drafting.engine import Engine
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
-from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows, load, save
+from verl_rhyme.drafting.head import DraftHead, HeadTrainer, PolicyRows, load, save
 from verl_rhyme.drafting.head_inference import HeadInference
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -29,7 +29,7 @@ def rows(tokens=range(V), generator=None):
     generator = torch.Generator().manual_seed(1)
     output, embedding = torch.randn(V, D, generator=generator) * 3, torch.randn(V, D, generator=generator)
     tokens = torch.tensor(list(tokens))
-    return Rows.of(tokens, output[tokens], embedding[tokens], V)
+    return PolicyRows.of(tokens, output[tokens], embedding[tokens], V)
 
 
 def cycle(n, first=0):
@@ -121,7 +121,7 @@ def test_gpu_graphs_match_the_cpu():
     for turn, batch in enumerate((3, 1, 9, 4, 17)):
         some = rows(range(V - turn))
         moved = (part.cuda() for part in (some.tokens, some.output.bfloat16(), some.embedding.bfloat16()))
-        ours.rows, expected.rows = Rows.of(*moved, V), some
+        ours.rows, expected.rows = PolicyRows.of(*moved, V), some
         with torch.no_grad():
             for trained in (head, on_gpu):
                 trained.inner.weight.mul_(1.1)
