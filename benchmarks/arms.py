@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -13,10 +12,9 @@ from numba import njit
 from benchmarks.replay import Arm
 from benchmarks.traces import Response
 from verl_rhyme.config import DraftingConfig
-from verl_rhyme.drafting.paper import PaperDrafter
+from verl_rhyme.drafting.paper import PaperDrafter, Window
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy
-from verl_rhyme.drafting.window import WindowPolicy
 from verl_rhyme.history.record import PromptHistory, Trajectory
 
 
@@ -131,19 +129,15 @@ class Rhyme(NoDrafts):
         self.histories.record(responses)
 
 
-@dataclass(slots=True)
-class _DoublingWindow(WindowPolicy):
+class _DoublingWindow(Window):
     """Window of the released HistoSpec: doubled on full acceptance, halved on a rejection, at most 16."""
 
-    size: int = field(init=False, default=2)
-
     def observe(self, drafted: int, accepted: int) -> None:
-        if drafted > 0:
-            self.size = min(2 * self.size, self.cap) if accepted >= drafted else max(1, self.size // 2)
+        self.size = min(2 * self.size, self.cap) if accepted >= drafted else max(1, self.size // 2)
 
 
 class _Released(PaperDrafter):
-    def _window(self) -> WindowPolicy:
+    def _window(self) -> Window:
         return _DoublingWindow(cap=16)
 
 

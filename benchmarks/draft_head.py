@@ -30,9 +30,9 @@ from benchmarks.traces import Response
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import head
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
-from verl_rhyme.drafting.guesses import Guesses
-from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows
-from verl_rhyme.drafting.head_guesser import HeadGuesser
+from verl_rhyme.drafting.head import DraftHead, HeadTrainer, PolicyRows
+from verl_rhyme.drafting.head_inference import HeadInference
+from verl_rhyme.drafting.head_interface import Proposals
 from verl_rhyme.drafting.policy import DecodeStep
 
 STEPS = 4
@@ -51,8 +51,8 @@ class Learning:
         self._states, self._passes = states, passes
         self._output, self._embedding = torch.from_numpy(states.output), torch.from_numpy(states.embedding)
         self.head = DraftHead(states.output.shape[1])
-        self.guesser, self._trainer = HeadGuesser(self.head, STEPS), HeadTrainer(self.head, _BUFFER, STEPS)
-        self.guesser.temperature = temperature
+        self.inference, self._trainer = HeadInference(self.head, STEPS), HeadTrainer(self.head, _BUFFER, STEPS)
+        self.inference.temperature = temperature
         self.counts_of_tokens: Counter[int] = Counter()
         self._seen: dict[str, int] = {}
         self._number: dict[str, int] = {}
@@ -66,12 +66,12 @@ class Learning:
     @property
     def steps(self) -> int:
         """Steps of the head; 0 while it has too few updates, as in the engine."""
-        return self.guesser.steps if self.updates >= head.APPRENTICESHIP else 0
+        return self.inference.steps if self.updates >= head.MIN_UPDATES else 0
 
-    def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
-        return self.guesser.guess(position, going, latest)
+    def propose(self, position: int, going: np.ndarray, latest: np.ndarray) -> Proposals:
+        return self.inference.propose(position, going, latest)
 
-    def take_in(self, responses: Sequence[Response], done: DecodeStep) -> None:
+    def observe(self, responses: Sequence[Response], done: DecodeStep) -> None:
         """Take the tokens emitted since the last step; the head then predicts their continuation."""
         states, tokens, previous = [], [], []
         for response, length in zip(responses, done.lengths, strict=True):
@@ -90,19 +90,21 @@ class Learning:
         if self._since >= _CHOOSE_EVERY:
             self._since = 0
             chosen = torch.tensor([token for token, _ in self.counts_of_tokens.most_common(_MOST_TOKENS)])
-            self.guesser.rows = Rows.of(chosen, self._output[chosen], self._embedding[chosen], len(self._output))
+            self.inference.rows = PolicyRows.of(
+                chosen, self._output[chosen], self._embedding[chosen], len(self._output)
+            )
         self._learn(len(tokens))
         last = np.cumsum([len(part) for part in states]) - 1
-        self.guesser.begin(hidden[torch.from_numpy(last)])
+        self.inference.begin(hidden[torch.from_numpy(last)])
 
     def _learn(self, emitted: int) -> None:
         self._owed += self._passes * emitted / (HeadTrainer.SEGMENT * self._trainer.segments)
-        rows = self.guesser.rows
+        rows = self.inference.rows
         assert rows is not None
         began = time.perf_counter()
         while self._owed >= 1 and len(self._trainer) >= _FEWEST:
             self._owed -= 1
-            self._trainer.update(rows, self.guesser.temperature)
+            self._trainer.update(rows, self.inference.temperature)
             self.updates += 1
         self.seconds += time.perf_counter() - began
 
@@ -127,7 +129,7 @@ class Both(Rhyme):
         self.learning.start(response)
 
     def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
-        self.learning.take_in(responses, done)
+        self.learning.observe(responses, done)
         return super().step(responses, done)
 
 
@@ -141,12 +143,12 @@ class HeadAlone(NoDrafts):
         self.learning.start(response)
 
     def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
-        self.learning.take_in(responses, done)
+        self.learning.observe(responses, done)
         drafts: list[list[int]] = [[] for _ in responses]
         latest = done.tokens[done.rows, done.lengths - 1]
         reach, going = np.ones(len(responses)), np.arange(len(responses))
         for position in range(self.learning.steps):
-            tokens, probabilities = self.learning.guess(position, going, latest)
+            tokens, probabilities = self.learning.propose(position, going, latest)
             reach[going] *= probabilities[going, 0]
             going = going[reach[going] >= self._floor]
             latest = tokens[:, 0]

@@ -1,6 +1,6 @@
 """Measure the time of a draft head at the hidden sizes of real models: its guesses for a batch, and a training step.
 
-Guesses are for one decoding step: four draft positions in sequence, each with a copy to the host. ``step_ms`` is the
+Proposals are for one decoding step: four draft positions in sequence, each with a copy to the host. ``step_ms`` is the
 time to read the model's weights once at :data:`BANDWIDTH`, the minimum of a decoding step.
 """
 
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_check.reporting import VOCABULARY, device, milliseconds, quick, report
-from verl_rhyme.drafting.guesses import HEAD_BUFFER, MOST_TOKENS
-from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows
-from verl_rhyme.drafting.head_guesser import HeadGuesser
+from verl_rhyme.drafting.head import DraftHead, HeadTrainer, PolicyRows
+from verl_rhyme.drafting.head_inference import HeadInference
+from verl_rhyme.drafting.head_interface import HEAD_BUFFER, MOST_TOKENS
 
 #: Hidden size, and bytes of all weights in bf16 on a GPU (the 32 B model's on four).
 SHAPES = {"8B": (4096, 16.0e9), "32B on 4 GPUs": (5120, 16.4e9)}
@@ -23,7 +23,7 @@ BANDWIDTH = 3.0e12
 STEPS = 4
 
 
-def head_of(hidden: int, entries: int, at: torch.device) -> tuple[DraftHead, Rows]:
+def head_of(hidden: int, entries: int, at: torch.device) -> tuple[DraftHead, PolicyRows]:
     """Return a new head, and random output rows of a policy."""
     torch.manual_seed(0)
     head = DraftHead(hidden).to(at)
@@ -31,21 +31,21 @@ def head_of(hidden: int, entries: int, at: torch.device) -> tuple[DraftHead, Row
     kind = torch.bfloat16 if head.half else torch.float32
     tokens = torch.randperm(VOCABULARY, device=at)[:entries]
     output, embedding = (torch.randn(entries, hidden, dtype=kind, device=at) / hidden**0.5 for _ in range(2))
-    return head, Rows.of(tokens, output, embedding, VOCABULARY)
+    return head, PolicyRows.of(tokens, output, embedding, VOCABULARY)
 
 
-def guesses_ms(head: DraftHead, rows: Rows, batch: int, rounds: int) -> float:
+def guesses_ms(head: DraftHead, rows: PolicyRows, batch: int, rounds: int) -> float:
     """Return the milliseconds of a step's guesses by the host's clock, because the engine waits for them."""
-    guesser = HeadGuesser(head, STEPS)
-    guesser.rows = rows
+    inference = HeadInference(head, STEPS)
+    inference.rows = rows
     states = torch.randn(batch, head.hidden, device=head.scale.device)
     going, times = np.arange(batch), []
     for _ in range(rounds + 2):
         began = time.perf_counter()
-        guesser.begin(states)
+        inference.begin(states)
         latest = np.full(batch, int(rows.tokens[0]), dtype=np.int32)
         for position in range(STEPS):
-            latest = guesser.guess(position, going, latest)[0][:, 0].copy()
+            latest = inference.propose(position, going, latest)[0][:, 0].copy()
         times.append(1e3 * (time.perf_counter() - began))
     return float(np.median(times[2:]))
 

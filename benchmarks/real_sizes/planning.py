@@ -173,7 +173,7 @@ class Engine:
     def loading(self) -> list[float]:
         """Run steps until all histories are loaded; return their seconds."""
         seconds = [self.step()]
-        while self.proposer.waiting:
+        while self.proposer._history.pending:
             time.sleep(DECODING)
             seconds.append(self.step(accepting=False))
         return seconds
@@ -214,7 +214,6 @@ def main(
                     loading += waits[1:]
                     steady += found
                     drafted.append(engine.emitted / len(found) / rows)
-            engine.proposer.close()
             q1, median, q3, last = np.quantile(steady, [0.25, 0.5, 0.75, 0.99]).tolist()
             row = {
                 "benchmark": "real_sizes planning",

@@ -65,8 +65,7 @@ def answers(model: Any, tokenizer: Any, seed: int, prompts: int, group: int) -> 
     lengths = np.array([len(prompt) for prompt in encoded])
 
     def coupled(logits: torch.Tensor, rows: list[int], step: int) -> torch.Tensor:
-        plain = np.zeros(len(rows), dtype=bool)
-        return torch.from_numpy(draw(logits.numpy(), keys[rows], lengths[rows] + step, plain))
+        return torch.from_numpy(draw(logits.numpy(), keys[rows], lengths[rows] + step))
 
     responses = sample(model, tokenizer, encoded, draw=coupled)
     truths = [puzzles.describe(puzzles.solutions(puzzle)[0], puzzle.names) for puzzle in chosen]
@@ -112,7 +111,7 @@ def compare(older: Any, newer: Any, texts: Texts, keys: np.ndarray) -> dict[str,
         old, new = (model(input_ids=ids[:, :-1]).logits.float() for model in (older, newer))
         distance.append(((old.softmax(-1) - new.softmax(-1)).abs().sum(-1) / 2).numpy()[drawn])
         row, at = drawn.nonzero()
-        tokens = draw(new.numpy()[drawn], keys[rows][row], at + 1, np.zeros(len(row), dtype=bool))
+        tokens = draw(new.numpy()[drawn], keys[rows][row], at + 1)
         agrees = tokens == ids[:, 1:].numpy()[drawn]
         p = new.softmax(-1).gather(2, ids[:, 1:, None])[..., 0].double().numpy()[drawn]
         same.append(agrees)

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -86,11 +85,6 @@ def test_the_runner_reads_the_length_where_the_patch_sets_it():
         line.strip() for line in inspect.getsource(GPUModelRunner.__init__).splitlines() if "uniform_decode" in line
     ]
     assert lines == ["self.uniform_decode_query_len = 1 + self.num_spec_tokens"]
-
-
-@pytest.mark.parametrize(("mode", "full"), [("FULL_AND_PIECEWISE", True), ("PIECEWISE", False)])
-def test_only_modes_with_full_decoding_do(mode, full):
-    assert (CUDAGraphMode[mode].decode_mode() == CUDAGraphMode.FULL) == full
 
 
 def test_vllm_takes_our_settings():

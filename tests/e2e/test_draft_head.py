@@ -51,7 +51,7 @@ def test_hidden_states_belong_to_their_tokens(engine):
     """The mean log-probability of drawn tokens under their hidden states is the negative entropy."""
     head = proposer(engine)._head
     numbers = np.arange(head._trainer._end, head._trainer._end + len(generated(engine, temperature=0.3)) * 60)
-    trainer, rows = head._trainer, head._guesser.rows
+    trainer, rows = head._trainer, head._inference.rows
     entry = rows.entry[trainer._token[numbers]]
     assert (entry >= 0).all()
     log_p = (trainer._hidden[numbers].float() @ rows.output.T / 0.3).log_softmax(-1)
@@ -68,7 +68,7 @@ def test_saved_head_is_loaded_by_a_new_engine(engine, build_engine):
     loaded = proposer(again)._head
     assert (loaded._head.outer.weight == head._head.outer.weight).all()
     assert loaded.steps == 0, "no hidden states yet"
-    assert loaded._guesser.rows is not None, "the file has the head's tokens"
+    assert loaded._inference.rows is not None, "the file has the head's tokens"
 
 
 def test_head_is_reset_between_measurements(engine):
@@ -78,7 +78,7 @@ def test_head_is_reset_between_measurements(engine):
     assert head.training() == {"head_updates": 0, "head_loss": 0.0, "head_seconds": 0.0}
     for _ in range(3):
         generated(engine, temperature=1.0)
-    assert head._guesser.rows is not None
+    assert head._inference.rows is not None
     assert head.training()["head_updates"] > 0
     assert 0 < head.training()["head_loss"] / head.updates < 4
 
@@ -89,7 +89,7 @@ def test_failing_head_is_turned_off_and_generation_continues(engine, monkeypatch
     def fail(*_):
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(head._guesser, "guess", fail)
+    monkeypatch.setattr(head._inference, "propose", fail)
     before = engine.collective_rpc("draft_totals")[0]
     assert all(len(tokens) == 64 for tokens in generated(engine))
     after = engine.collective_rpc("draft_totals")[0]
@@ -113,7 +113,7 @@ def test_ranks_gather_the_rows_of_a_sharded_vocabulary(tmp_path):
 
 def _rows_of_rank(worker):
     worker.model_runner.drafter.weights_loaded()
-    rows = getattr(getattr(worker.model_runner.drafter._head, "_guesser", None), "rows", None)
+    rows = getattr(getattr(worker.model_runner.drafter._head, "_inference", None), "rows", None)
     return None if rows is None else (rows.tokens.tolist(), rows.output.tolist())
 
 

@@ -38,8 +38,8 @@ ADAPTIVE = pytest.mark.parametrize("engine", ["adaptive"], indirect=True)
 
 @pytest.fixture(scope="module", params=DRAFTERS)
 def engine(request, build_engine, write_history, tmp_path_factory):
-    before = draft_head.SHARE, head.APPRENTICESHIP
-    draft_head.SHARE, head.APPRENTICESHIP = 1.0, 0  # the runs are short
+    before = draft_head.SHARE, head.MIN_UPDATES
+    draft_head.SHARE, head.MIN_UPDATES = 1.0, 0  # the runs are short
     if request.param == "adaptive":
         built = request.getfixturevalue("drafting")
     else:
@@ -49,7 +49,7 @@ def engine(request, build_engine, write_history, tmp_path_factory):
         built.history_folder = folder
     built.drafter = request.param
     yield built
-    draft_head.SHARE, head.APPRENTICESHIP = before
+    draft_head.SHARE, head.MIN_UPDATES = before
 
 
 #: All settings with one drafter, and all drafters at one setting. The product is in test_coupled and
@@ -89,7 +89,7 @@ def test_check_fails_for_a_broken_sampler(engine, write_history, distribution_of
 
     write_history(engine.history_folder, history_of("true", distribution_of))
     if fault == "accepts more":
-        original = sampler.until_first_difference
+        original = sampler.accepted_tokens
         rng = np.random.default_rng(0)
 
         def lenient(drafts, tokens, drafted):
@@ -98,7 +98,7 @@ def test_check_fails_for_a_broken_sampler(engine, write_history, distribution_of
             tokens[at[taken]] = drafts[taken].to(tokens.dtype)
             return original(drafts, tokens, drafted)
 
-        monkeypatch.setattr(sampler, "until_first_difference", lenient)
+        monkeypatch.setattr(sampler, "accepted_tokens", lenient)
     else:
         original_rows = drawer.BatchNoise.rows
         monkeypatch.setattr(

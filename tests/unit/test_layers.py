@@ -37,7 +37,7 @@ EXCEPTIONS = {
         "verl_rhyme.checks.startup",
     ),  # verl calls it
     ("verl_rhyme.drafting.head", "torch"),  # a network
-    ("verl_rhyme.drafting.head_guesser", "torch"),
+    ("verl_rhyme.drafting.head_inference", "torch"),
     ("verl_rhyme.lengths.ranker", "torch"),  # a language model: the one file of the policies that has one
     ("verl_rhyme.lengths.ranker", "transformers"),
 }

@@ -172,8 +172,8 @@ def test_the_kv_cache_takes_the_rest_of_vllms_share():
 
 
 def test_the_estimate_of_a_draft_head_matches_its_tensors():
-    from verl_rhyme.drafting.guesses import HEAD_BUFFER, HEAD_POSITIONS, MOST_TOKENS
     from verl_rhyme.drafting.head import DraftHead
+    from verl_rhyme.drafting.head_interface import HEAD_BUFFER, HEAD_POSITIONS, MOST_TOKENS
 
     model = architecture("qwen2", 2, 256, 512, 4, 2, 100_000)
     parameters = sum(parameter.numel() for parameter in DraftHead(256).parameters())

@@ -28,7 +28,7 @@ from verl_rhyme.observability.errors import first_line
 from verl_rhyme.placement.assignment import ANYWHERE
 from verl_rhyme.processes.deaths import is_death
 from verl_rhyme.processes.request import DIED, FIELD, RequestMeta
-from verl_rhyme.sampling.continuation import starting_over
+from verl_rhyme.sampling.continuation import restart_options
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         session, conversation = self._known(request_id, prompt_ids)
         conversation.began, conversation.previous = len(prompt_ids), b""
         request = super().generate if self._resumes else partial(_Requests.generate, self)
-        if self._resumes and starting_over(kwargs["sampling_params"]):
+        if self._resumes and restart_options(kwargs["sampling_params"]):
             request = self._from_its_start
         with session.generation():
             if self._interruptible and session.dispatched:
@@ -231,7 +231,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         **kwargs: Any,
     ) -> TokenOutput:
         turn, conversation.previous = session.begin(prompt_key(prompt_ids).hex())
-        budget, options = self._budget(prompt_ids, sampling_params), starting_over(sampling_params)
+        budget, options = self._budget(prompt_ids, sampling_params), restart_options(sampling_params)
         if options and not turn.complete and 0 < len(turn.tokens) < budget:
             conversation.previous = _dropped(turn, options)
         left = budget - len(turn.tokens)
@@ -276,7 +276,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             if output.stop_reason not in ("aborted", "abort"):
                 return output
             turn = Turn("", array("i", output.token_ids))
-            conversation.previous = _dropped(turn, starting_over(kwargs["sampling_params"]), conversation.previous)
+            conversation.previous = _dropped(turn, restart_options(kwargs["sampling_params"]), conversation.previous)
             await asyncio.sleep(_RESUME_S)
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:

@@ -178,7 +178,7 @@ class Spares:
         try:
             if isinstance(self._weights, RelayManager):
                 self._weights.part_with(replica)
-            ray.get([server.rest.remote() for server in replica.servers], timeout=_REST_S)
+            ray.get([server.suspend.remote() for server in replica.servers], timeout=_REST_S)
         except (RayError, WeightsError) as error:  # it has no requests left; wake() checks whether it lives
             logger.warning("replica %d could not rest: %s", replica.replica_rank, last_line(error))
         return moved
@@ -329,5 +329,5 @@ class Spares:
 def _let_go(replicas: Iterable[Any]) -> None:
     """Ask servers that still answer to return the tokens generated so far."""
     servers = [server for replica in replicas for server in replica.servers]
-    if pending := [server.let_go.remote() for server in servers if hasattr(server, "let_go")]:
+    if pending := [s.return_partial_responses.remote() for s in servers if hasattr(s, "return_partial_responses")]:
         ray.wait(pending, num_returns=len(pending), timeout=_LET_GO_S)

@@ -1,7 +1,7 @@
 """The adaptive drafter: several sources, calibrated confidence, drafts that end where they stop being profitable.
 
 The sources are the prompt's history, the live texts of its group, the request's text, counts over all responses
-(:class:`~verl_rhyme.drafting.live_texts.LiveTexts`), and an optional draft head (:mod:`~verl_rhyme.drafting.guesses`).
+(:class:`~verl_rhyme.drafting.live_texts.LiveTexts`), and an optional draft head (:mod:`.head_interface`).
 Each draft position takes the token most likely to be accepted (:mod:`~verl_rhyme.drafting.confidence`). The walk ends
 where the probability that a token is reached and accepted falls below ``drafting.floor``. A batch drafts the likeliest
 of all planned tokens, as many as its budget allows and as are worth their verification
@@ -10,8 +10,8 @@ of all planned tokens, as many as its budget allows and as are worth their verif
 A request that regenerates an interrupted response has its previous text (:mod:`~verl_rhyme.drafting.regrowth`). The
 draft comes from that text wherever it promises as many tokens.
 
-The drafter is a state machine without a clock. A few calls of compiled code serve all rows of a step: they take in the
-sampled tokens, then plan all rows on any number of threads with the same result, then count the sampled tokens for
+The drafter is a state machine without a clock. A few calls of compiled code serve all rows of a step: they learn from
+the sampled tokens, then plan all rows on any number of threads with the same result, then count the tokens for
 later plans. A history may arrive while its requests run; until then they draft from the other sources.
 """
 
@@ -19,24 +19,24 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels
-from verl_rhyme.drafting.arrays import SlotArrays
-from verl_rhyme.drafting.budget import grant, least
+from verl_rhyme.drafting.arrays import Batch, Plans, SlotArrays
+from verl_rhyme.drafting.budget import FREE, lowest_profitable, select_tokens
 from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
-from verl_rhyme.drafting.guesses import NO_GUESSES, Guesser, HeadGate
+from verl_rhyme.drafting.head_interface import Head, HeadGate, Proposals
 from verl_rhyme.drafting.histories import PENDING, Get, Histories, Source
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, MAX_OCCURRENCES, N_INPUTS
 from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import SOURCES, DecodeStep, RequestCounts
 from verl_rhyme.drafting.regrowth import Regrowth
-from verl_rhyme.drafting.threads import OneThread, Threads
+from verl_rhyme.drafting.threads import Threads
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
 
@@ -51,10 +51,11 @@ _MAX_NEWEST = 1 << 17
 _WAITING = 0.01
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
     key: bytes
     slot: int
+    history: tuple[np.ndarray, ...] = ()  # arrays whose addresses the compiled code holds
     history_hit: bool = False
 
 
@@ -64,10 +65,10 @@ class AdaptiveDrafter:
     Args:
         config: ``drafting`` section of the config.
         histories: Source of histories, or a function from a prompt's key to its history or ``None``.
-        slots: Expected number of running requests; more of them cost a copy of the state.
+        slots: Expected number of running requests, at least 1; more of them cost a copy of the state.
         vocabulary: Exclusive upper bound of drafted token ids.
-        threads: Threads that plan the rows; ``None``: the caller's.
-        head: Draft head that guesses the first draft tokens in addition to the other sources.
+        threads: Threads that plan the rows.
+        head: Draft head that proposes the first draft tokens in addition to the other sources.
     """
 
     def __init__(
@@ -77,27 +78,23 @@ class AdaptiveDrafter:
         slots: int = 256,
         vocabulary: int = 1 << 31,
         threads: Threads | None = None,
-        head: Guesser | None = None,
+        head: Head | None = None,
     ):
-        self._config, self._shared, self._vocabulary = config, Histories(histories), min(vocabulary, (1 << 31) - 1)
-        self._threads = threads or OneThread()
+        self._config, self._vocabulary = config, min(vocabulary, (1 << 31) - 1)
+        self._shared: Histories[_Request] = Histories(histories)
+        self._threads = threads or Threads()
         self._head, self._gate, self._headed = head, HeadGate(), False
-        self._slots = _slot_arrays(max(1, slots), config.max_tokens)
-        self._counts = np.zeros((max(1, slots), 3), dtype=np.int64)  # drafted, accepted, verify steps
-        self._live = LiveTexts(config.live_tokens, max(1, slots))
-        self._regrowth = Regrowth(max(1, slots))
+        self._slots = _slot_arrays(slots, config.max_tokens)
+        self._live = LiveTexts(config.live_tokens, slots)
+        self._regrowth = Regrowth(slots)
         self._model = confidence.prior()
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
-        self._planned_at = np.zeros(max(1, slots), dtype=np.int64)  # the step at which each slot was last planned
         self.cost = StepCost()
         self._steps = 0
-        self._refused = 0  # unprofitable steps in a row
-        self._free = list(range(max(1, slots)))[::-1]
+        self._unprofitable = 0  # unprofitable steps in a row
+        self._free = list(range(slots))[::-1]
         self._requests: dict[str, _Request] = {}
-        self._of_prompt: dict[bytes, set[int]] = {}  # slots of a prompt's live requests
-        self._live_of: dict[int, _Request] = {}  # by slot
         self._batch: tuple[tuple[str, ...], np.ndarray] | None = None  # the last step's requests and their slots
-        self._histories: dict[int, tuple] = {}  # slot to the arrays whose addresses the compiled code holds
         self._newest: OrderedDict[bytes, int] = OrderedDict()  # step of the latest response in a prompt's history
         self._texts = 0
         self._last: tuple[np.ndarray, np.ndarray] = np.zeros((0, 1)), np.zeros(0, dtype=np.int64)
@@ -109,35 +106,32 @@ class AdaptiveDrafter:
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
         """Start a request, or restart it (for example after a resume)."""
         self._forget(request)
-        history = self._shared.take(key)
         if not self._free:
             self._grow()
+        live = _Request(key, self._free[-1])
+        history = self._shared.acquire(key, live)
         slot = self._free.pop()
-        self._requests[request] = self._live_of[slot] = _Request(key, slot)
+        self._requests[request] = live
         self._batch = None
-        self._of_prompt.setdefault(key, set()).add(slot)
         slots = self._slots
-        slots.length[slot] = slots.planned[slot] = slots.candidates[slot] = 0
-        slots.planned_at[slot] = -1
-        slots.recent[slot] = 0.0
-        slots.block[slot] = -1
+        for array in (slots.length, slots.planned, slots.candidates, slots.recent, slots.counts, slots.by_source):
+            array[slot] = 0
+        slots.planned_at[slot] = slots.block[slot] = -1
         slots.owner[slot] = self._texts
         self._texts += 1
-        self._counts[slot] = slots.by_source[slot] = 0
-        self._planned_at[slot] = self._steps
+        slots.visited[slot] = self._steps
         if history is PENDING:
-            self._attach(slot, None)
-            slots.group[slot] = zlib.crc32(key, self._newest.get(key, -1) & 0xFFFFFFFF)
+            slots.group[slot] = _group(key, self._newest.get(key, -1))
         else:
-            self._draw_on(history, key, [slot])
+            self._set_history(history, key, [live])
         self._regrowth.start(slot, previous)
 
-    def arrived(self, key: bytes, history: PromptHistory | None) -> bool:
-        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.arrived`."""
-        if not self._shared.arrive(key, history):
-            return False
-        self._draw_on(history, key, self._of_prompt[key])
-        return history is not None
+    def add_history(self, key: bytes, history: PromptHistory | None) -> bool:
+        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.add_history`."""
+        waiting = self._shared.deliver(key, history)
+        if waiting:
+            self._set_history(history, key, waiting)
+        return bool(waiting) and history is not None
 
     def step(self, done: DecodeStep) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
@@ -147,57 +141,50 @@ class AdaptiveDrafter:
             self.cost.observe(rows, int(drafted.sum()), done.seconds)
             if self._head is not None:
                 self._gate.observe(rows, self._headed, rows + int(accepted.sum()), done.seconds)
-        ids = self._slots_of(tuple(done.requests))
+        budget = max(0, done.budget)
+        batch = Batch(
+            ids=self._slots_of(tuple(done.requests)),
+            rows=np.asarray(done.rows, dtype=np.int32),
+            tokens=done.tokens,
+            lengths=np.asarray(done.lengths, dtype=np.int64),
+            limits=np.minimum(done.limits, budget).astype(np.int64),
+        )
         verified = drafted > 0
         kept = np.where(verified, accepted, 0)
-        self._counts[ids] += np.stack([drafted, kept, verified], axis=1)
+        self._slots.counts[batch.ids] += np.stack([drafted, kept, verified], axis=1)
         self._steps += 1
-        row, lengths = np.asarray(done.rows, dtype=np.int32), np.asarray(done.lengths, dtype=np.int64)
-        sampled = kernels.take_in(
-            self._live.arrays, self._slots, self._model, ids, row, done.tokens, lengths, drafted, kept
-        )
+        sampled = kernels.observe(self._live.arrays, self._slots, self._model, batch, drafted, kept)
         weigh = self._config.weigh_cost and self.cost.ready
         explores = weigh and self._steps % EXPLORE_EVERY == 0
-        budget = max(0, done.budget)
-        limits = np.minimum(done.limits, budget).astype(np.int64)
-        longest = max(1, min(int(limits.max(initial=0)), self._config.max_tokens))
-        draft = np.empty((rows, longest), dtype=np.int32)
-        reach, planned = np.zeros((rows, longest)), np.zeros(rows, dtype=np.int64)
-        self._headed = False
-        if not (self._refused >= REST_AFTER and self._steps % REST_EVERY):
-            floors = np.full(rows, self._config.floor)
-            if weigh and not explores:
-                np.maximum(floors, least(self.cost.coefficients, rows), out=floors)
-            within = self._within(budget, ids, limits)
-            state = ids, row, done.tokens, lengths, within, floors, draft, reach, planned
-            if self._head is not None and self._head.steps:
-                self._headed = not self._config.weigh_cost or self._gate.asks(rows)
-            self._plan_with(self._head, *state) if self._headed else self._plan(*state)
-        promising = reach[:, 0] >= self._config.floor
-        regrown = self._regrowth.plan(
-            ids,
-            row,
-            done.tokens,
-            lengths,
-            1 + accepted,
-            limits,
-            self._config.floor,
-            self._vocabulary,
-            draft,
-            reach,
-            planned,
+        longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
+        plans = Plans(
+            draft=np.empty((rows, longest), dtype=np.int32),
+            reach=np.zeros((rows, longest)),
+            planned=np.zeros(rows, dtype=np.int64),
         )
-        self._slots.source[ids[regrown]] = kernels.PREVIOUS
-        granted = grant(reach, planned, budget, self.cost.coefficients if weigh else None)
+        floor = self._config.floor
+        self._headed = False
+        if not (self._unprofitable >= REST_AFTER and self._steps % REST_EVERY):
+            least = lowest_profitable(self.cost.coefficients, rows) if weigh and not explores else 0.0
+            within = batch._replace(limits=self._within(budget, batch))
+            if self._head is not None and self._head.steps:
+                self._headed = not self._config.weigh_cost or self._gate.use_head(rows)
+            plan = self._plan_with_head if self._headed else self._plan
+            plan(within, plans, max(floor, least))
+        promising = plans.reach[:, 0] >= floor
+        regrown = self._regrowth.plan(batch, plans, 1 + accepted, floor, self._vocabulary)
+        self._slots.source[batch.ids[regrown]] = kernels.PREVIOUS
+        reach, planned = plans.reach, plans.planned
+        granted = select_tokens(reach, planned, budget, self.cost.coefficients if weigh else FREE)
         if explores:
             # Several sizes, so that the fit can separate the cost of drafting from the cost per token.
             more = max(rows, self._config.max_tokens) >> self._steps // EXPLORE_EVERY % 3
-            granted = grant(reach, planned, min(budget, int(granted.sum()) + more), None)
+            granted = select_tokens(reach, planned, min(budget, int(granted.sum()) + more), FREE)
         elif weigh and promising[~regrown].any():
-            self._refused = 0 if granted[~regrown].any() else self._refused + 1
+            self._unprofitable = 0 if granted[~regrown].any() else self._unprofitable + 1
         self._last = reach, granted
-        self._threads.later(partial(kernels.count, self._live.arrays.counts, *sampled))
-        flat, ends = draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
+        self._threads.defer(partial(kernels.count, self._live.arrays.counts, *sampled))
+        flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
 
     def _slots_of(self, requests: tuple[str, ...]) -> np.ndarray:
@@ -207,56 +194,49 @@ class AdaptiveDrafter:
             self._batch = requests, ids
         return self._batch[1]
 
-    def _plan_with(self, head, ids, rows, tokens, lengths, limits, floors, draft, reach, planned) -> None:
+    def _plan_with_head(self, batch: Batch, plans: Plans, floor: float) -> None:
         """Plan all rows: the head's positions one after another, then the rest."""
-        state = ids, rows, tokens, lengths, limits, floors, draft, reach, planned
-        position, latest = 0, tokens[rows, lengths - 1]
-        longest = min(head.steps, int(limits.max(initial=0)))
-        going = np.flatnonzero(limits > 0)
-        while position < longest and len(going):
-            self._plan(*state, position, head.guess(position, going, latest))
+        assert self._head is not None
+        position, latest = 0, batch.tokens[batch.rows, batch.lengths - 1]
+        longest = min(self._head.steps, int(batch.limits.max(initial=0)))
+        rows = np.flatnonzero(batch.limits > 0)
+        while position < longest and len(rows):
+            self._plan(batch, plans, floor, position, self._head.propose(position, rows, latest))
             position += 1
-            going = np.flatnonzero((planned == position) & (limits > position))
-            latest = draft[:, position - 1]
-        if len(going):
-            self._plan(*state, position)
+            rows = np.flatnonzero((plans.planned == position) & (batch.limits > position))
+            latest = plans.draft[:, position - 1]
+        if len(rows):
+            self._plan(batch, plans, floor, position)
 
     def _plan(
-        self, ids, rows, tokens, lengths, limits, floors, draft, reach, planned, position=0, guesses=NO_GUESSES
+        self, batch: Batch, plans: Plans, floor: float, position: int = 0, proposals: Proposals | None = None
     ) -> None:
-        """Plan all rows, each thread a part of them; see :func:`verl_rhyme.drafting.kernels.plan` for the arguments."""
-        parts = max(1, min(self._threads.count, len(ids) // ROWS_A_THREAD))
-        ends = [len(ids) * part // parts for part in range(parts + 1)]
+        """Plan all rows, each thread a part of them; see :func:`verl_rhyme.drafting.kernels.plan`."""
+        rows = len(batch.ids)
+        if proposals is None:
+            proposals = np.zeros((rows, 0), dtype=np.int32), np.zeros((rows, 0), dtype=np.float32)
+        parts = max(1, min(self._threads.count, rows // ROWS_A_THREAD))
+        ends = [rows * part // parts for part in range(parts + 1)]
         state = self._live.arrays, self._slots, self._model
-        batch = ids, rows, tokens, lengths, limits, floors, self._vocabulary, draft, reach, planned
-        guessed, probability = (np.broadcast_to(part, (len(ids), part.shape[1])).copy() for part in guesses)
-        self._threads.run(
-            [
-                partial(
-                    kernels.plan,
-                    *state,
-                    self._scratch[i],
-                    *batch,
-                    (ends[i], ends[i + 1]),
-                    position,
-                    guessed,
-                    probability,
-                )
-                for i in range(parts)
-            ]
+        common = batch, plans, floor, self._vocabulary
+        calls = (
+            partial(kernels.plan, *state, scratch, *common, span, position, proposals)
+            for scratch, span in zip(self._scratch, pairwise(ends), strict=False)
         )
+        self._threads.run(list(calls))
 
-    def _within(self, budget: int, ids: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    def _within(self, budget: int, batch: Batch) -> np.ndarray:
         """Return limits that restrict planning to as many rows as the budget has tokens.
 
         Rows with recently accepted first tokens and rows without a plan for long come first.
         """
+        ids, limits, visited = batch.ids, batch.limits, self._slots.visited
         if (limits > 0).sum() > budget:
-            worth = self._slots.recent[ids] + _WAITING * (self._steps - self._planned_at[ids])
+            worth = self._slots.recent[ids] + _WAITING * (self._steps - visited[ids])
             worth[limits <= 0] = -np.inf
             limits = limits.copy()
             limits[np.argsort(-worth, kind="stable")[budget:]] = 0
-        self._planned_at[ids[limits > 0]] = self._steps
+        visited[ids[limits > 0]] = self._steps
         return limits
 
     @property
@@ -270,12 +250,12 @@ class AdaptiveDrafter:
         if live is None:
             return RequestCounts()
         reverified = self._regrowth.reverified(live.slot)
-        drafted, accepted, verified = self._counts[live.slot].tolist()
+        drafted, accepted, verified = self._slots.counts[live.slot].tolist()
         by_source = self._slots.by_source[live.slot, : len(SOURCES)].T.ravel().tolist()
         self._forget(request)
         return RequestCounts(drafted, accepted, verified, live.history_hit, reverified, *by_source)
 
-    def _draw_on(self, history: PromptHistory | None, key: bytes, slots: Iterable[int]) -> None:
+    def _set_history(self, history: PromptHistory | None, key: bytes, requests: list[_Request]) -> None:
         """Make requests of a prompt draft from its history."""
         # The group's number changes with the history, because texts that it contains are no longer siblings.
         newest = int(history.step.max()) if history is not None and len(history) else -1
@@ -283,31 +263,21 @@ class AdaptiveDrafter:
         self._newest.move_to_end(key)
         if len(self._newest) > _MAX_NEWEST:
             self._newest.popitem(last=False)
-        group = zlib.crc32(key, newest & 0xFFFFFFFF)
-        state = self._slots
-        for slot in slots:
-            self._live_of[slot].history_hit = history is not None
-            self._attach(slot, history)
-            if state.block[slot] >= 0 and state.group[slot] != group:
-                self._live.discard(int(state.block[slot]))
-                state.block[slot], state.length[slot] = -1, 0  # the next step takes the whole text in again
-            state.group[slot] = group
-
-    def _attach(self, slot: int, history: PromptHistory | None) -> None:
-        """Give the compiled code a history or none.
-
-        The compiled code reads by address. This object holds the arrays, and only this thread frees them, between two
-        steps: no planning thread works beyond its step (:class:`~verl_rhyme.drafting.threads.Threads`).
-        """
+        group = _group(key, newest)
         slots = self._slots
-        slots.history_size[slot] = 0
-        self._histories.pop(slot, None)
-        if history is None or not len(history.suffixes):
-            return
-        arrays = history.tokens, history.suffixes, history.confidence, history.first_tokens
-        self._histories[slot] = arrays
-        slots.history[slot] = [array.__array_interface__["data"][0] for array in arrays]
-        slots.history_size[slot] = len(history.tokens), len(history.suffixes), len(history.first_tokens)
+        for live in requests:
+            slot = live.slot
+            live.history_hit = history is not None
+            if history is not None and len(history.suffixes):
+                # The compiled code reads by address. The request holds the arrays, and only this thread frees them,
+                # between two steps: no planning thread works beyond its step (:class:`.threads.Threads`).
+                live.history = history.tokens, history.suffixes, history.confidence, history.first_tokens
+                slots.history[slot] = [array.__array_interface__["data"][0] for array in live.history]
+                slots.history_size[slot] = len(history.tokens), len(history.suffixes), len(history.first_tokens)
+            if slots.block[slot] >= 0 and slots.group[slot] != group:
+                self._live.discard(int(slots.block[slot]))
+                slots.block[slot], slots.length[slot] = -1, 0  # the next step takes the whole text in again
+            slots.group[slot] = group
 
     def _forget(self, request: str) -> None:
         live = self._requests.pop(request, None)
@@ -315,14 +285,10 @@ class AdaptiveDrafter:
             return
         self._batch = None
         self._live.close(int(self._slots.block[live.slot]))
-        self._attach(live.slot, None)
-        del self._live_of[live.slot]
-        self._of_prompt[live.key].discard(live.slot)
-        if not self._of_prompt[live.key]:
-            del self._of_prompt[live.key]
+        self._slots.history_size[live.slot], live.history = 0, ()
         self._regrowth.stop(live.slot)
         self._free.append(live.slot)
-        self._shared.give_back(live.key)
+        self._shared.release(live.key, live)
 
     def _grow(self) -> None:
         """Double the slots. The live texts do not grow: if all of their blocks are open, new text is not indexed."""
@@ -330,10 +296,13 @@ class AdaptiveDrafter:
         self._slots = _slot_arrays(2 * count, self._config.max_tokens)
         for new_array, old_array in zip(self._slots, old, strict=True):
             new_array[:count] = old_array
-        self._planned_at = np.concatenate([self._planned_at, np.zeros(count, dtype=np.int64)])
-        self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._regrowth.grow()
         self._free = list(range(count, 2 * count))[::-1]
+
+
+def _group(key: bytes, newest: int) -> int:
+    """Return the number of a prompt's group, by the step of the latest response in its history (-1: none)."""
+    return zlib.crc32(key, newest & 0xFFFFFFFF)
 
 
 def _slot_arrays(slots: int, longest: int) -> SlotArrays:
@@ -358,6 +327,8 @@ def _slot_arrays(slots: int, longest: int) -> SlotArrays:
         by_source=np.zeros((slots, len(SOURCES) + 1, 2), dtype=np.int32),
         walkers=np.zeros(slots, dtype=np.int32),
         walker=np.zeros((slots, MAX_OCCURRENCES, 3), dtype=np.int64),
+        counts=np.zeros((slots, 3), dtype=np.int64),
+        visited=np.zeros(slots, dtype=np.int64),
     )
 
 

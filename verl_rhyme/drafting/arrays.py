@@ -52,6 +52,27 @@ class SlotArrays(NamedTuple):
     # State of a walk that goes position by position.
     walkers: np.ndarray  # int32[slots], occurrences that agree with the draft so far
     walker: np.ndarray  # int64[slots, MAX_OCCURRENCES, 3], position, source and match of each
+    # Not read by the compiled core.
+    counts: np.ndarray  # int64[slots, 3], drafted tokens, accepted tokens and verify steps
+    visited: np.ndarray  # int64[slots], the step at which the slot was last planned
+
+
+class Batch(NamedTuple):
+    """The B rows of a step."""
+
+    ids: np.ndarray  # int32[B], slots
+    rows: np.ndarray  # int32[B], rows of the slots in ``tokens``
+    tokens: np.ndarray  # int32[rows, positions], prompt and response of each request so far
+    lengths: np.ndarray  # int64[B], tokens of each request
+    limits: np.ndarray  # int64[B], most draft tokens of each request
+
+
+class Plans(NamedTuple):
+    """Planned drafts of the B rows of a step, of up to K tokens."""
+
+    draft: np.ndarray  # int32[B, K]
+    reach: np.ndarray  # float64[B, K], probability that each token is reached and accepted
+    planned: np.ndarray  # int64[B], tokens of each plan
 
 
 class Scratch(NamedTuple):

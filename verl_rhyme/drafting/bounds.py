@@ -7,7 +7,6 @@ verifies (:mod:`verl_rhyme.engine.sampler`).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from verl_rhyme.config import MAX_DRAFT_TOKENS
 
@@ -79,14 +78,5 @@ def request_limits(
     Returns:
         int64[B], each from 0 to ``min(cap, 128)``; 128 is vLLM's limit.
     """
-    columns = (np.asarray(column, dtype=np.int64) for column in (lengths, generated, max_tokens))
-    return _request_limits(*columns, max_model_len, min(cap, MAX_DRAFT_TOKENS))
-
-
-@njit(cache=True, nogil=True)
-def _request_limits(lengths, generated, max_tokens, max_model_len, cap):
-    limits = np.empty(len(lengths), dtype=np.int64)
-    for i in range(len(lengths)):
-        room = min(max_tokens[i] - generated[i], max_model_len - lengths[i]) - 1
-        limits[i] = max(0, min(room, cap))
-    return limits
+    room = np.minimum(max_tokens.astype(np.int64) - generated, max_model_len - lengths) - 1
+    return np.maximum(0, np.minimum(room, min(cap, MAX_DRAFT_TOKENS)))

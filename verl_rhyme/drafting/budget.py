@@ -16,17 +16,15 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-#: Coefficients of a step whose draft tokens cost nothing.
-_FREE = (1.0, 0.0, 0.0, 0.0)
-#: Factor that keeps :func:`least` a lower bound under rounding.
+#: Cost of a step whose draft tokens cost nothing: as many are granted as the budget allows.
+FREE = (1.0, 0.0, 0.0, 0.0)
+#: Factor that keeps :func:`lowest_profitable` a lower bound under rounding.
 _ROUNDING = 1 - 1e-6
 
 
-def grant(
-    reach: np.ndarray,
-    planned: np.ndarray,
-    budget: int,
-    cost: tuple[float, float, float, float] | None = None,
+@njit(cache=True, nogil=True)
+def select_tokens(
+    reach: np.ndarray, planned: np.ndarray, budget: int, cost: tuple[float, float, float, float]
 ) -> np.ndarray:
     """Choose the most valuable draft tokens of a batch.
 
@@ -35,26 +33,10 @@ def grant(
         planned: int64[B], planned tokens of each row.
         budget: Most draft tokens of the batch.
         cost: Seconds of a step, of a row, of a draft token, and of drafting at all; only profitable tokens are granted.
-            ``None``: as many as the budget allows.
 
     Returns:
-        int64[B], granted tokens; their sum is at most ``min(budget, sum(planned))``, and equal to it without a cost.
+        int64[B], granted tokens; their sum is at most ``min(budget, sum(planned))``, and equal to it with :data:`FREE`.
     """
-    return _grant(reach, planned, budget, cost or _FREE)
-
-
-def least(cost: tuple[float, float, float, float], rows: int) -> float:
-    """Return a lower bound of the value of every token that :func:`grant` grants to a batch of ``rows`` rows.
-
-    At the optimum the last granted token satisfies ``v >= c * rate``, and the rate is at least that without drafts.
-    """
-    a, b, c, _ = cost
-    seconds = a + b * rows
-    return _ROUNDING * c * rows / seconds if seconds > 0 else 0.0
-
-
-@njit(cache=True, nogil=True)
-def _grant(reach, planned, budget, cost):
     a, b, c, d = cost
     rows = len(planned)
     granted = np.zeros(rows, dtype=np.int64)
@@ -82,3 +64,13 @@ def _grant(reach, planned, budget, cost):
     for k in range(best):
         granted[row[order[k]]] += 1
     return granted
+
+
+def lowest_profitable(cost: tuple[float, float, float, float], rows: int) -> float:
+    """Return a lower bound of the value of every token that :func:`select_tokens` grants to a batch of ``rows`` rows.
+
+    At the optimum the last granted token satisfies ``v >= c * rate``, and the rate is at least that without drafts.
+    """
+    a, b, c, _ = cost
+    seconds = a + b * rows
+    return _ROUNDING * c * rows / seconds if seconds > 0 else 0.0

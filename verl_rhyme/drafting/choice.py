@@ -39,14 +39,6 @@ def choose(history: PromptHistory, low: int, high: int, limit: int, reward_weigh
     )
 
 
-def warm() -> None:
-    """Compile the kernels (or load them from numba's disk cache) before the first request."""
-    text = np.array([-1, 1, -1], dtype=np.int32)
-    bounds = np.array([0, 2], dtype=np.int32)
-    suffixes = np.array([1], dtype=np.int32)
-    _choose(text, bounds, suffixes, np.zeros(1, dtype=np.float32), 1.0, 0, 1, 1)
-
-
 @njit(cache=True, nogil=True)
 def _choose(text, bounds, suffixes, scaled_reward, reward_weight, low, high, limit):
     draft = np.empty(max(limit, 0), dtype=np.int32)

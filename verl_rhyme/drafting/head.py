@@ -27,10 +27,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from verl_rhyme.drafting.guesses import HEAD_POSITIONS
+from verl_rhyme.drafting.head_interface import HEAD_POSITIONS
 
 #: Optimizer steps before a new head drafts.
-APPRENTICESHIP = 64
+MIN_UPDATES = 64
 #: Rows from which the standard deviation of embeddings is estimated.
 _SPREAD_OF = 1024
 _COUNTS, _UPDATES = "counts", "updates"
@@ -63,18 +63,18 @@ class DraftHead(nn.Module):
         """Take in a token: float[..., D], float[..., D] -> float[..., D]."""
         return state + self.outer(functional.silu(self.inner(torch.cat([self.norm(state), embedded], -1))))
 
-    def logits(self, state: Tensor, rows: Rows) -> Tensor:
+    def logits(self, state: Tensor, rows: PolicyRows) -> Tensor:
         """Return logits of the tokens of ``rows``: float[..., D] -> float[..., M]."""
         return self.scale * functional.linear(state, rows.output)
 
-    def embed(self, tokens: Tensor, rows: Rows) -> Tensor:
+    def embed(self, tokens: Tensor, rows: PolicyRows) -> Tensor:
         """Embed entries of ``rows``, -1 for other tokens: int64[...] -> float[..., D]."""
         known = rows.embedding[tokens.clamp(min=0)]
         return torch.where((tokens >= 0)[..., None], known, self.other)
 
 
 @dataclass(frozen=True)
-class Rows:
+class PolicyRows:
     """The policy's rows of the head's tokens.
 
     Attributes:
@@ -90,7 +90,7 @@ class Rows:
     embedding: Tensor
 
     @classmethod
-    def of(cls, tokens: Tensor, output: Tensor, embedding: Tensor, vocabulary: int) -> Rows:
+    def of(cls, tokens: Tensor, output: Tensor, embedding: Tensor, vocabulary: int) -> PolicyRows:
         """Build from the policy's ``output`` and ``embedding`` rows of exactly these tokens."""
         entry = torch.full((vocabulary,), -1, dtype=torch.int64, device=tokens.device)
         entry[tokens] = torch.arange(len(tokens), device=tokens.device)
@@ -99,14 +99,7 @@ class Rows:
 
 
 def save(path: Path, head: DraftHead, counts: np.ndarray, updates: int) -> None:
-    """Save a head to a file atomically.
-
-    Args:
-        path: Path of the safetensors file.
-        head: Head to save.
-        counts: int64[V], how often the run generated each token.
-        updates: Optimizer steps of the head.
-    """
+    """Save a head to a safetensors file atomically, with how often the run generated each token (int64[V])."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in head.state_dict().items()}
     save_file({**tensors, _COUNTS: torch.from_numpy(counts), _UPDATES: torch.tensor(updates)}, part)
@@ -114,10 +107,7 @@ def save(path: Path, head: DraftHead, counts: np.ndarray, updates: int) -> None:
 
 
 def load(path: Path, head: DraftHead, vocabulary: int) -> tuple[np.ndarray, int]:
-    """Load a head from a file of :func:`save`.
-
-    Returns:
-        Token counts, int64[V], and optimizer steps.
+    """Load a head from a file of :func:`save`. Returns token counts, int64[V], and optimizer steps.
 
     Raises:
         ValueError: The file has no head or one of another model; ``head`` is unchanged.
@@ -170,16 +160,13 @@ class HeadTrainer:
         return min(self._end, len(self._token))
 
     def add(self, hidden: Tensor, tokens: np.ndarray, previous: np.ndarray) -> np.ndarray:
-        """Add tokens of any number of texts.
+        """Add tokens of any number of texts. Returns their numbers, int64[n].
 
         Args:
             hidden: float[n, D], hidden states that gave the tokens.
             tokens: int64[n].
             previous: int64[n], number of the token before each in its text, or -1; ``-2 - entry`` for an entry of this
                 call.
-
-        Returns:
-            int64[n], numbers of the tokens.
         """
         capacity = len(self._token)
         numbers = self._end + np.arange(len(tokens))
@@ -193,7 +180,7 @@ class HeadTrainer:
         self._following[previous[linked] % capacity] = numbers[linked]
         return numbers
 
-    def update(self, rows: Rows, temperature: float) -> Tensor:
+    def update(self, rows: PolicyRows, temperature: float) -> Tensor:
         """Make one optimizer step towards the policy's distributions at a temperature; skipped if not finite.
 
         Returns:
@@ -210,7 +197,7 @@ class HeadTrainer:
             self.optimizer.step()
         return loss.detach()
 
-    def _loss(self, rows: Rows, token: Tensor, hidden: Tensor, inside: Tensor, temperature: float) -> Tensor:
+    def _loss(self, rows: PolicyRows, token: Tensor, hidden: Tensor, inside: Tensor, temperature: float) -> Tensor:
         with torch.no_grad():
             target = (functional.linear(hidden[:, 1:], rows.output).float() / temperature).log_softmax(-1)
         state = hidden[:, : self.SEGMENT]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from verl_rhyme.history.record import PromptHistory
 
@@ -16,7 +15,7 @@ class Pending(Enum):
     PENDING = 0
 
 
-#: Placeholder for a history that the source is still reading; :meth:`Histories.arrive` delivers it.
+#: Placeholder for a history that the source is still reading; :meth:`Histories.deliver` delivers it.
 PENDING = Pending.PENDING
 
 
@@ -31,6 +30,7 @@ class Source(Protocol):
 
 
 Get = Callable[[bytes], PromptHistory | None]
+Request = TypeVar("Request")
 
 
 class _Function:
@@ -43,8 +43,8 @@ class _Function:
         pass
 
 
-class Histories:
-    """Histories of prompts with live requests, counted by request.
+class Histories(Generic[Request]):
+    """Histories of prompts with live requests.
 
     Args:
         source: Source of histories, or a function from a prompt's key to its history or ``None``.
@@ -53,34 +53,30 @@ class Histories:
     def __init__(self, source: Source | Get) -> None:
         self._source = _Function(source) if callable(source) else source
         self._found: dict[bytes, PromptHistory | Pending | None] = {}
-        self._users: Counter[bytes] = Counter()
+        self._requests: dict[bytes, list[Request]] = {}
 
     def __len__(self) -> int:
         """Return the number of prompts with a live request."""
         return len(self._found)
 
-    def take(self, key: bytes) -> PromptHistory | Pending | None:
-        """Return the history for a new request, which must call :meth:`give_back` once."""
+    def acquire(self, key: bytes, request: Request) -> PromptHistory | Pending | None:
+        """Return the history for a new request, which must :meth:`release` it once."""
         if key not in self._found:
             self._found[key] = self._source.get(key)
-        self._users[key] += 1
+        self._requests.setdefault(key, []).append(request)
         return self._found[key]
 
-    def arrive(self, key: bytes, history: PromptHistory | None) -> bool:
-        """Take in a pending history.
-
-        Returns:
-            Whether a request waits for it.
-        """
+    def deliver(self, key: bytes, history: PromptHistory | None) -> list[Request]:
+        """Set a pending history. Returns the requests that wait for it."""
         if self._found.get(key) is not PENDING:
-            return False
+            return []
         self._found[key] = history
-        return True
+        return self._requests[key]
 
-    def give_back(self, key: bytes) -> None:
+    def release(self, key: bytes, request: Request) -> None:
         """Release the history for one request; the last request frees it."""
-        self._users[key] -= 1
-        if not self._users[key]:
-            del self._users[key]
+        self._requests[key].remove(request)
+        if not self._requests[key]:
+            del self._requests[key]
             history = self._found.pop(key)
             self._source.release(key, None if history is PENDING else history)

@@ -1,6 +1,6 @@
 """Compiled core of the adaptive drafter: live texts, occurrences of the latest tokens, confidence, the walk.
 
-One call of :func:`take_in` serves a whole batch. Then :func:`plan` changes only the rows that it plans, so that several
+One call of :func:`observe` serves a whole batch. Then :func:`plan` changes only the rows that it plans, so that several
 threads may plan parts of a batch with the same result. :func:`count` does the work that plans do not wait for, while
 the engine decodes. This module holds no state: :mod:`verl_rhyme.drafting.live_texts`,
 :mod:`verl_rhyme.drafting.confidence` and :mod:`verl_rhyme.drafting.adaptive` own and describe the arrays. Code and
@@ -31,7 +31,7 @@ MAX_COUNT = 255
 #: Inverse of the smallest share of a context's counts that makes a token a candidate.
 _RARE = 6
 #: Shortest context after which a token that followed only once is a candidate.
-_TOLD_ONCE = 3
+_RELIABLE_ORDER = 3
 #: Counts of a context beyond which shorter contexts are not looked up.
 _ENOUGH = 32
 #: Match tier from which agreeing occurrences are not checked against counts, except for the first draft token.
@@ -43,7 +43,7 @@ MAX_MATCH = 32
 #: Most occurrences in the prompt's history and in its group's live texts.
 MAX_HISTORY, MAX_GROUP = 8, 8
 #: Latest positions of the last token in the group's live texts that are searched for the longest matches.
-_LOOKED_AT = 32
+_MOST_SEARCHED = 32
 MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP
 #: Most candidates of a draft token.
 _MAX_DISTINCT = 2 * MAX_OCCURRENCES
@@ -121,7 +121,7 @@ def _borrowed(typing_context, arrays):
     """Return the tuple of arrays without reference counting.
 
     numba counts references atomically wherever an array gets a name or is an argument. This happens hundreds of times
-    a row, and threads would contend for the counters. The caller of :func:`take_in` and :func:`plan` holds all arrays.
+    a row, and threads would contend for the counters. The caller of :func:`observe` and :func:`plan` holds all arrays.
     """
 
     def codegen(context, builder, signature, args):
@@ -155,21 +155,21 @@ def _prefetch(typing_context, array, index):
 
 
 @njit(cache=True, nogil=True)
-def take_in(live, slots, model, ids, rows, tokens, lengths, drafted, accepted):
+def observe(live, slots, model, batch, drafted, accepted):
     """Learn from a step's sampled tokens, and add them to the live texts.
 
     Args:
         live, slots, model: State, changed in place.
-        ids: int32[B], slots of the rows.
-        rows: int32[B], their rows of ``tokens``.
-        tokens: int32[rows, positions], prompt and response of each request so far.
-        lengths: int64[B], tokens of each.
+        batch: The step's rows.
         drafted, accepted: int64[B], draft tokens that the step verified, and those that it accepted.
 
     Returns:
         Tokens for :func:`count`: int32[k], the new tokens of each row after their context; and int64[B, 2], begin and
         end of a row's new tokens in it.
     """
+    live, slots, model = _borrowed(live), _borrowed(slots), _borrowed(model)
+    batch, (drafted, accepted) = _borrowed(batch), _borrowed((drafted, accepted))
+    ids, lengths = batch.ids, batch.lengths
     spans = np.empty((len(ids), 2), dtype=np.int64)
     longest = ORDERS[len(ORDERS) - 1]
     size = 0
@@ -180,14 +180,11 @@ def take_in(live, slots, model, ids, rows, tokens, lengths, drafted, accepted):
         size += min(first, longest)
         spans[b, 0], spans[b, 1] = size, size + lengths[b] - first
         size = spans[b, 1]
-    said = np.empty(size, dtype=np.int32)
-    live, slots, model = _borrowed(live), _borrowed(slots), _borrowed(model)
-    ids, rows, tokens, lengths = _borrowed((ids, rows, tokens, lengths))
-    drafted, accepted = _borrowed((drafted, accepted))
+    sampled = np.empty(size, dtype=np.int32)
     size = 0
     for b in range(len(ids)):
         slot = ids[b]
-        text = tokens[rows[b]]
+        text = batch.tokens[batch.rows[b]]
         for d in range(drafted[b]):
             slots.by_source[slot, slots.source[slot, d], 0] += 1
             slots.by_source[slot, slots.source[slot, d], 1] += d < accepted[b]
@@ -199,97 +196,59 @@ def take_in(live, slots, model, ids, rows, tokens, lengths, drafted, accepted):
         slots.planned_at[slot] = length
         _append(live, slots, slot, text, known, length)
         for index in range(length - (spans[b, 1] - size), length):
-            said[size] = text[index]
+            sampled[size] = text[index]
             size += 1
         slots.length[slot] = length
-    return said, spans
+    return sampled, spans
 
 
 @njit(cache=True, nogil=True)
-def count(counts, said, spans):
+def count(counts, sampled, spans):
     """Count a step's sampled tokens for later plans; each token touches a few cache lines in gigabytes of memory.
 
     Args:
         counts: Counts of the live texts, changed in place.
-        said, spans: Result of :func:`take_in`.
+        sampled, spans: Result of :func:`observe`.
     """
-    counts, said, spans = _borrowed((counts, said, spans))
+    counts, sampled, spans = _borrowed((counts, sampled, spans))
     begin = 0
     for b in range(len(spans)):
-        _count(counts, said[begin : spans[b, 1]], spans[b, 0] - begin, spans[b, 1] - begin)
+        _count(counts, sampled[begin : spans[b, 1]], spans[b, 0] - begin, spans[b, 1] - begin)
         begin = spans[b, 1]
 
 
 @njit(cache=True, nogil=True)
-def plan(
-    live,
-    slots,
-    model,
-    scratch,
-    ids,
-    rows,
-    tokens,
-    lengths,
-    limits,
-    floors,
-    vocabulary,
-    draft,
-    reach,
-    planned,
-    span,
-    position,
-    guessed,
-    probability,
-):
-    """Plan the next drafts of rows, either whole or one position at a time with a draft head's guesses.
+def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span, position, proposals):
+    """Plan the next drafts of rows, either whole or one position at a time with a draft head's tokens.
 
     Args:
         live, model: State, read only.
         slots: State; the plans are written to the slots of these rows.
         scratch: Work space of this thread.
-        ids, rows, tokens, lengths: Arguments of :func:`take_in`.
-        limits: int64[B], most draft tokens of each row.
-        floors: float64[B], minimum probability that a planned token is reached and accepted.
+        batch: The step's rows.
+        plans: Plans, filled in place; ``reach`` and ``planned`` are zeros before. ``reach`` also has the token below
+            the minimum.
+        floor: Minimum probability that a planned token is reached and accepted.
         vocabulary: Exclusive upper bound of token ids.
-        draft: int32[B, K], filled with the planned drafts.
-        reach: float64[B, K], zeros, filled with the probability that each token is reached and accepted, also for the
-            token below the minimum.
-        planned: int64[B], zeros, filled with the number of planned tokens of each row.
         span: First row and end (exclusive) of the rows to plan.
         position: Draft position to begin at, after calls for all earlier positions.
-        guessed, probability: int32[B, G] and float32[B, G], a draft head's guesses for that position, after which the
-            walk stops; with G = 0 the walk has no head and goes to its end.
+        proposals: int32[B, G] and float32[B, G], a draft head's tokens for that position and their probabilities, after
+            which the walk stops; with G = 0 the walk has no head and goes to its end.
     """
     live, slots, model, scratch = _borrowed(live), _borrowed(slots), _borrowed(model), _borrowed(scratch)
-    ids, rows, tokens, lengths, limits = _borrowed((ids, rows, tokens, lengths, limits))
-    floors, draft, reach, planned = _borrowed((floors, draft, reach, planned))
-    guessed, probability = _borrowed((guessed, probability))
+    batch, plans, (proposed, probability) = _borrowed(batch), _borrowed(plans), _borrowed(proposals)
+    ids, rows, tokens, lengths, limits = batch
     for b in range(span[0], span[1]):
         if position == 0 and b + 1 < span[1] and limits[b + 1] > 0:
-            _ahead(live, slots, scratch, ids[b + 1], tokens[rows[b + 1]], lengths[b + 1])
-        limit = min(limits[b], draft.shape[1])
-        if limit > position and planned[b] == position:
-            planned[b] = _plan(
-                live,
-                slots,
-                model,
-                scratch,
-                ids[b],
-                tokens[rows[b]],
-                lengths[b],
-                limit,
-                floors[b],
-                vocabulary,
-                draft[b],
-                reach[b],
-                position,
-                guessed[b],
-                probability[b],
+            _prefetch_row(live, slots, scratch, ids[b + 1], tokens[rows[b + 1]], lengths[b + 1])
+        if min(limits[b], plans.draft.shape[1]) > position and plans.planned[b] == position:
+            plans.planned[b] = _plan(
+                live, slots, model, scratch, batch, plans, b, floor, vocabulary, proposed[b], probability[b]
             )
 
 
 @njit(cache=True, nogil=True)
-def _ahead(live, slots, scratch, slot, text, length):
+def _prefetch_row(live, slots, scratch, slot, text, length):
     """Prefetch the memory that a row's plan reads first, while another row is planned."""
     for order in range(_contexts(text, length, scratch.keys)):
         _prefetch(live.counts, _bucket(live.counts, scratch.keys[order])[0])
@@ -487,7 +446,7 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
     first, seen = n, 0
     links = live.link_group
     position = np.int64(live.head_group[_hash(context[end - 1], group, len(live.head_group))])
-    while position >= 0 and seen < _LOOKED_AT:
+    while position >= 0 and seen < _MOST_SEARCHED:
         seen += 1
         block = position // BLOCK
         following = np.int64(links[position])
@@ -619,24 +578,15 @@ def _probability(logit):
 
 
 @njit(cache=True, nogil=True)
-def _plan(
-    live,
-    slots,
-    model,
-    scratch,
-    slot,
-    text,
-    length,
-    limit,
-    floor,
-    vocabulary,
-    draft,
-    reach,
-    planned,
-    guessed,
-    probability,
-):
-    """Walk from the occurrences of the latest tokens, at each position to the candidate most likely to be accepted."""
+def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary, proposed, probability):
+    """Walk from the occurrences of the latest tokens, at each position to the candidate most likely to be accepted.
+
+    Returns:
+        Planned tokens of row ``b``; the walk begins after those planned before.
+    """
+    slot, text, length = batch.ids[b], batch.tokens[batch.rows[b]], batch.lengths[b]
+    draft, reach, planned = plans.draft[b], plans.reach[b], plans.planned[b]
+    limit = min(batch.limits[b], len(draft))
     start = max(0, length - MAX_MATCH)
     end = length - start
     scratch.context[:end] = text[start:length]
@@ -660,8 +610,8 @@ def _plan(
     recorded = carray(pointer(slots.history[slot, 2]), (size,), dtype=np.uint8)
     votes, total, mass, known, recent = scratch.votes, scratch.total, scratch.mass, scratch.known, slots.recent[slot]
     active, inputs, candidates = scratch.active, scratch.inputs, scratch.candidate
-    candidate_inputs, path_inputs = slots.candidate_inputs, slots.inputs
-    headed = len(guessed) > 0
+    candidate_inputs, path_inputs = slots.candidate_inputs[slot], slots.inputs[slot]
+    headed = len(proposed) > 0
     n_inputs = N_INPUTS if headed else HEAD  # those of the head come last
     last = planned + 1 if headed else limit
     while planned < last:
@@ -670,7 +620,7 @@ def _plan(
             distinct, longest = _vote_counts(live.counts, scratch, end, distinct, longest, vocabulary)
         of_text = distinct
         if headed:
-            distinct = _vote_head(scratch, distinct, guessed, vocabulary)
+            distinct = _vote_head(scratch, distinct, proposed, vocabulary)
         if distinct == 0:
             break
         weight_set = longest if planned == 0 else N_TIERS + longest
@@ -689,23 +639,20 @@ def _plan(
             logit = _weigh(votes, total, mass, known, active, weights, j, recent, inputs)
             if headed:
                 inputs[HEAD], inputs[_NOT_NAMED] = 0.0, 1.0
-                for g in range(len(guessed)):
-                    if guessed[g] == candidates[j]:
+                for g in range(len(proposed)):
+                    if proposed[g] == candidates[j]:
                         inputs[HEAD], inputs[_NOT_NAMED] = _logit(probability[g]), 0.0
                 logit += weights[HEAD] * inputs[HEAD] + weights[_NOT_NAMED] * inputs[_NOT_NAMED]
             if planned == 0 and j < MAX_CANDIDATES:
                 slots.candidate[slot, j] = candidates[j]
-                for k in range(n_inputs):
-                    candidate_inputs[slot, j, k] = inputs[k]
+                _copy(inputs, candidate_inputs[j], n_inputs)
                 slots.candidates[slot] = j + 1
             if logit > most:
                 best, most = j, logit
-                for k in range(n_inputs):
-                    path_inputs[slot, planned, k] = inputs[k]
+                _copy(inputs, path_inputs[planned], n_inputs)
         if planned == 0 and best >= MAX_CANDIDATES:  # always learn from the drafted candidate
             slots.candidate[slot, MAX_CANDIDATES - 1] = candidates[best]
-            for k in range(n_inputs):
-                candidate_inputs[slot, MAX_CANDIDATES - 1, k] = path_inputs[slot, 0, k]
+            _copy(path_inputs[0], candidate_inputs[MAX_CANDIDATES - 1], n_inputs)
         bin = int((min(max(most, -6.0), 9.9) + 6) * 2) + (0 if planned == 0 else _BINS)
         accepted = model.calibration[bin, 0] / model.calibration[bin, 1]
         reached *= 0.5 * (accepted + _probability(most))
@@ -743,6 +690,12 @@ def _plan(
 
 
 @njit(cache=True, nogil=True)
+def _copy(inputs, into, count):
+    for k in range(count):
+        into[k] = inputs[k]
+
+
+@njit(cache=True, nogil=True)
 def _first_source(votes, j):
     """Return the first source with a vote for candidate ``j``."""
     for k in range(_N_VOTES):
@@ -752,21 +705,27 @@ def _first_source(votes, j):
 
 
 @njit(cache=True, nogil=True)
-def _vote_head(scratch, distinct, guessed, vocabulary):
+def _vote_head(scratch, distinct, proposed, vocabulary):
     """Add the head's tokens to the candidates. Returns the number of candidates."""
     candidates = scratch.candidate
-    for g in range(len(guessed)):
-        token = guessed[g]
+    for token in proposed:
         if token < 0 or token >= vocabulary:
             continue
-        j = 0
-        while j < distinct and candidates[j] != token:
-            j += 1
+        j = _index(candidates, distinct, token)
         if j == distinct and distinct < len(candidates):
             candidates[j] = token
             _clear(scratch.votes, scratch.mass, scratch.known, j)
             distinct += 1
     return distinct
+
+
+@njit(cache=True, nogil=True)
+def _index(candidates, distinct, token):
+    """Return the index of a token among the candidates; their number if it is none of them."""
+    j = 0
+    while j < distinct and candidates[j] != token:
+        j += 1
+    return j
 
 
 @njit(cache=True, nogil=True)
@@ -805,9 +764,7 @@ def _vote(live, scratch, history, recorded, n, vocabulary):
         positions[kept], sources[kept], matches[kept], following[kept] = positions[i], source, matches[i], position
         tier = _tier(matches[i])
         longest = max(longest, tier)
-        j = 0
-        while j < distinct and candidates[j] != token:
-            j += 1
+        j = _index(candidates, distinct, token)
         if j == distinct:
             candidates[j] = token
             _clear(votes, mass, known, j)
@@ -833,7 +790,7 @@ def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
     for order in range(fitting - 1, -1, -1):
         start, mark = _bucket(counts, keys[order])
         k = ALL * N_TIERS + order
-        short = ORDERS[order] < _TOLD_ONCE
+        short = ORDERS[order] < _RELIABLE_ORDER
         for i in range(start, start + WAYS):
             if counts[i] >> 40 == mark:
                 total[k] += (counts[i] >> 32) & 0xFF
@@ -847,9 +804,7 @@ def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
             token, count = entry & 0xFFFFFFFF, (entry >> 32) & 0xFF
             if token >= vocabulary:
                 continue
-            j = 0
-            while j < distinct and candidates[j] != token:
-                j += 1
+            j = _index(candidates, distinct, token)
             if j == distinct:
                 if distinct == len(candidates) or _RARE * count < total[k] or (count == 1 and short):
                     continue

@@ -8,21 +8,37 @@ import numpy as np
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import choice
-from verl_rhyme.drafting.budget import grant
+from verl_rhyme.drafting.budget import FREE, select_tokens
 from verl_rhyme.drafting.histories import PENDING, Get, Histories, Pending, Source
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
-from verl_rhyme.drafting.window import WindowPolicy
 from verl_rhyme.history import suffix_index
-from verl_rhyme.history.record import PromptHistory
+from verl_rhyme.history.record import PromptHistory, Trajectory
 
 _NO_DRAFT = np.empty(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
+class Window:
+    """Draft window of one request: grows with fully accepted drafts, resets at any rejection (RhymeRL, HistoSpec).
+
+    Attributes:
+        cap: Largest window in tokens.
+        size: Present window in tokens.
+    """
+
+    cap: int = 32
+    size: int = 2
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Learn from the verification of a draft of at least one token."""
+        self.size = min(self.size + 2 if accepted >= drafted else 2, self.cap)
+
+
+@dataclass(slots=True, eq=False)
 class _Request:
     key: bytes
-    history: PromptHistory | Pending | None
-    window: WindowPolicy
+    window: Window
+    history: PromptHistory | Pending | None = None
     drafted: int = 0
     accepted: int = 0
     verify_steps: int = 0
@@ -52,25 +68,25 @@ class PaperDrafter:
     ):
         self._max_tokens, self._match, self._reward_weight = config.max_tokens, match, reward_weight
         self._vocabulary = vocabulary
-        self._histories = Histories(histories)
+        self._histories: Histories[_Request] = Histories(histories)
         self._live: dict[str, _Request] = {}
 
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
         """Start a request, or restart it (for example after a preemption); ``previous`` is ignored."""
         self._forget(request)
-        self._live[request] = _Request(key, self._histories.take(key), self._window())
+        live = _Request(key, self._window())
+        live.history = self._histories.acquire(key, live)
+        self._live[request] = live
 
-    def arrived(self, key: bytes, history: PromptHistory | None) -> bool:
-        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.arrived`."""
-        if not self._histories.arrive(key, history):
-            return False
-        for live in self._live.values():
-            if live.key == key:
-                live.history = history
-        return history is not None
+    def add_history(self, key: bytes, history: PromptHistory | None) -> bool:
+        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.add_history`."""
+        waiting = self._histories.deliver(key, history)
+        for live in waiting:
+            live.history = history
+        return bool(waiting) and history is not None
 
-    def _window(self) -> WindowPolicy:
-        return WindowPolicy(cap=min(32, self._max_tokens))
+    def _window(self) -> Window:
+        return Window(cap=min(32, self._max_tokens))
 
     def step(self, done: DecodeStep) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
@@ -85,11 +101,11 @@ class PaperDrafter:
                 live.accepted += int(accepted)
                 live.verify_steps += 1
             context = done.tokens[row, max(0, length - self._match[1]) : length]
-            drafts.append(self._draft(live, context, min(int(limit), live.window.size)))
+            drafts.append(self._draft(live, context, min(int(limit), live.window.size, live.window.cap)))
         lengths = np.array([len(draft) for draft in drafts])
         if lengths.sum() > done.budget:
             reach = np.tile(1 / np.arange(1.0, lengths.max() + 1), (len(drafts), 1))  # one token each, in turn
-            granted = grant(reach, lengths, done.budget).tolist()
+            granted = select_tokens(reach, lengths, done.budget, FREE).tolist()
             drafts = [draft[:k] for draft, k in zip(drafts, granted, strict=True)]
         return [draft.tolist() for draft in drafts]
 
@@ -115,12 +131,16 @@ class PaperDrafter:
     def _forget(self, request: str) -> _Request | None:
         live = self._live.pop(request, None)
         if live is not None:
-            self._histories.give_back(live.key)
+            self._histories.release(live.key, live)
         return live
 
 
 def warm() -> None:
     """Compile all kernels (or load them from numba's disk cache) before the first request."""
     suffix_index.warm()
-    choice.warm()
-    grant(np.ones((1, 1)), np.ones(1, dtype=np.int64), 1)
+    text = np.ones(5, dtype=np.int32)
+    history = PromptHistory.build([Trajectory(b"", text, 1.0, 0, 0, 0)])
+    drafter = PaperDrafter(DraftingConfig(policy="paper"), lambda key: history)
+    drafter.start("", b"")
+    one = np.ones(1, dtype=np.int64)
+    drafter.step(DecodeStep([""], 0 * one, text[None, :], 3 * one, 0 * one, 0 * one, one, budget=0))

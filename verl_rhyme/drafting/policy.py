@@ -83,7 +83,7 @@ class DraftPolicy(Protocol):
             previous: int32[n], tokens of the response that the request regenerates, if any.
         """
 
-    def arrived(self, key: bytes, history: PromptHistory | None) -> bool:
+    def add_history(self, key: bytes, history: PromptHistory | None) -> bool:
         """Take in the history of a prompt that was pending.
 
         Returns:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from verl_rhyme.drafting.arrays import RegrowthArrays
+from verl_rhyme.drafting.arrays import Batch, Plans, RegrowthArrays
 from verl_rhyme.drafting.kernels import pointer
 
 #: Columns of the state: tokens before the response; tokens so far (prompt and response; -1 before the first step);
@@ -97,56 +97,23 @@ class Regrowth:
         for new_array, old_array in zip(self._slots, old, strict=True):
             new_array[:count] = old_array
 
-    def plan(
-        self,
-        ids: np.ndarray,
-        rows: np.ndarray,
-        tokens: np.ndarray,
-        lengths: np.ndarray,
-        sampled: np.ndarray,
-        limits: np.ndarray,
-        floor: float,
-        vocabulary: int,
-        draft: np.ndarray,
-        reach: np.ndarray,
-        planned: np.ndarray,
-    ) -> np.ndarray:
+    def plan(self, batch: Batch, plans: Plans, sampled: np.ndarray, floor: float, vocabulary: int) -> np.ndarray:
         """Take in a step's sampled tokens, and replace the plans of rows whose previous text promises as much.
 
         Args:
-            ids: int32[B], slots.
-            rows: int32[B], rows of the slots in ``tokens``.
-            tokens: int32[rows, positions], prompt and response of each request so far.
-            lengths: int64[B], tokens of each request.
+            batch: The step's rows.
+            plans: Plans of the other sources, replaced in place.
             sampled: int64[B], sampled tokens of each request in this step, all but one of them drafted; at a request's
                 first step its whole response.
-            limits: int64[B], most draft tokens of each request.
             floor: Minimum probability that a planned token is reached and accepted.
             vocabulary: Exclusive upper bound of drafted token ids.
-            draft: int32[B, K], plans, replaced in place.
-            reach: float64[B, K], probability that each token is reached and accepted, replaced in place.
-            planned: int64[B], tokens of each plan, replaced in place.
 
         Returns:
             bool[B], whether each plan is from a previous text.
         """
         if not self._texts:
-            return np.zeros(len(ids), dtype=np.bool_)
-        return _plan(
-            self._slots,
-            self.table,
-            ids,
-            rows,
-            tokens,
-            lengths,
-            sampled,
-            limits,
-            floor,
-            vocabulary,
-            draft,
-            reach,
-            planned,
-        )
+            return np.zeros(len(sampled), dtype=np.bool_)
+        return _plan(self._slots, self.table, batch, plans, sampled, floor, vocabulary)
 
 
 def prior() -> np.ndarray:
@@ -165,7 +132,9 @@ def _arrays(slots: int) -> RegrowthArrays:
 
 
 @njit(cache=True, nogil=True)
-def _plan(slots, table, ids, rows, tokens, lengths, sampled, limits, floor, vocabulary, draft, reach, planned):
+def _plan(slots, table, batch, plans, sampled, floor, vocabulary):
+    ids, rows, tokens, lengths, limits = batch
+    draft, reach, planned = plans
     replaced = np.zeros(len(ids), dtype=np.bool_)
     reached = np.empty(draft.shape[1])
     for b in range(len(ids)):

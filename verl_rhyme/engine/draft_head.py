@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from verl_rhyme.drafting import head
-from verl_rhyme.drafting.guesses import HEAD_BUFFER, MOST_TOKENS, Guesses
-from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows
-from verl_rhyme.drafting.head_guesser import HeadGuesser
+from verl_rhyme.drafting.head import DraftHead, HeadTrainer, PolicyRows
+from verl_rhyme.drafting.head_inference import HeadInference
+from verl_rhyme.drafting.head_interface import HEAD_BUFFER, MOST_TOKENS, Proposals
 
 #: Value of ``drafting.head`` for a new head.
 NEW = "new"
@@ -31,14 +31,16 @@ NEW = "new"
 logger = logging.getLogger("vllm.verl_rhyme")
 
 #: The rows are chosen again if more than one in ``_UNKNOWN`` sampled tokens has no row. The number of tokens between
-#: checks doubles each time, up to ``_LOOKED_AT_MOST``.
-_UNKNOWN, _LOOKED_AT_MOST = 50, 1 << 16
-#: Draft positions that a head guesses; other sources draft the later ones.
+#: checks doubles each time, up to ``_CHECK_AT_MOST``.
+_UNKNOWN, _CHECK_AT_MOST = 50, 1 << 16
+#: Draft positions that a head proposes tokens for; other sources draft the later ones.
 STEPS = 4
 #: Share of the engine's time for training.
 SHARE = 0.05
 #: Tokens in the buffer before training begins.
 _FEWEST = 256
+#: Keys of :meth:`EngineHead.training`.
+TRAINING_TOTALS = ("head_updates", "head_loss", "head_seconds")
 #: Upper bound in seconds for the time of a step: longer steps contain a pause.
 _LONGEST_STEP = 1.0
 
@@ -58,17 +60,10 @@ class EngineHead:
         self._vocabulary = runner.model_config.get_vocab_size()
         self._output, self._embedding, self._scale = _layers(runner.get_model())
         self._alone = self._output.tp_size == 1
-        self._counts = np.zeros(self._vocabulary, dtype=np.int64)  # how often each token was sampled
-        self._listed = np.zeros(self._vocabulary, dtype=bool)
-        self._unknown, self._seen, self._look_after = 0, 0, _FEWEST
         self._hidden: torch.Tensor | None = None
         self._drafted: list[int] | None = None
-        self._number: dict[str, int] = {}  # number of each request's latest token in the trainer's buffer
         self.failures = 0
-        self._knows = 0  # optimizer steps of the loaded head
-        self._earned = 0.0  # seconds left for training
-        self.updates, self.seconds, self.training_seconds = 0, 0.0, 0.0
-        self._losses: torch.Tensor | None = None  # sum of the losses, on the device
+        self._reset()
         if not drafts:
             return
         # Next to the nodes' histories, because these are emptied when a run begins.
@@ -76,36 +71,43 @@ class EngineHead:
         self.begin(begin)
         self._capture_hidden_states()
 
+    def _reset(self) -> None:
+        self._counts = np.zeros(self._vocabulary, dtype=np.int64)  # how often each token was sampled
+        self._listed = np.zeros(self._vocabulary, dtype=bool)  # tokens with a row
+        self._unknown, self._seen, self._check_after = 0, 0, _FEWEST  # sampled tokens without a row, and all of them
+        self._number: dict[str, int] = {}  # number of each request's latest token in the trainer's buffer
+        self._loaded_updates = 0  # optimizer steps of the loaded head
+        self._training_left = 0.0  # seconds
+        self.updates, self.seconds, self.training_seconds = 0, 0.0, 0.0
+        self._losses: torch.Tensor | None = None  # sum of the losses, on the device
+
     def begin(self, begin: str) -> None:
         """Load a head from a file, or create a new one (``drafting.head``); drops the present parameters."""
+        self._reset()
         hidden = self._runner.model_config.get_hidden_size()
-        self._counts[:], self._listed[:], self._knows = 0, False, 0
-        self._unknown, self._seen, self._look_after = 0, 0, _FEWEST
-        self.updates, self.seconds, self.training_seconds, self._earned, self._losses = 0, 0.0, 0.0, 0.0, None
-        self._number.clear()
         with _training():
             self._head = DraftHead(hidden).to(self._runner.device)
             self._head.half = self._runner.device.type != "cpu"
             self._load(begin)
             self._trainer = HeadTrainer(self._head, HEAD_BUFFER // (2 * hidden), STEPS)
-        self._guesser = HeadGuesser(self._head, STEPS)
+        self._inference = HeadInference(self._head, STEPS)
         if self._alone:
             self.gather()
 
-    # ---- Guesser, used by the drafter ----
+    # ---- Head, used by the drafter ----
 
     @property
     def steps(self) -> int:
-        """See :class:`verl_rhyme.drafting.guesses.Guesser`; 0 for an untrained head."""
-        return self._guesser.steps if self._drafts and self._knows + self.updates >= head.APPRENTICESHIP else 0
+        """See :class:`verl_rhyme.drafting.head_interface.Head`; 0 for an untrained head."""
+        return self._inference.steps if self._drafts and self._loaded_updates + self.updates >= head.MIN_UPDATES else 0
 
-    def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
-        """See :meth:`verl_rhyme.drafting.guesses.Guesser.guess`."""
+    def propose(self, position: int, active: np.ndarray, latest: np.ndarray) -> Proposals:
+        """See :meth:`verl_rhyme.drafting.head_interface.Head.propose`."""
         began = time.perf_counter()
         try:
-            return self._guesser.guess(position, going, latest)
+            return self._inference.propose(position, active, latest)
         except Exception:
-            self._turn_off("guessing")
+            self._turn_off("proposing tokens")
             return np.full((len(latest), 1), -1, dtype=np.int32), np.zeros((len(latest), 1), dtype=np.float32)
         finally:
             self.seconds += time.perf_counter() - began
@@ -113,25 +115,25 @@ class EngineHead:
     @property
     def captured(self) -> int:
         """CUDA graphs captured so far; the time of a plan that captured one is not typical."""
-        return self._guesser.captured if self._drafts else 0
+        return self._inference.captured if self._drafts else 0
 
     # ---- calls of the proposer ----
 
     def admit(self, prompt: Any, temperature: float | None) -> None:
-        """Take in the prompt and temperature of a new request."""
+        """Learn the prompt and temperature of a new request."""
         if not self._drafts:
             return
         tokens = np.asarray(prompt if prompt is not None else (), dtype=np.int64)
         np.add.at(self._counts, tokens[(tokens >= 0) & (tokens < self._vocabulary)], 1)
         if temperature and temperature > 0.05:
-            self._guesser.temperature = float(temperature)
+            self._inference.temperature = float(temperature)
 
     def forget(self, req_id: str) -> None:
         """Forget a finished request."""
         self._number.pop(req_id, None)
 
-    def sampled(self, req_ids: list[str], tokens: list[list[int]], rows: np.ndarray) -> None:
-        """Take in the sampled tokens of a step, before its rows are drafted for.
+    def observe(self, req_ids: list[str], tokens: list[list[int]], rows: np.ndarray) -> None:
+        """Learn from the sampled tokens of a step, before its rows are drafted for.
 
         Args:
             req_ids: vLLM's request id of every row of the batch.
@@ -141,16 +143,16 @@ class EngineHead:
         if not self._drafts:
             return
         try:
-            self._take_in(req_ids, tokens, rows)
+            self._observe(req_ids, tokens, rows)
         except Exception:
-            self._turn_off("taking in hidden states")
+            self._turn_off("reading hidden states")
 
-    def _take_in(self, req_ids: list[str], tokens: list[list[int]], rows: np.ndarray) -> None:
+    def _observe(self, req_ids: list[str], tokens: list[list[int]], rows: np.ndarray) -> None:
         hidden, drafted = self._hidden, self._drafted
         self._hidden = self._drafted = None
         spans = np.ones(len(tokens), dtype=np.int64) if drafted is None else np.asarray(drafted, dtype=np.int64) + 1
         if hidden is None or len(hidden) != spans.sum():
-            self._guesser.begin(None)
+            self._inference.begin(None)
             return
         starts = spans.cumsum() - spans
         sampled = np.fromiter((token for row in rows for token in tokens[row]), dtype=np.int64)
@@ -165,39 +167,35 @@ class EngineHead:
         previous[first] = [self._number.get(req_ids[row], -1) for row in rows]
         numbers = self._trainer.add(states, sampled, previous)
         self._number.update(zip((req_ids[row] for row in rows), numbers[first + each - 1].tolist(), strict=True))
-        if self._alone and self._seen >= self._look_after:
+        if self._alone and self._seen >= self._check_after:
             if self._unknown * _UNKNOWN > self._seen:
                 self.gather()
                 full = int(self._listed.sum()) >= MOST_TOKENS  # a new row then costs another token its row
-                self._look_after = 2 * self._look_after if full else min(2 * self._look_after, _LOOKED_AT_MOST)
+                self._check_after = 2 * self._check_after if full else min(2 * self._check_after, _CHECK_AT_MOST)
             self._seen = self._unknown = 0
-        self._guesser.begin(states[torch.from_numpy(first + each - 1).to(states.device)])
+        self._inference.begin(states[torch.from_numpy(first + each - 1).to(states.device)])
 
-    def learn(self, seconds: float) -> None:
-        """Train within the time share :data:`SHARE`.
-
-        Args:
-            seconds: Duration of the engine's last step.
-        """
-        if not self._drafts or len(self._trainer) < _FEWEST or self._guesser.rows is None:
+    def train(self, seconds: float) -> None:
+        """Train for the time share :data:`SHARE` of the engine's last step, which took ``seconds``."""
+        if not self._drafts or len(self._trainer) < _FEWEST or self._inference.rows is None:
             return
-        self._earned += SHARE * min(seconds, _LONGEST_STEP)
-        if self._earned <= 0:
+        self._training_left += SHARE * min(seconds, _LONGEST_STEP)
+        if self._training_left <= 0:
             return
         try:
-            while self._earned > 0:
+            while self._training_left > 0:
                 began = time.perf_counter()
                 with _training():
-                    loss = self._trainer.update(self._guesser.rows, self._guesser.temperature)
+                    loss = self._trainer.update(self._inference.rows, self._inference.temperature)
                     loss = loss.nan_to_num(0, 0, 0)
                     self._losses = loss if self._losses is None else self._losses + loss
                     if self._runner.device.type != "cpu":
                         torch.accelerator.synchronize()  # the next step waits for training, so this time counts
                 took = time.perf_counter() - began
-                self._earned -= took
+                self._training_left -= took
                 self.training_seconds += took
                 self.updates += 1
-            self._guesser.refresh()
+            self._inference.refresh()
         except Exception:
             self._turn_off("training")
 
@@ -223,12 +221,12 @@ class EngineHead:
         if not len(tokens):
             return
         if self._drafts:
-            self._guesser.rows = None  # frees their memory for the new rows
+            self._inference.rows = None  # frees their memory for the new rows
         kind = torch.float32 if self._runner.device.type == "cpu" else torch.bfloat16
         output = (_rows(self._output, tokens) * self._scale).to(kind)
         embedding = output if self._embedding is self._output else _rows(self._embedding, tokens).to(kind)
         if self._drafts:
-            self._guesser.rows = Rows.of(tokens, output, embedding, self._vocabulary)
+            self._inference.rows = PolicyRows.of(tokens, output, embedding, self._vocabulary)
         del output, embedding
         if tokens.is_cuda:
             torch.cuda.empty_cache()  # vLLM's memory pool cannot use torch's cache
@@ -256,7 +254,7 @@ class EngineHead:
         if not (self._drafts and self.updates and self._file.parent.is_dir()):
             return
         try:
-            head.save(self._file, self._head, self._counts, self._knows + self.updates)
+            head.save(self._file, self._head, self._counts, self._loaded_updates + self.updates)
         except Exception:
             logger.warning("cannot save the draft head as %s", self._file, exc_info=True)
 
@@ -266,7 +264,7 @@ class EngineHead:
             return
         path = self._file if self._file.exists() else Path(begin)
         try:
-            counts, self._knows = head.load(path, self._head, self._vocabulary)
+            counts, self._loaded_updates = head.load(path, self._head, self._vocabulary)
             self._counts += counts
         except ValueError as error:
             logger.warning("cannot load the draft head: %s; a new one is trained", error)
@@ -308,7 +306,7 @@ class EngineHead:
         if self._drafts:
             self.failures += 1
             logger.warning("the draft head is off: %s failed; drafts come from text alone", doing, exc_info=True)
-            self._guesser.rows = None
+            self._inference.rows = None
             self._counts[:] = 0  # other ranks then gather nothing
             self._hidden = None
             del self._trainer  # frees its memory
@@ -317,7 +315,7 @@ class EngineHead:
     def training(self) -> dict[str, float]:
         """Return the updates since the start, the sum of their losses (nats a draft position), and their seconds."""
         losses = 0.0 if self._losses is None else float(self._losses)
-        return {"head_updates": self.updates, "head_loss": losses, "head_seconds": self.training_seconds}
+        return dict(zip(TRAINING_TOTALS, (self.updates, losses, self.training_seconds), strict=True))
 
 
 def all_ranks(ok: bool) -> bool:

@@ -1,8 +1,7 @@
 """Token sampling per device.
 
 A GPU uses one Triton kernel (:mod:`verl_rhyme.engine.draw_kernel`). A CPU works on a few rows at a time: it uses keyed
-noise where the noise must be reproducible. Elsewhere it inverts the cumulative distribution, which needs one uniform a
-row.
+noise where the noise must be reproducible. Elsewhere it inverts the cumulative distribution, with one uniform a row.
 """
 
 from __future__ import annotations
@@ -46,12 +45,8 @@ class Rows:
         return None if (divisors == 1).all() else divisors
 
 
-def has_kernel(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
-def by_kernel(logits: torch.Tensor, rows: Rows, scaled: bool, raw: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw tokens on a GPU; only ``rows`` is copied there.
+def draw_on_gpu(logits: torch.Tensor, rows: Rows, scaled: bool, raw: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw tokens by the kernel; only ``rows`` is copied to the GPU.
 
     Args:
         logits: float [N, V].
@@ -67,15 +62,14 @@ def by_kernel(logits: torch.Tensor, rows: Rows, scaled: bool, raw: bool) -> tupl
     temperatures = np.sign(rows.temperatures) if scaled else rows.temperatures
     # Packed into three columns of eight bytes, so that one transfer is enough.
     packed = np.stack([rows.keys.view(np.int64), rows.positions, temperatures.astype(np.float64).view(np.int64)])
-    pinned = torch.from_numpy(packed).pin_memory() if logits.device.type == "cuda" else torch.from_numpy(packed)
-    keys, positions, bits = pinned.to(logits.device, non_blocking=True)
+    keys, positions, bits = torch.from_numpy(packed).pin_memory().to(logits.device, non_blocking=True)
     return draw_kernel.draw(logits, keys, positions, bits.view(torch.float64).float(), raw)
 
 
-def by_inversion(
+def draw_on_cpu(
     logits: torch.Tensor, rows: Rows, scratch: torch.Tensor, want_logprobs: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draw tokens on a CPU, for a few rows.
+    """Draw tokens of a few rows.
 
     Args:
         logits: float32 [N, V], contiguous, divided by the temperature.
@@ -87,34 +81,21 @@ def by_inversion(
         Tokens (int64 [N]) and their log-probabilities (float32 [N]) or ``None``.
     """
     greedy = rows.temperatures == 0
-    noisy = rows.keyed & ~greedy
-    fresh = ~(greedy | noisy)
+    keyed = rows.keyed & ~greedy
+    fresh = ~(greedy | keyed)
     weights = None
     if want_logprobs or fresh.any():
         weights = torch.softmax(logits, dim=-1, out=scratch[: logits.numel()].view(logits.shape))
-    if fresh.all():
-        assert weights is not None
-        tokens = inversion.invert(weights.numpy(), noise.uniforms(rows.keys, rows.positions))
-    else:
-        tokens = np.empty(len(rows), dtype=np.int64)
-        for mask, draw in ((greedy, _greedy), (noisy, _keyed)):
-            if mask.any():
-                tokens[mask] = draw(logits[torch.from_numpy(mask)], rows, mask)
-        if fresh.any():
-            assert weights is not None
-            chosen = weights.numpy()[fresh]
-            tokens[fresh] = inversion.invert(chosen, noise.uniforms(rows.keys[fresh], rows.positions[fresh]))
+    tokens = np.empty(len(rows), dtype=np.int64)
+    if greedy.any():
+        tokens[greedy] = logits[torch.from_numpy(greedy)].argmax(dim=-1).numpy()
+    if keyed.any():
+        some = logits[torch.from_numpy(keyed)]
+        tokens[keyed] = noise.draw(some.numpy(), rows.keys[keyed], rows.positions[keyed])
+    if weights is not None and fresh.any():
+        some = weights if fresh.all() else weights[torch.from_numpy(fresh)]
+        tokens[fresh] = inversion.invert(some.numpy(), noise.uniforms(rows.keys[fresh], rows.positions[fresh]))
     drawn = torch.from_numpy(tokens)
-    if not want_logprobs:
+    if weights is None or not want_logprobs:
         return drawn, None
-    assert weights is not None
     return drawn, weights.gather(1, drawn[:, None])[:, 0].log()
-
-
-def _greedy(logits: torch.Tensor, rows: Rows, mask: np.ndarray) -> np.ndarray:
-    return logits.argmax(dim=-1).numpy()
-
-
-def _keyed(logits: torch.Tensor, rows: Rows, mask: np.ndarray) -> np.ndarray:
-    plain = np.zeros(len(logits), dtype=bool)
-    return noise.draw(logits.numpy(), rows.keys[mask], rows.positions[mask], plain)

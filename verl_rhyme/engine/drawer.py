@@ -118,14 +118,13 @@ class Drawer:
         rows = self._noise.rows(counts)
         wanted = metadata.max_num_logprobs
         plain = not (_positional(metadata) or _masked(metadata) or wanted) and not self._mode.endswith("logits")
-        if plain and draw.has_kernel(logits.device):
-            tokens, logprobs = draw.by_kernel(logits, rows, scaled=False, raw=self._mode.startswith("raw"))
+        if plain and logits.device.type == "cuda":
+            tokens, logprobs = draw.draw_on_gpu(logits, rows, scaled=False, raw=self._mode.startswith("raw"))
             if wanted is None:
                 return Drawn(tokens, None)
             from verl_rhyme.engine import draw_kernel
 
-            ranked = draw_kernel.ranks(logits, tokens)
-            return Drawn(tokens, LogprobsTensors(tokens.to(torch.int32)[:, None], logprobs[:, None], ranked))
+            return Drawn(tokens, _table_of_one(tokens, logprobs, draw_kernel.ranks(logits, tokens)))
         parts = [
             self._draw_some(logits[at], rows.part(at), metadata, len(counts))
             for at in _chunks(logits, counts, metadata)
@@ -141,19 +140,17 @@ class Drawer:
         base = raw if self._mode.startswith("raw") else target
         wanted, as_logits = metadata.max_num_logprobs, self._mode.endswith("logits")
         quick = wanted == 0 and base is target and not as_logits
-        if draw.has_kernel(logits.device):
-            tokens, logprobs = draw.by_kernel(target, rows, scaled=True, raw=False)
+        if logits.device.type == "cuda":
+            tokens, logprobs = draw.draw_on_gpu(target, rows, scaled=True, raw=False)
         else:
             if self._scratch.numel() < target.numel():
                 self._scratch = torch.empty(target.numel())
-            tokens, logprobs = draw.by_inversion(target, rows, self._scratch, want_logprobs=quick)
+            tokens, logprobs = draw.draw_on_cpu(target, rows, self._scratch, want_logprobs=quick)
         if wanted is None:
             return Drawn(tokens, None)
         if quick:
             assert logprobs is not None
-            return Drawn(
-                tokens, LogprobsTensors(tokens.to(torch.int32)[:, None], logprobs[:, None], ranks(base, tokens))
-            )
+            return Drawn(tokens, _table_of_one(tokens, logprobs, ranks(base, tokens)))
         table = base if as_logits else base.log_softmax(dim=-1)
         values, ids = table.topk(wanted, dim=-1)
         ids = torch.cat([tokens[:, None], ids], dim=1).to(torch.int32)
@@ -199,6 +196,10 @@ class Drawer:
             replace(metadata, spec_token_ids=padded),
             SimpleNamespace(num_draft_tokens=counts.tolist()),  # type: ignore[arg-type]
         )
+
+
+def _table_of_one(tokens: torch.Tensor, logprobs: torch.Tensor, ranked: torch.Tensor) -> LogprobsTensors:
+    return LogprobsTensors(tokens.to(torch.int32)[:, None], logprobs[:, None], ranked)
 
 
 def _positional(metadata: SamplingMetadata) -> bool:

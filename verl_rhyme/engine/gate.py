@@ -11,36 +11,34 @@ class Gate:
     Attributes:
         version: Version of the served policy.
         running: Requests that entered and have not left.
-        shut: Whether all requests are turned away.
+        closed: Whether all requests are refused.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self.running = 0
-        self.shut = False
+        self.closed = False
         self._waiting: dict[object, str] = {}  # waiting requests by a unique mark
-        self._cancelled: set[object] = set()  # marks of waiting requests
         self._changed = asyncio.Condition()
 
     async def enter(self, request: str, version: int) -> bool:
         """Wait until ``version`` or a newer one is served.
 
         Returns:
-            Whether the request entered and must :meth:`leave`; False after :meth:`turn_away` or while the gate is shut.
+            Whether the request entered and must :meth:`leave`; False after :meth:`cancel` or while the gate is closed.
         """
-        if version > self.version and not self.shut:
+        if version > self.version and not self.closed:
             self._waiting[mark := object()] = request
             try:
                 async with self._changed:
                     await self._changed.wait_for(
-                        lambda: version <= self.version or mark in self._cancelled or self.shut
+                        lambda: version <= self.version or mark not in self._waiting or self.closed
                     )
-                if mark in self._cancelled:
-                    return False
             finally:
-                del self._waiting[mark]
-                self._cancelled.discard(mark)
-        if self.shut:
+                cancelled = self._waiting.pop(mark, None) is None
+            if cancelled:
+                return False
+        if self.closed:
             return False
         self.running += 1
         return True
@@ -51,25 +49,26 @@ class Gate:
         if not self.running:
             await self._notify()
 
-    async def serve(self, version: int) -> None:
+    async def open(self, version: int) -> None:
         """Open the gate for a policy whose weights the engine has loaded."""
-        self.version, self.shut = version, False
+        self.version, self.closed = version, False
         await self._notify()
 
-    async def shut_out(self) -> None:
-        """Turn away all waiting requests, and new ones until :meth:`serve`."""
-        self.shut = True
+    async def close(self) -> None:
+        """Refuse all waiting requests, and new ones until :meth:`open`."""
+        self.closed = True
         await self._notify()
 
-    async def turn_away(self, request: str) -> bool:
+    async def cancel(self, request: str) -> bool:
         """Cancel a waiting request. Returns whether it was waiting."""
-        marks = {mark for mark, waits in self._waiting.items() if waits == request}
-        self._cancelled |= marks
+        marks = [mark for mark, waits in self._waiting.items() if waits == request]
+        for mark in marks:
+            del self._waiting[mark]
         if marks:
             await self._notify()
         return bool(marks)
 
-    async def empty(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no request is running."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self.running)

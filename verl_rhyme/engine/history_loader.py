@@ -91,15 +91,9 @@ class HistoryLoader:
         if (reading := self._reading.pop(key, None)) is not None:
             reading.cancel()
         if history is not None and self._pool is not None:
-            with suppress(RuntimeError):  # the thread has ended
+            with suppress(RuntimeError):  # no thread can start
                 # This is the last reference: the drafter drops its own before it calls this.
                 self._pool.submit([history].clear)
-
-    def close(self) -> None:
-        """Stop the thread; pending histories stay pending."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        self._own.close()
 
     def _begin(self, key: bytes, asked: int) -> None:
         assert self._pool is not None

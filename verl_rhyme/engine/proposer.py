@@ -20,9 +20,9 @@ from verl_rhyme.drafting import recurrent
 from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
-from verl_rhyme.engine.draft_head import EngineHead, all_ranks
+from verl_rhyme.engine.draft_head import TRAINING_TOTALS, EngineHead, all_ranks
 from verl_rhyme.engine.history_loader import HistoryLoader
-from verl_rhyme.engine.threads import PlanningThreads, sensible
+from verl_rhyme.engine.threads import PlanningThreads, thread_count
 from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
@@ -69,7 +69,6 @@ class HistoryProposer:
         reader = HistoryReader(settings["history_dir"], settings["namespace"])
         copies = CopyReader(settings["copies_dir"]) if settings.get("copies_dir") else None
         self._history = HistoryLoader(reader, self._config.wait_for_history, copies)
-        self._threads: PlanningThreads | None = None
         self._drafter: DraftPolicy | None = None  # only on the rank whose drafts are used
         self._head: EngineHead | None = None
         self._folder = settings["history_dir"]
@@ -129,27 +128,14 @@ class HistoryProposer:
         return head
 
     def _start(self) -> None:
-        self._threads = PlanningThreads(sensible(self._config.plan_threads))
-        self._drafter = build(self._config, self._history, self._slots, self._vocab_size, self._threads, self._head)
+        threads = PlanningThreads(thread_count(self._config.plan_threads))
+        self._drafter = build(self._config, self._history, self._slots, self._vocab_size, threads, self._head)
 
     def weights_loaded(self) -> None:
         """Update the draft head's rows after the model loaded new weights; called on all ranks of the engine."""
         if self._head is not None:
             self._head.gather()
             self._head.save()
-
-    def close(self) -> None:
-        """Save the draft head and stop all threads; they also stop with the process."""
-        if self._head is not None:
-            self._head.save()
-        self._history.close()
-        if self._threads is not None:
-            self._threads.close()
-
-    @property
-    def waiting(self) -> int:
-        """Prompts whose history is being read; their requests draft from other sources."""
-        return self._history.pending
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: Any
@@ -165,9 +151,8 @@ class HistoryProposer:
             Draft tokens of each row, ragged.
         """
         started = time.perf_counter()
-        planning, self._planning = self._planning, 0.0
         try:
-            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, started, planning)
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, started)
         except Exception:
             self._errors += 1
             if self._errors == 1:
@@ -179,14 +164,10 @@ class HistoryProposer:
             self._calls += 1
 
     def _propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: Any,
-        token_ids_cpu: Any,
-        now: float,
-        planning: float,
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, now: float
     ) -> list[list[int]]:
         drafter = self._drafter
+        planning, self._planning = self._planning, 0.0
         if drafter is None:
             if self._runner is None:
                 raise RuntimeError(
@@ -196,7 +177,7 @@ class HistoryProposer:
             return [[] for _ in sampled_token_ids]
         self._retire(drafter)
         for key, history in self._history.ready():
-            if not drafter.arrived(key, history):
+            if not drafter.add_history(key, history):
                 self._history.release(key, history)
         batch, count = self._runner.input_batch, len(sampled_token_ids)
         req_ids, prompt_tokens = batch.req_ids, batch.num_prompt_tokens
@@ -221,7 +202,7 @@ class HistoryProposer:
         longest = self._config.max_tokens
         limits = request_limits(lengths, generated, drafting.max_tokens, self._max_model_len, longest)
         if self._head is not None:
-            self._head.sampled(req_ids, sampled_token_ids, rows)
+            self._head.observe(req_ids, sampled_token_ids, rows)
         # The engine waits for the plan, so a step's cost includes its plan.
         seconds = planning + now - self._ended if plain else None
         began = time.perf_counter()
@@ -232,7 +213,7 @@ class HistoryProposer:
         captured = 0 if self._head is None else self._head.captured
         self._paused, self._captured = captured > self._captured, captured
         if self._head is not None and plain:
-            self._head.learn(now - self._ended)
+            self._head.train(now - self._ended)
         if len(rows) == count:
             return planned
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
@@ -304,16 +285,14 @@ class HistoryProposer:
         counts: dict[str, dict[str, Any]] = {
             id: {name: getattr(count, name) for name in RequestCounts.__slots__} for id, count in finished.items()
         }
-        for first in list(counts)[:1]:
-            known = {"draft_errors": self._all_errors(), "draft_seconds": self._seconds}
-            if self._head is not None:
-                known |= self._head.training()
-            counts[first] |= {name: value - self._reported.get(name, 0) for name, value in known.items()}
+        if counts:
+            totals = self.totals()
+            known = {"draft_errors": totals["errors"] + totals["history_errors"], "draft_seconds": totals["seconds"]}
+            known |= {name: totals[name] for name in TRAINING_TOTALS if name in totals}
+            first = next(iter(counts.values()))
+            first |= {name: value - self._reported.get(name, 0) for name, value in known.items()}
             self._reported = known
         return counts
-
-    def _all_errors(self) -> int:
-        return self._errors + self._history.errors + (0 if self._head is None else self._head.failures)
 
     def totals(self) -> dict[str, Any]:
         """Return totals since the start: drafted and accepted tokens, calls, seconds, errors of drafter and history."""

@@ -75,7 +75,7 @@ class DrawingVerifier(RejectionSampler):
             first = torch.from_numpy(counts.cumsum() - counts).to(logits.device)
             return self.sampler(logits[first], replace(sampling_metadata, spec_token_ids=None))
         drawn = self.sampler.drawer.draw(logits, sampling_metadata, counts)
-        tokens, at = until_first_difference(metadata.draft_token_ids, drawn.tokens, drafted)
+        tokens, at = accepted_tokens(metadata.draft_token_ids, drawn.tokens, drafted)
         if drawn.logprobs is None:
             return SamplerOutput(tokens, None)
         # vLLM expects one line for each entry of `tokens`, but reads none after a row's last token.
@@ -84,7 +84,7 @@ class DrawingVerifier(RejectionSampler):
         return SamplerOutput(tokens, LogprobsTensors(*filled))
 
 
-def until_first_difference(
+def accepted_tokens(
     drafts: torch.Tensor, tokens: torch.Tensor, drafted: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each request's tokens up to the first that differs from its draft, or all of them.
@@ -180,10 +180,10 @@ def _warm_up(runner: Any) -> None:
     one = np.ones(2)
     for keyed in (False, True):
         rows = Rows(np.arange(2), one.astype(np.uint64), one.astype(np.int64), one.astype(np.float32), one == keyed)
-        if draw.has_kernel(logits.device):
+        if logits.device.type == "cuda":
             from verl_rhyme.engine import draw_kernel
 
-            draw_kernel.ranks(logits, draw.by_kernel(logits, rows, scaled=False, raw=False)[0])
+            draw_kernel.ranks(logits, draw.draw_on_gpu(logits, rows, scaled=False, raw=False)[0])
         else:
             target = logits.float()
-            ranks(target, draw.by_inversion(target, rows, torch.empty(target.numel()), want_logprobs=True)[0])
+            ranks(target, draw.draw_on_cpu(target, rows, torch.empty(target.numel()), want_logprobs=True)[0])

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from verl_rhyme.history_writer.history_copies import HistoryRequests, node_copie
 from verl_rhyme.history_writer.history_service import tokenizer_namespace
 from verl_rhyme.history_writer.history_writer import node_history_dir
 from verl_rhyme.processes.request import DIED, DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
-from verl_rhyme.sampling.continuation import continued
+from verl_rhyme.sampling.continuation import continued_options
 
 #: Seconds between two checks whether an engine that does not answer is alive.
 _HEALTH_POLL_S = 1.0
@@ -40,6 +41,25 @@ PROPOSER = "verl_rhyme.engine.proposer.HistoryProposer"
 EXTENSION = "verl_rhyme.engine.extension.RhymeWorkerExtension"
 
 
+@dataclass(slots=True)
+class _Request:
+    """A request that runs.
+
+    Attributes:
+        name: Name of the coordinator's attempt, or empty.
+        received: Whether the engine has received it.
+        version: Policy version when the engine received it.
+        output: vLLM's latest output for it.
+        engine_died: Whether its engine died after it had generated tokens.
+    """
+
+    name: str
+    received: bool = False
+    version: int | None = None
+    output: Any = None
+    engine_died: bool = False
+
+
 class RhymeHttpServer(vLLMHttpServer):
     """Drop-in replacement for verl's server, to be wrapped by ``ray.remote`` (``RolloutReplica.server_class``)."""
 
@@ -51,14 +71,10 @@ class RhymeHttpServer(vLLMHttpServer):
         self._rhyme = rhyme
         self._node_id = ray.get_runtime_context().get_node_id()
         self._histories = HistoryRequests(self._node_id, rhyme.history)
-        self._final: dict[str, Any] = {}  # request id -> vLLM's latest output for it
-        self._began: dict[str, int | None] = {}  # request id -> policy version when the engine received it
+        self._requests: dict[str, _Request] = {}  # that have passed the gate, by id
         self._gate = Gate()
         self._rpcs = 0  # running calls to the engine's workers; loading weights takes long
         self._aborts: set[asyncio.Task[None]] = set()
-        #: Requests of a coordinator's attempts whose engine died after it had generated tokens.
-        self._interrupted: set[str] = set()
-        self._names: dict[str, str] = {}  # request id -> name of the coordinator's attempt
         self._finished: deque[str] = deque(maxlen=_MAX_FINISHED)  # requests whose counts were not fetched
 
     # ---- engine settings ----
@@ -126,7 +142,9 @@ class RhymeHttpServer(vLLMHttpServer):
     async def _observed_generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        self._began[request_id] = self.global_steps  # verl holds requests until weights are loaded
+        request = self._requests.get(request_id)  # None for a client of the engine's HTTP server
+        if request is not None:
+            request.received, request.version = True, self.global_steps  # verl holds requests until weights are loaded
         outputs = self._engine_generate(prompt, sampling_params, request_id, **kwargs)
         # verl's abort waits for a first output of every request before it stops the engine (`_admitting` in its
         # generate()). With more requests than slots, that is when the last one gets a slot. The placeholder admits a
@@ -143,15 +161,15 @@ class RhymeHttpServer(vLLMHttpServer):
             await asyncio.wait({first})
             raise
         while output is not None:
-            if request_id in self._final:
-                self._final[request_id] = output
+            if request is not None:
+                request.output = output
             yield output
             try:
                 output = await anext(outputs, None)
             except EngineDeadError:
-                if request_id not in self._names or not output.outputs:
+                if request is None or not request.name or not output.outputs:
                     raise  # any other client would take the tokens so far for a complete response
-                self._interrupted.add(request_id)
+                request.engine_died = True
                 yield _as_aborted(output)
                 return
 
@@ -196,12 +214,13 @@ class RhymeHttpServer(vLLMHttpServer):
 
     async def progress(self, names: list[str]) -> dict[str, int]:
         """Return the response tokens so far of these attempts' requests that run here, by attempt name."""
-        requests, wanted = self.engine.output_processor, set(names)
+        processor, wanted = self.engine.output_processor, set(names)
         made: dict[str, int] = {}
-        for request_id, name in self._names.items():
-            for internal in requests.external_req_ids.get(request_id, ()) if name in wanted else ():
-                detokenizer = requests.request_states[internal].detokenizer
-                made[name] = made.get(name, 0) + (0 if detokenizer is None else detokenizer.num_output_tokens())
+        for request_id, request in self._requests.items():
+            for internal in processor.external_req_ids.get(request_id, ()) if request.name in wanted else ():
+                detokenizer = processor.request_states[internal].detokenizer
+                tokens = 0 if detokenizer is None else detokenizer.num_output_tokens()
+                made[request.name] = made.get(request.name, 0) + tokens
         return made
 
     # ---- weights ----
@@ -209,28 +228,28 @@ class RhymeHttpServer(vLLMHttpServer):
     async def set_global_steps(self, global_steps: int) -> None:
         """Set the policy version, as verl's server does, and admit the requests that wait for it."""
         await super().set_global_steps(global_steps)
-        await self._gate.serve(global_steps)
+        await self._gate.open(global_steps)
 
     async def idle(self) -> None:
         """Wait until no request runs; requests that wait for newer weights do not count."""
-        await self._gate.empty()
+        await self._gate.wait_until_idle()
 
-    async def rest(self) -> None:
+    async def suspend(self) -> None:
         """Stop serving until new weights are loaded.
 
-        New requests are turned away and running ones aborted. Device memory is freed if the engine can sleep (not on a
+        New requests are refused and running ones aborted. Device memory is freed if the engine can sleep (not on a
         CPU, nor with ``free_cache_engine=false``).
         """
-        await self._gate.shut_out()
+        await self._gate.close()
         await self.abort_all_requests(reject_request=True)
         if self.node_rank == 0 and self.config.free_cache_engine and self.config.enable_sleep_mode:
             await self.engine.sleep(level=self._resolve_sleep_level())
 
-    async def let_go(self) -> None:
+    async def return_partial_responses(self) -> None:
         """Return the partial responses of all requests to their callers, before the replica is removed."""
         if self.node_rank == 0:
             self.engine.output_processor.propagate_error(EngineDeadError())
-            while self._final:
+            while self._requests:
                 await asyncio.sleep(_ADMISSION_POLL_S)
 
     async def stop_engine(self) -> None:
@@ -259,24 +278,19 @@ class RhymeHttpServer(vLLMHttpServer):
         if not await self._gate.enter(request_id, meta.assignment.oldest_version):
             fields = {"global_steps": self.global_steps, FIELD: []}
             return TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields=fields)
-        self._final[request_id] = None
-        if meta.name:
-            self._names[request_id] = meta.name
+        request = self._requests[request_id] = _Request(meta.name)
         if self._rhyme.drafting.enable:
             meta.asked = self._histories.ask(bytes.fromhex(meta.key) if meta.key else prompt_key(prompt_ids))
-        params = continued(sampling_params, meta.made, noise_by_position=self._rhyme.drafting.enable)
+        params = continued_options(sampling_params, meta.made, noise_by_position=self._rhyme.drafting.enable)
         try:
             output = await super().generate(prompt_ids, meta.put(params), request_id, **kwargs)
         finally:
-            final = self._final.pop(request_id)
-            version = self._began.pop(request_id, self.global_steps)
-            interrupted = request_id in self._interrupted
-            self._interrupted.discard(request_id)
-            self._names.pop(request_id, None)
+            del self._requests[request_id]
             await self._gate.leave()
         if self._rhyme.drafting.enable:
             self._finished.append(request_id)  # the trainer fetches counts in bulk, so no response waits for them
-        scheduled, first = _wall_times(getattr(final, "metrics", None))
+        scheduled, first = _wall_times(getattr(request.output, "metrics", None))
+        version = request.version if request.received else self.global_steps
         record = RequestRecord(
             id=request_id,
             prompt_key=meta.key,
@@ -296,7 +310,7 @@ class RhymeHttpServer(vLLMHttpServer):
             stop_reason=output.stop_reason or "",
         )
         output.extra_fields[FIELD] = [record.to_dict()]
-        if interrupted:
+        if request.engine_died:
             output.extra_fields[DIED] = True
         return output
 
@@ -305,21 +319,21 @@ class RhymeHttpServer(vLLMHttpServer):
 
         verl's method looks the request up by its id, while vLLM 0.24 uses another id (``<id>-<8 characters>``).
         """
-        if await self._gate.turn_away(request_id):
+        if await self._gate.cancel(request_id):
             return {"aborted": True, "request_id": request_id}
         known = self.node_rank == 0 and bool(self.engine.output_processor.external_req_ids.get(request_id))
         if known:
             await self.engine.abort(request_id)
             if reset_prefix_cache:
                 await self.clear_kv_cache()
-        elif request_id in self._final:  # the request waits while weights are loaded
+        elif request_id in self._requests:  # the request waits while weights are loaded
             task = asyncio.ensure_future(self._abort_when_known(request_id))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
         return {"aborted": known, "request_id": request_id}
 
     async def _abort_when_known(self, request_id: str) -> None:
-        while request_id in self._final:
+        while request_id in self._requests:
             if self.engine.output_processor.external_req_ids.get(request_id):
                 await self.engine.abort(request_id)
                 return

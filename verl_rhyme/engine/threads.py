@@ -11,6 +11,9 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Barrier
+
+from verl_rhyme.drafting.threads import Threads
 
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
@@ -18,7 +21,7 @@ logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's ow
 _MOST = 4
 
 
-def sensible(wanted: int | None) -> int:
+def thread_count(wanted: int | None) -> int:
     """Return the number of planning threads: ``wanted``, at most the cores that this thread may use.
 
     ``None`` means half of these cores, at most 4. An engine on a CPU binds its thread to one core: one thread plans.
@@ -27,63 +30,45 @@ def sensible(wanted: int | None) -> int:
     return max(1, min(cores // 2, _MOST) if wanted is None else min(wanted, cores))
 
 
-class PlanningThreads:
-    """The caller's thread and ``count - 1`` others; see :class:`verl_rhyme.drafting.threads.Threads`.
-
-    The others start when they are first needed, and end with :meth:`close` or with this object.
-    """
+class PlanningThreads(Threads):
+    """The caller's thread and ``count - 1`` others, or none if they cannot start; they end with this object."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
-        self._later: Future[None] | None = None
-        self._pool = ThreadPoolExecutor(count - 1, "rhyme-plan") if count > 1 else None
+        self._deferred: Future[None] | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        if count == 1:
+            return
+        pool, started = ThreadPoolExecutor(count - 1, "rhyme-plan"), Barrier(count - 1)
+        try:
+            wait([pool.submit(started.wait) for _ in range(count - 1)])  # later no step may find that one cannot start
+        except RuntimeError as error:
+            logger.warning("cannot start planning threads: %s; one thread plans all drafts", error)
+            started.abort()
+            pool.shutdown(cancel_futures=True)
+            return
+        self.count, self._pool = count, pool
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Call each once and return when all have returned, so that their data may be freed.
-
-        If a thread cannot be started, the caller makes all calls, some for the second time, now and in future.
-        """
+        """Call each once and return when all have returned, so that their data may be freed."""
         self._settle()
-        others: list[Future[None]] = []
-        if self._pool is not None:
-            try:
-                for call in calls[1:]:
-                    others.append(self._pool.submit(call))
-            except RuntimeError as error:
-                self._alone(error)
-                others = []
+        others = [] if self._pool is None else [self._pool.submit(call) for call in calls[1:]]
         try:
-            for call in calls[:1] if others else calls:
-                call()
+            super().run(calls[:1] if others else calls)
         finally:
             wait(others)
         for other in others:
             other.result()
 
-    def later(self, call: Callable[[], None]) -> None:
+    def defer(self, call: Callable[[], None]) -> None:
         """Call ``call`` once after the earlier calls, in another thread if there is one."""
         self._settle()
-        if self._pool is not None:
-            try:
-                self._later = self._pool.submit(call)
-                return
-            except RuntimeError as error:
-                self._alone(error)
-        call()
+        if self._pool is None:
+            call()
+        else:
+            self._deferred = self._pool.submit(call)
 
     def _settle(self) -> None:
-        """Wait for the call given to :meth:`later`."""
-        if self._later is not None:
-            later, self._later = self._later, None
-            later.result()
-
-    def _alone(self, error: RuntimeError) -> None:
-        logger.warning("cannot start planning threads: %s; one thread plans all drafts", error)
-        assert self._pool is not None
-        self._pool.shutdown(cancel_futures=True)  # the pool has queued the failed call as well
-        self.count, self._pool = 1, None
-
-    def close(self) -> None:
-        """Stop the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        """Wait for the call given to :meth:`defer`."""
+        if self._deferred is not None:
+            deferred, self._deferred = self._deferred, None
+            deferred.result()

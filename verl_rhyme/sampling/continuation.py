@@ -12,7 +12,7 @@ from verl_rhyme.sampling.noise import key_of
 
 #: Options of vLLM's ``SamplingParams`` (and verl's name of one) that need no change in the middle of a response: they
 #: concern one position's distribution, prompt and response alike, or the returned data.
-AS_IT_IS = frozenset(
+UNCHANGED = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),
         "repetition_penalty",  # counts tokens in prompt or response
@@ -23,12 +23,12 @@ AS_IT_IS = frozenset(
         *("skip_clone", "skip_reading_prefix_cache", "output_text_buffer_length"),
     }
 )
-#: Options that :func:`continued` adapts; for ``stop`` the server's front end has the earlier text
+#: Options that :func:`continued_options` adapts; for ``stop`` the server's front end has the earlier text
 #: (:mod:`verl_rhyme.engine.earlier_text`).
 ADAPTED = frozenset({"min_tokens", "seed", "stop"})
 
 
-def starting_over(params: Mapping[str, Any]) -> list[str]:
+def restart_options(params: Mapping[str, Any]) -> list[str]:
     """Return the options whose state a later request cannot restore.
 
     They are penalties and bans on the response's tokens only, grammars, thinking budgets, options of plug-ins, and
@@ -40,14 +40,14 @@ def starting_over(params: Mapping[str, Any]) -> list[str]:
     Returns:
         Names of the options; empty if the response can continue.
     """
-    return [name for name, value in params.items() if value and name not in AS_IT_IS | ADAPTED]
+    return [name for name, value in params.items() if value and name not in UNCHANGED | ADAPTED]
 
 
-def continued(params: Mapping[str, Any], made: int, noise_by_position: bool) -> dict[str, Any]:
+def continued_options(params: Mapping[str, Any], made: int, noise_by_position: bool) -> dict[str, Any]:
     """Return a copy of the sampling options, adapted to the rest of a response.
 
     Args:
-        params: Options of the whole response, except ``max_tokens``; none of :func:`starting_over`.
+        params: Options of the whole response, except ``max_tokens``; none of :func:`restart_options`.
         made: Tokens of the response so far.
         noise_by_position: Whether the engine uses :mod:`verl_rhyme.sampling.noise`, where a seed has the same effect at
             any position. vLLM's generator restarts with its seed, so the rest would repeat the numbers of the first

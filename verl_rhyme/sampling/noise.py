@@ -19,14 +19,12 @@ import numpy as np
 from numba import njit
 
 #: Philox4x32's multipliers and the increments of its keys (Weyl sequences), and its number of rounds.
-MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-INCREMENTS = 0x9E3779B9, 0xBB67AE85
-ROUNDS = 10
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_ROUNDS = 10
 #: Vocabulary entries of one Philox block of four 32-bit words.
 BLOCK = 4
 
-_M0, _M1 = (np.uint64(m) for m in MULTIPLIERS)
-_W0, _W1 = (np.uint64(w) for w in INCREMENTS)
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _UNIT = 2.0**-32
 #: Entries that are processed together.
@@ -47,7 +45,7 @@ def key_of(*parts: int | str | bytes) -> int:
 @njit(cache=True, nogil=True)
 def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
     """Return four Philox4x32-10 words of a counter (four words) and a key (two words); all uint64 below 2**32."""
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         p0, p1 = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ k0, p1 & _LOW, (p0 >> _32) ^ c3 ^ k1, p0 & _LOW
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
@@ -112,7 +110,7 @@ def _fill(key, position, first, w0, w1, w2, w3):  # type: ignore[no-untyped-def]
     for i in range(len(w0)):
         w0[i], w1[i] = np.uint32(first + i), np.uint32(position & _LOW)
         w2[i], w3[i] = np.uint32(position >> _32), np.uint32(0)
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         low, high = np.uint32(k0), np.uint32(k1)
         for i in range(len(w0)):
             p0, p1 = np.uint64(w0[i]) * _M0, np.uint64(w2[i]) * _M1
@@ -146,14 +144,13 @@ def _count_hopeful(logits, row, first, w, blocks, best):  # type: ignore[no-unty
 
 
 @njit(cache=True, nogil=True)
-def draw(logits: np.ndarray, keys: np.ndarray, positions: np.ndarray, plain: np.ndarray) -> np.ndarray:
+def draw(logits: np.ndarray, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the token of each row: ``argmax(logits + gumbel(words(...)))``.
 
     Args:
         logits: float32 [N, V], already divided by the temperature; -inf where a token is masked.
         keys: uint64 [N].
         positions: int64 [N], at least 0, position of the drawn token in its sequence.
-        plain: bool [N], rows without noise (greedy).
 
     Returns:
         int64 [N]; 0 for a fully masked row.
@@ -167,7 +164,7 @@ def draw(logits: np.ndarray, keys: np.ndarray, positions: np.ndarray, plain: np.
             if logits[row, token] > top:
                 likeliest, top = token, logits[row, token]
         out[row] = likeliest
-        if plain[row] or top == -np.inf:
+        if top == -np.inf:
             continue
         # The likeliest entry goes first, so that most others can be skipped.
         four = _block(keys[row], positions[row], likeliest // BLOCK)

@@ -66,7 +66,7 @@ def one_engine(rng):
     names, prompts, drafts = [""] * rows, [0] * rows, [[] for _ in range(rows)]
     for number in range(int(rng.integers(5, 120))):
         if rng.random() < 0.4:
-            drafter.arrived(KEYS[rng.integers(4)], histories.make())
+            drafter.add_history(KEYS[rng.integers(4)], histories.make())
         for row in range(rows):
             if names[row] and (lengths[row] > WIDTH - 140 or rng.random() < 0.03):
                 drafter.finish(names[row])
@@ -110,10 +110,8 @@ def one_engine(rng):
         drafter.finish(name)
     assert not len(drafter)
     assert not len(drafter._shared)
-    assert not drafter._histories
     assert not drafter._live.arrays.open.any()
     assert np.isfinite(drafter._model.weights).all()
-    threads.close()
 
 
 if __name__ == "__main__":

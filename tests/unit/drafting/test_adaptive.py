@@ -5,76 +5,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from tests.unit.drafting.engine import KEY, OTHER_KEY, Engine, history
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import kernels
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.kernels import BLOCK
-from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
-from verl_rhyme.history.record import PromptHistory, Trajectory
+from verl_rhyme.drafting.policy import RequestCounts
 
 pytestmark = pytest.mark.xdist_group("kernels")  # one process compiles them in a fresh checkout
-
-KEY, OTHER_KEY = b"k" * 16, b"o" * 16
-WIDTH = 2048
-
-
-def history(*responses, step=0):
-    trajectories = [Trajectory(KEY, np.array(r, np.int32), 1.0, 0, 0, i) for i, r in enumerate(responses)]
-    return PromptHistory.build(trajectories, step)
-
-
-class Engine:
-    """Rows of tokens as in vLLM, with a drafter."""
-
-    def __init__(self, drafter, rows=8):
-        self.drafter = drafter
-        self.tokens = np.zeros((rows, WIDTH), np.int32)
-        self.lengths, self.rows = {}, {}
-
-    def start(self, request, prompt, key=KEY):
-        self.rows[request] = min(set(range(len(self.tokens))) - set(self.rows.values()))
-        self.tokens[self.rows[request], : len(prompt)] = prompt
-        self.lengths[request] = len(prompt)
-        self.drafter.start(request, key)
-
-    def finish(self, request):
-        del self.rows[request], self.lengths[request]
-        return self.drafter.finish(request)
-
-    def step(self, sampled, limit=32, budget=1 << 20, drafted=None, accepted=None, seconds=None):
-        """Take in ``sampled`` (request to its tokens of this step). Returns request to draft."""
-        for request, tokens in sampled.items():
-            end = self.lengths[request]
-            self.tokens[self.rows[request], end : end + len(tokens)] = tokens
-            self.lengths[request] += len(tokens)
-        done = DecodeStep(
-            list(sampled),
-            np.array([self.rows[r] for r in sampled]),
-            self.tokens,
-            np.array([self.lengths[r] for r in sampled]),
-            drafted or [0] * len(sampled),
-            accepted or [0] * len(sampled),
-            np.full(len(sampled), limit),
-            budget,
-            seconds,
-        )
-        drafts = self.drafter.step(done)
-        return dict(zip(sampled, drafts, strict=True))
-
-    def follow(self, request, path, **kwargs):
-        """Verify drafts against the target text. Returns the drafted and accepted tokens of each step."""
-        done, counts, drafted, accepted = 0, [], 0, 0
-        tokens = path[:1]
-        while tokens:
-            draft = self.step({request: tokens}, drafted=[drafted], accepted=[accepted], **kwargs)[request]
-            done += len(tokens)
-            drafted, accepted = len(draft), 0
-            while accepted < min(drafted, len(path) - done) and draft[accepted] == path[done + accepted]:
-                accepted += 1
-            tokens = path[done : done + accepted + 1]
-            accepted = max(0, len(tokens) - 1)
-            counts.append((drafted, accepted))
-        return counts
 
 
 def make(histories=None, slots=8, **config):
@@ -151,17 +89,10 @@ def test_predicted_acceptance_matches_the_observed_one():
         engine.start(f"{i}", [1, 2])
         noise = rng.random(len(text)) < 0.25
         path = np.where(noise, 1000 + rng.integers(0, 10**6, len(text)), text).tolist()
-        done, tokens, drafted, accepted = 0, path[:1], 0, 0
-        while tokens:
-            draft = engine.step({f"{i}": tokens}, drafted=[drafted], accepted=[accepted])[f"{i}"]
-            done += len(tokens)
-            drafted, accepted = len(draft), 0
-            while accepted < min(drafted, len(path) - done) and draft[accepted] == path[done + accepted]:
-                accepted += 1
+        for drafted, accepted, done in engine.verify(f"{i}", path):
             if i >= 20 and done + drafted < len(path):
                 expected += sum(row.sum() for row in engine.drafter.reach)
                 observed += accepted
-            tokens = path[done : done + accepted + 1]
         engine.finish(f"{i}")
     assert observed > 1000
     assert expected == pytest.approx(observed, rel=0.15)

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.drafting.budget import grant, least
+from verl_rhyme.drafting.budget import FREE, lowest_profitable, select_tokens
 from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
 
-FREE, DEAR = (8e-3, 1e-5, 0.0, 0.0), (1e-9, 1e-4, 1e-4, 0.0)
+CHEAP, DEAR = (8e-3, 1e-5, 0.0, 0.0), (1e-9, 1e-4, 1e-4, 0.0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -20,7 +20,7 @@ def test_keeps_the_likeliest_tokens_within_the_budget(data):
     for i, row in enumerate(rows):
         reach[i, : len(row)] = np.cumprod(row)
     planned = np.array([len(row) for row in rows])
-    granted = grant(reach, planned, budget)
+    granted = select_tokens(reach, planned, budget, FREE)
     assert granted.sum() == min(max(0, budget), planned.sum())
     assert (granted <= planned).all()
     kept = [reach[i, j] for i in range(len(rows)) for j in range(granted[i])]
@@ -38,8 +38,8 @@ def test_token_below_the_lower_bound_is_never_granted(data):
     for i, row in enumerate(rows):
         reach[i, : len(row)] = np.cumprod(row)
     planned = np.array([len(row) for row in rows])
-    kept = np.minimum(planned, (reach >= least(cost, len(rows))).sum(1))
-    assert grant(reach, kept, 20, cost).tolist() == grant(reach, planned, 20, cost).tolist()
+    kept = np.minimum(planned, (reach >= lowest_profitable(cost, len(rows))).sum(1))
+    assert select_tokens(reach, kept, 20, cost).tolist() == select_tokens(reach, planned, 20, cost).tolist()
 
 
 def spread(values, rows):
@@ -53,13 +53,15 @@ def spread(values, rows):
 
 def test_grants_all_if_verification_is_free_and_little_if_it_is_expensive():
     reach, planned = spread(0.9 ** np.arange(1, 200), 8)
-    assert grant(reach, planned, 1000, FREE).sum() == 199
-    assert grant(reach, planned, 1000, DEAR).sum() == 0, (
+    assert select_tokens(reach, planned, 1000, CHEAP).sum() == 199
+    assert select_tokens(reach, planned, 1000, DEAR).sum() == 0, (
         "a draft token costs as much as a row: only a sure one would pay"
     )
-    assert 0 < grant(reach, planned, 1000, (4e-3, 1e-4, 1e-4, 0.0)).sum() < 60
-    assert grant(reach, planned, 7, FREE).sum() == 7
-    assert grant(reach, planned, 1000, (8e-3, 1e-5, 0.0, 1e-1)).sum() == 0, "the fixed cost of drafting is too high"
+    assert 0 < select_tokens(reach, planned, 1000, (4e-3, 1e-4, 1e-4, 0.0)).sum() < 60
+    assert select_tokens(reach, planned, 7, CHEAP).sum() == 7
+    assert select_tokens(reach, planned, 1000, (8e-3, 1e-5, 0.0, 1e-1)).sum() == 0, (
+        "the fixed cost of drafting is too high"
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -74,7 +76,7 @@ def test_grants_all_if_verification_is_free_and_little_if_it_is_expensive():
 def test_expected_rate_is_never_below_that_without_drafts(a, b, c, drafting, rows, probabilities):
     values = np.sort(probabilities)[::-1]
     reach, planned = spread(values, rows)
-    k = int(grant(reach, planned, 1000, (a, b, c, drafting)).sum())
+    k = int(select_tokens(reach, planned, 1000, (a, b, c, drafting)).sum())
     rates = [(rows + values[:n].sum()) / (a + b * rows + c * n + drafting * (n > 0)) for n in range(len(values) + 1)]
     assert rates[k] == pytest.approx(max(rates))
     assert rates[k] >= rates[0] * (1 - 1e-9)
@@ -84,7 +86,7 @@ def test_expected_rate_is_never_below_that_without_drafts(a, b, c, drafting, row
 def test_step_without_drafts_is_tried_if_all_steps_drafted(cost):
     """A fit to steps that all drafted may give a step without drafts no cost; trying one measures it."""
     reach = np.full((3, 4), 0.9)
-    assert grant(reach, np.full(3, 4), 100, cost).tolist() == [0, 0, 0]
+    assert select_tokens(reach, np.full(3, 4), 100, cost).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("sizes", [(8, 160), (60, 100), (76, 84)])
@@ -96,7 +98,7 @@ def test_batches_around_the_profitable_size_lose_nothing(sizes):
     for step in range(1200):
         rows = sizes[step % 2]
         reach, planned = np.cumprod(np.full((rows, 8), 0.6), axis=1), np.full(rows, 8)
-        granted = grant(reach, planned, 1 << 20, cost.coefficients if cost.ready else None)
+        granted = select_tokens(reach, planned, 1 << 20, cost.coefficients if cost.ready else FREE)
         if step % EXPLORE_EVERY == 0:
             granted = np.minimum(planned, 1)
         drafted = int(granted.sum())
@@ -107,6 +109,6 @@ def test_batches_around_the_profitable_size_lose_nothing(sizes):
             seconds[rows] += took
     for rows in sizes:
         undrafted = rows / (a + b * rows)
-        best = grant(np.cumprod(np.full((rows, 8), 0.6), axis=1), np.full(rows, 8), 1 << 20, truth).sum()
+        best = select_tokens(np.cumprod(np.full((rows, 8), 0.6), axis=1), np.full(rows, 8), 1 << 20, truth).sum()
         gained = emitted[rows] / seconds[rows] / undrafted
         assert gained > (1.3 if best else 0.98)

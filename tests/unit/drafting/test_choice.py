@@ -25,19 +25,9 @@ def draft(index, context, limit=32, reward_weight=1.0):
     return choice.choose(index, low, high, limit, reward_weight).tolist()
 
 
-def test_most_frequent_wins():
-    assert draft(history([1, 2, 3], [1, 2, 3], [1, 2, 9]), [1, 2]) == [3]
-
-
 def test_rewarded_wins_among_equally_frequent():
     assert draft(history([1, 2, 3], [1, 2, 9], rewards=[1.0, 0.0]), [1, 2]) == [3]
     assert draft(history([1, 2, 3], [1, 2, 9], rewards=[-1.0, 5.0]), [1, 2]) == [9]
-
-
-def test_reward_can_outweigh_frequency():
-    index = history([1, 2, 3], [1, 2, 3], [1, 2, 9], rewards=[0.0, 0.0, 1.0])
-    assert draft(index, [1, 2], reward_weight=0.5) == [3]
-    assert draft(index, [1, 2], reward_weight=1.5) == [9]
 
 
 def test_votes_are_count_plus_weighted_mean():
@@ -52,23 +42,11 @@ def test_the_last_recorded_breaks_a_tie():
     assert draft(history([1, 2, 3], [1, 2, 9]), [1, 2]) == [9]
 
 
-def test_the_matched_set_narrows():
-    # After 3, only responses with 3 vote: 4 is then the majority, though 5 follows more often overall.
-    index = history([1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 8, 5], [1, 2, 8, 5])
-    assert draft(index, [1, 2]) == [3, 4]
-
-
 def test_stops_at_the_end_of_a_response():
     assert draft(history([1, 2, 3]), [2, 3]) == []
     assert draft(history([1, 2, 3], [7]), [1, 2]) == [3]
     # Two of three responses end here, so the end wins.
     assert draft(history([1, 2], [1, 2], [1, 2, 3]), [1, 2]) == []
-
-
-def test_limit():
-    index = history(list(range(100)))
-    assert draft(index, [0, 1], limit=5) == [2, 3, 4, 5, 6]
-    assert draft(index, [0, 1], limit=0) == []
 
 
 def test_non_finite_rewards_count_as_the_lowest():
@@ -90,8 +68,7 @@ def test_frequent_match_is_sampled_over_its_whole_range():
 
 def reference(index, context, limit, weight):
     """Reference implementation of the definition."""
-    length, low, high = suffix_index.longest_match(index, np.array(context), 7)
-    del length
+    _, low, high = suffix_index.longest_match(index, np.array(context), 7)
     active = [int(p) for p in index.suffixes[low:high]]
     owner = {p: int(np.searchsorted(index.bounds, p)) - 1 for p in active}
     paths = [(p, owner[p]) for p in active]

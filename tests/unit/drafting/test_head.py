@@ -1,4 +1,4 @@
-"""The draft head: its training, its training data, and drafts from its guesses."""
+"""The draft head: its training, its training data, and drafts from its proposals."""
 
 import copy
 
@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.unit.drafting.engine import Engine
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
-from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows, load, save
-from verl_rhyme.drafting.head_guesser import HeadGuesser
-from verl_rhyme.drafting.policy import DecodeStep
+from verl_rhyme.drafting.head import DraftHead, HeadTrainer, PolicyRows, load, save
+from verl_rhyme.drafting.head_inference import HeadInference
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
@@ -29,7 +29,7 @@ def rows(tokens=range(V), generator=None):
     generator = torch.Generator().manual_seed(1)
     output, embedding = torch.randn(V, D, generator=generator) * 3, torch.randn(V, D, generator=generator)
     tokens = torch.tensor(list(tokens))
-    return Rows.of(tokens, output[tokens], embedding[tokens], V)
+    return PolicyRows.of(tokens, output[tokens], embedding[tokens], V)
 
 
 def cycle(n, first=0):
@@ -42,16 +42,16 @@ def cycle(n, first=0):
 def test_new_head_learns_the_policys_next_tokens(half):
     head = DraftHead(D)
     head.half = half
-    trainer, guesser = HeadTrainer(head, 1024, rate=3e-3), HeadGuesser(head, 4)
+    trainer, inference = HeadTrainer(head, 1024, rate=3e-3), HeadInference(head, 4)
     hidden, tokens = cycle(1000)
     trainer.add(hidden, tokens, np.arange(-1, -1001, -1))  # each token follows the one before
     losses = [float(trainer.update(rows(), 1.0)) for _ in range(300)]
     assert losses[-1] < 0.1 < 1 < losses[0]
-    guesser.rows = rows()
-    guesser.begin(hidden[:3])
+    inference.rows = rows()
+    inference.begin(hidden[:3])
     latest, going = tokens[:3], np.arange(3)
     for position in range(4):
-        named, probability = guesser.guess(position, going, latest)
+        named, probability = inference.propose(position, going, latest)
         assert (named[:, 0] == (latest + 1) % V).all()
         assert (probability[:, 0] > 0.5).all()
         latest = named[:, 0]
@@ -81,7 +81,7 @@ def test_drawn_segments_are_adjacent_text_of_one_request(emitted, capacity):
 
 def test_non_finite_states_are_harmless():
     head = DraftHead(D)
-    trainer, guesser = HeadTrainer(head, 256), HeadGuesser(head, 4)
+    trainer, inference = HeadTrainer(head, 256), HeadInference(head, 4)
     hidden, tokens = cycle(200)
     hidden = hidden.clone()
     hidden[::7] = float("nan")
@@ -89,9 +89,9 @@ def test_non_finite_states_are_harmless():
     for _ in range(20):
         trainer.update(rows(), 1.0)
     assert all(parameter.isfinite().all() for parameter in head.parameters())
-    guesser.rows = rows()
-    guesser.begin(hidden[:2])
-    named, probability = guesser.guess(0, np.arange(2), tokens[:2])
+    inference.rows = rows()
+    inference.begin(hidden[:2])
+    named, probability = inference.propose(0, np.arange(2), tokens[:2])
     assert (named[0] == -1).all()
     assert (probability[0] == 0).all()
     assert (named[1] >= 0).all()
@@ -99,15 +99,15 @@ def test_non_finite_states_are_harmless():
 
 def test_tokens_without_rows_are_not_named_and_harmless():
     head = DraftHead(D)
-    guesser = HeadGuesser(head, 2)
-    guesser.rows = rows(range(3))
+    inference = HeadInference(head, 2)
+    inference.rows = rows(range(3))
     hidden, _ = cycle(2)
-    guesser.begin(hidden)
-    named, _ = guesser.guess(0, np.arange(2), np.array([11, 1]))  # 11 has no row
+    inference.begin(hidden)
+    named, _ = inference.propose(0, np.arange(2), np.array([11, 1]))  # 11 has no row
     assert set(named.ravel().tolist()) <= {-1, 0, 1, 2}
     trainer = HeadTrainer(head, 64)
     trainer.add(hidden, np.array([11, 1]), np.array([-1, -2]))
-    assert torch.isfinite(trainer.update(guesser.rows, 1.0))
+    assert torch.isfinite(trainer.update(inference.rows, 1.0))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -117,11 +117,11 @@ def test_gpu_graphs_match_the_cpu():
     head = DraftHead(D)
     nn.init.normal_(head.outer.weight, std=0.3, generator=generator)
     on_gpu = copy.deepcopy(head).cuda()
-    ours, expected = HeadGuesser(on_gpu, 3), HeadGuesser(head, 3)
+    ours, expected = HeadInference(on_gpu, 3), HeadInference(head, 3)
     for turn, batch in enumerate((3, 1, 9, 4, 17)):
         some = rows(range(V - turn))
         moved = (part.cuda() for part in (some.tokens, some.output.bfloat16(), some.embedding.bfloat16()))
-        ours.rows, expected.rows = Rows.of(*moved, V), some
+        ours.rows, expected.rows = PolicyRows.of(*moved, V), some
         with torch.no_grad():
             for trained in (head, on_gpu):
                 trained.inner.weight.mul_(1.1)
@@ -135,8 +135,8 @@ def test_gpu_graphs_match_the_cpu():
             going = np.random.default_rng(position).permutation(batch)[: batch - position]
             if not len(going):
                 continue
-            named, probability = ours.guess(position, going, latest)
-            wanted, likely = expected.guess(position, going, latest)
+            named, probability = ours.propose(position, going, latest)
+            wanted, likely = expected.propose(position, going, latest)
             assert np.abs(np.sort(probability[going]) - np.sort(likely[going])).max() < 0.05
             sure = going[likely[going, 0] > likely[going, 1] + 0.1]
             assert (named[sure, 0] == wanted[sure, 0]).all()
@@ -151,7 +151,7 @@ class Scripted:
     def __init__(self, name):
         self.name, self.calls = name, []
 
-    def guess(self, position, going, latest):
+    def propose(self, position, going, latest):
         self.calls.append((position, going.tolist(), latest[going].tolist()))
         named = np.full((len(latest), 2), -1, np.int32)
         for row in going:
@@ -159,21 +159,17 @@ class Scripted:
         return named, np.where(named >= 0, 0.9, 0.0).astype(np.float32)
 
 
-def drafts(head, prompts, limit=8, floor=0.1, rounds=1):
+def engine_with(head, floor=0.1, rows=1):
+    config = DraftingConfig(floor=floor, weigh_cost=False)
+    return Engine(AdaptiveDrafter(config, lambda key: None, slots=8, vocabulary=100, head=head), rows=rows)
+
+
+def drafts(head, prompts, limit=8, floor=0.1):
     """Return drafts of prompts without history."""
-    drafter = AdaptiveDrafter(
-        DraftingConfig(floor=floor, weigh_cost=False), lambda key: None, slots=8, vocabulary=100, head=head
-    )
-    tokens = np.zeros((len(prompts), 64), np.int32)
+    engine = engine_with(head, floor, len(prompts))
     for i, prompt in enumerate(prompts):
-        tokens[i, : len(prompt)] = prompt
-        drafter.start(str(i), bytes([i]) * 16)
-    lengths = np.array([len(prompt) for prompt in prompts])
-    names, limits = [str(i) for i in range(len(prompts))], np.full(len(prompts), limit)
-    none = np.zeros(len(prompts), dtype=np.int64)
-    for _ in range(rounds):
-        drafted = drafter.step(DecodeStep(names, np.arange(len(prompts)), tokens, lengths, none, none, limits, 1 << 20))
-    return drafted
+        engine.start(str(i), prompt[:-1], bytes([i]) * 16)
+    return list(engine.step({str(i): prompt[-1:] for i, prompt in enumerate(prompts)}, limit).values())
 
 
 def test_head_alone_drafts_without_text():
@@ -192,21 +188,17 @@ def test_text_continues_the_heads_tokens():
 
 def test_draft_tokens_are_counted_by_their_source():
     head = Scripted(lambda position, latest: {0: 50, 1: 2, 2: 3}[position])
-    drafter = AdaptiveDrafter(
-        DraftingConfig(floor=0.01, weigh_cost=False), lambda key: None, slots=1, vocabulary=100, head=head
-    )
-    tokens = np.array([[1, 2, 3, 4, 5, 6, 7, 60, 50, 2, 3, 4]], np.int32)
-    drafter.start("a", b"a" * 16)
-    one = np.ones(1, dtype=np.int64)
-    draft = drafter.step(DecodeStep(["a"], 0 * one, tokens, 8 * one, [0], [0], 8 * one, 100))[0]
-    drafter.step(DecodeStep(["a"], 0 * one, tokens, 12 * one, [len(draft)], [3], 8 * one, 100))
-    counts = drafter.finish("a")
+    engine = engine_with(head, floor=0.01)
+    engine.start("a", [1, 2, 3, 4, 5, 6, 7])
+    draft = engine.step({"a": [60]}, 8)["a"]
+    engine.step({"a": [50, 2, 3, 4]}, 8, drafted=[len(draft)], accepted=[3])
+    counts = engine.finish("a")
     assert draft == [50, 2, 3, 4]
     assert (counts.drafted_head, counts.accepted_head) == (2, 2), "50 and 2; that 3 follows 2 is in the text"
     assert (counts.drafted_own, counts.accepted_own) == (2, 1)
 
 
-def test_rows_that_end_early_are_not_guessed_again():
+def test_rows_that_end_early_are_not_proposed_again():
     head = Scripted(lambda position, latest: -1 if latest == 3 else latest + 10)
     assert drafts(head, [[1, 2, 3], [4, 5, 6]]) == [[], [16, 26, 36]]
     assert [call[1] for call in head.calls] == [[0, 1], [1], [1]]
@@ -225,16 +217,9 @@ def test_tokens_outside_the_vocabulary_are_not_drafted():
 def test_drafter_learns_to_ignore_a_wrong_head():
     """The head names wrong tokens with probability 0.9, and the drafter soon drafts none of them."""
     head = Scripted(lambda position, latest: 99)
-    drafter = AdaptiveDrafter(
-        DraftingConfig(floor=0.1, weigh_cost=False), lambda key: None, slots=1, vocabulary=100, head=head
-    )
-    tokens, rng = np.zeros((1, 2048), np.int32), np.random.default_rng(0)
-    tokens[0] = rng.integers(0, 98, 2048)
-    drafter.start("a", b"a" * 16)
-    wrong = []
-    for length in range(8, 1008):
-        done = DecodeStep(["a"], np.arange(1), tokens, np.array([length]), [0], [0], np.array([8]), 100)
-        wrong.append(99 in drafter.step(done)[0])
+    engine, text = engine_with(head), np.random.default_rng(0).integers(0, 98, 1007)
+    engine.start("a", text[:7])
+    wrong = [99 in engine.step({"a": text[i : i + 1]}, 8)["a"] for i in range(7, 1007)]
     assert np.mean(wrong[:20]) > 0.5 > 0.05 > np.mean(wrong[-500:])
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.config import DraftingConfig
-from verl_rhyme.drafting.paper import PaperDrafter
+from verl_rhyme.drafting.paper import PaperDrafter, Window
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history.record import PromptHistory, Trajectory
 
@@ -45,6 +45,19 @@ def test_window_follows_the_verification():
     assert one(drafter, [5, 6, 7]) == [8, 9]
     assert drafter.finish("a") == RequestCounts(drafted=6, accepted=3, verify_steps=2, history_hit=True)
     assert drafter.finish("a") == RequestCounts()
+
+
+def test_window_has_the_papers_sizes():
+    window = Window(cap=32)
+    sizes = []
+    for _ in range(20):
+        sizes.append(window.size)
+        window.observe(window.size, window.size)
+    assert sizes == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 32, 32, 32, 32]
+    window.observe(32, 31)
+    assert window.size == 2
+    window.observe(1, 1)
+    assert window.size == 4, "an accepted short draft grows the window as well"
 
 
 def test_backs_off_to_the_shortest_match_only():

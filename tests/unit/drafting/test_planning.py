@@ -1,28 +1,17 @@
 """Planning by several threads, within a narrow budget, and with histories that arrive while their requests run."""
 
-import threading
-import time
-from functools import partial
-
 import numpy as np
 import pytest
 
+from tests.unit.drafting.engine import KEY, Engine, history
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import adaptive
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.histories import PENDING
 from verl_rhyme.drafting.policies import build
-from verl_rhyme.drafting.policy import DecodeStep
 from verl_rhyme.engine.threads import PlanningThreads
-from verl_rhyme.history.record import PromptHistory, Trajectory
 
 pytestmark = pytest.mark.xdist_group("kernels")  # one process compiles them in a fresh checkout
-
-WIDTH = 1024
-
-
-def history(*responses, step=0):
-    return PromptHistory.build([Trajectory(b"k" * 16, np.array(r, np.int32), 1.0, 0, 0, 0) for r in responses], step)
 
 
 class Late:
@@ -38,31 +27,6 @@ class Late:
         self.released.append((key, history))
 
 
-class Batch:
-    """Requests that all get tokens at every step, given to several drafters."""
-
-    def __init__(self, *drafters, rows=64):
-        self.drafters = drafters
-        self.tokens, self.lengths = np.zeros((rows, WIDTH), np.int32), np.zeros(rows, int)
-        self.names = [""] * rows
-
-    def start(self, row, name, key, prompt):
-        self.names[row] = name
-        self.tokens[row, : len(prompt)], self.lengths[row] = prompt, len(prompt)
-        for drafter in self.drafters:
-            drafter.start(name, key)
-
-    def step(self, sampled, limits=32, budget=1 << 20, seconds=None):
-        for row, new in sampled.items():
-            self.tokens[row, self.lengths[row] : self.lengths[row] + len(new)] = new
-            self.lengths[row] += len(new)
-        rows, nothing = list(sampled), [0] * len(sampled)
-        each = np.full(len(rows), limits)
-        names, lengths = [self.names[row] for row in rows], self.lengths[rows]
-        done = DecodeStep(names, np.array(rows), self.tokens, lengths, nothing, nothing, each, budget, seconds)
-        return [drafter.step(done) for drafter in self.drafters]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_do_not_depend_on_the_number_of_threads(seed, monkeypatch):
     """Requests come and go, the model learns, and parts are as small as a row."""
@@ -73,181 +37,85 @@ def test_drafts_do_not_depend_on_the_number_of_threads(seed, monkeypatch):
     histories = {key: history(*np.where(rng.random((3, 400)) < 0.1, 30, texts[key])) for key in keys[1:]}
     pools = [PlanningThreads(count) for count in (1, 2, 5)]
     config = DraftingConfig(live_tokens=1 << 13, floor=0.02)
-    batch = Batch(*(AdaptiveDrafter(config, histories.get, 8, threads=pool) for pool in pools), rows=12)
-    at = np.zeros(12, int)
+    engine = Engine(*(AdaptiveDrafter(config, histories.get, 8, threads=pool) for pool in pools), rows=12)
+    names = [""] * 12
     for number in range(150):
-        for row in range(12):
-            if not batch.names[row] or batch.lengths[row] > 380 or rng.random() < 0.03:
-                for drafter in batch.drafters:
-                    drafter.finish(batch.names[row])
-                batch.start(row, f"{number}-{row}", keys[row % 5], [1, 2, 3])
-                at[row] = 0
+        for row, key in enumerate(keys * 2):
+            if not names[row] or engine.lengths[names[row]] > 380 or rng.random() < 0.03:
+                if names[row]:
+                    engine.finish(names[row])
+                names[row] = f"{number}-{row}"
+                engine.start(names[row], [1, 2, 3], key)
         sampled = {}
-        for row in rng.permutation(12)[: rng.integers(1, 13)].tolist():
-            new = texts[keys[row % 5]][at[row] : at[row] + rng.integers(1, 5)]
-            sampled[row] = np.where(rng.random(len(new)) < 0.1, 31, new)
-            at[row] += len(new)
-        seconds = 1e-2 + 1e-4 * rng.random()
-        first, *others = batch.step(sampled, rng.integers(0, 33), int(rng.integers(0, 60)), seconds)
-        assert others == [first, first]
-    weights = [drafter._model.weights for drafter in batch.drafters]
+        for row in rng.permutation(10)[: rng.integers(1, 11)].tolist():
+            at = engine.lengths[names[row]] - 3
+            new = texts[keys[row % 5]][at : at + rng.integers(1, 5)]
+            sampled[names[row]] = np.where(rng.random(len(new)) < 0.1, 31, new)
+        engine.step(sampled, rng.integers(0, 33), int(rng.integers(0, 60)), seconds=1e-2 + 1e-4 * rng.random())
+    weights = [drafter._model.weights for drafter in engine.drafters]
     assert all((other == weights[0]).all() for other in weights[1:])
     assert (weights[0] != 0).any()
-    for pool in pools:
-        pool.close()
-
-
-def test_run_waits_for_all_threads_and_raises_errors():
-    """The data of the calls may be freed as soon as ``run`` returns."""
-    pool, ended, hold = PlanningThreads(3), [], threading.Event()
-
-    def fails():
-        hold.set()
-        raise ValueError("row")
-
-    def lasts():
-        assert hold.wait(10)
-        ended.append(True)
-
-    for calls in ([fails, lasts, lasts], [lasts, fails, lasts]):
-        ended.clear()
-        with pytest.raises(ValueError, match="row"):
-            pool.run(calls)
-        assert ended == [True, True]
-    pool.close()
-
-
-def test_later_call_ends_before_the_next_plans_and_its_error_is_raised():
-    for count in (1, 3):
-        pool, ended, hold = PlanningThreads(count), [], threading.Event()
-
-        def held(hold=hold, ended=ended):
-            hold.wait(10)
-            ended.append("later")
-
-        def fails():
-            raise ValueError("not counted")
-
-        if count == 1:
-            hold.set()
-        pool.later(held)
-        assert ended == (["later"] if count == 1 else [])
-        threading.Timer(0.1, hold.set).start()
-        pool.run([partial(ended.append, "plan")] * 2)
-        pool.later(partial(ended.append, "once more"))
-        pool.run([])
-        assert ended == ["later", "plan", "plan", "once more"]
-
-        def failing(pool=pool, fails=fails):
-            pool.later(fails)  # raises here without other threads
-            pool.run([])
-
-        with pytest.raises(ValueError, match="not counted"):
-            failing()
-        pool.run([partial(ended.append, "after it")])
-        assert ended[-1] == "after it"
-        pool.close()
 
 
 def test_deferred_counting_does_not_read_the_engines_rows():
     class Slow(PlanningThreads):
         """Defers the counting until the engine has changed its rows."""
 
-        def later(self, call):
+        def defer(self, call):
             self.call = call
 
     texts = np.random.default_rng(0).integers(0, 50, (8, 200))
     counted = []
     for pool in (PlanningThreads(1), Slow(1)):
         drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 13), lambda key: None, 8, threads=pool)
-        batch = Batch(drafter, rows=8)
+        engine = Engine(drafter)
         for row in range(8):
-            batch.start(row, str(row), bytes(16), texts[row, : 3 + row])
+            engine.start(str(row), texts[row, : 3 + row], bytes(16))
         for _ in range(30):
-            at = batch.lengths.copy()
-            batch.step({row: texts[row, at[row] : at[row] + 1 + row % 4].tolist() for row in range(8)})
+            sampled = {}
+            for row in range(8):
+                at = engine.lengths[str(row)]
+                sampled[str(row)] = texts[row, at : at + 1 + row % 4]
+            engine.step(sampled)
             if isinstance(pool, Slow):
-                kept = batch.tokens.copy()
-                batch.tokens[:] = 7
+                kept = engine.tokens.copy()
+                engine.tokens[:] = 7
                 pool.call()
-                batch.tokens[:] = kept
+                engine.tokens[:] = kept
         counted.append(drafter._live.arrays.counts)
     assert counted[0].any()
     np.testing.assert_array_equal(*counted)
-
-
-@pytest.mark.parametrize("started", [0, 1])
-def test_no_call_outlives_run_if_a_thread_cannot_start(started, monkeypatch):
-    """The next call runs none either, because its histories may have been freed."""
-    start, starts = threading.Thread.start, []
-
-    def refuse(thread):
-        starts.append(thread)
-        if len(starts) > started:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    pool, running, ended = PlanningThreads(4), [], []
-
-    def plan(i):
-        running.append(i)
-        time.sleep(0.05)
-        ended.append(i)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    pool.run([partial(plan, i) for i in range(4)])
-    assert set(running) == set(range(4))
-    assert len(ended) == len(running)
-    assert pool.count == 1
-    pool.run([lambda: ended.append("alone")])
-    assert len(ended) == len(running) + 1
-    pool.close()
-
-
-def follow(batch, row, text):
-    """Return the steps that a text takes if matching draft tokens are accepted."""
-    done, steps, new = 0, 0, text[:1]
-    while len(new):
-        ((draft,),) = batch.step({row: new})
-        done, steps, k = done + len(new), steps + 1, 0
-        while k < min(len(draft), len(text) - done) and draft[k] == text[done + k]:
-            k += 1
-        new = text[done : done + k + 1]
-    return steps
-
-
-KEY = b"k" * 16
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "paper"])
 def test_running_requests_draft_from_a_history_that_arrives(policy):
     source, text = Late(), np.random.default_rng(0).permutation(600)
     drafter = build(DraftingConfig(policy=policy, live_tokens=1 << 12), source, 8, 1 << 30)
-    batch = Batch(drafter, rows=4)
-    batch.start(0, "a", KEY, [1, 2])
-    batch.start(1, "b", KEY, [1, 2])
-    assert follow(batch, 0, text[:100]) == 100
-    assert drafter.arrived(KEY, history(text))
-    assert follow(batch, 0, text[100:300]) < 80
-    assert follow(batch, 1, text[:200]) < 80, "its sibling has the history as well"
-    assert not drafter.arrived(KEY, history(text)), "the prompt already has a history"
+    engine = Engine(drafter)
+    engine.start("a", [1, 2])
+    engine.start("b", [1, 2])
+    assert len(engine.follow("a", text[:100])) == 100
+    assert drafter.add_history(KEY, history(text))
+    assert len(engine.follow("a", text[100:300])) < 80
+    assert len(engine.follow("b", text[:200])) < 80, "its sibling has the history as well"
+    assert not drafter.add_history(KEY, history(text)), "the prompt already has a history"
     assert drafter.finish("a").history_hit
     assert source.released == []
     assert drafter.finish("b").history_hit
     assert [key for key, _ in source.released] == [KEY]
-    assert not drafter.arrived(KEY, history(text)), "no request waits"
+    assert not drafter.add_history(KEY, history(text)), "no request waits"
 
 
 def test_request_with_pending_history_drafts_from_live_texts():
     source, text = Late(), np.random.default_rng(0).permutation(600)
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), source, 8)
-    batch = Batch(drafter, rows=4)
-    batch.start(0, "a", KEY, [1, 2])
-    batch.start(1, "b", KEY, [1, 2])
-    assert follow(batch, 0, text[:200]) == 200
-    assert follow(batch, 1, text[:200]) < 60
+    engine = Engine(drafter)
+    engine.start("a", [1, 2])
+    engine.start("b", [1, 2])
+    assert len(engine.follow("a", text[:200])) == 200
+    assert len(engine.follow("b", text[:200])) < 60
     assert drafter.finish("a").history_hit is False
-    assert not drafter.arrived(b"o" * 16, history(text))
+    assert not drafter.add_history(b"o" * 16, history(text))
     assert drafter.finish("b").history_hit is False
     assert source.released == [(KEY, None)]
 
@@ -257,19 +125,19 @@ def test_siblings_stay_in_one_group_when_their_history_arrives(known):
     """The group's number changes with the history, and no text is indexed twice."""
     rng = np.random.default_rng(1)
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 14), Late(), 8)
-    batch = Batch(drafter, rows=4)
+    engine = Engine(drafter)
     if known:
-        batch.start(0, "before", KEY, [1, 2])
-        assert drafter.arrived(KEY, history([5, 6], step=7))
-        drafter.finish("before")
+        engine.start("before", [1, 2])
+        assert drafter.add_history(KEY, history([5, 6], step=7))
+        engine.finish("before")
     text = rng.permutation(600)
-    batch.start(0, "a", KEY, [1, 2])
-    batch.start(1, "b", KEY, [1, 2])
-    follow(batch, 0, text[:300])
-    assert drafter.arrived(KEY, history([5, 6], step=7))
-    batch.step({0: text[300:301], 1: text[:1]})
+    engine.start("a", [1, 2])
+    engine.start("b", [1, 2])
+    engine.follow("a", text[:300])
+    assert drafter.add_history(KEY, history([5, 6], step=7))
+    engine.step({"a": text[300:301], "b": text[:1]})
     assert drafter._live.arrays.fill.sum() == 303 + 3, "all text is indexed once"
-    assert follow(batch, 1, text[1:300]) < 60
+    assert len(engine.follow("b", text[1:300])) < 60
     slots = drafter._slots
     groups = {int(slots.group[request.slot]) for request in drafter._requests.values()}
     assert groups == set(drafter._live.arrays.group[drafter._live.arrays.fill > 0].tolist())
@@ -281,13 +149,12 @@ def test_history_that_arrives_before_the_first_step_gives_the_same_drafts():
     text = rng.integers(0, 40, 500)
     known = history(np.where(rng.random(500) < 0.1, 41, text), text[::-1], step=3)
     late = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), Late(), 8)
-    batch = Batch(late, AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), lambda key: known, 8), rows=4)
-    for row, name in enumerate("abc"):
-        batch.start(row, name, KEY, [1, 2])
-    late.arrived(KEY, known)
+    engine = Engine(late, AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), lambda key: known, 8))
+    for name in "abc":
+        engine.start(name, [1, 2])
+    late.add_history(KEY, known)
     for i in range(400):
-        first, second = batch.step(dict.fromkeys(range(3), text[i : i + 1]))
-        assert first == second
+        engine.step(dict.fromkeys("abc", text[i : i + 1]))
 
 
 def test_at_most_as_many_rows_are_planned_as_the_budget_has_tokens():
@@ -295,16 +162,16 @@ def test_at_most_as_many_rows_are_planned_as_the_budget_has_tokens():
     rows, budget = 32, 8
     text = np.random.default_rng(3).permutation(900)
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), {KEY: history(text)}.get, rows)
-    batch = Batch(drafter, rows=rows)
+    engine = Engine(drafter, rows=rows)
     for row in range(rows):  # the first rows follow the history
-        batch.start(row, f"{row}", KEY if row < 6 else bytes([row]) * 16, [1, 2])
+        engine.start(f"{row}", [1, 2], KEY if row < 6 else bytes([row]) * 16)
     planned = np.zeros(rows)
     for i in range(600):
-        ((*drafts,),) = batch.step(
-            {row: text[i : i + 1] if row < 6 else [1000 + row] for row in range(rows)}, budget=budget
-        )
+        drafts = engine.step(
+            {f"{row}": text[i : i + 1] if row < 6 else [1000 + row] for row in range(rows)}, budget=budget
+        ).values()
         slots = drafter._slots
-        now = np.array([drafter._planned_at[drafter._requests[f"{row}"].slot] == i + 1 for row in range(rows)])
+        now = np.array([drafter._slots.visited[drafter._requests[f"{row}"].slot] == i + 1 for row in range(rows)])
         assert 0 < now.sum() <= budget
         assert all(slots.planned[drafter._requests[f"{row}"].slot] == 0 for row in np.flatnonzero(~now))
         assert sum(map(len, drafts)) <= budget

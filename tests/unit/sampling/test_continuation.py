@@ -3,7 +3,7 @@
 import pytest
 from vllm import SamplingParams
 
-from verl_rhyme.sampling.continuation import ADAPTED, AS_IT_IS, continued, starting_over
+from verl_rhyme.sampling.continuation import ADAPTED, UNCHANGED, continued_options, restart_options
 
 #: Options of vLLM 0.24.0 that depend on the tokens of the response only, or keep state over them.
 OF_THE_RESPONSE = {
@@ -21,25 +21,25 @@ NO_OPTIONS = {"_eos_token_id", "_all_stop_token_ids", "_bad_words_token_ids"}
 def test_every_option_of_vllm_is_classified():
     """A new option of vLLM restarts a response until it is classified."""
     fields = set(SamplingParams.__struct_fields__) - NO_OPTIONS
-    assert fields - AS_IT_IS - ADAPTED == OF_THE_RESPONSE
-    assert (AS_IT_IS | ADAPTED) - fields == {"max_new_tokens"}, "verl's name of max_tokens"
-    assert not AS_IT_IS & ADAPTED
+    assert fields - UNCHANGED - ADAPTED == OF_THE_RESPONSE
+    assert (UNCHANGED | ADAPTED) - fields == {"max_new_tokens"}, "verl's name of max_tokens"
+    assert not UNCHANGED & ADAPTED
 
 
 @pytest.mark.parametrize("option", [{"presence_penalty": 0.1}, {"bad_words": ["no"]}, {"of_a_later_vllm": True}])
 def test_option_with_state_over_the_response_restarts_it(option):
     plain = {"temperature": 1.0, "repetition_penalty": 1.2, "min_tokens": 5, "stop": ["x"], "logprobs": True}
-    assert starting_over(plain) == []
-    assert starting_over({**plain, **option}) == list(option)
+    assert restart_options(plain) == []
+    assert restart_options({**plain, **option}) == list(option)
 
 
 def test_default_values_do_not_restart_a_response():
     defaults = {name: getattr(SamplingParams(), name) for name in OF_THE_RESPONSE}
-    assert starting_over(defaults) == []
-    assert starting_over({"bad_words": [], "extra_args": {}}) == []
+    assert restart_options(defaults) == []
+    assert restart_options({"bad_words": [], "extra_args": {}}) == []
 
 
 def test_options_of_the_caller_are_not_modified():
     given = {"min_tokens": 5, "seed": 1}
-    assert continued(given, 3, noise_by_position=False)["min_tokens"] == 2
-    assert continued(given, 0, noise_by_position=False) == given == {"min_tokens": 5, "seed": 1}
+    assert continued_options(given, 3, noise_by_position=False)["min_tokens"] == 2
+    assert continued_options(given, 0, noise_by_position=False) == given == {"min_tokens": 5, "seed": 1}

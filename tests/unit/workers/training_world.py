@@ -440,7 +440,7 @@ class Engine:
             await self.gate.leave()
 
     async def idle(self):
-        await self.gate.empty()
+        await self.gate.wait_until_idle()
 
     async def _generate(self, request_id, prompt_ids, sampling_params, rhyme):
         while self.stopped:
@@ -504,7 +504,7 @@ class Engine:
             self._cut(request_id)
 
     async def abort_request(self, request_id, reset_prefix_cache=True):
-        if not await self.gate.turn_away(request_id):
+        if not await self.gate.cancel(request_id):
             self._cut(request_id)
 
     def _cut(self, request_id):
@@ -521,10 +521,10 @@ class Engine:
 
     async def update(self, version):
         self.version, self.asleep = version, False
-        await self.gate.serve(version)
+        await self.gate.open(version)
 
-    async def rest(self):
-        await self.gate.shut_out()
+    async def suspend(self):
+        await self.gate.close()
         self.stop(True)
         self.asleep = True
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verl_rhyme.checks.preflight.architecture import Architecture
-from verl_rhyme.drafting.guesses import HEAD_BUFFER, HEAD_POSITIONS, MOST_TOKENS
+from verl_rhyme.drafting.head_interface import HEAD_BUFFER, HEAD_POSITIONS, MOST_TOKENS
 
 #: Bytes of CUDA's context, cuBLAS workspaces and NCCL's buffers, a round figure (not measured).
 CONTEXT = 2 << 30

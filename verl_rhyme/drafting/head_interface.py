@@ -15,30 +15,25 @@ MOST_TOKENS = 1 << 15
 HEAD_BUFFER = 1 << 28
 #: Positions whose distributions a training step holds on a GPU.
 HEAD_POSITIONS = 1024
-#: int32[B, G] tokens and float32[B, G] probabilities of a position; G is 0 without a head.
-Guesses = tuple[np.ndarray, np.ndarray]
-NO_GUESSES: Guesses = np.zeros((1, 0), dtype=np.int32), np.zeros((1, 0), dtype=np.float32)
+#: int32[B, G] tokens of a position (-1: none) and float32[B, G], their probabilities; G is 0 without a head.
+Proposals = tuple[np.ndarray, np.ndarray]
 
 
-class Guesser(Protocol):
-    """A draft head that guesses for one batch, position by position."""
+class Head(Protocol):
+    """A draft head that proposes tokens for one batch, position by position."""
 
     @property
     def steps(self) -> int:
-        """Draft positions that the head guesses at present; 0: none."""
+        """Draft positions that the head proposes tokens for at present; 0: none."""
         ...
 
-    def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
-        """Guess the tokens at a draft position.
+    def propose(self, position: int, active: np.ndarray, latest: np.ndarray) -> Proposals:
+        """Propose the tokens of a draft position.
 
         Args:
             position: 0 for the first draft token, then 1 more at each call.
-            going: int64[k], rows of the batch to guess for.
+            active: int64[k], rows of the batch to propose tokens for; the result is arbitrary for the others.
             latest: int32[B], the token before that position in each row.
-
-        Returns:
-            int32[B, G] and float32[B, G], tokens (-1: none) and their probabilities; arbitrary for rows not in
-            ``going``.
         """
         ...
 
@@ -60,18 +55,16 @@ class HeadGate:
         self._steps: dict[int, int] = {}
 
     def observe(self, rows: int, headed: bool, tokens: int, seconds: float) -> None:
-        """Take in a plain decode step.
+        """Observe a plain decode step of ``rows`` requests, ``headed`` if its drafts used the head.
 
         Args:
-            rows: Requests that decoded in the step.
-            headed: Whether its drafts used the head.
             tokens: Tokens that the step emitted.
             seconds: Duration of the step, including planning.
         """
         sums = self._sums.setdefault(rows.bit_length(), np.zeros((2, 3)))
         sums[int(headed)] = (1 - 1 / self.MEMORY) * sums[int(headed)] + (tokens, seconds, 1.0)
 
-    def asks(self, rows: int) -> bool:
+    def use_head(self, rows: int) -> bool:
         """Return whether the next plan of ``rows`` rows uses the head."""
         width = rows.bit_length()
         step = self._steps[width] = self._steps.get(width, -1) + 1

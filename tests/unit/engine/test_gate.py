@@ -14,17 +14,17 @@ async def started(work):
 
 async def test_request_for_a_newer_version_waits_for_it():
     gate = Gate()
-    await gate.serve(3)
+    await gate.open(3)
     assert await gate.enter("old", 2)
     assert await gate.enter("current", 3)
     waits = await started(gate.enter("next", 4))
     after = await started(gate.enter("after", 5))
     assert not waits.done()
     assert gate.running == 2
-    await gate.serve(4)
+    await gate.open(4)
     assert await waits
     assert not after.done()
-    await gate.serve(7)
+    await gate.open(7)
     assert await after
     assert gate.running == 4
 
@@ -34,7 +34,7 @@ async def test_new_weights_wait_for_running_requests_but_not_for_waiting_ones():
     assert await gate.enter("a", 0)
     assert await gate.enter("b", 0)
     await started(gate.enter("next", 1))
-    empty = await started(gate.empty())
+    empty = await started(gate.wait_until_idle())
     await gate.leave()
     assert not empty.done()
     await gate.leave()
@@ -44,11 +44,11 @@ async def test_new_weights_wait_for_running_requests_but_not_for_waiting_ones():
 async def test_cancelled_request_never_enters():
     gate = Gate()
     waits = await started(gate.enter("a", 1))
-    assert not await gate.turn_away("b")
-    assert await gate.turn_away("a")
+    assert not await gate.cancel("b")
+    assert await gate.cancel("a")
     assert not await waits
     assert gate.running == 0
-    assert not await gate.turn_away("a"), "the request no longer waits"
+    assert not await gate.cancel("a"), "the request no longer waits"
 
 
 async def test_cancelled_caller_leaves_no_state():
@@ -56,22 +56,22 @@ async def test_cancelled_caller_leaves_no_state():
     waits = await started(gate.enter("a", 1))
     waits.cancel()
     await asyncio.wait({waits})
-    assert not await gate.turn_away("a")
-    await gate.serve(1)
+    assert not await gate.cancel("a")
+    await gate.open(1)
     assert gate.running == 0
 
 
 async def test_shut_gate_turns_away_waiting_and_new_requests_until_weights_arrive():
     gate = Gate()
     waits = await started(gate.enter("next", 1))
-    await gate.shut_out()
+    await gate.close()
     assert not await waits
     assert not await gate.enter("late", 0)
     assert not await gate.enter("later", 7)
     assert gate.running == 0
-    await gate.serve(7)
+    await gate.open(7)
     assert await gate.enter("again", 7)
     waits = await started(gate.enter("next", 8))
     assert not waits.done()
-    await gate.serve(8)
+    await gate.open(8)
     assert await waits

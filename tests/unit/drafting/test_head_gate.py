@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from verl_rhyme.drafting.guesses import HeadGate
+from verl_rhyme.drafting.head_interface import HeadGate
 
 
 def run(gate, rows, steps, rate, rng):
     """Return which steps used the head; ``rate`` gives the tokens per second with and without it."""
     used = []
     for _ in range(steps):
-        headed = gate.asks(rows)
+        headed = gate.use_head(rows)
         used.append(headed)
         seconds = rng.uniform(0.8, 1.2)
         gate.observe(rows, headed, int(1000 * rows * rate(headed) * seconds), 1000 * seconds)

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from verl_rhyme.engine import draw
+from verl_rhyme.sampling import inversion, noise
+
 # The modules import vLLM's samplers.
 drawer = pytest.importorskip("verl_rhyme.engine.drawer")
 sampler = pytest.importorskip("verl_rhyme.engine.sampler")
@@ -15,7 +18,7 @@ def test_output_ends_with_the_first_difference():
     drafted = np.array([2, 0, 3, 1, 3])
     drafts = torch.tensor([5, 6, 1, 2, 3, 9, 1, 2, 3])
     tokens = torch.tensor([5, 6, 10, 11, 1, 7, 3, 12, 8, 13, 1, 2, 4, 14])
-    found, at = sampler.until_first_difference(drafts, tokens, drafted)
+    found, at = sampler.accepted_tokens(drafts, tokens, drafted)
     assert found.dtype == torch.int32
     assert found.tolist() == [[5, 6, 10, -1], [11, -1, -1, -1], [1, 7, -1, -1], [8, -1, -1, -1], [1, 2, 4, -1]]
     assert at.tolist() == [0, 1, 2, 4, 8, 9, 10, 11, 12, 13, 16, 17, 18, 19]
@@ -28,12 +31,33 @@ def test_output_is_a_prefix_of_the_drawn_tokens_for_any_draft():
         drafted[rng.integers(len(drafted))] = rng.integers(1, 5)
         tokens = [rng.integers(0, 2, n + 1) for n in drafted]
         drafts = [rng.integers(0, 2, n) for n in drafted]
-        found, _ = sampler.until_first_difference(
+        found, _ = sampler.accepted_tokens(
             torch.from_numpy(np.concatenate(drafts)), torch.from_numpy(np.concatenate(tokens)), drafted
         )
         for line, drawn, draft in zip(found.tolist(), tokens, drafts, strict=True):
             kept = next((i for i, (a, b) in enumerate(zip(drawn, draft, strict=False)) if a != b), len(draft)) + 1
             assert line == [*drawn[:kept].tolist(), *[-1] * (len(line) - kept)]
+
+
+@pytest.mark.parametrize("kinds", [["fresh"] * 4, ["greedy", "keyed", "fresh", "keyed"], ["greedy"] * 4])
+@pytest.mark.parametrize("want_logprobs", [False, True])
+def test_each_row_is_drawn_on_a_cpu_by_its_kind(kinds, want_logprobs):
+    logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0))
+    keys, at = np.arange(4, dtype=np.uint64), np.arange(4)
+    temperatures = np.array([kind != "greedy" for kind in kinds], dtype=np.float32)
+    rows = draw.Rows(at, keys, at, temperatures, np.array([kind == "keyed" for kind in kinds]))
+    weights = logits.softmax(-1)
+    expected = {
+        "greedy": logits.argmax(-1).numpy(),
+        "keyed": noise.draw(logits.numpy(), keys, at),
+        "fresh": inversion.invert(weights.numpy(), noise.uniforms(keys, at)),
+    }
+    tokens, logprobs = draw.draw_on_cpu(logits, rows, torch.empty(logits.numel()), want_logprobs)
+    assert tokens.tolist() == [expected[kind][row] for row, kind in enumerate(kinds)]
+    if want_logprobs:
+        torch.testing.assert_close(logprobs, weights.gather(1, tokens[:, None])[:, 0].log())
+    else:
+        assert logprobs is None
 
 
 def test_gpu_chunks_have_enough_rows():

@@ -20,7 +20,7 @@ from vllm.v1.outputs import LogprobsLists
 from verl_rhyme import patches
 from verl_rhyme.engine import earlier_text
 from verl_rhyme.processes.request import RequestMeta
-from verl_rhyme.sampling.continuation import continued
+from verl_rhyme.sampling.continuation import continued_options
 
 KINDS = list(RequestOutputKind)
 PROMPT = [0, 1]
@@ -184,7 +184,7 @@ def test_continued_response_ends_as_an_uninterrupted_one(text, cuts, stop, min_t
         expected = list(whole.outputs[-1].token_ids)
         made, ended = [], False
         for size in (*cuts, len(tokens)):
-            params = continued(options, len(made), noise_by_position=True)
+            params = continued_options(options, len(made), noise_by_position=True)
             front = Front(prompt=[*PROMPT, *made], **RequestMeta(made=len(made)).put(params))
             front.run(tokens[len(made) :][:size], [])
             made += front.outputs[-1].token_ids if front.outputs else []

@@ -1,6 +1,5 @@
 """Background loading of histories."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -48,16 +47,13 @@ class Slow:
     errors = 0
 
     def __init__(self):
-        self.asked, self.leave, self.closed = [], threading.Semaphore(0), False
+        self.asked, self.leave = [], threading.Semaphore(0)
 
     def get(self, key):
         self.asked.append(key)
         assert self.leave.acquire(timeout=20)
         if key == KEYS[3]:
             raise ValueError("unexpected")
-
-    def close(self):
-        self.closed = True
 
 
 def test_requested_histories_arrive_as_stored(folder):
@@ -76,10 +72,6 @@ def test_requested_histories_arrive_as_stored(folder):
             assert (history.tokens == expected.tokens).all()
             assert "first_tokens" in vars(history), "made by the thread"
             loader.release(key, history)
-    (thread,) = loader._pool._threads
-    loader.close()
-    assert not thread.is_alive()
-    loader.release(KEYS[0], found[KEYS[0]])  # a request that ends after the loader
 
 
 def test_released_history_is_not_read():
@@ -94,24 +86,9 @@ def test_released_history_is_not_read():
     assert [key for key, _ in wait_for(loader)] == [KEYS[2]]
     assert reader.asked == [KEYS[0], KEYS[2]]
     assert loader.pending == 0
-    loader.close()
-    assert reader.closed
 
 
-def test_close_cancels_pending_reads():
-    reader = Slow()
-    loader = HistoryLoader(reader)
-    for key in KEYS[:3]:
-        loader.get(key)
-    until(lambda: reader.asked == KEYS[:1])
-    threading.Timer(0.2, reader.leave.release).start()
-    loader.close()
-    assert reader.asked == KEYS[:1]
-    assert reader.closed
-
-
-@pytest.mark.parametrize("closed", [True, False])
-def test_process_exits_with_pending_reads(folder, closed):
+def test_process_exits_with_pending_reads(folder):
     code = f"""
 import sys
 from verl_rhyme.engine.history_loader import HistoryLoader
@@ -119,27 +96,8 @@ from verl_rhyme.history.reader import HistoryReader
 loader = HistoryLoader(HistoryReader(sys.argv[1], {NAMESPACE!r}))
 for number in range(60):
     loader.get(bytes([number]) * 16)
-if {closed}:
-    loader.close()
 """
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=120)
-
-
-def test_forked_child_does_not_wait_for_the_thread():
-    """The child process does not have the thread."""
-    reader = Slow()
-    loader = HistoryLoader(reader)
-    loader.get(KEYS[0])
-    until(lambda: reader.asked)
-    child = os.fork()
-    if not child:
-        try:
-            loader.close()
-        finally:
-            os._exit(0)
-    until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
-    reader.leave.release()
-    loader.close()
 
 
 def test_error_gives_no_history_a_count_and_one_warning(caplog):
@@ -151,7 +109,6 @@ def test_error_gives_no_history_a_count_and_one_warning(caplog):
         assert wait_for(loader) == [(KEYS[3], None)]
         assert loader.errors == turn
     assert sum("cannot read a prompt's history" in record.message for record in caplog.records) == 1
-    loader.close()
 
 
 def test_blocking_mode_returns_the_history(folder):
@@ -159,7 +116,6 @@ def test_blocking_mode_returns_the_history(folder):
     assert len(loader.get(KEYS[0]).response(0)) == 50
     assert loader.get(KEYS[-1]) is None
     assert (loader.pending, loader._pool) == (0, None)
-    loader.close()
 
 
 @pytest.fixture
@@ -188,7 +144,6 @@ def test_missing_copy_stays_pending_and_does_not_delay_others(folder, copies, tm
     copies.put(KEYS[0], value(8), 20)
     assert [(key, found.response(0).tolist()) for key, found in wait_for(loader)] == [(KEYS[0], [8])]
     assert loader.errors == 0
-    loader.close()
 
 
 def test_released_copy_is_no_longer_pending(folder, copies, tmp_path):
@@ -199,7 +154,6 @@ def test_released_copy_is_no_longer_pending(folder, copies, tmp_path):
     assert not loader.pending
     assert loader.get(KEYS[0]) is PENDING, "a later request may find it on its own node"
     assert len(wait_for(loader)[0][1].response(0)) == 50
-    loader.close()
 
 
 def test_blocking_mode_waits_for_a_copy_until_the_timeout(folder, copies, tmp_path, monkeypatch):
@@ -212,4 +166,3 @@ def test_blocking_mode_waits_for_a_copy_until_the_timeout(folder, copies, tmp_pa
     monkeypatch.setattr(history_loader, "_COPY_TIMEOUT_S", 0.1)
     loader.expect(KEYS[1], 20)
     assert loader.get(KEYS[1]) is None
-    loader.close()

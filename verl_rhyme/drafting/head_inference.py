@@ -1,4 +1,4 @@
-"""Inference of a draft head for one batch, position by position (:class:`.guesses.Guesser`).
+"""Inference of a draft head for one batch, position by position (:class:`.head_interface.Head`).
 
 On a GPU a position is a CUDA graph, one for each power of two of rows, because a dozen small kernels take longer to
 launch than to run. The head's parameters are read in bfloat16.
@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_rhyme.drafting.guesses import Guesses
-from verl_rhyme.drafting.head import DraftHead, Rows
+from verl_rhyme.drafting.head import DraftHead, PolicyRows
+from verl_rhyme.drafting.head_interface import Proposals
 
 #: Tokens that the head names at each position.
 WAYS = 4
 
 
-class HeadGuesser:
-    """Guesses tokens with a draft head.
+class HeadInference:
+    """A draft head in use; a :class:`verl_rhyme.drafting.head_interface.Head`.
 
     Args:
         head: Head to read; training takes effect after :meth:`refresh`.
@@ -32,7 +32,7 @@ class HeadGuesser:
         self._head, self._steps = head, steps
         self._gpu = head.scale.is_cuda
         self._read = copy.deepcopy(head).to(torch.bfloat16).requires_grad_(False) if self._gpu else head
-        self._rows: Rows | None = None
+        self._rows: PolicyRows | None = None
         self._temperature, self._divisor = 1.0, torch.ones((), device=head.scale.device)
         self._states: Tensor | None = None  # on a GPU with a spare row, for a graph's padding
         self._known = False
@@ -41,12 +41,12 @@ class HeadGuesser:
         self.captured = 0  # graphs captured so far
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> PolicyRows | None:
         """The policy's rows; ``None`` before they were copied."""
         return self._rows
 
     @rows.setter
-    def rows(self, rows: Rows | None) -> None:
+    def rows(self, rows: PolicyRows | None) -> None:
         self._rows = rows
         self._graphs.clear()  # graphs hold addresses of the old rows
 
@@ -63,7 +63,7 @@ class HeadGuesser:
 
     @property
     def steps(self) -> int:
-        """Draft positions that the head guesses at present; 0 without rows or hidden states."""
+        """Draft positions that the head proposes tokens for; 0 without rows or hidden states."""
         return self._steps if self._rows is not None and self._known else 0
 
     @torch.no_grad()
@@ -88,28 +88,28 @@ class HeadGuesser:
             )
         self._states[: len(hidden)].copy_(hidden)
 
-    def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
-        """See :meth:`verl_rhyme.drafting.guesses.Guesser.guess`."""
-        guessed = np.full((len(latest), WAYS), -1, dtype=np.int32)
+    def propose(self, position: int, active: np.ndarray, latest: np.ndarray) -> Proposals:
+        """See :meth:`verl_rhyme.drafting.head_interface.Head.propose`."""
+        proposed = np.full((len(latest), WAYS), -1, dtype=np.int32)
         probability = np.zeros((len(latest), WAYS), dtype=np.float32)
-        inputs = np.stack([going, latest[going]]).astype(np.int64)
+        inputs = np.stack([active, latest[active]]).astype(np.int64)
         with torch.inference_mode():
             if self._gpu:
-                outputs = self._graph(len(going)).run(inputs)
+                outputs = self._graph(len(active)).run(inputs)
             else:
                 outputs = self._name(torch.from_numpy(inputs).to(self._divisor.device)).cpu().numpy()
         ways = outputs.shape[1] // 2
-        guessed[going, :ways], probability[going, :ways] = outputs[:, :ways], outputs[:, ways:].view(np.float32)
-        return guessed, probability
+        proposed[active, :ways], probability[active, :ways] = outputs[:, :ways], outputs[:, ways:].view(np.float32)
+        return proposed, probability
 
     def _name(self, inputs: Tensor) -> Tensor:
-        """Guess from rows and the tokens before: int64[2, k] -> int32[k, 2 x ways], tokens and probability bits."""
+        """Propose by rows and the tokens before: int64[2, k] -> int32[k, 2 x ways], tokens and probability bits."""
         rows, states, head = self._rows, self._states, self._read
-        assert rows is not None, "guess() called while steps is 0"
-        assert states is not None, "guess() called while steps is 0"
-        going, tokens = inputs
-        state = head.step(states[going], head.embed(rows.entry[tokens], rows))
-        states[going] = state.to(states.dtype)
+        assert rows is not None, "propose() called while steps is 0"
+        assert states is not None, "propose() called while steps is 0"
+        active, tokens = inputs
+        state = head.step(states[active], head.embed(rows.entry[tokens], rows))
+        states[active] = state.to(states.dtype)
         logits = head.logits(state, rows).float() / self._divisor
         best = logits.topk(min(WAYS, len(rows.tokens)))
         values = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
@@ -120,7 +120,7 @@ class HeadGuesser:
     def _graph(self, rows: int) -> _Graph:
         size = _power(rows)
         if size not in self._graphs:
-            assert self._states is not None, "guess() called while steps is 0"
+            assert self._states is not None, "propose() called while steps is 0"
             pool = next((graph.pool() for graph in self._graphs.values()), None)
             self._graphs[size] = _Graph(self._name, size, self._states, self._aside, pool)
             self.captured += 1

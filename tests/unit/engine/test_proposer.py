@@ -43,6 +43,17 @@ def proposer_for(folder, **drafting):
     return proposer
 
 
+def admit(proposer, names, prompt, **meta):
+    """Start requests in the first rows."""
+    runner = proposer._runner
+    for name in names:
+        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name, **meta).put({}))
+        runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
+    runner.input_batch.req_ids = list(names)
+    runner.input_batch.spec_token_ids = [[] for _ in names]
+    runner.input_batch.num_prompt_tokens[:] = len(prompt)
+
+
 @pytest.mark.parametrize("policy", ["adaptive", "paper"])
 @pytest.mark.timeout(1800)
 def test_any_schedule_gives_no_errors_and_bounded_drafts(tmp_path, policy):
@@ -126,12 +137,8 @@ def test_any_schedule_gives_no_errors_and_bounded_drafts(tmp_path, policy):
 
 def test_error_costs_the_draft_and_is_reported_with_the_counts(tmp_path, caplog):
     proposer = proposer_for(tmp_path / "h")
-    runner, tokens = proposer._runner, np.ones((ROWS, LENGTH), np.int32)
-    for name in ("a", "b"):
-        params = SimpleNamespace(max_tokens=50, **RequestMeta(id=name).put({}))
-        runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 1, 1])
-    runner.input_batch.req_ids, runner.input_batch.spec_token_ids = ["a", "b"], [[], []]
-    runner.input_batch.num_prompt_tokens[:2] = 3
+    tokens = np.ones((ROWS, LENGTH), np.int32)
+    admit(proposer, ["a", "b"], [1, 1, 1])
     lengths = np.full(ROWS, 4, np.int32)
     assert len(proposer.propose([[1], [1]], lengths, tokens)) == 2
     assert proposer.propose([[1], [1]], lengths, None) == [[], []]
@@ -148,12 +155,7 @@ def test_regenerated_request_drafts_its_previous_text(tmp_path, policy):
     proposer = proposer_for(tmp_path / "h", policy=policy)
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
-    meta = RequestMeta(id="a", previous=np.array(response, "<i4").tobytes())
-    runner.requests["a"] = SimpleNamespace(
-        sampling_params=SimpleNamespace(max_tokens=100, **meta.put({})), prompt_token_ids=prompt
-    )
-    runner.input_batch.req_ids = ["a"]
-    runner.input_batch.num_prompt_tokens[:1] = len(prompt)
+    admit(proposer, ["a"], prompt, previous=np.array(response, "<i4").tobytes())
     done, draft, steps, new = 0, [], 0, response[:1]
     while new:
         tokens[0, len(prompt) + done : len(prompt) + done + len(new)] = new
@@ -177,30 +179,14 @@ def test_memory_bounds_the_drafts_of_a_full_batch(tmp_path):
     memory, vocabulary = 64 << 20, 151_936
     proposer = proposer_for(tmp_path / "h", logits_memory=memory, weigh_cost=False)
     proposer._vocab_size, proposer._step_tokens = vocabulary, 8192
-    runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
+    tokens = np.zeros((ROWS, LENGTH), np.int32)
     prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
-    names = [f"r{i}" for i in range(ROWS)]
-    previous = np.array(response, "<i4").tobytes()
-    for name in names:
-        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name, previous=previous).put({}))
-        runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
-    runner.input_batch.req_ids, runner.input_batch.spec_token_ids = names, [[] for _ in names]
-    runner.input_batch.num_prompt_tokens[:] = len(prompt)
+    admit(proposer, [f"r{i}" for i in range(ROWS)], prompt, previous=np.array(response, "<i4").tobytes())
     tokens[:, : len(prompt)], tokens[:, len(prompt)] = prompt, response[0]
     drafts = proposer.propose([[response[0]]] * ROWS, np.full(ROWS, len(prompt) + 1, np.int32), tokens)
     budget = logits_budget(vocabulary, ROWS, ROWS, memory)
     assert sum(map(len, drafts)) == budget > 10 * ROWS
     assert proposer.totals()["errors"] == 0
-
-
-def admit(proposer, names, prompt, asked=0):
-    runner = proposer._runner
-    for name in names:
-        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name, asked=asked).put({}))
-        runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
-    runner.input_batch.req_ids = list(names)
-    runner.input_batch.spec_token_ids = [[] for _ in names]
-    runner.input_batch.num_prompt_tokens[:] = len(prompt)
 
 
 @pytest.mark.parametrize(
@@ -346,10 +332,6 @@ def test_drafts_use_a_history_as_soon_as_it_is_read(tmp_path, wait, copied):
         time.sleep(0.1)
     at = response.tolist().index(token) + 1
     assert drafts[0][0] == drafts[1][0] == response[at]
-    assert proposer.waiting == 0
+    assert proposer._history.pending == 0
     assert proposer.take_counts(["a", "b"])["b"]["history_hit"]
     assert proposer.totals()["history_errors"] == proposer.totals()["errors"] == 0
-    pool = proposer._history._pool
-    proposer.close()
-    assert wait == (pool is None)
-    assert wait or not any(thread.is_alive() for thread in pool._threads)

@@ -1,0 +1,377 @@
+"""The server's requests: admission, records, aborts, draft counts, the death of an engine, and its health."""
+
+import asyncio
+import math
+from collections import defaultdict, deque
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from verl_rhyme.config import ConfigError, DraftingConfig, RhymeConfig, config_tree
+from verl_rhyme.engine import server as servers
+from verl_rhyme.engine.gate import Gate
+from verl_rhyme.engine.server import RhymeHttpServer
+from verl_rhyme.processes.request import DIED, DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
+
+
+class Engine:
+    """Stand-in for vLLM's AsyncLLM.
+
+    It registers a request after a moment and answers it when ``turn`` is set, and so do its workers.
+    """
+
+    def __init__(self):
+        self.output_processor = SimpleNamespace(external_req_ids=defaultdict(list))
+        self.turn, self.closed, self.calls, self.error = asyncio.Event(), [], [], None
+
+    async def generate(self, prompt, sampling_params, request_id, **kwargs):
+        try:
+            await asyncio.sleep(0.01)
+            self.output_processor.external_req_ids[request_id].append("internal")
+            await self.turn.wait()
+            for tokens in ([1], [1, 2]):
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])
+        except (asyncio.CancelledError, GeneratorExit):
+            self.closed.append(request_id)
+            raise
+
+    async def collective_rpc(self, method, args):
+        self.calls.append((method, list(args[0])))
+        await self.turn.wait()
+        return [{id: {"drafted": 9, "history_hit": True} for id in args[0]}, {}]  # rank 0 drafts
+
+    async def check_health(self):
+        if self.error is not None:
+            raise self.error
+
+    async def is_sleeping(self):
+        await self.turn.wait()
+        return False
+
+
+class Histories:
+    """Histories of a node that does not record."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, key):
+        self.asked.append(key)
+        return 77
+
+    def take_errors(self):
+        return 0
+
+
+@pytest.fixture
+def server(monkeypatch):
+    async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
+        self.given = sampling_params
+        return TokenOutput(token_ids=[1, 2], stop_reason="completed", extra_fields={})
+
+    monkeypatch.setattr(vLLMHttpServer, "generate", generate)
+    built = object.__new__(RhymeHttpServer)
+    built.engine, built.global_steps, built.node_rank, built.replica_rank = Engine(), 3, 0, 0
+    built._engine_generate, built._node_id, built._rhyme = built.engine.generate, "node", RhymeConfig()
+    built._requests, built._finished, built._aborts, built._rpcs = {}, deque(maxlen=4), set(), 0
+    built._gate, built._histories = Gate(), Histories()
+    return built
+
+
+async def outputs(server, request="r"):
+    return [output async for output in server._observed_generate(None, None, request)]
+
+
+# ---- admission: an abort finds every request that the engine knows, also with more requests than slots ----
+
+
+async def test_queued_request_is_admitted_before_its_first_token(server):
+    made = server._observed_generate(None, None, "r")
+    first = await asyncio.wait_for(anext(made), 1)
+    server.engine.turn.set()
+    assert first.outputs == []
+    assert [output.outputs[0].token_ids async for output in made] == [[1], [1, 2]]
+
+
+async def test_cancelled_caller_closes_its_request(server):
+    task = asyncio.create_task(outputs(server))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert server.engine.closed == ["r"]
+
+
+# ---- records and counts ----
+
+
+async def test_finished_response_returns_while_the_workers_are_busy(server):
+    made = [await asyncio.wait_for(server.generate([5], {}, f"r{i}"), 1) for i in range(2)]
+    assert server.engine.calls == []
+    counting = asyncio.create_task(server.take_counts())
+    await asyncio.sleep(0)
+    made.append(await asyncio.wait_for(server.generate([5], {}, "late"), 1))
+    server.engine.turn.set()
+    records = [output.extra_fields[FIELD][0] for output in made]
+    assert [record["id"] for record in records] == ["r0", "r1", "late"]
+    assert all(record["drafted_tokens"] == 0 and math.isnan(record["started_at"]) for record in records)
+    assert await counting == {id: {"drafted_tokens": 9, "history_hit": True} for id in ("r0", "r1")}
+    assert list(await server.take_counts()) == ["late"]
+    assert await server.take_counts() == {}
+    assert server.engine.calls == [("take_request_counts", ["r0", "r1"]), ("take_request_counts", ["late"])]
+
+
+async def test_unfetched_counts_are_bounded(server):
+    for i in range(9):
+        await server.generate([5], {}, f"r{i}")
+    assert list(server._finished) == ["r5", "r6", "r7", "r8"]
+
+
+async def test_engine_receives_the_fields_of_drafter_and_sampler(server):
+    """It receives no list of tokens, because vLLM copies every object in ``extra_args``."""
+    previous = b"\1\0\0\0\2\0\0\0"
+    meta = RequestMeta(key="00ff", sample=2, attempt=1, noise="ab", previous=previous, queued_at=12.5)
+    params = {"temperature": 1.0, "extra_args": {"theirs": 1}}
+    output = await server.generate([5], params, "r", rhyme=meta.to_dict())
+    fields = server.given["extra_args"].pop(FIELD)
+    assert server.given == {"temperature": 1.0, "extra_args": {"theirs": 1}}
+    engine = {"id": "r", "key": "00ff", "asked": 77, "noise": "ab", "previous": previous, "made": 0}
+    assert fields == engine
+    assert server._histories.asked == [bytes.fromhex("00ff")]
+    assert fields["previous"] is previous
+    assert RequestMeta.of({FIELD: fields}).previous is previous
+    (record,) = output.extra_fields[FIELD]
+    assert (record["prompt_key"], record["sample"], record["attempt"], record["queued_at"]) == ("00ff", 2, 1, 12.5)
+    assert params == {"temperature": 1.0, "extra_args": {"theirs": 1}}
+
+
+async def test_request_that_arrives_while_weights_load_starts_under_the_new_policy(server, monkeypatch):
+    """A request whose policy changes while it runs has both versions."""
+
+    async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
+        await self.set_global_steps(4)  # the request waits meanwhile, as at verl's gate
+        async for _ in self._observed_generate(None, sampling_params, request_id):
+            if request_id == "long":
+                await self.set_global_steps(5)
+        return TokenOutput(token_ids=[1], stop_reason="completed", extra_fields={})
+
+    monkeypatch.setattr(vLLMHttpServer, "generate", generate)
+    server.engine.turn.set()
+    records = [(await server.generate([5], {}, name)).extra_fields[FIELD][0] for name in ("short", "long")]
+    versions = [(record["policy_version_start"], record["policy_version_end"]) for record in records]
+    assert versions == [(4, 4), (4, 5)]
+
+
+async def test_request_of_another_client_is_served(server):
+    output = await server.generate([5], {}, "r")
+    (record,) = output.extra_fields[FIELD]
+    assert (record["prompt_key"], record["sample"]) == ("", -1)
+    assert record["queued_at"] > 0
+    server.engine.turn.set()
+    made = await outputs(server, "of the engine's HTTP server")
+    assert [output.outputs[0].token_ids for output in made if output.outputs] == [[1], [1, 2]]
+    assert not server._requests
+
+
+def test_every_count_has_a_record_column():
+    assert set(DRAFT_COUNTS.values()) <= set(RequestRecord.__dataclass_fields__)
+
+
+async def test_continued_response_gets_adapted_options(server):
+    """``min_tokens`` counts the tokens of the whole response, but vLLM refuses more than ``max_tokens``."""
+
+    async def ask(made, **options):
+        await server.generate([5] * (1 + made), {"max_tokens": 1024 - made, **options}, "r", rhyme={"made": made})
+        given = {name: value for name, value in server.given.items() if name != "extra_args"}
+        SamplingParams(**given)
+        return given
+
+    assert await ask(600, min_tokens=512) == {"max_tokens": 424, "min_tokens": 0}
+    assert await ask(100, min_tokens=512) == {"max_tokens": 924, "min_tokens": 412}
+    server._rhyme = RhymeConfig(drafting=DraftingConfig(enable=False))
+    assert (await ask(0, seed=3))["seed"] == 3
+    seeds = [(await ask(made, seed=3))["seed"] for made in (1, 2, 2)]
+    assert seeds[0] != seeds[1] == seeds[2] != 3, "vLLM's generator would repeat its numbers"
+    server._rhyme = RhymeConfig()
+    assert (await ask(2, seed=3))["seed"] == 3, "our noise depends on the position"
+
+
+# ---- aborts: a request is aborted in the engine by the id that verl gave it ----
+
+
+class Core:
+    """The engine process."""
+
+    def __init__(self):
+        self.aborted = []
+
+    async def abort_requests_async(self, names):
+        self.aborted += names
+
+
+@pytest.fixture
+def front(server):
+    """Server with vLLM's front end around one request, to which vLLM has given another id."""
+    server.engine = SimpleNamespace(
+        output_processor=OutputProcessor(None, log_stats=False), engine_core=Core(), log_requests=False
+    )
+    server.engine.abort = partial(AsyncLLM.abort, server.engine)
+    params = SamplingParams(max_tokens=8, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    request = EngineCoreRequest("r-12345678", [1, 2], None, params, None, 0.0, None, None, None, external_req_id="r")
+    server.queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request.request_id)
+    server.arrives = partial(server.engine.output_processor.add_request, request, None, None, 0, server.queue)
+    return server
+
+
+async def test_request_is_aborted_for_the_engine_and_for_its_caller(front):
+    front.arrives()
+    assert not (await front.abort_request("another", reset_prefix_cache=False))["aborted"]
+    assert front.engine.engine_core.aborted == []
+    assert await front.abort_request("r", reset_prefix_cache=False) == {"aborted": True, "request_id": "r"}
+    assert front.engine.engine_core.aborted == ["r-12345678"]
+    output = await asyncio.wait_for(front.queue.get(), 1)
+    assert output.outputs[0].finish_reason == "abort"
+
+
+async def test_request_that_waits_for_loading_weights_is_aborted_on_arrival(front):
+    front._requests["r"] = None  # the request has passed the gate, and verl holds it
+    assert not (await front.abort_request("r"))["aborted"]
+    assert front._aborts
+    front.arrives()
+    await asyncio.wait_for(asyncio.gather(*front._aborts), 1)
+    assert front.engine.engine_core.aborted == ["r-12345678"]
+
+
+async def test_request_that_waits_at_the_gate_never_enters(server):
+    waits = asyncio.create_task(server._gate.enter("r", 1))
+    await asyncio.sleep(0)
+    assert (await server.abort_request("r"))["aborted"]
+    assert not await waits
+
+
+# ---- the death of an engine while the server still answers ----
+
+
+@pytest.fixture
+def dying(server, monkeypatch):
+    """Server whose engine dies after two steps of a request."""
+
+    async def two_steps(prompt, params, request_id, **kwargs):
+        tokens, logprobs = server.lists
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=None)])
+        raise EngineDeadError
+
+    async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
+        last = (await outputs(self, request_id))[-1].outputs[0]
+        assert len(last.logprobs) == len(last.token_ids)
+        return TokenOutput(token_ids=last.token_ids, stop_reason=last.finish_reason, extra_fields={})
+
+    monkeypatch.setattr(vLLMHttpServer, "generate", generate)
+    server._engine_generate, server.lists = two_steps, ([1, 2], ["a", "b"])
+    return server
+
+
+@pytest.mark.parametrize("lists", [([1, 2], ["a", "b", "c"]), ([1, 2, 3], ["a", "b"])])
+async def test_request_of_a_coordinator_ends_as_aborted_and_reports_the_death(dying, lists):
+    dying.lists = lists  # they grow one after another
+    output = await dying.generate([5], {}, "r", rhyme={"name": "uid_0"})
+    assert (output.token_ids, output.stop_reason) == ([1, 2], "abort")
+    assert output.extra_fields[DIED]
+
+
+async def test_request_of_another_client_fails_as_with_verl(dying):
+    with pytest.raises(EngineDeadError):
+        await dying.generate([5], {}, "r")
+    assert not dying._requests
+
+
+async def test_whole_response_reports_no_death(server):
+    assert DIED not in (await server.generate([5], {}, "r", rhyme={"name": "uid_0"})).extra_fields
+
+
+async def test_removed_replica_returns_partial_responses(server):
+    server._requests["r"], given = None, []
+    server.engine.output_processor.propagate_error = given.append
+    leaves = asyncio.create_task(server.return_partial_responses())
+    done, _ = await asyncio.wait({leaves}, timeout=0.05)
+    assert not done, "one request has not returned yet"
+    server._requests.clear()
+    await asyncio.wait_for(leaves, 1)
+    assert [type(error) for error in given] == [EngineDeadError]
+
+
+# ---- health: a replica is healthy only if its engine answers as well ----
+
+
+@pytest.fixture(autouse=True)
+def fast_polls(monkeypatch):
+    monkeypatch.setattr(servers, "_HEALTH_POLL_S", 0.01)
+
+
+async def test_hanging_engine_is_not_healthy(server):
+    check = asyncio.create_task(server.healthy())
+    done, _ = await asyncio.wait({check}, timeout=0.1)
+    assert not done, "the engine process hangs"
+    server.engine.turn.set()
+    await asyncio.wait_for(check, 1)
+    await asyncio.wait_for(server.healthy(), 1)
+
+
+async def test_engine_that_dies_during_the_check_is_not_healthy(server):
+    check = asyncio.create_task(server.healthy())
+    await asyncio.sleep(0.05)
+    server.engine.error = RuntimeError("it has died")
+    with pytest.raises(RuntimeError, match="it has died"):
+        await asyncio.wait_for(check, 1)
+
+
+async def test_engine_that_loads_weights_is_healthy(server, monkeypatch):
+    taken = asyncio.Event()
+    monkeypatch.setattr(vLLMHttpServer, "collective_rpc", lambda self, method: taken.wait())
+    loads = asyncio.create_task(server.collective_rpc("update_weights"))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(server.healthy(), 1)
+    taken.set()
+    await loads
+    done, _ = await asyncio.wait({check := asyncio.create_task(server.healthy())}, timeout=0.1)
+    assert not done
+    check.cancel()
+
+
+async def test_server_without_engine_is_healthy(server):
+    server.node_rank = 1
+    await asyncio.wait_for(server.healthy(), 1)
+
+
+# ---- engine options ----
+
+
+def options(server, model_type, drafting):
+    """Return ``engine_kwargs`` as the server completes them."""
+    server._rhyme = config_tree.parse({"drafting": {"enable": drafting}, "history": {"dir": "/history"}})
+    server.config = SimpleNamespace(
+        checkpoint_engine=None, cudagraph_capture_sizes=None, max_num_seqs=8, max_num_batched_tokens=256
+    )
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0}, name_or_path="t")
+    server.model_config = SimpleNamespace(hf_config=CONFIG_MAPPING[model_type](), tokenizer=tokenizer)
+    engine_kwargs = {}
+    server._preprocess_engine_kwargs(engine_kwargs)
+    return engine_kwargs
+
+
+def test_server_drafts_for_no_recurrent_model(server):
+    """The driver may have no config.json, but verl's server has the model's config."""
+    with pytest.raises(ConfigError, match=r"layer_types: linear_attention.*drafting\.enable=false"):
+        options(server, "qwen3_next", drafting=True)
+    assert "speculative_config" not in options(server, "qwen3_next", drafting=False)
+    assert options(server, "qwen3", drafting=True)["speculative_config"]["num_speculative_tokens"] == 32
