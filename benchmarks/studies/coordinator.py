@@ -115,7 +115,7 @@ class Trainer:
             sleep_replicas=lambda: None,
         )
         self.topology = topology(SimpleNamespace(checkpoint_manager=manager, standalone_checkpoint_manager=manager))
-        self.topology.mend = lambda version: 0
+        self.topology.replace_dead = lambda version: 0
         rules = of_options(
             SchedulingConfig(), staleness, batch_prompts=batch, samples=SAMPLES, separate=self.topology.separate
         )
@@ -156,8 +156,8 @@ class Trainer:
                 self.windows.append((began, time.time() - self.driver.seconds["take"][-1]))
             self.trained.append(len(reply.keys))
             if self.topology.separate:
-                self.driver.supply()
-            self.topology.give_way()
+                self.driver.load_prompts()
+            self.topology.free_devices()
             time.sleep(self.train_s)
             self.driver.pause()
             if self.topology.separate:
@@ -189,16 +189,16 @@ def measure(
     driver = trainer.driver
     wire = count_wire()
     driver.open(crew, None, 0)
-    before = ray.get(driver._actor.figures.remote())
+    before = ray.get(driver.coordinator.figures.remote())
     if profile:
-        ray.get(driver._actor.profile.remote(None))
+        ray.get(driver.coordinator.profile.remote(None))
     share, began = Share(before["pid"]), time.perf_counter()
     trainer.echo() if arm == "echo" else trainer.run(steps)
     wall = time.perf_counter() - began
     share.close()
     if profile:
-        ray.get(driver._actor.profile.remote(profile))
-    after, told = ray.get(driver._actor.figures.remote()), trainer.figures()
+        ray.get(driver.coordinator.profile.remote(profile))
+    after, told = ray.get(driver.coordinator.figures.remote()), trainer.figures()
     counts: Counter[str] = sum((Counter(worker["counts"]) for worker in told), Counter())
     queue = {"workers": Counter(), "coordinator": Counter(after["wire"]), "trainer": wire}
     for worker in told:

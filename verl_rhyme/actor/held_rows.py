@@ -22,7 +22,7 @@ class HeldRows:
     """Store of a part's rows, one in each process (:data:`ROWS`).
 
     Attributes:
-        fetched, reused: Bytes of tensors that stages received, and that they reused, since the last :meth:`counts`.
+        fetched, reused: Bytes of tensors that stages received and reused since the last :meth:`take_counts`.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class HeldRows:
         self._rows: TensorDict | None = None
         self.fetched = self.reused = 0
 
-    def joined(self, data: TensorDict) -> TensorDict:
+    def join(self, data: TensorDict) -> TensorDict:
         """Return the data of a stage, joined with the rows kept.
 
         Raises:
@@ -57,7 +57,7 @@ class HeldRows:
         """Drop the rows."""
         self._part = self._rows = None
 
-    def counts(self) -> tuple[int, int]:
+    def take_counts(self) -> tuple[int, int]:
         """Return the bytes fetched and reused since the last call."""
         counts = self.fetched, self.reused
         self.fetched = self.reused = 0

@@ -47,7 +47,7 @@ class StreamedUpdate:
 
     def __init__(self, engine: BaseEngine, loss: Callable[..., Any], by_tokens: bool) -> None:
         self._engine, self._loss, self._by_tokens = engine, loss, by_tokens
-        self._reduces = _reduces(engine)
+        self._reducer = _reducer_of(engine)
         self._stand_in = 0  # estimated tokens of the mini-batch, the divisor until the step
         self._more = 1  # samples of the mini-batch per sample of the first part
         self._tokens = 0
@@ -66,7 +66,7 @@ class StreamedUpdate:
         if not self.parts:
             self._stay()
             self._more = max(1, tu.get(data, "global_batch_size") // (len(data) * engine.get_data_parallel_size()))
-        with engine.train_mode(disable_auto_offload=True, zero_grad_on_exit=False), self._reduces.later():
+        with engine.train_mode(disable_auto_offload=True, zero_grad_on_exit=False), self._reducer.defer():
             if not self.parts:
                 engine.optimizer_zero_grad()
             output = engine.forward_backward_batch(data, self._divided, forward_only=False)
@@ -94,7 +94,7 @@ class StreamedUpdate:
         if offloads:
             engine.to(_device(), model=False, optimizer=True, grad=False)
         with engine.train_mode(disable_auto_offload=True):
-            self._reduces.now(share)
+            self._reducer.scale_and_reduce(share)
             norm = engine.optimizer_step()
         if offloads:
             engine.to("cpu", model=False, optimizer=True, grad=False)
@@ -143,10 +143,10 @@ class _Fsdp:
     def __init__(self, engine: Any) -> None:
         self._module = engine.module
 
-    def later(self) -> contextlib.AbstractContextManager[None]:
+    def defer(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def now(self, share: float) -> None:
+    def scale_and_reduce(self, share: float) -> None:
         for parameter in self._module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(share)
@@ -163,7 +163,7 @@ class _Megatron:
         self._finalize = self._config.finalize_model_grads_func
 
     @contextlib.contextmanager
-    def later(self) -> Iterator[None]:
+    def defer(self) -> Iterator[None]:
         """Disable the schedule's reductions, both at its end and bucket by bucket."""
         config, ddp = self._config, [chunk.ddp_config for chunk in self._chunks]
         before = config.finalize_model_grads_func, config.grad_sync_func, [each.overlap_grad_reduce for each in ddp]
@@ -177,14 +177,14 @@ class _Megatron:
             for each, overlap in zip(ddp, overlaps, strict=True):
                 each.overlap_grad_reduce = overlap
 
-    def now(self, share: float) -> None:
+    def scale_and_reduce(self, share: float) -> None:
         for chunk in self._chunks:
             chunk.scale_gradients(share)
-        with self.later():
+        with self.defer():
             self._finalize(self._chunks)
 
 
-def why_not(engine: Any) -> str | None:
+def find_unsupported_engine_option(engine: Any) -> str | None:
     """Return the engine option that prevents gradients of parts from being accumulated; ``None``: none does."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
@@ -209,8 +209,8 @@ def why_not(engine: Any) -> str | None:
     return None
 
 
-def _reduces(engine: Any) -> _Fsdp | _Megatron:
-    if why := why_not(engine):
+def _reducer_of(engine: Any) -> _Fsdp | _Megatron:
+    if why := find_unsupported_engine_option(engine):
         raise CannotStream(f"gradients of parts cannot be accumulated with {why}: set streaming.part=null")
     return _Megatron(engine) if hasattr(engine, "tf_config") else _Fsdp(engine)
 

@@ -1,10 +1,10 @@
 """Compares generation with training; reports in metrics and log whether one replica more or less would be better.
 
 Where rollout continues while the actor trains, a step shows one of two times. If generation is slower, the trainer
-waits for its batch; if generation is faster, the batch is ready before. ``T_train = step - waited`` and
+waits for its batch; if generation is faster, the batch is ready before. ``T_train = step - wait_s`` and
 ``T_gen = step - ahead`` go into the elastic rule (:class:`~verl_rhyme.planning.elastic.Elastic`).
 
-:mod:`~verl_rhyme.trainer.reserve` carries the advice out, if enabled.
+:mod:`~verl_rhyme.trainer.replica_scaler` carries the advice out, if enabled.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ logger = logging.getLogger(__name__)
 class Balance(Observer):
     """Compares the steps of a run.
 
-    Args:
-        setting: Settings of the run: rules, cost of a replica.
-        limits: Limits of the elastic rule.
-
     Attributes:
         advice: Advice of the latest step: 1, one replica more; -1, one less; 0, no change.
     """
@@ -41,7 +37,7 @@ class Balance(Observer):
         self._elastic: Elastic | None = None
         self._work: Work | None = None
         self._scale = 1.0
-        self._reported = 0
+        self._logged = 0
         self._failed = False
 
     def on_step(self, step: Step) -> dict[str, float]:
@@ -52,14 +48,14 @@ class Balance(Observer):
         if reply is None or ahead is None or not (seconds > 0 and step.replicas):
             return {}
         try:
-            return self._observe(step.replicas, seconds, min(step.waited, seconds), min(ahead, seconds), reply)
+            return self._compare(step.replicas, seconds, min(step.wait_s, seconds), min(ahead, seconds), reply)
         except Exception:  # advice must not end a run
             if not self._failed:
                 logger.warning("generation and training could not be compared (logged once)", exc_info=True)
             self._failed = True
             return {}
 
-    def _observe(self, replicas: int, step: float, waited: float, ahead: float, reply: Reply) -> dict[str, float]:
+    def _compare(self, replicas: int, step: float, waited: float, ahead: float, reply: Reply) -> dict[str, float]:
         real = [tag for tag in reply.tags if not tag.get("is_padding", False)]
         lengths = np.array([tag["response_len"] for tag in real], dtype=float)
         prompts = np.mean([tag["seq_len"] for tag in real]) - np.mean(lengths)
@@ -74,12 +70,12 @@ class Balance(Observer):
             self._elastic = Elastic(self._predict, min(max(replicas, limits.least), limits.most), limits)
         self._elastic.changed(replicas)
         advice = self._elastic.observe(step - ahead, step - waited)
-        if advice.change and advice.change != self._reported:
+        if advice.change and advice.change != self._logged:
             logger.info(
                 "%d replicas: %s would be better (generation %+.1f s against training, %.1f s a replica): %s",
                 *(replicas, "one more" if advice.change > 0 else "one less", advice.delta, advice.saving, advice.why),
             )
-        self._reported = self.advice = advice.change
+        self._logged = self.advice = advice.change
         return {names.STREAM_BEHIND: advice.delta, names.STREAM_ELASTIC: float(advice.change)}
 
     def _predict(self, replicas: int) -> float:

@@ -32,7 +32,7 @@ class Fetching:
         self._part = 0
         self._had: frozenset[str] | None = None
 
-    def begin(self) -> None:
+    def begin_part(self) -> None:
         """Begin the next part."""
         self._part += 1
         self._had = None
@@ -49,22 +49,20 @@ class Fetching:
             yield
             return
         fields = frozenset(tq.get_client().kv_retrieve_meta(batch.keys, batch.partition_id).field_names)
-        word: dict[str, Any]
         if self._had is None:
-            self._had, word = fields, {KEEP: {"part": self._part, "fields": sorted(fields)}}
-            batch.fields = None
+            self._had, mark, batch.fields = fields, KEEP, None
+            batch.extra_info[KEEP] = {"part": self._part, "fields": sorted(fields)}
         else:
-            word = {JOIN: self._part}
+            mark = JOIN
+            batch.extra_info[JOIN] = self._part
             batch.fields = sorted({SMALL} | ((fields - self._had) | {REWRITTEN} if new else set()))
-        batch.extra_info.update(word)
         try:
             yield
         finally:
-            for name in word:
-                del batch.extra_info[name]
+            del batch.extra_info[mark]
             batch.fields = None
 
-    def reference(self, batch: KVBatchMeta) -> contextlib.AbstractContextManager[None]:
+    def reference_stage(self, batch: KVBatchMeta) -> contextlib.AbstractContextManager[None]:
         """Wrap the reference's stage: it reuses the actor's rows if both share processes and data parallel ranks."""
         return self.stage(batch) if self._shares_rows() else contextlib.nullcontext()
 

@@ -26,7 +26,7 @@ class Step:
         rollout_s: Seconds of the stage that lasts as long as its rollout.
         last: Whether no step follows.
         replicas: Number of replicas that generate.
-        waited: Seconds for which the trainer waited for the batch.
+        wait_s: Seconds for which the trainer waited for the batch.
         reply: The pipeline's update batch; ``None`` in verl's trainers.
     """
 
@@ -35,7 +35,7 @@ class Step:
     rollout_s: float
     last: bool = False
     replicas: int = 0
-    waited: float = 0.0
+    wait_s: float = 0.0
     reply: Reply | None = None
 
 
@@ -45,13 +45,8 @@ class Observer:
     def begin(self, driver: Driver) -> None:
         """Called when the coordinator is open and no step has begun."""
 
-    def on_prompts(self, prompts: Mapping[str, Any], driver: Driver) -> None:
-        """Called before prompts are passed to the coordinator.
-
-        Args:
-            prompts: Messages by prompt key.
-            driver: Driver of the coordinator.
-        """
+    def on_prompts(self, prompts: Mapping[str, Any]) -> None:
+        """Called with messages by prompt key, before their prompts are passed to the coordinator."""
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
         """Called when an update batch is collected and its rewards are known, before it trains.

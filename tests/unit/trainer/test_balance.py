@@ -30,7 +30,7 @@ def reply(ahead, tokens=400):
 
 
 def step(replicas, seconds, waited, reply):
-    return Step(1, seconds, seconds, replicas=replicas, waited=waited, reply=reply)
+    return Step(1, seconds, seconds, replicas=replicas, wait_s=waited, reply=reply)
 
 
 def test_waiting_trainer_is_advised_one_more_replica(monkeypatch):

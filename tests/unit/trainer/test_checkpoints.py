@@ -7,7 +7,7 @@ import pytest
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from verl_rhyme.coordinator import ranker_service
-from verl_rhyme.trainer import base
+from verl_rhyme.trainer import base, checkpoints
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.checkpoints import STATE_FILE
 
@@ -140,8 +140,8 @@ def test_removal_errors_do_not_stop_training(run, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("verl_rhyme.trainer.checkpoints.shutil.rmtree", refused)
-    monkeypatch.setattr(base.logger, "warning", lambda text, *of, **_: logged.append(text % of))
+    monkeypatch.setattr(checkpoints.logger, "warning", lambda text, *of, **_: logged.append(text % of))
     made.snapshot("global_step_9")
-    made._remove_orphans()
+    checkpoints.remove_orphans(made.folder, 2)
     assert len(logged) == 1
     assert "global_step_9" in logged[0]

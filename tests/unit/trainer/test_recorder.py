@@ -21,11 +21,11 @@ from verl_rhyme.trainer.recorder import MAX_LAG, Recorder, _Samples
 
 
 def test_draft_errors_of_untrained_samples_are_counted_without_event_log():
-    history = SimpleNamespace(restarts=0)
+    history = SimpleNamespace(restarts=0, rewards=lambda stored: np.zeros(0))
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
     try:
         rows = [{"id": name, "uid": "u", "draft_errors": 2, "draft_seconds": 0.5} for name in "ab"]
-        recorder.log_untrained(rows, step=1, epoch=0)
+        recorder.on_batch(KVBatchMeta(partition_id="train"), SimpleNamespace(wasted=rows, dropped=[]), step=1, epoch=0)
         recorder.join()
         measured = recorder.on_step(Step(1, 1.0, 1.0))
         assert (measured[metrics.SPEC_ERRORS], measured[metrics.SPEC_DRAFT_S]) == (4, 1.0)

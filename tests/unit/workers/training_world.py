@@ -39,7 +39,7 @@ from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.trainer.reserve import Reserve
+from verl_rhyme.trainer.replica_scaler import ReplicaScaler
 from verl_rhyme.weights import manager
 from verl_rhyme.weights.delivery import Delivery
 from verl_rhyme.weights.manager import RelayManager
@@ -207,8 +207,10 @@ class World:
         self.driver = Driver(self.setting, self.load, self.make_workers)
         self.driver.open(self.make_workers(), None if saved is None else saved.state, version=step)
         if self.elastic:
-            self.reserve = Reserve(self.setting, ElasticConfig(1), self, self.weights.config, self.spares, self.slots)
-            self.reserve.begin(self.driver)
+            self.scaler = ReplicaScaler(
+                self.setting, ElasticConfig(1), self, self.weights.config, self.spares, self.slots
+            )
+            self.scaler.begin(self.driver)
         self.driver.publish(step, STEPS - step)
         while step < STEPS:
             step += 1
@@ -221,7 +223,7 @@ class World:
             assert not any(key.startswith("pad") for key in reply.dropped), "padding is reported as dropped"
             self.taken_at = self.cluster.clock.time()
             if self.separate:
-                self.driver.supply()
+                self.driver.load_prompts()
             self.check(reply, step)
             self.cluster.sleep(self.random.uniform(0.5, 8.0))  # the actor trains
             if step % self.save_every == 0:
@@ -237,8 +239,8 @@ class World:
             self.cluster.run(self.queue.clear(ours, TRAIN))
             self.steps = step
             if self.elastic and step < STEPS:
-                self.reserve.observe()
-                changes = self.reserve.act(self.random.choice([-1, -1, 0, 1, 1]), step)
+                self.scaler.report_changes()
+                changes = self.scaler.scale(self.random.choice([-1, -1, 0, 1, 1]), step)
                 self.rested += "training/stream/moved" in changes
                 self.returned += "training/stream/change_s" in changes and "training/stream/moved" not in changes
         self.finish()
@@ -645,7 +647,7 @@ class Colocated:
     def resume(self):
         self._call("resume")
 
-    def mend(self, version):
+    def replace_dead(self, version):
         if not all(replica.alive for replica in self.world.replicas.values()):
             raise RunEnded("a replica died")
         return 0
@@ -671,11 +673,11 @@ class Separate(Colocated):
     def resume(self):
         self._over_deaths(lambda: self._tell_all("resume"))
 
-    def mend(self, version):
+    def replace_dead(self, version):
         return self.world.spares.mend(version)
 
     def publish(self, version):
-        self.mend(version)
+        self.replace_dead(version)
         if self.world.rules.one_by_one:
             self.world.deliver(version)
             return

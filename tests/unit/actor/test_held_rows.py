@@ -33,33 +33,33 @@ BYTES = 2 * (8 * 8 + 3 * 8) + 4 * 4  # two fields of 8 tokens with offsets, and 
 
 def test_stage_joins_held_rows_with_new_fields():
     held = HeldRows()
-    assert JOIN not in held.joined(sent(KEEP, **FIRST)).keys()  # noqa: SIM118
+    assert JOIN not in held.join(sent(KEEP, **FIRST)).keys()  # noqa: SIM118
     mask = nested(start=7)
-    got = held.joined(sent(JOIN, response_mask=mask, advantages=nested(torch.float32)))
+    got = held.join(sent(JOIN, response_mask=mask, advantages=nested(torch.float32)))
     assert set(got.keys()) == {"uid", *FIRST, "advantages", "calculate_entropy"}
     assert got["input_ids"].values().tolist() == FIRST["input_ids"].values().tolist()
     assert got["response_mask"].values().tolist() == mask.values().tolist(), "what was written anew is not overwritten"
     assert tu.get(got, "multi_modal_inputs")[1]["pixel_values"].sum() == 4
     assert not tu.get(got, "calculate_entropy"), "what is said beside the rows is the stage's own"
     new = 2 * (3 * 8) + 8 * 8 + 8 * 4
-    assert held.counts() == (BYTES + new, BYTES - (8 * 8 + 3 * 8))
-    assert held.counts() == (0, 0)
+    assert held.take_counts() == (BYTES + new, BYTES - (8 * 8 + 3 * 8))
+    assert held.take_counts() == (0, 0)
 
 
 def test_data_without_a_part_are_unchanged():
     held = HeldRows()
     data = sent(**FIRST)
-    assert held.joined(data) is data
-    assert held.counts() == (0, 0)
+    assert held.join(data) is data
+    assert held.take_counts() == (0, 0)
 
 
 @pytest.mark.parametrize(("kept", "asked", "rows"), [(None, 1, 2), (1, 2, 2), (1, 1, 3)])
 def test_rows_of_another_part_are_an_error(kept, asked, rows):
     held = HeldRows()
     if kept is not None:
-        held.joined(sent(KEEP, kept, **FIRST))
+        held.join(sent(KEEP, kept, **FIRST))
     with pytest.raises(RuntimeError, match=f"part {asked}"):
-        held.joined(sent(JOIN, asked, rows=rows))
+        held.join(sent(JOIN, asked, rows=rows))
 
 
 def test_actor_and_reference_share_the_rows(monkeypatch):

@@ -19,12 +19,12 @@ from verl_rhyme.planning.elastic import Limits
 from verl_rhyme.processes.messages import Serving, Setting
 from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.trainer.observers import Observer, Step
+from verl_rhyme.trainer.observers import Step
 
 logger = logging.getLogger(__name__)
 
 
-class Reserve(Observer):
+class ReplicaScaler(Balance):
     """Carries out the advice on the number of replicas.
 
     Args:
@@ -34,9 +34,6 @@ class Reserve(Observer):
         engine: verl's ``CheckpointEngineConfig``.
         spares: Object that lets replicas rest and wakes them.
         slots: Function that returns Q of the bubble ratio for the serving replicas.
-
-    Attributes:
-        balance: Source of the advice.
 
     Raises:
         ConfigError: There are fewer replicas than ``min_replicas``, or weights cannot be sent to a single one.
@@ -56,17 +53,17 @@ class Reserve(Observer):
         if why := obstacle(engine, len(replicas[0].workers)):
             raise ConfigError(f"{CONFIG_PATH}.streaming.elastic.min_replicas: {why}; use the relay, or drop the option")
         launched = self._launched = self._reported = len(replicas)
-        self._least, self._most = config.min_replicas or 1, min(launched, config.max_replicas or launched)
-        if self._least > self._most:
+        least, most = config.min_replicas or 1, min(launched, config.max_replicas or launched)
+        if least > most:
             raise ConfigError(
-                f"{CONFIG_PATH}.streaming.elastic.min_replicas={self._least}: the run has only {launched}; lower it"
+                f"{CONFIG_PATH}.streaming.elastic.min_replicas={least}: the run has only {launched}; lower it"
             )
-        self.balance = Balance(setting, Limits(self._least, self._most))
+        super().__init__(setting, Limits(least, most))
 
     def begin(self, driver: Driver) -> None:
         """Let surplus replicas rest, once the coordinator is open."""
         self._driver = driver
-        for replica in self._servers.get_replicas()[self._most :]:
+        for replica in self._servers.get_replicas()[self._limits.most :]:
             self._rest(replica)
 
     def on_step(self, step: Step) -> dict[str, float]:
@@ -75,24 +72,21 @@ class Reserve(Observer):
         Raises:
             ReplicaDied: A replica did not get its weights.
         """
-        self.observe()
-        metrics = self.balance.on_step(step)
-        return metrics | self.act(0 if step.last else self.balance.advice, step.number)
+        self.report_changes()
+        metrics = super().on_step(step)
+        return metrics | self.scale(0 if step.last else self.advice, step.number)
 
-    def observe(self) -> None:
-        """Report a changed number of replicas at the end of a step."""
-        if len(self._servers.get_replicas()) != self._reported:  # one died, or a new one serves
+    def report_changes(self) -> None:
+        """Report a changed number of replicas at the end of a step: one died, or a new one serves."""
+        if len(self._servers.get_replicas()) != self._reported:
             self._report()
 
-    def act(self, advice: int, version: int) -> dict[str, float]:
-        """Carry out an advice; the actor has the weights of the policy ``version``, which is published.
+    def scale(self, advice: int, version: int) -> dict[str, float]:
+        """Carry out an advice, and return metrics.
 
         Args:
             advice: One replica more (1), one less (-1), or no change (0).
-            version: Version of the published policy.
-
-        Returns:
-            Metrics of the step.
+            version: Version of the published policy, which is the actor's.
 
         Raises:
             ReplicaDied: A replica did not get its weights.
@@ -100,12 +94,12 @@ class Reserve(Observer):
         serving = self._servers.get_replicas()
         metrics = {names.STREAM_REPLICAS: float(len(serving))}
         began = time.monotonic()
-        if advice > 0 and len(serving) + self._spares.missing < self._most:  # starting replicas count
+        if advice > 0 and len(serving) + self._spares.missing < self._limits.most:  # starting replicas count
             replica = self._spares.wake(version)
             if replica is None:  # none rests: one is starting, or none may start
                 return metrics
             self._report()
-        elif advice < 0 and len(serving) > self._least:
+        elif advice < 0 and len(serving) > self._limits.least:
             replica = serving[-1]
             metrics[names.STREAM_MOVED] = float(self._rest(replica))
         else:
@@ -117,8 +111,6 @@ class Reserve(Observer):
             *(replica.replica_rank, what, count, self._launched, metrics[names.STREAM_CHANGE]),
         )
         return metrics
-
-    # ---- internal ----
 
     def _rest(self, replica: Any) -> int:
         return self._spares.rest(replica, lambda address: self._report(address))
