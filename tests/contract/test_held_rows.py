@@ -104,13 +104,13 @@ def test_a_part_is_fetched_once(queue, holds):
     workers = SimpleNamespace(fetched_bytes=lambda: [actor.fetched_bytes()], _dispatch_info={"actor": [0], "ref": [0]})
     trainer = SimpleNamespace(actor_rollout_wg=workers, ref_policy_wg=workers, ref_in_actor=False, mapping={})
     fetching = Fetching(trainer, holds)
-    fetching.begin()
+    fetching.begin_part()
     batch = KVBatchMeta(partition_id=TRAIN, keys=KEYS, tags=[{}, {}])
     with fetching.stage(batch):
         assert len(actor.compute_log_prob(batch)) == len(KEYS)
     old = made(old_log_probs=torch.zeros(R), entropy=torch.zeros(R))
     batch = tq.kv_batch_put(keys=KEYS, partition_id=TRAIN, fields=old)
-    with fetching.reference(batch):
+    with fetching.reference_stage(batch):
         assert len(reference.compute_ref_log_prob(batch)) == len(KEYS)
     ones, masked = torch.ones(R), torch.zeros(R, dtype=torch.int64)
     late = made(ref_log_prob=ones, advantages=ones, returns=ones, response_mask=masked)

@@ -51,15 +51,8 @@ class StreamedActor(ActorRolloutRefWorker):
     def update_actor(self, data: TensorDict) -> TensorDict | None:
         """Train as verl does, or accumulate the gradients of a part.
 
-        Args:
-            data: Data for verl's ``update_actor``. A part has the same number of samples on each data parallel rank;
-                ``global_batch_size`` is the whole mini-batch's.
-
-        Returns:
-            Result of verl's ``update_actor``; for a part only the metric ``mfu``, which verl's trainer needs.
-
-        Raises:
-            CannotStream: This engine cannot accumulate gradients of parts.
+        A part has equally many samples on each data parallel rank. Its ``global_batch_size`` is the whole mini-batch's.
+        Its result has only the metric ``mfu``, which verl's trainer needs.
         """
         data = ROWS.join(data)
         if not tu.pop(data, key=PART, default=False):
@@ -103,7 +96,7 @@ class StreamedActor(ActorRolloutRefWorker):
         """Take the steps of the optimizer and of the learning rate schedule.
 
         Returns:
-            Metrics of the whole mini-batch, as ``update_actor`` returns them; ``None`` on ranks without outputs.
+            Metrics of the whole mini-batch like verl's ``update_actor``; ``None`` on ranks without outputs.
         """
         update, actor = self._update, self.actor
         if update is None or actor is None:

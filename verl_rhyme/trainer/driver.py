@@ -65,11 +65,7 @@ class Driver:
         self._fulfil(self._ask("publish", version, batches_left))
 
     def serve(self, serving: Serving, leaves: str = "") -> int:
-        """Set how many replicas generate from now on.
-
-        Args:
-            serving: The replicas and their slots.
-            leaves: Address of a replica that leaves; its samples continue on other replicas.
+        """Set how many replicas generate from now on, and move the samples of a replica that leaves, by its address.
 
         Returns:
             Number of these samples.
@@ -84,10 +80,7 @@ class Driver:
     def next_batch(self, topology: Topology, parts: Callable[[Part], None] | None = None) -> Reply:
         """Return the update batch as soon as the scheduler reports that it is ready.
 
-        Args:
-            topology: Topology of the run.
-            parts: Callback that gets parts of the batch during the rollout; after a restart of the coordinator some may
-                come twice. ``None``: no parts.
+        ``parts`` gets parts of the batch during the rollout; after a restart of the coordinator some may come twice.
         """
         stops, rewarded = self._setting.rules.stops, False
         self.wait_s = 0.0

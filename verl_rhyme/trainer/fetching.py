@@ -39,11 +39,9 @@ class Fetching:
 
     @contextlib.contextmanager
     def stage(self, batch: KVBatchMeta, new: bool = False) -> Iterator[None]:
-        """Wrap one stage of the part on the actor's workers.
+        """Wrap one stage of the part on the actor's workers; ``new``: it needs results of earlier stages.
 
-        Args:
-            batch: The part, in the same order in all stages.
-            new: Whether the stage needs results of earlier stages.
+        The part has the same order in all stages.
         """
         if not self._holds:
             yield
@@ -74,7 +72,7 @@ class Fetching:
         pools = [trainer.mapping.get(role) for role in (Role.Actor, Role.RefPolicy)]
         if reference is not actor and pools[0] != pools[1]:
             return False
-        return bool(_ranks(actor, "actor") == _ranks(reference, "ref"))
+        return data_parallel_ranks(actor, "actor") == data_parallel_ranks(reference, "ref")
 
     def metrics(self) -> dict[str, float]:
         """Return the bytes that all workers fetched and reused since the last call."""
@@ -84,7 +82,7 @@ class Fetching:
         return {names.STREAM_FETCHED: fetched, names.STREAM_REUSED: reused}
 
 
-def _ranks(workers: Any, mesh: str) -> list[int]:
+def data_parallel_ranks(workers: Any, mesh: str) -> list[int]:
     """Return the data parallel rank of each worker."""
     if mesh not in workers._dispatch_info:
         workers._dispatch_info[mesh] = workers._query_dispatch_info(mesh)

@@ -19,9 +19,8 @@ def arrange_batch(
     Args:
         tags: TransferQueue's tags of each trajectory: ``response_len``, ``seq_len`` (tokens), ``is_padding``.
         order: 1: sorted by length; 0: shuffled.
-        ranks: Data parallel ranks.
-        mini_batch: Trajectories of an optimizer step over all ranks. A batch that it does not divide is laid out as one
-            mini-batch.
+        ranks: Number of data parallel ranks.
+        mini_batch: Trajectories of an optimizer step over all ranks; if it does not divide the batch, that is one.
         rng: Source of randomness, also for the order of equal lengths.
 
     Returns:

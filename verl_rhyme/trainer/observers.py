@@ -18,24 +18,14 @@ from verl_rhyme.trainer.driver import Driver
 
 @dataclass(frozen=True)
 class Step:
-    """A step that ended.
+    """A step that ended. Only the pipeline sets the fields with a default."""
 
-    Attributes:
-        number: Its number, from 1.
-        seconds: Its duration.
-        rollout_s: Seconds of the stage that lasts as long as its rollout.
-        last: Whether no step follows.
-        replicas: Number of replicas that generate.
-        wait_s: Seconds for which the trainer waited for the batch.
-        reply: The pipeline's update batch; ``None`` in verl's trainers.
-    """
-
-    number: int
+    number: int  # from 1
     seconds: float
-    rollout_s: float
+    rollout_s: float  # of the stage that lasts as long as the rollout
     last: bool = False
-    replicas: int = 0
-    wait_s: float = 0.0
+    replicas: int = 0  # that generate
+    wait_s: float = 0.0  # seconds for which the trainer waited for the batch
     reply: Reply | None = None
 
 
@@ -51,11 +41,7 @@ class Observer:
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
         """Called when an update batch is collected and its rewards are known, before it trains.
 
-        Args:
-            batch: Keys and tags of the batch, which verl pads and reorders later.
-            reply: The coordinator's report of the batch.
-            step: Number of the step, from 1.
-            epoch: Number of the epoch, from 0.
+        verl pads and reorders ``batch`` later. Steps count from 1, epochs from 0.
         """
 
     def on_step(self, step: Step) -> Mapping[str, float]:

@@ -46,6 +46,7 @@ from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.checkpoints import STATE_FILE
 from verl_rhyme.trainer.driver import Driver
+from verl_rhyme.trainer.fetching import data_parallel_ranks
 from verl_rhyme.trainer.layout import arrange_batch
 from verl_rhyme.trainer.observers import Step
 from verl_rhyme.trainer.ranking import Ranking
@@ -67,9 +68,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """Run one training step: collect the next batch, parts of which train meanwhile, and train the rest.
 
-        Args:
-            metrics: Metrics of the step, which are added.
-            timing_raw: verl's timers of the step; a stage's parts are summed.
+        ``metrics`` and ``timing_raw`` (verl's timers, which sum up a stage's parts) are filled.
 
         Returns:
             The trained batch, with verl's padding.
@@ -186,7 +185,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if ranker.kind is not None:  # it starts while models load
             if problem := lacking(ranker, len(self.tokenizer)):
                 raise ConfigError(problem)
-            template = self.config.data.get("apply_chat_template_kwargs", None) or {}
+            template = self.config.data.get("apply_chat_template_kwargs") or {}
             self.observers.append(Ranking(ranker, self.tokenizer, template))
         if self._stages.updates:
             roles = {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy}
@@ -303,10 +302,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     @property
     def actor_ranks(self) -> int:
         """Data parallel ranks of the actor."""
-        workers = self.actor_rollout_wg
-        if "actor" not in workers._dispatch_info:
-            workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
-        return int(max(workers._dispatch_info["actor"])) + 1
+        return max(data_parallel_ranks(self.actor_rollout_wg, "actor")) + 1
 
     def _sortedness(self) -> float:
         actor = self.config.actor_rollout_ref.actor

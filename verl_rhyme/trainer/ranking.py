@@ -31,13 +31,12 @@ _SAVE_S = 60.0
 
 
 class Ranking(Observer):
-    """Drives a run's length ranker.
+    """Drives a run's length ranker: ``actor``, or a new one.
 
     Args:
         config: Options of the ranker, with a ``kind``.
         tokenizer: Tokenizer of the policy.
         template: Options of its chat template.
-        actor: Handle to use instead of a new actor.
     """
 
     def __init__(self, config: RankerConfig, tokenizer: Any, template: Mapping[str, Any], actor: Any = None) -> None:

@@ -1,9 +1,9 @@
 """Records finished trajectories in history and event log, in a thread, while training runs.
 
-Recording may fail without stopping training: errors are counted in ``rollout/history/errors``, and the first is logged.
-Event log and metrics do not wait for the history. A step ends once the history writer has fetched its samples, so that
-verl may clear them. They are recorded later, piece by piece and in order, while the next steps train. If recording
-falls more than :data:`MAX_LAG` steps behind, the history leaves out whole batches (``rollout/history/dropped``).
+Errors are counted in ``rollout/history/errors``, and the first is logged; training continues. A step ends once the
+history writer has fetched its samples, so that verl may clear them. They are recorded piece by piece and in order while
+the next steps train. If recording falls more than :data:`MAX_LAG` steps behind, the history leaves out whole batches
+(``rollout/history/dropped``).
 
 Only request records and one reward per sample pass through the trainer's process: the history writer fetches tokens
 itself. Responses for the event log are fetched here.
@@ -87,7 +87,7 @@ class Recorder(Observer):
         self._late = False
         self._requests: list[dict[str, Any]] = []
         self._seconds = 0.0
-        self._drafter: Counter[str] = Counter()  # sums of DRAFTER in this step
+        self._drafter: Counter[str] = Counter()  # sums of DRAFTER in this step, also of untrained samples
         self._errors = 0
         self._fetched_rewards = False
         self._alarm = AcceptanceAlarm()
@@ -194,17 +194,17 @@ class Recorder(Observer):
             }
             if sampled := self._tokens["sampled"]:
                 metrics[names.ENTROPY] = self._tokens["nats"] / sampled
-            if self._drafter:
-                metrics |= drafter_metrics(self._drafter)
+            drafter, self._drafter = self._drafter, Counter()
             self._untrained, self._seconds = 0, 0.0
             self._tokens.clear()
-            self._drafter.clear()
             self._store |= {name: 0 for name in STORE_COUNTS if name in self._store}
         if requests:
             metrics |= step_metrics(_columns(requests), slots=self._slots(), rollout_s=rollout_s)
             if warning := self._alarm.observe(metrics):
                 logger.warning(warning)
             metrics[names.SPEC_ALARM] = float(self._alarm.ringing)
+        if drafter:
+            metrics |= drafter_metrics(drafter)  # also of untrained samples
 
     @_guarded
     def _record(self, samples: _Samples, step: int, part: int, epoch: int) -> None:

@@ -61,19 +61,19 @@ def find_unsupported_option(config: Any) -> str | None:
     for waits, why in (
         (algorithm.adv_estimator not in GROUP_ESTIMATORS, f"algorithm.adv_estimator={algorithm.adv_estimator}"),
         (adaptive, "algorithm.kl_ctrl.type=adaptive"),
-        (bool(correction.get("rollout_is_batch_normalize")), "rollout_correction.rollout_is_batch_normalize=true"),
+        (correction.get("rollout_is_batch_normalize"), "rollout_correction.rollout_is_batch_normalize=true"),
         (actor.ppo_mini_batch_size != config.data.train_batch_size, "several mini-batches in a training step"),
         (actor.ppo_epochs != 1, f"actor.ppo_epochs={actor.ppo_epochs}"),
-        (bool(actor.shuffle), "actor.shuffle=true"),
+        (actor.shuffle, "actor.shuffle=true"),
         (config.trainer.critic_warmup > 0, f"trainer.critic_warmup={config.trainer.critic_warmup}"),
-        (bool(config.critic.enable), "critic.enable=true"),  # verl trains it on whole batches
+        (config.critic.enable, "critic.enable=true"),  # verl trains it on whole batches
         # verl then divides by the width of a micro-batch
         (
             actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None,
             "actor.loss_agg_mode=seq-mean-token-sum-norm without actor.loss_scale_factor",
         ),
         (loss not in STREAMED_LOSSES, f"actor.policy_loss.loss_mode={loss}"),
-        (bool((config.get("distillation") or {}).get("enabled")), "distillation"),
+        ((config.get("distillation") or {}).get("enabled"), "distillation"),
     ):
         if waits:
             return why
@@ -81,11 +81,7 @@ def find_unsupported_option(config: Any) -> str | None:
 
 
 class Stages:
-    """Runs the stages of update batches, part by part.
-
-    Args:
-        trainer: The pipeline.
-        streams: Whether parts come while the rest is generated; else a batch comes whole.
+    """Runs the stages of update batches of a trainer: part by part with ``streams``, else each batch whole.
 
     Attributes:
         updates: Whether gradients are streamed too; else the trainer continues with the whole batch's advantages.
@@ -94,9 +90,9 @@ class Stages:
     def __init__(self, trainer: Any, streams: bool) -> None:
         self._trainer, self._streams = trainer, streams
         why = find_unsupported_option(trainer.config) if streams else None
-        self.updates = streams and why is None
         if why is not None:
             logger.warning(_UPDATES_WAIT, why)
+        self.updates = streams and why is None
         self._fetching = Fetching(trainer, holds=self.updates)
         self._begin()
 

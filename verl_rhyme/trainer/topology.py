@@ -168,12 +168,8 @@ class Separate(Topology):
 
 
 def check_while_waiting(trainer: Any, buffer: Any, check: Callable[[int], object]) -> None:
-    """Call ``check`` at intervals while a trainer of verl waits for samples; verl's loop has no hook for that.
-
-    Args:
-        trainer: The trainer.
-        buffer: Its replay buffer.
-        check: Function that gets the policy version of the engines.
+    """Call ``check`` with the engines' policy version at intervals while a trainer of verl waits for samples in its
+    replay buffer; verl's loop has no hook for that.
     """
     wait = buffer._wait_for_next_poll
     checked = time.monotonic()

@@ -180,6 +180,9 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(tmp_path, mo
     queue.tags["zsurplus"]["global_steps"] = 2  # verl takes staler groups first
     request = {"id": "r", "prompt_key": prompt_key([1, 1]).hex(), "draft_errors": 2, "draft_seconds": 0.5}
     queue.data["filtered_0_0"]["extra_fields"] = {FIELD: [request]}
+    queue.data["trained_0_0"]["extra_fields"] = {
+        FIELD: [{**request, "prompt_key": prompt_key([2, 2]).hex(), "draft_errors": 1}]
+    }
 
     history = Slow(tmp_path / "h", permits=1000)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
@@ -192,7 +195,7 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(tmp_path, mo
         recorder.start(batch, step=1, part=1, epoch=0)
         recorder.drain()
         kept = recorder.on_step(Step(1, 1.0, 1.0))
-        assert kept[metrics.SPEC_ERRORS] == 2, "draft counts of untrained samples are missing"
+        assert kept[metrics.SPEC_ERRORS] == 3, "draft counts of untrained samples are missing"
         dropped = {1} if asynchronous else {1, 3}  # the asynchronous buffer keeps what it did not take
         assert (kept["rollout/history/errors"], kept["rollout/history/untrained"]) == (0, 2 * len(dropped))
         reader = HistoryReader(tmp_path / "h", "vocabulary")
