@@ -41,12 +41,6 @@ class StreamedActor(ActorRolloutRefWorker):
         """Compute reference log-probs as verl does, with rows that this process holds."""
         return super().compute_ref_log_prob(ROWS.join(data))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def fetched_bytes(self) -> tuple[int, int]:
-        """Return bytes of tensors that the stages of parts fetched and reused since the last call; drop the rows."""
-        ROWS.drop()
-        return ROWS.take_counts()
-
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: TensorDict) -> TensorDict | None:
         """Train as verl does, or accumulate the gradients of a part.
@@ -125,7 +119,8 @@ class StreamedActor(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def drop_update(self) -> None:
-        """Drop the gradients accumulated since the last step."""
+        """Drop the gradients accumulated since the last step, and the rows of the last part."""
+        ROWS.drop()
         update, self._update = self._update, None
         if update is not None:
             update.drop()

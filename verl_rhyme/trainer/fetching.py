@@ -11,7 +11,6 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 
 from verl_rhyme.actor.held_rows import JOIN, KEEP
-from verl_rhyme.observability import metrics as names
 
 #: Field that a stage requests if it needs nothing new: there is no empty answer.
 SMALL = "uid"
@@ -28,7 +27,7 @@ class Fetching:
     """
 
     def __init__(self, trainer: Any, holds: bool) -> None:
-        self._trainer, self._holds = trainer, holds
+        self._trainer, self.holds = trainer, holds
         self._part = 0
         self._had: frozenset[str] | None = None
 
@@ -43,7 +42,7 @@ class Fetching:
 
         The part has the same order in all stages.
         """
-        if not self._holds:
+        if not self.holds:
             yield
             return
         fields = frozenset(tq.get_client().kv_retrieve_meta(batch.keys, batch.partition_id).field_names)
@@ -73,13 +72,6 @@ class Fetching:
         if reference is not actor and pools[0] != pools[1]:
             return False
         return data_parallel_ranks(actor, "actor") == data_parallel_ranks(reference, "ref")
-
-    def metrics(self) -> dict[str, float]:
-        """Return the bytes that all workers fetched and reused since the last call."""
-        if not self._holds:
-            return {}
-        fetched, reused = map(sum, zip(*self._trainer.actor_rollout_wg.fetched_bytes(), strict=True))
-        return {names.STREAM_FETCHED: fetched, names.STREAM_REUSED: reused}
 
 
 def data_parallel_ranks(workers: Any, mesh: str) -> list[int]:

@@ -105,7 +105,7 @@ class Stages:
 
     def _stop_updates(self, why: str) -> None:
         self._trainer.actor_rollout_wg.drop_update()
-        self.updates = False
+        self.updates = self._fetching.holds = False
         logger.warning(_UPDATES_WAIT, why)
 
     def _begin(self) -> None:
@@ -145,7 +145,6 @@ class Stages:
         if self._streams:
             metrics[names.STREAM_EARLY] = early / max(1, len(batch.keys))
             metrics[names.STREAM_PARTS] = len(self._batches)
-        metrics.update(self._fetching.metrics())
         if self.updates:
             with marked_timer("update_actor", self._trainer.timing_raw, color="red"):
                 trained = next(each for each in self._trainer.actor_rollout_wg.finish_update() if each is not None)
