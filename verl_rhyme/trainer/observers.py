@@ -1,4 +1,4 @@
-"""Observers of a run, which do not affect what is trained: history, event log, length ranker, balance.
+"""Observers of a run, which do not affect what is trained: history, event log, length ranker, number of replicas.
 
 The trainer holds them in one list and calls each at the same points of a step. Recorder and ranker handle their own
 failures: a counter, one warning, and the step continues.

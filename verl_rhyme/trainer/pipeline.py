@@ -42,15 +42,14 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import Handed, Reply, Setting
 from verl_rhyme.router import router_file
 from verl_rhyme.scheduling.rules import of_config
-from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.checkpoints import STATE_FILE
 from verl_rhyme.trainer.driver import Driver
+from verl_rhyme.trainer.elastic import ReplicaAdvisor, ReplicaScaler
 from verl_rhyme.trainer.fetching import data_parallel_ranks
 from verl_rhyme.trainer.layout import arrange_batch
 from verl_rhyme.trainer.observers import Step
 from verl_rhyme.trainer.ranking import Ranking
-from verl_rhyme.trainer.replica_scaler import ReplicaScaler
 from verl_rhyme.trainer.stages import Stages
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, check_while_waiting
 
@@ -201,7 +200,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def on_train_begin(self) -> None:
         setting = self._setting()
-        self.observers.append(self._balance(setting))
+        self.observers.append(self._elastic(setting))
         self.topology.begin(self.rules)
         self._driver = Driver(setting, self._fetch_prompts, self.agent_loop_manager.renew)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
@@ -229,11 +228,11 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             part_samples=max(1, int((self._rhyme.streaming.part or 1) * self.rules.batch_samples)),
         )
 
-    def _balance(self, setting: Setting) -> Balance:
+    def _elastic(self, setting: Setting) -> ReplicaAdvisor:
         """Return the observer that advises on the number of replicas, and carries the advice out if enabled."""
         elastic = self._rhyme.streaming.elastic
         if elastic.min_replicas is None:
-            return Balance(setting)
+            return ReplicaAdvisor(setting)
         assert isinstance(self.topology, Separate)  # combinations.py refuses it elsewhere
         engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
         servers, spares = self.topology.servers(), self.topology.spares

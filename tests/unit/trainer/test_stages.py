@@ -113,6 +113,21 @@ def trainer(monkeypatch):
     return made
 
 
+@pytest.fixture
+def multiples(monkeypatch):
+    """Multiples to which parts are padded."""
+    seen = []
+    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: seen.append(m) or b)
+    return seen
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    seen = []
+    monkeypatch.setattr(stages_module.logger, "warning", lambda line, *values: seen.append(line % values))
+    return seen
+
+
 def waiting(trainer):
     """Return stages whose gradients wait for the whole batch."""
     trainer.config.actor_rollout_ref.actor.ppo_epochs = 2
@@ -127,15 +142,13 @@ def batch(keys, length=10):
     return SimpleNamespace(keys=list(keys), tags=[{"seq_len": 10, "response_len": length} for _ in keys])
 
 
-def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch):
-    multiples = []
-    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: multiples.append(m) or b)
+def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch, multiples):
     trainer.actor_ranks = 2
     stages = Stages(trainer, streams=True)
-    sizes = {"actor": ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", 4)}
-    sizes |= {of: ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", n) for of, n in (("rollout", 6),)}
+    sizes = [("actor", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", 4)]
+    sizes += [("rollout", "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", 6)]
     stages.run_part(part("ab"))
-    for of, (dynamic, name, size) in sizes.items():
+    for of, dynamic, name, size in sizes:
         trainer.config.actor_rollout_ref[of][dynamic] = False
         trainer.config.actor_rollout_ref[of][name] = size
         stages.run_part(part([f"{of}{i}" for i in range(2)]))
@@ -147,9 +160,7 @@ def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch):
 
 
 @pytest.mark.parametrize(("own", "multiple"), [(None, 2 * 4 * 3), (6, 2 * 6 * 3)])
-def test_parts_fill_the_micro_batch_groups_of_an_interleaved_pipeline(trainer, monkeypatch, own, multiple):
-    multiples = []
-    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: multiples.append(m) or b)
+def test_parts_fill_the_micro_batch_groups_of_an_interleaved_pipeline(trainer, multiples, own, multiple):
     trainer.actor_ranks = 2
     actor = trainer.config.actor_rollout_ref.actor
     actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu = False, 3
@@ -177,11 +188,13 @@ def test_each_trajectory_runs_once(trainer):
     assert metrics["tokens"] == pytest.approx((10.5 + 12.5 + 10) / 3)
 
 
-def test_batch_without_parts(trainer):
+@pytest.mark.parametrize(("early", "share"), [("", 0), ("abcd", 1)])
+def test_batch_without_parts_or_rest(trainer, early, share):
     stages, metrics = Stages(trainer, streams=True), {}
-    for _ in range(2):  # one after another
-        stages.finish(batch("abcd"), metrics)
-        assert metrics[names.STREAM_EARLY] == 0
+    for _ in range(2):  # one batch after another
+        stages.run_part(part(early))
+        assert sorted(stages.finish(batch("abcd"), metrics).keys) == list("abcd")
+        assert metrics[names.STREAM_EARLY] == share
     assert trainer.actor_rollout_wg.called == ["finish", "finish"]
 
 
@@ -191,17 +204,8 @@ def test_optimizer_step_is_timed_as_update_actor(trainer, monkeypatch):
     assert trainer.timing_raw["update_actor"] > 0.2
 
 
-def test_batch_whose_parts_cover_all_of_it(trainer):
-    stages, metrics = Stages(trainer, streams=True), {}
-    stages.run_part(part("abcd"))
-    assert sorted(stages.finish(batch("abcd"), metrics).keys) == list("abcd")
-    assert (metrics[names.STREAM_EARLY], trainer.actor_rollout_wg.called) == (1, ["finish"])
-
-
-def test_waiting_batch_is_padded_though_its_parts_cover_all_of_it(trainer, monkeypatch):
+def test_waiting_batch_is_padded_though_its_parts_cover_all_of_it(trainer, monkeypatch, multiples):
     """verl's padding of the mini-batches would have no log-probs."""
-    multiples = []
-    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: multiples.append(m) or b)
     monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 6)
     stages = waiting(trainer)
     stages.run_part(part("ab"))
@@ -210,9 +214,7 @@ def test_waiting_batch_is_padded_though_its_parts_cover_all_of_it(trainer, monke
     assert multiples == [1, 1, 6]
 
 
-def test_parts_of_another_batch_are_dropped(trainer, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(stages_module.logger, "warning", warnings.append)
+def test_parts_of_another_batch_are_dropped(trainer, warnings):
     stages, metrics = Stages(trainer, streams=True), {}
     stages.run_part(part("ax"))
     whole = stages.finish(batch("abcd"), metrics)
@@ -270,9 +272,7 @@ def test_prompts_are_supplied_between_stages(trainer):
 
 
 @pytest.mark.parametrize(("why", "called"), [([None, None], []), ([None, "aux"], ["drop"])])
-def test_engine_that_cannot_accumulate_is_detected_at_the_start(trainer, monkeypatch, why, called):
-    warnings = []
-    monkeypatch.setattr(stages_module.logger, "warning", lambda *line: warnings.append(line[0] % line[1:]))
+def test_engine_that_cannot_accumulate_is_detected_at_the_start(trainer, warnings, why, called):
     trainer.actor_rollout_wg.why = why
     stages = Stages(trainer, streams=True)
     stages.check_workers()
@@ -281,10 +281,8 @@ def test_engine_that_cannot_accumulate_is_detected_at_the_start(trainer, monkeyp
     assert [("aux" in line) for line in warnings] == [True for _ in called]
 
 
-def test_more_trajectories_than_a_mini_batch_stop_streaming(trainer, monkeypatch):
+def test_more_trajectories_than_a_mini_batch_stop_streaming(trainer, multiples, warnings):
     """If an agent loop returns several trajectories per sample, verl takes a step for each mini-batch."""
-    monkeypatch.setattr(stages_module.logger, "warning", lambda *_: None)
-    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: b)
     stages = Stages(trainer, streams=True)
     stages.run_part(part("abcdef"))  # a mini-batch has 4 prompts x 2 samples
     assert trainer.actor_rollout_wg.called == []

@@ -40,7 +40,7 @@ from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.trainer.replica_scaler import ReplicaScaler
+from verl_rhyme.trainer.elastic import ReplicaScaler
 from verl_rhyme.weights import manager
 from verl_rhyme.weights.delivery import Delivery
 from verl_rhyme.weights.manager import RelayManager
