@@ -19,7 +19,6 @@ PATCH = Patch(
     name="mbridge_local_spec",
     target="mbridge.core.llm_bridge:LLMBridge._get_transformer_layer_spec",
     why="Megatron training on a CPU fails: mbridge uses Transformer Engine layers instead of megatron-core layers",
-    upstream="unreported",
     requires="mbridge==0.15.1",
     source_sha256="e36beb23731fe9675274cc612a25f6e502dfbef247bf4065d5cfed5743aa1a9f",
     replace=around(_local_spec),

@@ -24,7 +24,6 @@ PATCH = Patch(
     name="mbridge_norm_names",
     target="mbridge.core.bridge:Bridge._weight_name_mapping_mcore_to_hf",
     why="Megatron training on a CPU can neither load nor export the norm weights",
-    upstream="unreported",
     requires="mbridge==0.15.1",
     source_sha256="194b182083144de15586fffa45a7edfa2925dfc7581c70abd7cbde61d935dd1b",
     replace=around(_fused_names),

@@ -23,7 +23,6 @@ PATCH = Patch(
     name="megatron_padding_mask",
     target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
     why="Megatron training on a CPU fails in attention: megatron-core's local attention rejects verl's padding mask",
-    upstream="unreported",
     requires="megatron-core==0.16.1",
     source_sha256="6ea34637b381dcc2e7c0acaaa3ff90b057972577ba9fa1fe7da0714aa4c97f06",
     replace=around(_causal_is_enough),

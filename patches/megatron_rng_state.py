@@ -18,7 +18,6 @@ PATCH = Patch(
     name="megatron_rng_state",
     target="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
     why="Megatron training on a CPU fails at weight initialisation: there is no CUDA generator",
-    upstream="unreported",
     requires="megatron-core==0.16.1",
     source_sha256="dea947ca0b7dc92be0bb70f6161b4d04bdcac7e3223e3be967bd05a40898d0de",
     replace=around(_torch_state),

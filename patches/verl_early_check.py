@@ -31,7 +31,6 @@ PATCH = Patch(
     target="verl.utils.config:validate_config",
     why="a misspelt rhyme option or a missing component appears only after a minute, inside a Ray worker; "
     "verl calls no plugin between reading the configuration and starting Ray",
-    upstream="unreported",
     requires="verl==0.9.1",
     source_sha256="9e2d82e4b51e7099f5c295c96ba1d117c7255965a1ed14e8bc25f289f56f2028",
     replace=around(_check_rhyme_first),

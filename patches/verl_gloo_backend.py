@@ -16,7 +16,6 @@ PATCH = Patch(
     name="verl_gloo_backend",
     target="verl.utils.distributed:initialize_global_process_group_ray",
     why='on the platform "cpu" verl builds the backend "cpu:gloo,cpu:gloo", which torch rejects',
-    upstream="unreported",
     requires="verl==0.9.1",
     source_sha256="e9ec517a0089c3c5e6917f28bdd2f55bf493b452aa70fd85c7c17bd12a3e485f",
     replace=around(_gloo_once),

@@ -36,7 +36,6 @@ PATCH = Patch(
     name="vllm_cpu_expand",
     target="vllm.utils.cpu_triton_utils:expand_kernel.func",
     why="on a CPU, temperature, top-k and top-p of draft tokens are uninitialised memory: samples are silently wrong",
-    upstream="unreported",
     requires="vllm==0.24.0",
     source_sha256="cb72d4d389c5be6da303fd70bfd461aaacb238aa014a853e5fb49523fcd5056d",
     replace=around(_write_into_output),

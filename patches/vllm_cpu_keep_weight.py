@@ -18,7 +18,6 @@ PATCH = Patch(
     target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     why="on a CPU the first weight sync fails: vLLM empties linear weights after packing; verl packs them again "
     "after each sync",
-    upstream="unreported",
     requires="vllm==0.24.0",
     source_sha256="7a8cd246f64d9b0c7513556cb14d6b6b75f17f2ce83d4433a6e5cb917ee0cba9",
     replace=around(_keep_weight),

@@ -18,7 +18,6 @@ PATCH = Patch(
     name="vllm_cpu_recovered_tokens",
     target="vllm.utils.cpu_triton_utils:sample_recovered_tokens_kernel.func",
     why="on a CPU, speculative decoding fails with TypeError: unexpected argument USE_FP64_GUMBEL",
-    upstream="unreported",
     requires="vllm==0.24.0",
     source_sha256="99d4894628dfb9b64ae5aab321b801dbfa28ab5ff76d7a5c9e3d500be44e15ac",
     replace=around(_accept_fp64_flag),

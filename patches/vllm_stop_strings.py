@@ -1,4 +1,6 @@
-"""Check stop strings after each token: vLLM checks once a step and keeps the tokens after a stop string."""
+"""Check stop strings after each token: vLLM checks once a step and keeps the tokens after a stop string
+(vllm-project/vllm#47616).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,6 @@ PATCH = Patch(
     target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
     why="with speculation, a response that ends at a stop string keeps the draft tokens accepted after it: training "
     "would use them, and an agent loop would read a drafted tool answer as the tool's answer",
-    upstream="vllm-project/vllm#47616",
     requires="vllm==0.24.0",
     source_sha256="337dee57e36992f169e0660dcb76e740f2dda9c14135651925556594b461f339",
     replace=around(_one_token_at_a_time),

@@ -22,7 +22,6 @@ PATCH = Patch(
     name="vllm_undrafted_graphs",
     target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._check_and_update_cudagraph_mode",
     why="vLLM would capture full CUDA graphs for one draft length only, and pad every step to multiples of it",
-    upstream="unreported",
     requires="vllm==0.24.0",
     source_sha256="4e5d2d418c432126092a0b010819e020ffaa064a53d8f4826e4f6801360a19ea",
     replace=around(_capture_undrafted_steps),

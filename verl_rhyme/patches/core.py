@@ -71,7 +71,6 @@ class Patch:
         name: Unique name; also of the file.
         target: Attribute to replace, ``"module:qualname"``: a function, a method, or an attribute of any object.
         why: Failure without the patch, and why no extension point serves instead.
-        upstream: Issue or pull request, or ``"unreported"``.
         requires: Package version the patch is written for, ``"package==version"``.
         source_sha256: :func:`source_hash` of the original, or of ``guard``.
         replace: Function from the original to the replacement.
@@ -82,7 +81,6 @@ class Patch:
     name: str
     target: str
     why: str
-    upstream: str
     requires: str
     source_sha256: str
     replace: Callable[[Any], Any]

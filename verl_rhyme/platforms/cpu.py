@@ -47,7 +47,7 @@ def _free_and_total_bytes(*_: Any, **__: Any) -> tuple[int, int]:
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def do_nothing(*_: Any, **__: Any) -> None:
     return None
 
 
@@ -65,12 +65,12 @@ def _device_module() -> ModuleType:
         get_device_name=lambda *_: "CPU",
         get_rng_state=lambda *_: torch.get_rng_state(),
         set_rng_state=lambda state, *_: torch.set_rng_state(state),
-        empty_cache=_nothing,
-        ipc_collect=_nothing,
-        reset_peak_memory_stats=_nothing,
-        set_per_process_memory_fraction=_nothing,
-        manual_seed=_nothing,
-        manual_seed_all=_nothing,
+        empty_cache=do_nothing,
+        ipc_collect=do_nothing,
+        reset_peak_memory_stats=do_nothing,
+        set_per_process_memory_fraction=do_nothing,
+        manual_seed=do_nothing,
+        manual_seed_all=do_nothing,
     )
     return module
 
@@ -94,8 +94,8 @@ class PlatformCPU(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
-    profiler_start = profiler_stop = cudart = _nothing
+    set_device = synchronize = set_allocator_settings = empty_cache = do_nothing
+    profiler_start = profiler_stop = cudart = do_nothing
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

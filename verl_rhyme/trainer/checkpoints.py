@@ -41,9 +41,9 @@ def remove_orphans(folder: Path, step: int) -> None:
             continue
         try:
             for path in (checkpoint / name for name in OURS):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                elif not path.is_symlink():
+                if path.is_dir():
+                    shutil.rmtree(path)  # raises for a link
+                else:
                     path.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("files of a removed checkpoint could not be deleted: %s", error)

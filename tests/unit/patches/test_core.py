@@ -72,7 +72,6 @@ def make(package, tmp_path):
             "name": f"{package}_{qualname}",
             "target": f"{package}.target:{qualname}",
             "why": "a test requires it",
-            "upstream": "unreported",
             "requires": f"packaging=={metadata.version('packaging')}",
             "source_sha256": sha,
             "replace": _louder,

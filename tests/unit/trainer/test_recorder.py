@@ -212,63 +212,31 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(tmp_path, mo
         history.writer.close()
 
 
-@pytest.fixture
-def recorded(tmp_path, monkeypatch):
-    """Recorder, queue and reader of a history that keeps two visits of a prompt; all steps are in one epoch."""
-    queue = Queue()
-    for module in ("verl_rhyme.processes.stored_samples", "verl_rhyme.trainer.recorder"):
-        monkeypatch.setattr(f"{module}.tq", queue)
-    history = Slow(tmp_path / "h", permits=1000, epochs=2)
-    recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
-
-    def record(step, *groups, start=recorder.start, **where):
-        """Record groups: prompt, uid, and numbers of the samples."""
-        keys = []
-        for prompt, uid, numbers in groups:
-            queue.put_group(prompt, uid, [1.0] * (max(numbers) + 1), version=step)
-            keys += [f"{uid}_{n}_0" for n in numbers]
+def test_groups_are_visits_whether_trained_or_not(slow, tmp_path):
+    """Two groups of one prompt in one step are both kept; parts of a group add up."""
+    recorder, queue, history = slow
+    history.permits.release(1000)
+    parts = [
+        ("trained", [0, 1], 1),
+        ("filtered", [0], None),
+        ("filtered", [1], None),
+        ("later", [0], 2),
+        ("later", [1], 3),
+    ]
+    for uid, numbers, step in parts:
+        queue.put_group(7, uid, [1.0, 1.0])
+        keys = [f"{uid}_{number}_0" for number in numbers]
         batch = KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys])
-        start(batch, step=step, epoch=0, **where)
+        if step is None:
+            recorder.start_untrained(batch, step=1, epoch=0)
+        else:
+            recorder.start(batch, step=step, part=step, epoch=0)
         recorder.drain()
-        assert recorder.on_step(Step(1, 1.0, 1.0))["rollout/history/errors"] == 0
-
-    def kept(prompt):
-        reader = HistoryReader(tmp_path / "h", "vocabulary")
-        found = reader.get(prompt_key([prompt, prompt]))
-        reader.close()
-        return list(zip(found.step.tolist(), found.sample.tolist(), strict=True))
-
-    yield recorder, record, kept
-    recorder.close()
-    history.writer.close()
-
-
-def test_latest_visits_are_kept_of_a_prompt_that_recurs_within_an_epoch(recorded):
-    _, record, kept = recorded
-    for step in range(1, 6):
-        record(step, (7, f"visit-{step}", [0, 1]), part=step)
-    assert kept(7) == [(4, 0), (4, 1), (5, 0), (5, 1)]
-
-
-def test_group_recorded_in_pieces_is_one_visit(recorded):
-    """Pieces are parts of one step, of two steps, or untrained samples of the same step."""
-    recorder, record, kept = recorded
-    record(1, (7, "first", [0, 1]), part=1)
-    record(2, (7, "second", [0]), part=2)
-    record(2, (7, "second", [1]), start=recorder.start_untrained)
-    record(3, (7, "second", [2, 3]), part=3)
-    assert kept(7) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 2), (3, 3)]
-    record(3, (7, "second", [2, 3]), part=3)
-    assert len(kept(7)) == 6, "a step that is recorded again counts once"
-    record(4, (7, "third", [0]), part=4)
-    assert kept(7) == [(2, 0), (2, 1), (3, 2), (3, 3), (4, 0)]
-
-
-def test_two_groups_of_one_prompt_in_one_step_are_both_kept(recorded):
-    recorder, record, kept = recorded
-    record(1, (7, "trained", [0, 1]), part=1)
-    record(1, (7, "filtered", [0, 1]), start=recorder.start_untrained)
-    assert kept(7) == [(1, 0), (1, 1)] * 2
+    assert recorder.on_step(Step(1, 1.0, 1.0))["rollout/history/errors"] == 0
+    reader = HistoryReader(tmp_path / "h", "vocabulary")
+    found = reader.get(prompt_key([7, 7]))
+    reader.close()
+    assert list(zip(found.step.tolist(), found.sample.tolist(), strict=True)) == [(1, 0), (1, 1)] * 2 + [(2, 0), (3, 1)]
 
 
 def test_sample_without_records_gets_the_key_of_its_group():

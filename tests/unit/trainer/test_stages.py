@@ -62,6 +62,7 @@ class Workers:
 
     def finish_update(self):
         self.called.append("finish")
+        time.sleep(0.05)
         return [None, {"mfu": [0.5], "pg_loss": [1.0, 3.0]}]
 
 
@@ -185,6 +186,7 @@ def test_each_trajectory_runs_once(trainer):
     assert (metrics[names.STREAM_EARLY], metrics[names.STREAM_PARTS]) == (4 / 6, 3)
     assert metrics["actor/pg_loss"] == 2
     assert metrics["perf/mfu/actor"] == 0.5
+    assert trainer.timing_raw["update_actor"] >= 0.05, "the optimizer's step is not timed"
     assert metrics["tokens"] == pytest.approx((10.5 + 12.5 + 10) / 3)
 
 
@@ -196,12 +198,6 @@ def test_batch_without_parts_or_rest(trainer, early, share):
         assert sorted(stages.finish(batch("abcd"), metrics).keys) == list("abcd")
         assert metrics[names.STREAM_EARLY] == share
     assert trainer.actor_rollout_wg.called == ["finish", "finish"]
-
-
-def test_optimizer_step_is_timed_as_update_actor(trainer, monkeypatch):
-    monkeypatch.setattr(Workers, "finish_update", lambda self: time.sleep(0.2) or [{"mfu": [0.5]}])
-    Stages(trainer, streams=True).finish(batch("ab"), {})
-    assert trainer.timing_raw["update_actor"] > 0.2
 
 
 def test_waiting_batch_is_padded_though_its_parts_cover_all_of_it(trainer, monkeypatch, multiples):
@@ -230,6 +226,7 @@ def test_waiting_gradients_run_only_earlier_stages(trainer):
     stages.run_part(part("ab"))
     whole = stages.finish(batch("abcd"), metrics)
     assert [stage for stage, _ in trainer.stages] == ["old_log_prob", "ref"] * 2
+    assert trainer.loaded >= 2, "a filter may drop groups during the stages of a part, which take minutes"
     assert trainer.actor_rollout_wg.called == []
     assert sorted(whole.keys) == list("abcd")
 
@@ -263,12 +260,6 @@ def test_bypass_mode_computes_no_old_log_probs(trainer):
     trainer.config.algorithm.rollout_correction = {"bypass_mode": True}
     Stages(trainer, streams=True).run_part(part("ab"))
     assert trainer.fetched[0] == ("ref", True, None)
-
-
-def test_prompts_are_supplied_between_stages(trainer):
-    """A filter may drop groups during the stages of a part, which take minutes."""
-    Stages(trainer, streams=True).run_part(part("ab"))
-    assert trainer.loaded >= 2
 
 
 @pytest.mark.parametrize(("why", "called"), [([None, None], []), ([None, "aux"], ["drop"])])

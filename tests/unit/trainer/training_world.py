@@ -136,7 +136,7 @@ class World:
         self.salt = self.random.getrandbits(60)
         self.tokens: dict[int, Token] = {}
         self.checkpoint = None
-        self.runs = self.reopened = self.steps = self.moved = self.parts = self.rested = self.returned = 0
+        self.runs = self.reopened = self.steps = self.parts = self.rested = self.returned = 0
         self.uids, self.index = {}, {}  # of this lineage: row of the data -> uid, and the reverse
         rollout = SimpleNamespace(name="vllm", response_length=10**6)
         self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
@@ -360,7 +360,6 @@ class World:
         assert reply.keys, "nothing to train"
         assert "rollout/lengths/forecast_errors" not in reply.metrics
         assert "rollout/placement/errors" not in reply.metrics
-        self.moved += reply.metrics.get("rollout/placement/moved", 0)
         rows = self.queue.partitions[TRAIN]
         samples = [Attempt.named(key.rpartition("_")[0]).sample for key in reply.keys]
         for key, (uid, number), tag in zip(reply.keys, samples, reply.tags, strict=True):
