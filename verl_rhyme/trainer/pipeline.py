@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 class RhymePipelineTrainer(RhymeTrainerMixin):
     """Mixin of the pipeline; put it before the trainer of verl with the wanted placement."""
 
-    topology: Topology
     _reply: Reply
 
     # ---- a step ----
@@ -158,6 +157,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         rules = of_config(config, self._rhyme)
         assert rules is not None, "the pipeline needs max_staleness"
         self.rules = rules
+        self.topology: Topology = Separate(self) if rules.separate else Colocated(self)
         self._filters = self._resolve_filter_groups_metric()
         self._state: dict[str, Any] | None = None  # state from the checkpoint that the run resumed from
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
@@ -343,7 +343,6 @@ class RhymePipelineColocated(RhymePipelineTrainer, PPOTrainerColocateAsync):
     def __init__(self, config: Any) -> None:
         # verl's sync trainer saves no samples in flight (``PPOTrainer._save_checkpoint``)
         config.trainer.v1.trainer_mode = "colocate_async"
-        self.topology = Colocated(self)
         super().__init__(config)
 
 
@@ -369,7 +368,3 @@ class _Separate(PPOTrainerSeparateAsync):
 
 class RhymePipelineSeparate(RhymePipelineTrainer, _Separate):
     """Pipeline for ``trainer.v1.trainer_mode=separate_async`` with a ``max_staleness``."""
-
-    def __init__(self, config: Any) -> None:
-        self.topology = Separate(self)
-        super().__init__(config)
