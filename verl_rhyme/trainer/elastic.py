@@ -128,7 +128,7 @@ class ReplicaScaler(ReplicaAdvisor):
             )
         super().__init__(setting, Limits(least, most))
 
-    def begin(self, driver: Driver) -> None:
+    def on_train_begin(self, driver: Driver) -> None:
         """Let surplus replicas rest, once the coordinator is open."""
         self._driver = driver
         for replica in self._servers.get_replicas()[self._limits.most :]:

@@ -32,7 +32,7 @@ class Step:
 class Observer:
     """Base class whose methods do nothing; subclasses override the ones they need."""
 
-    def begin(self, driver: Driver) -> None:
+    def on_train_begin(self, driver: Driver) -> None:
         """Called when the coordinator is open and no step has begun."""
 
     def on_prompts(self, prompts: Mapping[str, Any]) -> None:

@@ -201,11 +201,11 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def on_train_begin(self) -> None:
         setting = self._setting()
         self.observers.append(self._elastic(setting))
-        self.topology.begin(self.rules)
+        self.topology.prepare(self.rules)
         self._driver = Driver(setting, self._fetch_prompts, self.agent_loop_manager.renew)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
         for observer in self.observers:
-            observer.begin(self._driver)
+            observer.on_train_begin(self._driver)
         self._publish(self.global_steps - 1)
 
     def _setting(self) -> Setting:

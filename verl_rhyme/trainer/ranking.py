@@ -46,7 +46,7 @@ class Ranking(Observer):
         self._saving: Any = None
         self._actor = actor or _start(config, tokenizer, dict(template))
 
-    def begin(self, driver: Driver) -> None:
+    def on_train_begin(self, driver: Driver) -> None:
         self._coordinator = driver.coordinator
 
     def on_prompts(self, prompts: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ class Topology:
         """Return verl's manager of the engines that generate for training."""
         raise NotImplementedError
 
-    def begin(self, rules: Rules) -> None:
+    def prepare(self, rules: Rules) -> None:
         """Prepare for training under these rules."""
 
     def idle_replicas(self) -> list[Any]:
@@ -127,7 +127,7 @@ class Separate(Topology):
     def servers(self) -> Any:
         return self._trainer.standalone_server_manager
 
-    def begin(self, rules: Rules) -> None:
+    def prepare(self, rules: Rules) -> None:
         if rules.one_by_one:
             self._engines.waits, self._engines.patient = False, rules.finishes
 

@@ -121,7 +121,7 @@ def test_starting_replicas_count_towards_the_maximum():
 def test_last_replica_rests_and_limits_hold():
     spares = Spares(4)
     scaler = spares.scaler(2, 3)
-    scaler.begin(SimpleNamespace(serve=lambda serving, leaves: 5))
+    scaler.on_train_begin(SimpleNamespace(serve=lambda serving, leaves: 5))
     assert spares.rested == [3]
     assert scaler.scale(1, 1) == {"training/stream/replicas": 3}
     assert scaler.scale(-1, 2)["training/stream/moved"] == 5
@@ -134,7 +134,7 @@ def test_last_replica_rests_and_limits_hold():
 def test_changed_number_of_replicas_is_reported():
     spares, reported = Spares(4), []
     scaler = spares.scaler(1)
-    scaler.begin(SimpleNamespace(serve=lambda serving, leaves: reported.append(serving.share)))
+    scaler.on_train_begin(SimpleNamespace(serve=lambda serving, leaves: reported.append(serving.share)))
     scaler.report_changes()
     del spares.serving[3:]
     scaler.report_changes()

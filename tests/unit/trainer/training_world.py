@@ -215,7 +215,7 @@ class World:
             self.scaler = ReplicaScaler(
                 self.setting, ElasticConfig(1), self, self.weights.config, self.spares, self.slots
             )
-            self.scaler.begin(self.driver)
+            self.scaler.on_train_begin(self.driver)
         self.driver.publish(step, STEPS - step)
         while step < STEPS:
             step += 1

@@ -133,7 +133,7 @@ class Calls:
         fake = SimpleNamespace(wait=self.wait, get=self.get, kill=lambda actor: None)
         monkeypatch.setattr(ranking, "ray", fake)
         self.hand = ranking.Ranking(RankerConfig(kind="boosting"), None, {}, actor=self)
-        self.hand.begin(SimpleNamespace(coordinator="coordinator"))
+        self.hand.on_train_begin(SimpleNamespace(coordinator="coordinator"))
 
     def __getattr__(self, method):
         return SimpleNamespace(remote=lambda *arguments: self.made.append((method, *arguments)) or method)
