@@ -106,7 +106,6 @@ class StreamedActor(ActorRolloutRefWorker):
             torch.distributed.all_gather_object(sequences, self._sequences, group)
         if not actor.engine.is_mp_src_rank_with_outputs():
             return None
-        output.pop("model_output")
         output["metrics"]["lr"] = rate
         processed = actor._postprocess_output(
             output,

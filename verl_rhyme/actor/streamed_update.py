@@ -77,8 +77,7 @@ class StreamedUpdate:
         """Take the optimizer's step.
 
         Returns:
-            Result of ``train_batch``: ``loss`` and ``metrics`` of all micro-batches, with the gradient norm; empty on
-            ranks without outputs.
+            ``loss`` and ``metrics`` of ``train_batch``, with the gradient norm; empty on ranks without outputs.
         """
         engine: Any = self._engine
         share = self._stand_in / max(1, self._tokens) if self._by_tokens else 1.0
@@ -96,7 +95,7 @@ class StreamedUpdate:
                 values.values = [share * value for value in values.values]
         if engine.is_mp_src_rank_with_outputs():
             self._metrics["grad_norm"] = norm
-        return {"model_output": {}, "loss": [share * loss for loss in self._losses], "metrics": self._metrics}
+        return {"loss": [share * loss for loss in self._losses], "metrics": self._metrics}
 
     def drop(self) -> None:
         """Drop the gradients; no step is taken."""

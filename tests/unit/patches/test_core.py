@@ -123,26 +123,19 @@ def test_refuses_a_changed_original(make, package, tmp_path, caplog):
     assert patch.why in caplog.text
 
 
-@pytest.mark.parametrize("requires", ["packaging==0.0.1", "no-such-distribution==1.0"])
-def test_refuses_another_version(make, package, requires):
-    target = importlib.import_module(f"{package}.target")
-    found = core.apply(make(requires=requires))
-    assert found.state is State.REFUSED
-    assert requires in found.detail
-    assert target.greet("you") == "hello you"
-
-
 @pytest.mark.parametrize(
-    ("qualname", "reason"),
+    ("changes", "reason"),
     [
-        ("farewell", "does not exist"),
-        ("wrapped", "cannot be read"),  # an instance has no source
-        ("stubborn.func", "still returns the original"),
+        ({"requires": "packaging==0.0.1"}, "packaging==0.0.1"),
+        ({"requires": "no-such-distribution==1.0"}, "no-such-distribution==1.0"),
+        ({"qualname": "farewell"}, "does not exist"),
+        ({"qualname": "wrapped"}, "cannot be read"),  # an instance has no source
+        ({"qualname": "stubborn.func"}, "still returns the original"),
     ],
 )
-def test_refuses_irreplaceable_targets(make, package, qualname, reason):
+def test_refuses_other_versions_and_irreplaceable_targets(make, package, changes, reason):
     target = importlib.import_module(f"{package}.target")
-    found = core.apply(make(qualname))
+    found = core.apply(make(**changes))
     assert found.state is State.REFUSED
     assert reason in found.detail
     assert target.greet("you") == "hello you"
