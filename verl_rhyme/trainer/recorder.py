@@ -148,7 +148,7 @@ class Recorder(Observer):
         """Log validation requests to the event log, at once: verl clears the batch soon after."""
         if self._events is not None:
             samples = _Samples.of(batch)
-            rows, owners = samples.rows(samples.records(), validate=True)
+            rows, owners = samples.rows(validate=True)
             rewards = samples.stored.rewards()  # not by the writer, which the thread may be using
             rows = [{**row, "reward": rewards[owner]} for row, owner in zip(rows, owners, strict=True)]
             self._submit(self._log_requests, rows, step, epoch)
@@ -208,12 +208,11 @@ class Recorder(Observer):
 
     @_guarded
     def _record(self, samples: _Samples, step: int, part: int, epoch: int) -> None:
-        records = samples.records()
-        rows, owners = samples.rows(records, validate=False)
+        rows, owners = samples.rows(validate=False)
         rows = self._with_counts(rows)
         self._requests.extend(rows)
         rewards = self._rewards(samples.stored)
-        batch = samples.batch(samples.prompts(records), rewards, epoch, self._logprobs)
+        batch = samples.batch(rewards, epoch, self._logprobs)
         try:  # the history gets the batch even if the event log fails
             if self._events is not None:
                 self._events.append_requests(step, epoch, {**_columns(rows), "reward": rewards[owners]})
@@ -263,14 +262,12 @@ class Recorder(Observer):
     def _record_untrained(self, samples: _Samples, step: int, epoch: int) -> None:
         stored = samples.stored
         try:
-            records = samples.records()
-            prompts = samples.prompts(records)
             try:
                 rewards = self._rewards(stored)
             except Exception:  # some trainers compute scores after the buffer, so that dropped samples have none
-                rewards = np.full(len(prompts), np.nan)
-            self._fetch(samples.batch(prompts, rewards, epoch, self._logprobs), step)
-            self._with_counts(samples.rows(records, validate=False)[0])
+                rewards = np.full(len(stored.keys), np.nan)
+            self._fetch(samples.batch(rewards, epoch, self._logprobs), step)
+            self._with_counts(samples.rows(validate=False)[0])
             self._untrained += len(stored.keys)
         finally:
             tq.kv_clear(keys=stored.keys, partition_id=stored.partition)
@@ -341,29 +338,31 @@ class _Samples:
             [int(tag.get("max_global_steps") or 0) for tag in tags],
         )
 
+    @functools.cached_property
     def records(self) -> list[list[dict[str, Any]]]:
-        """Return the request records of each sample."""
+        """The request records of each sample, which are fetched."""
         (extras,) = self.stored.columns(range(len(self.uids)), ["extra_fields"])
         return [getattr(extra, "data", extra).get(FIELD) or [] for extra in extras]
 
-    def rows(self, records: list[list[dict[str, Any]]], validate: bool) -> tuple[list[dict[str, Any]], list[int]]:
+    def rows(self, validate: bool) -> tuple[list[dict[str, Any]], list[int]]:
         """Return the event log's rows without rewards, and the sample of each row."""
-        owners = [i for i, of_sample in enumerate(records) for _ in of_sample]
+        owners = [i for i, records in enumerate(self.records) for _ in records]
         rows = [
             {**record, "uid": self.uids[i], "sample": self.numbers[i], "validate": validate, "trained": not validate}
-            for i, record in zip(owners, (record for of_sample in records for record in of_sample), strict=True)
+            for i, records in enumerate(self.records)
+            for record in records
         ]
         return rows, owners
 
-    def batch(self, prompts: list[bytes], rewards: np.ndarray, epoch: int, logprobs: bool) -> TrainedBatch:
+    def batch(self, rewards: np.ndarray, epoch: int, logprobs: bool) -> TrainedBatch:
         """Return the batch for the history."""
         visits = list(map(visit_label, self.uids))
-        return TrainedBatch(self.stored, prompts, visits, rewards, self.numbers, self.versions, epoch, logprobs)
+        return TrainedBatch(self.stored, self.prompts(), visits, rewards, self.numbers, self.versions, epoch, logprobs)
 
-    def prompts(self, records: list[list[dict[str, Any]]]) -> list[bytes]:
+    def prompts(self) -> list[bytes]:
         """Return the keys of the prompts: from a sample's records or those of its group, else computed from tokens,
         which are fetched."""
-        keys = [bytes.fromhex(of_sample[0]["prompt_key"]) if of_sample else b"" for of_sample in records]
+        keys = [bytes.fromhex(records[0]["prompt_key"]) if records else b"" for records in self.records]
         groups = {uid: key for uid, key in zip(self.uids, keys, strict=True) if key}
         keys = [key or groups.get(uid, b"") for uid, key in zip(self.uids, keys, strict=True)]
         unknown = [row for row, key in enumerate(keys) if not key]

@@ -245,8 +245,9 @@ def test_sample_without_records_gets_the_key_of_its_group():
     queue = Queue()
     queue.put_group(1, "a", [0.0, 0.0])
     queue.put_group(2, "b", [0.0])
+    queue.data["a_1_0"]["extra_fields"] = {FIELD: [{"prompt_key": "ab" * 16}]}
     samples = _Samples.of(KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("verl_rhyme.processes.stored_samples.tq", queue)
-        found = samples.prompts([[], [{"prompt_key": "ab" * 16}], []])
+        found = samples.prompts()
     assert found == [bytes.fromhex("ab" * 16)] * 2 + [prompt_key([2, 2])]
