@@ -16,6 +16,7 @@ from verl_rhyme.processes.deaths import Outliving, ReplicaDied
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.registry import TRAINERS, RhymeTrainerSync
 from verl_rhyme.trainer.topology import Colocated, Separate
+from verl_rhyme.weights.manager import RelayManager
 
 MODES = {"colocate_async": Colocated, "separate_async": Separate}
 
@@ -76,6 +77,16 @@ def test_no_replica_starts_while_the_actors_devices_serve(monkeypatch):
     servers["llm_server_manager"].append(replica)
     with pytest.raises(ReplicaDied, match="on the devices of the actor: gone"):
         Separate(trainer).replace_dead(1)
+
+
+def test_separate_engines_replace_dead_replicas_and_retry_deliveries(monkeypatch):
+    checked = []
+    monkeypatch.setattr(RelayManager, "check", lambda self: checked.append(self))
+    relay = object.__new__(RelayManager)
+    separate = Separate(SimpleNamespace(current_mode=HybridEngineMode.TRAINER, standalone_checkpoint_manager=relay))
+    separate.spares = SimpleNamespace(mend=lambda version, waits: (version, waits))
+    assert separate.replace_dead(7, waits=False) == (7, False)
+    assert checked == [relay]
 
 
 @pytest.mark.parametrize("gone", [0, 1])
