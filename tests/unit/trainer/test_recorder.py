@@ -34,6 +34,15 @@ def test_draft_errors_of_untrained_samples_are_counted_without_event_log():
         recorder.close()
 
 
+def test_errors_are_counted_and_the_first_is_logged(caplog):
+    recorder = Recorder(SimpleNamespace(restarts=0), None, lambda: 1, DraftCounts(dict))
+    for _ in range(2):
+        recorder.start(None, step=1, part=1, epoch=0)
+    assert recorder.on_step(Step(1, 1.0, 1.0))[metrics.HISTORY_ERRORS] == 2
+    assert caplog.text.count("recording failed") == 1
+    recorder.close()
+
+
 class Queue:
     """The part of TransferQueue that verl's buffer and the recorder use, in a dict."""
 
