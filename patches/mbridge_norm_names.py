@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from verl_rhyme.patches.conditions import megatron_runs_on_cpu
-from verl_rhyme.patches.core import Patch
+from verl_rhyme.patches.core import Patch, around
 
 #: megatron-core's local layers keep each norm separate.
 _FUSED = {
@@ -16,23 +14,18 @@ _FUSED = {
 }
 
 
-def _fused_names(original: Callable[[Any, str], list[str]]) -> Callable[[Any, str], list[str]]:
-    @functools.wraps(original)
-    def _weight_name_mapping_mcore_to_hf(self: Any, mcore_weights_name: str) -> list[str]:
-        for separate, fused in _FUSED.items():
-            mcore_weights_name = mcore_weights_name.replace(separate, fused)
-        return original(self, mcore_weights_name)
-
-    return _weight_name_mapping_mcore_to_hf
+def _fused_names(original: Any, self: Any, mcore_weights_name: str) -> list[str]:
+    for separate, fused in _FUSED.items():
+        mcore_weights_name = mcore_weights_name.replace(separate, fused)
+    return original(self, mcore_weights_name)
 
 
 PATCH = Patch(
     name="mbridge_norm_names",
     target="mbridge.core.bridge:Bridge._weight_name_mapping_mcore_to_hf",
     why="Megatron training on a CPU can neither load nor export the norm weights",
-    upstream="unreported",
     requires="mbridge==0.15.1",
     source_sha256="194b182083144de15586fffa45a7edfa2925dfc7581c70abd7cbde61d935dd1b",
-    replace=_fused_names,
+    replace=around(_fused_names),
     needed=megatron_runs_on_cpu,
 )

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-from verl_rhyme.patches.core import Patch
+from verl_rhyme.patches.core import Patch, around
 
 
-def _check_rhyme_first(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
-        import ray
-        from omegaconf import OmegaConf
+def _check_rhyme_first(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    import ray
+    from omegaconf import OmegaConf
 
-        from verl_rhyme.config import CONFIG_PATH, config_tree
+    from verl_rhyme.config import CONFIG_PATH, ConfigError, config_tree
 
-        ours = OmegaConf.select(config, CONFIG_PATH) is not None
-        if ours or any(config_tree.misplaced(config)):
-            from verl_rhyme.checks.startup import check
-            from verl_rhyme.config import ConfigError
+    ours = OmegaConf.select(config, CONFIG_PATH) is not None
+    if ours or any(config_tree.misplaced(config)):
+        from verl_rhyme.checks.startup import check
 
-            try:
-                check(config)
-            except ConfigError as error:
-                if ray.is_initialized():  # SystemExit would kill a worker
-                    raise
-                raise SystemExit(f"verl-rhyme: {error}") from None  # hydra prints other exceptions with a traceback
-        original(config, *args, **kwargs)
-
-    return validate_config
+        try:
+            check(config)
+        except ConfigError as error:
+            if ray.is_initialized():  # SystemExit would kill a worker
+                raise
+            raise SystemExit(f"verl-rhyme: {error}") from None  # hydra prints other exceptions with a traceback
+    original(config, *args, **kwargs)
 
 
 PATCH = Patch(
@@ -38,8 +31,7 @@ PATCH = Patch(
     target="verl.utils.config:validate_config",
     why="a misspelt rhyme option or a missing component appears only after a minute, inside a Ray worker; "
     "verl calls no plugin between reading the configuration and starting Ray",
-    upstream="unreported",
     requires="verl==0.9.1",
     source_sha256="9e2d82e4b51e7099f5c295c96ba1d117c7255965a1ed14e8bc25f289f56f2028",
-    replace=_check_rhyme_first,
+    replace=around(_check_rhyme_first),
 )

@@ -20,7 +20,6 @@ PATCH = Patch(
     target="verl.trainer.ppo.v1.trainer_separate_async:logger",
     why="separate_async with actor_rollout_ref.hybrid_engine=False fails at start-up with verl's default log level: "
     "TypeError: Logger._log() got an unexpected keyword argument 'flush'",
-    upstream="unreported",
     requires="verl==0.9.1",
     source_sha256="00ce4634779ad097aed167e30de1e876f2ff294c6b471dfe3fe55a910231476b",
     replace=lambda original: _DropsFlush(original, {}),

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from verl_rhyme.patches.conditions import vllm_runs_on_cpu
-from verl_rhyme.patches.core import Patch
+from verl_rhyme.patches.core import Patch, around
 
 
-def _keep_weight(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        original(layer, remove_weight=False)
-
-    return dispatch_cpu_unquantized_gemm
+def _keep_weight(original: Any, layer: Any, remove_weight: bool) -> None:
+    original(layer, remove_weight=False)
 
 
 PATCH = Patch(
@@ -24,9 +18,8 @@ PATCH = Patch(
     target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     why="on a CPU the first weight sync fails: vLLM empties linear weights after packing; verl packs them again "
     "after each sync",
-    upstream="unreported",
     requires="vllm==0.24.0",
     source_sha256="7a8cd246f64d9b0c7513556cb14d6b6b75f17f2ce83d4433a6e5cb917ee0cba9",
-    replace=_keep_weight,
+    replace=around(_keep_weight),
     needed=vllm_runs_on_cpu,
 )

@@ -1,28 +1,25 @@
-"""Check stop strings after each token: vLLM checks once a step and keeps the tokens after a stop string."""
+"""Check stop strings after each token: vLLM checks once a step and keeps the tokens after a stop string
+(vllm-project/vllm#47616).
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from verl_rhyme.patches.core import Patch
+from verl_rhyme.patches.core import Patch, around
 
 
-def _one_token_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def process_outputs(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
-        # An engine without speculation sends one token at a time. The request leaves `request_states` at the token
-        # that completes the stop string, and the original ignores later tokens of that request.
-        single: list[Any] = []
-        for output in engine_core_outputs:
-            state = self.request_states.get(output.request_id)
-            stops = getattr(getattr(state, "detokenizer", None), "stop", None)
-            split = stops and len(output.new_token_ids) > 1 and not state.streaming_input
-            single += _tokens(output) if split else [output]
-        return original(self, single, *args, **kwargs)
-
-    return process_outputs
+def _one_token_at_a_time(original: Any, self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+    # An engine without speculation sends one token at a time. The request leaves `request_states` at the token
+    # that completes the stop string, and the original ignores later tokens of that request.
+    single: list[Any] = []
+    for output in engine_core_outputs:
+        state = self.request_states.get(output.request_id)
+        stops = getattr(getattr(state, "detokenizer", None), "stop", None)
+        split = stops and len(output.new_token_ids) > 1 and not state.streaming_input
+        single += _tokens(output) if split else [output]
+    return original(self, single, *args, **kwargs)
 
 
 def _tokens(output: Any) -> Iterator[Any]:
@@ -55,8 +52,7 @@ PATCH = Patch(
     target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
     why="with speculation, a response that ends at a stop string keeps the draft tokens accepted after it: training "
     "would use them, and an agent loop would read a drafted tool answer as the tool's answer",
-    upstream="vllm-project/vllm#47616",
     requires="vllm==0.24.0",
     source_sha256="337dee57e36992f169e0660dcb76e740f2dda9c14135651925556594b461f339",
-    replace=_one_token_at_a_time,
+    replace=around(_one_token_at_a_time),
 )

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-from verl_rhyme.patches.core import Patch
+from verl_rhyme.patches.core import Patch, around
 
 #: The proposer whose drafts vary in length. Compared by name, because importing it would import vLLM.
 _PROPOSER = "verl_rhyme.engine.proposer"
 
 
-def _capture_undrafted_steps(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def _check_and_update_cudagraph_mode(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Both attributes are read only after this call. A "uniform decode" becomes a step of one token per row, as
-        # without speculation; larger steps use piecewise graphs. Capture sizes are not rounded up to multiples then.
-        if type(getattr(self, "drafter", None)).__module__ == _PROPOSER:
-            self.uniform_decode_query_len = self.cudagraph_dispatcher.uniform_decode_query_len = 1
-        original(self, *args, **kwargs)
-
-    return _check_and_update_cudagraph_mode
+def _capture_undrafted_steps(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    # Both attributes are read only after this call. A "uniform decode" becomes a step of one token per row, as
+    # without speculation; larger steps use piecewise graphs. Capture sizes are not rounded up to multiples then.
+    if type(getattr(self, "drafter", None)).__module__ == _PROPOSER:
+        self.uniform_decode_query_len = self.cudagraph_dispatcher.uniform_decode_query_len = 1
+    original(self, *args, **kwargs)
 
 
 PATCH = Patch(
     name="vllm_undrafted_graphs",
     target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._check_and_update_cudagraph_mode",
     why="vLLM would capture full CUDA graphs for one draft length only, and pad every step to multiples of it",
-    upstream="unreported",
     requires="vllm==0.24.0",
     source_sha256="4e5d2d418c432126092a0b010819e020ffaa064a53d8f4826e4f6801360a19ea",
-    replace=_capture_undrafted_steps,
+    replace=around(_capture_undrafted_steps),
 )

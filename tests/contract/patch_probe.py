@@ -5,8 +5,6 @@ python patch_probe.py patched | unpatched
 The unpatched probe finally applies vLLM's patches to a changed original.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -105,7 +103,7 @@ def log_with_flush() -> str:
     seen: list[str] = []
 
     class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record: logging.LogRecord):
             seen.append(f"{record.name.rpartition('.')[2]}:{record.funcName}:{record.getMessage()}")
 
     plain = logging.getLogger(trainer_separate_async.__name__)

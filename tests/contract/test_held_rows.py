@@ -16,10 +16,10 @@ from verl.utils import transferqueue_utils
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from verl_rhyme.actor import actor as actor_module
 from verl_rhyme.actor.actor import streamed
-from verl_rhyme.actor.held_rows import _bytes
+from verl_rhyme.actor.held_rows import JOIN, KEEP, HeldRows
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
-from verl_rhyme.observability import metrics as names
 from verl_rhyme.trainer.fetching import Fetching
 
 P, R = 100, 800
@@ -96,21 +96,34 @@ class Theirs(ActorRolloutRefWorker):
         self._see(data)
 
 
+class Watched(HeldRows):
+    """Rows of a process, with the fields that each stage fetched."""
+
+    def __init__(self):
+        super().__init__()
+        self.fetched = []
+
+    def join(self, data):
+        self.fetched.append(set(data.keys()) - {KEEP, JOIN})
+        return super().join(data)
+
+
 @pytest.mark.parametrize("holds", [True, False])
-def test_a_part_is_fetched_once(queue, holds):
+def test_a_part_is_fetched_once(queue, holds, monkeypatch):
+    monkeypatch.setattr(actor_module, "ROWS", held := Watched())
     tq.kv_batch_put(keys=KEYS, partition_id=TRAIN, fields=stored(), tags=[{}, {}])
     actor, reference = (object.__new__(streamed(Theirs)) for _ in range(2))  # of one process, as verl makes them
     actor.given = reference.given = given = []
-    workers = SimpleNamespace(fetched_bytes=lambda: [actor.fetched_bytes()], _dispatch_info={"actor": [0], "ref": [0]})
+    workers = SimpleNamespace(_dispatch_info={"actor": [0], "ref": [0]})
     trainer = SimpleNamespace(actor_rollout_wg=workers, ref_policy_wg=workers, ref_in_actor=False, mapping={})
     fetching = Fetching(trainer, holds)
-    fetching.begin()
+    fetching.begin_part()
     batch = KVBatchMeta(partition_id=TRAIN, keys=KEYS, tags=[{}, {}])
     with fetching.stage(batch):
         assert len(actor.compute_log_prob(batch)) == len(KEYS)
     old = made(old_log_probs=torch.zeros(R), entropy=torch.zeros(R))
     batch = tq.kv_batch_put(keys=KEYS, partition_id=TRAIN, fields=old)
-    with fetching.reference(batch):
+    with fetching.reference_stage(batch):
         assert len(reference.compute_ref_log_prob(batch)) == len(KEYS)
     ones, masked = torch.ones(R), torch.zeros(R, dtype=torch.int64)
     late = made(ref_log_prob=ones, advantages=ones, returns=ones, response_mask=masked)
@@ -126,14 +139,9 @@ def test_a_part_is_fetched_once(queue, holds):
     assert set(given[-1]) >= {"old_log_probs", "ref_log_prob", "advantages", "log_probs"}
     masks = [stage["response_mask"].values().sum().item() for stage in given]
     assert masks == [2 * R, 2 * R, 0], "the mask was written anew"
-    # docs/studies/streaming.md, "What a stage fetches"
-    offsets = 24 * 12  # of nested tensors: three numbers a field, for both rows
+    again = [fields & rows for fields in held.fetched[1:]]
+    assert again == ([{"uid"}, {"uid", "response_mask"}] if holds else [rows, rows])
     if holds:
-        counts = fetching.metrics()
-        fetched, reused = (counts[name] / len(KEYS) for name in (names.STREAM_FETCHED, names.STREAM_REUSED))
-        assert 0 <= fetched - (28 * P + 80 * R) <= offsets
-        assert 0 <= reused - (48 * P + 88 * R) <= 2 * offsets
-    else:
-        sizes = [sum(map(_bytes, stage.values())) / len(KEYS) for stage in given]
-        for size, expected in zip(sizes, (24 * P + 48 * R, 28 * P + 60 * R, 28 * P + 72 * R), strict=True):
-            assert 0 <= size - expected <= offsets
+        actor.drop_update()
+        with pytest.raises(RuntimeError, match="part None are kept"), fetching.stage(batch):
+            actor.compute_log_prob(batch)

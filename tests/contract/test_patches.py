@@ -3,15 +3,11 @@
 Patched and unpatched behaviour come from separate processes, because a patch cannot be undone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,10 +25,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def probe() -> Callable[[str], dict[str, Any]]:
-    outcomes: dict[str, dict[str, Any]] = {}
+def probe():
+    outcomes = {}
 
-    def run(mode: str) -> dict[str, Any]:
+    def run(mode):
         if mode not in outcomes:
             env = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
             done = subprocess.run(
@@ -47,26 +43,26 @@ def probe() -> Callable[[str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [patch.name for patch in patches.ALL])
-def test_applies_and_reads_back(probe: Callable[[str], dict[str, Any]], name: str) -> None:
+def test_applies_and_reads_back(probe, name):
     assert probe("patched")["statuses"][name] == "applied"
     assert probe("unpatched")["statuses"][name] != "applied"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "int64"])
-def test_expand(probe: Callable[[str], dict[str, Any]], dtype: str) -> None:
+def test_expand(probe, dtype):
     assert probe("patched")["expand"][dtype] == EXPANDED
     if dtype != "int64":  # the fault does not affect this type
         assert probe("unpatched")["expand"][dtype] != EXPANDED
 
 
-def test_recovered_tokens(probe: Callable[[str], dict[str, Any]]) -> None:
+def test_recovered_tokens(probe):
     recovered = probe("patched")["recover"]
     assert recovered["got"] == recovered["expected"]
     assert "float64" in probe("patched")["recover_fp64"]
     assert "USE_FP64_GUMBEL" in probe("unpatched")["recover"]
 
 
-def test_weights_can_be_loaded_twice(probe: Callable[[str], dict[str, Any]]) -> None:
+def test_weights_can_be_loaded_twice(probe):
     linear = probe("patched")["linear"]
     assert linear["kept"] == 32 * 64
     assert len(linear["errors"]) == 2
@@ -75,24 +71,24 @@ def test_weights_can_be_loaded_twice(probe: Callable[[str], dict[str, Any]]) -> 
         assert probe("unpatched")["linear"]["kept"] == 0
 
 
-def test_gloo_backend(probe: Callable[[str], dict[str, Any]]) -> None:
+def test_gloo_backend(probe):
     assert probe("patched")["process_group"] == "sum 1.0"
     assert "Duplicate device type" in probe("unpatched")["process_group"]
 
 
-def test_logger_accepts_flush(probe: Callable[[str], dict[str, Any]]) -> None:
+def test_logger_accepts_flush(probe):
     assert probe("patched")["log"] == "trainer_separate_async:log_with_flush:hybrid replicas disabled"
     assert "flush" in probe("unpatched")["log"]
     assert "TypeError" in probe("unpatched")["log"]
 
 
-def test_rhyme_options_are_checked_before_verls(probe: Callable[[str], dict[str, Any]]) -> None:
+def test_rhyme_options_are_checked_before_verls(probe):
     assert "did you mean" in probe("patched")["validate_misspelt"]
     assert probe("patched")["validate_stock"] == probe("unpatched")["validate_stock"]
     assert "rhyme" not in probe("unpatched")["validate_misspelt"]
 
 
-def test_a_changed_original_is_refused(probe: Callable[[str], dict[str, Any]]) -> None:
+def test_a_changed_original_is_refused(probe):
     changed = probe("unpatched")["changed"]
     state, detail = changed["statuses"]["vllm_cpu_expand"]
     assert state == "refused"

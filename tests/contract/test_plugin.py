@@ -83,28 +83,17 @@ else:
 
 
 @FORKS
-def test_the_group_is_found_from_any_folder_with_verls_own_yaml(forks, tmp_path):
-    result = forks.main_ppo(
-        "+rhyme=histospec", "actor_rollout_ref.rollout.custom.rhyme.drafting.max_tokens=5", "--cfg", "job", cwd=tmp_path
-    )
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (("+rhyme=histospec", "actor_rollout_ref.rollout.custom.rhyme.drafting.max_tokens=5"), ["max_tokens: 5"]),
+        (("+rhyme=sorted",), ["trainer_mode: sync", "scheduling_policy: priority"]),  # its user chooses the mode
+    ],
+)
+def test_presets_are_found_from_any_folder_with_verls_own_yaml(forks, tmp_path, arguments, lines):
+    result = forks.main_ppo(*arguments, "--cfg", "job", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "max_tokens: 5" in result.stdout
-
-
-@FORKS
-def test_an_unknown_preset_fails_and_lists_the_presets(forks, tmp_path):
-    result = forks.main_ppo("+rhyme=fullest", "--cfg", "job", cwd=tmp_path)
-    assert result.returncode != 0
-    assert "histospec" in result.stderr
-    assert "sorted" in result.stderr
-
-
-@FORKS
-def test_a_preset_with_the_pipeline_leaves_the_trainer_mode_to_its_user(forks, tmp_path):
-    result = forks.main_ppo("+rhyme=sorted", "--cfg", "job", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "trainer_mode: sync" in result.stdout
-    assert "scheduling_policy: priority" in result.stdout
+    assert all(line in result.stdout for line in lines)
 
 
 @FORKS

@@ -20,7 +20,7 @@ from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_rhyme.actor.held_rows import ROWS
-from verl_rhyme.actor.streamed_update import BY_TOKENS, StreamedUpdate, why_not
+from verl_rhyme.actor.streamed_update import BY_TOKENS, StreamedUpdate, find_unsupported_engine_option
 
 #: Key in the data of ``update_actor``: they are a part of a mini-batch.
 PART = "rhyme_part"
@@ -34,34 +34,21 @@ class StreamedActor(ActorRolloutRefWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
         """Compute log-probs as verl does, with rows that this process holds (:mod:`verl_rhyme.actor.held_rows`)."""
-        return super().compute_log_prob(ROWS.joined(data))
+        return super().compute_log_prob(ROWS.join(data))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
         """Compute reference log-probs as verl does, with rows that this process holds."""
-        return super().compute_ref_log_prob(ROWS.joined(data))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def fetched_bytes(self) -> tuple[int, int]:
-        """Return bytes of tensors that the stages of parts fetched and reused since the last call; drop the rows."""
-        ROWS.drop()
-        return ROWS.counts()
+        return super().compute_ref_log_prob(ROWS.join(data))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: TensorDict) -> TensorDict | None:
         """Train as verl does, or accumulate the gradients of a part.
 
-        Args:
-            data: Data for verl's ``update_actor``. A part has the same number of samples on each data parallel rank;
-                ``global_batch_size`` is the whole mini-batch's.
-
-        Returns:
-            Result of verl's ``update_actor``; for a part only the metric ``mfu``, which verl's trainer needs.
-
-        Raises:
-            CannotStream: This engine cannot accumulate gradients of parts.
+        A part has equally many samples on each data parallel rank. Its ``global_batch_size`` is the whole mini-batch's.
+        Its result has only the metric ``mfu``, which verl's trainer needs.
         """
-        data = ROWS.joined(data)
+        data = ROWS.join(data)
         if not tu.pop(data, key=PART, default=False):
             return super().update_actor(data)
         ROWS.drop()  # this is the last stage
@@ -87,7 +74,7 @@ class StreamedActor(ActorRolloutRefWorker):
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": {"mfu": [0.0]}}).cpu()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def why_updates_wait(self) -> str | None:
+    def find_unsupported_feature(self) -> str | None:
         """Return what in the engine or a derived class requires the whole batch at once; ``None``: nothing."""
         if self.actor is None:
             return None
@@ -96,14 +83,14 @@ class StreamedActor(ActorRolloutRefWorker):
         for name in ("train_mini_batch", "train_batch"):
             if getattr(type(self.actor), name) is not getattr(TrainingWorker, name):
                 return f"{type(self.actor).__name__}.{name} overrides verl's, and needs whole mini-batches"
-        return why_not(self.actor.engine)
+        return find_unsupported_engine_option(self.actor.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_update(self) -> dict[str, Any] | None:
         """Take the steps of the optimizer and of the learning rate schedule.
 
         Returns:
-            Metrics of the whole mini-batch, as ``update_actor`` returns them; ``None`` on ranks without outputs.
+            Metrics of the whole mini-batch like verl's ``update_actor``; ``None`` on ranks without outputs.
         """
         update, actor = self._update, self.actor
         if update is None or actor is None:
@@ -119,7 +106,6 @@ class StreamedActor(ActorRolloutRefWorker):
             torch.distributed.all_gather_object(sequences, self._sequences, group)
         if not actor.engine.is_mp_src_rank_with_outputs():
             return None
-        output.pop("model_output")
         output["metrics"]["lr"] = rate
         processed = actor._postprocess_output(
             output,
@@ -132,7 +118,8 @@ class StreamedActor(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def drop_update(self) -> None:
-        """Drop the gradients accumulated since the last step."""
+        """Drop the gradients accumulated since the last step, and the rows of the last part."""
+        ROWS.drop()
         update, self._update = self._update, None
         if update is not None:
             update.drop()

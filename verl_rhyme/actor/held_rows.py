@@ -7,10 +7,7 @@ are two workers in one process, and share the rows.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 #: Keys in a stage's data. KEEP, ``{"part": number, "fields": names}``: keep these fields of the part. JOIN, a part's
@@ -19,18 +16,13 @@ KEEP, JOIN = "rhyme_keep", "rhyme_join"
 
 
 class HeldRows:
-    """Store of a part's rows, one in each process (:data:`ROWS`).
-
-    Attributes:
-        fetched, reused: Bytes of tensors that stages received, and that they reused, since the last :meth:`counts`.
-    """
+    """Store of a part's rows, one in each process (:data:`ROWS`)."""
 
     def __init__(self) -> None:
         self._part: int | None = None
         self._rows: TensorDict | None = None
-        self.fetched = self.reused = 0
 
-    def joined(self, data: TensorDict) -> TensorDict:
+    def join(self, data: TensorDict) -> TensorDict:
         """Return the data of a stage, joined with the rows kept.
 
         Raises:
@@ -39,7 +31,6 @@ class HeldRows:
         keep, join = tu.pop(data, key=KEEP), tu.pop(data, key=JOIN)
         if keep is None and join is None:
             return data
-        self.fetched += sum(map(_bytes, data.values()))
         if keep is not None:
             self._part, self._rows = keep["part"], data.select(*keep["fields"], strict=False)
             return data
@@ -50,32 +41,12 @@ class HeldRows:
         for name, column in rows.items():
             if name not in present:
                 data[name] = column
-                self.reused += _bytes(column)
         return data
 
     def drop(self) -> None:
         """Drop the rows."""
         self._part = self._rows = None
 
-    def counts(self) -> tuple[int, int]:
-        """Return the bytes fetched and reused since the last call."""
-        counts = self.fetched, self.reused
-        self.fetched = self.reused = 0
-        return counts
-
 
 #: The rows of this process.
 ROWS = HeldRows()
-
-
-def _bytes(value: Any) -> int:
-    """Return the bytes of the tensors in a value that have rows; strings and values shared by all rows count 0."""
-    if isinstance(value, torch.Tensor):
-        return (value.values().nbytes + value.offsets().nbytes) if value.is_nested else value.nbytes
-    if isinstance(value, NonTensorStack):
-        return sum(map(_bytes, value.tolist()))
-    if isinstance(value, dict):
-        return sum(map(_bytes, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_bytes, value))
-    return 0

@@ -29,51 +29,43 @@ from verl.workers.engine import BaseEngine
 BY_TOKENS = "token-mean"
 
 
-class CannotStream(ValueError):
-    """An engine cannot accumulate gradients of parts; the message names the option that prevents it."""
-
-
 class StreamedUpdate:
     """One optimizer step. All ranks call the same methods in the same order.
 
     Args:
-        engine: verl's engine, in no mode's context.
+        engine: verl's engine, in no mode's context (not with a :func:`find_unsupported_engine_option`).
         loss: Loss function for ``train_batch``.
         by_tokens: Whether the loss is divided by the tokens of the mini-batch.
-
-    Raises:
-        CannotStream: The engine cannot accumulate gradients of parts.
     """
 
     def __init__(self, engine: BaseEngine, loss: Callable[..., Any], by_tokens: bool) -> None:
         self._engine, self._loss, self._by_tokens = engine, loss, by_tokens
-        self._reduces = _reduces(engine)
+        self._reducer = _Megatron(engine) if hasattr(engine, "tf_config") else _Fsdp(engine)
         self._stand_in = 0  # estimated tokens of the mini-batch, the divisor until the step
-        self._more = 1  # samples of the mini-batch per sample of the first part
+        self._more = 1  # samples of the mini-batch for each sample of the first part
         self._tokens = 0
         self._losses: list[float] = []
         self._metrics: dict[str, Any] = {}
         self._stays = False
-        self.parts = 0
+        self._parts = 0
 
     def add(self, data: TensorDict) -> None:
         """Accumulate the gradients of a part: any samples of the mini-batch, equally many on each data parallel rank.
 
-        Args:
-            data: Data for ``train_batch``; ``global_batch_size`` is the whole mini-batch's.
+        ``data`` are for ``train_batch``; their ``global_batch_size`` is the whole mini-batch's.
         """
         engine = self._engine
-        if not self.parts:
+        if not self._parts:
             self._stay()
             self._more = max(1, tu.get(data, "global_batch_size") // (len(data) * engine.get_data_parallel_size()))
-        with engine.train_mode(disable_auto_offload=True, zero_grad_on_exit=False), self._reduces.later():
-            if not self.parts:
+        with engine.train_mode(disable_auto_offload=True, zero_grad_on_exit=False), self._reducer.defer():
+            if not self._parts:
                 engine.optimizer_zero_grad()
             output = engine.forward_backward_batch(data, self._divided, forward_only=False)
         tokens = int(tu.get(data, "batch_num_tokens"))  # of all ranks
         self._stand_in = self._stand_in or self._more * max(1, tokens)
         self._tokens += tokens
-        self.parts += 1
+        self._parts += 1
         if engine.is_mp_src_rank_with_outputs():
             self._losses += output["loss"]
             for name, values in output["metrics"].items():
@@ -85,8 +77,7 @@ class StreamedUpdate:
         """Take the optimizer's step.
 
         Returns:
-            Result of ``train_batch``: ``loss`` and ``metrics`` of all micro-batches, with the gradient norm; empty on
-            ranks without outputs.
+            ``loss`` and ``metrics`` of ``train_batch``, with the gradient norm; empty on ranks without outputs.
         """
         engine: Any = self._engine
         share = self._stand_in / max(1, self._tokens) if self._by_tokens else 1.0
@@ -94,22 +85,21 @@ class StreamedUpdate:
         if offloads:
             engine.to(_device(), model=False, optimizer=True, grad=False)
         with engine.train_mode(disable_auto_offload=True):
-            self._reduces.now(share)
+            self._reducer.scale_and_reduce(share)
             norm = engine.optimizer_step()
         if offloads:
             engine.to("cpu", model=False, optimizer=True, grad=False)
         self._leave()
-        losses = [share * loss for loss in self._losses]
         for values in self._metrics.values():
             if isinstance(values, Metric) and values.aggregation is AggregationType.SUM:
                 values.values = [share * value for value in values.values]
         if engine.is_mp_src_rank_with_outputs():
             self._metrics["grad_norm"] = norm
-        return {"model_output": {}, "loss": losses, "metrics": self._metrics}
+        return {"loss": [share * loss for loss in self._losses], "metrics": self._metrics}
 
     def drop(self) -> None:
         """Drop the gradients; no step is taken."""
-        if self.parts:
+        if self._parts:
             with self._engine.train_mode(disable_auto_offload=True):
                 self._engine.optimizer_zero_grad()
         self._leave()
@@ -143,10 +133,10 @@ class _Fsdp:
     def __init__(self, engine: Any) -> None:
         self._module = engine.module
 
-    def later(self) -> contextlib.AbstractContextManager[None]:
+    def defer(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def now(self, share: float) -> None:
+    def scale_and_reduce(self, share: float) -> None:
         for parameter in self._module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(share)
@@ -163,7 +153,7 @@ class _Megatron:
         self._finalize = self._config.finalize_model_grads_func
 
     @contextlib.contextmanager
-    def later(self) -> Iterator[None]:
+    def defer(self) -> Iterator[None]:
         """Disable the schedule's reductions, both at its end and bucket by bucket."""
         config, ddp = self._config, [chunk.ddp_config for chunk in self._chunks]
         before = config.finalize_model_grads_func, config.grad_sync_func, [each.overlap_grad_reduce for each in ddp]
@@ -177,14 +167,14 @@ class _Megatron:
             for each, overlap in zip(ddp, overlaps, strict=True):
                 each.overlap_grad_reduce = overlap
 
-    def now(self, share: float) -> None:
+    def scale_and_reduce(self, share: float) -> None:
         for chunk in self._chunks:
             chunk.scale_gradients(share)
-        with self.later():
+        with self.defer():
             self._finalize(self._chunks)
 
 
-def why_not(engine: Any) -> str | None:
+def find_unsupported_engine_option(engine: Any) -> str | None:
     """Return the engine option that prevents gradients of parts from being accumulated; ``None``: none does."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
@@ -193,26 +183,20 @@ def why_not(engine: Any) -> str | None:
     if not hasattr(engine, "tf_config"):
         return f"{type(engine).__name__}, which is neither FSDP nor Megatron"
     config, options = engine.tf_config, engine.engine_config
-    for in_the_way, option in (
-        (config is not None and config.calculate_per_token_loss, "calculate_per_token_loss (context parallelism)"),
-        (config is not None and config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute"),
+    for unsupported, option in (
+        (config.calculate_per_token_loss, "calculate_per_token_loss (context parallelism)"),
+        (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute"),
         (options.dynamic_context_parallel, "dynamic_context_parallel"),
         # The schedule divides these losses by the micro-batches of one call.
-        (config is not None and _auxiliary(config), "auxiliary losses of experts (moe_*_loss_coeff)"),
+        (_auxiliary(config), "auxiliary losses of experts (moe_*_loss_coeff)"),
         (engine.model_config.mtp.enable, "multi-token prediction (mtp)"),
         # It reduces in each backward pass and cannot be stopped.
         (options.use_megatron_fsdp, "use_megatron_fsdp"),
         (any(not hasattr(chunk, "scale_gradients") for chunk in engine.module), "a module that is not Megatron's DDP"),
     ):
-        if in_the_way:
+        if unsupported:
             return option
     return None
-
-
-def _reduces(engine: Any) -> _Fsdp | _Megatron:
-    if why := why_not(engine):
-        raise CannotStream(f"gradients of parts cannot be accumulated with {why}: set streaming.part=null")
-    return _Megatron(engine) if hasattr(engine, "tf_config") else _Fsdp(engine)
 
 
 def _auxiliary(config: Any) -> bool:

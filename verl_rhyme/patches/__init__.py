@@ -13,25 +13,9 @@ from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
-from verl_rhyme.patches.core import Patch, PatchRefusedError, State, Status, apply, apply_on_import, status
+from verl_rhyme.patches.core import Patch, State, Status, apply, apply_on_import, status
 
-__all__ = [
-    "ALL",
-    "MEGATRON",
-    "VERL",
-    "VLLM",
-    "Patch",
-    "PatchRefusedError",
-    "State",
-    "Status",
-    "apply",
-    "apply_all",
-    "apply_on_import",
-    "apply_verl",
-    "apply_vllm",
-    "refused",
-    "status",
-]
+__all__ = ["ALL", "VERL", "VLLM", "State", "Status", "apply", "apply_verl", "apply_vllm", "refused", "status"]
 
 _CHECKOUT = Path(__file__).parents[2]
 if (_CHECKOUT / "pyproject.toml").is_file():  # next to an installed package, patches/ may belong to another project
@@ -47,10 +31,6 @@ VERL = _load(
     "verl_early_check",
     "verl_gloo_backend",
     "verl_logger_flush",
-)
-
-#: Applied with :data:`VERL`, in processes that import megatron-core and mbridge.
-MEGATRON = _load(
     "mbridge_local_spec",
     "mbridge_norm_names",
     "megatron_padding_mask",
@@ -66,22 +46,19 @@ VLLM = _load(
     "vllm_undrafted_graphs",
 )
 
-ALL: tuple[Patch, ...] = VERL + MEGATRON + VLLM
+ALL = VERL + VLLM
 
 
-def apply_all(patches: Iterable[Patch]) -> list[Status]:
-    """Apply each patch now, or after the import of its target's module; never raises."""
-    return [apply_on_import(patch) for patch in patches]
+def apply_verl() -> None:
+    """Apply each of :data:`VERL` now, or after the import of its target's module; never raises."""
+    for patch in VERL:
+        apply_on_import(patch)
 
 
-def apply_verl() -> list[Status]:
-    """Apply :data:`VERL` and :data:`MEGATRON`."""
-    return apply_all(VERL + MEGATRON)
-
-
-def apply_vllm() -> list[Status]:
-    """Apply :data:`VLLM`."""
-    return apply_all(VLLM)
+def apply_vllm() -> None:
+    """Apply each of :data:`VLLM` like :func:`apply_verl`."""
+    for patch in VLLM:
+        apply_on_import(patch)
 
 
 def refused(patches: Iterable[Patch] = ALL) -> list[Status]:

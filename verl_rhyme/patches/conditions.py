@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import metadata
 
 from verl_rhyme.patches.core import installed_version
 
@@ -10,7 +11,7 @@ from verl_rhyme.patches.core import installed_version
 def vllm_runs_on_cpu() -> bool:
     """Return whether vLLM will choose its CPU platform (the rule of ``vllm.platforms.cpu_platform_plugin``)."""
     version = installed_version("vllm")
-    return version is not None and ("cpu" in version or not _has_distribution("vllm"))
+    return version is not None and ("cpu" in version or not any(metadata.distributions(name="vllm")))
 
 
 def verl_runs_on_cpu() -> bool:
@@ -21,13 +22,3 @@ def verl_runs_on_cpu() -> bool:
 def megatron_runs_on_cpu() -> bool:
     """Return whether verl's Megatron engine may run on the platform ``cpu``."""
     return verl_runs_on_cpu() and None not in map(installed_version, ("megatron-core", "mbridge"))
-
-
-def _has_distribution(name: str) -> bool:
-    from importlib import metadata
-
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

@@ -16,6 +16,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
@@ -62,19 +63,14 @@ class PatchRefusedError(RuntimeError):
     """A patch does not fit the installed package; the message names the difference."""
 
 
-def _always() -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Patch:
     """One change to one attribute of another package.
 
     Attributes:
-        name: Short, unique name; also the name of the file.
+        name: Unique name; also of the file.
         target: Attribute to replace, ``"module:qualname"``: a function, a method, or an attribute of any object.
         why: Failure without the patch, and why no extension point serves instead.
-        upstream: Issue or pull request, or ``"unreported"``.
         requires: Package version the patch is written for, ``"package==version"``.
         source_sha256: :func:`source_hash` of the original, or of ``guard``.
         replace: Function from the original to the replacement.
@@ -85,11 +81,10 @@ class Patch:
     name: str
     target: str
     why: str
-    upstream: str
     requires: str
     source_sha256: str
     replace: Callable[[Any], Any]
-    needed: Callable[[], bool] = _always
+    needed: Callable[[], bool] = lambda: True
     guard: str | None = None
 
     @property
@@ -99,6 +94,19 @@ class Patch:
     @property
     def qualname(self) -> str:
         return self.target.partition(":")[2]
+
+
+def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a ``replace`` of a patch: ``function`` is called with the original, and then its arguments."""
+
+    def replace(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return call
+
+    return replace
 
 
 def apply(patch: Patch) -> Status:
@@ -221,16 +229,15 @@ def _replace(patch: Patch, module: ModuleType) -> None:
     new = patch.replace(original)
     setattr(new, _MARK, patch.name)
     places = [(owner, name), *_holders(original, patch.module)]
-    done: list[tuple[Any, str]] = []
     try:
         for place in places:
             setattr(*place, new)
-            done.append(place)
         if _lookup(module, patch.qualname)[2] is not new or _holders(original, patch.module):
             raise PatchRefusedError(f"{patch.target} still returns the original after the replacement")
     except BaseException:
-        for place in done:
-            setattr(*place, original)
+        for place in places:
+            with suppress(Exception):
+                setattr(*place, original)
         raise
 
 

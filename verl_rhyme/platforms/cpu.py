@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -48,7 +47,7 @@ def _free_and_total_bytes(*_: Any, **__: Any) -> tuple[int, int]:
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def do_nothing(*_: Any, **__: Any) -> None:
     return None
 
 
@@ -66,22 +65,14 @@ def _device_module() -> ModuleType:
         get_device_name=lambda *_: "CPU",
         get_rng_state=lambda *_: torch.get_rng_state(),
         set_rng_state=lambda state, *_: torch.set_rng_state(state),
-        **dict.fromkeys(
-            (
-                "empty_cache",
-                "ipc_collect",
-                "reset_peak_memory_stats",
-                "set_per_process_memory_fraction",
-                "manual_seed",
-                "manual_seed_all",
-            ),
-            _nothing,
-        ),
+        empty_cache=do_nothing,
+        ipc_collect=do_nothing,
+        reset_peak_memory_stats=do_nothing,
+        set_per_process_memory_fraction=do_nothing,
+        manual_seed=do_nothing,
+        manual_seed_all=do_nothing,
     )
     return module
-
-
-_DEVICE_MODULE = _device_module()
 
 
 class PlatformCPU(PlatformBase):
@@ -89,7 +80,7 @@ class PlatformCPU(PlatformBase):
 
     device_name = "cpu"
     vendor_name = "cpu"
-    device_module = _DEVICE_MODULE
+    device_module = _device_module()
 
     def is_available(self) -> bool:
         return True
@@ -103,23 +94,13 @@ class PlatformCPU(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        pass
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
+    set_device = synchronize = set_allocator_settings = empty_cache = do_nothing
+    profiler_start = profiler_stop = cudart = do_nothing
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -130,15 +111,8 @@ class PlatformCPU(PlatformBase):
     def visible_devices_envvar(self) -> str:
         return "VERL_CPU_VISIBLE_DEVICES"
 
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
-
-    def profiler_start(self) -> None:
-        pass
-
-    def profiler_stop(self) -> None:
-        pass
+    def nvtx_range(self, msg: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def ray_resource_name(self) -> str:
         return "GPU"
@@ -151,9 +125,6 @@ class PlatformCPU(PlatformBase):
 
     def rollout_env_vars(self) -> dict[str, str]:
         return {name: os.environ.get(name, value) for name, value in ROLLOUT_ENV.items()}
-
-    def cudart(self) -> None:
-        return None
 
 
 def register_platform() -> None:

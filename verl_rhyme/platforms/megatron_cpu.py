@@ -16,15 +16,9 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from verl_rhyme.platforms.cpu import do_nothing
+
 _CPU = torch.device("cpu")
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.get_rng_state()
 
 
 _engine_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
@@ -39,11 +33,11 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
 #: Replacements for functions that a torch function mode does not see: module, name, function.
 _STAND_INS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (torch.cuda, "current_device", lambda: _CPU),
-    (torch.cuda, "synchronize", _nothing),
-    (torch.cuda, "empty_cache", _nothing),
+    (torch.cuda, "synchronize", do_nothing),
+    (torch.cuda, "empty_cache", do_nothing),
     (torch.cuda, "manual_seed", torch.manual_seed),
-    (torch.cuda, "get_rng_state", _get_rng_state),
-    (torch.cuda.random, "get_rng_state", _get_rng_state),
+    (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+    (torch.cuda.random, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
     (torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     (torch.autograd, "_engine_run_backward", _run_backward),
 )

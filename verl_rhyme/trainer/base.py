@@ -42,7 +42,7 @@ _POLL_INTERVAL_S = 0.25
 
 
 class StageTimes(dict):
-    """verl's ``timing_raw`` that also keeps the stages in order: ``(name, start, seconds)`` in ``stages``."""
+    """verl's ``timing_raw``, with the stages in order as ``(name, start, seconds)``."""
 
     def __init__(self, durations: dict[str, float]) -> None:
         super().__init__(durations)
@@ -107,7 +107,7 @@ class RhymeTrainerMixin(PPOTrainer):
             self._history,
             self._event_log,
             lambda: self._bubble_slots,
-            DraftCounts(self._rollout_servers),
+            DraftCounts(self._draft_servers),
             logprobs=self.config.actor_rollout_ref.rollout.calculate_log_probs,
             log_responses=self._rhyme.events.responses,
         )
@@ -121,20 +121,25 @@ class RhymeTrainerMixin(PPOTrainer):
                 ours = kept(relayed(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout))
                 setattr(self, name, Outliving(ours))
         router = self._router()
-        needed = router is not None or self._event_log is not None
-        rooms = self._cache_tokens(self._serving()) if needed else {}
         if router is not None:
-            for address, tokens in rooms.items():
+            for address, tokens in self._cache_tokens().items():
                 if tokens:
                     router.report_capacity.remote(address, tokens)
         if self._event_log is not None:
-            rollout = self.config.actor_rollout_ref.rollout
-            engine = f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}"
-            step = self.global_steps + 1  # first step of this start
-            gpus = rollout.tensor_model_parallel_size * rollout.get("pipeline_model_parallel_size", 1)
-            replica = {"slots": rollout.max_num_seqs, "room": min(rooms.values(), default=0), "gpus": gpus}
-            about = {"slots": self._bubble_slots, "rollout": self._rollout_stage, "replica": replica}
-            self._event_log.describe(step, run=run_name(self._rhyme), engine=engine, **about)
+            self._describe_run(self._event_log)
+
+    def _describe_run(self, events: EventLog) -> None:
+        rollout = self.config.actor_rollout_ref.rollout
+        gpus = rollout.tensor_model_parallel_size * rollout.get("pipeline_model_parallel_size", 1)
+        tokens = min(self._cache_tokens().values(), default=0)
+        events.describe(
+            self.global_steps + 1,  # first step of this start
+            run=run_name(self._rhyme),
+            engine=f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}",
+            slots=self._bubble_slots,
+            rollout=self._rollout_stage,
+            replica={"slots": rollout.max_num_seqs, "room": tokens, "gpus": gpus},
+        )
 
     # ---- replicas and their router ----
 
@@ -146,8 +151,9 @@ class RhymeTrainerMixin(PPOTrainer):
         """Return the handle of the ``PlacementRouter``; ``None`` with verl's router."""
         return None if self._rhyme.placement.policy is None else self._serving().global_load_balancer
 
-    def _cache_tokens(self, servers: Any) -> dict[str, int]:
+    def _cache_tokens(self) -> dict[str, int]:
         """Return the KV cache capacity in tokens of each replica by address; 0 if the engine does not report it."""
+        servers = self._serving()
         first = [replica.servers[0] for replica in servers.get_replicas()]
         return dict(zip(servers.server_addresses, ray.get([s.cache_tokens.remote() for s in first]), strict=True))
 
@@ -173,28 +179,20 @@ class RhymeTrainerMixin(PPOTrainer):
 
     def _samples_in_flight(self) -> int:
         """Return the maximum number of samples that are started and not finished."""
-        # verl's asynchronous modes start batches ahead, and its DAPO refills replace filtered groups.
-        ahead = self.config.trainer.v1.get(self.trainer_mode, {}).get("num_warmup_batches", 0)
-        batches = max(1 + ahead, getattr(self.replay_buffer, "max_inflight_gen_batches", 1))
-        return int(batches * self.config.data.train_batch_size) * self.config.actor_rollout_ref.rollout.n
+        batches = getattr(self.replay_buffer, "max_inflight_gen_batches", 1)  # DAPO's refills replace filtered groups
+        return batches * self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
 
     def _request_slots(self) -> int:
-        """Return the number of requests that the engines can run at a time."""
-        replicas = sum(len(manager.get_replicas()) for manager in self._rollout_server_managers())
-        return replicas * self.config.actor_rollout_ref.rollout.max_num_seqs
+        """Return the number of requests that the serving engines can run at a time."""
+        return len(self._serving().get_replicas()) * self.config.actor_rollout_ref.rollout.max_num_seqs
 
-    def _rollout_servers(self) -> dict[str, Any]:
-        """Return the server of each replica that runs its engine, by a stable name."""
-        return {f"{i}/{replica.replica_rank}": replica.servers[0] for i, replica in self._launched()}
+    def _launched(self) -> list[Any]:
+        """Return all replicas of verl, also those that do not serve."""
+        return [replica for manager in self._rollout_server_managers() for replica in manager.get_replicas()]
 
-    def _launched(self) -> list[tuple[int, Any]]:
-        """Return all replicas, each with its manager's number."""
-        replicas = [(i, r) for i, manager in enumerate(self._rollout_server_managers()) for r in manager.get_replicas()]
-        return replicas + [(len(self._rollout_server_managers()) - 1, replica) for replica in self._resting()]
-
-    def _resting(self) -> list[Any]:
-        """Return resting replicas, which belong to the last manager."""
-        return []
+    def _draft_servers(self) -> dict[int, Any]:
+        """Return the server that runs the engine of each replica, by the replica's rank."""
+        return {replica.replica_rank: replica.servers[0] for replica in self._launched()}
 
     # ---- recording, while the step trains ----
 
@@ -279,16 +277,7 @@ class RhymeTrainerMixin(PPOTrainer):
         for observer in self.observers:
             observer.save(os.path.abspath(folder))
         super()._save_checkpoint()
-        self._remove_orphans()
-
-    def _remove_orphans(self) -> None:
-        """Remove this package's files of checkpoints that verl has removed now or before it was killed."""
-        try:
-            errors = list(checkpoints.remove_orphans(Path(self.config.trainer.default_local_dir), self.global_steps))
-        except OSError as error:  # cannot list the folder
-            errors = [error]
-        for why in errors:
-            logger.warning("files of a removed checkpoint could not be deleted: %s", why)
+        checkpoints.remove_orphans(Path(self.config.trainer.default_local_dir), self.global_steps)
 
     @_hook
     def _load_checkpoint(self) -> None:
@@ -323,5 +312,5 @@ class RhymeTrainerMixin(PPOTrainer):
             weights.close()
 
     def _stop_servers(self) -> None:
-        servers = [server for _, replica in self._launched() for server in replica.servers]
+        servers = [server for replica in self._launched() for server in replica.servers]
         ray.wait([s.stop_engine.remote() for s in servers], num_returns=len(servers), timeout=_STOP_TIMEOUT_S)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 #: File with the prompts in flight, next to verl's ``transfer_queue``.
 STATE_FILE = "rhyme_sorted.json"
@@ -17,18 +19,16 @@ _STEP = re.compile(r"global_step_(\d+)")
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def remove_orphans(folder: Path, step: int) -> Iterator[OSError]:
+def remove_orphans(folder: Path, step: int) -> None:
     """Remove this package's files of checkpoints without an actor: verl removed it (``max_actor_ckpt_to_keep``), or the
     run was killed before it was written. No run resumes from them.
 
-    If the newest checkpoint has no actor, its weights are written elsewhere or later: then nothing is removed.
+    If the newest checkpoint has no actor, its weights are written elsewhere or later: then nothing is removed. Errors
+    are logged.
 
     Args:
         folder: ``trainer.default_local_dir``.
         step: Step of the newest checkpoint, which is kept, as is the one that verl's tracker names.
-
-    Yields:
-        Errors of single checkpoints; the others are still removed.
     """
     if not (folder / f"global_step_{step}" / "actor").is_dir():
         return
@@ -40,16 +40,12 @@ def remove_orphans(folder: Path, step: int) -> Iterator[OSError]:
         if match is None or int(match[1]) in kept or checkpoint.is_symlink() or os.path.lexists(checkpoint / "actor"):
             continue
         try:
-            for name in OURS:
-                _remove(checkpoint / name)
+            for path in (checkpoint / name for name in OURS):
+                if path.is_dir():
+                    shutil.rmtree(path)  # raises for a link
+                else:
+                    path.unlink(missing_ok=True)
         except OSError as error:
-            yield error
+            logger.warning("files of a removed checkpoint could not be deleted: %s", error)
         with suppress(OSError):  # not empty
             checkpoint.rmdir()
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink():
-        return
-    with suppress(FileNotFoundError):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -24,12 +24,12 @@ class DraftCounts:
     """Fetches counts with one call to each server, for any number of requests. For use by one thread.
 
     Args:
-        servers: Function that returns the running servers by a stable name.
+        servers: Function that returns the running servers by the rank of their replica.
     """
 
-    def __init__(self, servers: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, servers: Callable[[], dict[int, Any]]) -> None:
         self._servers = servers
-        self._answers: dict[str, Any] = {}  # pending answers by server
+        self._answers: dict[int, Any] = {}  # pending answers by rank
         self._counts: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._warned = False
 
@@ -52,7 +52,7 @@ class DraftCounts:
 
     def _fetch(self) -> None:
         servers = self._servers()
-        requests = {name: servers[name].take_counts.remote() for name in servers.keys() - self._answers.keys()}
+        requests = {rank: servers[rank].take_counts.remote() for rank in servers.keys() - self._answers.keys()}
         if requests:
             ray.wait(list(requests.values()), num_returns=len(requests), timeout=_TIMEOUT_S)
         self._answers |= requests
@@ -60,11 +60,11 @@ class DraftCounts:
             return
         answered, silent = ray.wait(list(self._answers.values()), num_returns=len(self._answers), timeout=0)
         arrived = set(answered)
-        for name in [name for name, answer in self._answers.items() if answer in arrived]:
+        for rank in [rank for rank, answer in self._answers.items() if answer in arrived]:
             try:
-                self._counts.update(ray.get(self._answers.pop(name)))
+                self._counts.update(ray.get(self._answers.pop(rank)))
             except ray.exceptions.RayError as error:
-                self._warn(f"rollout server {name}: {error}")
+                self._warn(f"rollout replica {rank}: {error}")
         if silent:
             self._warn(f"{len(silent)} rollout servers did not answer within {_TIMEOUT_S:.0f} s")
 

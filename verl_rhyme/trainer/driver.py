@@ -37,7 +37,8 @@ class Driver:
         self, setting: Setting, load: Callable[[int], list[Handed]], make_workers: Callable[[], list[Any]]
     ) -> None:
         self._setting, self._load, self._make_workers = setting, load, make_workers
-        self._actor = coordinator.start()
+        #: Handle of the coordinator's actor.
+        self.coordinator = coordinator.start()
         self._workers: list[Any] = []
         self._state: dict[str, Any] | None = None  # state at the last batch
         self._handed: list[Handed] = []  # prompts passed since the last batch
@@ -49,60 +50,48 @@ class Driver:
         #: Number of times that the coordinator was opened again.
         self.reopened = 0
         #: Seconds that the trainer waited for the last batch.
-        self.waited = 0.0
+        self.wait_s = 0.0
 
     def open(self, workers: list[Any], state: dict[str, Any] | None, version: int) -> None:
         """Open the coordinator; ``state`` is from a checkpoint, or ``None``."""
         self._workers, self._state, self._version = workers, state, version
-        self._generation = 0 if state is None else state.get("generation", 0)
-        self._lengths = None if state is None else state.get("lengths")
+        if state is not None:
+            self._generation, self._lengths = state.get("generation", 0), state.get("lengths")
         self._state = self._opened(fresh=True)
-
-    @property
-    def coordinator(self) -> Any:
-        """Handle of the coordinator's actor."""
-        return self._actor
 
     def publish(self, version: int, batches_left: int) -> None:
         """Report that the engines run under the policy ``version`` from now on."""
         self._version, self._batches_left = version, batches_left
-        self._supply(self._ask("publish", version, batches_left))
+        self._fulfil(self._ask("publish", version, batches_left))
 
     def serve(self, serving: Serving, leaves: str = "") -> int:
-        """Set how many replicas generate from now on.
-
-        Args:
-            serving: Number of replicas and of their slots.
-            leaves: Address of a replica that leaves.
+        """Set how many replicas generate from now on, and move the samples of a replica that leaves, by its address.
 
         Returns:
-            Number of its samples, which continue on other replicas.
+            Number of these samples.
         """
         self._serving = serving
         return self._ask("serve", serving, leaves)
 
     def pause(self) -> None:
-        """Let no sample start until :meth:`publish`."""
+        """Start no sample until :meth:`publish`."""
         self._ask("pause")
 
     def next_batch(self, topology: Topology, parts: Callable[[Part], None] | None = None) -> Reply:
         """Return the update batch as soon as the scheduler reports that it is ready.
 
-        Args:
-            topology: Topology of the run.
-            parts: Callback that gets parts of the batch during the rollout; after a restart of the coordinator some may
-                come twice. ``None``: no parts.
+        ``parts`` gets parts of the batch during the rollout; after a restart of the coordinator some may come twice.
         """
         stops, rewarded = self._setting.rules.stops, False
-        self.waited = 0.0
+        self.wait_s = 0.0
         samples = None if parts is None else self._setting.part_samples
         while True:
-            while (wants := self._waited_for("enough", rewarded, stops, samples)) is not None:
+            while (wants := self._wait_for_batch(rewarded, stops, samples)) is not None:
                 if parts is not None and wants.part is not None:
                     parts(wants.part)
-                self._supply(wants)
+                self._fulfil(wants)
                 if wants.replicas:
-                    topology.mend(self._version)
+                    topology.replace_dead(self._version)
             if stops:
                 topology.stop()
             reply: Reply | None = self._ask("take")
@@ -117,9 +106,9 @@ class Driver:
         self._batches_left -= 1
         return reply
 
-    def supply(self) -> None:
+    def load_prompts(self) -> None:
         """Pass the prompts that are wanted now, without waiting for further requests."""
-        self._supply(self._ask("wants"))
+        self._fulfil(self._ask("wants"))
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
@@ -128,28 +117,28 @@ class Driver:
         return state
 
     def close(self) -> None:
-        ray.kill(self._actor)
+        ray.kill(self.coordinator)
 
-    def _supply(self, wants: Wants) -> None:
+    def _fulfil(self, wants: Wants) -> None:
         if wants.workers:
             self._workers = self._make_workers()
             self._ask("add_workers", self._workers)
         if wants.prompts:
             prompts = self._load(wants.prompts)
-            self._handed += prompts
+            self._handed.extend(prompts)
             self._ask("hand", prompts)
 
-    def _waited_for(self, method: str, *arguments: Any) -> Any:
+    def _wait_for_batch(self, *arguments: Any) -> Wants | None:
+        """Wait until the batch is ready (``None``), or the coordinator wants something."""
         began = time.monotonic()
-        try:
-            return self._ask(method, *arguments)
-        finally:
-            self.waited += time.monotonic() - began
+        wants = self._ask("enough", *arguments)
+        self.wait_s += time.monotonic() - began
+        return wants
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         for _ in range(_REOPENINGS):
             try:
-                return ray.get(getattr(self._actor, method).remote(*arguments))
+                return ray.get(getattr(self.coordinator, method).remote(*arguments))
             except (RayActorError, NotOpen) as error:
                 logger.warning("the coordinator died and is opened again (%s)", first_line(error))
                 self.reopened += 1
@@ -167,7 +156,7 @@ class Driver:
             now = self._version, self._batches_left, self._generation
             before = Before(self._state, list(self._handed), *now, self._lengths, self._serving)
             try:
-                return ray.get(self._actor.open.remote(self._setting, self._workers, before, fresh))
+                return ray.get(self.coordinator.open.remote(self._setting, self._workers, before, fresh))
             except RayActorError as error:
                 if error.actor_init_failed or time.monotonic() - began > _START_S:
                     raise RuntimeError(

@@ -11,7 +11,6 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 
 from verl_rhyme.actor.held_rows import JOIN, KEEP
-from verl_rhyme.observability import metrics as names
 
 #: Field that a stage requests if it needs nothing new: there is no empty answer.
 SMALL = "uid"
@@ -28,43 +27,39 @@ class Fetching:
     """
 
     def __init__(self, trainer: Any, holds: bool) -> None:
-        self._trainer, self._holds = trainer, holds
+        self._trainer, self.holds = trainer, holds
         self._part = 0
         self._had: frozenset[str] | None = None
 
-    def begin(self) -> None:
+    def begin_part(self) -> None:
         """Begin the next part."""
         self._part += 1
         self._had = None
 
     @contextlib.contextmanager
     def stage(self, batch: KVBatchMeta, new: bool = False) -> Iterator[None]:
-        """Wrap one stage of the part on the actor's workers.
+        """Wrap one stage of the part on the actor's workers; ``new``: it needs results of earlier stages.
 
-        Args:
-            batch: The part, in the same order in all stages.
-            new: Whether the stage needs results of earlier stages.
+        The part has the same order in all stages.
         """
-        if not self._holds:
+        if not self.holds:
             yield
             return
         fields = frozenset(tq.get_client().kv_retrieve_meta(batch.keys, batch.partition_id).field_names)
-        word: dict[str, Any]
         if self._had is None:
-            self._had, word = fields, {KEEP: {"part": self._part, "fields": sorted(fields)}}
-            batch.fields = None
+            self._had, mark, batch.fields = fields, KEEP, None
+            batch.extra_info[KEEP] = {"part": self._part, "fields": sorted(fields)}
         else:
-            word = {JOIN: self._part}
+            mark = JOIN
+            batch.extra_info[JOIN] = self._part
             batch.fields = sorted({SMALL} | ((fields - self._had) | {REWRITTEN} if new else set()))
-        batch.extra_info.update(word)
         try:
             yield
         finally:
-            for name in word:
-                del batch.extra_info[name]
+            del batch.extra_info[mark]
             batch.fields = None
 
-    def reference(self, batch: KVBatchMeta) -> contextlib.AbstractContextManager[None]:
+    def reference_stage(self, batch: KVBatchMeta) -> contextlib.AbstractContextManager[None]:
         """Wrap the reference's stage: it reuses the actor's rows if both share processes and data parallel ranks."""
         return self.stage(batch) if self._shares_rows() else contextlib.nullcontext()
 
@@ -76,17 +71,10 @@ class Fetching:
         pools = [trainer.mapping.get(role) for role in (Role.Actor, Role.RefPolicy)]
         if reference is not actor and pools[0] != pools[1]:
             return False
-        return bool(_ranks(actor, "actor") == _ranks(reference, "ref"))
-
-    def metrics(self) -> dict[str, float]:
-        """Return the bytes that all workers fetched and reused since the last call."""
-        if not self._holds:
-            return {}
-        fetched, reused = map(sum, zip(*self._trainer.actor_rollout_wg.fetched_bytes(), strict=True))
-        return {names.STREAM_FETCHED: fetched, names.STREAM_REUSED: reused}
+        return data_parallel_ranks(actor, "actor") == data_parallel_ranks(reference, "ref")
 
 
-def _ranks(workers: Any, mesh: str) -> list[int]:
+def data_parallel_ranks(workers: Any, mesh: str) -> list[int]:
     """Return the data parallel rank of each worker."""
     if mesh not in workers._dispatch_info:
         workers._dispatch_info[mesh] = workers._query_dispatch_info(mesh)

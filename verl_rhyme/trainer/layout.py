@@ -11,7 +11,7 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.training_order import arrange, by_length, sortedness
 
 
-def lay_out(
+def arrange_batch(
     tags: Sequence[dict[str, Any]], order: float, ranks: int, mini_batch: int, rng: np.random.Generator
 ) -> tuple[list[int], dict[str, float]]:
     """Arrange mini-batches by length, balanced over the data parallel ranks.
@@ -19,9 +19,8 @@ def lay_out(
     Args:
         tags: TransferQueue's tags of each trajectory: ``response_len``, ``seq_len`` (tokens), ``is_padding``.
         order: 1: sorted by length; 0: shuffled.
-        ranks: Data parallel ranks.
-        mini_batch: Trajectories of an optimizer step over all ranks. A batch that it does not divide is laid out as one
-            mini-batch.
+        ranks: Number of data parallel ranks.
+        mini_batch: Trajectories of an optimizer step over all ranks; if it does not divide the batch, that is one.
         rng: Source of randomness, also for the order of equal lengths.
 
     Returns:
@@ -30,11 +29,11 @@ def lay_out(
     tokens = np.array([tag["seq_len"] for tag in tags])
     if len(tokens) % mini_batch or mini_batch % ranks:
         mini_batch = len(tokens)
-    trained = with_padding_spread(tags, order, rng)
+    trained = spread_padding(tags, order, rng)
     return arrange(trained, tokens, ranks, mini_batch).tolist(), _metrics([tags[i] for i in trained], mini_batch)
 
 
-def with_padding_spread(tags: Sequence[dict[str, Any]], order: float, rng: np.random.Generator) -> np.ndarray:
+def spread_padding(tags: Sequence[dict[str, Any]], order: float, rng: np.random.Generator) -> np.ndarray:
     """Return the order of training, int64[N], with verl's untrained padding at even distances."""
     padding = np.array([tag.get("is_padding", False) for tag in tags], dtype=bool)
     real, fill = np.flatnonzero(~padding), np.flatnonzero(padding)

@@ -1,4 +1,4 @@
-"""Observers of a run, which do not affect what is trained: history, event log, length ranker, balance.
+"""Observers of a run, which do not affect what is trained: history, event log, length ranker, number of replicas.
 
 The trainer holds them in one list and calls each at the same points of a step. Recorder and ranker handle their own
 failures: a counter, one warning, and the step continues.
@@ -18,49 +18,30 @@ from verl_rhyme.trainer.driver import Driver
 
 @dataclass(frozen=True)
 class Step:
-    """A step that ended.
+    """A step that ended. Only the pipeline sets the fields with a default."""
 
-    Attributes:
-        number: Its number, from 1.
-        seconds: Its duration.
-        rollout_s: Seconds of the stage that lasts as long as its rollout.
-        last: Whether no step follows.
-        replicas: Number of replicas that generate.
-        waited: Seconds for which the trainer waited for the batch.
-        reply: The pipeline's update batch; ``None`` in verl's trainers.
-    """
-
-    number: int
+    number: int  # from 1
     seconds: float
-    rollout_s: float
+    rollout_s: float  # of the stage that lasts as long as the rollout
     last: bool = False
-    replicas: int = 0
-    waited: float = 0.0
+    replicas: int = 0  # that generate
+    wait_s: float = 0.0  # seconds for which the trainer waited for the batch
     reply: Reply | None = None
 
 
 class Observer:
     """Base class whose methods do nothing; subclasses override the ones they need."""
 
-    def begin(self, driver: Driver) -> None:
+    def on_train_begin(self, driver: Driver) -> None:
         """Called when the coordinator is open and no step has begun."""
 
-    def on_prompts(self, prompts: Mapping[str, Any], driver: Driver) -> None:
-        """Called before prompts are passed to the coordinator.
-
-        Args:
-            prompts: Messages by prompt key.
-            driver: Driver of the coordinator.
-        """
+    def on_prompts(self, prompts: Mapping[str, Any]) -> None:
+        """Called with messages by prompt key, before their prompts are passed to the coordinator."""
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
         """Called when an update batch is collected and its rewards are known, before it trains.
 
-        Args:
-            batch: Keys and tags of the batch, which verl pads and reorders later.
-            reply: The coordinator's report of the batch.
-            step: Number of the step, from 1.
-            epoch: Number of the epoch, from 0.
+        verl pads and reorders ``batch`` later. Steps count from 1, epochs from 0.
         """
 
     def on_step(self, step: Step) -> Mapping[str, float]:

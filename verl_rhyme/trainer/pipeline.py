@@ -42,16 +42,16 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import Handed, Reply, Setting
 from verl_rhyme.router import router_file
 from verl_rhyme.scheduling.rules import of_config
-from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.checkpoints import STATE_FILE
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.trainer.layout import lay_out
+from verl_rhyme.trainer.elastic import ReplicaAdvisor, ReplicaScaler
+from verl_rhyme.trainer.fetching import data_parallel_ranks
+from verl_rhyme.trainer.layout import arrange_batch
 from verl_rhyme.trainer.observers import Step
 from verl_rhyme.trainer.ranking import Ranking
-from verl_rhyme.trainer.reserve import Reserve
 from verl_rhyme.trainer.stages import Stages
-from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
+from verl_rhyme.trainer.topology import Colocated, Separate, Topology, check_while_waiting
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 class RhymePipelineTrainer(RhymeTrainerMixin):
     """Mixin of the pipeline; put it before the trainer of verl with the wanted placement."""
 
-    topology: Topology
     _reply: Reply
 
     # ---- a step ----
@@ -67,9 +66,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """Run one training step: collect the next batch, parts of which train meanwhile, and train the rest.
 
-        Args:
-            metrics: Metrics of the step, which are added.
-            timing_raw: verl's timers of the step; a stage's parts are summed.
+        ``metrics`` and ``timing_raw`` (verl's timers, which sum up a stage's parts) are filled.
 
         Returns:
             The trained batch, with verl's padding.
@@ -81,7 +78,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
                 batch = self._compute_reward_colocate(batch, metrics=metrics)
         for observer in self.observers:
             observer.on_batch(batch, self._reply, self.global_steps, self._epoch())
-        batch = self._stages.rest(batch, metrics)
+        batch = self._stages.finish(batch, metrics)
         if self._stages.updates:
             return batch  # the parts' gradients are accumulated, and the optimizer has stepped
         batch = self._balance_batch(batch, metrics=metrics)
@@ -103,15 +100,15 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if not self.rules.one_by_one:  # there each start names the version it needs
             self._driver.pause()
         if self.topology.separate:
-            self.topology.mend(self.global_steps, waits=not self.rules.one_by_one)
+            self.topology.replace_dead(self.global_steps, waits=not self.rules.one_by_one)
         super().on_step_end()  # verl's trainer syncs the weights, and the engines resume
         self._publish(self.global_steps)
 
     def _collect(self, metrics: dict) -> KVBatchMeta:
         """Collect the update batch, sorted by length; its parts pass their stages as their groups finish."""
-        self._reply = reply = self._driver.next_batch(self.topology, self._stages.part if self._streams else None)
-        self.supply()
-        self.topology.give_way()
+        self._reply = reply = self._driver.next_batch(self.topology, self._stages.run_part if self._streams else None)
+        self.load_prompts()
+        self.topology.free_devices()
         if self.curr_step_profile and not self.topology.separate:  # with separate engines verl stops it later
             self._stop_rollout_profiling()
         if reply.filtered:
@@ -122,10 +119,10 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             metrics[names.FAILED_PROMPTS] = reply.failed
         return KVBatchMeta(partition_id=TRAIN, keys=reply.keys, tags=reply.tags)
 
-    def supply(self) -> None:
+    def load_prompts(self) -> None:
         """Pass the prompts that are wanted now, if rollout continues while the actor trains."""
         if self.topology.separate:
-            self._driver.supply()
+            self._driver.load_prompts()
 
     def _publish(self, version: int) -> None:
         self._driver.publish(version, batches_left=self.total_training_steps - version)
@@ -139,7 +136,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             super()._step_that_ended(timing_raw),
             last=self.global_steps >= self.total_training_steps,
             replicas=len(self.topology.servers().get_replicas()),
-            waited=self._driver.waited,
+            wait_s=self._driver.wait_s,
             reply=self._reply,
         )
 
@@ -160,6 +157,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         rules = of_config(config, self._rhyme)
         assert rules is not None, "the pipeline needs max_staleness"
         self.rules = rules
+        self.topology: Topology = Separate(self) if rules.separate else Colocated(self)
         self._filters = self._resolve_filter_groups_metric()
         self._state: dict[str, Any] | None = None  # state from the checkpoint that the run resumed from
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
@@ -169,16 +167,16 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _build_replay_buffer(self) -> ReplayBuffer:
         """Build verl's buffer, used for validation only."""
         buffer = super()._build_replay_buffer()
-        mend_while_waiting(self, buffer, self._mend_validation)  # in training the driver waits and mends
+        check_while_waiting(self, buffer, self._check_validation)  # in training the driver waits and checks
         return buffer
 
-    def _mend_validation(self, version: int) -> None:
-        self.topology.mend(version)
+    def _check_validation(self, version: int) -> None:
+        self.topology.replace_dead(version)
         self.agent_loop_manager.look()
 
     def _setup(self) -> None:
         super()._setup()
-        self._stages.ask_workers()
+        self._stages.check_workers()
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -186,7 +184,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if ranker.kind is not None:  # it starts while models load
             if problem := lacking(ranker, len(self.tokenizer)):
                 raise ConfigError(problem)
-            template = self.config.data.get("apply_chat_template_kwargs", None) or {}
+            template = self.config.data.get("apply_chat_template_kwargs") or {}
             self.observers.append(Ranking(ranker, self.tokenizer, template))
         if self._stages.updates:
             roles = {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy}
@@ -202,18 +200,19 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def on_train_begin(self) -> None:
         setting = self._setting()
-        self.observers.append(self._balance(setting))
-        self.topology.begin(self.rules)
-        self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
+        self.observers.append(self._elastic(setting))
+        self.topology.prepare(self.rules)
+        self._driver = Driver(setting, self._fetch_prompts, self.agent_loop_manager.renew)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
         for observer in self.observers:
-            observer.begin(self._driver)
+            observer.on_train_begin(self._driver)
         self._publish(self.global_steps - 1)
 
     def _setting(self) -> Setting:
         slots = self._request_slots()
         limit = max(1, math.ceil(OVERSUBSCRIPTION * slots))
-        cost = router_file.cost(self._rhyme.placement)
+        tokens = self._cache_tokens().values()
+        placement = self._rhyme.placement
         return Setting(
             rules=self.rules,
             filters=self._filters,
@@ -221,56 +220,41 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             min_starts=max(1, (limit - slots) // 2),  # half of the requests that queue at the engines
             slots=self.fillable_slots,
             lost_after=self._rhyme.scheduling.lost_after,
-            room=self._cache_room(),
+            room=int(OVERSUBSCRIPTION * sum(tokens)) if all(tokens) else None,  # also for queued samples
             router=self._router(),
-            placement=self._planned(),
-            cost=replace(cost, slots=self.config.actor_rollout_ref.rollout.max_num_seqs),
+            placement=None if placement.policy is None else (placement.policy, dict(placement.options)),
+            cost=replace(router_file.cost(placement), slots=self.config.actor_rollout_ref.rollout.max_num_seqs),
             response_limit=self.config.data.max_response_length,
             part_samples=max(1, int((self._rhyme.streaming.part or 1) * self.rules.batch_samples)),
         )
 
-    def _balance(self, setting: Setting) -> Balance | Reserve:
-        """Return the observer that advises on replicas; a ``Reserve`` also carries the advice out, if enabled."""
+    def _elastic(self, setting: Setting) -> ReplicaAdvisor:
+        """Return the observer that advises on the number of replicas, and carries the advice out if enabled."""
         elastic = self._rhyme.streaming.elastic
         if elastic.min_replicas is None:
-            return Balance(setting)
+            return ReplicaAdvisor(setting)
         assert isinstance(self.topology, Separate)  # combinations.py refuses it elsewhere
         engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
-        return Reserve(setting, elastic, self.topology.servers(), engine, self.topology.spares, self._slots_now)
+        servers, spares = self.topology.servers(), self.topology.spares
+        return ReplicaScaler(setting, elastic, servers, engine, spares, self._recount_slots)
 
-    def _slots_now(self) -> int:
+    def _recount_slots(self) -> int:
         self.__dict__.pop("fillable_slots", None)
         return self.fillable_slots
-
-    def _request_slots(self) -> int:
-        return len(self.topology.servers().get_replicas()) * self.config.actor_rollout_ref.rollout.max_num_seqs
 
     def _samples_in_flight(self) -> int:
         return self.rules.samples_in_flight
 
-    def _resting(self) -> list[Any]:
-        return self.topology.resting()
-
-    def _planned(self) -> tuple[str, dict[str, Any]] | None:
-        """Return the placement policy and its options; ``None`` if verl's router places samples."""
-        placement = self._rhyme.placement
-        return None if placement.policy is None else (placement.policy, dict(placement.options))
-
-    def _cache_room(self) -> int | None:
-        """Return KV cache tokens for the samples sent to the engines, including queued ones; ``None`` if unknown."""
-        tokens = self._cache_tokens(self.topology.servers()).values()
-        return int(OVERSUBSCRIPTION * sum(tokens)) if all(tokens) else None
-
-    def _serving(self) -> Any:
-        return self.topology.servers()
+    def _launched(self) -> list[Any]:
+        return super()._launched() + self.topology.idle_replicas()
 
     def on_validate_begin(self) -> None:
-        self.topology.settle()
+        self.topology.sync_weights()
         super().on_validate_begin()
 
     # ---- prompts ----
 
-    def _load_prompts(self, count: int) -> list[Handed]:
+    def _fetch_prompts(self, count: int) -> list[Handed]:
         chunk = self.config.data.get("gen_batch_size", None) or self.config.data.train_batch_size
         batch = self._next_train_batch(-(-count // chunk) * chunk)
         uids = [str(uid) for uid in batch["uid"]]
@@ -282,7 +266,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if "raw_prompt" in columns:
             messages = dict(zip(keys, batch["raw_prompt"], strict=True))
             for observer in self.observers:
-                observer.on_prompts(messages, self._driver)
+                observer.on_prompts(messages)
         return [Handed(uid, int(count), key) for uid, count, key in zip(uids, samples, keys, strict=True)]
 
     def _prompt_keys(self, batch: Any, columns: list[str]) -> list[str]:
@@ -306,7 +290,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         )
         tokens = [tag["seq_len"] for tag in batch.tags]
         mini_batch = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        indices, order_metrics = lay_out(batch.tags, self._sortedness(), ranks, mini_batch, self._rng)
+        indices, order_metrics = arrange_batch(batch.tags, self._sortedness(), ranks, mini_batch, self._rng)
         metrics.update(order_metrics)
         batch.reorder(indices)
         share = len(indices) // ranks
@@ -317,10 +301,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     @property
     def actor_ranks(self) -> int:
         """Data parallel ranks of the actor."""
-        workers = self.actor_rollout_wg
-        if "actor" not in workers._dispatch_info:
-            workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
-        return int(max(workers._dispatch_info["actor"])) + 1
+        return max(data_parallel_ranks(self.actor_rollout_wg, "actor")) + 1
 
     def _sortedness(self) -> float:
         actor = self.config.actor_rollout_ref.actor
@@ -362,7 +343,6 @@ class RhymePipelineColocated(RhymePipelineTrainer, PPOTrainerColocateAsync):
     def __init__(self, config: Any) -> None:
         # verl's sync trainer saves no samples in flight (``PPOTrainer._save_checkpoint``)
         config.trainer.v1.trainer_mode = "colocate_async"
-        self.topology = Colocated(self)
         super().__init__(config)
 
 
@@ -388,7 +368,3 @@ class _Separate(PPOTrainerSeparateAsync):
 
 class RhymePipelineSeparate(RhymePipelineTrainer, _Separate):
     """Pipeline for ``trainer.v1.trainer_mode=separate_async`` with a ``max_staleness``."""
-
-    def __init__(self, config: Any) -> None:
-        self.topology = Separate(self)
-        super().__init__(config)

@@ -25,31 +25,33 @@ from verl_rhyme.trainer.observers import Observer, Step
 logger = logging.getLogger(__name__)
 
 #: Maximum number of pending calls; beyond it calls are left out.
-_UNDER_WAY = 64
+_MAX_PENDING = 64
 #: Seconds that a checkpoint waits for the ranker.
 _SAVE_S = 60.0
 
 
 class Ranking(Observer):
-    """Drives a run's length ranker.
+    """Drives a run's length ranker: ``actor``, or a new one.
 
     Args:
         config: Options of the ranker, with a ``kind``.
         tokenizer: Tokenizer of the policy.
         template: Options of its chat template.
-        actor: Handle to use instead of a new actor.
     """
 
     def __init__(self, config: RankerConfig, tokenizer: Any, template: Mapping[str, Any], actor: Any = None) -> None:
         self.failures, self.trained = 0, 0
-        self._under_way: list[Any] = []
+        self._pending: list[Any] = []
         self._checkpoint: str | None = None
         self._saving: Any = None
         self._actor = actor or _start(config, tokenizer, dict(template))
 
-    def on_prompts(self, prompts: Mapping[str, Any], driver: Driver) -> None:
+    def on_train_begin(self, driver: Driver) -> None:
+        self._coordinator = driver.coordinator
+
+    def on_prompts(self, prompts: Mapping[str, Any]) -> None:
         """Announce prompts; the ranker sends their predicted lengths to the coordinator."""
-        self._send("announce", {key: messages for key, messages in prompts.items() if key}, driver.coordinator)
+        self._send("announce", {key: messages for key, messages in prompts.items() if key}, self._coordinator)
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
         """Send the lengths of the prompts that left."""
@@ -57,12 +59,12 @@ class Ranking(Observer):
 
     def on_step(self, step: Step) -> dict[str, float]:
         """Return the number of trainings and of failures known so far."""
-        self._look()
+        self._collect()
         failed = {names.RANKER_FAILURES: float(self.failures)} if self.failures else {}
         return {names.RANKER_TRAINED: float(self.trained), **failed}
 
     def save(self, folder: str) -> None:
-        self._look()
+        self._collect()
         if self._saving is not None and not ray.wait([self._saving], timeout=0)[0]:
             self._failed(TimeoutError("the ranker is still writing the checkpoint before"))
             return
@@ -76,25 +78,25 @@ class Ranking(Observer):
     def load(self, folder: str) -> None:
         """Restore the ranker; what the checkpoint lacks is learnt again."""
         self._checkpoint = folder
-        self._under_way.append(self._actor.restore.remote(folder))
+        self._pending.append(self._actor.restore.remote(folder))
 
     def close(self) -> None:
         ray.kill(self._actor)
 
     def _send(self, method: str, what: Mapping[str, Any], *arguments: Any) -> None:
-        self._look()
+        self._collect()
         if not what:
             return
-        if len(self._under_way) >= _UNDER_WAY:
-            self._failed(TimeoutError(f"{_UNDER_WAY} calls are pending: further calls are left out"))
+        if len(self._pending) >= _MAX_PENDING:
+            self._failed(TimeoutError(f"{_MAX_PENDING} calls are pending: further calls are left out"))
             return
-        self._under_way.append(getattr(self._actor, method).remote(what, *arguments))
+        self._pending.append(getattr(self._actor, method).remote(what, *arguments))
 
-    def _look(self) -> None:
+    def _collect(self) -> None:
         """Collect finished calls, without waiting."""
-        if not self._under_way:
+        if not self._pending:
             return
-        done, self._under_way = ray.wait(self._under_way, num_returns=len(self._under_way), timeout=0)
+        done, self._pending = ray.wait(self._pending, num_returns=len(self._pending), timeout=0)
         died = False
         for call in done:
             try:

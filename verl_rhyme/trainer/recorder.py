@@ -1,9 +1,9 @@
 """Records finished trajectories in history and event log, in a thread, while training runs.
 
-Recording may fail without stopping training: errors are counted in ``rollout/history/errors``, and the first is logged.
-Event log and metrics do not wait for the history. A step ends once the history writer has fetched its samples, so that
-verl may clear them. They are recorded later, piece by piece and in order, while the next steps train. If recording
-falls more than :data:`MAX_LAG` steps behind, the history leaves out whole batches (``rollout/history/dropped``).
+Errors are counted in ``rollout/history/errors``, and the first is logged; training continues. A step ends once the
+history writer has fetched its samples, so that verl may clear them. They are recorded piece by piece and in order while
+the next steps train. If recording falls more than :data:`MAX_LAG` steps behind, the history leaves out whole batches
+(``rollout/history/dropped``).
 
 Only request records and one reward per sample pass through the trainer's process: the history writer fetches tokens
 itself. Responses for the event log are fetched here.
@@ -11,6 +11,7 @@ itself. Responses for the event log are fetched here.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -44,6 +45,24 @@ logger = logging.getLogger(__name__)
 MAX_LAG = 2
 
 
+def _guarded(method: Callable[..., None]) -> Callable[..., None]:
+    """Make a method of the recorder count its seconds and errors, and raise nothing."""
+
+    @functools.wraps(method)
+    def guarded(self: Recorder, *args: Any, **kwargs: Any) -> None:
+        started = time.perf_counter()
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            self._errors += 1
+            if self._errors == 1:
+                logger.warning("recording failed; training continues (logged once)", exc_info=True)
+        finally:
+            self._seconds += time.perf_counter() - started
+
+    return guarded
+
+
 class Recorder(Observer):
     """Records a run. A step may come in several parts (verl's ``parameter_sync_step``); metrics cover all of them."""
 
@@ -60,14 +79,15 @@ class Recorder(Observer):
         self._logprobs, self._log_responses = logprobs, log_responses
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-recorder")
         self._pending: list[Future] = []
-        self._backlog: deque[_Piece] = deque()  # fetched, not yet recorded; used by the thread only
+        #: Fetched, not yet recorded: piece, number of its mini-batch, steps ended before. Used by the thread only.
+        self._backlog: deque[tuple[TrainedBatch, int, int]] = deque()
         self._closing = False
         self._steps = 0  # ended steps
         self._lock = threading.Lock()  # guards _store, _tokens, _drafter
         self._late = False
         self._requests: list[dict[str, Any]] = []
         self._seconds = 0.0
-        self._drafter: Counter[str] = Counter()  # sums of DRAFTER in this step
+        self._drafter: Counter[str] = Counter()  # sums of DRAFTER in this step, also of untrained samples
         self._errors = 0
         self._fetched_rewards = False
         self._alarm = AcceptanceAlarm()
@@ -76,8 +96,10 @@ class Recorder(Observer):
         self._tokens: Counter[str] = Counter()  # TOKEN_COUNTS of this step
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
-        """Begin to record the batch, and the untrained samples of its reply."""
-        self.log_untrained(reply.wasted, step, epoch)
+        """Begin to record the batch, and the untrained attempts and samples of its reply."""
+        if reply.wasted:
+            untrained = {"reward": float("nan"), "validate": False, "trained": False}
+            self._submit(self._log_requests, [{**record, **untrained} for record in reply.wasted], step, epoch)
         if reply.dropped:
             dropped = KVBatchMeta(partition_id=batch.partition_id, keys=reply.dropped, tags=reply.dropped_tags)
             self.start_untrained(dropped, step, epoch)
@@ -87,15 +109,14 @@ class Recorder(Observer):
         """Return metrics of the step, and of what was recorded since the last one."""
         self._steps += 1
         metrics: dict[str, float] = {}
-        with self._lock:
-            self._guarded(lambda: metrics.update(self._take_metrics(step.rollout_s)))
+        self._take_metrics(metrics, step.rollout_s)
         return metrics or {names.HISTORY_ERRORS: float(self._errors)}
 
     def save(self, folder: str) -> None:
         """Save a snapshot of the history, after pending recordings."""
         self.join()
         try:
-            self.call(self._history.snapshot, folder).result()
+            self._executor.submit(self._history.snapshot, folder).result()
         except Exception:
             logger.warning(
                 "the history could not be saved in %s; training continues, but a run that resumes there starts without "
@@ -107,41 +128,34 @@ class Recorder(Observer):
     def load(self, folder: str) -> None:
         self._history.restore(folder)
 
-    def start(self, batch: Any, step: int, part: int, epoch: int) -> None:
-        """Begin to record a training batch (``KVBatchMeta``); returns at once."""
-        self._guarded(self._start, batch, step, part, epoch)
-
-    def _start(self, batch: Any, *when: int) -> None:
+    @_guarded
+    def start(self, batch: KVBatchMeta, step: int, part: int, epoch: int) -> None:
+        """Begin to record a training batch; returns at once."""
         samples = _Samples.of(batch)  # now: verl pads and reorders it in place
-        self._pending.append(self._executor.submit(self._guarded, self._record, samples, *when))
+        self._submit(self._record, samples, step, part, epoch)
 
-    def start_untrained(self, batch: Any, step: int, epoch: int) -> None:
-        """Begin to record finished samples that are never trained (``KVBatchMeta``): filtered groups, surplus.
+    @_guarded
+    def start_untrained(self, batch: KVBatchMeta, step: int, epoch: int) -> None:
+        """Begin to record finished samples that are never trained: filtered groups, surplus. Returns at once.
 
         The history records them like trained ones. They are cleared from TransferQueue once the writer has fetched
-        them, or failed to; verl must not clear them before. Returns at once.
+        them, or failed to; verl must not clear them before.
         """
-        self._guarded(self._start_untrained, batch, step, epoch)
+        self._submit(self._record_untrained, _Samples.of(batch), step, epoch)
 
-    def _start_untrained(self, batch: Any, *when: int) -> None:
-        self._pending.append(self._executor.submit(self._guarded, self._record_untrained, _Samples.of(batch), *when))
-
-    def log_validation(self, batch: Any, step: int, epoch: int) -> None:
+    @_guarded
+    def log_validation(self, batch: KVBatchMeta, step: int, epoch: int) -> None:
         """Log validation requests to the event log, at once: verl clears the batch soon after."""
-        self._guarded(self._log_validation, batch, step, epoch)
+        if self._events is not None:
+            samples = _Samples.of(batch)
+            rows, owners = samples.rows(validate=True)
+            rewards = samples.stored.rewards()  # not by the writer, which the thread may be using
+            rows = [{**row, "reward": rewards[owner]} for row, owner in zip(rows, owners, strict=True)]
+            self._submit(self._log_requests, rows, step, epoch)
 
-    def log_untrained(self, records: list[dict[str, Any]], step: int, epoch: int) -> None:
-        """Log request records, with ``uid``, of attempts whose tokens are never trained; their draft counts go into the
-        metrics."""
-        if records:
-            rows = [{**record, "reward": float("nan"), "validate": False, "trained": False} for record in records]
-            self._pending.append(self._executor.submit(self._guarded, self._log_requests, rows, step, epoch))
-
+    @_guarded
     def log_stages(self, stages: list[tuple[str, float, float]], step: int, epoch: int) -> None:
         """Log verl's timers of a step, as (name, start, seconds)."""
-        self._guarded(self._log_stages, stages, step, epoch)
-
-    def _log_stages(self, stages: list[tuple[str, float, float]], step: int, epoch: int) -> None:
         if self._events is not None:
             names, started, seconds = zip(*stages, strict=True)
             self._events.append_stages(step, epoch, {"stage": names, "started_at": started, "duration_s": seconds})
@@ -151,67 +165,54 @@ class Recorder(Observer):
         while self._pending:
             self._pending.pop().result()
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Future:
-        """Call a function in the recorder's thread, after pending work and between pieces of the history."""
-        return self._executor.submit(function, *args)
-
     def drain(self) -> None:
         """Wait until the history has everything started."""
         self.join()
-        while self.call(len, self._backlog).result():
+        while self._executor.submit(len, self._backlog).result():
             pass
-
-    def _take_metrics(self, rollout_s: float) -> dict[str, float]:
-        requests, self._requests = self._requests, []
-        metrics: dict[str, float] = {
-            names.ROLLOUT_S: rollout_s,
-            names.HISTORY_UPDATE_S: self._seconds,
-            names.HISTORY_ERRORS: float(self._errors),
-            names.HISTORY_RESTARTS: float(self._history.restarts),
-            **{f"{names.HISTORY}/{name}": float(value) for name, value in self._store.items()},
-        }
-        if sampled := self._tokens["sampled"]:
-            metrics[names.ENTROPY] = self._tokens["nats"] / sampled
-        metrics[names.HISTORY_UNTRAINED], self._untrained = float(self._untrained), 0
-        self._seconds = 0.0
-        self._tokens.clear()
-        self._store |= {name: 0 for name in STORE_COUNTS if name in self._store}
-        if requests:
-            columns = _columns(requests)
-            metrics.update(step_metrics(columns, slots=self._slots(), rollout_s=rollout_s))
-            self._drafter.update({name: columns[name].sum() for name in DRAFTER if name in columns})
-            if warning := self._alarm.observe(metrics):
-                logger.warning(warning)
-            metrics[names.SPEC_ALARM] = float(self._alarm.active)
-        if self._drafter:
-            metrics |= drafter_metrics(self._drafter)
-        self._drafter.clear()
-        return metrics
 
     def close(self) -> None:
         """Close after the current piece; the history leaves out the others."""
         self._closing = True
         self._executor.shutdown(wait=True)
 
-    def _guarded(self, function: Callable[..., None], *args: Any) -> None:
-        started = time.perf_counter()
-        try:
-            function(*args)
-        except Exception:
-            self._errors += 1
-            if self._errors == 1:
-                logger.warning("recording failed; training continues (logged once)", exc_info=True)
-        finally:
-            self._seconds += time.perf_counter() - started
+    def _submit(self, method: Callable[..., None], *args: Any) -> None:
+        self._pending.append(self._executor.submit(method, *args))
 
+    @_guarded
+    def _take_metrics(self, metrics: dict[str, float], rollout_s: float) -> None:
+        """Add the metrics since the last call."""
+        with self._lock:
+            requests, self._requests = self._requests, []
+            metrics |= {
+                names.ROLLOUT_S: rollout_s,
+                names.HISTORY_UPDATE_S: self._seconds,
+                names.HISTORY_ERRORS: float(self._errors),
+                names.HISTORY_RESTARTS: float(self._history.restarts),
+                names.HISTORY_UNTRAINED: float(self._untrained),
+                **{f"{names.HISTORY}/{name}": float(value) for name, value in self._store.items()},
+            }
+            if sampled := self._tokens["sampled"]:
+                metrics[names.ENTROPY] = self._tokens["nats"] / sampled
+            drafter, self._drafter = self._drafter, Counter()
+            self._untrained, self._seconds = 0, 0.0
+            self._tokens.clear()
+            self._store |= {name: 0 for name in STORE_COUNTS if name in self._store}
+        if requests:
+            metrics |= step_metrics(_columns(requests), slots=self._slots(), rollout_s=rollout_s)
+            if warning := self._alarm.observe(metrics):
+                logger.warning(warning)
+            metrics[names.SPEC_ALARM] = float(self._alarm.active)
+        if drafter:
+            metrics |= drafter_metrics(drafter)  # also of untrained samples
+
+    @_guarded
     def _record(self, samples: _Samples, step: int, part: int, epoch: int) -> None:
-        records = samples.records()
-        rows, owners = samples.rows(records, validate=False)
-        rows = self._counts.fill(rows)
+        rows, owners = samples.rows(validate=False)
+        rows = self._with_counts(rows)
         self._requests.extend(rows)
-        prompts = samples.prompts(records)
         rewards = self._rewards(samples.stored)
-        batch = samples.batch(prompts, rewards, epoch, self._logprobs)
+        batch = samples.batch(rewards, epoch, self._logprobs)
         try:  # the history gets the batch even if the event log fails
             if self._events is not None:
                 self._events.append_requests(step, epoch, {**_columns(rows), "reward": rewards[owners]})
@@ -222,23 +223,24 @@ class Recorder(Observer):
 
     def _fetch(self, batch: TrainedBatch, step: int) -> None:
         """Let the writer fetch a batch now, and record it later."""
-        if self._backlog and self._steps - self._backlog[0].steps > MAX_LAG:
+        if self._backlog and self._steps - self._backlog[0][2] > MAX_LAG:
             self._drop(batch)
             return
         for piece in batch.pieces():
             self._history.fetch(piece)
-            self._backlog.append(_Piece(piece, step, self._steps))
+            self._backlog.append((piece, step, self._steps))
             if len(self._backlog) == 1:
-                self.call(self._record_next)
+                self._executor.submit(self._record_next)
 
     def _record_next(self) -> None:
         """Record a piece; other work of the thread runs before the next one."""
-        piece = self._backlog[0]
-        self._guarded(self._append, piece.batch, piece.step)
+        piece, step, _ = self._backlog[0]
+        self._append(piece, step)
         self._backlog.popleft()
         if self._backlog and not self._closing:
-            self.call(self._record_next)
+            self._executor.submit(self._record_next)
 
+    @_guarded
     def _append(self, batch: TrainedBatch, step: int) -> None:
         stats = self._history.append(batch, step=step)
         with self._lock:
@@ -256,17 +258,16 @@ class Recorder(Observer):
                 "few free cores or a slow disk below history.dir; history.epochs limits the work per prompt"
             )
 
+    @_guarded
     def _record_untrained(self, samples: _Samples, step: int, epoch: int) -> None:
         stored = samples.stored
         try:
-            records = samples.records()
-            prompts = samples.prompts(records)
             try:
                 rewards = self._rewards(stored)
             except Exception:  # some trainers compute scores after the buffer, so that dropped samples have none
-                rewards = np.full(len(prompts), np.nan)
-            self._fetch(samples.batch(prompts, rewards, epoch, self._logprobs), step)
-            self._count(samples.rows(records, validate=False)[0])
+                rewards = np.full(len(stored.keys), np.nan)
+            self._fetch(samples.batch(rewards, epoch, self._logprobs), step)
+            self._with_counts(samples.rows(validate=False)[0])
             self._untrained += len(stored.keys)
         finally:
             tq.kv_clear(keys=stored.keys, partition_id=stored.partition)
@@ -295,35 +296,19 @@ class Recorder(Observer):
             }
             self._events.append_responses(step, batch.epoch, columns)
 
-    def _log_validation(self, batch: Any, step: int, epoch: int) -> None:
-        if self._events is not None:
-            samples = _Samples.of(batch)
-            rows, owners = samples.rows(samples.records(), validate=True)
-            rewards = samples.stored.rewards()  # not by the writer, which the thread may be using
-            rows = [{**row, "reward": rewards[owner]} for row, owner in zip(rows, owners, strict=True)]
-            self._pending.append(self._executor.submit(self._guarded, self._log_requests, rows, step, epoch))
-
-    def _count(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return rows of untrained samples' requests, with their draft counts added."""
+    def _with_counts(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows with their draft counts, which also go into the metrics."""
         rows = self._counts.fill(rows)
         with self._lock:
             for row in rows:
                 self._drafter.update({name: row[name] for name in DRAFTER if name in row})
         return rows
 
+    @_guarded
     def _log_requests(self, rows: list[dict[str, Any]], step: int, epoch: int) -> None:
-        rows = self._count(rows)
+        rows = self._with_counts(rows)
         if self._events is not None:
             self._events.append_requests(step, epoch, _columns(rows))
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Samples that the writer holds, with the number of their mini-batch and the steps ended when they were fetched."""
-
-    batch: TrainedBatch
-    step: int
-    steps: int
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -353,29 +338,31 @@ class _Samples:
             [int(tag.get("max_global_steps") or 0) for tag in tags],
         )
 
+    @functools.cached_property
     def records(self) -> list[list[dict[str, Any]]]:
-        """Return the request records of each sample."""
+        """The request records of each sample, which are fetched."""
         (extras,) = self.stored.columns(range(len(self.uids)), ["extra_fields"])
         return [getattr(extra, "data", extra).get(FIELD) or [] for extra in extras]
 
-    def rows(self, records: list[list[dict[str, Any]]], validate: bool) -> tuple[list[dict[str, Any]], list[int]]:
+    def rows(self, validate: bool) -> tuple[list[dict[str, Any]], list[int]]:
         """Return the event log's rows without rewards, and the sample of each row."""
-        owners = [i for i, of_sample in enumerate(records) for _ in of_sample]
+        owners = [i for i, records in enumerate(self.records) for _ in records]
         rows = [
             {**record, "uid": self.uids[i], "sample": self.numbers[i], "validate": validate, "trained": not validate}
-            for i, record in zip(owners, (record for of_sample in records for record in of_sample), strict=True)
+            for i, records in enumerate(self.records)
+            for record in records
         ]
         return rows, owners
 
-    def batch(self, prompts: list[bytes], rewards: np.ndarray, epoch: int, logprobs: bool) -> TrainedBatch:
+    def batch(self, rewards: np.ndarray, epoch: int, logprobs: bool) -> TrainedBatch:
         """Return the batch for the history."""
         visits = list(map(visit_label, self.uids))
-        return TrainedBatch(self.stored, prompts, visits, rewards, self.numbers, self.versions, epoch, logprobs)
+        return TrainedBatch(self.stored, self.prompts(), visits, rewards, self.numbers, self.versions, epoch, logprobs)
 
-    def prompts(self, records: list[list[dict[str, Any]]]) -> list[bytes]:
+    def prompts(self) -> list[bytes]:
         """Return the keys of the prompts: from a sample's records or those of its group, else computed from tokens,
         which are fetched."""
-        keys = [bytes.fromhex(of_sample[0]["prompt_key"]) if of_sample else b"" for of_sample in records]
+        keys = [bytes.fromhex(records[0]["prompt_key"]) if records else b"" for records in self.records]
         groups = {uid: key for uid, key in zip(self.uids, keys, strict=True) if key}
         keys = [key or groups.get(uid, b"") for uid, key in zip(self.uids, keys, strict=True)]
         unknown = [row for row, key in enumerate(keys) if not key]

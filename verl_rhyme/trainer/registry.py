@@ -14,25 +14,25 @@ from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.config import config_tree
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.pipeline import RhymePipelineColocated, RhymePipelineSeparate
-from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
+from verl_rhyme.trainer.topology import Colocated, Separate, Topology, check_while_waiting
 
 
 class _VerlsSchedule(RhymeTrainerMixin):
     """Recording and drafts around one of verl's schedules; with rhyme disabled it equals verl's trainer."""
 
-    topology_class: type[Colocated] | type[Separate] = Colocated
+    topology_class: type[Topology] = Colocated
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
+        self._topology = self.topology_class(self)
         # A user's own sampler waits in its own way; there a request without a replica fails, as in verl.
-        self._mends = self._rhyme is not None and type(self.replay_buffer) in (ReplayBuffer, ReplayBufferAsync)
-        self._topology: Topology = self.topology_class(self)
-        if self._mends:
-            mend_while_waiting(self, self.replay_buffer, self._topology.mend)
+        self._replaces_dead = self._rhyme is not None and type(self.replay_buffer) in (ReplayBuffer, ReplayBufferAsync)
+        if self._replaces_dead:
+            check_while_waiting(self, self.replay_buffer, self._topology.replace_dead)
 
     def get_llm_client(self) -> Any:
         client = super().get_llm_client()
-        return rhymed(client, patient=True) if self._mends else client
+        return rhymed(client, patient=True) if self._replaces_dead else client
 
 
 class RhymeTrainerSync(_VerlsSchedule, PPOTrainerSync):
@@ -48,7 +48,7 @@ class RhymeTrainerSeparateAsync(_VerlsSchedule, PPOTrainerSeparateAsync):
 
     def on_step_end(self) -> None:
         if self._rhyme is not None:
-            self._topology.mend(self.global_steps)
+            self._topology.replace_dead(self.global_steps)
         super().on_step_end()
 
 

@@ -5,7 +5,7 @@ the batch is generated (StreamRL, arXiv:2504.15930, section 4.1). Parts only do 
 differently, their gradients are dropped, and the whole batch runs through. Without streaming, a batch is one part.
 
 With several mini-batches or epochs per training step, gradients wait for the whole batch. So they do for estimators
-that compare trajectories of the whole batch (:func:`why_updates_wait`). The stages before are still streamed.
+that compare trajectories of the whole batch (:func:`find_unsupported_option`). The stages before are still streamed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ GROUP_ESTIMATORS = (
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 )
+_UPDATES_WAIT = "gradients wait for the whole batch (%s); the stages before them are streamed"
 #: ``policy_loss.loss_mode`` that are sums over tokens, divided as ``loss_agg_mode`` defines. Not these: ``sapo`` and
 #: ``geo_mean`` always divide by sequences; ``clip_cov`` and ``kl_cov`` rank the tokens of a micro-batch.
 STREAMED_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "gpg", "dro", "cispo")
 
 
-def why_updates_wait(config: Any) -> str | None:
+def find_unsupported_option(config: Any) -> str | None:
     """Return the option for which gradients wait for the whole batch; ``None``: they are streamed."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss = actor.policy_loss.get("loss_mode", "vanilla")
@@ -60,19 +61,19 @@ def why_updates_wait(config: Any) -> str | None:
     for waits, why in (
         (algorithm.adv_estimator not in GROUP_ESTIMATORS, f"algorithm.adv_estimator={algorithm.adv_estimator}"),
         (adaptive, "algorithm.kl_ctrl.type=adaptive"),
-        (bool(correction.get("rollout_is_batch_normalize")), "rollout_correction.rollout_is_batch_normalize=true"),
+        (correction.get("rollout_is_batch_normalize"), "rollout_correction.rollout_is_batch_normalize=true"),
         (actor.ppo_mini_batch_size != config.data.train_batch_size, "several mini-batches in a training step"),
         (actor.ppo_epochs != 1, f"actor.ppo_epochs={actor.ppo_epochs}"),
-        (bool(actor.shuffle), "actor.shuffle=true"),
+        (actor.shuffle, "actor.shuffle=true"),
         (config.trainer.critic_warmup > 0, f"trainer.critic_warmup={config.trainer.critic_warmup}"),
-        (bool(config.critic.enable), "critic.enable=true"),  # verl trains it on whole batches
+        (config.critic.enable, "critic.enable=true"),  # verl trains it on whole batches
         # verl then divides by the width of a micro-batch
         (
             actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None,
             "actor.loss_agg_mode=seq-mean-token-sum-norm without actor.loss_scale_factor",
         ),
         (loss not in STREAMED_LOSSES, f"actor.policy_loss.loss_mode={loss}"),
-        (bool((config.get("distillation") or {}).get("enabled")), "distillation"),
+        ((config.get("distillation") or {}).get("enabled"), "distillation"),
     ):
         if waits:
             return why
@@ -80,11 +81,7 @@ def why_updates_wait(config: Any) -> str | None:
 
 
 class Stages:
-    """Runs the stages of update batches, part by part.
-
-    Args:
-        trainer: The pipeline.
-        streams: Whether parts come while the rest is generated; else a batch comes whole.
+    """Runs the stages of update batches of a trainer: part by part with ``streams``, else each batch whole.
 
     Attributes:
         updates: Whether gradients are streamed too; else the trainer continues with the whole batch's advantages.
@@ -92,44 +89,36 @@ class Stages:
 
     def __init__(self, trainer: Any, streams: bool) -> None:
         self._trainer, self._streams = trainer, streams
-        why = why_updates_wait(trainer.config) if streams else None
-        self.updates = streams and why is None
+        why = find_unsupported_option(trainer.config) if streams else None
         if why is not None:
-            self._report_wait(why)
+            logger.warning(_UPDATES_WAIT, why)
+        self.updates = streams and why is None
         self._fetching = Fetching(trainer, holds=self.updates)
         self._begin()
 
-    def ask_workers(self) -> None:
+    def check_workers(self) -> None:
         """Check the engine's restrictions, once it exists and before the first part."""
         if self.updates:
-            why = next(filter(None, self._trainer.actor_rollout_wg.why_updates_wait()), None)
+            why = next(filter(None, self._trainer.actor_rollout_wg.find_unsupported_feature()), None)
             if why is not None:
-                self._wait(why)
+                self._stop_updates(why)
 
-    def _wait(self, why: str) -> None:
-        """Stop streaming gradients."""
+    def _stop_updates(self, why: str) -> None:
         self._trainer.actor_rollout_wg.drop_update()
-        self.updates = False
-        self._report_wait(why)
-
-    def _report_wait(self, why: str) -> None:
-        logger.warning("gradients wait for the whole batch (%s); the stages before them are streamed", why)
+        self.updates = self._fetching.holds = False
+        logger.warning(_UPDATES_WAIT, why)
 
     def _begin(self) -> None:
         self._done: set[str] = set()
         self._batches: list[KVBatchMeta] = []
         self._metrics = MetricsAggregator()
 
-    def part(self, part: Part) -> None:
+    def run_part(self, part: Part) -> None:
         """Run a part of the next batch; trajectories that have run are skipped."""
-        self._through([(key, tag) for key, tag in zip(*part, strict=True) if key not in self._done])
+        self._run(*part)
 
-    def rest(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Run the remaining trajectories of the collected batch, and take the training step.
-
-        Args:
-            batch: The whole batch.
-            metrics: Metrics of all parts, which are added.
+    def finish(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """Run the remaining trajectories of the collected batch, take the training step, and add the metrics.
 
         Returns:
             The trained batch, with verl's padding.
@@ -141,14 +130,12 @@ class Stages:
             logger.warning("the update batch differs from its parts; all its stages run again")
             if self.updates:
                 self._trainer.actor_rollout_wg.drop_update()
-            padding = [k for each in self._batches for k, tag in zip(each.keys, each.tags, strict=True) if _pads(tag)]
-            if padding:
+            rows = (row for each in self._batches for row in zip(each.keys, each.tags, strict=True))
+            if padding := [key for key, tag in rows if tag.get("is_padding", False)]:
                 tq.kv_clear(keys=padding, partition_id=TRAIN)
             self._begin()
             early = 0
-        self._through(
-            [(key, tag) for key, tag in zip(batch.keys, batch.tags, strict=True) if key not in self._done], last=True
-        )
+        self._run(batch.keys, batch.tags, last=True)
         whole = KVBatchMeta(
             partition_id=TRAIN,
             keys=[key for each in self._batches for key in each.keys],
@@ -158,7 +145,6 @@ class Stages:
         if self._streams:
             metrics[names.STREAM_EARLY] = early / max(1, len(batch.keys))
             metrics[names.STREAM_PARTS] = len(self._batches)
-        metrics.update(self._fetching.metrics())
         if self.updates:
             with marked_timer("update_actor", self._trainer.timing_raw, color="red"):
                 trained = next(each for each in self._trainer.actor_rollout_wg.finish_update() if each is not None)
@@ -168,31 +154,33 @@ class Stages:
         self._begin()
         return whole
 
-    def _through(self, rows: Sequence[tuple[str, dict[str, Any]]], last: bool = False) -> None:
-        """Run all stages that need only these trajectories."""
+    def _run(self, keys: Sequence[str], tags: Sequence[dict[str, Any]], last: bool = False) -> None:
+        """Run all stages that need only these trajectories, except trajectories that have run."""
+        rows = [(key, tag) for key, tag in zip(keys, tags, strict=True) if key not in self._done]
         if not rows:
             return
-        trainer = self._trainer
-        actor = trainer.config.actor_rollout_ref.actor
-        mini_batch = actor.ppo_mini_batch_size * trainer.config.actor_rollout_ref.rollout.n
+        trainer, fetching, timing = self._trainer, self._fetching, self._trainer.timing_raw
+        actor, rollout = trainer.config.actor_rollout_ref.actor, trainer.config.actor_rollout_ref.rollout
+        mini_batch = actor.ppo_mini_batch_size * rollout.n
         if self.updates and len(self._done) + len(rows) > mini_batch:
-            self._wait(f"there are more trajectories than the {mini_batch} of a mini-batch")
+            self._stop_updates(f"there are more trajectories than the {mini_batch} of a mini-batch")
         metrics: dict[str, Any] = {}
         of_tokens: dict[str, Any] = {}
         keys, tags = (list(column) for column in zip(*rows, strict=True))
         batch = KVBatchMeta(partition_id=TRAIN, keys=keys, tags=tags)
-        batch.extra_info["temperature"] = trainer.config.actor_rollout_ref.rollout.temperature
-        timing = trainer.timing_raw
-        batch = self._dealt_out(batch, last)
-        fetching = self._fetching
-        fetching.begin()
-        with marked_timer("old_log_prob", timing, color="blue"), self._log_probs(batch):
+        batch.extra_info["temperature"] = rollout.temperature
+        batch = self._pad_and_balance(batch, last)
+        fetching.begin_part()
+        # In bypass mode no worker computes old log-probs.
+        bypassed = (trainer.config.algorithm.get("rollout_correction") or {}).get("bypass_mode")
+        on_workers = contextlib.nullcontext() if bypassed else fetching.stage(batch)
+        with marked_timer("old_log_prob", timing, color="blue"), on_workers:
             batch = trainer._compute_old_log_prob(batch, metrics=of_tokens)
-        trainer.supply()
+        trainer.load_prompts()
         if trainer.use_reference_policy:
-            with marked_timer("ref", timing, color="olive"), fetching.reference(batch):
+            with marked_timer("ref", timing, color="olive"), fetching.reference_stage(batch):
                 batch = trainer._compute_ref_log_prob(batch, metrics=metrics)
-            trainer.supply()
+            trainer.load_prompts()
         if self.updates:
             with marked_timer("adv", timing, color="brown"):
                 batch = trainer._compute_advantage(batch, metrics=metrics)
@@ -208,12 +196,7 @@ class Stages:
         self._done |= set(keys)
         self._batches.append(batch)
 
-    def _log_probs(self, batch: KVBatchMeta) -> contextlib.AbstractContextManager[None]:
-        """Wrap the stage of old log-probs; in bypass mode no worker computes them."""
-        correction = self._trainer.config.algorithm.get("rollout_correction") or {}
-        return contextlib.nullcontext() if correction.get("bypass_mode") else self._fetching.stage(batch)
-
-    def _dealt_out(self, batch: KVBatchMeta, last: bool) -> KVBatchMeta:
+    def _pad_and_balance(self, batch: KVBatchMeta, last: bool) -> KVBatchMeta:
         """Pad the batch to a multiple for ranks and micro-batches, with the last part for mini-batches too; spread long
         and short trajectories over the ranks."""
         trainer = self._trainer
@@ -247,7 +230,3 @@ def _in_turn(config: Any) -> int:
         return 1
     own = (engine.get("override_transformer_config") or {}).get("microbatch_group_size_per_vp_stage")
     return int(own or engine["pipeline_model_parallel_size"])
-
-
-def _pads(tag: dict[str, Any]) -> bool:
-    return bool(tag.get("is_padding", False))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ray.exceptions import ActorUnavailableError
 
@@ -18,47 +18,57 @@ from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.weights.manager import RelayManager
 
 #: Seconds between two checks of the replicas while the trainer waits.
-_LOOK_S = 20.0
+_CHECK_S = 20.0
 #: Deaths of replicas during one call to all of them that are tolerated.
 _DEATHS = 3
 
 
-class Topology(Protocol):
-    """Interface between the pipeline and its engines."""
+class Topology:
+    """Interface between a trainer of verl and its engines."""
 
     #: Whether engines are separate (disaggregated), and run while the actor trains (``Rules.separate``).
     separate: bool
 
-    def begin(self, rules: Rules) -> None:
-        """Prepare for training under these rules."""
-        ...
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @property
+    def _engines(self) -> Any:
+        """verl's checkpoint manager, which syncs, stops and resumes the engines."""
+        raise NotImplementedError
+
+    @property
+    def _lost_after(self) -> float:
+        return self._trainer._rhyme.scheduling.lost_after
 
     def servers(self) -> Any:
         """Return verl's manager of the engines that generate for training."""
-        ...
+        raise NotImplementedError
 
-    def resting(self) -> list[Any]:
-        """Return the resting replicas."""
-        ...
+    def prepare(self, rules: Rules) -> None:
+        """Prepare for training under these rules."""
+
+    def idle_replicas(self) -> list[Any]:
+        """Return the replicas that are launched and do not serve."""
+        return []
 
     def stop(self) -> None:
         """Interrupt running requests, and reject new ones."""
-        ...
+        # Reject, not only hold: a held attempt would delay the step, or continue under the next policy.
+        self._engines.abort_replicas(reject_request=True)
 
     def resume(self) -> None:
         """Undo :meth:`stop`; the policy is unchanged."""
-        ...
+        self._engines.resume_generation_replicas()
 
-    def give_way(self) -> None:
+    def free_devices(self) -> None:
         """Free the devices for the actor, which is about to train."""
-        ...
 
-    def settle(self) -> None:
+    def sync_weights(self) -> None:
         """Give all engines the newest weights now."""
-        ...
 
-    def mend(self, version: int, waits: bool = True) -> int:
-        """Replace dead replicas; the actor does not train, and has the weights of the policy ``version``.
+    def replace_dead(self, version: int, waits: bool = True) -> int:
+        """Replace dead replicas. Call it while the actor does not train.
 
         Args:
             version: Policy version of the actor's weights.
@@ -70,43 +80,10 @@ class Topology(Protocol):
         Raises:
             ReplicaDied: They cannot be replaced.
         """
-        ...
-
-
-class _OnVerl:
-    """Engines that a checkpoint manager of verl syncs, stops and resumes."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    @property
-    def _engines(self) -> Any:
         raise NotImplementedError
 
-    @property
-    def _hung_s(self) -> float | None:
-        """Seconds without an answer after which a replica counts as dead."""
-        rhyme = self._trainer._rhyme
-        return None if rhyme is None else rhyme.scheduling.lost_after
 
-    def begin(self, rules: Rules) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def resting(self) -> list[Any]:
-        return []
-
-    def stop(self) -> None:
-        # Reject, not only hold: a held attempt would delay the step, or continue under the next policy.
-        self._engines.abort_replicas(reject_request=True)
-
-    def resume(self) -> None:
-        self._engines.resume_generation_replicas()
-
-
-class Colocated(_OnVerl):
+class Colocated(Topology):
     """Engines and actor alternate on the same devices: stop, sleep, train, sync, resume."""
 
     separate = False
@@ -118,11 +95,11 @@ class Colocated(_OnVerl):
     def servers(self) -> Any:
         return self._trainer.llm_server_manager
 
-    def give_way(self) -> None:
+    def free_devices(self) -> None:
         self._engines.sleep_replicas()
 
-    def mend(self, version: int, waits: bool = True) -> int:
-        gone = dead(self.servers().get_replicas(), self._hung_s)
+    def replace_dead(self, version: int, waits: bool = True) -> int:
+        gone = dead(self.servers().get_replicas(), self._lost_after)
         if gone:
             replica, why = next(iter(gone.items()))
             raise ReplicaDied(
@@ -133,7 +110,7 @@ class Colocated(_OnVerl):
         return 0
 
 
-class Separate(_OnVerl):
+class Separate(Topology):
     """Separate (disaggregated) engines, which run while the actor trains; the weight sync interrupts requests."""
 
     separate = True
@@ -142,18 +119,22 @@ class Separate(_OnVerl):
     def _engines(self) -> Any:
         return self._trainer.standalone_checkpoint_manager
 
+    @functools.cached_property
+    def spares(self) -> Spares:
+        """Object that replaces replicas and lets them rest."""
+        return Spares(self.servers(), self._engines, self._lost_after)
+
     def servers(self) -> Any:
         return self._trainer.standalone_server_manager
 
-    def begin(self, rules: Rules) -> None:
+    def prepare(self, rules: Rules) -> None:
         if rules.one_by_one:
             self._engines.waits, self._engines.patient = False, rules.finishes
 
-    def resting(self) -> list[Any]:
-        spares: Spares | None = vars(self).get("spares")  # set once the weights' manager exists
-        return [] if spares is None else list(spares.resting)
+    def idle_replicas(self) -> list[Any]:
+        return list(self.spares.resting) if "spares" in vars(self) else []
 
-    def settle(self) -> None:
+    def sync_weights(self) -> None:
         if isinstance(self._engines, RelayManager):
             self._over_deaths(self._engines.settle)
 
@@ -172,46 +153,34 @@ class Separate(_OnVerl):
                 broken = isinstance(error, ActorUnavailableError)
                 if not (broken or is_death(error)):
                     raise
-                if not self.mend(self._trainer.global_steps - 1) and not broken:
+                if not self.replace_dead(self._trainer.global_steps - 1) and not broken:
                     raise
         call()
 
-    def give_way(self) -> None:
-        pass
-
-    def mend(self, version: int, waits: bool = True) -> int:
+    def replace_dead(self, version: int, waits: bool = True) -> int:
         if self._trainer.current_mode.value == "rollout":
             # Engines on the actor's devices serve as well, so that there is no memory to send weights from.
-            return Colocated(self._trainer).mend(version)
+            return Colocated(self._trainer).replace_dead(version)
         died = self.spares.mend(version, waits)
         if isinstance(self._engines, RelayManager):
             self._engines.check()
         return died
 
-    @functools.cached_property
-    def spares(self) -> Spares:
-        """Object that replaces replicas and lets them rest."""
-        return Spares(self.servers(), self._engines, self._hung_s)
 
-
-def mend_while_waiting(trainer: Any, buffer: Any, mend: Callable[[int], object]) -> None:
-    """Call ``mend`` at intervals while a trainer waits for samples; verl's loop has no hook for that.
-
-    Args:
-        trainer: verl's trainer.
-        buffer: Replay buffer of the trainer.
-        mend: Function that gets the policy version of the engines.
+def check_while_waiting(trainer: Any, buffer: Any, check: Callable[[int], object]) -> None:
+    """Call ``check`` with the engines' policy version at intervals while a trainer of verl waits for samples in its
+    replay buffer; verl's loop has no hook for that.
     """
     wait = buffer._wait_for_next_poll
-    looked = time.monotonic()
+    checked = time.monotonic()
 
-    def mended(partition_id: str, *args: Any) -> Any:
-        nonlocal looked
+    def wait_and_check(partition_id: str, *args: Any) -> Any:
+        nonlocal checked
         # In a step of several mini-batches the actor's weights differ from the engines'.
-        if time.monotonic() - looked > _LOOK_S and (partition_id == "val" or not trainer.local_trigger_step):
+        if time.monotonic() - checked > _CHECK_S and (partition_id == "val" or not trainer.local_trigger_step):
             # Training waits before it publishes its policy, validation after.
-            mend(trainer.global_steps - (partition_id != "val"))
-            looked = time.monotonic()
+            check(trainer.global_steps - (partition_id != "val"))
+            checked = time.monotonic()
         return wait(partition_id, *args)
 
-    buffer._wait_for_next_poll = mended
+    buffer._wait_for_next_poll = wait_and_check

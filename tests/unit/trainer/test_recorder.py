@@ -21,17 +21,26 @@ from verl_rhyme.trainer.recorder import MAX_LAG, Recorder, _Samples
 
 
 def test_draft_errors_of_untrained_samples_are_counted_without_event_log():
-    history = SimpleNamespace(restarts=0)
+    history = SimpleNamespace(restarts=0, rewards=lambda stored: np.zeros(0))
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
     try:
         rows = [{"id": name, "uid": "u", "draft_errors": 2, "draft_seconds": 0.5} for name in "ab"]
-        recorder.log_untrained(rows, step=1, epoch=0)
+        recorder.on_batch(KVBatchMeta(partition_id="train"), SimpleNamespace(wasted=rows, dropped=[]), step=1, epoch=0)
         recorder.join()
         measured = recorder.on_step(Step(1, 1.0, 1.0))
         assert (measured[metrics.SPEC_ERRORS], measured[metrics.SPEC_DRAFT_S]) == (4, 1.0)
         assert metrics.SPEC_ERRORS not in recorder.on_step(Step(1, 1.0, 1.0)), "counted once"
     finally:
         recorder.close()
+
+
+def test_errors_are_counted_and_the_first_is_logged(caplog):
+    recorder = Recorder(SimpleNamespace(restarts=0), None, lambda: 1, DraftCounts(dict))
+    for _ in range(2):
+        recorder.start(None, step=1, part=1, epoch=0)
+    assert recorder.on_step(Step(1, 1.0, 1.0))[metrics.HISTORY_ERRORS] == 2
+    assert caplog.text.count("recording failed") == 1
+    recorder.close()
 
 
 class Queue:
@@ -180,6 +189,9 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(tmp_path, mo
     queue.tags["zsurplus"]["global_steps"] = 2  # verl takes staler groups first
     request = {"id": "r", "prompt_key": prompt_key([1, 1]).hex(), "draft_errors": 2, "draft_seconds": 0.5}
     queue.data["filtered_0_0"]["extra_fields"] = {FIELD: [request]}
+    queue.data["trained_0_0"]["extra_fields"] = {
+        FIELD: [{**request, "prompt_key": prompt_key([2, 2]).hex(), "draft_errors": 1}]
+    }
 
     history = Slow(tmp_path / "h", permits=1000)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
@@ -192,7 +204,7 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(tmp_path, mo
         recorder.start(batch, step=1, part=1, epoch=0)
         recorder.drain()
         kept = recorder.on_step(Step(1, 1.0, 1.0))
-        assert kept[metrics.SPEC_ERRORS] == 2, "draft counts of untrained samples are missing"
+        assert kept[metrics.SPEC_ERRORS] == 3, "draft counts of untrained samples are missing"
         dropped = {1} if asynchronous else {1, 3}  # the asynchronous buffer keeps what it did not take
         assert (kept["rollout/history/errors"], kept["rollout/history/untrained"]) == (0, 2 * len(dropped))
         reader = HistoryReader(tmp_path / "h", "vocabulary")
@@ -209,63 +221,31 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(tmp_path, mo
         history.writer.close()
 
 
-@pytest.fixture
-def recorded(tmp_path, monkeypatch):
-    """Recorder, queue and reader of a history that keeps two visits of a prompt; all steps are in one epoch."""
-    queue = Queue()
-    for module in ("verl_rhyme.processes.stored_samples", "verl_rhyme.trainer.recorder"):
-        monkeypatch.setattr(f"{module}.tq", queue)
-    history = Slow(tmp_path / "h", permits=1000, epochs=2)
-    recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
-
-    def record(step, *groups, start=recorder.start, **where):
-        """Record groups: prompt, uid, and numbers of the samples."""
-        keys = []
-        for prompt, uid, numbers in groups:
-            queue.put_group(prompt, uid, [1.0] * (max(numbers) + 1), version=step)
-            keys += [f"{uid}_{n}_0" for n in numbers]
+def test_groups_are_visits_whether_trained_or_not(slow, tmp_path):
+    """Two groups of one prompt in one step are both kept; parts of a group add up."""
+    recorder, queue, history = slow
+    history.permits.release(1000)
+    parts = [
+        ("trained", [0, 1], 1),
+        ("filtered", [0], None),
+        ("filtered", [1], None),
+        ("later", [0], 2),
+        ("later", [1], 3),
+    ]
+    for uid, numbers, step in parts:
+        queue.put_group(7, uid, [1.0, 1.0])
+        keys = [f"{uid}_{number}_0" for number in numbers]
         batch = KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys])
-        start(batch, step=step, epoch=0, **where)
+        if step is None:
+            recorder.start_untrained(batch, step=1, epoch=0)
+        else:
+            recorder.start(batch, step=step, part=step, epoch=0)
         recorder.drain()
-        assert recorder.on_step(Step(1, 1.0, 1.0))["rollout/history/errors"] == 0
-
-    def kept(prompt):
-        reader = HistoryReader(tmp_path / "h", "vocabulary")
-        found = reader.get(prompt_key([prompt, prompt]))
-        reader.close()
-        return list(zip(found.step.tolist(), found.sample.tolist(), strict=True))
-
-    yield recorder, record, kept
-    recorder.close()
-    history.writer.close()
-
-
-def test_latest_visits_are_kept_of_a_prompt_that_recurs_within_an_epoch(recorded):
-    _, record, kept = recorded
-    for step in range(1, 6):
-        record(step, (7, f"visit-{step}", [0, 1]), part=step)
-    assert kept(7) == [(4, 0), (4, 1), (5, 0), (5, 1)]
-
-
-def test_group_recorded_in_pieces_is_one_visit(recorded):
-    """Pieces are parts of one step, of two steps, or untrained samples of the same step."""
-    recorder, record, kept = recorded
-    record(1, (7, "first", [0, 1]), part=1)
-    record(2, (7, "second", [0]), part=2)
-    record(2, (7, "second", [1]), start=recorder.start_untrained)
-    record(3, (7, "second", [2, 3]), part=3)
-    assert kept(7) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 2), (3, 3)]
-    record(3, (7, "second", [2, 3]), part=3)
-    assert len(kept(7)) == 6, "a step that is recorded again counts once"
-    record(4, (7, "third", [0]), part=4)
-    assert kept(7) == [(2, 0), (2, 1), (3, 2), (3, 3), (4, 0)]
-
-
-def test_two_groups_of_one_prompt_in_one_step_are_both_kept(recorded):
-    recorder, record, kept = recorded
-    record(1, (7, "trained", [0, 1]), part=1)
-    record(1, (7, "filtered", [0, 1]), start=recorder.start_untrained)
-    assert kept(7) == [(1, 0), (1, 1)] * 2
+    assert recorder.on_step(Step(1, 1.0, 1.0))["rollout/history/errors"] == 0
+    reader = HistoryReader(tmp_path / "h", "vocabulary")
+    found = reader.get(prompt_key([7, 7]))
+    reader.close()
+    assert list(zip(found.step.tolist(), found.sample.tolist(), strict=True)) == [(1, 0), (1, 1)] * 2 + [(2, 0), (3, 1)]
 
 
 def test_sample_without_records_gets_the_key_of_its_group():
@@ -274,8 +254,9 @@ def test_sample_without_records_gets_the_key_of_its_group():
     queue = Queue()
     queue.put_group(1, "a", [0.0, 0.0])
     queue.put_group(2, "b", [0.0])
+    queue.data["a_1_0"]["extra_fields"] = {FIELD: [{"prompt_key": "ab" * 16}]}
     samples = _Samples.of(KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("verl_rhyme.processes.stored_samples.tq", queue)
-        found = samples.prompts([[], [{"prompt_key": "ab" * 16}], []])
+        found = samples.prompts()
     assert found == [bytes.fromhex("ab" * 16)] * 2 + [prompt_key([2, 2])]

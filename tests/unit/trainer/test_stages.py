@@ -13,7 +13,7 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import Part
 from verl_rhyme.trainer import fetching as fetching_module
 from verl_rhyme.trainer import stages as stages_module
-from verl_rhyme.trainer.stages import Stages, why_updates_wait
+from verl_rhyme.trainer.stages import Stages, find_unsupported_option
 
 
 def config(*changes):
@@ -54,17 +54,15 @@ class Workers:
         self.called, self.why = [], [None, None]
         self._dispatch_info = {"actor": [0], "ref": [0]}
 
-    def why_updates_wait(self):
+    def find_unsupported_feature(self):
         return self.why
-
-    def fetched_bytes(self):
-        return [(100, 200), (10, 20)]
 
     def drop_update(self):
         self.called.append("drop")
 
     def finish_update(self):
         self.called.append("finish")
+        time.sleep(0.05)
         return [None, {"mfu": [0.5], "pg_loss": [1.0, 3.0]}]
 
 
@@ -79,7 +77,7 @@ class Trainer:
         self.actor_rollout_wg = self.ref_policy_wg = Workers()
         self.mapping = {}
         self.fields, self.fetched = ["uid", "input_ids", "response_mask"], []
-        self.supplied = 0
+        self.loaded = 0
         self.tokenizer = SimpleNamespace(eos_token_id=0)
 
     def _stage(name):
@@ -96,8 +94,8 @@ class Trainer:
 
         return stage
 
-    def supply(self):
-        self.supplied += 1
+    def load_prompts(self):
+        self.loaded += 1
 
     _compute_old_log_prob = _stage("old_log_prob")
     _compute_ref_log_prob = _stage("ref")
@@ -116,6 +114,21 @@ def trainer(monkeypatch):
     return made
 
 
+@pytest.fixture
+def multiples(monkeypatch):
+    """Multiples to which parts are padded."""
+    seen = []
+    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: seen.append(m) or b)
+    return seen
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    seen = []
+    monkeypatch.setattr(stages_module.logger, "warning", lambda line, *values: seen.append(line % values))
+    return seen
+
+
 def waiting(trainer):
     """Return stages whose gradients wait for the whole batch."""
     trainer.config.actor_rollout_ref.actor.ppo_epochs = 2
@@ -130,35 +143,31 @@ def batch(keys, length=10):
     return SimpleNamespace(keys=list(keys), tags=[{"seq_len": 10, "response_len": length} for _ in keys])
 
 
-def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch):
-    multiples = []
-    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: multiples.append(m) or b)
+def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch, multiples):
     trainer.actor_ranks = 2
     stages = Stages(trainer, streams=True)
-    sizes = {"actor": ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", 4)}
-    sizes |= {of: ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", n) for of, n in (("rollout", 6),)}
-    stages.part(part("ab"))
-    for of, (dynamic, name, size) in sizes.items():
+    sizes = [("actor", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", 4)]
+    sizes += [("rollout", "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", 6)]
+    stages.run_part(part("ab"))
+    for of, dynamic, name, size in sizes:
         trainer.config.actor_rollout_ref[of][dynamic] = False
         trainer.config.actor_rollout_ref[of][name] = size
-        stages.part(part([f"{of}{i}" for i in range(2)]))
+        stages.run_part(part([f"{of}{i}" for i in range(2)]))
     assert multiples == [2, 8, 24]
     waits = waiting(trainer)
     monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 10)
-    waits.rest(batch("abcdef"), {})
+    waits.finish(batch("abcdef"), {})
     assert multiples[-1] == 120, "not a multiple of ranks, micro-batches and mini-batches"
 
 
 @pytest.mark.parametrize(("own", "multiple"), [(None, 2 * 4 * 3), (6, 2 * 6 * 3)])
-def test_parts_fill_the_micro_batch_groups_of_an_interleaved_pipeline(trainer, monkeypatch, own, multiple):
-    multiples = []
-    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: multiples.append(m) or b)
+def test_parts_fill_the_micro_batch_groups_of_an_interleaved_pipeline(trainer, multiples, own, multiple):
     trainer.actor_ranks = 2
     actor = trainer.config.actor_rollout_ref.actor
     actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu = False, 3
     engine = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
     actor.megatron = engine | {"override_transformer_config": own and {"microbatch_group_size_per_vp_stage": own}}
-    Stages(trainer, streams=True).part(part("ab"))
+    Stages(trainer, streams=True).run_part(part("ab"))
     assert multiples == [multiple]
 
 
@@ -167,58 +176,44 @@ STAGES = ["old_log_prob", "ref", "adv", "update_actor"]
 
 def test_each_trajectory_runs_once(trainer):
     stages, metrics = Stages(trainer, streams=True), {}
-    stages.part(part("ab"))
-    stages.part(part("abcd"))  # sent again after a restart of the coordinator
-    stages.part(part("ab"))
-    whole = stages.rest(batch("abcdef"), metrics)
+    stages.run_part(part("ab"))
+    stages.run_part(part("abcd"))  # sent again after a restart of the coordinator
+    stages.run_part(part("ab"))
+    whole = stages.finish(batch("abcdef"), metrics)
     assert trainer.stages == [(stage, list(keys)) for keys in ("ab", "cd", "ef") for stage in STAGES]
     assert (sorted(whole.keys), len(whole)) == (list("abcdef"), 6)
     assert trainer.actor_rollout_wg.called == ["finish"]
     assert (metrics[names.STREAM_EARLY], metrics[names.STREAM_PARTS]) == (4 / 6, 3)
     assert metrics["actor/pg_loss"] == 2
     assert metrics["perf/mfu/actor"] == 0.5
+    assert trainer.timing_raw["update_actor"] >= 0.05, "the optimizer's step is not timed"
     assert metrics["tokens"] == pytest.approx((10.5 + 12.5 + 10) / 3)
 
 
-def test_batch_without_parts(trainer):
+@pytest.mark.parametrize(("early", "share"), [("", 0), ("abcd", 1)])
+def test_batch_without_parts_or_rest(trainer, early, share):
     stages, metrics = Stages(trainer, streams=True), {}
-    for _ in range(2):  # one after another
-        stages.rest(batch("abcd"), metrics)
-        assert metrics[names.STREAM_EARLY] == 0
+    for _ in range(2):  # one batch after another
+        stages.run_part(part(early))
+        assert sorted(stages.finish(batch("abcd"), metrics).keys) == list("abcd")
+        assert metrics[names.STREAM_EARLY] == share
     assert trainer.actor_rollout_wg.called == ["finish", "finish"]
 
 
-def test_optimizer_step_is_timed_as_update_actor(trainer, monkeypatch):
-    monkeypatch.setattr(Workers, "finish_update", lambda self: time.sleep(0.2) or [{"mfu": [0.5]}])
-    Stages(trainer, streams=True).rest(batch("ab"), {})
-    assert trainer.timing_raw["update_actor"] > 0.2
-
-
-def test_batch_whose_parts_cover_all_of_it(trainer):
-    stages, metrics = Stages(trainer, streams=True), {}
-    stages.part(part("abcd"))
-    assert sorted(stages.rest(batch("abcd"), metrics).keys) == list("abcd")
-    assert (metrics[names.STREAM_EARLY], trainer.actor_rollout_wg.called) == (1, ["finish"])
-
-
-def test_waiting_batch_is_padded_though_its_parts_cover_all_of_it(trainer, monkeypatch):
+def test_waiting_batch_is_padded_though_its_parts_cover_all_of_it(trainer, monkeypatch, multiples):
     """verl's padding of the mini-batches would have no log-probs."""
-    multiples = []
-    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: multiples.append(m) or b)
     monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 6)
     stages = waiting(trainer)
-    stages.part(part("ab"))
-    stages.part(part("cd"))
-    assert sorted(stages.rest(batch("abcd"), {}).keys) == list("abcd")
+    stages.run_part(part("ab"))
+    stages.run_part(part("cd"))
+    assert sorted(stages.finish(batch("abcd"), {}).keys) == list("abcd")
     assert multiples == [1, 1, 6]
 
 
-def test_parts_of_another_batch_are_dropped(trainer, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(stages_module.logger, "warning", warnings.append)
+def test_parts_of_another_batch_are_dropped(trainer, warnings):
     stages, metrics = Stages(trainer, streams=True), {}
-    stages.part(part("ax"))
-    whole = stages.rest(batch("abcd"), metrics)
+    stages.run_part(part("ax"))
+    whole = stages.finish(batch("abcd"), metrics)
     assert trainer.actor_rollout_wg.called == ["drop", "finish"]
     assert sorted(whole.keys) == list("abcd")
     assert trainer.stages[-1] == ("update_actor", list("abcd"))
@@ -228,9 +223,10 @@ def test_parts_of_another_batch_are_dropped(trainer, monkeypatch):
 
 def test_waiting_gradients_run_only_earlier_stages(trainer):
     stages, metrics = waiting(trainer), {}
-    stages.part(part("ab"))
-    whole = stages.rest(batch("abcd"), metrics)
+    stages.run_part(part("ab"))
+    whole = stages.finish(batch("abcd"), metrics)
     assert [stage for stage, _ in trainer.stages] == ["old_log_prob", "ref"] * 2
+    assert trainer.loaded >= 2, "a filter may drop groups during the stages of a part, which take minutes"
     assert trainer.actor_rollout_wg.called == []
     assert sorted(whole.keys) == list("abcd")
 
@@ -253,47 +249,35 @@ def test_stages_fetch_only_new_fields(trainer, changes, fetched):
     trainer.use_reference_policy = changes.get("use_reference_policy", True)
     trainer.ref_policy_wg = SimpleNamespace(_dispatch_info={"ref": changes.get("ranks", [0])})
     trainer.mapping = {Role.Actor: "pool", Role.RefPolicy: changes.get("pool", "pool")}
-    stages, metrics = Stages(trainer, streams=True), {}
+    stages = Stages(trainer, streams=True)
     for keys in ("ab", "cd"):
         trainer.fields = ["uid", "input_ids", "response_mask"]
-        stages.part(part(keys))
+        stages.run_part(part(keys))
     assert trainer.fetched == fetched * 2
-    stages.rest(batch("abcd"), metrics)
-    assert (metrics[names.STREAM_FETCHED], metrics[names.STREAM_REUSED]) == (110, 220)
 
 
 def test_bypass_mode_computes_no_old_log_probs(trainer):
     trainer.config.algorithm.rollout_correction = {"bypass_mode": True}
-    Stages(trainer, streams=True).part(part("ab"))
+    Stages(trainer, streams=True).run_part(part("ab"))
     assert trainer.fetched[0] == ("ref", True, None)
 
 
-def test_prompts_are_supplied_between_stages(trainer):
-    """A filter may drop groups during the stages of a part, which take minutes."""
-    Stages(trainer, streams=True).part(part("ab"))
-    assert trainer.supplied >= 2
-
-
 @pytest.mark.parametrize(("why", "called"), [([None, None], []), ([None, "aux"], ["drop"])])
-def test_engine_that_cannot_accumulate_is_detected_at_the_start(trainer, monkeypatch, why, called):
-    warnings = []
-    monkeypatch.setattr(stages_module.logger, "warning", lambda *line: warnings.append(line[0] % line[1:]))
+def test_engine_that_cannot_accumulate_is_detected_at_the_start(trainer, warnings, why, called):
     trainer.actor_rollout_wg.why = why
     stages = Stages(trainer, streams=True)
-    stages.ask_workers()
+    stages.check_workers()
     assert trainer.actor_rollout_wg.called == called
     assert stages.updates == (not called)
     assert [("aux" in line) for line in warnings] == [True for _ in called]
 
 
-def test_more_trajectories_than_a_mini_batch_stop_streaming(trainer, monkeypatch):
+def test_more_trajectories_than_a_mini_batch_stop_streaming(trainer, multiples, warnings):
     """If an agent loop returns several trajectories per sample, verl takes a step for each mini-batch."""
-    monkeypatch.setattr(stages_module.logger, "warning", lambda *_: None)
-    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: b)
     stages = Stages(trainer, streams=True)
-    stages.part(part("abcdef"))  # a mini-batch has 4 prompts x 2 samples
+    stages.run_part(part("abcdef"))  # a mini-batch has 4 prompts x 2 samples
     assert trainer.actor_rollout_wg.called == []
-    whole = stages.rest(batch("abcdefghij"), {})
+    whole = stages.finish(batch("abcdefghij"), {})
     assert trainer.actor_rollout_wg.called == ["drop"]
     assert not stages.updates
     assert sorted(whole.keys) == list("abcdefghij")
@@ -304,8 +288,8 @@ def test_more_trajectories_than_a_mini_batch_stop_streaming(trainer, monkeypatch
 def test_entropy_is_averaged_like_the_loss(trainer, mode, entropy):
     trainer.config.actor_rollout_ref.actor.loss_agg_mode = mode
     stages, metrics = Stages(trainer, streams=True), {}
-    stages.part(part("ab", 10))
-    stages.rest(batch("abcd", 30), metrics)
+    stages.run_part(part("ab", 10))
+    stages.finish(batch("abcd", 30), metrics)
     assert metrics["actor/entropy"] == pytest.approx(entropy)
 
 
@@ -329,5 +313,5 @@ def test_entropy_is_averaged_like_the_loss(trainer, mode, entropy):
     ],
 )
 def test_options_for_which_gradients_wait(changes, why):
-    reason = why_updates_wait(config(*changes))
+    reason = find_unsupported_option(config(*changes))
     assert reason is None if why is None else why in reason

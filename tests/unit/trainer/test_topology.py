@@ -1,7 +1,5 @@
 """Replacement of dead replicas while a trainer waits."""
 
-import threading
-from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,8 +11,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
 from verl_rhyme.checks.preflight.compose import compose
-from verl_rhyme.coordinator import replicas
-from verl_rhyme.coordinator.replicas import Spares, obstacle
+from verl_rhyme.config import RhymeConfig
 from verl_rhyme.processes.deaths import Outliving, ReplicaDied
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.registry import TRAINERS, RhymeTrainerSync
@@ -29,12 +26,12 @@ def trainer(request, monkeypatch):
     """A trainer of each mode, whose last replica is found dead at the third check."""
     mode, looks = request.param, []
 
-    def mend(self, version):
+    def replace_dead(self, version):
         looks.append(version)
         if len(looks) == 3:
             raise ReplicaDied("none is left")
 
-    monkeypatch.setattr(MODES[mode], "mend", mend)
+    monkeypatch.setattr(MODES[mode], "replace_dead", replace_dead)
     config = compose(
         [
             "+rhyme=histospec",
@@ -48,7 +45,7 @@ def trainer(request, monkeypatch):
             "actor_rollout_ref.rollout.custom.rhyme.events.enable=false",
         ]
     )
-    monkeypatch.setattr(topology, "_LOOK_S", 0.0)
+    monkeypatch.setattr(topology, "_CHECK_S", 0.0)
     monkeypatch.setattr(ReplayBufferAsync, "_sync_metadata_from_transfer_queue", lambda self: None)
     made = TRAINERS[mode](config)
     made.replay_buffer.poll_interval = 0.001
@@ -73,46 +70,40 @@ def test_no_replica_starts_while_the_actors_devices_serve(monkeypatch):
     replica = Mock(replica_rank=0)
     servers = {"llm_server_manager": [], "standalone_server_manager": [replica]}
     managers = {name: SimpleNamespace(get_replicas=lambda held=held: held) for name, held in servers.items()}
-    trainer = SimpleNamespace(current_mode=HybridEngineMode.ROLLOUT, _rhyme=None, **managers)
+    trainer = SimpleNamespace(current_mode=HybridEngineMode.ROLLOUT, _rhyme=RhymeConfig(), **managers)
     monkeypatch.setattr(topology, "dead", lambda replicas, hung_s: dict.fromkeys(replicas, "gone"))
     monkeypatch.setattr(topology, "serve", lambda servers: None)
-    assert Separate(trainer).mend(1) == 0
+    assert Separate(trainer).replace_dead(1) == 0
     servers["llm_server_manager"].append(replica)
     with pytest.raises(ReplicaDied, match="on the devices of the actor: gone"):
-        Separate(trainer).mend(1)
+        Separate(trainer).replace_dead(1)
 
 
-@pytest.mark.parametrize(("gone", "expected"), [(0, 2), (1, 2)])
-def test_a_broken_connection_is_tried_again(monkeypatch, gone, expected):
+def test_separate_engines_replace_dead_replicas_and_retry_deliveries(monkeypatch):
+    checked = []
+    monkeypatch.setattr(RelayManager, "check", lambda self: checked.append(self))
+    relay = object.__new__(RelayManager)
+    separate = Separate(SimpleNamespace(current_mode=HybridEngineMode.TRAINER, standalone_checkpoint_manager=relay))
+    separate.spares = SimpleNamespace(mend=lambda version, waits: (version, waits))
+    assert separate.replace_dead(7, waits=False) == (7, False)
+    assert checked == [relay]
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_broken_connection_is_tried_again(monkeypatch, gone):
     """``gone``: replicas that died meanwhile."""
-    answers = [ActorUnavailableError("the network", None)]
-    calls = []
-
-    def abort_replicas(**_):
-        calls.append(1)
-        if answers:
-            raise answers.pop()
-
-    trainer = SimpleNamespace(
-        standalone_checkpoint_manager=SimpleNamespace(abort_replicas=abort_replicas), global_steps=1
-    )
-    monkeypatch.setattr(Separate, "mend", lambda self, version: gone)
-    Separate(trainer).stop()
-    assert len(calls) == expected
-    answers.append(ValueError("no death"))
+    abort = Mock(side_effect=[ActorUnavailableError("the network", None), None, ValueError("no death")])
+    engines = SimpleNamespace(abort_replicas=abort)
+    monkeypatch.setattr(Separate, "replace_dead", lambda self, version: gone)
+    separate = Separate(SimpleNamespace(standalone_checkpoint_manager=engines, global_steps=1))
+    separate.stop()
+    assert abort.call_count == 2
     with pytest.raises(ValueError, match="no death"):
-        Separate(trainer).stop()
-
-
-def test_backends_that_cannot_send_to_a_single_replica():
-    for backend, workers, stopped in (("nixl", 1, True), ("nixl", 2, False), ("kimi_ckpt_engine", 8, True)):
-        assert bool(obstacle(SimpleNamespace(backend=backend, engine_kwargs={}), workers)) is stopped
-    for backend in ("mooncake", "nccl"):
-        assert not obstacle(SimpleNamespace(backend=backend, engine_kwargs={}), 1)
+        separate.stop()
 
 
 @pytest.mark.parametrize("rhyme", [None, SimpleNamespace(placement=SimpleNamespace(policy=None), weights=None)])
-def test_with_rhyme_trainers_replace_dead_replicas(monkeypatch, rhyme):
+def test_with_rhyme_weight_syncs_outlive_replicas(monkeypatch, rhyme):
     names = ("checkpoint_manager", "standalone_checkpoint_manager")
     managers = {name: SimpleNamespace(replicas=[], backend="naive") for name in names}
     monkeypatch.setattr(PPOTrainer, "_setup", lambda self: self.__dict__.update(managers))
@@ -123,50 +114,3 @@ def test_with_rhyme_trainers_replace_dead_replicas(monkeypatch, rhyme):
     for name, manager in managers.items():
         assert isinstance(getattr(trainer, name), Outliving) == (rhyme is not None)
         assert getattr(trainer, name) == manager
-
-
-@pytest.mark.parametrize(("relayed", "expected"), [(True, ActorUnavailableError), (False, ReplicaDied)])
-def test_with_the_relay_another_replica_starts_after_a_failed_send(monkeypatch, relayed, expected):
-    """With other backends the actor may still be sending."""
-
-    def fail(*_):
-        raise ActorUnavailableError("it died", None)
-
-    weights = Mock(config=None, actor_wg=None)
-    if relayed:
-        weights = object.__new__(RelayManager)
-        monkeypatch.setattr(weights, "deliver", fail)
-    monkeypatch.setattr(replicas, "watched", lambda _: nullcontext())
-    monkeypatch.setattr(replicas, "CheckpointEngineManager", fail)
-    spares = Spares(SimpleNamespace(rollout_replicas=[Mock(replica_rank=0)]), weights)
-    with pytest.raises(expected):
-        spares._send(Mock(replica_rank=1), 1)
-
-
-def test_slow_replica_does_not_delay_publication(monkeypatch):
-    """Deaths are found at the end of a later step; a trainer that waits anyway waits for the answers."""
-    one, other = (Mock(replica_rank=rank, nnodes=1, servers=[], workers=[None]) for rank in range(2))
-    servers = SimpleNamespace(rollout_replicas=[one, other], global_load_balancer=Mock())
-    spares = Spares(servers, SimpleNamespace(config=SimpleNamespace(backend="relay"), replicas=[]))
-    answers, looks = threading.Event(), []
-
-    def slow(replicas, hung_s):
-        looks.append(list(replicas))
-        assert answers.wait(10)
-        return {other: "its process is gone"} if other in replicas else {}
-
-    monkeypatch.setattr(replicas, "dead", slow)
-    monkeypatch.setattr(replicas, "serve", lambda servers: None)
-    monkeypatch.setattr(replicas, "end", lambda replica: None)
-    monkeypatch.setattr(replicas, "ray", Mock())
-    monkeypatch.setattr(Spares, "_fill", lambda self, version: None)
-    assert [spares.mend(version, waits=False) for version in (1, 2)] == [0, 0]
-    assert servers.rollout_replicas == [one, other]
-    answers.set()
-    spares._looking.result(10)
-    assert spares.mend(3, waits=False) == 1
-    assert (servers.rollout_replicas, spares.missing) == ([one], 1)
-    spares._looking.result(10)
-    assert spares.mend(4, waits=False) == 0, "a dead replica was replaced twice"
-    assert looks[0] == [one, other]
-    assert looks[-1] == [one]

@@ -133,6 +133,7 @@ class Calls:
         fake = SimpleNamespace(wait=self.wait, get=self.get, kill=lambda actor: None)
         monkeypatch.setattr(ranking, "ray", fake)
         self.hand = ranking.Ranking(RankerConfig(kind="boosting"), None, {}, actor=self)
+        self.hand.on_train_begin(SimpleNamespace(coordinator="coordinator"))
 
     def __getattr__(self, method):
         return SimpleNamespace(remote=lambda *arguments: self.made.append((method, *arguments)) or method)
@@ -149,7 +150,7 @@ class Calls:
 def test_failures_are_counted_and_logged_once(monkeypatch, caplog) -> None:
     calls = Calls(monkeypatch, **dict.fromkeys(("announce", "learn", "save"), RuntimeError("broken")))
     with caplog.at_level(logging.WARNING):
-        calls.hand.on_prompts({"key": "text", "": "text"}, SimpleNamespace(coordinator="coordinator"))
+        calls.hand.on_prompts({"key": "text", "": "text"})
         calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7, 9]}), 1, 0)
         calls.hand.save("folder")
         measured = calls.hand.on_step(None)
@@ -164,7 +165,7 @@ def test_dead_ranker_restores_the_last_checkpoint(monkeypatch) -> None:
     calls.hand.save("step 2")
     calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
     calls.comes = {"learn": RayActorError(), "announce": RayActorError()}
-    calls.hand.on_prompts({"key": "text"}, SimpleNamespace(coordinator="coordinator"))
+    calls.hand.on_prompts({"key": "text"})
     calls.hand.on_step(None)
     assert calls.made[-1] == ("restore", "step 2")
     assert [method for method, *_ in calls.made].count("restore") == 2, "once for each look that found it dead"
@@ -183,7 +184,7 @@ def test_hung_ranker_delays_one_checkpoint_only(monkeypatch) -> None:
     calls.done = False
     calls.hand.save("step 4")
     assert calls.made == [("save", "step 2")]
-    for _ in range(ranking._UNDER_WAY):
+    for _ in range(ranking._MAX_PENDING):
         calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
     assert calls.hand.failures == 2
     calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)

@@ -14,18 +14,19 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
-from cluster import Cluster, Handle, Killed, Queue
 from ray.exceptions import RayActorError
 from tensordict import TensorDict
+from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from tests.unit.workers.cluster import Cluster, Handle, Killed, Queue
 from verl_rhyme.agent_loop import recall, reports, stored_attempts
 from verl_rhyme.agent_loop import worker as worker_module
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, current
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
-from verl_rhyme.config import ElasticConfig
+from verl_rhyme.config import ElasticConfig, RhymeConfig
 from verl_rhyme.coordinator import coordinator, replica_start, replicas, worker_pool
 from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.coordinator.replicas import Spares
@@ -39,7 +40,7 @@ from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.trainer.reserve import Reserve
+from verl_rhyme.trainer.elastic import ReplicaScaler
 from verl_rhyme.weights import manager
 from verl_rhyme.weights.delivery import Delivery
 from verl_rhyme.weights.manager import RelayManager
@@ -135,10 +136,13 @@ class World:
         self.salt = self.random.getrandbits(60)
         self.tokens: dict[int, Token] = {}
         self.checkpoint = None
-        self.runs = self.reopened = self.steps = self.moved = self.parts = self.rested = self.returned = 0
+        self.runs = self.reopened = self.steps = self.parts = self.rested = self.returned = 0
         self.uids, self.index = {}, {}  # of this lineage: row of the data -> uid, and the reverse
         rollout = SimpleNamespace(name="vllm", response_length=10**6)
         self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+        # As verl's trainers have them; this is also the manager of the servers.
+        self.llm_server_manager = self.standalone_server_manager = self
+        self.current_mode, self._rhyme = HybridEngineMode.TRAINER, RhymeConfig()
 
     # ---- data ----
 
@@ -200,15 +204,18 @@ class World:
             self.setting = replace(self.setting, router=self.balancer, placement=self.placement)
         self.coordinator = Handle(self.cluster, Coordinator, restarts=True)
         self.global_steps = step + 1
-        self.weights, self.global_load_balancer = Weights(self), self.balancer
+        self.global_load_balancer = self.balancer
+        self.weights = self.checkpoint_manager = self.standalone_checkpoint_manager = Weights(self)
         self.spares = WorldSpares(self)
         self.spares._set(self.rollout_replicas)
-        self.topology = (Separate if self.separate else Colocated)(self)
+        self.topology = (topology.Separate if self.separate else topology.Colocated)(self)
         self.driver = Driver(self.setting, self.load, self.make_workers)
         self.driver.open(self.make_workers(), None if saved is None else saved.state, version=step)
         if self.elastic:
-            self.reserve = Reserve(self.setting, ElasticConfig(1), self, self.weights.config, self.spares, self.slots)
-            self.reserve.begin(self.driver)
+            self.scaler = ReplicaScaler(
+                self.setting, ElasticConfig(1), self, self.weights.config, self.spares, self.slots
+            )
+            self.scaler.on_train_begin(self.driver)
         self.driver.publish(step, STEPS - step)
         while step < STEPS:
             step += 1
@@ -221,14 +228,14 @@ class World:
             assert not any(key.startswith("pad") for key in reply.dropped), "padding is reported as dropped"
             self.taken_at = self.cluster.clock.time()
             if self.separate:
-                self.driver.supply()
+                self.driver.load_prompts()
             self.check(reply, step)
             self.cluster.sleep(self.random.uniform(0.5, 8.0))  # the actor trains
             if step % self.save_every == 0:
                 self.save(step)
             self.driver.pause()
             self.version = step
-            self.topology.publish(step)
+            self.publish(step)
             self.driver.publish(step, STEPS - step)
             padding = [self.padding] if self.early else []
             self.cluster.sleep(0.1)
@@ -237,8 +244,8 @@ class World:
             self.cluster.run(self.queue.clear(ours, TRAIN))
             self.steps = step
             if self.elastic and step < STEPS:
-                self.reserve.observe()
-                changes = self.reserve.act(self.random.choice([-1, -1, 0, 1, 1]), step)
+                self.scaler.report_changes()
+                changes = self.scaler.scale(self.random.choice([-1, -1, 0, 1, 1]), step)
                 self.rested += "training/stream/moved" in changes
                 self.returned += "training/stream/change_s" in changes and "training/stream/moved" not in changes
         self.finish()
@@ -282,10 +289,19 @@ class World:
         self.workers = [Handle(self.cluster, lambda: Worker(self)) for _ in range(WORKERS)]
         return list(self.workers)
 
-    def deliver(self, version):
-        """Send new weights to each replica; the trainer continues, and deaths meanwhile are replaced."""
-        for replica in self.rollout_replicas:
-            self.weights.send(replica, version, self.rules.finishes)
+    def publish(self, version):
+        """Sync the weights; with the relay the trainer continues, and deaths meanwhile are replaced."""
+        if self.separate:
+            self.topology.replace_dead(version)
+        if self.rules.one_by_one:
+            for replica in self.rollout_replicas:
+                self.weights.send(replica, version, self.rules.finishes)
+            return
+        if self.separate:
+            self.weights.call("stop", False)
+            self.cluster.sleep(self.random.choice([0.0, 1.0]))
+        self.weights.call("update", version)
+        self.weights.call("resume")
 
     # ---- replicas, as in verl's LLMServerManager ----
 
@@ -299,14 +315,8 @@ class World:
         """Make a replica with verl's attributes."""
         handle, rank = Handle(self.cluster, lambda: Engine(self, version)), self.named
         self.named += 1
-        about = {
-            "replica_rank": rank,
-            "nnodes": 1,
-            "_server_address": f"r{rank}",
-            "_server_handle": handle,
-            "servers": [handle],
-        }
-        return Namespace(**about, workers=[], resource_pool=None)
+        server = {"_server_address": f"r{rank}", "_server_handle": handle, "servers": [handle]}
+        return Namespace(replica_rank=rank, nnodes=1, workers=[], resource_pool=None, **server)
 
     @property
     def replicas(self):
@@ -350,7 +360,6 @@ class World:
         assert reply.keys, "nothing to train"
         assert "rollout/lengths/forecast_errors" not in reply.metrics
         assert "rollout/placement/errors" not in reply.metrics
-        self.moved += reply.metrics.get("rollout/placement/moved", 0)
         rows = self.queue.partitions[TRAIN]
         samples = [Attempt.named(key.rpartition("_")[0]).sample for key in reply.keys]
         for key, (uid, number), tag in zip(reply.keys, samples, reply.tags, strict=True):
@@ -473,19 +482,11 @@ class Engine:
         record = RequestRecord(
             id=f"{len(self.world.tokens)}/{now}",
             prompt_key=meta["key"],
-            sample=meta["sample"],
-            attempt=meta["attempt"],
-            replica=0,
-            node="",
-            queued_at=now,
-            started_at=now,
-            first_token_at=now,
-            finished_at=now,
-            prompt_tokens=len(prompt_ids),
-            response_tokens=len(made),
-            policy_version_start=self.version,
-            policy_version_end=self.version,
-            stop_reason=reason,
+            **{name: meta[name] for name in ("sample", "attempt")},
+            **{"replica": 0, "node": "", "stop_reason": reason},
+            **dict.fromkeys(("queued_at", "started_at", "first_token_at", "finished_at"), now),
+            **{"prompt_tokens": len(prompt_ids), "response_tokens": len(made)},
+            **dict.fromkeys(("policy_version_start", "policy_version_end"), self.version),
         )
         return TokenOutput(
             token_ids=made,
@@ -564,6 +565,25 @@ class Weights(RelayManager):
         self._world, self._nodes, self._under_way = world, {}, {}
         self.config, self.replicas = SimpleNamespace(backend="relay"), []
 
+    def call(self, method, *arguments):
+        """Call all replicas; the run ends if one is dead, and is not replaced."""
+        try:
+            self._call(method, *arguments)
+        except RayActorError as error:
+            raise RunEnded from error
+
+    def _call(self, method, *arguments):
+        self._world.cluster.get([getattr(r, method).remote(*arguments) for r in self._world.replicas.values()])
+
+    def abort_replicas(self, reject_request):
+        (self._call if self._world.separate else self.call)("stop", reject_request)
+
+    def resume_generation_replicas(self):
+        (self._call if self._world.separate else self.call)("resume")
+
+    def check(self):
+        return 0
+
     def send(self, replica, version, patient):
         delivery = self._world.deliveries.setdefault(replica, Delivery(contextlib.nullcontext))
         taking = delivery.take(Replica(self._world, replica._server_handle), version, patient)
@@ -619,70 +639,6 @@ class WorldSpares(Spares):
 async def _unless_dead(taking):
     with contextlib.suppress(RayActorError):
         await taking
-
-
-class Colocated:
-    """Like ``trainer.topology.Colocated``: engines stop when a batch is collected, and a death ends the run."""
-
-    separate = False
-
-    def __init__(self, world):
-        self.world = world
-
-    def _tell_all(self, method, *arguments):
-        cluster = self.world.cluster
-        cluster.get([getattr(replica, method).remote(*arguments) for replica in self.world.replicas.values()])
-
-    def _call(self, method, *arguments):
-        try:
-            self._tell_all(method, *arguments)
-        except RayActorError as error:
-            raise RunEnded from error
-
-    def stop(self):
-        self._call("stop", True)
-
-    def resume(self):
-        self._call("resume")
-
-    def mend(self, version):
-        if not all(replica.alive for replica in self.world.replicas.values()):
-            raise RunEnded("a replica died")
-        return 0
-
-    def publish(self, version):
-        self._call("update", version)
-        self._call("resume")
-
-
-class Separate(Colocated):
-    """Like ``trainer.topology.Separate``: engines continue, and dead replicas are replaced."""
-
-    separate = True
-    _over_deaths = topology.Separate._over_deaths
-
-    def __init__(self, world):
-        super().__init__(world)
-        self._trainer = world
-
-    def stop(self):
-        self._over_deaths(lambda: self._tell_all("stop", True))
-
-    def resume(self):
-        self._over_deaths(lambda: self._tell_all("resume"))
-
-    def mend(self, version):
-        return self.world.spares.mend(version)
-
-    def publish(self, version):
-        self.mend(version)
-        if self.world.rules.one_by_one:
-            self.world.deliver(version)
-            return
-        self._call("stop", False)
-        self.world.cluster.sleep(self.world.random.choice([0.0, 1.0]))
-        self._call("update", version)
-        self._call("resume")
 
 
 class Worker(_Worker):
@@ -769,21 +725,20 @@ def install(world, monkeypatch):
         return batch
 
     ray = SimpleNamespace(get=cluster.get, kill=cluster.kill, get_runtime_context=cluster.get_runtime_context)
-    monkeypatch.setattr(reports, "tq", tq)
-    monkeypatch.setattr(coordinator, "tq", tq)
-    monkeypatch.setattr(stored_attempts, "tq", tq)
+    for module in (reports, coordinator, stored_attempts):
+        monkeypatch.setattr(module, "tq", tq)
     for module in (recall, worker_module):
         monkeypatch.setattr(module, "tq", SimpleNamespace(async_kv_batch_get=tensors))
     monkeypatch.setattr(reports, "list_of_dict_to_tensordict", lambda rows: rows)
     monkeypatch.setattr(worker_module._AgentLoopWorker, "_agent_loop_postprocess", store)
-    for module in (coordinator, worker_pool, driver_module):
-        monkeypatch.setattr(module, "ray", ray)
-    for module in (replicas, replica_start, manager):
+    for module in (coordinator, worker_pool, driver_module, replicas, replica_start, manager):
         monkeypatch.setattr(module, "ray", ray)
     for module in (driver_module, replicas):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=cluster.sleep, monotonic=cluster.clock.time))
     gone = lambda replicas, hung_s=None: {r: "gone" for r in replicas if not r._server_handle.alive}  # noqa: E731
-    monkeypatch.setattr(replicas, "dead", gone)
+    for module in (replicas, topology):
+        monkeypatch.setattr(module, "dead", gone)
+    monkeypatch.setattr(topology, "Spares", lambda *_: world.spares)
     monkeypatch.setattr(replicas, "Start", lambda make: Starting(world))
     monkeypatch.setattr(replicas, "wait", lambda starts, timeout, return_when: starts and cluster.sleep(timeout))
     monkeypatch.setattr(replicas, "_let_go", lambda replicas: None)  # their servers died with them

@@ -4,19 +4,15 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme.config import PlacementConfig, RhymeConfig, SchedulingConfig
-from verl_rhyme.trainer.layout import with_padding_spread
+from verl_rhyme.config import RhymeConfig, SchedulingConfig
+from verl_rhyme.trainer.layout import spread_padding
 from verl_rhyme.trainer.pipeline import RhymePipelineColocated
-
-
-def tags(lengths, padding=0):
-    real = [{"response_len": length, "is_padding": False} for length in lengths]
-    return [*real, *({"response_len": 1, "is_padding": True} for _ in range(padding))]
 
 
 def test_padding_is_spread_and_other_rows_are_sorted():
     lengths = np.random.default_rng(0).permutation(np.arange(1, 31))
-    order = with_padding_spread(tags(lengths, padding=6), 1.0, np.random.default_rng(0))
+    tags = [{"response_len": length} for length in lengths] + [{"response_len": 1, "is_padding": True}] * 6
+    order = spread_padding(tags, 1.0, np.random.default_rng(0))
     assert sorted(order.tolist()) == list(range(36))
     places = np.flatnonzero(order >= 30)
     assert (np.diff(places) == 6).all(), "padding is not in each mini-batch of six"
@@ -24,22 +20,8 @@ def test_padding_is_spread_and_other_rows_are_sorted():
 
 
 def test_without_padding_nothing_is_inserted():
-    order = with_padding_spread(tags([3, 1, 2]), 1.0, np.random.default_rng(0))
+    order = spread_padding([{"response_len": length} for length in (3, 1, 2)], 1.0, np.random.default_rng(0))
     assert order.tolist() == [1, 2, 0]
-
-
-@pytest.mark.parametrize(
-    ("placement", "wanted"),
-    [
-        ({"policy": "histopipe", "options": {"tail": 0.2}}, ("histopipe", {"tail": 0.2})),
-        ({"policy": "longest_first"}, ("longest_first", {})),
-        ({}, None),
-    ],
-)
-def test_the_coordinator_places_by_expected_lengths(placement, wanted):
-    trainer = object.__new__(RhymePipelineColocated)
-    trainer._rhyme = RhymeConfig(placement=PlacementConfig(**placement))
-    assert trainer._planned() == wanted
 
 
 @pytest.mark.parametrize(
