@@ -65,7 +65,7 @@ def puzzles(quick: bool, fresh: bool) -> Task:
     test = "fresh" if fresh else "test"
     known, new = (length_pairs.load(length_pairs.FOLDER / f"puzzles-{split}.parquet") for split in ("train", test))
     if quick:
-        known, new = known.take(range(96)), new.take(range(48))
+        known, new = known.select(range(96)), new.select(range(48))
     return Task(known, new, length_pairs.MODEL, {})
 
 
@@ -122,7 +122,7 @@ def arms(task: Task, quick: bool, seed: int) -> dict[str, Arm]:
 
 
 def forecasts(test: Pairs, expected: Floats | None) -> dict[str, float]:
-    """Of the predictor, group by group, told what a ranker expects or not: :meth:`Quality.take` of all."""
+    """Of the predictor, group by group, told what a ranker expects or not: :meth:`Quality.pop_metrics` of all."""
     predictor, quality = LengthPredictor(length_pairs.LIMIT), Quality()
     for number, lengths in enumerate(test.lengths):
         prompt, tokens = str(number), [int(each) for each in lengths]
@@ -131,7 +131,7 @@ def forecasts(test: Pairs, expected: Floats | None) -> dict[str, float]:
         told = float(predictor.forecast([prompt]).expected[0])
         quality.add(told, tokens, predictor.knows(prompt), predictor.ranked(prompt))
         predictor.learn(prompt, tokens)
-    return {name: round(value, 3) for name, value in quality.take().items()}
+    return {name: round(value, 3) for name, value in quality.pop_metrics().items()}
 
 
 def rows(quick: bool, seed: int, only: str, fresh: bool = True) -> Iterator[dict[str, Any]]:
@@ -156,7 +156,7 @@ def rows(quick: bool, seed: int, only: str, fresh: bool = True) -> Iterator[dict
                 "trained_on": len(task.train),
                 "measured_on": len(task.test),
                 "seconds": round(seconds, 1),
-                **{figure: round(value, 3) for figure, value in task.test.recalls(predicted).items()},
+                **{figure: round(value, 3) for figure, value in task.test.evaluate(predicted).items()},
                 "forecasts": forecasts(task.test, predicted if ranks else None),
             }
 

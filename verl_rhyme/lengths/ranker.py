@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float64]
 
 LOSSES = ("listwise", "margin", "regression")
 #: Share of the prompts held out for early stopping and calibration.
-HELD_OUT = 0.15
+_HELD_OUT = 0.15
 #: Files of a saved ranker, in addition to those of its language model.
 ABOUT, HEAD = "ranker.json", "head.safetensors"
 _FORMAT = 1
@@ -46,6 +46,8 @@ _TINY = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "n
 _SCORED_AT_ONCE = 64
 #: Tokens of a typical prompt; initial weight of the number of tokens.
 _TYPICAL, _SIZE = 128.0, 8.0
+#: Epochs without a better held-out rank correlation, after which training ends.
+_PATIENCE = 4
 #: Minimum learning rate of the head: it starts at zero, also on a large model that should change little.
 _HEAD_RATE = 3e-3
 
@@ -59,7 +61,6 @@ class Training:
         epochs: Maximum number of passes over the pairs.
         batch: Prompts that are compared with each other in a step.
         rate: Peak learning rate (AdamW; it rises over a tenth of the steps and falls to zero).
-        patience: Epochs without a better held-out rank correlation, after which training ends.
         seed: Random seed of order and weights.
 
     Raises:
@@ -70,14 +71,13 @@ class Training:
     epochs: int = 12
     batch: int = 32
     rate: float = 1e-3
-    patience: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise ValueError(f"loss={self.loss!r} is unknown: choose one of {', '.join(LOSSES)}")
-        if self.epochs < 1 or self.batch < 2 or not self.rate > 0 or self.patience < 1:
-            raise ValueError("training needs at least one epoch, batches of two prompts, a positive rate and patience")
+        if self.epochs < 1 or self.batch < 2 or not self.rate > 0:
+            raise ValueError("training needs at least one epoch, batches of two prompts and a positive rate")
 
 
 class LengthRanker(nn.Module):
@@ -95,8 +95,6 @@ class LengthRanker(nn.Module):
         self.head = nn.Linear(2 * int(body.config.hidden_size) + 1, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        #: Training settings, and the held-out rank correlation.
-        self.about: dict[str, Any] = {}
         self.calibration: Calibration | None = None
         #: Prompts it was trained or calibrated on (:func:`~.pairs.identity`).
         self.trained: frozenset[int] = frozenset()
@@ -152,7 +150,7 @@ class LengthRanker(nn.Module):
         head = {name: tensor.detach().cpu().contiguous() for name, tensor in self.head.state_dict().items()}
         save_file({**head, "trained": torch.tensor(sorted(self.trained), dtype=torch.int64)}, folder / HEAD)
         calibration = None if self.calibration is None else self.calibration.state_dict()
-        about = {"format": _FORMAT, "most": self.most, "about": self.about, "calibration": calibration}
+        about = {"format": _FORMAT, "most": self.most, "calibration": calibration}
         (folder / ABOUT).write_text(json.dumps(about))
 
 
@@ -216,7 +214,6 @@ def load(folder: Path) -> LengthRanker:
         head = load_file(folder / HEAD)
         ranker.trained = frozenset(head.pop("trained").tolist())
         ranker.head.load_state_dict(head)
-        ranker.about = dict(about["about"])
         if about["calibration"] is not None:
             ranker.calibration = Calibration.from_state(about["calibration"])
     except FileNotFoundError as error:
@@ -230,7 +227,7 @@ def fit(
     ranker: LengthRanker,
     pairs: Pairs,
     how: Training,
-    report: Callable[[dict[str, float]], bool] | None = None,
+    report: Callable[[float], object] | None = None,
     gone: Callable[[], float] | None = None,
 ) -> LengthRanker:
     """Train a ranker in place, keep the weights of the best epoch (or the initial ones), and calibrate it.
@@ -239,9 +236,9 @@ def fit(
 
     Args:
         ranker: Ranker to train.
-        pairs: At least eight prompts; :data:`HELD_OUT` of them are held out.
+        pairs: At least eight prompts; 15% of them are held out.
         how: Settings.
-        report: Callback for each epoch's ``epoch``, ``loss`` and held-out ``rank_correlation``; true ends training.
+        report: Callback for each epoch's rank correlation on held-out prompts.
         gone: Share of the training time that has passed; at 1 training ends, also within an epoch. ``None``: no limit.
 
     Raises:
@@ -249,7 +246,7 @@ def fit(
     """
     if len(pairs) < 8:
         raise ValueError(f"a ranker needs at least eight prompts with known lengths, and {len(pairs)} are known")
-    train, aside = pairs.held_out(HELD_OUT)
+    train, aside = pairs.split_by_identity(_HELD_OUT)
     loss_of, rng = _LOSSES[how.loss], np.random.default_rng(how.seed)
     parts = ((ranker.body, how.rate), (ranker.head, max(how.rate, _HEAD_RATE)))
     optimizer = torch.optim.AdamW([{"params": p.parameters(), "lr": rate} for p, rate in parts], weight_decay=0.01)
@@ -270,17 +267,15 @@ def fit(
     kept = copy.deepcopy(ranker.state_dict())
     for epoch in range(how.epochs):
         ranker.train()
-        order, total, seen = rng.permutation(len(train)), 0.0, 0
+        order = rng.permutation(len(train))
         for at in range(0, len(order), how.batch):
             rows = order[at : at + how.batch]
-            seen += len(rows)
             wanted = torch.tensor(targets[rows], dtype=torch.float32, device=ranker.head.weight.device)
             loss = loss_of(ranker([train.prompts[row] for row in rows]), wanted)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(ranker.parameters(), 1.0)
             optimizer.step()
-            total += float(loss.detach()) * len(rows)
             done = max(done + 1, 0.0 if gone is None else steps * gone())
             schedule.step()
             if done >= steps:
@@ -288,13 +283,13 @@ def fit(
         found = rank_correlation(ranker.scores(aside.prompts), aside.means)
         if found > best:
             best, best_at, kept = found, epoch, copy.deepcopy(ranker.state_dict())
-        ends = report is not None and report({"epoch": epoch, "loss": total / seen, "rank_correlation": found})
-        if ends or epoch - best_at >= how.patience or done >= steps:
+        if report is not None:
+            report(found)
+        if epoch - best_at >= _PATIENCE or done >= steps:
             break
     ranker.load_state_dict(kept)
     ranker.calibration = Calibration.fit(ranker.scores(aside.prompts), aside)
     ranker.trained = frozenset(map(identity, pairs.prompts))
-    ranker.about = {"loss": how.loss, "epochs": best_at + 1, "prompts": len(pairs), "rank_correlation": float(best)}
     return ranker.eval()
 
 
