@@ -63,7 +63,7 @@ def read(
     for folder in folders:  # a checkpoint has one for each node, with equal contents
         try:
             lengths |= inspection.lengths(folder)
-        except environment.Damaged as error:
+        except environment.CorruptEnvironment as error:
             raise DataError(f"{folder}: {error}") from error
     prompts = _tokenized(data, tokenizer, column, template)
     pairs = join_by_key(prompts, {key: counts.tolist() for key, counts in lengths.items()})

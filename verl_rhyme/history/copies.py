@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verl_rhyme.history import owner, packing, share
+from verl_rhyme.history import history_folder, packing, share
 from verl_rhyme.history.record import CorruptRecord, PromptHistory, version_of
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Copies:
         self._path = Path(path)
         self._known: OrderedDict[bytes, _Copy] = OrderedDict()  # least recently used first
         self._bytes = 0
-        self._lock: int | None = owner.claim(self._path, uuid.uuid4().hex, _LOCK_TIMEOUT_S)
+        self._lock: int | None = history_folder.acquire(self._path, uuid.uuid4().hex, _LOCK_TIMEOUT_S)
         self._bound = max_bytes or share.automatic(self._path)
 
     def outdated(self, asked: Mapping[bytes, int]) -> dict[bytes, bytes]:
@@ -125,7 +125,7 @@ class Copies:
     def close(self) -> None:
         """Delete the folder and give up the lock. A second call does nothing."""
         if self._lock is not None:
-            owner.disclaim(self._path, self._lock, delete=True)
+            history_folder.release(self._path, self._lock, delete=True)
             self._lock = None
 
     def _file(self, key: bytes) -> Path:

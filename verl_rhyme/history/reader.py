@@ -12,8 +12,8 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from verl_rhyme.history import environment, owner, packing
-from verl_rhyme.history.environment import Damaged, Environment
+from verl_rhyme.history import environment, history_folder, packing
+from verl_rhyme.history.environment import CorruptEnvironment, Environment, HistoryMismatch
 from verl_rhyme.history.record import CorruptRecord, PromptHistory
 
 logger = logging.getLogger(__name__)
@@ -95,8 +95,8 @@ class HistoryReader:
         if identity is None:
             return
         try:
-            self._environment, self._in_use = self._open(), owner.use(self._path)
-        except (lmdb.Error, OSError, Damaged) as error:
+            self._environment, self._in_use = self._open(), history_folder.mark_in_use(self._path)
+        except (lmdb.Error, OSError, CorruptEnvironment, HistoryMismatch) as error:
             if environment.identity(self._path) == identity:
                 self._bad(str(error))
             else:  # replaced while it was being opened; the next check finds the new one
@@ -116,18 +116,10 @@ class HistoryReader:
         folder = environment.current(self._path)
         if folder is None:
             return None
-        with owner.without_writer(self._path) as unchecked:
+        with history_folder.excluding_writer(self._path) as unchecked:
             if unchecked:
                 environment.check(folder)
-            opened = environment.acquire(folder)
-        try:
-            recorded = opened.namespace()
-            if recorded != self._namespace:
-                raise Damaged(f"it belongs to vocabulary {recorded}, but this run's vocabulary is {self._namespace}")
-        except BaseException:
-            environment.release(opened)
-            raise
-        return opened
+            return environment.acquire(folder, self._namespace)
 
     def _bad(self, what: str) -> None:
         self.errors += 1

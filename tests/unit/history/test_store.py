@@ -1,7 +1,6 @@
 """The store: transactions, bounds, namespace, snapshot and restore, readers."""
 
 import gc
-import json
 import logging
 import os
 import subprocess
@@ -10,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+from verl_rhyme.history.inspection import inspect
 from verl_rhyme.history.record import PromptHistory, encoded_bytes
-from verl_rhyme.history.store import AppendStats, HistoryMismatch, HistoryReader, HistoryStore
+from verl_rhyme.history.store import AppendStats, HistoryMismatch, HistoryReader, HistoryStore, find_snapshot
 from verl_rhyme.history.values import stored_bytes
 
 NAMESPACE = "tokenizer-a"
@@ -46,7 +46,7 @@ def responses(history):
 
 def test_appended_responses_are_read(store, reader):
     stats = store.append([trajectory(1, [5, 6], sample=0), trajectory(2, [7]), trajectory(1, [8], sample=1)], step=1)
-    assert stats == AppendStats(prompts=2, trajectories=3, tokens=4)
+    assert stats == AppendStats(prompts=2, trajectories=3)
     assert responses(reader.get(key(1))) == [[5, 6], [8]]
     assert reader.get(key(1)).policy_version.tolist() == [3, 3]
     assert reader.get(key(3)) is None
@@ -174,7 +174,7 @@ def test_bad_trajectories_are_dropped_and_the_rest_recorded(store, reader, caplo
         type(good)(key(3), np.array([2**31]), 0.0, 0, 0, 0),
     ]
     with caplog.at_level(logging.WARNING):
-        assert store.append([*bad, trajectory(4, []), good], step=1) == AppendStats(1, 1, 1, dropped=3)
+        assert store.append([*bad, trajectory(4, []), good], step=1) == AppendStats(1, 1, dropped=3)
     assert len(caplog.records) == 1
     assert responses(reader.get(key(1))) == [[5]]
     assert store.append([], step=2) == AppendStats()
@@ -275,7 +275,7 @@ def test_a_repeated_step_counts_unkept_prompts_once(tmp_path):
     """A writer may die, or time out, after it has recorded a step; its successor gets the step again."""
 
     def largest(store):
-        return max(entry.size for _, entry in store._values.room.entries())
+        return max(entry.size for _, entry in store._values.ledger.entries())
 
     with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=2) as store:
         for step, length in enumerate((8000, 4000)):
@@ -323,24 +323,24 @@ def test_a_full_map_is_rewritten_and_appends_continue(tmp_path, reader):
 _REWRITE = """
 import sys
 import numpy as np
-from verl_rhyme.history import eviction
+from verl_rhyme.history import values
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
 
 def anonymous():
     return next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
 
-eviction._COMMIT_BYTES = 16 << 20
+values._COMMIT_BYTES = 16 << 20
 with HistoryStore(sys.argv[1], "tokenizer-a", 512 << 20, 1) as store:
     for i in range(24):
         tokens = np.arange(900_000, dtype=np.int32)
         store.append([Trajectory(i.to_bytes(16, "big"), tokens, 1.0, 0, 0, 0)], step=i)
-    before, most, packed = anonymous(), 0, eviction.msgpack.packb
+    before, most, packed = anonymous(), 0, values.msgpack.packb
     def watch(value):
         global most
         most = max(most, anonymous())
         return packed(value)
-    eviction.msgpack.packb = watch
+    values.msgpack.packb = watch
     store._rewrite(1 << 40)
     assert store.stats()["prompts"] == 24 and store.stats()["bytes"] > 120 << 20
 print(most - before)
@@ -389,8 +389,7 @@ def test_a_lower_bound_is_obeyed_at_the_next_start(tmp_path, reader):
 def test_snapshot_and_restore(tmp_path, store, reader):
     store.append([trajectory(1, [5]), trajectory(2, [6])], step=1)
     store.snapshot(tmp_path / "global_step_1" / "history")
-    meta = json.loads((tmp_path / "global_step_1" / "history" / "meta.json").read_text())
-    assert (meta["namespace"], meta["prompts"], meta["tokens"]) == (NAMESPACE, 2, 2)
+    assert os.listdir(tmp_path / "global_step_1" / "history") == ["data.mdb"]
     store.append([trajectory(1, [7], epoch=1), trajectory(3, [8])], step=2)
     before = reader.get(key(1))
     assert store.restore(tmp_path / "global_step_1" / "history")
@@ -410,7 +409,7 @@ def test_a_snapshot_replaces_an_older_one_and_leaves_nothing_else(tmp_path, stor
     for step in range(2):
         store.append([trajectory(step, [5])], step=step)
         store.snapshot(tmp_path / "s" / "history")
-        assert json.loads((tmp_path / "s" / "history" / "meta.json").read_text())["prompts"] == step + 1
+        assert inspect(tmp_path / "s" / "history").prompts == step + 1
         assert os.listdir(tmp_path / "s") == ["history"]
 
 
@@ -486,7 +485,7 @@ with HistoryStore(top / "h", "tokenizer-a", 1 << 20, 2) as store:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 9, done.stderr[-2000:]
     with HistoryStore(tmp_path / "again", NAMESPACE, 1 << 20, 2) as store:
-        assert store.restore(tmp_path / "s" / "history")
+        assert store.restore(find_snapshot(tmp_path / "s" / "history"))
         assert store.stats()["responses"] in (1, 2)
         store.snapshot(tmp_path / "s" / "history")
         assert store.restore(tmp_path / "s" / "history")

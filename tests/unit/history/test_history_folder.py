@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from verl_rhyme.history import owner
+from verl_rhyme.history import history_folder
 from verl_rhyme.history.environment import HistoryError
-from verl_rhyme.history.owner import Owner
+from verl_rhyme.history.ownership import Owner
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryReader, HistoryStore
 
@@ -79,7 +79,7 @@ def test_a_second_run_fails_and_deletes_nothing(tmp_path, writer):
 def test_a_live_writer_does_not_count_as_dead_because_of_its_pid(tmp_path, writer, pid):
     folder = tmp_path / "base" / "node"
     owned_by(folder, pid=pid)
-    owner.remove_dead(tmp_path / "base", keep={tmp_path})
+    history_folder._remove_dead(tmp_path / "base", keep=tmp_path)
     assert tokens(folder) == [5, 6]
 
 
@@ -87,10 +87,10 @@ def test_a_killed_writers_folder_is_removed_but_not_this_runs(tmp_path, writer):
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     folder = tmp_path / "base" / "node"
-    owner.remove_dead(tmp_path / "base", keep={folder})
+    history_folder._remove_dead(tmp_path / "base", keep=folder)
     assert tokens(folder) == [5, 6]
     owned_by(folder, pid=os.getpid())  # the pid is in use again, but the free lock shows that the writer is dead
-    owner.remove_dead(tmp_path / "base", keep={tmp_path})
+    history_folder._remove_dead(tmp_path / "base", keep=tmp_path)
     assert not folder.exists()
 
 
@@ -100,7 +100,7 @@ def test_another_machines_folder_counts_as_alive(tmp_path, writer):
     writer.wait()
     folder = tmp_path / "base" / "node"
     owned_by(folder, host="elsewhere", boot="another")
-    owner.remove_dead(tmp_path / "base", keep={tmp_path})
+    history_folder._remove_dead(tmp_path / "base", keep=tmp_path)
     with pytest.raises(HistoryError, match=r"elsewhere.*history\.dir.*owner\.json"):
         open_store(folder)
     assert tokens(folder) == [5, 6]
@@ -146,7 +146,7 @@ def test_a_waiting_writer_gets_the_folder_after_its_complete_deletion(tmp_path, 
     """With deletion in directory order, the lock would be free before the other files are deleted."""
     monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 50))  # check more often
     folder = tmp_path / "h"
-    ending = owner.claim(folder, "first", 1)
+    ending = history_folder.acquire(folder, "first", 1)
     for number in range(30):
         (folder / f"env-{number:04d}").mkdir()
         for file in range(30):
@@ -154,9 +154,9 @@ def test_a_waiting_writer_gets_the_folder_after_its_complete_deletion(tmp_path, 
     (folder / "writer.lock").rename(folder / "moved").rename(folder / "writer.lock")  # tmpfs lists the newest first
 
     with ThreadPoolExecutor(1) as waiting:
-        next_one = waiting.submit(owner.claim, folder, "second", 10)
+        next_one = waiting.submit(history_folder.acquire, folder, "second", 10)
         time.sleep(1.0)
-        owner.disclaim(folder, ending, delete=True)
+        history_folder.release(folder, ending, delete=True)
         held = next_one.result()
     assert {file.name for file in folder.iterdir()} == {"in_use.lock", "owner.json", "writer.lock"}
     assert Owner.of(folder).run == "second"
@@ -169,7 +169,7 @@ def test_a_folder_that_is_no_history_is_never_deleted(tmp_path, text):
     other = tmp_path / "project"
     other.mkdir()
     (other / "owner.json").write_text(text)
-    owner.remove_dead(tmp_path, keep={tmp_path / "node"})
+    history_folder._remove_dead(tmp_path, keep=tmp_path / "node")
     assert [file.name for file in other.iterdir()] == ["owner.json"]
 
 
@@ -190,7 +190,7 @@ def test_a_dead_writers_folder_is_not_removed_through_a_link(tmp_path, writer):
     folder = tmp_path / "base" / "node"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "link").symlink_to(folder)
-    owner.remove_dead(tmp_path / "other", keep={tmp_path})
+    history_folder._remove_dead(tmp_path / "other", keep=tmp_path)
     assert tokens(folder) == [5, 6]
 
 

@@ -68,7 +68,7 @@ def test_recording_has_a_lower_priority_than_rays_processes(tmp_path):
 
     def recording():
         os.setpriority(os.PRIO_PROCESS, 0, 15)
-        writer(tmp_path, NODES[0]).give_way()
+        writer(tmp_path, NODES[0]).lower_priority()
         found.append(os.getpriority(os.PRIO_PROCESS, 0))
 
     thread = threading.Thread(target=recording)
