@@ -50,7 +50,7 @@ class Owner:
 
     @classmethod
     def here(cls, run: str) -> Owner:
-        """Return the owner record of this process."""
+        """Return the record of this process."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return cls(run, socket.gethostname(), boot, os.getpid())
 
@@ -135,12 +135,7 @@ def _is_mine(uid: int, folder: Path) -> bool:
 
 
 def lock(file: Path, create: bool = False, shared: bool = False) -> int | None:
-    """Acquire the kernel's lock on a file, valid across containers, until the descriptor is closed.
-
-    Args:
-        file: File of this user.
-        create: Whether to create a missing file.
-        shared: Whether to take a shared lock.
+    """Acquire the kernel's lock on a file of this user, valid across containers, until the descriptor is closed.
 
     Returns:
         A file descriptor; ``None`` if a process of this host holds the lock.

@@ -46,16 +46,16 @@ class HistoryReader:
         self.errors = 0
 
     def get(self, key: bytes) -> PromptHistory | None:
-        """Return the history of a prompt after the last finished append; ``None`` if there is none.
-
-        Args:
-            key: Prompt key, see :func:`verl_rhyme.history.keys.prompt_key`.
-        """
+        """Return the history of a prompt after the last finished append; ``None`` if there is none."""
         opened = self._latest()
         if opened is None:
             return None
         try:
-            value = _read(opened, key)
+            try:
+                value = _copy(opened, key)
+            except lmdb.MapResizedError:
+                opened.env.set_mapsize(0)
+                value = _copy(opened, key)
             return None if value is None else PromptHistory.decode(value)
         except (lmdb.Error, CorruptRecord, MemoryError) as error:
             self._bad(f"prompt {key.hex()}: {error}")
@@ -130,16 +130,8 @@ class HistoryReader:
             )
 
 
-def _read(opened: Environment, key: bytes) -> np.ndarray | None:
-    """Return a copy of a value: a view of the map would change when the writer reuses its pages."""
-    try:
-        return _copy(opened, key)
-    except lmdb.MapResizedError:
-        opened.env.set_mapsize(0)
-        return _copy(opened, key)
-
-
 def _copy(opened: Environment, key: bytes) -> np.ndarray | None:
+    """Return a copy of a value: a view of the map would change when the writer reuses its pages."""
     with opened.env.begin(db=opened.prompts, buffers=True) as txn:
         value = txn.get(key)
         # numpy releases the interpreter lock during the copy, which takes long if pages of the map are not in memory.

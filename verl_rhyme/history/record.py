@@ -28,13 +28,7 @@ _PER_RESPONSE = ("visit", "policy_version", "sample", "step")
 
 
 def encoded_bytes(tokens: int, responses: int, most: int) -> int:
-    """Return the bytes of a prompt's value.
-
-    Args:
-        tokens: Total tokens of the responses.
-        responses: Number of responses.
-        most: Largest token id.
-    """
+    """Return the bytes of a prompt's value, by the tokens of all responses and the largest token id."""
     n = tokens + responses + 1
     return _size(n, responses, packing.width_of(most + 1), packing.width_of(n - 1))
 
@@ -173,7 +167,7 @@ class PromptHistory:
         return len(self.reward)
 
     def response(self, i: int) -> np.ndarray:
-        """Return the tokens of response ``i``, int32."""
+        """Return the tokens of a response, int32."""
         return self.tokens[self._span(i)]
 
     def _span(self, i: int) -> slice:
@@ -239,7 +233,7 @@ class PromptHistory:
             else:
                 spans.append([start, stop, start - end])
             end += stop - start
-        return suffix_index.without(self.suffixes, np.array(spans, dtype=np.int32).reshape(-1, 3))
+        return suffix_index.drop_responses(self.suffixes, np.array(spans, dtype=np.int32).reshape(-1, 3))
 
     def latest(self, epochs: int) -> PromptHistory:
         """Return this history with its latest visits only."""
