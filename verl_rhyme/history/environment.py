@@ -63,25 +63,20 @@ class Environment:
     Attributes:
         folder: Folder of the environment.
         env: LMDB environment object.
-        pid: Id of the process that opened it.
-        users: Number of users in the process.
         prompts: Database, prompt key -> ``PromptHistory.encode()``.
         seen: Database, prompt key -> msgpack of :class:`verl_rhyme.history.retention.Entry`, including evicted prompts.
         meta: Database, ``b"meta"`` -> msgpack ``{"format", "namespace"}``.
+        pid: Id of the process that opened it.
+        users: Number of users in the process.
     """
 
     folder: Path
     env: lmdb.Environment
+    prompts: Any
+    seen: Any
+    meta: Any
     pid: int = field(default_factory=os.getpid)
     users: int = 1
-    prompts: Any = field(init=False)
-    seen: Any = field(init=False)
-    meta: Any = field(init=False)
-
-    def open_databases(self, create: bool = False) -> None:
-        self.prompts, self.seen, self.meta = (
-            self.env.open_db(name, create=create) for name in (b"prompts", b"seen", b"meta")
-        )
 
     def namespace(self) -> str:
         """Return the fingerprint of the vocabulary that the environment was recorded with.
@@ -173,14 +168,17 @@ def _acquire(folder: Path, map_size: int, create: bool) -> Environment:
             metasync=False,
             mode=FILE_MODE,
         )
-        opened = Environment(folder, env)
         try:
-            opened.open_databases(create)
+            opened = Environment(folder, env, *_databases(env, create))
         except BaseException:
             env.close()
             raise
         _open[folder] = opened
         return opened
+
+
+def _databases(env: lmdb.Environment, create: bool = False) -> list[Any]:
+    return [env.open_db(name, create=create) for name in (b"prompts", b"seen", b"meta")]
 
 
 def release(opened: Environment) -> None:
@@ -209,9 +207,7 @@ def open_to_inspect(folder: Path) -> Iterator[Environment]:
     else:
         check(folder)
         with lmdb.open(str(folder), readonly=True, lock=False, max_dbs=3) as env:
-            opened = Environment(folder, env)
-            opened.open_databases()
-            yield opened
+            yield Environment(folder, env, *_databases(env))
 
 
 def check(folder: Path) -> None:
@@ -257,19 +253,14 @@ def current(path: Path) -> Path | None:
     return path / name if _NAME.fullmatch(name) else None
 
 
-def newest(path: Path) -> Path | None:
-    """Return the environment created last: the one in use if the file ``current`` is lost."""
-    return max(path.glob("env-[0-9]*"), key=lambda folder: int(folder.name[4:]), default=None)
-
-
 def identity(path: Path) -> tuple[int, int] | None:
     """Return device and inode of the file in use, which change when it is replaced; ``None`` if there is none."""
     folder = current(path)
     try:
-        status = None if folder is None else os.stat(folder / DATA_FILE)
+        status = folder and os.stat(folder / DATA_FILE)
     except OSError:
         return None
-    return None if status is None else (status.st_dev, status.st_ino)
+    return (status.st_dev, status.st_ino) if status else None
 
 
 def publish(path: Path, folder: Path) -> None:

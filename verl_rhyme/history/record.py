@@ -52,14 +52,9 @@ def confidence_codes(logprobs: np.ndarray | None, length: int) -> np.ndarray:
 
     Returns:
         Codes, uint8[length]: ``128 + 16 * logit`` within 1 to 255; 0 if unknown.
-
-    Raises:
-        ValueError: There are not ``length`` log-probs.
     """
     if logprobs is None:
         return np.zeros(length, dtype=np.uint8)
-    if len(logprobs) != length:
-        raise ValueError(f"{len(logprobs)} log-probabilities for {length} tokens")
     p = np.clip(np.exp(np.asarray(logprobs, dtype=np.float64)), 1e-4, 1 - 1e-4)
     codes = np.clip(np.rint(128 + 16 * np.log(p / (1 - p))), 1, 255)
     return np.where(np.isfinite(p), codes, 0).astype(np.uint8)

@@ -103,7 +103,6 @@ class HistoryStore:
         try:
             self.max_bytes = (max_bytes or share.automatic(self._path)) // 4096 * 4096
             self._values = self._open_or_start()
-            self._shrink()
         except BaseException:
             os.close(self._lock)
             raise
@@ -279,7 +278,12 @@ class HistoryStore:
             except HistoryMismatch:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-            self._shrink()
+            stats = self.stats()
+            if stats["bytes"] > self._values.ledger.bound or stats["file_bytes"] > self.max_bytes:
+                try:  # the snapshot was written with a higher bound
+                    self._rewrite(self._values.ledger.bound)
+                except (lmdb.Error, OSError) as error:
+                    self._warn(f"the file stays larger than history.max_bytes for now: {error}; free disk space")
             return True
 
     def clear(self) -> None:
@@ -324,8 +328,7 @@ class HistoryStore:
     # ---- environments ----
 
     def _open_or_start(self) -> Values:
-        folder = environment.current(self._path) or environment.newest(self._path)
-        values = None
+        folder, values = environment.current(self._path), None
         if folder is not None and folder.exists():
             try:
                 values = self._load(self._open_checked(folder))
@@ -361,15 +364,6 @@ class HistoryStore:
             raise
         environment.release(self._values.opened)
         self._values = values
-
-    def _shrink(self) -> None:
-        """Shrink an environment that was written with a higher bound."""
-        stats = self.stats()
-        if stats["bytes"] > self._values.ledger.bound or stats["file_bytes"] > self.max_bytes:
-            try:
-                self._rewrite(self._values.ledger.bound)
-            except (lmdb.Error, OSError) as error:
-                self._warn(f"the file stays larger than history.max_bytes for now: {error}; free disk space")
 
     def _rewrite(self, bound: int) -> None:
         """Copy the values that fit into ``bound`` bytes into a dense environment."""
