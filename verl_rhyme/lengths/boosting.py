@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from verl_rhyme.lengths.calibration import fit_line
 from verl_rhyme.lengths.pairs import Ints, Pairs, identity
 
 Floats = npt.NDArray[np.float64]
@@ -65,7 +66,7 @@ class Boosting:
         """Train on known prompts, each weighted by its number of responses."""
         counted = _varying(pairs.prompts)
         weights = np.array([len(lengths) for lengths in pairs.lengths], dtype=np.float64)
-        line = _line(_sizes(pairs.prompts), pairs.locations, weights)
+        line = fit_line(_sizes(pairs.prompts), pairs.locations, weights)
         left = pairs.locations - _along(line, pairs.prompts)
         model = grown(features(pairs.prompts, counted), left, weights, seed)
         trees = [estimator.tree_ for estimator in model.estimators_[:, 0]]
@@ -152,14 +153,6 @@ def features(prompts: Sequence[Ints], counted: npt.NDArray[np.int64]) -> Floats:
 def _sizes(prompts: Sequence[Ints]) -> Floats:
     """Return float64[B], log of the number of tokens."""
     return np.log([len(prompt) for prompt in prompts])
-
-
-def _line(sizes: Floats, locations: Floats, weights: Floats) -> tuple[float, float]:
-    """Return slope and intercept by least squares; slope 0 where all prompts have the same size."""
-    if np.ptp(sizes) < 1e-9:
-        return 0.0, float(np.average(locations, weights=weights))
-    slope, height = np.polyfit(sizes, locations, 1, w=np.sqrt(weights))
-    return float(slope), float(height)
 
 
 def _along(line: tuple[float, float], prompts: Sequence[Ints]) -> Floats:

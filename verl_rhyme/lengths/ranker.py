@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from verl_rhyme.lengths.calibration import Calibration
+from verl_rhyme.lengths.calibration import Calibration, fit_line
 from verl_rhyme.lengths.pairs import Ints, Pairs, identity
 from verl_rhyme.lengths.quality import rank_correlation
 
@@ -44,6 +44,8 @@ _FORMAT = 1
 _VOCABULARY = 1 << 15
 _TINY = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 _SCORED_AT_ONCE = 64
+#: Maximum number of prompt tokens that are read: of a longer prompt the first half and the last half.
+_MOST_TOKENS = 2048
 #: Tokens of a typical prompt; initial weight of the number of tokens.
 _TYPICAL, _SIZE = 128.0, 8.0
 #: Epochs without a better held-out rank correlation, after which training ends.
@@ -85,12 +87,11 @@ class LengthRanker(nn.Module):
 
     Args:
         body: A transformers model without a head (``AutoModel``): token ids to hidden states.
-        most: Maximum number of prompt tokens that are read: of a longer prompt the first half and the last half.
     """
 
-    def __init__(self, body: Any, most: int = 2048) -> None:
+    def __init__(self, body: Any) -> None:
         super().__init__()
-        self.body, self.most = body, most
+        self.body = body
         self.vocabulary = int(body.get_input_embeddings().num_embeddings)
         self.head = nn.Linear(2 * int(body.config.hidden_size) + 1, 1)
         nn.init.zeros_(self.head.weight)
@@ -135,8 +136,8 @@ class LengthRanker(nn.Module):
 
     def _cut(self, prompt: Ints) -> torch.Tensor:
         ids = np.asarray(prompt, dtype=np.int64)
-        if len(ids) > self.most:
-            ids = np.concatenate([ids[: self.most // 2], ids[len(ids) - self.most // 2 :]])
+        if len(ids) > _MOST_TOKENS:
+            ids = np.concatenate([ids[: _MOST_TOKENS // 2], ids[-_MOST_TOKENS // 2 :]])
         return torch.from_numpy(ids % self.vocabulary)
 
     # ---- files ----
@@ -149,8 +150,8 @@ class LengthRanker(nn.Module):
         self.body.save_pretrained(folder)
         head = {name: tensor.detach().cpu().contiguous() for name, tensor in self.head.state_dict().items()}
         save_file({**head, "trained": torch.tensor(sorted(self.trained), dtype=torch.int64)}, folder / HEAD)
-        calibration = None if self.calibration is None else self.calibration.state_dict()
-        about = {"format": _FORMAT, "most": self.most, "calibration": calibration}
+        calibration = None if self.calibration is None else asdict(self.calibration)
+        about = {"format": _FORMAT, "calibration": calibration}
         (folder / ABOUT).write_text(json.dumps(about))
 
 
@@ -173,13 +174,12 @@ def tiny_for(pairs: Pairs, seed: int = 0) -> LengthRanker:
     return tiny(min(1 + max(int(prompt.max()) for prompt in pairs.prompts), _VOCABULARY), seed)
 
 
-def from_folder(folder: Path, most: int = 2048) -> LengthRanker:
+def from_folder(folder: Path) -> LengthRanker:
     """Return an untrained ranker on a language model's weights.
 
     Args:
         folder: A transformers model with ``config.json`` and safetensors. Its tokenizer must be the policy's, since
             prompts come as the policy's token ids.
-        most: See :class:`LengthRanker`.
 
     Raises:
         ValueError: The model is missing or unreadable; the message says which file.
@@ -194,7 +194,7 @@ def from_folder(folder: Path, most: int = 2048) -> LengthRanker:
         body = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
     except Exception as error:
         raise ValueError(f"{folder}: transformers cannot load it: {error}") from error
-    return LengthRanker(body, most)
+    return LengthRanker(body)
 
 
 def load(folder: Path) -> LengthRanker:
@@ -210,7 +210,7 @@ def load(folder: Path) -> LengthRanker:
         about = json.loads((folder / ABOUT).read_text())
         if about["format"] != _FORMAT:
             raise ValueError(f"it has format {about['format']}, this version reads format {_FORMAT}")
-        ranker = from_folder(folder, int(about["most"]))
+        ranker = from_folder(folder)
         head = load_file(folder / HEAD)
         ranker.trained = frozenset(head.pop("trained").tolist())
         ranker.head.load_state_dict(head)
@@ -296,11 +296,8 @@ def fit(
 @torch.no_grad()
 def _begin(ranker: LengthRanker, train: Pairs, wanted: Floats) -> None:
     """Fit the head's line over the number of tokens, by least squares."""
-    sizes = _SIZE * np.log2([min(len(prompt), ranker.most) / _TYPICAL for prompt in train.prompts])
-    if np.ptp(sizes) < 1e-9:
-        return
-    slope, height = np.polyfit(sizes, wanted, 1)
-    ranker.head.weight[0, -1], ranker.head.bias[0] = float(slope), float(height)
+    sizes = _SIZE * np.log2([min(len(prompt), _MOST_TOKENS) / _TYPICAL for prompt in train.prompts])
+    ranker.head.weight[0, -1], ranker.head.bias[0] = fit_line(sizes, wanted, np.ones(len(sizes)))
 
 
 def listwise(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -56,9 +56,9 @@ def test_padding_and_neighbours_change_no_score(trained) -> None:
     np.testing.assert_allclose(trained["listwise"].scores(prompts), alone, atol=1e-4)
 
 
-def test_long_prompts_are_cut_in_the_middle_and_unknown_ids_folded() -> None:
+def test_long_prompts_are_cut_in_the_middle_and_unknown_ids_folded(monkeypatch) -> None:
     made = ranker.tiny(VOCABULARY, **SMALL)
-    made.most = 8
+    monkeypatch.setattr(ranker, "_MOST_TOKENS", 8)
     assert made._cut(np.arange(20)).tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
     assert made._cut(np.array([VOCABULARY + 2])).tolist() == [2]
 
