@@ -102,8 +102,7 @@ def arms(task: Task, quick: bool, seed: int) -> dict[str, Arm]:
 
             made = ranker.tiny_for(task.train, seed) if task.model is None else ranker.from_folder(task.model)
             rate = 1e-3 if task.model is None else 3e-4
-            how = ranker.Training(loss=loss, seed=seed, rate=rate, epochs=1 if quick else _EPOCHS)
-            fitted = ranker.fit(made, task.train, how)
+            fitted = ranker.fit(made, task.train, loss=loss, seed=seed, rate=rate, epochs=1 if quick else _EPOCHS)
             return lambda: fitted.expected(task.test.prompts)
 
         return trained

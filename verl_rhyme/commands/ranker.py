@@ -121,7 +121,6 @@ def _trained(
     logging.disable_progress_bar()  # transformers', for reading and writing files
 
     loss, epochs, batch, rate, seed = how
-    training = rankers.Training(loss=loss, epochs=epochs, batch=batch, rate=rate, seed=seed)
     initial = rankers.tiny_for(known, seed) if model is None else rankers.from_folder(model)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("epochs", total=epochs)
@@ -129,7 +128,7 @@ def _trained(
         def report(rank_correlation: float) -> None:
             progress.update(task, advance=1, description=f"rank correlation {rank_correlation:.3f}")
 
-        return rankers.fit(initial, known, training, report)
+        return rankers.fit(initial, known, loss=loss, epochs=epochs, batch=batch, rate=rate, seed=seed, report=report)
 
 
 def _load(folder: Path) -> LengthRanker | Boosting:

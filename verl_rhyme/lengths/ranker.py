@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,34 +52,6 @@ _TYPICAL, _SIZE = 128.0, 8.0
 _PATIENCE = 4
 #: Minimum learning rate of the head: it starts at zero, also on a large model that should change little.
 _HEAD_RATE = 3e-3
-
-
-@dataclass(frozen=True)
-class Training:
-    """Settings of a ranker's training.
-
-    Attributes:
-        loss: One of :data:`LOSSES`.
-        epochs: Maximum number of passes over the pairs.
-        batch: Prompts that are compared with each other in a step.
-        rate: Peak learning rate (AdamW; it rises over a tenth of the steps and falls to zero).
-        seed: Random seed of order and weights.
-
-    Raises:
-        ValueError: An unknown loss, or a number out of range.
-    """
-
-    loss: str = "listwise"
-    epochs: int = 12
-    batch: int = 32
-    rate: float = 1e-3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss={self.loss!r} is unknown: choose one of {', '.join(LOSSES)}")
-        if self.epochs < 1 or self.batch < 2 or not self.rate > 0:
-            raise ValueError("training needs at least one epoch, batches of two prompts and a positive rate")
 
 
 class LengthRanker(nn.Module):
@@ -156,13 +128,7 @@ class LengthRanker(nn.Module):
 
 
 def tiny(vocabulary: int, seed: int = 0, **shape: int) -> LengthRanker:
-    """Return a small, randomly initialized ranker.
-
-    Args:
-        vocabulary: Number of distinct token ids; higher ids are folded into them.
-        seed: Random seed of the weights.
-        shape: Options of transformers' ``LlamaConfig``, over :data:`_TINY`.
-    """
+    """Return a small, randomly initialized ranker of a shape (``LlamaConfig``); ids above the vocabulary are folded."""
     from transformers import LlamaConfig, LlamaModel
 
     torch.manual_seed(seed)
@@ -226,7 +192,12 @@ def load(folder: Path) -> LengthRanker:
 def fit(
     ranker: LengthRanker,
     pairs: Pairs,
-    how: Training,
+    *,
+    loss: str = "listwise",
+    rate: float = 1e-3,
+    epochs: int = 12,
+    batch: int = 32,
+    seed: int = 0,
     report: Callable[[float], object] | None = None,
     gone: Callable[[], float] | None = None,
 ) -> LengthRanker:
@@ -237,20 +208,31 @@ def fit(
     Args:
         ranker: Ranker to train.
         pairs: At least eight prompts; 15% of them are held out.
-        how: Settings.
+        loss: One of :data:`LOSSES`.
+        rate: Peak learning rate (AdamW; it rises over a tenth of the steps and falls to zero).
+        epochs: Maximum number of passes over the pairs.
+        batch: Prompts that are compared with each other in a step.
+        seed: Random seed of the order.
         report: Callback for each epoch's rank correlation on held-out prompts.
         gone: Share of the training time that has passed; at 1 training ends, also within an epoch. ``None``: no limit.
 
     Raises:
-        ValueError: Fewer than eight prompts.
+        ValueError: An unknown loss, a number out of range, or fewer than eight prompts.
     """
+    if loss not in LOSSES:
+        raise ValueError(f"loss={loss!r} is unknown: choose one of {', '.join(LOSSES)}")
+    if epochs < 1 or batch < 2 or not rate > 0:
+        raise ValueError("training needs at least one epoch, batches of two prompts and a positive rate")
     if len(pairs) < 8:
         raise ValueError(f"a ranker needs at least eight prompts with known lengths, and {len(pairs)} are known")
     train, aside = pairs.split_by_identity(_HELD_OUT)
-    loss_of, rng = _LOSSES[how.loss], np.random.default_rng(how.seed)
-    parts = ((ranker.body, how.rate), (ranker.head, max(how.rate, _HEAD_RATE)))
-    optimizer = torch.optim.AdamW([{"params": p.parameters(), "lr": rate} for p, rate in parts], weight_decay=0.01)
-    steps = how.epochs * -(-len(train) // how.batch)
+    loss_of, rng = _LOSSES[loss], np.random.default_rng(seed)
+    parts = (
+        {"params": ranker.body.parameters(), "lr": rate},
+        {"params": ranker.head.parameters(), "lr": max(rate, _HEAD_RATE)},
+    )
+    optimizer = torch.optim.AdamW(parts, weight_decay=0.01)
+    steps = epochs * -(-len(train) // batch)
     rising, done = max(1, steps // 10), 0.0  # in steps, or in time scaled to steps
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda _: max(0.0, min((done + 1) / rising, (steps - done) / max(1, steps - rising)))
@@ -260,20 +242,20 @@ def fit(
         "listwise": train.means,
         "margin": train.locations,
         "regression": (train.means - train.means.mean()) / spread,
-    }[how.loss]
+    }[loss]
     if not ranker.head.weight.any():
-        _begin(ranker, train, np.log(train.means) if how.loss == "listwise" else targets)
+        _begin(ranker, train, np.log(train.means) if loss == "listwise" else targets)
     best, best_at = rank_correlation(ranker.scores(aside.prompts), aside.means), -1
     kept = copy.deepcopy(ranker.state_dict())
-    for epoch in range(how.epochs):
+    for epoch in range(epochs):
         ranker.train()
         order = rng.permutation(len(train))
-        for at in range(0, len(order), how.batch):
-            rows = order[at : at + how.batch]
+        for at in range(0, len(order), batch):
+            rows = order[at : at + batch]
             wanted = torch.tensor(targets[rows], dtype=torch.float32, device=ranker.head.weight.device)
-            loss = loss_of(ranker([train.prompts[row] for row in rows]), wanted)
+            error = loss_of(ranker([train.prompts[row] for row in rows]), wanted)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            error.backward()
             nn.utils.clip_grad_norm_(ranker.parameters(), 1.0)
             optimizer.step()
             done = max(done + 1, 0.0 if gone is None else steps * gone())
@@ -301,19 +283,13 @@ def _begin(ranker: LengthRanker, train: Pairs, wanted: Floats) -> None:
 
 
 def listwise(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of the softmax over float32[B] scores against shares of float32[B] mean lengths.
-
-    Its minimum is subtracted.
-    """
+    """Return the cross-entropy of softmax(scores), float32[B], against shares of mean lengths, less its minimum."""
     share = lengths / lengths.sum()
     return -(share * torch.log_softmax(scores, 0)).sum() + (share * share.log()).sum()
 
 
 def margin(scores: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
-    """Return the mean hinge over pairs of prompts.
-
-    It is the amount by which the score difference falls short of the difference of float32[B] log lengths.
-    """
+    """Return the mean shortfall of score differences below the differences of log lengths, float32[B]."""
     apart = locations[:, None] - locations[None, :]
     lacking = torch.relu(apart - (scores[:, None] - scores[None, :]))
     longer = apart > 0
@@ -321,10 +297,7 @@ def margin(scores: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
 
 
 def regression(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error against float32[B] standardised mean lengths.
-
-    The error against every single length differs by a constant.
-    """
+    """Return the mean squared error against standardised mean lengths, float32[B]."""
     return (scores - lengths).square().mean()
 
 

@@ -21,10 +21,7 @@ pytestmark = pytest.mark.slow  # they train
 def trained() -> dict[str, ranker.LengthRanker]:
     known = pairs(256)
     how = {"epochs": 8, "rate": 1e-2}
-    return {
-        loss: ranker.fit(ranker.tiny(VOCABULARY, **SMALL), known, ranker.Training(loss=loss, **how))
-        for loss in ranker.LOSSES
-    }
+    return {loss: ranker.fit(ranker.tiny(VOCABULARY, **SMALL), known, loss=loss, **how) for loss in ranker.LOSSES}
 
 
 @pytest.mark.parametrize("loss", ranker.LOSSES)
@@ -106,7 +103,7 @@ def test_unreadable_rankers_say_why(trained, tmp_path) -> None:
 def test_training_ends_when_its_time_has_passed() -> None:
     gone = iter([0.2, 0.5, 1.0, 9.0])
     known = pairs(64)
-    made = ranker.fit(ranker.tiny(VOCABULARY, **SMALL), known, ranker.Training(batch=16), gone=lambda: next(gone))
+    made = ranker.fit(ranker.tiny(VOCABULARY, **SMALL), known, batch=16, gone=lambda: next(gone))
     assert next(gone) == 9.0
     assert made.calibration is not None
 
@@ -115,8 +112,8 @@ def test_training_ends_when_its_time_has_passed() -> None:
 def test_training_starts_from_the_number_of_tokens(loss) -> None:
     rng = np.random.default_rng(0)
     known = Pairs.from_rows((rng.integers(4, VOCABULARY, size), [3 * size] * 2) for size in rng.permutation(64) + 8)
-    how = ranker.Training(loss=loss, epochs=1, rate=1e-9)  # the head's own rate is greater, of two steps
-    made = ranker.fit(ranker.tiny(VOCABULARY, **SMALL), known, how)
+    # The head's own rate is greater, for two steps.
+    made = ranker.fit(ranker.tiny(VOCABULARY, **SMALL), known, loss=loss, epochs=1, rate=1e-9)
     assert known.evaluate(made.scores(known.prompts))["rank_correlation"] > 0.95
     np.testing.assert_allclose(made.expected(known.prompts), np.log(known.means), atol=0.4)
 
@@ -125,10 +122,10 @@ def test_a_large_vocabulary_is_folded() -> None:
     assert ranker.tiny_for(Pairs.from_rows([([150_000, 7], [3])])).vocabulary == ranker._VOCABULARY
 
 
-def test_invalid_settings_are_rejected() -> None:
-    with pytest.raises(ValueError, match="listwise"):
-        ranker.Training(loss="lambda")
-    with pytest.raises(ValueError, match="two prompts"):
-        ranker.Training(batch=1)
-    with pytest.raises(ValueError, match="eight prompts"):
-        ranker.fit(ranker.tiny(VOCABULARY, **SMALL), pairs(4), ranker.Training())
+@pytest.mark.parametrize(
+    ("prompts", "how", "error"),
+    [(16, {"loss": "lambda"}, "listwise"), (16, {"batch": 1}, "two prompts"), (4, {}, "eight prompts")],
+)
+def test_invalid_settings_are_rejected(prompts, how, error) -> None:
+    with pytest.raises(ValueError, match=error):
+        ranker.fit(ranker.tiny(VOCABULARY, **SMALL), pairs(prompts), **how)
