@@ -60,7 +60,7 @@ def train(
         pairs = _read(source, data, tokenizer, column, template)
         if len(pairs) < 16:
             raise ValueError(f"{source}: {len(pairs)} prompts; training and evaluation need at least 16")
-        known, held_out = pairs.split(test, seed)
+        known, held_out = pairs.split(test)
         began = time.monotonic()
         ranker = _trained(known, model, boosting, (loss, epochs, batch, rate, seed))
         seconds = time.monotonic() - began

@@ -4,7 +4,6 @@ A history folder holds::
 
     current          name of the environment in use; replaced by rename, so that readers follow a restore or a clear
     env-0003/        data.mdb, lock.mdb
-    corrupt-0002/    a damaged environment, kept for inspection
     writer.lock, in_use.lock, owner.json    see :mod:`verl_rhyme.history.history_folder`
 
 LMDB tolerates a killed process, but trusts its file: a damaged file can crash every process that maps it. The writer
@@ -274,13 +273,6 @@ def publish(path: Path, folder: Path) -> None:
 
 
 def new_folder(path: Path) -> Path:
-    """Return the path of a new environment, with a name never used before in this history folder."""
-    numbers = [int(p.name.rpartition("-")[2]) for kind in ("env", "corrupt") for p in path.glob(f"{kind}-[0-9]*")]
+    """Return the path of a new environment, with a higher number than all others."""
+    numbers = [int(folder.name[4:]) for folder in path.glob("env-[0-9]*")]
     return path / f"env-{max(numbers, default=0) + 1:04d}"
-
-
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged environment and return the new path."""
-    aside = folder.with_name(folder.name.replace("env-", "corrupt-"))
-    folder.rename(aside)
-    return aside

@@ -138,12 +138,9 @@ def _remove(folder: Path) -> None:
 
 
 def release(path: Path, descriptor: int, delete: bool = False) -> None:
-    """Release a history folder or delete it; an empty run folder above it, in the user's folder, is deleted too.
+    """Release the writer's lock of a history folder, and perhaps delete the folder.
 
-    Args:
-        path: History folder.
-        descriptor: Descriptor of the writer's lock.
-        delete: Whether to delete the folder.
+    An empty run folder above it, in the user's folder, is deleted too.
     """
     if delete:
         with suppress(OSError):  # files that cannot be deleted stay signed, so that the next run tries again
@@ -160,10 +157,9 @@ def release(path: Path, descriptor: int, delete: bool = False) -> None:
 
 
 def mark_in_use(path: Path) -> int | None:
-    """Mark a folder as needed until the descriptor is closed, whether its writer is alive or not.
+    """Mark a folder as needed until the returned descriptor is closed, whether its writer is alive or not.
 
-    Returns:
-        A file descriptor; ``None`` if no writer has created the folder, or it is being removed.
+    ``None``: no writer has created the folder, or it is being removed.
     """
     with suppress(OSError):
         return lock(path / _IN_USE, shared=True)

@@ -38,8 +38,6 @@ class Inspection:
 def find(path: Path) -> Iterator[Path]:
     """Yield the environments below a history folder, checkpoint or snapshot, by the numbers in their names.
 
-    Damaged environments that were set aside are skipped.
-
     Raises:
         FileNotFoundError: There is no environment.
     """
@@ -47,7 +45,7 @@ def find(path: Path) -> Iterator[Path]:
     if current is not None:
         yield current
         return
-    found = [file.parent for file in path.rglob(environment.DATA_FILE) if "corrupt-" not in str(file.parent)]
+    found = [file.parent for file in path.rglob(environment.DATA_FILE)]
     found.sort(key=lambda folder: re.sub("[0-9]+", lambda number: number[0].zfill(20), str(folder)))
     if not found:
         raise FileNotFoundError(f"{path} holds no history; pass a history folder, or a checkpoint's global_step_N")

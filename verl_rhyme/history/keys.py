@@ -34,13 +34,9 @@ _NUMBERING = ("index", "split")
 
 
 def prompt_key(token_ids: Sequence[int]) -> bytes:
-    """Return the key of a prompt without known data: blake2b-128 of its token ids as little-endian int32.
+    """Return the key of a prompt without known data, 16 bytes: blake2b-128 of its token ids as little-endian int32.
 
-    Args:
-        token_ids: Token ids of the first-turn prompt, chat template applied.
-
-    Returns:
-        The key, 16 bytes.
+    The token ids are those of the first turn, chat template applied.
 
     Raises:
         OverflowError: A token id does not fit in int32.

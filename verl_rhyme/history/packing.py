@@ -54,11 +54,7 @@ def _pack(values, width, length):
 def unpack(packed, count, width, shift=0):
     """Return the values that :func:`pack` packed, plus ``shift``, int32[count].
 
-    Args:
-        packed: Packed words, uint32[words(count, width)], writeable and aligned (numba would recompile for others).
-        count: Number of values.
-        width: Bits per value.
-        shift: Number to add to each value.
+    ``packed`` is writeable and aligned: numba would recompile for others.
     """
     values = np.empty(count, dtype=np.int32)
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)

@@ -191,12 +191,7 @@ class PromptHistory:
         """Return this history with a step's trajectories added and old visits dropped.
 
         A sample that the same step recorded before is replaced. So a repeated step counts once, and the appends of one
-        step to one group add up. Visits are ordered by their last recording.
-
-        Args:
-            trajectories: Trajectories of this prompt.
-            step: Training step.
-            epochs: Number of latest visits to keep (``history.epochs``).
+        step to one group add up. Visits are ordered by their last recording; the latest ``epochs`` of them stay.
         """
         again = {(t.visit, t.sample) for t in trajectories}
         labels = zip(self.step.tolist(), self.visit.tolist(), self.sample.tolist(), strict=True)
@@ -251,7 +246,7 @@ class PromptHistory:
     def decode(cls, value: bytes | bytearray | memoryview | np.ndarray) -> PromptHistory:
         """Decode a value: tokens and suffixes are unpacked, the other arrays are views.
 
-        The views are over ``value``, or over one copy of it if it is neither a bytearray nor an array of bytes.
+        The views are over the value, or over one copy of it if it is neither a bytearray nor an array of bytes.
 
         Raises:
             CorruptRecord: The value is truncated, altered, or of another format.

@@ -147,14 +147,10 @@ class Retention:
         self.changed.add(key)
 
     def note_visit(self, key: bytes, epoch: int, visit: int, size: float, step: int) -> None:
-        """Note that a prompt was seen; the size of its new responses estimates the size of a prompt that is not kept.
+        """Note that a prompt was seen; the bytes of its new responses estimate the size of a prompt that is not kept.
 
-        Args:
-            key: Prompt key.
-            epoch: Pass over the data.
-            visit: Label of the visit.
-            size: Bytes of the new responses; the responses of one visit may come in several parts.
-            step: Training step of the part; a repeated step does not count again.
+        The responses of one visit may come in several parts, each in its training step; a repeated step does not count
+        again.
         """
         self.now = epoch
         if key in self:

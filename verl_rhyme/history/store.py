@@ -62,8 +62,8 @@ class AppendStats:
 class HistoryStore:
     """Writer of a history folder, one per folder; any number of :class:`HistoryReader` may read it at the same time.
 
-    An append is one transaction: a killed writer leaves complete appends. A damaged environment is set aside in the
-    folder with a warning, and the history starts empty. Values stay within 0.7 of ``max_bytes``, and the file within
+    An append is one transaction: a killed writer leaves complete appends. After damage the
+    history starts empty, with a warning. Values stay within 0.7 of ``max_bytes``, and the file within
     ``max_bytes``; :mod:`verl_rhyme.history.retention` decides which values go. Methods may be called from several
     threads.
 
@@ -292,11 +292,8 @@ class HistoryStore:
             self._replace(self._create())
 
     def stats(self) -> dict[str, float]:
-        """Return the store's statistics.
-
-        They are ``prompts``, ``responses``, ``tokens``, ``bytes`` (of the values), ``file_bytes``, ``epochs`` (largest
-        number of visits of a prompt), and ``kept_share`` (share of the recently seen prompts that are kept).
-        """
+        """Return statistics: ``bytes`` are of the values, ``epochs`` the most visits of a prompt, and ``kept_share`` is
+        the share of the recently seen prompts that are kept."""
         with self._mutex:
             ledger = self._values.ledger
             return {
@@ -308,11 +305,7 @@ class HistoryStore:
             }
 
     def close(self, delete: bool = False) -> None:
-        """Close the store; readers continue. A second call does nothing.
-
-        Args:
-            delete: Whether to delete the folder.
-        """
+        """Close the store, and perhaps delete its folder; readers continue. A second call does nothing."""
         with self._mutex:
             if self._lock is not None:
                 environment.release(self._values.opened)
@@ -333,8 +326,7 @@ class HistoryStore:
             try:
                 values = self._load(self._open_checked(folder))
             except (CorruptEnvironment, lmdb.Error) as error:
-                aside = environment.set_aside(folder)
-                logger.warning("the history in %s is damaged and starts empty (moved to %s): %s", folder, aside, error)
+                logger.warning("the history in %s is damaged and starts empty: %s", folder, error)
         values = values or self._load(self._create())
         environment.publish(self._path, values.opened.folder)
         return values

@@ -34,10 +34,7 @@ _DIGIT = 11
 
 
 def join(responses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Join responses into one text.
-
-    Args:
-        responses: Arrays of non-negative token ids, m of them.
+    """Join m responses (non-negative token ids) into one text.
 
     Returns:
         Text, int32[n], and positions of its separators, int32[m + 1]: response i is
@@ -251,13 +248,9 @@ def _sorted(text, begin, bits, each):
 def _refine(text, order, keys, spare, spare_keys, groups, bits, each):
     """Sort entries with equal keys to the full depth; all entries are sorted by their keys at depth 0 already.
 
-    Args:
-        text: Text.
-        order, keys: Entries and keys, n each; changed in place.
-        spare, spare_keys: Work space of the same size.
-        groups: Work space for a stack, int32[n // 2 + 1, 3]: first entry, entry after the last, depth of the match.
-        bits: Bits per token of a key.
-        each: Tokens per key.
+    ``order`` and ``keys`` are changed in place. Work space are ``spare`` and ``spare_keys``, of the same size, and
+    ``groups``, a stack of first entry, entry after the last and depth of the match, int32[n // 2 + 1, 3]. A key has
+    ``each`` tokens of ``bits`` bits.
     """
     last_token = np.uint64((1 << bits) - 1)
     end, waiting = 0, 0

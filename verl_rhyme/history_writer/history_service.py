@@ -60,11 +60,10 @@ def tokenizer_namespace(tokenizer: Any) -> str:
 
 
 class HistoryService:
-    """The trainer's client of the history writer.
+    """The trainer's client of the history writer; no two threads may call it at the same time.
 
     All waits have a timeout. A writer that died or does not answer fails that call only. It is killed, and a new
     writer takes over its folder: at once the first time, then after pauses that grow with the lost time.
-    Do not call methods from two threads at the same time.
     """
 
     def __init__(self, config: HistoryConfig, namespace: str) -> None:
@@ -221,11 +220,7 @@ class HistoryService:
             self._in_use = None
 
     def _ask(self, call: Callable[[Any], Any], timeout: float) -> Any:
-        """Call the writer, and once more if it had to be restarted.
-
-        Args:
-            call: Function that calls a method of the given writer.
-            timeout: Seconds per call.
+        """Call a method of the writer, and once more if the writer had to be restarted.
 
         Raises:
             HistoryUnavailable: The writer does not answer.

@@ -128,7 +128,7 @@ class HistoryWriter:
         return self.record(batch.trajectories() if fetched is None else fetched, step)
 
     def record(self, pieces: Iterable[list[Trajectory]], step: int) -> dict[str, Any]:
-        """Record one step; no two pieces may contain the same prompt. See :meth:`append`."""
+        """Record one step; no two pieces may contain the same prompt."""
         counts: dict[str, float] = dict.fromkeys((*STORE_COUNTS, *TOKEN_COUNTS), 0)
         for trajectories in pieces:
             appended = self._store.append(trajectories, step)

@@ -42,7 +42,7 @@ class Boosting:
 
     Args:
         counted: int64[C], ascending, token ids that are counted separately.
-        nodes: Arrays of :data:`_NODES` by name, of all trees together; ``left`` and ``right`` count within a tree.
+        nodes: Arrays of all trees together, by name; ``left`` and ``right`` count within a tree.
         sizes: int64[T], number of nodes of each tree.
         line: Slope and intercept of log length over the log of a prompt's tokens.
         trained: Prompts it was trained on (:func:`~.pairs.identity`).

@@ -69,15 +69,12 @@ class Pairs:
         """Return the prompts whose :func:`identity` is not in ``trained``."""
         return self.select(i for i, prompt in enumerate(self.prompts) if identity(prompt) not in trained)
 
-    def split(self, share: float, seed: int) -> tuple[Pairs, Pairs]:
-        """Split off a random share of the prompts; each side has at least one, if there are two."""
-        return self._split(share, np.random.default_rng(seed).permutation(len(self)))
+    def split(self, share: float) -> tuple[Pairs, Pairs]:
+        """Split off a share of the prompts by :func:`identity`: they stay split off when others are added.
 
-    def split_by_identity(self, share: float) -> tuple[Pairs, Pairs]:
-        """Split as :meth:`split`, but by :func:`identity`: prompts stay held out when others are added."""
-        return self._split(share, np.argsort([identity(prompt) for prompt in self.prompts], kind="stable"))
-
-    def _split(self, share: float, order: npt.NDArray[np.int64]) -> tuple[Pairs, Pairs]:
+        Each side has at least one prompt, if there are two.
+        """
+        order = np.argsort([identity(prompt) for prompt in self.prompts], kind="stable")
         aside = min(max(1, round(share * len(self))), len(self) - 1)
         return self.select(order[aside:]), self.select(order[:aside])
 

@@ -72,10 +72,7 @@ class LengthPredictor:
     def rank(self, prompt: str, location: float, ranker: int = 0) -> None:
         """Set a ranker's expected log length of a prompt, used until its first responses are known.
 
-        Args:
-            prompt: Key of the prompt.
-            location: Expected log length.
-            ranker: Number of the ranker; another one starts without a bias.
+        Another number of the ranker starts without a bias.
         """
         if prompt in self._known or not math.isfinite(location):
             return
@@ -166,10 +163,7 @@ class LengthPredictor:
 def _remaining(earlier: npt.NDArray[np.int32], counts: npt.NDArray, emitted: npt.NDArray) -> npt.NDArray[np.float64]:
     """Return the expected remaining tokens of B responses, float64[B].
 
-    Args:
-        earlier: int32[B, _LATEST], lengths of earlier responses.
-        counts: int64[B], number of earlier responses, at least 1.
-        emitted: int64[B], present tokens.
+    Of ``earlier``, int32[B, _LATEST], the first ``counts`` lengths of each row count, at least 1.
     """
     longer = (np.arange(_LATEST) < counts[:, None]) & (earlier > emitted[:, None])
     count, excess = longer.sum(axis=1), np.where(longer, earlier - emitted[:, None], 0).sum(axis=1)

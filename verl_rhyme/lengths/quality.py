@@ -73,15 +73,10 @@ def _ranks(values: Floats) -> Floats:
 
 
 def tail_recall(predicted: Floats, lengths: Floats, share: float) -> float:
-    """Return the share of the longest responses that is among as many predicted longest.
+    """Return the part of the longest ``share`` of the responses that is among as many predicted longest.
 
     Equal values at the boundary count by the chance that a random draw takes each: siblings that have not started share
     one prediction.
-
-    Args:
-        predicted: float64[N].
-        lengths: float64[N].
-        share: Share of N that counts as longest; at least one response.
     """
     top = max(1, round(share * len(lengths)))
     return float((_among(predicted, top) * _among(lengths, top)).sum() / top)

@@ -225,7 +225,7 @@ def fit(
         raise ValueError("training needs at least one epoch, batches of two prompts and a positive rate")
     if len(pairs) < 8:
         raise ValueError(f"a ranker needs at least eight prompts with known lengths, and {len(pairs)} are known")
-    train, aside = pairs.split_by_identity(_HELD_OUT)
+    train, aside = pairs.split(_HELD_OUT)
     loss_of, rng = _LOSSES[loss], np.random.default_rng(seed)
     parts = (
         {"params": ranker.body.parameters(), "lr": rate},

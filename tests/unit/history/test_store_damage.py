@@ -125,15 +125,12 @@ def test_a_sound_copy_is_used(tmp_path, sound):
 
 
 @pytest.mark.parametrize("size", [0, 4096, 12288, 0.5, -1])
-def test_a_truncated_file_is_set_aside(tmp_path, sound, size):
+def test_a_truncated_file_starts_empty(tmp_path, sound, size):
     size = int(size * len(sound)) if isinstance(size, float) else size
-    data = sound[:size]
-    damaged_copy(tmp_path / "h", data)
+    damaged_copy(tmp_path / "h", sound[:size])
     output = use(tmp_path / "h")
     assert "damaged and starts empty" in output
     assert output.endswith("read 0\n")
-    [kept] = (tmp_path / "h").glob("corrupt-*/data.mdb")
-    assert kept.read_bytes() == data
 
 
 def flips(seed, sound):
@@ -253,7 +250,7 @@ with HistoryStore(path, "tokenizer-a", max_bytes=int(sys.argv[3]), epochs=2) as 
 
 
 @pytest.mark.parametrize("max_bytes", [8 << 20, 1 << 20], ids=["roomy", "full, so that it is rewritten all the time"])
-def test_a_writer_killed_at_any_moment_leaves_complete_steps(tmp_path, max_bytes):
+def test_a_writer_killed_at_any_moment_leaves_complete_steps(tmp_path, caplog, max_bytes):
     rng = random.Random(0)
     path = tmp_path / "h"
     last = 0
@@ -269,7 +266,7 @@ def test_a_writer_killed_at_any_moment_leaves_complete_steps(tmp_path, max_bytes
         assert last >= reported
         if max_bytes == 8 << 20:
             assert steps == [last] * 50
-    assert not list(path.glob("corrupt-*"))
+    assert "damaged" not in caplog.text
 
 
 def test_processes_read_while_one_writes(tmp_path):

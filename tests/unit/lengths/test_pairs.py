@@ -14,7 +14,7 @@ from verl_rhyme.lengths.pairs import Pairs, identity, join_by_key
 @settings(max_examples=25)
 def test_held_out_prompts_stay_held_out_when_others_are_added(count, seed) -> None:
     known = Pairs.from_rows(([i, seed], [1]) for i in range(count + 40))
-    before, after = known.select(range(count)).split_by_identity(0.15), known.split_by_identity(0.15)
+    before, after = known.select(range(count)).split(0.15), known.split(0.15)
     sides = [[{identity(prompt) for prompt in side.prompts} for side in split] for split in (before, after)]
     assert all(sides[0])
     assert len(sides[0][0] | sides[0][1]) == count
@@ -24,7 +24,7 @@ def test_held_out_prompts_stay_held_out_when_others_are_added(count, seed) -> No
 
 def test_pairs_are_split_and_joined() -> None:
     known = pairs(20)
-    kept, aside = known.split(0.25, seed=0)
+    kept, aside = known.split(0.25)
     assert (len(kept), len(aside)) == (15, 5)
     assert not {identity(p) for p in kept.prompts} & {identity(p) for p in aside.prompts}
     assert len(known.excluding({identity(p) for p in kept.prompts})) == 5
