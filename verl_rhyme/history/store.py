@@ -151,11 +151,14 @@ class HistoryStore:
     def _append(self, groups: dict[bytes, list[Trajectory]], step: int) -> AppendStats:
         """Append, and make room if the map is full."""
         error: Exception | None = None
+        lost = 0
         for share_kept in (None, *_KEPT):
             try:
                 if share_kept is not None:
-                    self._rewrite(int(share_kept * self._values.ledger.total("bytes")))
-                return self._write(groups, step)
+                    lost += self._rewrite(int(share_kept * self._values.ledger.total("bytes")))
+                stats = self._write(groups, step)
+                stats.shed_epochs += lost
+                return stats
             except lmdb.MapFullError as full:
                 error = full
             except (lmdb.Error, OSError, MemoryError) as failure:
@@ -165,7 +168,7 @@ class HistoryStore:
             f"a step is not recorded, and the history stays as it was: {error} (LMDB's input/output error may be "
             "a full disk): free disk space, or set history.dir to another disk"
         )
-        return AppendStats(dropped=sum(map(len, groups.values())))
+        return AppendStats(dropped=sum(map(len, groups.values())), shed_epochs=lost)
 
     def _write(self, groups: dict[bytes, list[Trajectory]], step: int) -> AppendStats:
         """Append in one transaction; after an error the history and its ledger are as before."""
@@ -357,16 +360,17 @@ class HistoryStore:
         environment.release(self._values.opened)
         self._values = values
 
-    def _rewrite(self, bound: int) -> None:
-        """Copy the values that fit into ``bound`` bytes into a dense environment."""
+    def _rewrite(self, bound: int) -> int:
+        """Copy the values that fit into ``bound`` bytes into a dense environment; return as ``Values.copy_to``."""
         opened = self._create()
         try:
-            self._values.copy_to(opened, bound)
+            lost = self._values.copy_to(opened, bound)
         except BaseException:
             environment.release(opened)
             shutil.rmtree(opened.folder, ignore_errors=True)
             raise
         self._replace(opened)
+        return lost
 
     def _warn(self, message: str) -> None:
         kind = message.lstrip("0123456789 ")[:32]

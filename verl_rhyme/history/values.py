@@ -107,8 +107,11 @@ class Values:
                 txn.put(key, msgpack.packb(entry), db=self.opened.seen)
         self.ledger.changed.clear()
 
-    def copy_to(self, into: Environment, bound: int) -> None:
+    def copy_to(self, into: Environment, bound: int) -> int:
         """Copy as many values as fit into ``bound`` bytes into a new environment that no process reads yet.
+
+        Returns:
+            Visits that the remaining prompts lost.
 
         Raises:
             lmdb.Error, OSError: The copy does not fit on the disk or into the map.
@@ -123,6 +126,7 @@ class Values:
                         key, entry = entries.pop()
                         written += self._copy(source, txn, into, key, entry, excess.get(key, entry.units))
         into.fill_up()
+        return sum(entry.units - excess[key] for key, entry in self.ledger.entries() if excess.get(key))
 
     def _copy(self, source: Any, txn: Any, into: Environment, key: bytes, entry: Entry, visits: int) -> int:
         """Copy the latest visits of one prompt and return their bytes."""

@@ -160,11 +160,14 @@ def file_bytes(path):
 
 
 def hits(tmp_path, share, epochs=1, passes=5, prompts=120):
-    """Return the hit rate after the first pass over reshuffled data, evictions and writes by pass, and statistics."""
+    """Return the hit rate after the first pass over reshuffled data, evictions and writes by pass, and statistics.
+
+    The statistics have the sum of ``shed_epochs``, too.
+    """
     rng = np.random.default_rng(1)
     size = stored_bytes(encoded_bytes(7000, 1, 98))
     bound = int(share * prompts * size / 0.7) + 4096
-    found, evicted, written = [], [], []
+    found, evicted, written, shed = [], [], [], 0
     with open_store(tmp_path / "h", bound, epochs) as store:
         reader = HistoryReader(tmp_path / "h", NAMESPACE, refresh_interval=0.0)
         for epoch in range(passes):
@@ -178,7 +181,8 @@ def hits(tmp_path, share, epochs=1, passes=5, prompts=120):
                 assert store.stats()["bytes"] <= 0.7 * bound
             evicted.append(sum(s.evicted for s in stats))
             written.append(sum(s.prompts for s in stats))
-        totals = store.stats()
+            shed += sum(s.shed_epochs for s in stats)
+        totals = {**store.stats(), "shed_epochs": shed}
         reader.close()
     return np.mean([hit for epoch, hit in found if epoch]), evicted, written, totals
 
@@ -202,6 +206,17 @@ def test_the_oldest_epochs_go_before_any_prompt(tmp_path):
     assert sum(evicted) == 0
     assert totals["epochs"] == 2
     assert totals["responses"] == pytest.approx(1.5 * 120, rel=0.1)  # two epochs take a bit more than twice as much
+    assert totals["shed_epochs"] == 5 * 120 - totals["responses"]
+
+
+@pytest.mark.parametrize(("mib", "new"), [(1, 10), (8, 48)], ids=["by a rewrite", "in the transaction"])
+def test_visits_that_make_room_for_new_prompts_are_counted(tmp_path, mib, new):
+    with open_store(tmp_path / "h", mib << 20) as store:
+        for epoch in range(2):
+            store.append([trajectory(i, range(7000), epoch) for i in range(9 * mib)], step=epoch)
+        stats = store.append([trajectory(i, range(7000), 1) for i in range(100, 100 + new)], step=2)
+        assert (stats.dropped, stats.evicted, store.stats()["prompts"]) == (0, 0, 9 * mib + new)
+        assert stats.shed_epochs == 18 * mib + new - store.stats()["responses"] > 0
 
 
 def test_the_share_follows_the_sizes(tmp_path, reader):
@@ -228,7 +243,8 @@ def test_a_prompt_that_left_the_data_goes_first(tmp_path, reader):
         for epoch in range(1, 6):
             store.append([trajectory(i, range(8000), epoch) for i in range(100, 109)], step=epoch)
         assert all(reader.get(key(i)) is not None for i in range(100, 109))
-        assert store.stats()["kept_share"] == 1
+    with open_store(tmp_path / "h", 1 << 20, epochs=1) as store:
+        assert store.stats()["kept_share"] == 1, "the others are forgotten"
 
 
 def test_evicted_prompts_are_known_after_a_restart(tmp_path):
