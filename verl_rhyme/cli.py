@@ -330,7 +330,7 @@ def history(
 ) -> None:
     """Show the contents of a history: prompts, responses, tokens, bytes, vocabulary."""
     from verl_rhyme.history import inspection
-    from verl_rhyme.history.environment import Damaged
+    from verl_rhyme.history.environment import CorruptEnvironment
 
     try:
         for folder in inspection.find(path):
@@ -343,7 +343,7 @@ def history(
                 f"{contents.tokens} tokens, {contents.bytes / 1e6:.1f} MB, vocabulary {contents.namespace}"
                 + (f", {contents.corrupt} prompts damaged" if contents.corrupt else "")
             )
-    except (OSError, ValueError, Damaged) as error:
+    except (OSError, ValueError, CorruptEnvironment) as error:
         where = "" if str(path) in str(error) else f"{path}: "
         print(f"verl-rhyme history: {where}{error}", file=sys.stderr)
         raise typer.Exit(1) from error

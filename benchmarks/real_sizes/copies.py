@@ -27,7 +27,6 @@ from benchmarks.real_sizes.history import NAMESPACE, key, responses
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.record import PromptHistory
-from verl_rhyme.history.values import entry_of
 from verl_rhyme.history_writer.history_copies import HistoryFetcher, node_copies_dir
 from verl_rhyme.history_writer.history_writer import READ, HistoryWriter, writer_name
 
@@ -46,7 +45,7 @@ class Writer(HistoryWriter):
             for prompt, reward in enumerate(rewards):
                 made = dataclasses.replace(built, reward=np.full_like(built.reward, reward))
                 value = made.encode()
-                self._store._values.put(txn, key(prompt), value, entry_of(value, made, EPOCHS - 1))
+                self._store._values.put(txn, key(prompt), made, value, EPOCHS - 1)
         return len(value)
 
 

@@ -24,7 +24,7 @@ import typer
 from benchmarks.machine import commit, describe
 from verl_rhyme.config import HISTORY_FILL
 from verl_rhyme.history.record import Trajectory, encoded_bytes
-from verl_rhyme.history.room import Entry, Room
+from verl_rhyme.history.retention import Entry, Retention
 from verl_rhyme.history.store import HistoryReader, HistoryStore
 from verl_rhyme.history.values import stored_bytes
 
@@ -109,31 +109,31 @@ def bookkeeping(prompts: int, steps: int, batch: int = 512) -> dict[str, float]:
     """Milliseconds of a step's ledger with room for 40 % of the prompts, all of them known."""
     rng = np.random.default_rng(0)
     size = lengths(prompts, 8_000_000).astype(float)
-    room = Room(int(0.4 * size.sum()), 4)
+    ledger = Retention(int(0.4 * size.sum()), 4)
     for i in range(prompts):
-        room.record(key(i), Entry(0, size[i]))
-    room.settle()
+        ledger.record(key(i), Entry(0, size[i]))
+    ledger.set_level()
     for i in range(prompts):
-        if room.epochs_for(key(i)):
-            room.record(key(i), Entry(0, size[i], 1, int(size[i]), 16 * 8000, 16))
+        if ledger.allowed_visits(key(i)):
+            ledger.record(key(i), Entry(0, size[i], 1, int(size[i]), 16 * 8000, 16))
     seconds = []
     for number in range(steps):
         step = rng.integers(0, prompts, batch)
         started = time.perf_counter()
         for i in step:
-            room.arrive(key(i), 1, 1, size[i] * rng.uniform(0.8, 1.25), number)
-        room.forget()
-        room.settle()
+            ledger.note_visit(key(i), 1, 1, size[i] * rng.uniform(0.8, 1.25), number)
+        ledger.drop_gone()
+        ledger.set_level()
         for i in step:
-            if room.epochs_for(key(i)):
+            if ledger.allowed_visits(key(i)):
                 grown = size[i] * rng.uniform(0.8, 1.25)
-                room.record(key(i), Entry(1, grown, 1, int(grown), 16 * 8000, 16))
-            elif key(i) in room:
-                room.evict(key(i))
-        for k, left in room.excess(room.bound).items():
+                ledger.record(key(i), Entry(1, grown, 1, int(grown), 16 * 8000, 16))
+            elif key(i) in ledger:
+                ledger.evict(key(i))
+        for k, left in ledger.excess(ledger.bound).items():
             assert left == 0
-            room.evict(k)
-        assert room.total("bytes") <= room.bound, number
+            ledger.evict(k)
+        assert ledger.total("bytes") <= ledger.bound, number
         seconds.append(time.perf_counter() - started)
     return {"ledger_ms": round(float(np.median(seconds)) * 1e3, 2), "worst_ms": round(max(seconds) * 1e3, 2)}
 

@@ -38,7 +38,7 @@ _ROWS = 256  # responses that are sampled side by side
 def load(path: Path) -> Pairs:
     """What :func:`main` wrote."""
     table = pq.read_table(path)
-    return Pairs.of(zip(table["prompt"].to_pylist(), table["lengths"].to_pylist(), strict=True))
+    return Pairs.from_rows(zip(table["prompt"].to_pylist(), table["lengths"].to_pylist(), strict=True))
 
 
 def roads(prompts: int, samples: int, seed: str) -> tuple[Pairs, list[Map]]:
@@ -54,7 +54,7 @@ def roads(prompts: int, samples: int, seed: str) -> tuple[Pairs, list[Map]]:
         tasks.append(task)
         written = [tokenizer.encode(maps.search(task, rng)) for _ in range(samples)]
         rows.append((encode_prompt(tokenizer, task.text()), [len(search) + 1 for search in written]))
-    return Pairs.of(rows), tasks
+    return Pairs.from_rows(rows), tasks
 
 
 def seen_in_a_map(task: Map) -> list[float]:

@@ -65,7 +65,7 @@ def puzzles(quick: bool, fresh: bool) -> Task:
     test = "fresh" if fresh else "test"
     known, new = (length_pairs.load(length_pairs.FOLDER / f"puzzles-{split}.parquet") for split in ("train", test))
     if quick:
-        known, new = known.take(range(96)), new.take(range(48))
+        known, new = known.select(range(96)), new.select(range(48))
     return Task(known, new, length_pairs.MODEL, {})
 
 
@@ -102,8 +102,7 @@ def arms(task: Task, quick: bool, seed: int) -> dict[str, Arm]:
 
             made = ranker.tiny_for(task.train, seed) if task.model is None else ranker.from_folder(task.model)
             rate = 1e-3 if task.model is None else 3e-4
-            how = ranker.Training(loss=loss, seed=seed, rate=rate, epochs=1 if quick else _EPOCHS)
-            fitted = ranker.fit(made, task.train, how)
+            fitted = ranker.fit(made, task.train, loss=loss, seed=seed, rate=rate, epochs=1 if quick else _EPOCHS)
             return lambda: fitted.expected(task.test.prompts)
 
         return trained
@@ -122,16 +121,16 @@ def arms(task: Task, quick: bool, seed: int) -> dict[str, Arm]:
 
 
 def forecasts(test: Pairs, expected: Floats | None) -> dict[str, float]:
-    """Of the predictor, group by group, with a ranker's expectation or without: :meth:`Quality.take` of all."""
+    """Return :meth:`Quality.pop_metrics` of the predictor, group by group, with or without a ranker's expectations."""
     predictor, quality = LengthPredictor(length_pairs.LIMIT), Quality()
     for number, lengths in enumerate(test.lengths):
         prompt, tokens = str(number), [int(each) for each in lengths]
         if expected is not None:
             predictor.rank(prompt, float(expected[number]))
-        expected = float(predictor.forecast([prompt]).expected[0])
-        quality.add(expected, tokens, predictor.knows(prompt), predictor.ranked(prompt))
+        forecast = float(predictor.forecast([prompt]).expected[0])
+        quality.add(forecast, tokens, predictor.knows(prompt), predictor.ranked(prompt))
         predictor.learn(prompt, tokens)
-    return {name: round(value, 3) for name, value in quality.take().items()}
+    return {name: round(value, 3) for name, value in quality.pop_metrics().items()}
 
 
 def rows(quick: bool, seed: int, only: str, fresh: bool = True) -> Iterator[dict[str, Any]]:
@@ -156,7 +155,7 @@ def rows(quick: bool, seed: int, only: str, fresh: bool = True) -> Iterator[dict
                 "trained_on": len(task.train),
                 "measured_on": len(task.test),
                 "seconds": round(seconds, 1),
-                **{figure: round(value, 3) for figure, value in task.test.recalls(predicted).items()},
+                **{figure: round(value, 3) for figure, value in task.test.evaluate(predicted).items()},
                 "forecasts": forecasts(task.test, predicted if ranks else None),
             }
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from examples.tiny_world import data
-from tests.unit.lengths.test_ranker import world
+from tests.unit.lengths.worlds import pairs
 from verl_rhyme.cli import app
 from verl_rhyme.commands import ranker_data
 from verl_rhyme.history.keys import data_key, prompt_key, template_label
@@ -27,7 +27,7 @@ TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_world" / "models" / "
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """Run folder whose log has responses to 64 prompts, in two steps."""
-    folder, known = tmp_path_factory.mktemp("run"), world(64)
+    folder, known = tmp_path_factory.mktemp("run"), pairs(64)
     log = EventLog(folder / "checkpoints" / "events")
     for step in (1, 2):
         rows = [(p, n) for p, of in zip(known.prompts, known.lengths, strict=True) for n in of[2 * step - 2 : 2 * step]]
@@ -73,10 +73,10 @@ def error_of(*arguments: object) -> str:
 
 
 def test_prompts_and_lengths_from_a_run(run) -> None:
-    known, pairs = world(64), ranker_data.read(run)
-    assert {tuple(p) for p in pairs.prompts} == {tuple(p) for p in known.prompts}
-    assert sum(map(len, pairs.lengths)) == sum(map(len, known.lengths))
-    assert np.concatenate(pairs.lengths).sum() == np.concatenate(known.lengths).sum()
+    known, found = pairs(64), ranker_data.read(run)
+    assert {tuple(p) for p in found.prompts} == {tuple(p) for p in known.prompts}
+    assert sum(map(len, found.lengths)) == sum(map(len, known.lengths))
+    assert np.concatenate(found.lengths).sum() == np.concatenate(known.lengths).sum()
 
 
 def test_prompts_and_lengths_from_a_history_and_its_data(history) -> None:

@@ -26,7 +26,7 @@ from verl_rhyme.checks.seam_check import check as check_seam
 from verl_rhyme.checks.seams import SEAMS
 from verl_rhyme.checks.startup import SHM_BYTES, SUPPORTED
 from verl_rhyme.config import HistoryConfig
-from verl_rhyme.history.ownership import is_ours, is_user_folder, user_folder
+from verl_rhyme.history.ownership import is_own_folder, is_user_folder, user_folder
 from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 from verl_rhyme.patches.core import installed_version
 
@@ -255,7 +255,7 @@ def _engines() -> Iterator[Check]:
 def _history_disk(folder: Path) -> Iterator[Check]:
     from verl_rhyme.history.share import available_memory
 
-    if is_user_folder(folder) and os.path.lexists(folder) and not is_ours(folder):
+    if is_user_folder(folder) and os.path.lexists(folder) and not is_own_folder(folder):
         detail = f"{folder} is a symbolic link or belongs to another user"
         yield Check("history folder", FAIL, detail, "remove it, or set history.dir to a folder of your own")
         return

@@ -60,7 +60,7 @@ def train(
         pairs = _read(source, data, tokenizer, column, template)
         if len(pairs) < 16:
             raise ValueError(f"{source}: {len(pairs)} prompts; training and evaluation need at least 16")
-        known, held_out = pairs.split(test, seed)
+        known, held_out = pairs.split(test)
         began = time.monotonic()
         ranker = _trained(known, model, boosting, (loss, epochs, batch, rate, seed))
         seconds = time.monotonic() - began
@@ -86,7 +86,7 @@ def evaluate(
     try:
         loaded = _load(ranker)
         pairs = _read(source, data, tokenizer, column, template)
-        unseen = pairs if everything else pairs.unseen(loaded.trained)
+        unseen = pairs if everything else pairs.excluding(loaded.trained)
         if not len(unseen):
             raise ValueError(f"{source}: the ranker was trained on all {len(pairs)} prompts; use --all to include them")
     except (OSError, ValueError) as error:
@@ -121,16 +121,14 @@ def _trained(
     logging.disable_progress_bar()  # transformers', for reading and writing files
 
     loss, epochs, batch, rate, seed = how
-    training = rankers.Training(loss=loss, epochs=epochs, batch=batch, rate=rate, seed=seed)
     initial = rankers.tiny_for(known, seed) if model is None else rankers.from_folder(model)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("epochs", total=epochs)
 
-        def report(epoch: dict[str, float]) -> bool:
-            progress.update(task, advance=1, description=f"rank correlation {epoch['rank_correlation']:.3f}")
-            return False
+        def report(rank_correlation: float) -> None:
+            progress.update(task, advance=1, description=f"rank correlation {rank_correlation:.3f}")
 
-        return rankers.fit(initial, known, training, report)
+        return rankers.fit(initial, known, loss=loss, epochs=epochs, batch=batch, rate=rate, seed=seed, report=report)
 
 
 def _load(folder: Path) -> LengthRanker | Boosting:
@@ -149,7 +147,7 @@ def _load(folder: Path) -> LengthRanker | Boosting:
 def _print(
     tested: Pairs, ranker: LengthRanker | Boosting, training: dict[str, Any], as_json: bool, everything: bool = False
 ) -> None:
-    measures = tested.recalls(ranker.expected(tested.prompts))
+    measures = tested.evaluate(ranker.expected(tested.prompts))
     if as_json:
         print(json.dumps({**training, "measured_on": len(tested), **measures}))
         return

@@ -16,7 +16,7 @@ import numpy as np
 
 from verl_rhyme.history import environment, inspection
 from verl_rhyme.history.keys import data_key, template_label
-from verl_rhyme.lengths.pairs import Pairs, joined
+from verl_rhyme.lengths.pairs import Pairs, join_by_key
 from verl_rhyme.observability import events
 
 
@@ -63,10 +63,10 @@ def read(
     for folder in folders:  # a checkpoint has one for each node, with equal contents
         try:
             lengths |= inspection.lengths(folder)
-        except environment.Damaged as error:
+        except environment.CorruptEnvironment as error:
             raise DataError(f"{folder}: {error}") from error
     prompts = _tokenized(data, tokenizer, column, template)
-    pairs = joined(prompts, {key: counts.tolist() for key, counts in lengths.items()})
+    pairs = join_by_key(prompts, {key: counts.tolist() for key, counts in lengths.items()})
     if not len(pairs):
         raise DataError(
             f"none of the {len(prompts)} prompts of {', '.join(map(str, data))} is among the {len(lengths)} of "
@@ -96,7 +96,7 @@ def _logged(folder: Path) -> Pairs:
         if key not in prompts:
             prompts[key] = texts[row].as_py()
         lengths.setdefault(key, []).append(size)
-    return joined(prompts, lengths)
+    return join_by_key(prompts, lengths)
 
 
 def _tokenized(

@@ -151,12 +151,12 @@ class RankerService:
         of = config.training
         if before is not None:
             made = copy.deepcopy(before)
-            how = ranker.Training(loss=of.loss, rate=of.rate / 2, epochs=_EPOCHS_AGAIN)
+            how: dict[str, Any] = {"rate": of.rate / 2, "epochs": _EPOCHS_AGAIN}
         else:
-            how = ranker.Training(loss=of.loss, rate=of.rate)
+            how = {"rate": of.rate}
             made = ranker.tiny_for(pairs) if config.model is None else ranker.from_folder(Path(config.model))
         began, allowed = self._clock(), 60 * config.minutes
-        return ranker.fit(made, pairs, how, gone=lambda: (self._clock() - began) / allowed)
+        return ranker.fit(made, pairs, loss=of.loss, **how, gone=lambda: (self._clock() - began) / allowed)
 
     # ---- checkpoints ----
 

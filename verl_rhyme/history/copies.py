@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verl_rhyme.history import owner, packing, share
+from verl_rhyme.history import history_folder, packing, share
 from verl_rhyme.history.record import CorruptRecord, PromptHistory, version_of
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _NONE = _Copy(b"", 0, 0)
 class Copies:
     """Writer of a folder of copies, one per folder; any number of :class:`CopyReader` may read it at the same time.
 
-    Copies of another process are useless, so existing files in the folder are deleted.
+    Copies of another process are useless, so existing files in the folder are deleted. Times are in ns since the epoch.
 
     Args:
         path: Node-local folder, created if missing.
@@ -54,24 +54,16 @@ class Copies:
         self._path = Path(path)
         self._known: OrderedDict[bytes, _Copy] = OrderedDict()  # least recently used first
         self._bytes = 0
-        self._lock: int | None = owner.claim(self._path, uuid.uuid4().hex, _LOCK_TIMEOUT_S)
+        self._lock: int | None = history_folder.acquire(self._path, uuid.uuid4().hex, _LOCK_TIMEOUT_S)
         self._bound = max_bytes or share.automatic(self._path)
 
     def outdated(self, asked: Mapping[bytes, int]) -> dict[bytes, bytes]:
-        """Return the prompts whose copy is outdated, with the copy's version (empty: no copy).
-
-        Args:
-            asked: Prompt key -> time at which the copy must have been the latest, or later, in ns since the epoch.
-        """
+        """Return the prompts whose copy may be older than the given time, with its version (empty: no copy)."""
         known = {key: self._known.get(key, _NONE) for key in asked}
         return {key: known[key].version for key, time in asked.items() if known[key].time < time}
 
     def confirm(self, key: bytes, time: int) -> None:
-        """Note that the copy of a prompt is still the latest.
-
-        Args:
-            key: Prompt key.
-            time: Time of the check, in ns since the epoch.
+        """Note that the copy of a prompt was still the latest at a time.
 
         Raises:
             OSError: The file is missing, for instance after a clean-up of the temporary folder; the copy is outdated.
@@ -91,7 +83,7 @@ class Copies:
             key: Prompt key.
             value: Encoded history, uint8[n], ``PromptHistory.encode()``; empty: the prompt has no history. A value
                 larger than the bound counts as empty.
-            time: Time at which the value was the latest, in ns since the epoch.
+            time: Time at which the value was the latest.
 
         Raises:
             OSError: The file cannot be written; the old copy stays.
@@ -125,7 +117,7 @@ class Copies:
     def close(self) -> None:
         """Delete the folder and give up the lock. A second call does nothing."""
         if self._lock is not None:
-            owner.disclaim(self._path, self._lock, delete=True)
+            history_folder.release(self._path, self._lock, delete=True)
             self._lock = None
 
     def _file(self, key: bytes) -> Path:
@@ -142,12 +134,7 @@ class CopyReader:
         self.errors = 0
 
     def arrived(self, key: bytes, asked: int) -> bool:
-        """Return whether the copy of a prompt was the latest at the time of the request, or later.
-
-        Args:
-            key: Prompt key.
-            asked: Time of the request, in ns since the epoch.
-        """
+        """Return whether the copy of a prompt was the latest at the time of the request, or later."""
         try:
             return os.stat(self._file(key)).st_mtime_ns >= asked
         except OSError:

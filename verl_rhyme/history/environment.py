@@ -4,8 +4,7 @@ A history folder holds::
 
     current          name of the environment in use; replaced by rename, so that readers follow a restore or a clear
     env-0003/        data.mdb, lock.mdb
-    corrupt-0002/    a damaged environment, kept for inspection
-    writer.lock, in_use.lock, owner.json    see :mod:`verl_rhyme.history.owner`
+    writer.lock, in_use.lock, owner.json    see :mod:`verl_rhyme.history.history_folder`
 
 LMDB tolerates a killed process, but trusts its file: a damaged file can crash every process that maps it. The writer
 therefore verifies the file without LMDB once, before it opens it. A reader verifies it only if no writer is alive.
@@ -18,6 +17,8 @@ import re
 import shutil
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class HistoryMismatch(HistoryError):
     """The history belongs to another tokenizer or vocabulary."""
 
 
-class Damaged(Exception):
+class CorruptEnvironment(Exception):
     """An environment is damaged; the message describes the damage."""
 
 
@@ -61,31 +62,26 @@ class Environment:
     Attributes:
         folder: Folder of the environment.
         env: LMDB environment object.
+        prompts: Database, prompt key -> ``PromptHistory.encode()``.
+        seen: Database, prompt key -> msgpack of :class:`verl_rhyme.history.retention.Entry`, including evicted prompts.
+        meta: Database, ``b"meta"`` -> msgpack ``{"format", "namespace"}``.
         pid: Id of the process that opened it.
         users: Number of users in the process.
-        prompts: Database, prompt key -> ``PromptHistory.encode()``.
-        seen: Database, prompt key -> msgpack of :class:`verl_rhyme.history.room.Entry`, including evicted prompts.
-        meta: Database, ``b"meta"`` -> msgpack ``{"format", "namespace"}``.
     """
 
     folder: Path
     env: lmdb.Environment
-    pid: int
+    prompts: Any
+    seen: Any
+    meta: Any
+    pid: int = field(default_factory=os.getpid)
     users: int = 1
-    prompts: Any = field(init=False)
-    seen: Any = field(init=False)
-    meta: Any = field(init=False)
-
-    def open_databases(self, create: bool) -> None:
-        self.prompts, self.seen, self.meta = (
-            self.env.open_db(name, create=create) for name in (b"prompts", b"seen", b"meta")
-        )
 
     def namespace(self) -> str:
         """Return the fingerprint of the vocabulary that the environment was recorded with.
 
         Raises:
-            Damaged: The fingerprint is missing, or the format is another one.
+            CorruptEnvironment: The fingerprint is missing, or the format is another one.
         """
         with self.env.begin() as txn:
             value = txn.get(_META_KEY, db=self.meta)
@@ -94,8 +90,14 @@ class Environment:
             if meta["format"] == FORMAT:
                 return str(meta["namespace"])
         except Exception as error:
-            raise Damaged(f"its format and vocabulary cannot be read: {error!r}") from error
-        raise Damaged(f"its format is {meta['format']}, but this version reads format {FORMAT}")
+            raise CorruptEnvironment(f"its format and vocabulary cannot be read: {error!r}") from error
+        raise CorruptEnvironment(f"its format is {meta['format']}, but this version reads format {FORMAT}")
+
+    def fill_up(self) -> None:
+        """Extend the file to its declared size: LMDB does not write pages that a transaction took and freed."""
+        size = (self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"]
+        if os.stat(self.folder / DATA_FILE).st_size < size:
+            os.truncate(self.folder / DATA_FILE, size)
 
 
 _open: dict[Path, Environment] = {}
@@ -123,13 +125,26 @@ def create(folder: Path, namespace: str, map_size: int) -> Environment:
     return opened
 
 
-def acquire(folder: Path) -> Environment:
+def acquire(folder: Path, namespace: str) -> Environment:
     """Open an environment, or share it if this process has it open already. Pair with :func:`release`.
 
     Raises:
         lmdb.Error: The environment cannot be opened.
+        CorruptEnvironment: Its format or vocabulary cannot be read.
+        HistoryMismatch: It belongs to another vocabulary than ``namespace``.
     """
-    return _acquire(folder, 0, create=False)
+    opened = _acquire(folder, 0, create=False)
+    try:
+        recorded = opened.namespace()
+        if recorded != namespace:
+            raise HistoryMismatch(
+                f"the history in {folder} belongs to vocabulary {recorded}, but this run's vocabulary is {namespace}, "
+                f"where its tokens mean other text: set another history.dir for this run, or delete {folder.parent}"
+            )
+    except BaseException:
+        release(opened)
+        raise
+    return opened
 
 
 def _acquire(folder: Path, map_size: int, create: bool) -> Environment:
@@ -152,14 +167,17 @@ def _acquire(folder: Path, map_size: int, create: bool) -> Environment:
             metasync=False,
             mode=FILE_MODE,
         )
-        opened = Environment(folder, env, os.getpid())
         try:
-            opened.open_databases(create)
+            opened = Environment(folder, env, *_databases(env, create))
         except BaseException:
             env.close()
             raise
         _open[folder] = opened
         return opened
+
+
+def _databases(env: lmdb.Environment, create: bool = False) -> list[Any]:
+    return [env.open_db(name, create=create) for name in (b"prompts", b"seen", b"meta")]
 
 
 def release(opened: Environment) -> None:
@@ -172,29 +190,41 @@ def release(opened: Environment) -> None:
                 del _open[opened.folder]
 
 
+@contextmanager
+def open_to_inspect(folder: Path) -> Iterator[Environment]:
+    """Open a store, without disturbing its writer, or a snapshot, without writing to its folder.
+
+    Raises:
+        CorruptEnvironment: The environment is damaged.
+    """
+    if (folder / "lock.mdb").exists():
+        opened = _acquire(folder, 0, create=False)
+        try:
+            yield opened
+        finally:
+            release(opened)
+    else:
+        check(folder)
+        with lmdb.open(str(folder), readonly=True, lock=False, max_dbs=3) as env:
+            yield Environment(folder, env, *_databases(env))
+
+
 def check(folder: Path) -> None:
     """Verify an environment's file, page by page, without mapping it: about 0.1 s per gigabyte.
 
     No process may write to it meanwhile. The prompts' values have separate checksums.
 
     Raises:
-        Damaged: The file is truncated, altered, or no LMDB file.
+        CorruptEnvironment: The file is truncated, altered, or no LMDB file.
     """
     try:
         problems = _truncation(folder / DATA_FILE) + verify.verify(str(folder / DATA_FILE))
     except (verify.VerifyError, OSError) as error:
-        raise Damaged(str(error)) from error
+        raise CorruptEnvironment(str(error)) from error
     except Exception as error:  # the verifier itself fails on unexpected bytes
-        raise Damaged(f"unreadable: {error!r}") from error
+        raise CorruptEnvironment(f"unreadable: {error!r}") from error
     if problems:
-        raise Damaged("; ".join(problems[:3]))
-
-
-def fill_up(folder: Path, env: lmdb.Environment) -> None:
-    """Extend the file to its declared size: LMDB does not write pages that a transaction took and freed."""
-    size = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    if os.stat(folder / DATA_FILE).st_size < size:
-        os.truncate(folder / DATA_FILE, size)
+        raise CorruptEnvironment("; ".join(problems[:3]))
 
 
 def _truncation(file: Path) -> list[str]:
@@ -222,43 +252,27 @@ def current(path: Path) -> Path | None:
     return path / name if _NAME.fullmatch(name) else None
 
 
-def newest(path: Path) -> Path | None:
-    """Return the environment created last: the one in use if the file ``current`` is lost."""
-    return max(path.glob("env-[0-9]*"), key=lambda folder: int(folder.name[4:]), default=None)
-
-
 def identity(path: Path) -> tuple[int, int] | None:
     """Return device and inode of the file in use, which change when it is replaced; ``None`` if there is none."""
     folder = current(path)
     try:
-        status = None if folder is None else os.stat(folder / DATA_FILE)
+        status = folder and os.stat(folder / DATA_FILE)
     except OSError:
         return None
-    return None if status is None else (status.st_dev, status.st_ino)
+    return (status.st_dev, status.st_ino) if status else None
 
 
 def publish(path: Path, folder: Path) -> None:
-    """Make an environment the one in use, atomically."""
+    """Make an environment the one in use, atomically, and delete all others. Readers keep their maps."""
     temporary = path / f".{_CURRENT}"
     temporary.write_text(folder.name + "\n")
     os.replace(temporary, path / _CURRENT)
+    for other in path.glob("env-[0-9]*"):
+        if other.name != folder.name:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def new_folder(path: Path) -> Path:
-    """Return the path of a new environment, with a name never used before in this history folder."""
-    numbers = [int(p.name.rpartition("-")[2]) for kind in ("env", "corrupt") for p in path.glob(f"{kind}-[0-9]*")]
+    """Return the path of a new environment, with a higher number than all others."""
+    numbers = [int(folder.name[4:]) for folder in path.glob("env-[0-9]*")]
     return path / f"env-{max(numbers, default=0) + 1:04d}"
-
-
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged environment and return the new path."""
-    aside = folder.with_name(folder.name.replace("env-", "corrupt-"))
-    folder.rename(aside)
-    return aside
-
-
-def remove_others(path: Path, keep: Path | None) -> None:
-    """Delete unused environments, left by a killed writer or just replaced. Readers keep their maps."""
-    for folder in path.glob("env-[0-9]*"):
-        if folder != keep:
-            shutil.rmtree(folder, ignore_errors=True)

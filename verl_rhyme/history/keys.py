@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import logging
 import os
 import zlib
@@ -33,13 +34,9 @@ _NUMBERING = ("index", "split")
 
 
 def prompt_key(token_ids: Sequence[int]) -> bytes:
-    """Return the key of a prompt without known data: blake2b-128 of its token ids as little-endian int32.
+    """Return the key of a prompt without known data, 16 bytes: blake2b-128 of its token ids as little-endian int32.
 
-    Args:
-        token_ids: Token ids of the first-turn prompt, chat template applied.
-
-    Returns:
-        The key, 16 bytes.
+    The token ids are those of the first turn, chat template applied.
 
     Raises:
         OverflowError: A token id does not fit in int32.
@@ -63,7 +60,13 @@ def data_key(row: Mapping[str, Any], template: str = "") -> str:
         32 hex digits; empty if the row has no message with content or cannot be read.
     """
     try:
-        return _data_key(row, template)
+        messages = row.get("raw_prompt")
+        if not any(_content(message) for message in ([messages] if isinstance(messages, str) else _listed(messages))):
+            return ""
+        columns = {name: row.get(name) for name in KEY_COLUMNS}
+        if isinstance(extra := columns["extra_info"], Mapping):
+            columns["extra_info"] = {name: value for name, value in extra.items() if name not in _NUMBERING}
+        return _digest([template, columns])
     except Exception as error:
         _warn(f"{type(error).__name__}: {error}")
         return ""
@@ -74,33 +77,16 @@ def _warn(error: str) -> None:
     logger.warning("prompts whose data cannot be read use a key of their token ids (logged once): %s", error)
 
 
-def _data_key(row: Mapping[str, Any], template: str) -> str:
-    messages = row.get("raw_prompt")
-    if not any(_content(message) for message in ([messages] if isinstance(messages, str) else _listed(messages))):
-        return ""
-    digest = hashlib.blake2b(template.encode(), digest_size=KEY_BYTES)
-    columns = {name: row.get(name) for name in KEY_COLUMNS}
-    if isinstance(extra := columns["extra_info"], Mapping):
-        columns["extra_info"] = {name: value for name, value in extra.items() if name not in _NUMBERING}
-    _feed(digest, columns)
-    return digest.hexdigest()
-
-
 def template_label(tokenizer: Any, processor: Any = None, options: Mapping[str, Any] | None = None) -> str:
-    """Return a label that identifies a chat template and its options.
+    """Return a label that identifies a chat template and its options, 32 hex digits.
 
     Args:
         tokenizer: Tokenizer with a ``chat_template``, or ``None``.
         processor: Processor of a multimodal model; its template, if any, takes precedence.
         options: Options of the template (``data.apply_chat_template_kwargs``).
-
-    Returns:
-        32 hex digits.
     """
-    digest = hashlib.blake2b(digest_size=KEY_BYTES)
-    _feed(digest, getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None))
-    _feed(digest, dict(options or {}))
-    return digest.hexdigest()
+    template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    return _digest([template, dict(options or {})])
 
 
 def visit_label(uid: str) -> int:
@@ -117,47 +103,35 @@ def _content(message: Any) -> bool:
     return content is not None and (not hasattr(content, "__len__") or len(content) > 0)
 
 
-def _feed(digest: Any, value: Any) -> None:
-    """Feed a value to a hash unambiguously: its kind, its length, and its bytes."""
+def _digest(value: Any) -> str:
+    return _hash(json.dumps(_plain(value), sort_keys=True).encode())
 
-    def put(kind: bytes, of: bytes | memoryview = b"") -> None:
-        digest.update(kind + len(of).to_bytes(8, "little"))
-        digest.update(of)
 
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=KEY_BYTES).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Return data for JSON that identify a value: media by a hash, other objects by their type."""
     if isinstance(value, np.generic):
         value = value.item()
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
     if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if value is None:
-        put(b"0")
-    elif isinstance(value, str):
-        put(b"s", value.encode("utf-8", "surrogatepass"))
-    elif isinstance(value, bytes | bytearray | memoryview):
-        put(b"b", memoryview(value))
-    elif isinstance(value, bool | int | float):
-        put(b"n", repr(value).encode())
-    elif isinstance(value, Mapping):
+        return os.fspath(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return ["bytes", _hash(bytes(value))]
+    if isinstance(value, Mapping):
         # Do not decode an image whose encoded bytes are in the same dict (verl's ``RLHFDataset``).
         skipped = "image" if isinstance(value.get("bytes"), bytes) else None
-        entries = {str(name): each for name, each in value.items() if name != skipped and not _is_missing(each)}
-        put(b"m", str(len(entries)).encode())
-        for name in sorted(entries):
-            _feed(digest, name)
-            _feed(digest, entries[name])
-    elif isinstance(value, set | frozenset):
-        _feed(digest, sorted(map(repr, value)))
-    elif (array := _array(value)) is not None:
-        put(b"a", f"{array.dtype} {array.shape}".encode())
-        put(b"b", array.tobytes())
-    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # a PIL image
-        _feed_image(digest, value)
-    elif isinstance(value, Iterable):
-        parts = list(value)
-        put(b"l", str(len(parts)).encode())
-        for each in parts:
-            _feed(digest, each)
-    else:
-        put(b"o", type(value).__qualname__.encode())
+        return {str(name): _plain(each) for name, each in value.items() if name != skipped and not _is_missing(each)}
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if (array := _array(value)) is not None:
+        return [str(array.dtype), array.shape, _hash(array.tobytes())]
+    if hasattr(value, "tobytes") and hasattr(value, "mode"):
+        return _plain_image(value)
+    return list(map(_plain, value)) if isinstance(value, Iterable) else type(value).__qualname__
 
 
 def _is_missing(value: Any) -> bool:
@@ -176,9 +150,10 @@ def _array(value: Any) -> np.ndarray | None:
         return np.asarray(value.detach().cpu().float().numpy())
 
 
-def _feed_image(digest: Any, image: Any) -> None:
+def _plain_image(image: Any) -> list[Any]:
+    """Return mode, size, palette and a hash of the pixels of a PIL image."""
     try:
         palette = image.getpalette() if image.mode == "P" else None
-        _feed(digest, [image.mode, image.size, palette, image.tobytes()])
+        return [image.mode, image.size, palette, _hash(image.tobytes())]
     except OSError:  # truncated image; the code that needs its pixels reports it
-        _feed(digest, [image.mode, image.size])
+        return [image.mode, image.size]

@@ -24,7 +24,7 @@ OWNER_FILE = "owner.json"
 _USER_FOLDER = re.compile(r"verl_rhyme-\d+")
 
 
-class NotOurs(OSError):
+class NotOwned(OSError):
     """A path is a link or belongs to another user; ``strerror`` says which."""
 
     def __init__(self, what: str) -> None:
@@ -50,7 +50,7 @@ class Owner:
 
     @classmethod
     def here(cls, run: str) -> Owner:
-        """Return the owner record of this process."""
+        """Return the record of this process."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return cls(run, socket.gethostname(), boot, os.getpid())
 
@@ -90,7 +90,7 @@ def make_private(path: Path) -> None:
     """Create a private folder, or make an existing one private, with its parents up to the user's folder.
 
     Raises:
-        NotOurs: One of the folders is a link, or belongs to another user.
+        NotOwned: One of the folders is a link, or belongs to another user.
         OSError: A folder cannot be created.
     """
     folders = [path, *path.parents]
@@ -98,29 +98,29 @@ def make_private(path: Path) -> None:
     for folder in reversed(folders[: top + 1]):
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700, parents=True)
-        _require_ours(folder)
+        _require_own(folder)
         if folder.stat().st_mode & 0o077:
             with suppress(OSError):  # some network file systems have no file modes
                 folder.chmod(0o700)
 
 
-def is_ours(path: Path) -> bool:
+def is_own_folder(path: Path) -> bool:
     """Return whether the path is a folder of this user, and no link."""
     try:
-        _require_ours(path)
+        _require_own(path)
     except OSError:
         return False
     return True
 
 
-def _require_ours(path: Path) -> None:
+def _require_own(path: Path) -> None:
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
-        raise NotOurs(f"{path} is a link")
+        raise NotOwned(f"{path} is a link")
     if not stat.S_ISDIR(status.st_mode):
-        raise NotOurs(f"{path} is not a folder")
+        raise NotOwned(f"{path} is not a folder")
     if not _is_mine(status.st_uid, path):
-        raise NotOurs(f"{path} belongs to user {status.st_uid}")
+        raise NotOwned(f"{path} belongs to user {status.st_uid}")
 
 
 def _is_mine(uid: int, folder: Path) -> bool:
@@ -135,29 +135,24 @@ def _is_mine(uid: int, folder: Path) -> bool:
 
 
 def lock(file: Path, create: bool = False, shared: bool = False) -> int | None:
-    """Acquire the kernel's lock on a file, valid across containers, until the descriptor is closed.
-
-    Args:
-        file: File of this user.
-        create: Whether to create a missing file.
-        shared: Whether to take a shared lock.
+    """Acquire the kernel's lock on a file of this user, valid across containers, until the descriptor is closed.
 
     Returns:
         A file descriptor; ``None`` if a process of this host holds the lock.
 
     Raises:
-        NotOurs: The path is a link, no plain file, or belongs to another user.
+        NotOwned: The path is a link, no plain file, or belongs to another user.
         OSError: The file cannot be opened.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     try:
         descriptor = os.open(file, flags, 0o600)
     except OSError as error:
-        raise NotOurs(f"{file} is a link") if error.errno == errno.ELOOP else error from None
+        raise NotOwned(f"{file} is a link") if error.errno == errno.ELOOP else error from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or not _is_mine(status.st_uid, file.parent):
-            raise NotOurs(f"{file} is not a plain file of this user")
+            raise NotOwned(f"{file} is not a plain file of this user")
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)

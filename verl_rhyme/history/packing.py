@@ -27,21 +27,9 @@ def pack(values: np.ndarray, width: int) -> np.ndarray:
     return _pack(np.ascontiguousarray(values).view(np.uint32), width, words(len(values), width))
 
 
-def unpack(packed: np.ndarray, count: int, width: int, shift: int = 0) -> np.ndarray:
-    """Return the values that :func:`pack` packed, plus ``shift``, int32[count].
-
-    Args:
-        packed: Packed words, uint32[words(count, width)], writeable and aligned (numba would recompile for others).
-        count: Number of values.
-        width: Bits per value.
-        shift: Number to add to each value.
-    """
-    return _unpack(packed, count, width, shift)
-
-
 def warm() -> None:
     """Compile all functions here, or load them from numba's disk cache, so that no request waits."""
-    unpack(pack(np.zeros(1, np.int32), 1), 1, 1)
+    unpack(pack(np.zeros(1, np.int32), 1), 1, 1, 0)
 
 
 @njit(cache=True, nogil=True)
@@ -63,7 +51,11 @@ def _pack(values, width, length):
 
 
 @njit(cache=True, nogil=True)
-def _unpack(packed, count, width, shift):
+def unpack(packed, count, width, shift=0):
+    """Return the values that :func:`pack` packed, plus ``shift``, int32[count].
+
+    ``packed`` is writeable and aligned: numba would recompile for others.
+    """
     values = np.empty(count, dtype=np.int32)
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     for i in range(count):

@@ -12,8 +12,8 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from verl_rhyme.history import environment, owner, packing
-from verl_rhyme.history.environment import Damaged, Environment
+from verl_rhyme.history import environment, history_folder, packing
+from verl_rhyme.history.environment import CorruptEnvironment, Environment, HistoryMismatch
 from verl_rhyme.history.record import CorruptRecord, PromptHistory
 
 logger = logging.getLogger(__name__)
@@ -46,16 +46,16 @@ class HistoryReader:
         self.errors = 0
 
     def get(self, key: bytes) -> PromptHistory | None:
-        """Return the history of a prompt after the last finished append; ``None`` if there is none.
-
-        Args:
-            key: Prompt key, see :func:`verl_rhyme.history.keys.prompt_key`.
-        """
+        """Return the history of a prompt after the last finished append; ``None`` if there is none."""
         opened = self._latest()
         if opened is None:
             return None
         try:
-            value = _read(opened, key)
+            try:
+                value = _copy(opened, key)
+            except lmdb.MapResizedError:
+                opened.env.set_mapsize(0)
+                value = _copy(opened, key)
             return None if value is None else PromptHistory.decode(value)
         except (lmdb.Error, CorruptRecord, MemoryError) as error:
             self._bad(f"prompt {key.hex()}: {error}")
@@ -95,8 +95,8 @@ class HistoryReader:
         if identity is None:
             return
         try:
-            self._environment, self._in_use = self._open(), owner.use(self._path)
-        except (lmdb.Error, OSError, Damaged) as error:
+            self._environment, self._in_use = self._open(), history_folder.mark_in_use(self._path)
+        except (lmdb.Error, OSError, CorruptEnvironment, HistoryMismatch) as error:
             if environment.identity(self._path) == identity:
                 self._bad(str(error))
             else:  # replaced while it was being opened; the next check finds the new one
@@ -116,18 +116,10 @@ class HistoryReader:
         folder = environment.current(self._path)
         if folder is None:
             return None
-        with owner.without_writer(self._path) as unchecked:
+        with history_folder.excluding_writer(self._path) as unchecked:
             if unchecked:
                 environment.check(folder)
-            opened = environment.acquire(folder)
-        try:
-            recorded = opened.namespace()
-            if recorded != self._namespace:
-                raise Damaged(f"it belongs to vocabulary {recorded}, but this run's vocabulary is {self._namespace}")
-        except BaseException:
-            environment.release(opened)
-            raise
-        return opened
+            return environment.acquire(folder, self._namespace)
 
     def _bad(self, what: str) -> None:
         self.errors += 1
@@ -138,16 +130,8 @@ class HistoryReader:
             )
 
 
-def _read(opened: Environment, key: bytes) -> np.ndarray | None:
-    """Return a copy of a value: a view of the map would change when the writer reuses its pages."""
-    try:
-        return _copy(opened, key)
-    except lmdb.MapResizedError:
-        opened.env.set_mapsize(0)
-        return _copy(opened, key)
-
-
 def _copy(opened: Environment, key: bytes) -> np.ndarray | None:
+    """Return a copy of a value: a view of the map would change when the writer reuses its pages."""
     with opened.env.begin(db=opened.prompts, buffers=True) as txn:
         value = txn.get(key)
         # numpy releases the interpreter lock during the copy, which takes long if pages of the map are not in memory.

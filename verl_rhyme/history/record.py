@@ -28,13 +28,7 @@ _PER_RESPONSE = ("visit", "policy_version", "sample", "step")
 
 
 def encoded_bytes(tokens: int, responses: int, most: int) -> int:
-    """Return the bytes of a prompt's value.
-
-    Args:
-        tokens: Total tokens of the responses.
-        responses: Number of responses.
-        most: Largest token id.
-    """
+    """Return the bytes of a prompt's value, by the tokens of all responses and the largest token id."""
     n = tokens + responses + 1
     return _size(n, responses, packing.width_of(most + 1), packing.width_of(n - 1))
 
@@ -58,14 +52,9 @@ def confidence_codes(logprobs: np.ndarray | None, length: int) -> np.ndarray:
 
     Returns:
         Codes, uint8[length]: ``128 + 16 * logit`` within 1 to 255; 0 if unknown.
-
-    Raises:
-        ValueError: There are not ``length`` log-probs.
     """
     if logprobs is None:
         return np.zeros(length, dtype=np.uint8)
-    if len(logprobs) != length:
-        raise ValueError(f"{len(logprobs)} log-probabilities for {length} tokens")
     p = np.clip(np.exp(np.asarray(logprobs, dtype=np.float64)), 1e-4, 1 - 1e-4)
     codes = np.clip(np.rint(128 + 16 * np.log(p / (1 - p))), 1, 255)
     return np.where(np.isfinite(p), codes, 0).astype(np.uint8)
@@ -173,7 +162,7 @@ class PromptHistory:
         return len(self.reward)
 
     def response(self, i: int) -> np.ndarray:
-        """Return the tokens of response ``i``, int32."""
+        """Return the tokens of a response, int32."""
         return self.tokens[self._span(i)]
 
     def _span(self, i: int) -> slice:
@@ -202,12 +191,7 @@ class PromptHistory:
         """Return this history with a step's trajectories added and old visits dropped.
 
         A sample that the same step recorded before is replaced. So a repeated step counts once, and the appends of one
-        step to one group add up. Visits are ordered by their last recording.
-
-        Args:
-            trajectories: Trajectories of this prompt.
-            step: Training step.
-            epochs: Number of latest visits to keep (``history.epochs``).
+        step to one group add up. Visits are ordered by their last recording; the latest ``epochs`` of them stay.
         """
         again = {(t.visit, t.sample) for t in trajectories}
         labels = zip(self.step.tolist(), self.visit.tolist(), self.sample.tolist(), strict=True)
@@ -239,7 +223,7 @@ class PromptHistory:
             else:
                 spans.append([start, stop, start - end])
             end += stop - start
-        return suffix_index.without(self.suffixes, np.array(spans, dtype=np.int32).reshape(-1, 3))
+        return suffix_index.drop_responses(self.suffixes, np.array(spans, dtype=np.int32).reshape(-1, 3))
 
     def latest(self, epochs: int) -> PromptHistory:
         """Return this history with its latest visits only."""
@@ -262,7 +246,7 @@ class PromptHistory:
     def decode(cls, value: bytes | bytearray | memoryview | np.ndarray) -> PromptHistory:
         """Decode a value: tokens and suffixes are unpacked, the other arrays are views.
 
-        The views are over ``value``, or over one copy of it if it is neither a bytearray nor an array of bytes.
+        The views are over the value, or over one copy of it if it is neither a bytearray nor an array of bytes.
 
         Raises:
             CorruptRecord: The value is truncated, altered, or of another format.

@@ -14,10 +14,13 @@ Every numba function here is self-contained: numba's disk cache does not notice 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import njit
+
+if TYPE_CHECKING:
+    from verl_rhyme.history.record import PromptHistory
 
 #: Token between responses and at both ends of the text.
 SEPARATOR = -1
@@ -30,21 +33,8 @@ _FEW = 16
 _DIGIT = 11
 
 
-class Index(Protocol):
-    """Text and suffix array that :func:`longest_match` searches, such as ``PromptHistory``."""
-
-    @property
-    def tokens(self) -> np.ndarray: ...
-
-    @property
-    def suffixes(self) -> np.ndarray: ...
-
-
 def join(responses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Join responses into one text.
-
-    Args:
-        responses: Arrays of non-negative token ids, m of them.
+    """Join m responses (non-negative token ids) into one text.
 
     Returns:
         Text, int32[n], and positions of its separators, int32[m + 1]: response i is
@@ -79,50 +69,21 @@ def build(tokens: np.ndarray, begin: int = 0, known: np.ndarray | None = None) -
     return _merged(text, known, new, keys, bits, each)
 
 
-def without(suffixes: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    """Return the suffix array of a text after the removal of responses, in the same order.
-
-    Args:
-        suffixes: Suffix array of the entire text, int32[n].
-        spans: Disjoint rows (start, stop, shift), int32[k, 3]: positions from start to before stop stay, and move down
-            by shift.
-    """
-    return _without(suffixes, spans)
-
-
-def first_tokens(tokens: np.ndarray) -> np.ndarray:
-    """Return the range of entries of each token in the suffix array, for the first step of a search.
-
-    The text alone suffices: one pass from front to back, a millisecond for 500k tokens.
-
-    Args:
-        tokens: Text from :func:`join`, int32[n].
-
-    Returns:
-        Hash table, int32[2**k, 3]: token (-1 in a free row), first entry, entry after the last. A token is in the row
-        of its lowest k bits or the next free row after it; at least half of the rows are free.
-    """
-    return _first_tokens(np.asarray(tokens, dtype=np.int32))
-
-
-def longest_match(index: Index, context: np.ndarray, max_len: int) -> tuple[int, int, int]:
+def longest_match(history: PromptHistory, context: np.ndarray, max_len: int) -> tuple[int, int, int]:
     """Find the positions in the text with the longest match to the latest tokens.
 
     Args:
-        index: Text and its suffix array.
+        history: Text and its suffix array.
         context: Latest tokens, newest last, int32[c].
         max_len: Most tokens of the context to compare; at most :data:`DEPTH` count.
 
     Returns:
-        ``(length, lo, hi)``: ``index.suffixes[lo:hi]`` are all positions where the last ``length`` tokens of the
+        ``(length, lo, hi)``: ``history.suffixes[lo:hi]`` are all positions where the last ``length`` tokens of the
         context end; no position matches more. ``(0, 0, n)`` if the newest token does not occur.
     """
-    return _longest_match(index.tokens, index.suffixes, tail(context, min(max_len, DEPTH)))
-
-
-def tail(context: np.ndarray, length: int) -> np.ndarray:
-    """Return a contiguous int32 copy of the last ``length`` tokens, the only array type the compiled code accepts."""
-    return np.array(context[max(0, len(context) - length) :], dtype=np.int32)
+    latest = context[max(0, len(context) - min(max_len, DEPTH)) :]
+    # The compiled code accepts contiguous int32 arrays only.
+    return _longest_match(history.tokens, history.suffixes, np.array(latest, dtype=np.int32))
 
 
 def warm() -> None:
@@ -130,8 +91,8 @@ def warm() -> None:
     text, bounds = join([np.array([1, 2, 3], dtype=np.int32)])
     suffixes = build(text, 0)
     suffixes = build(np.concatenate([text, text[1:]]), int(bounds[-1]), suffixes)
-    without(suffixes, np.array([[0, 9, 0]], dtype=np.int32))
-    _longest_match(text, suffixes, tail(text, 1))
+    drop_responses(suffixes, np.array([[0, 9, 0]], dtype=np.int32))
+    _longest_match(text, suffixes, text)
     first_tokens(text)
 
 
@@ -166,7 +127,18 @@ def _longest_match(text, suffixes, context):
 
 
 @njit(cache=True, nogil=True)
-def _first_tokens(text):
+def first_tokens(text):
+    """Return the range of entries of each token in the suffix array, for the first step of a search.
+
+    The text alone suffices: one pass from front to back, a millisecond for 500k tokens.
+
+    Args:
+        text: Text from :func:`join`, int32[n].
+
+    Returns:
+        Hash table, int32[2**k, 3]: token (-1 in a free row), first entry, entry after the last. A token is in the row
+        of its lowest k bits or the next free row after it; at least half of the rows are free.
+    """
     table = np.full((16, 3), -1, dtype=np.int32)
     known = 0
     for token in text:
@@ -276,13 +248,9 @@ def _sorted(text, begin, bits, each):
 def _refine(text, order, keys, spare, spare_keys, groups, bits, each):
     """Sort entries with equal keys to the full depth; all entries are sorted by their keys at depth 0 already.
 
-    Args:
-        text: Text.
-        order, keys: Entries and keys, n each; changed in place.
-        spare, spare_keys: Work space of the same size.
-        groups: Work space for a stack, int32[n // 2 + 1, 3]: first entry, entry after the last, depth of the match.
-        bits: Bits per token of a key.
-        each: Tokens per key.
+    ``order`` and ``keys`` are changed in place. Work space are ``spare`` and ``spare_keys``, of the same size, and
+    ``groups``, a stack of first entry, entry after the last and depth of the match, int32[n // 2 + 1, 3]. A key has
+    ``each`` tokens of ``bits`` bits.
     """
     last_token = np.uint64((1 << bits) - 1)
     end, waiting = 0, 0
@@ -371,7 +339,14 @@ def _merged(text, old, new, new_keys, bits, each):
 
 
 @njit(cache=True, nogil=True)
-def _without(suffixes, spans):
+def drop_responses(suffixes, spans):
+    """Return the suffix array of a text after the removal of responses, in the same order.
+
+    Args:
+        suffixes: Suffix array of the entire text, int32[n].
+        spans: Disjoint rows (start, stop, shift), int32[k, 3]: positions from start to before stop stay, and move down
+            by shift.
+    """
     kept = np.empty(len(suffixes), dtype=np.int32)
     n = 0
     for entry in suffixes:

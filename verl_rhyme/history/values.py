@@ -1,16 +1,29 @@
-"""Values of the prompts in one environment, with the ledger of their sizes; both change together."""
+"""Values of the prompts in one environment, with the ledger of their sizes; both change together.
+
+:mod:`verl_rhyme.history.retention` decides which values stay. A prompt in an append is kept with as many visits as the
+level allows, or not written at all, to avoid thrashing (``HistoryStore.append``). Other values are removed here:
+
+- :meth:`Values.evict_excess` runs in the append's transaction while the values exceed their bound (0.7 of
+  ``history.max_bytes``). It drops excess visits and deletes excess prompts; LMDB reuses their pages later.
+- :meth:`Values.copy_to` runs if LMDB still has no pages left (a transaction writes before it frees, and values need
+  contiguous pages). It copies the remaining values into a new, dense environment that replaces the old one. Until then
+  the disk holds both: ``max_bytes`` and the values once more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
 import numpy as np
 
-from verl_rhyme.history.environment import Damaged, Environment
+from verl_rhyme.history.environment import CorruptEnvironment, Environment
 from verl_rhyme.history.record import CorruptRecord, PromptHistory
-from verl_rhyme.history.room import Entry, Room
+from verl_rhyme.history.retention import Entry, Retention
+
+#: Bytes per commit of a copy: LMDB holds uncommitted data in memory.
+_COMMIT_BYTES = 256 << 20
 
 
 class Values:
@@ -25,28 +38,25 @@ class Values:
         warn: Function that logs a warning about damaged values.
 
     Attributes:
-        room: Ledger after the environment's last transaction and the changes here since.
+        ledger: Ledger after the environment's last transaction and the changes here since.
 
     Raises:
-        Damaged: The environment's list of prompts cannot be read.
+        CorruptEnvironment: The environment's list of prompts cannot be read.
     """
 
     def __init__(self, opened: Environment, bound: int, epochs: int, warn: Callable[[str], None]) -> None:
         self.opened = opened
-        self.room = Room(bound, epochs)
+        self.ledger = Retention(bound, epochs)
         self._warn = warn
         with opened.env.begin() as txn:
             try:
                 for key, value in txn.cursor(db=opened.seen):
                     entry = Entry(*msgpack.unpackb(value))
-                    self.room.record(bytes(key), entry)
-                    self.room.now = max(self.room.now, entry.epoch)
+                    self.ledger.record(bytes(key), entry)
+                    self.ledger.now = max(self.ledger.now, entry.epoch)
             except (TypeError, ValueError, msgpack.UnpackException) as error:
-                raise Damaged(f"its list of prompts cannot be read: {error}") from error
-
-    def get(self, txn: Any, key: bytes) -> PromptHistory:
-        """Return the history of a prompt; an empty history if there is none or it is damaged."""
-        return self.decoded(key, self.stored(txn, key))
+                raise CorruptEnvironment(f"its list of prompts cannot be read: {error}") from error
+        self.ledger.changed.clear()
 
     def stored(self, txn: Any, key: bytes) -> np.ndarray | None:
         """Return a copy of a prompt's value, uint8[n]; ``None`` if there is none."""
@@ -54,7 +64,7 @@ class Values:
         return None if value is None else np.frombuffer(value, dtype=np.uint8).copy()
 
     def decoded(self, key: bytes, value: np.ndarray | None) -> PromptHistory:
-        """Decode a prompt's value like :meth:`get`; may be called from any thread."""
+        """Decode a value; an empty history if there is none or it is damaged. May be called from any thread."""
         if value is not None:
             try:
                 return PromptHistory.decode(value)
@@ -62,22 +72,79 @@ class Values:
                 self._warn(f"the history of prompt {key.hex()} is damaged and starts empty: {error}")
         return PromptHistory.build([])
 
-    def put(self, txn: Any, key: bytes, value: bytes, entry: Entry) -> None:
-        """Write a value and its :func:`entry_of`."""
+    def put(self, txn: Any, key: bytes, history: PromptHistory, value: bytes, epoch: int) -> Entry:
+        """Write the encoded history of a prompt that was last seen in ``epoch``."""
         txn.put(key, value, db=self.opened.prompts)
-        self.room.record(key, entry)
+        entry = _entry(value, history, epoch)
+        self.ledger.record(key, entry)
+        return entry
 
     def evict(self, txn: Any, key: bytes) -> None:
         """Delete a prompt's value; its size stays known."""
         txn.delete(key, db=self.opened.prompts)
-        self.room.evict(key)
+        self.ledger.evict(key)
 
-    def note(self, txn: Any, changed: Iterable[bytes], forgotten: Iterable[bytes]) -> None:
-        """Update the environment's list of prompts from the ledger."""
-        for key in changed:
-            txn.put(key, msgpack.packb(self.room.entry(key)), db=self.opened.seen)
-        for key in forgotten:
-            txn.delete(key, db=self.opened.seen)
+    def evict_excess(self, txn: Any) -> int:
+        """Evict until the values fit their bound; return the visits that the remaining prompts lost."""
+        lost = 0
+        while excess := self.ledger.excess(self.ledger.bound):
+            for key, visits in excess.items():
+                entry, history = self.ledger.get(key), self._latest(txn, key, visits)
+                assert entry is not None
+                if history:
+                    lost += entry.units - visits
+                    self.put(txn, key, history, history.encode(), entry.epoch)
+                else:
+                    self.evict(txn, key)
+        return lost
+
+    def save_ledger(self, txn: Any) -> None:
+        """Write the changed entries of the ledger to the environment."""
+        for key in self.ledger.changed:
+            if (entry := self.ledger.get(key)) is None:
+                txn.delete(key, db=self.opened.seen)
+            else:
+                txn.put(key, msgpack.packb(entry), db=self.opened.seen)
+        self.ledger.changed.clear()
+
+    def copy_to(self, into: Environment, bound: int) -> int:
+        """Copy as many values as fit into ``bound`` bytes into a new environment that no process reads yet.
+
+        Returns:
+            Visits that the remaining prompts lost.
+
+        Raises:
+            lmdb.Error, OSError: The copy does not fit on the disk or into the map.
+        """
+        excess = self.ledger.excess(bound)
+        entries = list(self.ledger.entries())
+        with self.opened.env.begin(buffers=True) as source:
+            while entries:
+                with into.env.begin(write=True) as txn:
+                    written = 0
+                    while entries and written < _COMMIT_BYTES:
+                        key, entry = entries.pop()
+                        written += self._copy(source, txn, into, key, entry, excess.get(key, entry.units))
+        into.fill_up()
+        return sum(entry.units - excess[key] for key, entry in self.ledger.entries() if excess.get(key))
+
+    def _copy(self, source: Any, txn: Any, into: Environment, key: bytes, entry: Entry, visits: int) -> int:
+        """Copy the latest visits of one prompt and return their bytes."""
+        value = source.get(key, b"", db=self.opened.prompts) if visits else b""
+        if visits < entry.units and value:
+            history = self._latest(source, key, visits)
+            value = history.encode() if history else b""
+            entry = _entry(value, history, entry.epoch) if history else entry
+        if value:
+            txn.put(key, value, db=into.prompts)
+        else:
+            entry = entry.emptied()
+        txn.put(key, msgpack.packb(entry), db=into.seen)
+        return entry.bytes
+
+    def _latest(self, txn: Any, key: bytes, visits: int) -> PromptHistory | None:
+        """Return the latest visits of a prompt; ``None`` if none are left or the value is damaged."""
+        return (self.decoded(key, self.stored(txn, key)).latest(visits) or None) if visits else None
 
 
 def stored_bytes(value_bytes: int) -> int:
@@ -85,8 +152,7 @@ def stored_bytes(value_bytes: int) -> int:
     return -(-(value_bytes + 16) // 4096) * 4096
 
 
-def entry_of(value: bytes, history: PromptHistory, epoch: int) -> Entry:
-    """Return the ledger entry of a prompt that was last seen in ``epoch``."""
+def _entry(value: bytes, history: PromptHistory, epoch: int) -> Entry:
     size, units = stored_bytes(len(value)), len(np.unique(history.visit))
     tokens, step = len(history.tokens) - len(history.bounds), int(history.step.max())
     return Entry(epoch, size / units, units, size, tokens, len(history), step, int(history.visit[-1]))

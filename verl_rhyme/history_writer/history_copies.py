@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.config import HistoryConfig
-from verl_rhyme.history import environment, owner
+from verl_rhyme.history import environment, history_folder
 from verl_rhyme.history.copies import Copies
 from verl_rhyme.history_writer.history_writer import READ, node_history_dir, writer_name
 
@@ -110,9 +110,7 @@ class HistoryFetcher:
 
     def _opened(self) -> Copies:
         if self._copies is None:
-            folder = Path(node_copies_dir(self._base, self._node_id))
-            owner.remove_dead(folder.parent, {folder})
-            self._copies = Copies(folder, self._config.max_bytes)
+            self._copies = Copies(node_copies_dir(self._base, self._node_id), self._config.max_bytes)
         return self._copies
 
 
@@ -159,8 +157,8 @@ class HistoryRequests:
         """Return whether the history store is on this node, where engines read it in place."""
         if not self._recorded_here:
             folder = Path(node_history_dir(str(self._config.dir), self._node_id))
-            with owner.without_writer(folder) as dead:
-                self._recorded_here = not dead and environment.current(folder) is not None
+            with history_folder.excluding_writer(folder) as unused:
+                self._recorded_here = not unused and environment.current(folder) is not None
         return self._recorded_here
 
     async def _send(self) -> None:

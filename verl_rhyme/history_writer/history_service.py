@@ -8,7 +8,6 @@ import logging
 import os
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -21,14 +20,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.config import HistoryConfig
-from verl_rhyme.history import owner
+from verl_rhyme.history import history_folder
 from verl_rhyme.history.share import available_memory
-from verl_rhyme.history.store import HistoryError
+from verl_rhyme.history.store import HistoryError, find_snapshot
 from verl_rhyme.history_writer.history_copies import fetchers
 from verl_rhyme.history_writer.history_writer import (
     READ,
-    STORE_COUNTS,
-    TOKEN_COUNTS,
     HistoryWriter,
     node_history_dir,
     writer_name,
@@ -63,11 +60,10 @@ def tokenizer_namespace(tokenizer: Any) -> str:
 
 
 class HistoryService:
-    """The trainer's client of the history writer.
+    """The trainer's client of the history writer; no two threads may call it at the same time.
 
     All waits have a timeout. A writer that died or does not answer fails that call only. It is killed, and a new
     writer takes over its folder: at once the first time, then after pauses that grow with the lost time.
-    Do not call methods from two threads at the same time.
     """
 
     def __init__(self, config: HistoryConfig, namespace: str) -> None:
@@ -106,7 +102,7 @@ class HistoryService:
             )
             writer = actor.options(num_cpus=0, scheduling_strategy=where).remote(*arguments)
         self._writer, self._opening = writer, writer.open.remote()
-        writer.give_way.remote()
+        writer.lower_priority.remote()
 
     def ready(self) -> None:
         """Wait until the writer has opened its folder; other failures are logged as a warning.
@@ -117,7 +113,7 @@ class HistoryService:
         try:
             self._answer(self._opening, _TIMEOUT_S)
             # If the writer dies, the folder still belongs to this run, even if no engine reads it.
-            self._in_use = owner.use(Path(self._folder))
+            self._in_use = history_folder.mark_in_use(Path(self._folder))
             if self._config.max_bytes is None:  # keep the bound for the next writer: less memory is free by then
                 bound = self._answer(self._writer.bound.remote(), _TIMEOUT_S)
                 self._config = replace(self._config, max_bytes=bound)
@@ -159,26 +155,20 @@ class HistoryService:
         """
         self._ask(lambda writer: writer.fetch.remote(piece), _TIMEOUT_S)
 
-    def append(self, batch: TrainedBatch, step: int) -> dict[str, Any]:
-        """Let the writer record samples, fetching them if necessary; returns its statistics.
+    def append(self, piece: TrainedBatch, step: int) -> dict[str, Any]:
+        """Let the writer record samples, fetching them if necessary; returns its statistics and counts.
 
-        The timeout applies to each piece (:meth:`TrainedBatch.pieces`), so a slow writer may go on while it makes
-        progress. A restarted writer gets the missing piece, not the earlier ones.
+        Args:
+            piece: Piece from :meth:`TrainedBatch.pieces`.
+            step: Training step.
 
         Raises:
             HistoryUnavailable: The writer does not record now.
             SamplesGone: The samples were cleared before the fetch.
         """
-        counts: Counter[str] = Counter()
-        stats: dict[str, Any] = {}
-        for piece in list(batch.pieces()) or [batch]:
-            stats = self._append(piece, step)
-            counts.update({name: stats[name] for name in (*STORE_COUNTS, *TOKEN_COUNTS)})
+        stats = self._ask(lambda writer: writer.append.remote(piece, step), _TIMEOUT_S)
         self._bytes = int(stats["bytes"])
-        return {**stats, **counts}
-
-    def _append(self, piece: TrainedBatch, step: int) -> dict[str, Any]:
-        return self._ask(lambda writer: writer.append.remote(piece, step), _TIMEOUT_S)
+        return stats
 
     def snapshot(self, checkpoint: str) -> None:
         """Copy the history into a checkpoint.
@@ -187,20 +177,17 @@ class HistoryService:
             HistoryUnavailable: The writer does not write now.
         """
         folder = os.path.join(checkpoint, SNAPSHOT_FOLDER)
-        self._ask(lambda writer: writer.snapshot.remote(folder), _TIMEOUT_S + self._bytes / _COPY_RATE)
+        self._ask(lambda writer: writer.snapshot.remote(folder), self._copy_timeout)
 
     def restore(self, checkpoint: str) -> dict[str, Any] | None:
         """Load a checkpoint's snapshot; logs and returns ``None`` if there is none or the writer does not answer."""
-        folder = Path(checkpoint, SNAPSHOT_FOLDER)
-        if not folder.is_dir() and (before := folder.with_name(f".{folder.name}.old")).is_dir():
-            folder = before  # a run was killed while it replaced a snapshot
-        if not folder.is_dir():
+        folder = find_snapshot(Path(checkpoint, SNAPSHOT_FOLDER))
+        if folder is None:
             logger.warning("the checkpoint %s has no history: drafting starts with an empty history", checkpoint)
             return None
         self._bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        timeout = _TIMEOUT_S + self._bytes / _COPY_RATE
         try:
-            return self._ask(lambda writer: writer.restore.remote(str(folder)), timeout)
+            return self._ask(lambda writer: writer.restore.remote(str(folder)), self._copy_timeout)
         except HistoryError:
             raise
         except Exception:
@@ -208,6 +195,10 @@ class HistoryService:
                 "the history in %s is not restored: drafting starts with an empty history", checkpoint, exc_info=True
             )
             return None
+
+    @property
+    def _copy_timeout(self) -> float:
+        return _TIMEOUT_S + self._bytes / _COPY_RATE
 
     def close(self) -> None:
         """Close the writer and the copies on other nodes, and delete their folders; never raises."""
@@ -229,11 +220,7 @@ class HistoryService:
             self._in_use = None
 
     def _ask(self, call: Callable[[Any], Any], timeout: float) -> Any:
-        """Call the writer, and once more if it had to be restarted.
-
-        Args:
-            call: Function that calls a method of the given writer.
-            timeout: Seconds per call.
+        """Call a method of the writer, and once more if the writer had to be restarted.
 
         Raises:
             HistoryUnavailable: The writer does not answer.

@@ -17,7 +17,6 @@ import numpy as np
 import ray
 
 from verl_rhyme.config import HistoryConfig
-from verl_rhyme.history import owner, share
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import Trajectory, version_of
 from verl_rhyme.history.store import HistoryStore
@@ -50,8 +49,7 @@ class HistoryWriter:
     """Ray actor, the only writer of a run's history.
 
     Args:
-        folder: Folder of the store, see :func:`node_history_dir`. Folders of killed runs next to it are deleted
-            (:func:`~verl_rhyme.history.owner.remove_dead`).
+        folder: Folder of the store, see :func:`node_history_dir`. Folders of killed runs next to it are deleted.
         namespace: Fingerprint of the vocabulary.
         config: Options of the history.
         run: Name of the run. Data of another run in the folder are deleted; data of a dead writer of this run stay.
@@ -65,7 +63,6 @@ class HistoryWriter:
         self._folder, self._shared_bytes = Path(folder), shared_bytes
         self._namespace, self._config, self._run = namespace, config, run
         self._opened: HistoryStore | None = None
-        self._bound = 0
         self._fetched: dict[str, list[list[Trajectory]]] = {}  # by the first key of each batch
         self._reader = HistoryReader(self._folder, namespace, refresh_interval=0.0)
         self._reading = threading.Lock()  # no thread may read while the size of the map changes
@@ -76,15 +73,11 @@ class HistoryWriter:
     def _store(self) -> HistoryStore:
         if self._opened is None:
             with self._reading:
-                self._opened = self._opened or self._open()
+                config = self._config
+                self._opened = self._opened or HistoryStore(
+                    self._folder, self._namespace, config.max_bytes, config.epochs, self._run
+                )
         return self._opened
-
-    def _open(self) -> HistoryStore:
-        folder, epochs = self._folder, self._config.epochs
-        owner.make(folder)
-        owner.remove_dead(folder.parent, {folder})
-        self._bound = self._config.max_bytes or share.automatic(folder)
-        return HistoryStore(folder, self._namespace, self._bound, epochs, self._run)
 
     def open(self) -> int:
         """Open the folder and return the process id; a second call does nothing.
@@ -97,10 +90,9 @@ class HistoryWriter:
 
     def bound(self) -> int:
         """Return the bytes that the history may take."""
-        assert self._store is not None
-        return self._bound
+        return self._store.max_bytes
 
-    def give_way(self) -> None:
+    def lower_priority(self) -> None:
         """Lower the priority of the recording thread and the threads it starts: training and engines come first."""
         os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
 
@@ -136,7 +128,7 @@ class HistoryWriter:
         return self.record(batch.trajectories() if fetched is None else fetched, step)
 
     def record(self, pieces: Iterable[list[Trajectory]], step: int) -> dict[str, Any]:
-        """Record one step; no two pieces may contain the same prompt. See :meth:`append`."""
+        """Record one step; no two pieces may contain the same prompt."""
         counts: dict[str, float] = dict.fromkeys((*STORE_COUNTS, *TOKEN_COUNTS), 0)
         for trajectories in pieces:
             appended = self._store.append(trajectories, step)

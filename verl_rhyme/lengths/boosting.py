@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from verl_rhyme.lengths.calibration import fit_line
 from verl_rhyme.lengths.pairs import Ints, Pairs, identity
 
 Floats = npt.NDArray[np.float64]
@@ -39,55 +40,59 @@ _NODES = ("left", "right", "feature", "threshold", "value")
 class Boosting:
     """Boosted trees; see the module. :meth:`fit` makes an instance.
 
-    Attributes:
+    Args:
+        counted: int64[C], ascending, token ids that are counted separately.
+        nodes: Arrays of all trees together, by name; ``left`` and ``right`` count within a tree.
+        sizes: int64[T], number of nodes of each tree.
+        line: Slope and intercept of log length over the log of a prompt's tokens.
         trained: Prompts it was trained on (:func:`~.pairs.identity`).
     """
 
     def __init__(
         self,
         counted: npt.NDArray[np.int64],
-        trees: list[dict[str, npt.NDArray]],
+        nodes: dict[str, npt.NDArray],
+        sizes: npt.NDArray[np.int64],
         line: tuple[float, float],
         trained: frozenset[int],
     ) -> None:
-        self._counted, self._trees, self._line, self.trained = counted, trees, line, trained
+        if {len(nodes[name]) for name in _NODES} != {int(sizes.sum())}:
+            raise ValueError("an incomplete tree")
+        self._counted, self._nodes, self._sizes, self._line = counted, nodes, sizes, line
+        self.trained = trained
 
     @classmethod
     def fit(cls, pairs: Pairs, seed: int = 0) -> Boosting:
         """Train on known prompts, each weighted by its number of responses."""
         counted = _varying(pairs.prompts)
         weights = np.array([len(lengths) for lengths in pairs.lengths], dtype=np.float64)
-        line = _line(_sizes(pairs.prompts), pairs.locations, weights)
+        line = fit_line(_sizes(pairs.prompts), pairs.locations, weights)
         left = pairs.locations - _along(line, pairs.prompts)
         model = grown(features(pairs.prompts, counted), left, weights, seed)
-        of_model = [estimator.tree_ for estimator in model.estimators_[:, 0]]
-        trees = [
-            {
-                "left": tree.children_left.astype(np.int32),
-                "right": tree.children_right.astype(np.int32),
-                "feature": tree.feature.astype(np.int32),
-                "threshold": tree.threshold,
-                "value": _RATE * tree.value[:, 0, 0],
-            }
-            for tree in of_model
-        ]
-        return cls(counted, trees, line, frozenset(map(identity, pairs.prompts)))
+        trees = [estimator.tree_ for estimator in model.estimators_[:, 0]]
+        nodes = {
+            "left": np.concatenate([tree.children_left for tree in trees]).astype(np.int32),
+            "right": np.concatenate([tree.children_right for tree in trees]).astype(np.int32),
+            "feature": np.concatenate([tree.feature for tree in trees]).astype(np.int32),
+            "threshold": np.concatenate([tree.threshold for tree in trees]),
+            "value": _RATE * np.concatenate([tree.value[:, 0, 0] for tree in trees]),
+        }
+        sizes = np.array([tree.node_count for tree in trees], dtype=np.int64)
+        return cls(counted, nodes, sizes, line, frozenset(map(identity, pairs.prompts)))
 
     def expected(self, prompts: Sequence[Ints]) -> Floats:
-        """Return float64[B], as :meth:`scores`."""
-        return self.scores(prompts)
-
-    def scores(self, prompts: Sequence[Ints]) -> Floats:
         """Return float64[B], expected mean log length of each prompt's responses."""
         # float32, as scikit-learn compares them
         columns = features(prompts, self._counted).astype(np.float32)
-        total, rows = _along(self._line, prompts), np.arange(len(prompts))
-        for tree in self._trees:
+        total, rows, begin = _along(self._line, prompts), np.arange(len(prompts)), 0
+        for size in self._sizes.tolist():
+            left, right, feature, threshold, value = (self._nodes[name][begin : begin + size] for name in _NODES)
+            begin += size
             node = np.zeros(len(prompts), dtype=np.int64)
-            while (inner := tree["left"][node] >= 0).any():
-                below = columns[rows, np.maximum(tree["feature"][node], 0)] <= tree["threshold"][node]
-                node = np.where(inner, np.where(below, tree["left"][node], tree["right"][node]), node)
-            total += tree["value"][node]
+            while (inner := left[node] >= 0).any():
+                below = columns[rows, np.maximum(feature[node], 0)] <= threshold[node]
+                node = np.where(inner, np.where(below, left[node], right[node]), node)
+            total += value[node]
         return total
 
     def save(self, folder: Path) -> None:
@@ -95,11 +100,8 @@ class Boosting:
         from safetensors.numpy import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-
-        joined = {name: np.concatenate([tree[name] for tree in self._trees]) for name in _NODES}
-        sizes = np.array([len(tree["left"]) for tree in self._trees], dtype=np.int64)
         about = {"line": np.array(self._line), "trained": np.array(sorted(self.trained), dtype=np.int64)}
-        save_file({**joined, "sizes": sizes, "counted": self._counted, **about}, folder / FILE)
+        save_file({**self._nodes, "sizes": self._sizes, "counted": self._counted, **about}, folder / FILE)
 
     @classmethod
     def load(cls, folder: Path) -> Boosting:
@@ -114,12 +116,10 @@ class Boosting:
         file = folder / FILE
         try:
             kept = load_file(file)
-            cuts = np.cumsum(kept["sizes"])[:-1]
-            parts = {name: np.split(kept[name], cuts) for name in _NODES}
-            trees = [{name: parts[name][i] for name in _NODES} for i in range(len(kept["sizes"]))]
             slope, at_one = kept["line"].tolist()
-            return cls(kept["counted"], trees, (slope, at_one), frozenset(kept["trained"].tolist()))
-        except (OSError, ValueError, SafetensorError, KeyError, IndexError) as error:
+            nodes = {name: kept[name] for name in _NODES}
+            return cls(kept["counted"], nodes, kept["sizes"], (slope, at_one), frozenset(kept["trained"].tolist()))
+        except (OSError, ValueError, SafetensorError, KeyError) as error:
             raise ValueError(f"{file} holds no boosted trees of a length ranker: {error}") from error
 
 
@@ -146,22 +146,13 @@ def features(prompts: Sequence[Ints], counted: npt.NDArray[np.int64]) -> Floats:
             row[at[found]] = counts[found]
         share = counts / counts.sum()
         summary = len(prompt), len(ids), len(prompt) - row.sum(), counts.max(), -(share * np.log(share)).sum()
-        row[-6:-1] = summary
-        row[-1] = np.flatnonzero(prompt == prompt[-1])[0]
+        row[-6:] = *summary, np.flatnonzero(prompt == prompt[-1])[0]
     return rows
 
 
 def _sizes(prompts: Sequence[Ints]) -> Floats:
     """Return float64[B], log of the number of tokens."""
     return np.log([len(prompt) for prompt in prompts])
-
-
-def _line(sizes: Floats, locations: Floats, weights: Floats) -> tuple[float, float]:
-    """Return slope and intercept by least squares; slope 0 where all prompts have the same size."""
-    if np.ptp(sizes) < 1e-9:
-        return 0.0, float(np.average(locations, weights=weights))
-    slope, height = np.polyfit(sizes, locations, 1, w=np.sqrt(weights))
-    return float(slope), float(height)
 
 
 def _along(line: tuple[float, float], prompts: Sequence[Ints]) -> Floats:

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from verl_rhyme.lengths.quality import TAILS, rank_correlation, tail_recall
+from verl_rhyme.lengths.quality import rank_correlation, tail_recall
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
+
+#: Shares of the longest responses for which recall is measured (as in StreamRL, arXiv:2504.15930).
+_TAILS = (0.05, 0.1, 0.2)
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,13 @@ class Pairs:
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.lengths):
             raise ValueError(f"{len(self.prompts)} prompts, but lengths of {len(self.lengths)} prompts")
-        for what, rows in (("prompt", self.prompts), ("lengths", self.lengths)):
-            if any(not len(row) for row in rows):
-                raise ValueError("a prompt has no tokens" if what == "prompt" else "a prompt has no length")
+        if not all(map(len, self.prompts)):
+            raise ValueError("a prompt has no tokens")
+        if not all(map(len, self.lengths)):
+            raise ValueError("a prompt has no length")
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Pairs:
+    def from_rows(cls, rows: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Pairs:
         """Make pairs of (token ids, lengths); a length of 0 counts as 1."""
         made = [(np.asarray(p, dtype=np.int32), np.maximum(np.asarray(n, dtype=np.int32), 1)) for p, n in rows]
         return cls([prompt for prompt, _ in made], [lengths for _, lengths in made])
@@ -56,50 +60,47 @@ class Pairs:
         """float64[P], mean log length of each prompt's responses."""
         return np.array([np.log(lengths).mean(dtype=np.float64) for lengths in self.lengths], dtype=np.float64)
 
-    def take(self, rows: Iterable[int]) -> Pairs:
+    def select(self, rows: Iterable[int]) -> Pairs:
         """Return some of the prompts."""
         rows = list(rows)
         return Pairs([self.prompts[i] for i in rows], [self.lengths[i] for i in rows])
 
-    def unseen(self, trained: Container[int]) -> Pairs:
+    def excluding(self, trained: Container[int]) -> Pairs:
         """Return the prompts whose :func:`identity` is not in ``trained``."""
-        return self.take(i for i, prompt in enumerate(self.prompts) if identity(prompt) not in trained)
+        return self.select(i for i, prompt in enumerate(self.prompts) if identity(prompt) not in trained)
 
-    def split(self, share: float, seed: int) -> tuple[Pairs, Pairs]:
-        """Split off a random share of the prompts; each side has at least one, if there are two."""
-        order = np.random.default_rng(seed).permutation(len(self))
-        aside = min(max(1, round(share * len(self))), len(self) - 1)
-        return self.take(order[aside:]), self.take(order[:aside])
+    def split(self, share: float) -> tuple[Pairs, Pairs]:
+        """Split off a share of the prompts by :func:`identity`: they stay split off when others are added.
 
-    def held_out(self, share: float) -> tuple[Pairs, Pairs]:
-        """Split as :meth:`split`, but by :func:`identity`: prompts stay held out when others are added."""
+        Each side has at least one prompt, if there are two.
+        """
         order = np.argsort([identity(prompt) for prompt in self.prompts], kind="stable")
         aside = min(max(1, round(share * len(self))), len(self) - 1)
-        return self.take(order[aside:]), self.take(order[:aside])
+        return self.select(order[aside:]), self.select(order[:aside])
 
-    def recalls(self, predicted: Floats) -> dict[str, float]:
+    def evaluate(self, predicted: Floats) -> dict[str, float]:
         """Return how well a prediction for each prompt finds the longest responses, next to an oracle's result.
 
         Args:
             predicted: float64[P], on any scale.
 
         Returns:
-            ``rank_correlation`` with the prompts' means. For each tail of :data:`~.quality.TAILS`: ``recall_*``,
+            ``rank_correlation`` with the prompts' means. For the longest 5, 10 and 20% of the responses: ``recall_*``,
             ``oracle_*`` (with each prompt's true mean of these responses) and ``share_*``, the ratio of both.
         """
         sizes = np.array([len(lengths) for lengths in self.lengths])
         lengths, means = np.concatenate(self.lengths).astype(np.float64), self.means
         recalls = {"rank_correlation": rank_correlation(predicted, means)}
-        for tail in TAILS:
+        for tail in _TAILS:
             name = round(100 * tail)
             ours, best = (tail_recall(np.repeat(of, sizes), lengths, tail) for of in (predicted, means))
             recalls |= {f"recall_{name}": ours, f"oracle_{name}": best, f"share_{name}": ours / max(best, 1e-9)}
         return recalls
 
 
-def joined(prompts: Mapping[bytes, Sequence[int]], lengths: Mapping[bytes, Sequence[int]]) -> Pairs:
+def join_by_key(prompts: Mapping[bytes, Sequence[int]], lengths: Mapping[bytes, Sequence[int]]) -> Pairs:
     """Return the prompts with known lengths, joined by key."""
-    return Pairs.of((tokens, lengths[key]) for key, tokens in prompts.items() if len(lengths.get(key, ())))
+    return Pairs.from_rows((tokens, lengths[key]) for key, tokens in prompts.items() if len(lengths.get(key, ())))
 
 
 def identity(prompt: Ints) -> int:

@@ -1,9 +1,12 @@
 """Predictor of response lengths.
 
 The sources, in this order: the prompt's earlier responses and ended siblings, a ranker's forecast, all prompts. Before
-a response starts, the mean of earlier ones is as good as any tried alternative. A response longer than all earlier ones
-is expected to add half of its tokens (:mod:`.earlier`). A state machine without a clock. 17,000 prompts with 16
-responses take 5 MB of memory, and the same of JSON.
+a response starts, the mean of earlier ones is as good as any tried alternative. A response with e tokens is compared
+with the earlier responses longer than e: it is expected to add the mean of their tokens beyond e (mean residual life).
+If it is longer than all of them, it is expected to add half of its tokens: the mean excess of a Pareto tail with
+index 3.
+
+A state machine without a clock. 17,000 prompts with 16 responses take 5 MB of memory, and the same of JSON.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from verl_rhyme.lengths.earlier import LATEST, EarlierLengths
-
+#: Number of the latest responses of a prompt that are kept.
+_LATEST = 64
 #: Number of responses that represent all prompts; weight of a new group in a ranker's bias.
 _ALL, _NEW = 1024, 0.1
 #: Weight of a group of lengths in the growth. Small, because the groups of a batch that end first are short.
@@ -67,12 +70,9 @@ class LengthPredictor:
         return prompt in self._rankings
 
     def rank(self, prompt: str, location: float, ranker: int = 0) -> None:
-        """Set a ranker's forecast of a prompt, used until its first responses are known.
+        """Set a ranker's expected log length of a prompt, used until its first responses are known.
 
-        Args:
-            prompt: Key of the prompt.
-            location: Expected log length.
-            ranker: Number of the ranker.
+        Another number of the ranker starts without a bias.
         """
         if prompt in self._known or not math.isfinite(location):
             return
@@ -91,7 +91,7 @@ class LengthPredictor:
             ratio = max(1.0, sum(lengths) / len(lengths)) / max(1.0, sum(known) / len(known))
             self._growth += _GROWING * (math.log(ratio) - self._growth)
         known.extend(lengths)
-        del known[:-LATEST]
+        del known[:-_LATEST]
         self._all.extend(lengths)
 
     def forecast(
@@ -105,16 +105,18 @@ class LengthPredictor:
             ended: Tokens of ended siblings, by prompt.
         """
         rows = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
-        lengths, p90, typical = EarlierLengths(max(1, len(rows))), np.zeros(len(rows)), self._typical(rows)
+        earlier, counts = np.zeros((len(rows), _LATEST), np.int32), np.zeros(len(rows), np.int64)
+        p90, typical = np.zeros(len(rows)), self._typical(rows)
         growth = np.where([prompt in self._known for prompt in rows], math.exp(self._growth), 1.0)
         for prompt, row in rows.items():
             own = [*self._known.get(prompt, ())] or self._ranking(prompt)
             known = [*own, *(ended or {}).get(prompt, ())] or typical
-            lengths.set(row, known)
+            counts[row] = min(len(known), _LATEST)
+            earlier[row, : counts[row]] = known[-_LATEST:]
             p90[row] = sorted(known)[int(_MOST * len(known))]  # np.quantile takes twenty times as long
         of = np.fromiter((rows[prompt] for prompt in prompts), np.int64, len(prompts))
         emitted = np.broadcast_to(np.asarray(emitted, np.int64), of.shape)
-        remaining = growth[of] * lengths.remaining(of, (emitted / growth[of]).astype(np.int64))
+        remaining = growth[of] * _remaining(earlier[of], counts[of], (emitted / growth[of]).astype(np.int64))
         expected = (emitted + remaining).clip(1, self.limit)
         p90 = np.maximum(expected, (growth * p90)[of]).clip(1, self.limit)
         return Forecast(expected.astype(np.int64), p90.astype(np.int64))
@@ -131,16 +133,18 @@ class LengthPredictor:
         if all(map(self.knows, prompts)):
             return []
         ranked = sorted(self._all)
-        count = min(LATEST, len(ranked))
+        count = min(_LATEST, len(ranked))
         return [ranked[(2 * i + 1) * len(ranked) // (2 * count)] for i in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values for JSON."""
-        ranked = {"ranked": self._rankings, "ranker": self._ranker, "bias": self._bias, "growth": self._growth}
         return {
             "lengths": {prompt: known.tolist() for prompt, known in self._known.items()},
             "all": [*self._all],
-            **ranked,
+            "ranked": self._rankings,
+            "ranker": self._ranker,
+            "bias": self._bias,
+            "growth": self._growth,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,3 +158,13 @@ class LengthPredictor:
         self._rankings, self._ranker, self._bias = dict(state["ranked"]), int(state["ranker"]), float(state["bias"])
         self._growth = float(state["growth"])
         self._known, self._all = known, every
+
+
+def _remaining(earlier: npt.NDArray[np.int32], counts: npt.NDArray, emitted: npt.NDArray) -> npt.NDArray[np.float64]:
+    """Return the expected remaining tokens of B responses, float64[B].
+
+    Of ``earlier``, int32[B, _LATEST], the first ``counts`` lengths of each row count, at least 1.
+    """
+    longer = (np.arange(_LATEST) < counts[:, None]) & (earlier > emitted[:, None])
+    count, excess = longer.sum(axis=1), np.where(longer, earlier - emitted[:, None], 0).sum(axis=1)
+    return np.where(count > 0, excess / np.maximum(count, 1), 0.5 * emitted)

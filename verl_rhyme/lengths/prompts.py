@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 
 class PromptLengths:
-    """Tokens by prompt; see the module. A state machine without a clock.
+    """Tokens by prompt. A state machine without a clock.
 
     Args:
-        most: Maximum number of prompts; the one reported longest ago is forgotten first.
+        most: Maximum number of prompts; the one recorded longest ago goes first.
     """
 
     def __init__(self, most: int = 1 << 20) -> None:
@@ -19,17 +19,16 @@ class PromptLengths:
         self._sum = 0
 
     def __len__(self) -> int:
-        """Number of remembered prompts."""
         return len(self._tokens)
 
-    def tell(self, prompt: str, tokens: int) -> None:
+    def record(self, prompt: str, tokens: int) -> None:
         """Set the tokens of a prompt."""
         self._sum += tokens - self._tokens.pop(prompt, 0)
         self._tokens[prompt] = tokens
         if len(self._tokens) > self._most:
             self._sum -= self._tokens.popitem(last=False)[1]
 
-    def of(self, prompt: str) -> int:
+    def expected(self, prompt: str) -> int:
         """Return the tokens of a prompt, or the mean of all; 0 before any is known."""
         tokens = self._tokens.get(prompt)
         return round(self._sum / max(1, len(self._tokens))) if tokens is None else tokens
@@ -42,4 +41,4 @@ class PromptLengths:
         """Replace the state by a :meth:`state_dict`."""
         self._tokens, self._sum = OrderedDict(), 0
         for prompt, tokens in state.items():
-            self.tell(prompt, int(tokens))
+            self.record(prompt, int(tokens))

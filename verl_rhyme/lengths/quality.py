@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-#: Shares of the longest responses for which recall is measured (as in StreamRL, arXiv:2504.15930).
-TAILS = (0.05, 0.1, 0.2)
 #: Number of the latest samples that are kept.
 _KEPT = 65536
 
@@ -38,7 +36,7 @@ class Quality:
         while self._count - len(self._groups[0][0]) >= _KEPT:
             self._count -= len(self._groups.popleft()[0])
 
-    def take(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the quality of all groups since the last call; empty without any.
 
         Returns:
@@ -75,15 +73,10 @@ def _ranks(values: Floats) -> Floats:
 
 
 def tail_recall(predicted: Floats, lengths: Floats, share: float) -> float:
-    """Return the share of the longest responses that is among as many predicted longest.
+    """Return the part of the longest ``share`` of the responses that is among as many predicted longest.
 
     Equal values at the boundary count by the chance that a random draw takes each: siblings that have not started share
     one prediction.
-
-    Args:
-        predicted: float64[N].
-        lengths: float64[N].
-        share: Share of N that counts as longest; at least one response.
     """
     top = max(1, round(share * len(lengths)))
     return float((_among(predicted, top) * _among(lengths, top)).sum() / top)
@@ -93,4 +86,4 @@ def _among(values: Floats, top: int) -> Floats:
     """Return the probability of each value to be among the greatest ``top``."""
     bound = np.partition(values, len(values) - top)[len(values) - top]
     above, equal = values > bound, values == bound
-    return above + equal * (top - above.sum()) / max(equal.sum(), 1)
+    return above + equal * (top - above.sum()) / equal.sum()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from verl_rhyme.lengths.calibration import Calibration
+from verl_rhyme.lengths.calibration import Calibration, fit_line
 from verl_rhyme.lengths.pairs import Ints, Pairs, identity
 from verl_rhyme.lengths.quality import rank_correlation
 
@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float64]
 
 LOSSES = ("listwise", "margin", "regression")
 #: Share of the prompts held out for early stopping and calibration.
-HELD_OUT = 0.15
+_HELD_OUT = 0.15
 #: Files of a saved ranker, in addition to those of its language model.
 ABOUT, HEAD = "ranker.json", "head.safetensors"
 _FORMAT = 1
@@ -44,40 +44,14 @@ _FORMAT = 1
 _VOCABULARY = 1 << 15
 _TINY = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 _SCORED_AT_ONCE = 64
+#: Maximum number of prompt tokens that are read: of a longer prompt the first half and the last half.
+_MOST_TOKENS = 2048
 #: Tokens of a typical prompt; initial weight of the number of tokens.
 _TYPICAL, _SIZE = 128.0, 8.0
+#: Epochs without a better held-out rank correlation, after which training ends.
+_PATIENCE = 4
 #: Minimum learning rate of the head: it starts at zero, also on a large model that should change little.
 _HEAD_RATE = 3e-3
-
-
-@dataclass(frozen=True)
-class Training:
-    """Settings of a ranker's training.
-
-    Attributes:
-        loss: One of :data:`LOSSES`.
-        epochs: Maximum number of passes over the pairs.
-        batch: Prompts that are compared with each other in a step.
-        rate: Peak learning rate (AdamW; it rises over a tenth of the steps and falls to zero).
-        patience: Epochs without a better held-out rank correlation, after which training ends.
-        seed: Random seed of order and weights.
-
-    Raises:
-        ValueError: An unknown loss, or a number out of range.
-    """
-
-    loss: str = "listwise"
-    epochs: int = 12
-    batch: int = 32
-    rate: float = 1e-3
-    patience: int = 4
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss={self.loss!r} is unknown: choose one of {', '.join(LOSSES)}")
-        if self.epochs < 1 or self.batch < 2 or not self.rate > 0 or self.patience < 1:
-            raise ValueError("training needs at least one epoch, batches of two prompts, a positive rate and patience")
 
 
 class LengthRanker(nn.Module):
@@ -85,18 +59,15 @@ class LengthRanker(nn.Module):
 
     Args:
         body: A transformers model without a head (``AutoModel``): token ids to hidden states.
-        most: Maximum number of prompt tokens that are read: of a longer prompt the first half and the last half.
     """
 
-    def __init__(self, body: Any, most: int = 2048) -> None:
+    def __init__(self, body: Any) -> None:
         super().__init__()
-        self.body, self.most = body, most
+        self.body = body
         self.vocabulary = int(body.get_input_embeddings().num_embeddings)
         self.head = nn.Linear(2 * int(body.config.hidden_size) + 1, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        #: Training settings, and the held-out rank correlation.
-        self.about: dict[str, Any] = {}
         self.calibration: Calibration | None = None
         #: Prompts it was trained or calibrated on (:func:`~.pairs.identity`).
         self.trained: frozenset[int] = frozenset()
@@ -137,8 +108,8 @@ class LengthRanker(nn.Module):
 
     def _cut(self, prompt: Ints) -> torch.Tensor:
         ids = np.asarray(prompt, dtype=np.int64)
-        if len(ids) > self.most:
-            ids = np.concatenate([ids[: self.most // 2], ids[len(ids) - self.most // 2 :]])
+        if len(ids) > _MOST_TOKENS:
+            ids = np.concatenate([ids[: _MOST_TOKENS // 2], ids[-_MOST_TOKENS // 2 :]])
         return torch.from_numpy(ids % self.vocabulary)
 
     # ---- files ----
@@ -151,19 +122,13 @@ class LengthRanker(nn.Module):
         self.body.save_pretrained(folder)
         head = {name: tensor.detach().cpu().contiguous() for name, tensor in self.head.state_dict().items()}
         save_file({**head, "trained": torch.tensor(sorted(self.trained), dtype=torch.int64)}, folder / HEAD)
-        calibration = None if self.calibration is None else self.calibration.state_dict()
-        about = {"format": _FORMAT, "most": self.most, "about": self.about, "calibration": calibration}
+        calibration = None if self.calibration is None else asdict(self.calibration)
+        about = {"format": _FORMAT, "calibration": calibration}
         (folder / ABOUT).write_text(json.dumps(about))
 
 
 def tiny(vocabulary: int, seed: int = 0, **shape: int) -> LengthRanker:
-    """Return a small, randomly initialized ranker.
-
-    Args:
-        vocabulary: Number of distinct token ids; higher ids are folded into them.
-        seed: Random seed of the weights.
-        shape: Options of transformers' ``LlamaConfig``, over :data:`_TINY`.
-    """
+    """Return a small, randomly initialized ranker of a shape (``LlamaConfig``); ids above the vocabulary are folded."""
     from transformers import LlamaConfig, LlamaModel
 
     torch.manual_seed(seed)
@@ -175,13 +140,12 @@ def tiny_for(pairs: Pairs, seed: int = 0) -> LengthRanker:
     return tiny(min(1 + max(int(prompt.max()) for prompt in pairs.prompts), _VOCABULARY), seed)
 
 
-def from_folder(folder: Path, most: int = 2048) -> LengthRanker:
+def from_folder(folder: Path) -> LengthRanker:
     """Return an untrained ranker on a language model's weights.
 
     Args:
         folder: A transformers model with ``config.json`` and safetensors. Its tokenizer must be the policy's, since
             prompts come as the policy's token ids.
-        most: See :class:`LengthRanker`.
 
     Raises:
         ValueError: The model is missing or unreadable; the message says which file.
@@ -196,7 +160,7 @@ def from_folder(folder: Path, most: int = 2048) -> LengthRanker:
         body = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
     except Exception as error:
         raise ValueError(f"{folder}: transformers cannot load it: {error}") from error
-    return LengthRanker(body, most)
+    return LengthRanker(body)
 
 
 def load(folder: Path) -> LengthRanker:
@@ -212,11 +176,10 @@ def load(folder: Path) -> LengthRanker:
         about = json.loads((folder / ABOUT).read_text())
         if about["format"] != _FORMAT:
             raise ValueError(f"it has format {about['format']}, this version reads format {_FORMAT}")
-        ranker = from_folder(folder, int(about["most"]))
+        ranker = from_folder(folder)
         head = load_file(folder / HEAD)
         ranker.trained = frozenset(head.pop("trained").tolist())
         ranker.head.load_state_dict(head)
-        ranker.about = dict(about["about"])
         if about["calibration"] is not None:
             ranker.calibration = Calibration.from_state(about["calibration"])
     except FileNotFoundError as error:
@@ -229,8 +192,13 @@ def load(folder: Path) -> LengthRanker:
 def fit(
     ranker: LengthRanker,
     pairs: Pairs,
-    how: Training,
-    report: Callable[[dict[str, float]], bool] | None = None,
+    *,
+    loss: str = "listwise",
+    rate: float = 1e-3,
+    epochs: int = 12,
+    batch: int = 32,
+    seed: int = 0,
+    report: Callable[[float], object] | None = None,
     gone: Callable[[], float] | None = None,
 ) -> LengthRanker:
     """Train a ranker in place, keep the weights of the best epoch (or the initial ones), and calibrate it.
@@ -239,21 +207,32 @@ def fit(
 
     Args:
         ranker: Ranker to train.
-        pairs: At least eight prompts; :data:`HELD_OUT` of them are held out.
-        how: Settings.
-        report: Callback for each epoch's ``epoch``, ``loss`` and held-out ``rank_correlation``; true ends training.
+        pairs: At least eight prompts; 15% of them are held out.
+        loss: One of :data:`LOSSES`.
+        rate: Peak learning rate (AdamW; it rises over a tenth of the steps and falls to zero).
+        epochs: Maximum number of passes over the pairs.
+        batch: Prompts that are compared with each other in a step.
+        seed: Random seed of the order.
+        report: Callback for each epoch's rank correlation on held-out prompts.
         gone: Share of the training time that has passed; at 1 training ends, also within an epoch. ``None``: no limit.
 
     Raises:
-        ValueError: Fewer than eight prompts.
+        ValueError: An unknown loss, a number out of range, or fewer than eight prompts.
     """
+    if loss not in LOSSES:
+        raise ValueError(f"loss={loss!r} is unknown: choose one of {', '.join(LOSSES)}")
+    if epochs < 1 or batch < 2 or not rate > 0:
+        raise ValueError("training needs at least one epoch, batches of two prompts and a positive rate")
     if len(pairs) < 8:
         raise ValueError(f"a ranker needs at least eight prompts with known lengths, and {len(pairs)} are known")
-    train, aside = pairs.held_out(HELD_OUT)
-    loss_of, rng = _LOSSES[how.loss], np.random.default_rng(how.seed)
-    parts = ((ranker.body, how.rate), (ranker.head, max(how.rate, _HEAD_RATE)))
-    optimizer = torch.optim.AdamW([{"params": p.parameters(), "lr": rate} for p, rate in parts], weight_decay=0.01)
-    steps = how.epochs * -(-len(train) // how.batch)
+    train, aside = pairs.split(_HELD_OUT)
+    loss_of, rng = _LOSSES[loss], np.random.default_rng(seed)
+    parts = (
+        {"params": ranker.body.parameters(), "lr": rate},
+        {"params": ranker.head.parameters(), "lr": max(rate, _HEAD_RATE)},
+    )
+    optimizer = torch.optim.AdamW(parts, weight_decay=0.01)
+    steps = epochs * -(-len(train) // batch)
     rising, done = max(1, steps // 10), 0.0  # in steps, or in time scaled to steps
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda _: max(0.0, min((done + 1) / rising, (steps - done) / max(1, steps - rising)))
@@ -263,24 +242,22 @@ def fit(
         "listwise": train.means,
         "margin": train.locations,
         "regression": (train.means - train.means.mean()) / spread,
-    }[how.loss]
+    }[loss]
     if not ranker.head.weight.any():
-        _begin(ranker, train, np.log(train.means) if how.loss == "listwise" else targets)
+        _begin(ranker, train, np.log(train.means) if loss == "listwise" else targets)
     best, best_at = rank_correlation(ranker.scores(aside.prompts), aside.means), -1
     kept = copy.deepcopy(ranker.state_dict())
-    for epoch in range(how.epochs):
+    for epoch in range(epochs):
         ranker.train()
-        order, total, seen = rng.permutation(len(train)), 0.0, 0
-        for at in range(0, len(order), how.batch):
-            rows = order[at : at + how.batch]
-            seen += len(rows)
+        order = rng.permutation(len(train))
+        for at in range(0, len(order), batch):
+            rows = order[at : at + batch]
             wanted = torch.tensor(targets[rows], dtype=torch.float32, device=ranker.head.weight.device)
-            loss = loss_of(ranker([train.prompts[row] for row in rows]), wanted)
+            error = loss_of(ranker([train.prompts[row] for row in rows]), wanted)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            error.backward()
             nn.utils.clip_grad_norm_(ranker.parameters(), 1.0)
             optimizer.step()
-            total += float(loss.detach()) * len(rows)
             done = max(done + 1, 0.0 if gone is None else steps * gone())
             schedule.step()
             if done >= steps:
@@ -288,40 +265,31 @@ def fit(
         found = rank_correlation(ranker.scores(aside.prompts), aside.means)
         if found > best:
             best, best_at, kept = found, epoch, copy.deepcopy(ranker.state_dict())
-        ends = report is not None and report({"epoch": epoch, "loss": total / seen, "rank_correlation": found})
-        if ends or epoch - best_at >= how.patience or done >= steps:
+        if report is not None:
+            report(found)
+        if epoch - best_at >= _PATIENCE or done >= steps:
             break
     ranker.load_state_dict(kept)
     ranker.calibration = Calibration.fit(ranker.scores(aside.prompts), aside)
     ranker.trained = frozenset(map(identity, pairs.prompts))
-    ranker.about = {"loss": how.loss, "epochs": best_at + 1, "prompts": len(pairs), "rank_correlation": float(best)}
     return ranker.eval()
 
 
 @torch.no_grad()
 def _begin(ranker: LengthRanker, train: Pairs, wanted: Floats) -> None:
     """Fit the head's line over the number of tokens, by least squares."""
-    sizes = _SIZE * np.log2([min(len(prompt), ranker.most) / _TYPICAL for prompt in train.prompts])
-    if np.ptp(sizes) < 1e-9:
-        return
-    slope, height = np.polyfit(sizes, wanted, 1)
-    ranker.head.weight[0, -1], ranker.head.bias[0] = float(slope), float(height)
+    sizes = _SIZE * np.log2([min(len(prompt), _MOST_TOKENS) / _TYPICAL for prompt in train.prompts])
+    ranker.head.weight[0, -1], ranker.head.bias[0] = fit_line(sizes, wanted, np.ones(len(sizes)))
 
 
 def listwise(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of the softmax over float32[B] scores against shares of float32[B] mean lengths.
-
-    Its minimum is subtracted.
-    """
+    """Return the cross-entropy of softmax(scores), float32[B], against shares of mean lengths, less its minimum."""
     share = lengths / lengths.sum()
     return -(share * torch.log_softmax(scores, 0)).sum() + (share * share.log()).sum()
 
 
 def margin(scores: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
-    """Return the mean hinge over pairs of prompts.
-
-    It is the amount by which the score difference falls short of the difference of float32[B] log lengths.
-    """
+    """Return the mean shortfall of score differences below the differences of log lengths, float32[B]."""
     apart = locations[:, None] - locations[None, :]
     lacking = torch.relu(apart - (scores[:, None] - scores[None, :]))
     longer = apart > 0
@@ -329,10 +297,7 @@ def margin(scores: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
 
 
 def regression(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error against float32[B] standardised mean lengths.
-
-    The error against every single length differs by a constant.
-    """
+    """Return the mean squared error against standardised mean lengths, float32[B]."""
     return (scores - lengths).square().mean()
 
 

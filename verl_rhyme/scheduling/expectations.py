@@ -75,11 +75,11 @@ class Expectations:
     def set_prompt_tokens(self, uid: str, tokens: int) -> None:
         """Set the number of tokens of a prompt."""
         if key := self._keys.get(uid, _NO_KEY):
-            self.prompts.tell(key, tokens)
+            self.prompts.record(key, tokens)
 
     def prompt_tokens(self, uids: Sequence[str]) -> list[int]:
         """Return the tokens of prompts; 0 where unknown."""
-        return [self.prompts.of(self._keys.get(uid, _NO_KEY)) for uid in uids]
+        return [self.prompts.expected(self._keys.get(uid, _NO_KEY)) for uid in uids]
 
     def generated(self, uid: str, number: int, tokens: int) -> None:
         """Record the tokens of a finished response, in place of those of an earlier attempt.
@@ -109,7 +109,7 @@ class Expectations:
     def measures(self) -> dict[str, float]:
         """Return the quality of forecasts for the groups removed since the last call (:class:`Quality`)."""
         with self._errors_counted():
-            return self._quality.take()
+            return self._quality.pop_metrics()
         return {}
 
     @property

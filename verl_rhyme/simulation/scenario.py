@@ -141,7 +141,7 @@ class Step:
         bubble: Bubble ratio, of the time since the last collection if engines run during training, else of the rollout.
         groups: Trained groups.
         staleness_mean, staleness_max: Staleness of the oldest token of each trained group, in policy versions.
-        lengths: Quality of the length forecasts (:meth:`~verl_rhyme.lengths.quality.Quality.take`).
+        lengths: Quality of the length forecasts (:meth:`~verl_rhyme.lengths.quality.Quality.pop_metrics`).
         ahead: Seconds from the end of the batch's last response to its collection.
         parts: Parts trained before the batch was complete, in order.
         rest: Tokens, of prompts and responses, of samples in no part.

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl_rhyme.history.ownership import Owner, is_ours, lock
+from verl_rhyme.history.ownership import Owner, is_own_folder, lock
 from verl_rhyme.weights.transfer import CHUNK_BYTES, Chunk, Part, digest, identity
 
 if TYPE_CHECKING:
@@ -373,7 +373,7 @@ def _lock_of(folder: Path) -> Path:
 def _inherit(left: Path) -> bool:
     """Take over a folder whose owner is dead or dying; return whether it succeeded."""
     until = time.monotonic() + _DYING_S
-    while is_ours(left) and time.monotonic() < until:
+    while is_own_folder(left) and time.monotonic() < until:
         if (held := _dead(left)) is not None:
             Owner.here("").sign(held)
             for manifest in left.glob(f"*/{_MANIFEST}"):
@@ -401,7 +401,7 @@ def _dead(folder: Path) -> int | None:
 def _remove_left_behind(root: Path) -> None:
     for folder in left_behind(root):
         try:
-            if is_ours(folder):
+            if is_own_folder(folder):
                 shutil.rmtree(folder)
             if not os.path.lexists(folder):
                 _lock_of(folder).unlink()

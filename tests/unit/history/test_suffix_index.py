@@ -72,13 +72,6 @@ def test_many_entries_of_few_tokens_are_in_order(largest):
 
 
 @settings(max_examples=300, deadline=None)
-@given(texts)
-def test_array_holds_every_position_in_order(responses):
-    history = index(responses)
-    assert history.suffixes.tolist() == in_order(history.tokens.tolist())
-
-
-@settings(max_examples=300, deadline=None)
 @given(texts, st.lists(st.integers(0, 2), max_size=12), st.integers(1, 70), st.data())
 def test_longest_match_is_the_longest_and_complete(responses, context, max_len, data):
     if responses and data.draw(st.booleans(), label="take the context from a response"):
@@ -95,12 +88,6 @@ def test_longest_match_is_the_longest_and_complete(responses, context, max_len, 
         assert high > low
     else:
         assert (low, high) == (0, len(history.suffixes))
-
-
-def test_no_match_crosses_a_response():
-    history = index([[1, 2], [3, 4]])
-    assert suffix_index.longest_match(history, np.array([1, 2, 3]), 7)[0] == 1
-    assert suffix_index.longest_match(history, np.array([2, 3]), 7)[0] == 1
 
 
 @pytest.mark.parametrize("context", [[-1], [1, -1], [-1, -1, 1]])

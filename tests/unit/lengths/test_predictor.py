@@ -90,6 +90,24 @@ def test_a_running_response_is_compared_with_longer_ones():
     assert predictor.forecast(["p"] * 2, [0, 800]).p90.tolist() == [300, 1000]
 
 
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(1, 50) | st.integers(1, 131_072), min_size=1, max_size=64 + 9),
+    st.lists(st.integers(1, 131_072), max_size=9),
+    st.lists(st.integers(0, 60) | st.integers(0, 140_000), min_size=1, max_size=12),
+)
+def test_remaining_tokens_are_the_mean_excess_of_the_latest_lengths(lengths, siblings, emitted):
+    predictor = LengthPredictor(LIMIT)
+    predictor.learn("p", lengths)
+    latest = [*lengths[-64:], *siblings][-64:]
+    expected = []
+    for done in emitted:
+        excess = [length - done for length in latest if length > done]
+        expected.append(max(1, int(done + (sum(excess) / len(excess) if excess else done / 2))))
+    forecast = predictor.forecast(["p"] * len(emitted), emitted, {"p": siblings})
+    assert forecast.expected.tolist() == expected
+
+
 @settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(1, 5000), max_size=8)), max_size=30),
@@ -200,14 +218,14 @@ def test_the_quality_of_forecasts_is_reported_once():
     quality = Quality()
     quality.add(100.0, [90, 110], seen=False, ranked=False)
     quality.add(200.0, [300, 310], seen=True, ranked=True)
-    told = quality.take()
+    told = quality.pop_metrics()
     assert told == {
         "rank_correlation": pytest.approx(0.894, abs=1e-3),
         "mean_ratio": 600 / 810,
         "seen": 0.5,
         "ranked": 0.5,
     }
-    assert quality.take() == {}
+    assert quality.pop_metrics() == {}
 
 
 def test_ranks_are_scipys():

@@ -13,21 +13,21 @@ from verl_rhyme.lengths.prompts import PromptLengths
 
 
 @given(
-    told=st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 1 << 20)), max_size=40),
+    recorded=st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 1 << 20)), max_size=40),
     most=st.integers(1, 6),
 )
-def test_the_latest_prompts_are_known_and_the_mean_is_theirs(told: Sequence[tuple[str, int]], most: int) -> None:
+def test_the_latest_prompts_are_known_and_the_mean_is_theirs(recorded: Sequence[tuple[str, int]], most: int) -> None:
     lengths, model = PromptLengths(most), {}
-    for prompt, tokens in told:
-        lengths.tell(prompt, tokens)
+    for prompt, tokens in recorded:
+        lengths.record(prompt, tokens)
         model.pop(prompt, None)
         model[prompt] = tokens
         if len(model) > most:
             del model[next(iter(model))]
     again = PromptLengths(most)
-    again.tell("z", 1)
+    again.record("z", 1)
     again.load_state_dict(json.loads(json.dumps(lengths.state_dict())))
     for each in (lengths, again):
         assert len(each) == len(model)
-        assert {prompt: each.of(prompt) for prompt in model} == model
-        assert abs(each.of("new") - (mean(model.values()) if model else 0)) <= 0.5
+        assert {prompt: each.expected(prompt) for prompt in model} == model
+        assert abs(each.expected("new") - (mean(model.values()) if model else 0)) <= 0.5

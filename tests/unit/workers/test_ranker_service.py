@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 
-from tests.unit.lengths.test_ranker import SMALL, VOCABULARY, world
+from tests.unit.lengths.worlds import SMALL, VOCABULARY, pairs
 from verl_rhyme.config import RankerConfig
 from verl_rhyme.coordinator import ranker_service
 from verl_rhyme.coordinator.ranker_service import RankerActor, RankerService, lacking
@@ -22,7 +22,7 @@ from verl_rhyme.trainer import ranking
 
 pytestmark = pytest.mark.slow  # they train models
 
-KNOWN = world(96)
+KNOWN = pairs(96)
 PROMPTS = {f"{i:032x}": prompt.tolist() for i, prompt in enumerate(KNOWN.prompts)}
 LENGTHS = {key: lengths.tolist() for key, lengths in zip(PROMPTS, KNOWN.lengths, strict=True)}
 
@@ -102,7 +102,7 @@ def test_empty_ranker_is_saved(tmp_path) -> None:
 
 
 def test_model_serves_while_it_is_trained_again(tmp_path, monkeypatch) -> None:
-    ranker.fit(ranker.tiny(VOCABULARY, **SMALL), world(16), ranker.Training(epochs=1)).save(tmp_path)
+    ranker.fit(ranker.tiny(VOCABULARY, **SMALL), pairs(16), epochs=1).save(tmp_path)
     made = service(kind="model", model=str(tmp_path))
     assert made.score(some(PROMPTS, 0, 64))[1] == 1  # without training here
     entered, leave = threading.Event(), threading.Event()
@@ -278,7 +278,7 @@ def test_missing_requirements_are_reported_before_a_run(tmp_path, monkeypatch) -
     ranker.tiny(VOCABULARY, **SMALL).body.save_pretrained(there)
     assert lacks(VOCABULARY, kind="model", model=there) == ""
     assert "has 24 token ids" in lacks(VOCABULARY + 1, kind="model", model=there)
-    made = ranker.fit(ranker.tiny(VOCABULARY, **SMALL), world(16), ranker.Training(epochs=1))
+    made = ranker.fit(ranker.tiny(VOCABULARY, **SMALL), pairs(16), epochs=1)
     made.save(tmp_path / "ranker")
     assert lacks(1 << 17, kind="model", model=str(tmp_path / "ranker")) == ""
     (tmp_path / "model" / "config.json").write_text("{")

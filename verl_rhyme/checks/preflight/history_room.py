@@ -25,7 +25,7 @@ from verl_rhyme.history.share import available_memory
 TOKEN_BYTES, RESPONSE_BYTES = 5.75, 27
 
 #: Disk space in units of ``history.max_bytes``: the file, and a second copy of its values during a rewrite
-#: (``history/eviction.py``).
+#: (``history/values.py``).
 PEAK = 1 + HISTORY_FILL
 
 #: Seconds for reading prompts, to find repeated ones.

@@ -2,34 +2,19 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-import numpy as np
 import pytest
 
-from verl_rhyme.history import owner
+from tests.unit.history.stores import NAMESPACE, key, kill, open_store, responses, trajectory
+from verl_rhyme.history import history_folder
 from verl_rhyme.history.environment import HistoryError
-from verl_rhyme.history.owner import Owner
-from verl_rhyme.history.record import Trajectory
-from verl_rhyme.history.store import HistoryReader, HistoryStore
+from verl_rhyme.history.ownership import Owner
+from verl_rhyme.history.store import HistoryReader
 
-NAMESPACE = "tokenizer-a"
-KEY = (1).to_bytes(16, "big")
-WRITER = """
-import sys, time
-import numpy as np
-from verl_rhyme.history.record import Trajectory
-from verl_rhyme.history.store import HistoryStore
-store = HistoryStore(sys.argv[1], "tokenizer-a", 1 << 20, 2, run=sys.argv[2])
-store.append([Trajectory((1).to_bytes(16, "big"), np.array([5, 6], np.int32), 1.0, 0, 0, 0)], step=1)
-print("ready", flush=True)
-time.sleep(600)
-"""
+open_second = partial(open_store, run="second")
 
 
 @pytest.fixture(autouse=True)
@@ -38,27 +23,28 @@ def short_wait(monkeypatch):
 
 
 @pytest.fixture
-def writer(tmp_path):
-    """A process of run "first" that writes to ``base/node``."""
-    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "base" / "node"), "first"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def folder(tmp_path):
+    return tmp_path / "base" / "node"
 
 
-def open_store(folder, run="second"):
-    return HistoryStore(folder, NAMESPACE, 1 << 20, 2, run=run)
+@pytest.fixture
+def writer(folder):
+    """A store of run "first"."""
+    with open_store(folder, run="first") as store:
+        store.append([trajectory(1, [5, 6])], step=1)
+        yield store
+
+
+@pytest.fixture
+def dead(writer):
+    kill(writer)
 
 
 def tokens(folder):
     reader = HistoryReader(folder, NAMESPACE, refresh_interval=0.0)
-    history = reader.get(KEY)
+    history = reader.get(key(1))
     reader.close()
-    return None if history is None else history.response(0).tolist()
+    return None if history is None else responses(history)[0]
 
 
 def owned_by(folder, **changes):
@@ -66,79 +52,65 @@ def owned_by(folder, **changes):
     (folder / "owner.json").write_text(json.dumps({**before, **changes}))
 
 
-def test_a_second_run_fails_and_deletes_nothing(tmp_path, writer):
-    folder = tmp_path / "base" / "node"
+def test_a_second_run_fails_and_deletes_nothing(folder, writer):
     with pytest.raises(HistoryError) as error:
-        open_store(folder)
-    for part in (str(folder), str(writer.pid), os.uname().nodename, "first", "history.dir"):
+        open_second(folder)
+    for part in (str(folder), str(os.getpid()), os.uname().nodename, "first", "history.dir"):
         assert part in str(error.value)
     assert tokens(folder) == [5, 6]
 
 
 @pytest.mark.parametrize("pid", [2**22 + 1, 1], ids=["a pid of another container", "a pid used again"])
-def test_a_live_writer_does_not_count_as_dead_because_of_its_pid(tmp_path, writer, pid):
-    folder = tmp_path / "base" / "node"
+def test_a_live_writer_does_not_count_as_dead_because_of_its_pid(tmp_path, folder, writer, pid):
     owned_by(folder, pid=pid)
-    owner.remove_dead(tmp_path / "base", keep={tmp_path})
+    history_folder._remove_dead(tmp_path / "base", keep=tmp_path)
     assert tokens(folder) == [5, 6]
 
 
-def test_a_killed_writers_folder_is_removed_but_not_this_runs(tmp_path, writer):
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    folder = tmp_path / "base" / "node"
-    owner.remove_dead(tmp_path / "base", keep={folder})
+def test_a_killed_writers_folder_is_removed_but_not_this_runs(tmp_path, folder, dead):
+    history_folder._remove_dead(tmp_path / "base", keep=folder)
     assert tokens(folder) == [5, 6]
     owned_by(folder, pid=os.getpid())  # the pid is in use again, but the free lock shows that the writer is dead
-    owner.remove_dead(tmp_path / "base", keep={tmp_path})
+    history_folder._remove_dead(tmp_path / "base", keep=tmp_path)
     assert not folder.exists()
 
 
-def test_another_machines_folder_counts_as_alive(tmp_path, writer):
+def test_another_machines_folder_counts_as_alive(tmp_path, folder, dead):
     """Two machines share a file system, but not its locks."""
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    folder = tmp_path / "base" / "node"
     owned_by(folder, host="elsewhere", boot="another")
-    owner.remove_dead(tmp_path / "base", keep={tmp_path})
+    history_folder._remove_dead(tmp_path / "base", keep=tmp_path)
     with pytest.raises(HistoryError, match=r"elsewhere.*history\.dir.*owner\.json"):
-        open_store(folder)
+        open_second(folder)
     assert tokens(folder) == [5, 6]
     (folder / "owner.json").unlink()  # the remedy in the message
-    with open_store(folder):
+    with open_second(folder):
         assert tokens(folder) is None
 
 
-def test_a_folder_from_before_a_reboot_is_free(tmp_path, writer):
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    folder = tmp_path / "base" / "node"
+def test_a_folder_from_before_a_reboot_is_free(folder, dead):
     owned_by(folder, boot="another")
-    with open_store(folder):
+    with open_second(folder):
         assert tokens(folder) is None
 
 
 @pytest.mark.parametrize(("run", "found"), [("first", [5, 6]), ("second", None)])
-def test_a_dead_writers_history_is_kept_by_the_same_run_only(tmp_path, writer, run, found):
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    folder = tmp_path / "base" / "node"
-    with open_store(folder, run) as store:
+def test_a_dead_writers_history_is_kept_by_the_same_run_only(folder, dead, run, found):
+    with open_store(folder, run=run) as store:
         assert tokens(folder) == found
         assert Owner.of(folder) == Owner(run, os.uname().nodename, Owner.here("").boot, os.getpid())
-        assert store.append([Trajectory(KEY, np.array([7], np.int32), 1.0, 0, 0, 0)], step=1).trajectories == 1
+        assert store.append([trajectory(1, [7])], step=1).trajectories == 1
     assert Owner.of(folder) is None
 
 
 def test_a_lock_on_a_deleted_folder_is_not_accepted(tmp_path):
     """A lock on a deleted file excludes no other process."""
     folder = tmp_path / "h"
-    first = open_store(folder, "first")
+    first = open_store(folder, run="first")
     held = os.open(folder / "writer.lock", os.O_RDWR)
     first.close(delete=True)
     assert not folder.exists()
-    with open_store(folder), pytest.raises(HistoryError):
-        open_store(folder, "third")
+    with open_second(folder), pytest.raises(HistoryError):
+        open_store(folder, run="third")
     os.close(held)
 
 
@@ -146,7 +118,7 @@ def test_a_waiting_writer_gets_the_folder_after_its_complete_deletion(tmp_path, 
     """With deletion in directory order, the lock would be free before the other files are deleted."""
     monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 50))  # check more often
     folder = tmp_path / "h"
-    ending = owner.claim(folder, "first", 1)
+    ending = history_folder.acquire(folder, "first", 1)
     for number in range(30):
         (folder / f"env-{number:04d}").mkdir()
         for file in range(30):
@@ -154,9 +126,9 @@ def test_a_waiting_writer_gets_the_folder_after_its_complete_deletion(tmp_path, 
     (folder / "writer.lock").rename(folder / "moved").rename(folder / "writer.lock")  # tmpfs lists the newest first
 
     with ThreadPoolExecutor(1) as waiting:
-        next_one = waiting.submit(owner.claim, folder, "second", 10)
+        next_one = waiting.submit(history_folder.acquire, folder, "second", 10)
         time.sleep(1.0)
-        owner.disclaim(folder, ending, delete=True)
+        history_folder.release(folder, ending, delete=True)
         held = next_one.result()
     assert {file.name for file in folder.iterdir()} == {"in_use.lock", "owner.json", "writer.lock"}
     assert Owner.of(folder).run == "second"
@@ -169,7 +141,7 @@ def test_a_folder_that_is_no_history_is_never_deleted(tmp_path, text):
     other = tmp_path / "project"
     other.mkdir()
     (other / "owner.json").write_text(text)
-    owner.remove_dead(tmp_path, keep={tmp_path / "node"})
+    history_folder._remove_dead(tmp_path, keep=tmp_path / "node")
     assert [file.name for file in other.iterdir()] == ["owner.json"]
 
 
@@ -180,17 +152,14 @@ def test_a_link_instead_of_a_folder_is_refused_and_its_target_kept(tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "node").symlink_to(checkpoint.parent)
     with pytest.raises(HistoryError, match=r"base/node is a link.*history\.dir"):
-        open_store(tmp_path / "base" / "node")
+        open_second(tmp_path / "base" / "node")
     assert [path.name for path in checkpoint.parent.iterdir()] == ["global_step_10"]
 
 
-def test_a_dead_writers_folder_is_not_removed_through_a_link(tmp_path, writer):
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    folder = tmp_path / "base" / "node"
+def test_a_dead_writers_folder_is_not_removed_through_a_link(tmp_path, folder, dead):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "link").symlink_to(folder)
-    owner.remove_dead(tmp_path / "other", keep={tmp_path})
+    history_folder._remove_dead(tmp_path / "other", keep=tmp_path)
     assert tokens(folder) == [5, 6]
 
 
@@ -201,7 +170,7 @@ def test_another_users_folder_is_refused_and_nothing_in_it_deleted(tmp_path):
     (folder / "theirs").touch()
     os.chown(folder, 12345, -1)
     with pytest.raises(HistoryError, match=r"node belongs to user 12345.*history\.dir"):
-        open_store(folder)
+        open_second(folder)
     assert [path.name for path in folder.iterdir()] == ["theirs"]
 
 
@@ -210,8 +179,8 @@ def test_other_users_cannot_read_a_history(tmp_path):
     folder.mkdir(mode=0o755)  # of an earlier version
     before = os.umask(0o022)
     try:
-        with open_store(folder) as store:
-            store.append([Trajectory(KEY, np.array([7], np.int32), 1.0, 0, 0, 0)], step=1)
+        with open_second(folder) as store:
+            store.append([trajectory(1, [7])], step=1)
             store.snapshot(checkpoint / "history")
             store.restore(checkpoint / "history")
             data = [*folder.rglob("*.mdb"), *checkpoint.rglob("*.mdb")]
@@ -225,6 +194,6 @@ def test_other_users_cannot_read_a_history(tmp_path):
 def test_a_file_system_with_one_uid_for_all_users_is_accepted(tmp_path, monkeypatch):
     """With NFS ``all_squash`` and some object store mounts, the uid of a file does not identify its creator."""
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4242)
-    with open_store(tmp_path / "h", "first") as store:
-        store.append([Trajectory(KEY, np.array([7], np.int32), 1.0, 0, 0, 0)], step=1)
+    with open_store(tmp_path / "h", run="first") as store:
+        store.append([trajectory(1, [7])], step=1)
         assert tokens(tmp_path / "h") == [7]

@@ -1,15 +1,12 @@
 """History writers without Ray: each has its folder below one base."""
 
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 
 import numpy as np
 import pytest
 
+from tests.unit.history.stores import kill
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.reader import HistoryReader
@@ -19,20 +16,6 @@ from verl_rhyme.history_writer.history_writer import HistoryWriter, node_history
 
 KEY = b"k" * 16
 NODES = ("a" * 16, "b" * 16)
-WRITE = """
-import sys, time
-import numpy as np
-from verl_rhyme.config import HistoryConfig
-from verl_rhyme.history.record import Trajectory
-from verl_rhyme.history_writer.history_writer import HistoryWriter
-for folder in sys.argv[2:]:
-    writer = HistoryWriter(folder, "vocabulary", HistoryConfig(max_bytes=1 << 20), sys.argv[1])
-    writer.open()
-    writer.record([[Trajectory(b"k" * 16, np.array([5, 6], np.int32), 1.0, 0, 0, 0)]], 1)
-    globals()[folder] = writer
-print("ready", flush=True)
-time.sleep(600)
-"""
 
 
 def writer(base, node, run="first"):
@@ -68,7 +51,7 @@ def test_recording_has_a_lower_priority_than_rays_processes(tmp_path):
 
     def recording():
         os.setpriority(os.PRIO_PROCESS, 0, 15)
-        writer(tmp_path, NODES[0]).give_way()
+        writer(tmp_path, NODES[0]).lower_priority()
         found.append(os.getpriority(os.PRIO_PROCESS, 0))
 
     thread = threading.Thread(target=recording)
@@ -84,11 +67,9 @@ def shared(tmp_path):
 
 
 def left_by_a_killed_run(base):
-    folder = node_history_dir(str(base), NODES[0])
-    command = [sys.executable, "-c", textwrap.dedent(WRITE), "killed", folder]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGKILL)
+    opened = writer(base, NODES[0], "killed")
+    opened.record([[Trajectory(KEY, np.array([5, 6], np.int32), 1.0, 0, 0, 0)]], 1)
+    kill(opened._store)
 
 
 def test_folders_of_killed_runs_are_removed(shared):

@@ -67,69 +67,69 @@ def place(key: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big") / (1 << 48)
 
 
-class Room:
+class Retention:
     """Ledger of a store: about 70 bytes per prompt, and as much again for Python's index of the keys.
 
     Args:
         bound: Most bytes of all values.
         epochs: Most visits per prompt.
+
+    Attributes:
+        now: Current epoch.
+        changed: Keys of entries that were set or dropped; the owner clears it.
     """
 
     def __init__(self, bound: int, epochs: int) -> None:
         self.bound, self.epochs = bound, epochs
+        self.now = 0
+        self.changed: set[bytes] = set()
         self._row: dict[bytes, int] = {}
         self._table = np.zeros(64, _COLUMNS)
-        #: Current epoch.
-        self.now = 0
         self._full, self._cut = epochs, 0.0
 
     # ---- entries and totals ----
+
+    def __len__(self) -> int:
+        """Return the number of recently seen prompts, kept or not."""
+        return len(self._row)
 
     def __contains__(self, key: bytes) -> bool:
         """Return whether any visit of a prompt is kept."""
         row = self._row.get(key)
         return row is not None and bool(self._table["units"][row])
 
-    def entry(self, key: bytes) -> Entry:
-        """Return a prompt's entry.
-
-        Raises:
-            KeyError: The prompt is unknown.
-        """
-        return Entry(*self._table[self._row[key]].tolist()[2:])
+    def get(self, key: bytes) -> Entry | None:
+        """Return a prompt's entry; ``None`` if the prompt is unknown."""
+        row = self._row.get(key)
+        return None if row is None else Entry(*self._table[row].tolist()[2:])
 
     def entries(self) -> Iterator[tuple[bytes, Entry]]:
         """Yield all keys and entries."""
-        for row in self._known.tolist():
+        for row in self._rows.tolist():
             yield bytes(row[0]), Entry(*row[2:])
 
     @property
-    def _known(self) -> np.ndarray:
+    def _rows(self) -> np.ndarray:
         return self._table[: len(self._row)]
-
-    @property
-    def known(self) -> int:
-        """Number of recently seen prompts, kept or not."""
-        return len(self._row)
 
     @property
     def prompts(self) -> int:
         """Number of prompts with kept visits."""
-        return int(np.count_nonzero(self._known["units"]))
+        return int(np.count_nonzero(self._rows["units"]))
 
     @property
-    def deepest(self) -> int:
+    def most_visits(self) -> int:
         """Largest number of kept visits of any prompt."""
-        return int(self._known["units"].max(initial=0))
+        return int(self._rows["units"].max(initial=0))
 
     def total(self, column: str) -> int:
         """Return the sum of ``bytes``, ``tokens`` or ``responses`` over the kept visits."""
-        return int(self._known[column].sum())
+        return int(self._rows[column].sum())
 
     @property
     def kept_share(self) -> float:
         """Share of the known prompts that are kept; 1 if none is known."""
-        return self.prompts / self.known if self.known else 1.0
+        return self.prompts / len(self) if len(self) else 1.0
 
     @property
     def level(self) -> float:
@@ -144,29 +144,26 @@ class Room:
         if row == len(self._table):
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
         self._table[row] = (np.void(key), place(key), *entry)
+        self.changed.add(key)
 
-    def arrive(self, key: bytes, epoch: int, visit: int, size: float, step: int) -> None:
-        """Note that a prompt was seen; the size of its new responses estimates the size of a prompt that is not kept.
+    def note_visit(self, key: bytes, epoch: int, visit: int, size: float, step: int) -> None:
+        """Note that a prompt was seen; the bytes of its new responses estimate the size of a prompt that is not kept.
 
-        Args:
-            key: Prompt key.
-            epoch: Pass over the data.
-            visit: Label of the visit.
-            size: Bytes of the new responses; the responses of one visit may come in several parts.
-            step: Training step of the part; a repeated step does not count again.
+        The responses of one visit may come in several parts, each in its training step; a repeated step does not count
+        again.
         """
         self.now = epoch
         if key in self:
             return
-        before = self.entry(key) if key in self._row else None
+        before = self.get(key)
         if before is None or before.visit != visit:
             self.record(key, Entry(epoch, size, step=step, visit=visit))
         elif step > before.step:
             self.record(key, Entry(epoch, before.size + size, step=step, visit=visit))
 
-    def settle(self) -> None:
+    def set_level(self) -> None:
         """Set the level at which all known prompts fit, each with the visits that the level allows."""
-        table = self._known
+        table = self._rows
         counts = ~self._gone(table) & (table["size"] <= self.bound)
         sizes, places = table["size"][counts], table["place"][counts]
         whole = float(sizes.sum())
@@ -178,12 +175,8 @@ class Room:
         fits = int(np.searchsorted(np.cumsum(sizes[order]), self.bound - self._full * whole, side="right"))
         self._cut = float(places[order[fits]]) if fits < len(order) else 1.0
 
-    def epochs_for(self, key: bytes) -> int:
-        """Return the number of visits that the level keeps of a prompt; 0: do not write the prompt.
-
-        Raises:
-            KeyError: The prompt is unknown.
-        """
+    def allowed_visits(self, key: bytes) -> int:
+        """Return the number of visits that the level keeps of a known prompt; 0: do not write the prompt."""
         row = self._table[self._row[key]]
         if row["size"] > self.bound:
             return 0
@@ -195,7 +188,7 @@ class Room:
         Prompts that are gone from the data come first, then the highest ranks. All visits of a prompt count as equally
         large.
         """
-        table = self._known
+        table = self._rows
         over = self.total("bytes") - bound
         left: dict[int, int] = {}
         if over <= 0:
@@ -206,7 +199,7 @@ class Room:
                 break
             over -= int(table["bytes"][row])
             left[int(row)] = 0
-        for unit in range(self.deepest - 1, -1, -1):
+        for unit in range(self.most_visits - 1, -1, -1):
             if over <= 0:
                 break
             rows = np.flatnonzero(table["units"] > unit)
@@ -219,23 +212,19 @@ class Room:
         return {table["key"][row].tobytes(): units for row, units in left.items()}
 
     def evict(self, key: bytes) -> None:
-        """Mark a prompt as evicted; its size stays known."""
-        self.record(key, self.entry(key).emptied())
+        """Mark a known prompt as evicted; its size stays known."""
+        entry = self.get(key)
+        assert entry is not None
+        self.record(key, entry.emptied())
 
-    def forget(self) -> list[bytes]:
-        """Drop the entries of prompts that are evicted and gone from the data; return their keys."""
-        table = self._known
-        keys = [key.tobytes() for key in table["key"][self._gone(table) & (table["units"] == 0)]]
-        for key in keys:
-            self.drop(key)
-        return keys
+    def drop_gone(self) -> None:
+        """Drop the entries of prompts that are evicted and gone from the data."""
+        table = self._rows
+        for key in table["key"][self._gone(table) & (table["units"] == 0)]:
+            self._drop(key.tobytes())
 
-    def drop(self, key: bytes) -> None:
-        """Drop a prompt's entry.
-
-        Raises:
-            KeyError: The prompt is unknown.
-        """
+    def _drop(self, key: bytes) -> None:
+        self.changed.add(key)
         row, last = self._row.pop(key), len(self._row)
         if row != last:  # keep the table dense
             self._table[row] = self._table[last]

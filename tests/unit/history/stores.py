@@ -1,0 +1,34 @@
+"""Stores of small histories, and killed writers."""
+
+import os
+
+import numpy as np
+
+from verl_rhyme.history import environment
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryStore
+
+NAMESPACE = "tokenizer-a"
+
+
+def key(i):
+    return int(i).to_bytes(16, "big")
+
+
+def trajectory(i, tokens, epoch=0, sample=0, reward=1.0, visit=-1):
+    return Trajectory(key(i), np.array(tokens, np.int32), reward, 3, epoch, sample, visit=visit)
+
+
+def open_store(path, max_bytes=8 << 20, epochs=2, **options):
+    return HistoryStore(path, NAMESPACE, max_bytes, epochs, **options)
+
+
+def responses(history):
+    return [history.response(i).tolist() for i in range(len(history))]
+
+
+def kill(store):
+    """Leave a store as the death of its process does: the folder is signed, and its lock free."""
+    environment.release(store._values.opened)
+    os.close(store._lock)
+    store._lock = None

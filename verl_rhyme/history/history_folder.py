@@ -1,0 +1,187 @@
+"""Ownership of a history folder: its writer holds ``writer.lock`` (flock), and ``owner.json`` identifies the writer.
+
+Processes of the run that read in the folder share ``in_use.lock``, because the folder is still needed if only the
+writer is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from verl_rhyme.history.environment import HistoryError
+from verl_rhyme.history.ownership import OWNER_FILE, NotOwned, Owner, is_own_folder, is_user_folder, lock, make_private
+
+logger = logging.getLogger(__name__)
+
+_LOCK = "writer.lock"
+_IN_USE = "in_use.lock"
+#: Files deleted last, in this order: a process that waits for the lock must not write into a half-deleted folder.
+_MARKS = (OWNER_FILE, _IN_USE, _LOCK)
+
+
+def acquire(path: Path, run: str | None, timeout: float) -> int:
+    """Create a history folder if it is missing, acquire the writer's lock and sign the folder.
+
+    Args:
+        path: History folder.
+        run: Name of the run. Data of another run are deleted, as are folders of killed writers next to this one; data
+            of a dead writer of this run stay. ``None``: keep all data.
+        timeout: Seconds to wait for a writer that is just ending.
+
+    Returns:
+        A file descriptor; closing it, or the death of the process, releases the lock.
+
+    Raises:
+        HistoryError: Another writer is alive, or may be; the folder is a link, or belongs to another user.
+        OSError: The folder cannot be created or written.
+    """
+    descriptor = _lock_writer(path, timeout)
+    try:
+        owner = Owner.of(path)
+        if run is not None and (owner is None or owner.run != run):
+            _empty(path, keep=(_IN_USE, _LOCK))
+        (path / _IN_USE).touch(0o600)
+        temporary = path / f".{OWNER_FILE}"
+        temporary.write_text(json.dumps(asdict(Owner.here(run or ""))) + "\n")
+        os.replace(temporary, path / OWNER_FILE)
+        if run is not None:
+            _remove_dead(path.parent, keep=path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _lock_writer(path: Path, timeout: float) -> int:
+    """Acquire the writer's lock; see :func:`acquire`.
+
+    The kernel's lock shows whether an owner under this kernel is alive, in any container. An owner on another host
+    counts as alive, because its lock may not be visible here. An owner from before a reboot of this host does not.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            make_private(path)  # a writer that ends may delete it while we wait
+            descriptor = lock(path / _LOCK, create=True)
+        except FileNotFoundError:
+            continue
+        except NotOwned as error:
+            raise HistoryError(
+                f"the history folder is not private to this user: {error.strerror}; set history.dir to another folder"
+            ) from None
+        if descriptor is not None:
+            if _is_at(descriptor, path / _LOCK):
+                break
+            os.close(descriptor)
+        elif time.monotonic() > deadline:
+            raise HistoryError(
+                f"another process writes the history in {path}: {Owner.of(path) or 'unknown'}; end it, or set "
+                "another history.dir for this run"
+            )
+        time.sleep(0.05)
+    owner = Owner.of(path)
+    if owner is not None and owner.is_foreign():
+        os.close(descriptor)
+        raise HistoryError(
+            f"the history in {path} belongs to {owner}, which may be alive on that machine: set another history.dir "
+            f"for this run, on a disk of this node; or, if that run has ended, delete {path / OWNER_FILE}"
+        )
+    return descriptor
+
+
+def _is_at(descriptor: int, file: Path) -> bool:
+    """Return whether a locked file still exists: the previous writer may have deleted it with its folder."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_dead(base: Path, keep: Path) -> None:
+    """Delete the folders below ``base`` whose writer was killed, except ``keep``: their lock is free, without readers.
+
+    If ``base`` is in the user's folder of a node, this includes folders of the user's other runs. A folder that no
+    writer signed, or that belongs to another user, is left alone.
+    """
+    shared = is_user_folder(base.parent)
+    for file in base.parent.glob(f"*/*/{OWNER_FILE}") if shared else base.glob(f"*/{OWNER_FILE}"):
+        folder, owner = file.parent, Owner.of(file.parent)
+        if folder == keep or owner is None or not is_own_folder(folder) or not (folder / _LOCK).exists():
+            continue
+        if owner.is_foreign():  # alive or not, which only its own host can find out
+            logger.warning("%s belongs to a run on %s and stays; delete it if that run has ended", folder, owner.host)
+            continue
+        with suppress(HistoryError, OSError):
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    descriptor = _lock_writer(folder, timeout=0)
+    try:
+        unread = lock(folder / _IN_USE)  # while it is held, no process starts to read there
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if unread is None:
+        os.close(descriptor)
+        return
+    release(folder, descriptor, delete=True)
+    os.close(unread)
+
+
+def release(path: Path, descriptor: int, delete: bool = False) -> None:
+    """Release the writer's lock of a history folder, and perhaps delete the folder.
+
+    An empty run folder above it, in the user's folder, is deleted too.
+    """
+    if delete:
+        with suppress(OSError):  # files that cannot be deleted stay signed, so that the next run tries again
+            _empty(path, keep=_MARKS)
+            for name in _MARKS:
+                (path / name).unlink(missing_ok=True)
+            path.rmdir()
+        if is_user_folder(path.parent.parent):
+            with suppress(OSError):  # not empty, or gone
+                path.parent.rmdir()
+    else:
+        (path / OWNER_FILE).unlink(missing_ok=True)
+    os.close(descriptor)
+
+
+def mark_in_use(path: Path) -> int | None:
+    """Mark a folder as needed until the returned descriptor is closed, whether its writer is alive or not.
+
+    ``None``: no writer has created the folder, or it is being removed.
+    """
+    with suppress(OSError):
+        return lock(path / _IN_USE, shared=True)
+    return None
+
+
+@contextmanager
+def excluding_writer(path: Path) -> Iterator[bool]:
+    """Yield whether the folder has no live writer; if so, none can start within the block."""
+    descriptor = None
+    with suppress(OSError):
+        descriptor = lock(path / _LOCK, shared=True)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _empty(path: Path, keep: Collection[str]) -> None:
+    for entry in path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name not in keep:
+            entry.unlink()
