@@ -15,7 +15,7 @@ the sum: ``T = sqrt((W + L)^2 + tokens^2) + fixed``. Otherwise it is the larger 
 
 Colocated engines stop while the actor trains, so F is added: ``T = W + L / (k + 1) + F``.
 
-``python -m benchmarks.studies.allocation`` and ``tests/unit/simulation/test_allocation_times.py`` compare it with the
+``python -m benchmarks.studies.allocation`` and ``tests/unit/planning/test_times_simulated.py`` compare it with the
 simulator.
 """
 
