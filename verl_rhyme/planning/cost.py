@@ -144,7 +144,7 @@ class ReplicaCost:
 TYPICAL = ReplicaCost(StepCost(base=10e-3, row=33e-6, cached=26e-9), prefill=33e-6)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingCost:
     """Cost of the work between rollouts, on the training GPUs.
 
@@ -188,7 +188,7 @@ class TrainingCost:
         """
         return self.update + self.token * (tokens - early * self._ahead(gradients))
 
-    def held(self, one_by_one: bool) -> float:
+    def blocked_s(self, one_by_one: bool) -> float:
         """Return the seconds for which publication blocks the trainer (``Rules.one_by_one``)."""
         return min(self.copy, self.sync) if one_by_one and self.copy is not None else self.sync
 

@@ -27,13 +27,13 @@ class Advice(NamedTuple):
         change: Units to add (1) or remove (-1); 0: no change.
         delta: Seconds by which generation is behind training, over the counted steps.
         saving: Seconds a step that one more unit would save, or, where training is behind, that one less would cost.
-        why: Reason, in words.
+        reason: Reason, in words.
     """
 
     change: int
     delta: float
     saving: float
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Limits:
     Attributes:
         least, most: Minimum and maximum units of generation.
         window: Number of steps in the medians; even, for steps that come in pairs.
-        rest: Steps after a change that do not count.
+        cooldown: Steps after a change that do not count.
         margin: Share of a step by which the rule must be exceeded, and that a unit must save.
 
     Raises:
@@ -53,12 +53,12 @@ class Limits:
     least: int = 1
     most: int = 1 << 20
     window: int = 4
-    rest: int = 2
+    cooldown: int = 2
     margin: float = 0.02
 
     def __post_init__(self) -> None:
-        if not (1 <= self.least <= self.most and self.window >= 1 and self.rest >= 0 and 0 <= self.margin < 1):
-            raise ValueError(f"least must be 1 to most, window at least 1, rest at least 0, margin a share: {self}")
+        if not (1 <= self.least <= self.most and self.window >= 1 and self.cooldown >= 0 and 0 <= self.margin < 1):
+            raise ValueError(f"least must be 1 to most, window at least 1, cooldown at least 0, margin a share: {self}")
 
 
 class Elastic:
@@ -86,7 +86,7 @@ class Elastic:
     def changed(self, units: int) -> None:
         """Set the number of units, after this advice or another event (a unit that died)."""
         if units != self.units:
-            self.units, self._resting = units, self.limits.rest
+            self.units, self._resting = units, self.limits.cooldown
             self._seen.clear()
 
     def observe(self, generated: float, trained: float) -> Advice:
@@ -106,10 +106,10 @@ class Elastic:
             return Advice(0, generated - trained, 0.0, "the last change is recent")
         self._seen.append((generated, trained))
         generated, trained = (median(times) for times in zip(*self._seen, strict=True))
-        change, saving, why = self._wants(generated, trained)
+        change, saving, reason = self._wants(generated, trained)
         if len(self._seen) < self.limits.window:
-            change, why = 0, f"{len(self._seen)} of {self.limits.window} steps seen: {why}"
-        return Advice(change, generated - trained, saving, why)
+            change, reason = 0, f"{len(self._seen)} of {self.limits.window} steps seen: {reason}"
+        return Advice(change, generated - trained, saving, reason)
 
     def _wants(self, generated: float, trained: float) -> tuple[int, float, str]:
         limits, delta = self.limits, generated - trained

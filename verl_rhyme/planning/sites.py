@@ -16,7 +16,7 @@ from verl_rhyme.planning.times import Training, Work
 _KEPT, _SPLIT = 6, 12
 
 
-@dataclass(frozen=True)
+@dataclass
 class Model:
     """The trained model: number of parameters, and bytes of each in the engines."""
 
@@ -87,8 +87,8 @@ class Pool:
         nodes = -(-one // self.node) - (-other // self.node)
         return nodes * self.node <= self.gpus
 
-    def why_no_replica(self, model: Model, work: Work, tp: int) -> str:
-        """Return why the pool cannot generate with ``tp`` GPUs a replica; empty if it can."""
+    def check_replica(self, model: Model, work: Work, tp: int) -> str:
+        """Return the reason why the pool cannot generate with ``tp`` GPUs a replica; empty if it can."""
         given = self.utilization * tp * self.memory
         longest = work.prompt_tokens + float(np.max(work.lengths))
         if model.bytes >= given:
@@ -105,8 +105,8 @@ class Pool:
             return f"generation on {self.name}: its {self.gpus} GPUs have no share for replicas of {tp} GPUs"
         return ""
 
-    def why_no_training(self, model: Model, gpus: int) -> str:
-        """Return why ``gpus`` of the pool cannot train; empty if they can."""
+    def check_training(self, model: Model, gpus: int) -> str:
+        """Return the reason why ``gpus`` of the pool cannot train; empty if they can."""
         assert self.training is not None
         if not gpus:
             return (

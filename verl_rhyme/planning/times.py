@@ -200,7 +200,7 @@ def slots(cost: ReplicaCost, count: npt.ArrayLike, work: Work) -> Floats:
     return rollout(cost, count, work, 1 << 30)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Training:
     """Cost of a training step on GPUs of one kind: ``P_train`` of Algorithm 1 (StreamRL).
 

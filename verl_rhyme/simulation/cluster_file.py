@@ -1,20 +1,18 @@
-"""Cluster files of ``verl-rhyme simulate``: a YAML file with a cluster and its workload.
+"""Cluster files of ``verl-rhyme simulate``: a YAML file with a cluster and its workload (docs/studies/simulation.md).
 
-:mod:`verl_rhyme.simulation.cluster_keys` has the keys and types. The run's options (``max_staleness``,
-``scheduling.*``, ...) are those of :mod:`verl_rhyme.config`, read by the same code. A replica's profile is a separate
-file (:mod:`verl_rhyme.planning.profile`).
+The run's options (``max_staleness``, ``scheduling.*``, ...) are those of :mod:`verl_rhyme.config`, read by the same
+code. A replica's profile is a separate file (:mod:`verl_rhyme.planning.profile`).
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, ConfigError, RhymeConfig, options, presets
@@ -25,10 +23,80 @@ from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.planning.profile import profile
 from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, plain, typed
 from verl_rhyme.scheduling.rules import Rules, of_options
-from verl_rhyme.simulation.cluster_keys import OPTIONS, ClusterFile, WorkloadFile
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Streaming
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
+
+@dataclass
+class ReplicasFile:
+    """``count`` replicas of one kind; ``slots`` and ``room`` override the profile's."""
+
+    count: int = MISSING
+    profile: str = MISSING
+    slots: int | None = None
+    room: float | None = None
+
+
+@dataclass
+class TrainingFile(TrainingCost):
+    """``gradients``: Whether streamed parts compute gradients, not only log-probabilities."""
+
+    gradients: bool = True
+
+
+@dataclass
+class WorkloadFile:
+    """Arguments of :class:`~verl_rhyme.simulation.workload.Lengths` and its ``epochs``."""
+
+    prompts: int = MISSING
+    samples: int = MISSING
+    epochs: int = 2
+    prompt_tokens: int = 512
+    response_limit: int = MISSING
+    percentiles: dict[Any, float] = MISSING
+    alike: float = 0.6
+    growth: float = 1.0
+    wander: float = 0.2
+    unseen: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class DraftsFile:
+    """:class:`~verl_rhyme.simulation.scenario.Drafts`."""
+
+    acceptance: list[float] = field(default_factory=lambda: [1.0])
+    overhead: float = 1.5
+
+
+@dataclass
+class ClusterFile:
+    """A cluster file; in addition to these keys it has the options in :data:`OPTIONS`."""
+
+    replicas: list[ReplicasFile] = MISSING
+    workload: WorkloadFile = field(default_factory=WorkloadFile)
+    batch_prompts: int = MISSING
+    preset: str | None = None
+    training: TrainingFile = field(default_factory=TrainingFile)
+    topology: str = "colocated"
+    drafts: DraftsFile = field(default_factory=DraftsFile)
+    forecasts: str = "history"
+    limit: int | None = None
+    updates: int | None = None
+
+
+#: Options of the run that the simulator ignores.
+_NOT_SIMULATED = (
+    *("scheduling.tool_timeout", "scheduling.order", "scheduling.lost_after", "placement.profile"),
+    *("streaming.elastic.min_replicas", "streaming.elastic.max_replicas"),
+)
+#: Options of the run allowed in the file, by their names in :mod:`verl_rhyme.config`.
+OPTIONS = tuple(
+    option
+    for option in options()
+    if option.name.partition(".")[0] in ("max_staleness", "scheduling", "placement", "streaming")
+    and option.name not in _NOT_SIMULATED
+)
 #: Sections of the file with options of the run.
 _SECTIONS = tuple(dict.fromkeys(option.name.partition(".")[0] for option in OPTIONS))
 #: verl's staleness bound in separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
@@ -89,9 +157,8 @@ def _check_keys(own: Mapping[str, Any], path: Path) -> None:
     known = [*(of.name for of in fields(ClusterFile)), *_SECTIONS]
     for key in own:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-            raise ClusterError(f"{path}: unknown key {key}: {hint}")
+            hint = nearest(key, known) or f"; known keys: {', '.join(known)}"
+            raise ClusterError(f"{path}: unknown key {key}{hint}")
 
 
 def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
@@ -171,14 +238,14 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
     scenario = Scenario(
         replicas=tuple(costs),
         rules=rules,
-        training=TrainingCost(**{name: value for name, value in vars(config.training).items() if name != "gradients"}),
+        training=config.training,
         streaming=None
         if part is None
         else Streaming(max(1, int(part * rules.batch_samples)), config.training.gradients),
         colocated=config.topology == "colocated",
         placement=run.placement.policy or "least_loaded",  # verl's router
         options=dict(run.placement.options),
-        drafts=_drafts(config),
+        drafts=Drafts(tuple(config.drafts.acceptance), config.drafts.overhead),
         limit=config.limit,
         min_starts=1
         if config.limit is None
@@ -205,10 +272,6 @@ def verls_rules(batch_prompts: int, samples: int, *, separate: bool) -> Rules:
     if not separate:
         return rules
     return replace(rules, max_staleness=VERLS_STALENESS, in_flight=2, start_early=True, separate=True)
-
-
-def _drafts(config: ClusterFile) -> Drafts:
-    return Drafts(tuple(config.drafts.acceptance), config.drafts.overhead)
 
 
 def _rules(config: ClusterFile, run: RhymeConfig) -> Rules:

@@ -57,14 +57,14 @@ class Segment(NamedTuple):
         request: Request in the slot.
         began, ended: Seconds.
         emitted: Response tokens at the end of the span.
-        why: Reason of the end: ``done``, ``preempted`` or ``withdrawn``.
+        reason: Reason of the end: ``done``, ``preempted`` or ``withdrawn``.
     """
 
     request: Request
     began: float
     ended: float
     emitted: float
-    why: str
+    reason: str
 
 
 @dataclass(slots=True)
@@ -124,10 +124,6 @@ class Engine:
     def names(self) -> list[Hashable]:
         """Return the names of all requests, running and queued."""
         return [*self._running, *self._queued]
-
-    def emitted(self, name: Hashable) -> float:
-        """Return the response tokens of a running request at the last event."""
-        return self._emitted(self._running[name])
 
     # ---- events ----
 
@@ -272,7 +268,7 @@ class Engine:
             self._stall += self.cost.prefill * (request.emitted + (0 if shared else request.prompt_tokens))
             self.recomputed += request.emitted
 
-    def _leave(self, run: _Run, why: str) -> None:
+    def _leave(self, run: _Run, reason: str) -> None:
         request, emitted = run.request, self._emitted(run)
         del self._running[request.name]
         self._cached -= emitted
@@ -288,7 +284,7 @@ class Engine:
         if not self._running:
             self._cached = self._pace = self._drafts = self._stall = 0.0
         if self._on_segment is not None:
-            self._on_segment(Segment(request, run.began, self._now, emitted, why))
+            self._on_segment(Segment(request, run.began, self._now, emitted, reason))
 
     def _preempt(self) -> None:
         """Preempt the running request admitted last."""

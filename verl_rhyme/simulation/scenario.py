@@ -104,12 +104,12 @@ class Scenario:
         return fillable_slots(sum(cost.slots for cost in self.replicas), self.rules.samples_in_flight)
 
     @property
-    def held(self) -> float:
+    def blocked_s(self) -> float:
         """Seconds for which the trainer waits for the publication of a version."""
-        return self.training.held(self.rules.one_by_one)
+        return self.training.blocked_s(self.rules.one_by_one)
 
     @property
-    def rests(self) -> bool:
+    def pauses(self) -> bool:
         """Whether engines are idle while the actor trains, so that the bubble ratio is of rollouts."""
         return self.colocated or not self.rules.starts_through_training
 
@@ -168,17 +168,17 @@ class Step:
         return self.ended - self.began
 
     @property
-    def in_parts(self) -> float:
+    def parts_s(self) -> float:
         """Seconds that the trainer spent on parts during the rollout."""
         return sum(part.ended - part.began for part in self.parts)
 
     @property
-    def waited(self) -> float:
+    def idle_s(self) -> float:
         """Seconds that the trainer waited idle for the batch."""
-        return self.rollout - self.in_parts
+        return self.rollout - self.parts_s
 
     @property
-    def early(self) -> float:
+    def early_share(self) -> float:
         """Share of the samples that were trained in parts."""
         return sum(part.samples for part in self.parts) / max(1, self.samples)
 

@@ -77,7 +77,13 @@ class Balance(Observer):
         if advice.change and advice.change != self._reported:
             logger.info(
                 "%d replicas: %s would be better (generation %+.1f s against training, %.1f s a replica): %s",
-                *(replicas, "one more" if advice.change > 0 else "one less", advice.delta, advice.saving, advice.why),
+                *(
+                    replicas,
+                    "one more" if advice.change > 0 else "one less",
+                    advice.delta,
+                    advice.saving,
+                    advice.reason,
+                ),
             )
         self._reported = self.advice = advice.change
         return {names.STREAM_BEHIND: advice.delta, names.STREAM_ELASTIC: float(advice.change)}

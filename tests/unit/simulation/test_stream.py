@@ -56,10 +56,10 @@ def test_every_token_is_trained_once_and_within_the_bound(prompts, staleness, st
         assert 0 <= step.staleness_mean <= step.staleness_max <= staleness
         assert sum(part.tokens for part in step.parts) + step.rest == step.tokens + 32 * 20
         assert all(part.samples >= min(streaming.samples, 32) and part.samples % 4 == 0 for part in step.parts)
-        assert 0 <= step.early <= 1
+        assert 0 <= step.early_share <= 1
         borders = [step.began, *(at for part in step.parts for at in part[:2]), step.collected, step.ended]
         assert borders == sorted(borders), "parts overlap each other or the rest of the batch"
-        assert step.waited >= -1e-9
+        assert step.idle_s >= -1e-9
 
 
 @settings(max_examples=15)
@@ -103,9 +103,9 @@ def test_a_part_and_the_rest_in_closed_form():
         [step] = simulated(prompts, 0, Streaming(1, update), **given)
         [part] = step.parts
         assert part[:3] == (pytest.approx(1.0), pytest.approx(through), 1)
-        assert (part.tokens, step.rest, step.early) == (110, 310, 0.5)
+        assert (part.tokens, step.rest, step.early_share) == (110, 310, 0.5)
         assert (step.collected, step.ended) == (pytest.approx(collected), pytest.approx(ended))
-        assert step.waited == pytest.approx(collected - (through - 1.0))
+        assert step.idle_s == pytest.approx(collected - (through - 1.0))
         assert step.bubble == pytest.approx(1 - 400 / 600), "the wait for the part counts as a bubble"
 
 
