@@ -14,8 +14,8 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from verl.checkpoint_engine import base
 from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineRegistry
 
-from verl_rhyme.processes.deaths import ReplicaDied
 from verl_rhyme.config import WeightsConfig
+from verl_rhyme.processes.deaths import ReplicaDied
 from verl_rhyme.weights import process_group
 from verl_rhyme.weights.manager import choose_manager
 from verl_rhyme.weights.process_group import ProcessGroupManager

@@ -45,9 +45,6 @@ class Limits:
         window: Number of steps in the medians; even, for steps that come in pairs.
         cooldown: Steps after a change that do not count.
         margin: Share of a step by which the rule must be exceeded, and that a unit must save.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     least: int = 1
@@ -67,11 +64,8 @@ class Elastic:
     Args:
         predict: Seconds of generation by units, with the current lengths; not increasing. Only ratios count:
             measurements set the scale.
-        units: Units at the start.
+        units: Units at the start, within the limits.
         limits: See :class:`Limits`.
-
-    Raises:
-        ValueError: ``units`` is out of the limits.
     """
 
     def __init__(self, predict: Callable[[int], float], units: int, limits: Limits | None = None) -> None:
@@ -90,15 +84,7 @@ class Elastic:
             self._seen.clear()
 
     def observe(self, generated: float, trained: float) -> Advice:
-        """Return advice after a step; ``change`` stays advice until :meth:`changed`.
-
-        Args:
-            generated: Seconds of generation.
-            trained: Seconds of training.
-
-        Raises:
-            ValueError: Seconds are negative or not finite.
-        """
+        """Return advice after a step's seconds of generation and training; it stays advice until :meth:`changed`."""
         if not (math.isfinite(generated) and math.isfinite(trained) and generated >= 0 and trained >= 0):
             raise ValueError(f"seconds of generation and training must be at least 0: {generated}, {trained}")
         if self._resting:

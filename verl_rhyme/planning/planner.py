@@ -51,9 +51,6 @@ class Problem:
         links: Links between sites.
         objective: ``time``: seconds of a step; ``cost``: price of a trained sample on the used GPUs.
         slowest: Maximum seconds of a step.
-
-    Raises:
-        ValueError: A value is out of range, or ``objective=cost`` and a pool has no price.
     """
 
     pools: Sequence[Pool]
@@ -117,11 +114,7 @@ class Split:
 
     @property
     def binds(self) -> str:
-        """The bound that determines a step.
-
-        One of ``trainer``, ``longest response`` (within its staleness bound), ``slots`` (always full), ``link``, or
-        ``all, in turns``.
-        """
+        """The bound that determines a step, such as a ``longest response`` within its staleness bound."""
         if self.colocated:
             return "all, in turns"
         if self.transfer >= max(self.rolled_out, self.trained):
@@ -133,7 +126,6 @@ class Split:
 
     @property
     def gpus(self) -> int:
-        """GPUs of both roles."""
         return self.train_gpus + (0 if self.colocated else self.rollout_gpus)
 
     @property
@@ -247,11 +239,7 @@ def plan(problem: Problem) -> Plan:
 
 
 def split(problem: Problem, train: tuple[Pool, int], rollout_on: tuple[Pool, int], tp: int) -> Split:
-    """Return the results of a given split, with separate GPUs for both roles.
-
-    Raises:
-        NoSplit: It does not fit.
-    """
+    """Return the results of a given split, with separate GPUs for both roles. Raises NoSplit if it does not fit."""
     (pool, gpus), (other, share) = train, rollout_on
     assert pool.training is not None
     transfer = problem.links.seconds(pool.site, other.site, problem.model.bytes)
@@ -347,7 +335,6 @@ def _arrangements(problem: Problem, refused: list[str]) -> Iterator[_Arrangement
 
 
 def _search(problem: Problem, on: _Arrangement) -> _Searched:
-    """Search the best split of an arrangement."""
     train, share, tp, transfer = on
     assert train.training is not None
     work = problem.work

@@ -18,7 +18,7 @@ PROFILES = Path(__file__).parent / "profiles"
 
 @dataclass
 class StepFile:
-    """Step section of a profile file: :class:`~verl_rhyme.planning.cost.StepCost`."""
+    """The section ``step``: :class:`~verl_rhyme.planning.cost.StepCost`."""
 
     base: float = MISSING
     row: float = 0.0
@@ -29,9 +29,7 @@ class StepFile:
 
 @dataclass
 class ProfileFile:
-    """Profile file: :class:`~verl_rhyme.planning.cost.ReplicaCost`, the source of its figures, the model's parameters
-    if known.
-    """
+    """:class:`~verl_rhyme.planning.cost.ReplicaCost`, the source of its figures, the model's parameters if known."""
 
     source: str = MISSING
     parameters: float | None = None

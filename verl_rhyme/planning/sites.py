@@ -46,9 +46,6 @@ class Pool:
         utilization: Share of the memory that an engine takes (``gpu_memory_utilization``).
         replicas: Cost of a replica by tensor parallel size (GPUs); empty: the pool does not generate.
         training: Cost of a training step; ``None``: the pool does not train.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     site: str
@@ -81,7 +78,7 @@ class Pool:
         return [*within, *(gpus for gpus in whole if not gpus % unit)]
 
     def fits(self, one: int, other: int) -> bool:
-        """Return whether two such shares fit into the pool together."""
+        """Whether two such shares fit into the pool together."""
         if one + other <= min(self.node, self.gpus):
             return True
         nodes = -(-one // self.node) - (-other // self.node)

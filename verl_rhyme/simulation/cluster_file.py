@@ -112,12 +112,7 @@ _LEAST = {
 class Loaded:
     """A simulation, as read from a cluster file.
 
-    Attributes:
-        scenario: Cluster and rules.
-        prompts: Prompts in the order of the data loader.
-        updates: Number of training steps.
-        sources: Sources of the profiles' figures.
-        total: Prompts of all epochs.
+    ``prompts`` come in the order of the data loader, ``total`` of all epochs; ``sources`` are of the profiles' figures.
     """
 
     scenario: Scenario
@@ -128,15 +123,7 @@ class Loaded:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a cluster file.
-
-    Args:
-        path: Path of the YAML file.
-        overrides: ``key.in.it=value``; the key of a list element is its index, from 0.
-
-    Raises:
-        ClusterError: The file cannot be read, or a value is invalid.
-    """
+    """Read a cluster file, with overrides as of :func:`~verl_rhyme.planning.typed_yaml.plain`. Raises ClusterError."""
     tree = plain(path, overrides)
     own = {key: value for key, value in tree.items() if key not in _SECTIONS}
     _check_keys(own, path)
@@ -153,7 +140,6 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _check_keys(own: Mapping[str, Any], path: Path) -> None:
-    """Raise ClusterError for an unknown key."""
     known = [*(of.name for of in fields(ClusterFile)), *_SECTIONS]
     for key in own:
         if key not in known:
@@ -162,11 +148,7 @@ def _check_keys(own: Mapping[str, Any], path: Path) -> None:
 
 
 def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
-    """Return the run's options: those of the preset, overridden by the file's.
-
-    Raises:
-        ConfigError: An option is invalid or not simulated.
-    """
+    """Return the run's options: those of the preset, overridden by the file's."""
     preset = "off" if config.preset in (None, "False") else str(config.preset)  # YAML's off
     if preset not in PRESETS:
         raise ConfigError(f"preset must be {', '.join(PRESETS)}, not {preset!r}{nearest(preset, PRESETS)}")

@@ -51,14 +51,7 @@ class Request(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A time span of a request in a slot, for plots.
-
-    Attributes:
-        request: Request in the slot.
-        began, ended: Seconds.
-        emitted: Response tokens at the end of the span.
-        reason: Reason of the end: ``done``, ``preempted`` or ``withdrawn``.
-    """
+    """A time span of a request in a slot; ``reason`` of its end: ``done``, ``preempted`` or ``withdrawn``."""
 
     request: Request
     began: float
@@ -108,12 +101,10 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Requests in slots."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._queued)
 
     @property
@@ -122,24 +113,18 @@ class Engine:
         return self._cached
 
     def names(self) -> list[Hashable]:
-        """Return the names of all requests, running and queued."""
         return [*self._running, *self._queued]
 
     # ---- events ----
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue a request, and admit it if possible."""
         self._advance(now)
         self._count += 1
         self._enqueue(request, self._count)
         self._admit()
 
     def withdraw(self, name: Hashable, now: float) -> tuple[Request, float]:
-        """Remove a request; return it with its response tokens.
-
-        Raises:
-            KeyError: The engine does not have it.
-        """
+        """Remove a request; return it with its response tokens."""
         self._advance(now)
         if name in self._queued:
             request = self._queued.pop(name)[1]
@@ -151,11 +136,7 @@ class Engine:
         return run.request, emitted
 
     def progress(self, name: Hashable, now: float) -> float:
-        """Return the response tokens of a request.
-
-        Raises:
-            KeyError: The engine does not have it.
-        """
+        """Return the response tokens of a request."""
         self._advance(now)
         return self._queued[name][1].emitted if name in self._queued else self._emitted(self._running[name])
 
@@ -287,7 +268,7 @@ class Engine:
             self._on_segment(Segment(request, run.began, self._now, emitted, reason))
 
     def _preempt(self) -> None:
-        """Preempt the running request admitted last."""
+        """Preempt the request admitted last."""
         while True:
             admitted, name = self._admissions.pop()
             run = self._running.get(name)

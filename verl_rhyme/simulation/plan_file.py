@@ -106,12 +106,8 @@ class PlanFile:
 
 @dataclass(frozen=True)
 class LoadedPlan:
-    """A planning problem, as read from a plan file.
-
-    Attributes:
-        problem: The problem.
-        compare_bounds: Whether the file has no staleness bound, so that bounds are compared.
-        sources: Sources of the profiles' figures, by kind and tensor parallel size.
+    """A plan file: its problem, whether to compare staleness bounds because it has none, and the sources of the
+    profiles' figures by kind and tensor parallel size.
     """
 
     problem: Problem
@@ -120,15 +116,7 @@ class LoadedPlan:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> LoadedPlan:
-    """Read a plan file.
-
-    Args:
-        path: Path of the YAML file.
-        overrides: ``key.in.it=value``; the key of a list element is its index, from 0.
-
-    Raises:
-        ClusterError: The file cannot be read, or a value is invalid.
-    """
+    """Read a plan file, with overrides as of :func:`~verl_rhyme.planning.typed_yaml.plain`. Raises ClusterError."""
     config: PlanFile = read(PlanFile, path, overrides)
     try:
         return _loaded(config, path)
@@ -201,11 +189,7 @@ def _by_name(kinds: list[KindFile], path: Path) -> dict[str, KindFile]:
 
 
 def _check_model(parameters: float, profiles: Iterable[Profile], where: str, path: Path) -> None:
-    """Check that the profiles are of the planned model.
-
-    Raises:
-        ClusterError: A profile is of another model.
-    """
+    """Check that the profiles are of the planned model."""
     for measured in profiles:
         if measured.parameters is not None and not 1 / _ALIKE < parameters / measured.parameters < _ALIKE:
             raise ClusterError(

@@ -32,8 +32,6 @@ from verl_rhyme.simulation.workload import Prompt
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample in flight."""
-
     attempt: Attempt
     prompt: Prompt
     needs: int = 0  # minimum policy version
@@ -432,7 +430,6 @@ class Simulation:
                 self._set_newest_version(replica)
 
     def _take(self, version: int) -> None:
-        """Make a published version available to the engines."""
         self._arrive(version)
         self._after_start()
 
@@ -472,5 +469,4 @@ class Simulation:
             self.cluster.reschedule(sample.replica)
 
     def _record_occupancy(self) -> None:
-        """Record the occupancy until now."""
         self._occupancy.at(self.cluster.now, sum(engine.running for engine in self.cluster.engines.values()))

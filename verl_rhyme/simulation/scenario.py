@@ -35,10 +35,8 @@ class Drafts:
     def of(self, seen: int, tokens: float, text: float = 0.0) -> tuple[float, float]:
         """Return the tokens and the draft tokens per step of a response.
 
-        Args:
-            seen: Number of earlier visits of the prompt.
-            tokens: Length of the response.
-            text: Tokens of the response that are regenerated with their earlier text as draft.
+        ``seen`` are earlier visits of the prompt, ``tokens`` the response's length; of these, ``text`` are regenerated
+        with their earlier text as draft.
         """
         pace = self.acceptance[min(seen, len(self.acceptance) - 1)]
         drafts = (pace - 1) * self.overhead
@@ -49,11 +47,8 @@ class Drafts:
 
 
 class Streaming(NamedTuple):
-    """Training of parts during the rollout (:class:`~verl_rhyme.config.StreamingConfig`).
-
-    Attributes:
-        samples: Minimum samples of a part.
-        update: Whether parts compute gradients, not only log-probabilities.
+    """Training of parts during the rollout: minimum samples of a part, and whether parts compute gradients, not only
+    log-probabilities.
     """
 
     samples: int
@@ -115,13 +110,7 @@ class Scenario:
 
 
 class Part(NamedTuple):
-    """A part of an update batch, trained before the batch was complete.
-
-    Attributes:
-        began, ended: Seconds.
-        samples: Number of samples.
-        tokens: Tokens of their prompts and responses.
-    """
+    """A part of a batch, trained before the batch was complete; ``tokens`` are of prompts and responses."""
 
     began: float
     ended: float

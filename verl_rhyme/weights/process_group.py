@@ -21,11 +21,6 @@ class ProcessGroupManager(CheckpointEngineManager):
     Such a group cannot lose or gain a replica. When the set of replicas changes, all workers leave the group, and the
     next sync builds a new one. verl's alternative, ``rebuild_group=true``, builds a group for each sync, which is
     slower.
-
-    Args:
-        config: verl's config of the checkpoint engine.
-        actor_wg: Workers of the actor.
-        replicas: Replicas that receive weights.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
@@ -34,11 +29,7 @@ class ProcessGroupManager(CheckpointEngineManager):
         self._members: list[Any] = []  # replicas in the group, in the order of their ranks
 
     def update_weights(self, global_steps: int | None = None) -> Any:  # type: ignore[override]
-        """Send the actor's weights to all replicas.
-
-        Raises:
-            ReplicaDied: Workers could not leave the previous group.
-        """
+        """Send the actor's weights to all replicas. Raises ReplicaDied if workers cannot leave the last group."""
         if self._members and self._members != self.replicas:
             self._leave()
         self._members = list(self.replicas)
