@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from verl_rhyme.checks import combinations
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.cli import app
 from verl_rhyme.config import config_tree
-from verl_rhyme.planning.planner import plan
-from verl_rhyme.simulation.plan_file import load
 
 ROOT = Path(__file__).parents[3]
 ONE, TWO = (ROOT / "examples" / "plan" / f"{name}.yaml" for name in ("one_site", "two_sites"))
@@ -97,15 +94,6 @@ def test_where_nothing_overlaps_turns_are_recommended():
     assert "colocated on 128 GPUs" not in run("max_staleness=1").stdout
 
 
-def test_4096_gpus_at_two_sites_in_seconds():
-    sizes = ["sites.0.gpus=2048", "sites.1.gpus=2048", "batch.prompts=8192", "objective=time"]
-    loaded = load(TWO, sizes)
-    began = time.process_time()
-    found = plan(loaded.problem)
-    assert time.process_time() - began < 20  # two, on one core
-    assert 2000 < found.best.gpus <= 4096, "of one site, or of both"
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -150,9 +138,5 @@ def test_an_infeasible_plan_raises_with_each_reason():
     assert result.exit_code == 1
     assert "66 GB of weights do not fit, 80% of 4 GPUs are 32 GB" in result.stderr
     assert re.search(r"each needs \d+ GB", result.stderr)
-    result = run("sites.0.gpus=16")
-    assert "generation on here/h800 with tensor parallel size 4: its 16 GPUs are too few for both" in result.stderr
     result = run("slowest=1", file=TWO)
     assert re.search(r"no step takes 1 s or less, the fastest takes \d+ s: allow more, or add GPUs", result.stderr)
-    result = run("sites.0.gpus=8", "kinds.0.training.copy_gpus=16")
-    assert "its 8 GPUs, 8 in a node, have no share for model copies over 16" in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,13 +42,25 @@ def made(seed: int, median: int = 100, spread: float = 9.0, prompts: int = 24) -
 
 workloads = st.builds(made, st.integers(0, 99), st.integers(20, 200), st.floats(1.05, 20.0))
 streamings = st.builds(Streaming, st.integers(1, 40), st.booleans())
-costs = st.builds(TrainingCost, *(st.floats(0, high) for high in (1e-3, 1.0, 3.0, 2.0, 1.0, 0.5, 0.5)))
+#: Also where a version is published before replicas have loaded the previous one.
+costs = st.builds(
+    TrainingCost,
+    *(st.floats(0, high) for high in (1e-3, 1.0, 3.0, 2.0, 8.0, 0.5, 0.5)),
+    copy=st.none() | st.floats(0, 2),
+)
 
 
-@settings(max_examples=15)
-@given(workloads, st.integers(0, 3), streamings, costs, st.sampled_from(["continue", "finish"]))
-def test_every_token_is_trained_once_and_within_the_bound(prompts, staleness, streaming, training, at_version):
-    rules = stream(staleness, at_version=at_version if staleness else None)
+@settings(max_examples=30)
+@given(
+    workloads,
+    st.integers(0, 3),
+    streamings,
+    costs,
+    st.sampled_from(["continue", "finish"]),
+    st.sampled_from(["finished", "loaded"]),
+)
+def test_every_token_is_trained_once_and_within_the_bound(prompts, staleness, streaming, training, at_version, take):
+    rules = stream(staleness, at_version=at_version if staleness else None, take=take)
     steps = simulated(prompts, staleness, streaming, training=training, rules=rules)
     assert [step.version for step in steps] == list(range(3))
     assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
@@ -66,6 +79,7 @@ def test_every_token_is_trained_once_and_within_the_bound(prompts, staleness, st
 @given(workloads, streamings, costs)
 def test_on_policy_streaming_costs_at_most_the_overhead_of_parts(prompts, streaming, training):
     """The rollouts are the same, and no sample is trained twice."""
+    training = replace(training, copy=None)
     plain, parts = (simulated(prompts, 0, each, training=training) for each in (None, streaming))
     for before, after in zip(plain, parts, strict=True):
         assert before.tokens == after.tokens
@@ -131,3 +145,17 @@ def test_streaming_gains_at_every_staleness_bound():
         spans[staleness, streaming is None] = steps[-1].ended
     assert all(spans[k, False] < spans[k, True] for k in (0, 1, 2))
     assert spans[2, False] < spans[1, False] < spans[0, False]
+
+
+def test_parts_train_before_replicas_have_the_version():
+    prompts, training = made(0, prompts=40), TrainingCost(token=6e-4, update=1.0, sync=3.0)  # the trainer is slower
+    waits, overlapped = (simulated(prompts, 2, training=replace(training, copy=copy)) for copy in (None, 0.5))
+    published = [step.ended for step in overlapped[:-1]]
+    began = [step.parts[0].began for step in overlapped[1:]]
+    assert all(at <= part < at + 2.5 for at, part in zip(published, began, strict=True)), "replicas take 2.5 s more"
+    assert 0.5 * 5 * 2.5 < waits[-1].ended - overlapped[-1].ended <= 5 * 2.5
+
+
+def test_the_trainer_waits_for_replicas_that_load_a_version_together():
+    prompts, rules = made(0), stream(2, relayed=False)
+    assert simulated(prompts, rules=rules, training=replace(TRAINING, copy=0.1)) == simulated(prompts, rules=rules)
