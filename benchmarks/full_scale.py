@@ -358,10 +358,8 @@ def _bounds(scenario: Scenario, at: Setting, training: int, steps: list[Step]) -
     held = tokens * PROMPT + samples * float(_second_moment(at)) / 2
     work = float(cost.together(0, tokens, held)) / (at.gpus / at.tp / at.parts)
     per_token = scenario.training.token * training / at.gpus
-    trained, least = (
-        per_token * (tokens + PROMPT * samples),
-        scenario.training.update + scenario.training.blocked_s(True),
-    )
+    trained = per_token * (tokens + PROMPT * samples)
+    least = scenario.training.update + scenario.training.blocked_s(True)
     shares = np.linspace(0.01, 0.99, 981)
     bound = float(np.maximum(work / shares, trained / (1 - shares) + least).min())
     found = {"bound_s": round(bound, 1), "bound_tokens_per_s": round(at.parts * tokens / bound)}
@@ -369,7 +367,8 @@ def _bounds(scenario: Scenario, at: Setting, training: int, steps: list[Step]) -
         return found
     rollout = work * at.gpus / at.tp / at.parts / len(scenario.replicas)
     trainer = scenario.training.token * (tokens + PROMPT * samples) + scenario.training.update + scenario.blocked_s
-    alone = float(cost.alone(PROMPT, scenario.response_limit))
+    limit = scenario.response_limit
+    alone = cost.prefill * PROMPT + float(cost.together(limit, limit, limit * (PROMPT + limit / 2)))
     between = statistics.mean(step.ended - step.collected for step in steps)
     longest = rollout + (alone + between) / (scenario.rules.max_staleness + 1)
     split = max(rollout, trainer)

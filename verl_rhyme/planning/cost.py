@@ -91,11 +91,6 @@ class ReplicaCost:
         row = step.row + step.draft * (pace - 1) * overhead
         return replace(self, step=StepCost((step.base + step.drafting) / pace, row / pace, step.cached / pace))
 
-    def alone(self, prompt: float, tokens: float) -> float:
-        """Return the seconds of a response that runs alone on the replica."""
-        step = self.step
-        return self.prefill * prompt + tokens * step.seconds(1) + step.cached * tokens * (prompt + tokens / 2)
-
     def together(
         self, longest: npt.ArrayLike, tokens: npt.ArrayLike, held: npt.ArrayLike, room: npt.ArrayLike | None = None
     ) -> Floats:

@@ -181,32 +181,30 @@ def _check_bounds(config: ClusterFile, path: Path) -> None:
 
 
 def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
-    costs: list[ReplicaCost] = []
-    sources, rooms = [], []
-    for kind in config.replicas:
-        cost, source, *_ = profile(kind.profile, path)
-        slots = cost.slots if kind.slots is None else kind.slots
-        room = cost.room if kind.room is None else kind.room
-        costs += [ReplicaCost(cost.step, cost.prefill, slots, room, cost.gpus)] * kind.count
-        rooms.append(room)
-        if source not in sources:
-            sources.append(source)
-    if not costs:
+    if not config.replicas:
         raise ClusterError(f"{path}: replicas is empty: add at least one kind of replica")
+    work = config.workload
+    largest, total = work.prompt_tokens + work.response_limit, work.prompts * work.epochs
+    costs: list[ReplicaCost] = []
+    sources: dict[str, None] = {}  # in order
+    for i, kind in enumerate(config.replicas):
+        cost, source, *_ = profile(kind.profile, path)
+        changes = {name: value for name in ("slots", "room") if (value := getattr(kind, name)) is not None}
+        cost = replace(cost, **changes)
+        costs += [cost] * kind.count
+        sources[source] = None
+        if cost.room < largest:
+            raise ClusterError(
+                f"{path}: replicas.{i} has KV cache for {cost.room:.0f} tokens, but a request may have {largest}: "
+                f"raise replicas.{i}.room, or lower workload.prompt_tokens or workload.response_limit"
+            )
     for name, value, values in (
         ("topology", config.topology, ("colocated", "separate")),
         ("forecasts", config.forecasts, ("history", "oracle", "none")),
     ):
         if value not in values:
             raise ClusterError(f"{path}: {name} must be {', '.join(values)}, not {value!r}")
-    work = config.workload
     prompts = _prompts(work, path)
-    largest, total = work.prompt_tokens + work.response_limit, work.prompts * work.epochs
-    if small := [i for i, room in enumerate(rooms) if room < largest]:
-        raise ClusterError(
-            f"{path}: replicas.{small[0]} has KV cache for {rooms[small[0]]:.0f} tokens, but a request may have "
-            f"{largest}: raise replicas.{small[0]}.room, or lower workload.prompt_tokens or workload.response_limit"
-        )
     updates = total // config.batch_prompts
     if not updates:
         raise ClusterError(
@@ -215,27 +213,26 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         )
     updates = updates if config.updates is None else min(updates, config.updates)
     Placement(run.placement.policy or "least_loaded", dict(run.placement.options))  # checks the options early
-    rules = _rules(config, run)
-    part = run.streaming.part if run.pipeline and config.topology == "separate" else None
+    rules, streaming, min_starts = _rules(config, run), None, 1
+    if run.pipeline and config.topology == "separate" and run.streaming.part is not None:
+        streaming = Streaming(max(1, int(run.streaming.part * rules.batch_samples)), config.training.gradients)
+    if config.limit is not None:  # as in training
+        min_starts = max(1, (config.limit - sum(cost.slots for cost in costs)) // 2)
     scenario = Scenario(
         replicas=tuple(costs),
         rules=rules,
         training=config.training,
-        streaming=None
-        if part is None
-        else Streaming(max(1, int(part * rules.batch_samples)), config.training.gradients),
+        streaming=streaming,
         colocated=config.topology == "colocated",
         placement=run.placement.policy or "least_loaded",  # verl's router
         options=dict(run.placement.options),
         drafts=Drafts(tuple(config.drafts.acceptance), config.drafts.overhead),
         limit=config.limit,
-        min_starts=1
-        if config.limit is None
-        else max(1, (config.limit - sum(cost.slots for cost in costs)) // 2),  # as in training
+        min_starts=min_starts,
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
     )
-    return Loaded(scenario, prompts, updates, sources, total)
+    return Loaded(scenario, prompts, updates, list(sources), total)
 
 
 def _prompts(work: WorkloadFile, path: Path) -> Iterator[Prompt]:

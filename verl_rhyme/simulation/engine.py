@@ -88,9 +88,8 @@ class Engine:
         self._on_segment = on_segment
         self._now = self._steps = self._stall = 0.0
         self._cached = self._pace = self._drafts = 0.0  # sums over running requests
-        self._running: dict[Hashable, _Run] = {}
+        self._running: dict[Hashable, _Run] = {}  # in the order of admission
         self._ends: list[tuple[float, int, Hashable]] = []
-        self._admissions: list[tuple[int, Hashable]] = []
         self._queue: list[tuple[float, int, Request]] = []
         self._queued: dict[Hashable, tuple[int, Request]] = {}
         self._users: dict[Hashable, int] = {}  # running requests by prompt
@@ -238,9 +237,6 @@ class Engine:
             self._running[request.name] = run
             end = run.at + max(0.0, request.tokens - request.emitted) / request.pace
             heapq.heappush(self._ends, (end, run.admitted, request.name))
-            self._admissions.append((run.admitted, request.name))
-            if len(self._admissions) > 4 * self.cost.slots:
-                self._admissions = [(r.admitted, name) for name, r in self._running.items()]
             self._users[request.prompt] = self._users.get(request.prompt, 0) + 1
             self._kept.pop(request.prompt, None)
             self._cached += own
@@ -269,11 +265,7 @@ class Engine:
 
     def _preempt(self) -> None:
         """Preempt the request admitted last."""
-        while True:
-            admitted, name = self._admissions.pop()
-            run = self._running.get(name)
-            if run is not None and run.admitted == admitted:
-                break
+        run = self._running[next(reversed(self._running))]
         emitted = self._emitted(run)
         self._leave(run, "preempted")
         self.preempted += 1

@@ -225,8 +225,7 @@ class RelayManager(CheckpointEngineManager):
         node = self._node
         self._drop_dead_relays(needed=False, only=node)
         source = self._relay(node)
-        self._folders[node] = self._ask(source.folder.remote(), node)
-        self._ask(source.expect.remote(version), node)
+        self._folders[node] = self._ask(source.expect.remote(version), node)
         arguments = {"path": [self._folders[node]] * ranks, "dtype": [self._dtype] * ranks}
         if arguments != self._actor_arguments:
             ray.get(self.actor_wg.execute_checkpoint_engine(method=["init_process_group"] * ranks, **arguments))

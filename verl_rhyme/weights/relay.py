@@ -117,11 +117,12 @@ class Relay:
 
     # ---- the actor's node ----
 
-    async def expect(self, version: int) -> None:
-        """Make room for a version that the actor is about to write; remove any older one of the same number."""
+    async def expect(self, version: int) -> str:
+        """Make room for a version that the actor is about to write, instead of any of its number; return the folder."""
         self._make_room(version)
         self._replace(version)
         await self._expect_again(version)
+        return await self.folder()
 
     async def publish(self, version: int) -> str:
         """Offer a complete version to other nodes and return its identity."""

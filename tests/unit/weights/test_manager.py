@@ -23,7 +23,7 @@ class Result:
 class Relay:
     """The relay of a node; it dies in the calls named in ``dies_at``."""
 
-    answers: ClassVar = {"folder": "/weights", "publish": "identity", "recover": True}
+    answers: ClassVar = {"folder": "/weights", "expect": "/weights", "publish": "identity", "recover": True}
 
     def __init__(self, world):
         self.world, self.lives = world, True
@@ -50,9 +50,9 @@ class Relay:
 class Replica:
     def __init__(self, rank, node="n", error=None):
         worker = SimpleNamespace(
-            remote=lambda method, **_: Result({"node": node} if method == "prepare" else None, error)
+            remote=lambda method, **_: Result({"node": node} if method == "prepare" else None, self.error)
         )
-        self.replica_rank, self.servers = rank, []
+        self.replica_rank, self.servers, self.error = rank, [], error
         self.workers = [SimpleNamespace(execute_checkpoint_engine=worker)]
 
 
@@ -175,6 +175,18 @@ def test_a_dead_replica_does_not_block_others(world):
     world.manager.replicas.append(Replica(2, error=ActorDiedError()))
     world.manager.update_weights(2)
     world.manager.finish_deliveries()
+    assert world.taken == [(0, 2), (1, 2)]
+
+
+def test_a_replica_out_of_reach_after_a_failed_delivery_is_tried_again(world):
+    world.manager.waits = False
+    world.dies_at.append("deliver")
+    world.manager.update_weights(2)
+    world.manager._join()
+    world.replicas[1].error = ActorDiedError()
+    assert world.manager.check() == 2
+    world.replicas[1].error = None
+    assert world.manager.check() == 0
     assert world.taken == [(0, 2), (1, 2)]
 
 
