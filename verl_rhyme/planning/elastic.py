@@ -77,14 +77,14 @@ class Elastic:
         self._resting = 0
         self._seen: deque[tuple[float, float]] = deque(maxlen=self.limits.window)
 
-    def changed(self, units: int) -> None:
+    def set_units(self, units: int) -> None:
         """Set the number of units, after this advice or another event (a unit that died)."""
         if units != self.units:
             self.units, self._resting = units, self.limits.cooldown
             self._seen.clear()
 
     def observe(self, generated: float, trained: float) -> Advice:
-        """Return advice after a step's seconds of generation and training; it stays advice until :meth:`changed`."""
+        """Return advice after a step's seconds of generation and training; it stays advice until :meth:`set_units`."""
         if not (math.isfinite(generated) and math.isfinite(trained) and generated >= 0 and trained >= 0):
             raise ValueError(f"seconds of generation and training must be at least 0: {generated}, {trained}")
         if self._resting:

@@ -169,10 +169,6 @@ def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
 
 
 def _check_bounds(config: ClusterFile, path: Path) -> None:
-    if not config.drafts.acceptance:
-        raise ClusterError(
-            f"{path}: drafts.acceptance is empty: give an acceptance length for each epoch, such as [1, 2], or drop it"
-        )
     bounds = [(key, attrgetter(key)(config), least) for key, least in _LEAST.items()]
     bounds += [(f"replicas.{i}.count", kind.count, 1) for i, kind in enumerate(config.replicas)]
     for key, value, least in bounds:
@@ -213,6 +209,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         )
     updates = updates if config.updates is None else min(updates, config.updates)
     Placement(run.placement.policy or "least_loaded", dict(run.placement.options))  # checks the options early
+    drafts = Drafts(tuple(config.drafts.acceptance), config.drafts.overhead)
     rules, streaming, min_starts = _rules(config, run), None, 1
     if run.pipeline and config.topology == "separate" and run.streaming.part is not None:
         streaming = Streaming(max(1, int(run.streaming.part * rules.batch_samples)), config.training.gradients)
@@ -226,7 +223,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         colocated=config.topology == "colocated",
         placement=run.placement.policy or "least_loaded",  # verl's router
         options=dict(run.placement.options),
-        drafts=Drafts(tuple(config.drafts.acceptance), config.drafts.overhead),
+        drafts=drafts,
         limit=config.limit,
         min_starts=min_starts,
         forecasts=config.forecasts,  # type: ignore[arg-type]

@@ -30,7 +30,10 @@ class Drafts:
 
     def __post_init__(self) -> None:
         if not self.acceptance or not all(1 <= value < math.inf for value in (*self.acceptance, self.overhead)):
-            raise ValueError(f"acceptance lengths and overhead of drafts must be at least 1, not {self}")
+            raise ValueError(
+                "drafts.acceptance must be one or more acceptance lengths, such as [1, 2], and like drafts.overhead at "
+                f"least 1, not {self.acceptance} and {self.overhead}"
+            )
 
     def of(self, seen: int, tokens: float, text: float = 0.0) -> tuple[float, float]:
         """Return the tokens and the draft tokens per step of a response.

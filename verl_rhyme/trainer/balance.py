@@ -72,7 +72,7 @@ class Balance(Observer):
         if self._elastic is None:
             limits = self._limits
             self._elastic = Elastic(self._predict, min(max(replicas, limits.least), limits.most), limits)
-        self._elastic.changed(replicas)
+        self._elastic.set_units(replicas)
         advice = self._elastic.observe(step - ahead, step - waited)
         if advice.change and advice.change != self._reported:
             logger.info(

@@ -20,7 +20,7 @@ def run(elastic, seconds, trained, steps, noise=0.0, rng=None):
     for step in range(steps):
         shake = 1 + (noise * (2 * rng.random(2) - 1) if rng is not None else np.zeros(2))
         advice = elastic.observe(seconds(elastic.units, step) * shake[0], trained(step) * shake[1])
-        elastic.changed(elastic.units + advice.change)
+        elastic.set_units(elastic.units + advice.change)
         units.append(elastic.units)
     return units
 
@@ -58,7 +58,7 @@ def test_growing_lengths_add_units_and_shrinking_lengths_remove_them():
     for step in range(80):
         now[0] = min(step, 60)
         advice = elastic.observe(seconds(elastic.units, now[0]), base * (0.75 + 0.25 * lengths(now[0]) / 2000))
-        elastic.changed(elastic.units + advice.change)
+        elastic.set_units(elastic.units + advice.change)
         units.append(elastic.units)
     assert max(units) > 4
     assert units[-1] <= 5
@@ -90,7 +90,7 @@ def test_steps_that_come_in_pairs_count_as_their_mean():
 def test_steps_after_a_change_do_not_count():
     elastic = Elastic(lambda k: 120 / k, 4, Limits(window=1, cooldown=2))
     assert elastic.observe(60, 20).change == 1
-    elastic.changed(5)
+    elastic.set_units(5)
     told = [elastic.observe(60, 20) for _ in range(3)]
     assert [advice.change for advice in told] == [0, 0, 1]
     assert told[0].reason == "the last change is recent"

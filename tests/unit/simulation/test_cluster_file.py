@@ -131,7 +131,7 @@ def test_simulate_prints_a_table():
         ("workload.prompts=3", "prompts, fewer than batch_prompts=512"),
         ("topology=apart", "topology must be colocated, separate"),
         ("placement.options={factor: 2}", "factor"),
-        ("drafts.acceptance=[]", "drafts.acceptance is empty"),
+        ("drafts.acceptance=[]", "drafts.acceptance must be one or more acceptance lengths"),
     ],
 )
 def test_an_error_is_one_line(override, message):

@@ -167,17 +167,6 @@ def test_a_step_takes_as_long_as_its_longest_replica():
     assert step.tokens == 400
 
 
-def test_replicas_share_the_work():
-    prompts = list(LENGTHS.epochs(16, 4, 1, 20))
-    few = ReplicaCost(COST.step, slots=2)
-    spans = [
-        sum(step.rollout for step in Simulation(scenario(replicas=(few,) * count), prompts).run())
-        for count in (1, 2, 4)
-    ]
-    assert spans[0] > 1.5 * spans[1]
-    assert spans[1] > spans[2]
-
-
 def test_drafts_shorten_the_second_epoch():
     prompts = list(LENGTHS.epochs(16, 4, 2, 20))
     plain, drafted = (

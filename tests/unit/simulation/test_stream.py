@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -94,14 +93,6 @@ def test_a_single_part_equals_no_streaming(staleness, update):
     assert simulated(prompts, staleness, Streaming(32, update)) == simulated(prompts, staleness, None)
 
 
-def test_small_parts_without_overhead_are_faster():
-    free = TrainingCost(token=1e-3, update=1.0, sync=0.5)
-    prompts = made(3)
-    spans = [simulated(prompts, 0, Streaming(samples), training=free)[-1].ended for samples in (32, 16, 4)]
-    assert spans[2] < 0.9 * spans[0]
-    assert spans == sorted(spans, reverse=True)
-
-
 def test_a_part_and_the_rest_in_closed_form():
     """One request per replica: the first prompt finishes after one second, the second one after three."""
     cost = ReplicaCost(StepCost(base=0.01), slots=1)
@@ -135,16 +126,6 @@ def test_a_heavy_tail_gains_most():
         hidden.append((plain - parts) / (training.token * tokens))
     assert hidden[0] < 0.2
     assert hidden[0] + 0.1 < hidden[1] < hidden[2] - 0.1
-
-
-def test_streaming_gains_at_every_staleness_bound():
-    spans = {}
-    for staleness, streaming in itertools.product((0, 1, 2), (None, PARTS)):
-        steps = simulated(made(5, prompts=64), staleness, streaming)
-        assert max(step.staleness_max for step in steps) <= staleness
-        spans[staleness, streaming is None] = steps[-1].ended
-    assert all(spans[k, False] < spans[k, True] for k in (0, 1, 2))
-    assert spans[2, False] < spans[1, False] < spans[0, False]
 
 
 def test_parts_train_before_replicas_have_the_version():
