@@ -100,12 +100,6 @@ def test_bounds_hold():
     elastic = Elastic(lambda k: 120 / k, 4, Limits(least=4, most=4, window=1))
     assert elastic.observe(100, 1).change == 0
     assert elastic.observe(1, 100).change == 0
-    with pytest.raises(ValueError, match="units must be from 4 to 4, not 3"):
-        Elastic(lambda k: 1.0, 3, Limits(least=4, most=4))
-    with pytest.raises(ValueError, match="least"):
-        Limits(least=5, most=4)
-    with pytest.raises(ValueError, match="at least 0"):
-        elastic.observe(float("nan"), 1)
 
 
 @settings(max_examples=200)
