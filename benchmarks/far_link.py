@@ -57,7 +57,7 @@ async def serve(folder: Folder, host: str, port: int) -> None:
                 if chunk is None:
                     payload = pickle.dumps(parts)
                 else:
-                    payload = bytes(await asyncio.to_thread(sender.answer, version, chunk, parts, base, pack))
+                    payload = bytes(await asyncio.to_thread(sender.encode_chunk, version, chunk, parts, base, pack))
                 writer.write(_LENGTH.pack(len(payload)) + payload)
                 await writer.drain()
         except (OSError, EOFError, pickle.UnpicklingError):  # cut or damaged: the receiver sends the request again

@@ -191,7 +191,7 @@ def not_once(run: recorded.Run, wanted_steps: int, epochs: int, of_epoch: int) -
 async def cuts(seed: int, count: int, root: Path) -> dict[str, Any]:
     """Send versions over a link that is cut once in each; after every other cut the receiver restarts."""
     from benchmarks.weights_across_sites import fetch, write  # its import takes seconds
-    from verl_rhyme.weights.folder import claim
+    from verl_rhyme.weights.claims import claim
     from verl_rhyme.weights.transfer import identity
 
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)

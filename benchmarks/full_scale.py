@@ -332,8 +332,8 @@ def _figures(steps: list[Step], collections: list[Collected], parts: int) -> dic
         "staleness_max": int(staleness.max()),
         "wasted": round(sum(step.wasted for step in steps) / tokens, 3),
         "bubble_ratio": round(statistics.mean(step.bubble for step in steps), 3),
-        "trainer_waits": round(sum(step.waited for step in steps) / seconds, 3),
-        "early": round(statistics.mean(step.early for step in steps), 3),
+        "trainer_waits": round(sum(step.idle_s for step in steps) / seconds, 3),
+        "early": round(statistics.mean(step.early_share for step in steps), 3),
         "step_s_by_update": [round(step.seconds, 1) for step in steps],
         "mean_length_by_update": [round(step.tokens / step.samples) for step in steps],
     }
@@ -355,15 +355,17 @@ def _bounds(scenario: Scenario, at: Setting, training: int, steps: list[Step]) -
     held = tokens * PROMPT + samples * float(_second_moment(at)) / 2
     work = float(cost.together(0, tokens, held)) / (at.gpus / at.tp / at.parts)
     per_token = scenario.training.token * training / at.gpus
-    trained, least = per_token * (tokens + PROMPT * samples), scenario.training.update + scenario.training.held(True)
+    trained = per_token * (tokens + PROMPT * samples)
+    least = scenario.training.update + scenario.training.blocked_s(True)
     shares = np.linspace(0.01, 0.99, 981)
     bound = float(np.maximum(work / shares, trained / (1 - shares) + least).min())
     found = {"bound_s": round(bound, 1), "bound_tokens_per_s": round(at.parts * tokens / bound)}
     if scenario.colocated:
         return found
     rollout = work * at.gpus / at.tp / at.parts / len(scenario.replicas)
-    trainer = scenario.training.token * (tokens + PROMPT * samples) + scenario.training.update + scenario.held
-    alone = float(cost.alone(PROMPT, scenario.response_limit))
+    trainer = scenario.training.token * (tokens + PROMPT * samples) + scenario.training.update + scenario.blocked_s
+    limit = scenario.response_limit
+    alone = cost.prefill * PROMPT + float(cost.together(limit, limit, limit * (PROMPT + limit / 2)))
     between = statistics.mean(step.ended - step.collected for step in steps)
     longest = rollout + (alone + between) / (scenario.rules.max_staleness + 1)
     split = max(rollout, trainer)

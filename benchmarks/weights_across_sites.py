@@ -36,10 +36,12 @@ from benchmarks.machine import commit, describe
 from examples.tiny_world import puzzles
 from examples.tiny_world.reward import compute_score
 from examples.tiny_world.sampling import encode_prompt, sample
+from verl_rhyme.weights.claims import claim
 from verl_rhyme.weights.coding import decode, encode
-from verl_rhyme.weights.folder import Folder, claim
-from verl_rhyme.weights.receiving import Patience, Receiver, base_of, begin
+from verl_rhyme.weights.folder import Folder
+from verl_rhyme.weights.receiving import Receiver, Timeouts, newest_base, start_transfer
 from verl_rhyme.weights.transfer import Chunk, digest, identity
+from verl_rhyme.weights.writer import Writer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -193,7 +195,7 @@ def tiled(versions: list[np.ndarray], megabytes: float) -> list[dict[str, torch.
 
 def write(folder: Folder, version: int, weights: dict[str, torch.Tensor]) -> int:
     """Write a version and return its size in bytes."""
-    writer = folder.writer(version, PART_BYTES, CHUNK_BYTES)
+    writer = Writer(folder, version, PART_BYTES, CHUNK_BYTES)
     for name, tensor in weights.items():
         writer.add(name, tensor)
     writer.close()
@@ -261,8 +263,8 @@ async def fetch(
             came.append(time.perf_counter())
 
     source, parts = TcpSource("127.0.0.1", wire.at), there.parts(version)
-    receiver = Receiver(here, version, await begin(here, version, parts), kept, Patience(60.0, 600.0))
-    await receiver.fetch(source, base_of(here, version), pack)
+    receiver = Receiver(here, version, await start_transfer(here, version, parts), kept, Timeouts(60.0, 600.0))
+    await receiver.fetch(source, newest_base(here, version), pack)
 
 
 @app.command()

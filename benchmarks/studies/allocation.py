@@ -98,7 +98,7 @@ def _splits(problem: Problem, median: float) -> dict[str, Any]:
     [pool] = problem.pools
     assert pool.training is not None
     nodes = pool.gpus // pool.node
-    possible = [y * pool.node for y in range(1, nodes) if not pool.why_no_training(problem.model, y * pool.node)]
+    possible = [y * pool.node for y in range(1, nodes) if not pool.check_training(problem.model, y * pool.node)]
     took = {y: simulated(problem, y, pool.gpus - y, median) for y in possible}
     best = min(took, key=lambda y: took[y])
     began = time.perf_counter()
@@ -152,8 +152,8 @@ def kinds(quick: bool) -> Iterator[dict[str, Any]]:
         changes = [f"sites.0.gpus={gpus}", f"batch.percentiles={percentiles}", "slowest=null"]
         both = plan_file.load(PLANS / "two_sites.yaml", changes).problem
         alone = replace(both, pools=[pool for pool in both.pools if pool.kind == "h800"])
-        one = plan(alone, "time").best
-        two = plan(both, "cost", slowest=one.step).best
+        one = plan(replace(alone, objective="time")).best
+        two = plan(replace(both, objective="cost", slowest=one.step)).best
         same = _with_h20(both, one)
         yield {
             "part": "kinds",
@@ -171,9 +171,7 @@ def kinds(quick: bool) -> Iterator[dict[str, Any]]:
 def _with_h20(problem: Problem, one: Split) -> Split | None:
     """The same GPUs train, and H20 generate, as many as make the step no longer."""
     [h20] = [pool for pool in problem.pools if pool.kind == "h20"]
-    tried = (
-        reckoned(problem, (one.train, one.train_gpus), (h20, x), tp, "") for tp in h20.replicas for x in h20.shares(8)
-    )
+    tried = (reckoned(problem, (one.train, one.train_gpus), (h20, x), tp) for tp in h20.replicas for x in h20.shares(8))
     fast = [split for split in tried if split.step <= 1.01 * one.step]
     return min(fast, key=lambda split: split.cost or 0.0, default=None)
 

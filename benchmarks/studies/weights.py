@@ -23,6 +23,7 @@ import typer
 from benchmarks.machine import commit, describe
 from verl_rhyme.weights import relay
 from verl_rhyme.weights.folder import Folder
+from verl_rhyme.weights.writer import Writer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -78,7 +79,7 @@ def measure(gigabytes: float, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def write(folder: Folder, version: int, weights: dict[str, torch.Tensor]) -> None:
-    writer = folder.writer(version)
+    writer = Writer(folder, version)
     for name, tensor in weights.items():
         writer.add(name, tensor)
     writer.close()

@@ -25,7 +25,7 @@ from verl_rhyme.weights import manager as managers
 from verl_rhyme.weights import relay
 from verl_rhyme.weights.engine import RelayCheckpointEngine, register
 from verl_rhyme.weights.folder import Folder, WeightsError
-from verl_rhyme.weights.manager import RelayManager, relayed
+from verl_rhyme.weights.manager import RelayManager, choose_manager
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
@@ -155,7 +155,7 @@ def test_another_site_gets_a_difference_and_the_update_returns_its_size(
 ) -> None:
     monkeypatch.setattr(managers, "sites_of", lambda nodes, label: {node: node for node in nodes})
     manager._sites = {}
-    ray.get([each.tally.remote() for each in manager._relays.values()])
+    ray.get([each.take_tally.remote() for each in manager._relays.values()])
     metrics = manager.update_weights(4)
     size = sum(tensor.nbytes for tensor in weights(4).values())
     assert 0 < metrics["rollout/weights/slow_link_mb"] * 1e6 < size / 4
@@ -167,7 +167,7 @@ def test_another_site_gets_a_difference_and_the_update_returns_its_size(
 def test_the_trainer_continues_while_replicas_load(manager: RelayManager) -> None:
     manager.waits = False
     assert manager.update_weights(4) == {"rollout/weights/replicas_behind": 0.0}
-    manager.settle()
+    manager.finish_deliveries()
     assert manager.check() == 0
     assert served(manager) == [40.0] * 2
 
@@ -185,7 +185,7 @@ def test_an_error_in_the_background_is_raised(manager: RelayManager) -> None:
     ray.kill(manager.replicas[1].workers[0])
     manager.update_weights(6)
     with pytest.raises(RayError):
-        manager.settle()
+        manager.finish_deliveries()
     gone = manager.replicas.pop()  # as the trainer's mend does
     manager._under_way = {gone: manager._deliver(gone)}
     ray.wait(list(manager._under_way.values()), timeout=30)
@@ -197,15 +197,15 @@ def test_a_dead_relay_is_replaced(manager: RelayManager) -> None:
     far = Replica(1, "far")
     manager.replicas.append(far)
     manager.update_weights(7)
-    manager.settle()
+    manager.finish_deliveries()
     kill(manager._relays["far"])
     manager._under_way[far] = manager._deliver(far)
     ray.wait([manager._under_way[far]], timeout=30)
     assert manager.check() == 1, "the delivery is not retried in the background"
-    manager.settle()
+    manager.finish_deliveries()
     assert served(manager) == [70.0] * 2
     manager.update_weights(8)
-    manager.settle()
+    manager.finish_deliveries()
     assert served(manager) == [80.0] * 2
 
 
@@ -234,12 +234,12 @@ def test_a_late_replica_loads_the_newest_version_without_the_actor(manager: Rela
     assert new.serves() == 90.0
 
 
-def test_other_engines_keep_verls_manager() -> None:
-    theirs = SimpleNamespace(backend="nccl")
-    assert relayed(theirs) is theirs
+def test_only_the_relay_has_a_relay_manager() -> None:
+    theirs = SimpleNamespace(backend="nixl")
+    assert choose_manager(theirs, WeightsConfig(), {}) is theirs
     config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
     theirs = SimpleNamespace(backend="relay", config=config, actor_wg=None, replicas=[])
     register()
-    ours = relayed(theirs, WeightsConfig(pack=False), {"dtype": "bfloat16"})
+    ours = choose_manager(theirs, WeightsConfig(pack=False), {"dtype": "bfloat16"})
     assert isinstance(ours, RelayManager)
     assert (ours._dtype, ours._options.pack) == ("bfloat16", False)

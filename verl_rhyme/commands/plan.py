@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from verl_rhyme.planning.planner import Objective, Plan, Split
+    from verl_rhyme.planning.planner import Plan, Split
     from verl_rhyme.simulation.plan_file import LoadedPlan
 
 #: Most rows of the table.
@@ -38,9 +38,8 @@ def plan(
 
     try:
         loaded = plan_file.load(cluster, overrides or [])
-        task = loaded.problem, loaded.objective, loaded.slowest
-        plans = planner.dial(*task) if loaded.max_staleness is None else [planner.plan(*task)]
-        best = planner.profitable(plans, loaded.objective)
+        plans = planner.plan_bounds(loaded.problem) if loaded.compare_bounds else [planner.plan(loaded.problem)]
+        best = planner.profitable(plans)
     except (OSError, ValueError) as error:
         print(f"verl-rhyme plan: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
@@ -73,9 +72,9 @@ def overrides_of(split: Split, max_staleness: int) -> list[str]:
 
 def _report(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> dict[str, Any]:
     return {
-        "objective": loaded.objective,
+        "objective": loaded.problem.objective,
         "max_staleness": chosen.max_staleness,
-        "why": _why(plans, chosen, loaded.objective),
+        "why": _reason(plans, chosen),
         "dial": [
             {
                 "max_staleness": plan.max_staleness,
@@ -88,7 +87,7 @@ def _report(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> dict[str
         "best": _row(chosen.best),
         "overrides": overrides_of(chosen.best, chosen.max_staleness),
         "compared": [_row(split) for split in chosen.others],
-        "looked_at": chosen.looked_at,
+        "looked_at": chosen.compared,
         "refused": chosen.refused,
         "sources": loaded.sources,
     }
@@ -96,7 +95,7 @@ def _report(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> dict[str
 
 def _row(split: Split) -> dict[str, Any]:
     return {
-        "what": split.what,
+        "what": split.arrangement,
         "train": {"pool": split.train.name, "gpus": split.train_gpus},
         "rollout": {"pool": split.rollout.name, "gpus": split.rollout_gpus},
         "tensor_parallel": split.tp,
@@ -120,20 +119,18 @@ def _mean_staleness(bound: int) -> float:
     return Rules(1, 1, max_staleness=bound).batches - 1
 
 
-def _why(plans: Sequence[Plan], chosen: Plan, objective: Objective) -> str:
+def _reason(plans: Sequence[Plan], chosen: Plan) -> str:
     """Return the reason for the chosen bound on staleness."""
-    from verl_rhyme.planning.planner import PROFIT, value
+    from verl_rhyme.planning.planner import PROFIT
 
     if len(plans) == 1:
         return f"max_staleness={chosen.max_staleness}, as given"
-    measure = "tokens/s" if objective == "time" else "samples for the price"
-    first, best = plans[0], min(plans, key=lambda plan: value(plan.best, objective))
+    measure = "tokens/s" if chosen.best.problem.objective == "time" else "samples for the price"
+    first, best = plans[0], min(plans, key=lambda plan: plan.best.value)
     before, after = (
-        min((plan.best, *filter(None, [plan.turns])), key=lambda split: value(split, objective))
-        for plan in (first, chosen)
+        min((plan.best, *filter(None, [plan.turns])), key=lambda split: split.value) for plan in (first, chosen)
     )
-    gain = value(before, objective) / value(after, objective)
-    most = value(chosen.best, objective) / value(best.best, objective) - 1
+    gain, most = before.value / after.value, chosen.best.value / best.best.value - 1
     reason = f"max_staleness={chosen.max_staleness} is profitable: "
     if chosen is not first:
         where = ", colocated" if before.colocated else ""
@@ -160,9 +157,9 @@ def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
         )
     _show(table)
     print("colocated: step s if rollout and training take turns on the same GPUs")
-    print(_why(plans, chosen, loaded.objective))
-    least = "step time" if loaded.objective == "time" else "cost of a trained sample"
-    print(f"\nmax_staleness={chosen.max_staleness}, best of {chosen.looked_at} splits by {least}:")
+    print(_reason(plans, chosen))
+    least = "step time" if loaded.problem.objective == "time" else "cost of a trained sample"
+    print(f"\nmax_staleness={chosen.max_staleness}, best of {chosen.compared} splits by {least}:")
     print(f"  trainer  {best.train_gpus} GPUs of {best.train.name}")
     gpus = best.rollout_gpus
     print(f"  rollout  {gpus} GPUs of {best.rollout.name} ({gpus // best.tp} replicas of {best.tp})")
@@ -193,15 +190,15 @@ def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
     if best.transfer:
         print(f"the transfer of a policy version between the sites takes {best.transfer:.0f} s")
     turns = chosen.turns
-    if turns is not None and turns.step < _BETTER * best.step and loaded.objective == "time":
+    if turns is not None and turns.step < _BETTER * best.step and loaded.problem.objective == "time":
         print(
             f"colocated on {turns.gpus} GPUs, a step takes {turns.step:.0f} s: +rhyme=full "
             "trainer.v1.trainer_mode=colocate_async"
         )
-    for why in chosen.refused:
-        print(f"not possible: {why}")
-    for what, source in loaded.sources.items():
-        print(f"source of step costs on {what}: {source}")
+    for reason in chosen.refused:
+        print(f"not possible: {reason}")
+    for kind, source in loaded.sources.items():
+        print(f"source of step costs on {kind}: {source}")
     print("overrides:")
     for line in overrides_of(best, chosen.max_staleness):
         print(f"  {line}")

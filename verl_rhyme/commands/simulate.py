@@ -53,7 +53,7 @@ def _print_simulated(simulation: Simulation, loaded: Loaded, as_json: bool) -> N
         for step in steps:
             print(json.dumps(summary.row(step)))
         inputs = {"sources": loaded.sources, "prompts": loaded.total}
-        print(json.dumps({**summary.whole(simulation), **inputs}))
+        print(json.dumps({**summary.totals(simulation), **inputs}))
         return
     table = Table("step", *summary.COLUMNS, box=None, pad_edge=False)
     for step in steps:

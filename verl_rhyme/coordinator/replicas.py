@@ -19,8 +19,8 @@ from verl_rhyme.observability.errors import last_line
 from verl_rhyme.processes import background
 from verl_rhyme.processes.deaths import ReplicaDied, dead, watched
 from verl_rhyme.weights.folder import WeightsError
-from verl_rhyme.weights.kept_group import KeptGroupManager
 from verl_rhyme.weights.manager import RelayManager
+from verl_rhyme.weights.process_group import ProcessGroupManager
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class Spares:
         moved = vacate(address)
         try:
             if isinstance(self._weights, RelayManager):
-                self._weights.part_with(replica)
+                self._weights.release(replica)
             ray.get([server.suspend.remote() for server in replica.servers], timeout=_REST_S)
         except (RayError, WeightsError) as error:  # it has no requests left; wake() checks whether it lives
             logger.warning("replica %d could not rest: %s", replica.replica_rank, last_line(error))
@@ -308,7 +308,7 @@ class Spares:
             return
         try:
             with watched([new]):
-                if isinstance(self._weights, KeptGroupManager):
+                if isinstance(self._weights, ProcessGroupManager):
                     self._weights.send([new], version)
                 else:
                     CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)

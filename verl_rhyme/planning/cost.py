@@ -22,17 +22,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StepCost:
-    """Coefficients of a decode step, in seconds; none is negative.
-
-    Attributes:
-        base: Seconds of a step.
-        row: Seconds of each request in it.
-        cached: Seconds of each token in their KV caches.
-        draft: Seconds of each verified draft token.
-        drafting: Seconds of drafting itself.
-
-    Raises:
-        ValueError: A coefficient is negative or not finite, or a step takes no time.
+    """Coefficients of a decode step, in seconds: of a step (``base``), of each request, cached token and verified draft
+    token in it, and of drafting itself.
     """
 
     base: float
@@ -50,7 +41,6 @@ class StepCost:
             raise ValueError("step.base and step.row are both 0: set one above 0, since a step takes time")
 
     def seconds(self, rows: int, cached: float = 0.0, drafts: float = 0.0) -> float:
-        """Return the seconds of one step."""
         return self.base + self.row * rows + self.cached * cached + self.draft * drafts + self.drafting * (drafts > 0)
 
 
@@ -64,9 +54,6 @@ class ReplicaCost:
         slots: Requests that it decodes at a time (``max_num_seqs``).
         room: Tokens that fit into its KV cache.
         gpus: GPUs of the replica.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     step: StepCost
@@ -83,11 +70,7 @@ class ReplicaCost:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}")
 
     def slowed(self, factor: float) -> ReplicaCost:
-        """Return this cost with all work ``factor`` times as slow.
-
-        Raises:
-            ValueError: As of the class.
-        """
+        """Return this cost with all work ``factor`` times as slow."""
         if factor == 1:
             return self
         step = StepCost(*(factor * getattr(self.step, field.name) for field in fields(StepCost)))
@@ -99,9 +82,6 @@ class ReplicaCost:
         Args:
             pace: Tokens per decode step, at least 1.
             overhead: Draft tokens verified for each gained token.
-
-        Raises:
-            ValueError: A value is out of range.
         """
         if not (1 <= pace < math.inf and 0 <= overhead < math.inf):
             raise ValueError(f"drafts.acceptance must be at least 1 and drafts.overhead 0, not {pace} and {overhead}")
@@ -110,11 +90,6 @@ class ReplicaCost:
         step = self.step
         row = step.row + step.draft * (pace - 1) * overhead
         return replace(self, step=StepCost((step.base + step.drafting) / pace, row / pace, step.cached / pace))
-
-    def alone(self, prompt: float, tokens: float) -> float:
-        """Return the seconds of a response that runs alone on the replica."""
-        step = self.step
-        return self.prefill * prompt + tokens * step.seconds(1) + step.cached * tokens * (prompt + tokens / 2)
 
     def together(
         self, longest: npt.ArrayLike, tokens: npt.ArrayLike, held: npt.ArrayLike, room: npt.ArrayLike | None = None
@@ -144,7 +119,7 @@ class ReplicaCost:
 TYPICAL = ReplicaCost(StepCost(base=10e-3, row=33e-6, cached=26e-9), prefill=33e-6)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingCost:
     """Cost of the work between rollouts, on the training GPUs.
 
@@ -181,19 +156,16 @@ class TrainingCost:
     def seconds(self, tokens: float, early: float = 0.0, gradients: bool = True) -> float:
         """Return the seconds of a training step once all its samples are present.
 
-        Args:
-            tokens: Tokens of the batch.
-            early: Tokens that were processed in parts before.
-            gradients: Whether parts include gradients, or only log-probs.
+        ``early`` of its tokens were processed in parts before; ``gradients``: as in :meth:`part_seconds`.
         """
         return self.update + self.token * (tokens - early * self._ahead(gradients))
 
-    def held(self, one_by_one: bool) -> float:
+    def blocked_s(self, one_by_one: bool) -> float:
         """Return the seconds for which publication blocks the trainer (``Rules.one_by_one``)."""
         return min(self.copy, self.sync) if one_by_one and self.copy is not None else self.sync
 
     def part_seconds(self, tokens: float, gradients: bool = True) -> float:
-        """Return the seconds of a part."""
+        """Return the seconds of a part, with gradients or only log-probs."""
         return self.part + self.token * tokens * self._ahead(gradients)
 
     def _ahead(self, gradients: bool) -> float:

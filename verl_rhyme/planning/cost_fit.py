@@ -73,13 +73,8 @@ class Requests:
 
 @dataclass(frozen=True)
 class StepFit:
-    """Result of :func:`fit_steps`.
-
-    Attributes:
-        step: Cost of a decode step.
-        prefill: Seconds of a computed prompt token.
-        requests: Number of fitted requests.
-        error, worst: Median and ninth decile of the relative error of their seconds.
+    """Cost of a decode step, seconds of a computed prompt token, number of fitted requests, and the median and ninth
+    decile of the relative error of their seconds.
     """
 
     step: StepCost
@@ -90,11 +85,7 @@ class StepFit:
 
 
 def fit_steps(requests: Requests) -> StepFit:
-    """Fit the coefficients of a replica's step, and its prefill.
-
-    Raises:
-        FitError: Fewer than :data:`LEAST_REQUESTS` requests are complete.
-    """
+    """Fit the coefficients of a replica's step, and its prefill. Raises FitError if requests are too few."""
     known = np.isfinite(requests.started) & (requests.finished > requests.started) & (requests.steps >= 1)
     requests = requests.of(known)
     if (count := int(requests.whole.sum())) < LEAST_REQUESTS:

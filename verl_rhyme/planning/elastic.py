@@ -12,7 +12,6 @@ nothing, and any delta would exceed that.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,13 +26,13 @@ class Advice(NamedTuple):
         change: Units to add (1) or remove (-1); 0: no change.
         delta: Seconds by which generation is behind training, over the counted steps.
         saving: Seconds a step that one more unit would save, or, where training is behind, that one less would cost.
-        why: Reason, in words.
+        reason: Reason, in words.
     """
 
     change: int
     delta: float
     saving: float
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -43,22 +42,15 @@ class Limits:
     Attributes:
         least, most: Minimum and maximum units of generation.
         window: Number of steps in the medians; even, for steps that come in pairs.
-        rest: Steps after a change that do not count.
+        cooldown: Steps after a change that do not count.
         margin: Share of a step by which the rule must be exceeded, and that a unit must save.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     least: int = 1
     most: int = 1 << 20
     window: int = 4
-    rest: int = 2
+    cooldown: int = 2
     margin: float = 0.02
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.least <= self.most and self.window >= 1 and self.rest >= 0 and 0 <= self.margin < 1):
-            raise ValueError(f"least must be 1 to most, window at least 1, rest at least 0, margin a share: {self}")
 
 
 class Elastic:
@@ -67,49 +59,34 @@ class Elastic:
     Args:
         predict: Seconds of generation by units, with the current lengths; not increasing. Only ratios count:
             measurements set the scale.
-        units: Units at the start.
+        units: Units at the start, within the limits.
         limits: See :class:`Limits`.
-
-    Raises:
-        ValueError: ``units`` is out of the limits.
     """
 
     def __init__(self, predict: Callable[[int], float], units: int, limits: Limits | None = None) -> None:
         self.limits = Limits() if limits is None else limits
-        if not self.limits.least <= units <= self.limits.most:
-            raise ValueError(f"units must be from {self.limits.least} to {self.limits.most}, not {units}")
         self._predict = predict
         self.units = units
         self._resting = 0
         self._seen: deque[tuple[float, float]] = deque(maxlen=self.limits.window)
 
-    def changed(self, units: int) -> None:
+    def set_units(self, units: int) -> None:
         """Set the number of units, after this advice or another event (a unit that died)."""
         if units != self.units:
-            self.units, self._resting = units, self.limits.rest
+            self.units, self._resting = units, self.limits.cooldown
             self._seen.clear()
 
     def observe(self, generated: float, trained: float) -> Advice:
-        """Return advice after a step; ``change`` stays advice until :meth:`changed`.
-
-        Args:
-            generated: Seconds of generation.
-            trained: Seconds of training.
-
-        Raises:
-            ValueError: Seconds are negative or not finite.
-        """
-        if not (math.isfinite(generated) and math.isfinite(trained) and generated >= 0 and trained >= 0):
-            raise ValueError(f"seconds of generation and training must be at least 0: {generated}, {trained}")
+        """Return advice after a step's seconds of generation and training; it stays advice until :meth:`set_units`."""
         if self._resting:
             self._resting -= 1
             return Advice(0, generated - trained, 0.0, "the last change is recent")
         self._seen.append((generated, trained))
         generated, trained = (median(times) for times in zip(*self._seen, strict=True))
-        change, saving, why = self._wants(generated, trained)
+        change, saving, reason = self._wants(generated, trained)
         if len(self._seen) < self.limits.window:
-            change, why = 0, f"{len(self._seen)} of {self.limits.window} steps seen: {why}"
-        return Advice(change, generated - trained, saving, why)
+            change, reason = 0, f"{len(self._seen)} of {self.limits.window} steps seen: {reason}"
+        return Advice(change, generated - trained, saving, reason)
 
     def _wants(self, generated: float, trained: float) -> tuple[int, float, str]:
         limits, delta = self.limits, generated - trained

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 from omegaconf import MISSING
 
+from verl_rhyme.config.checks import nearest
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
 from verl_rhyme.planning.typed_yaml import ClusterError, from_folder_of, read
 
@@ -18,7 +18,7 @@ PROFILES = Path(__file__).parent / "profiles"
 
 @dataclass
 class StepFile:
-    """Step section of a profile file: :class:`~verl_rhyme.planning.cost.StepCost`."""
+    """The section ``step``: :class:`~verl_rhyme.planning.cost.StepCost`."""
 
     base: float = MISSING
     row: float = 0.0
@@ -29,9 +29,7 @@ class StepFile:
 
 @dataclass
 class ProfileFile:
-    """Profile file: :class:`~verl_rhyme.planning.cost.ReplicaCost`, the source of its figures, the model's parameters
-    if known.
-    """
+    """:class:`~verl_rhyme.planning.cost.ReplicaCost`, the source of its figures, the model's parameters if known."""
 
     source: str = MISSING
     parameters: float | None = None
@@ -62,21 +60,15 @@ def profile(name: str, named_in: Path | None = None) -> Profile:
         ClusterError: The profile is missing or invalid.
     """
     known = sorted(file.stem for file in PROFILES.glob("*.yaml"))
-    path = (
-        PROFILES / f"{name}.yaml"
-        if name in known
-        else Path(name)
-        if named_in is None
-        else from_folder_of(named_in, name)
-    )
+    if name in known:
+        path = PROFILES / f"{name}.yaml"
+    else:
+        path = Path(name) if named_in is None else from_folder_of(named_in, name)
     if not path.is_file():
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
+        where, folder = ("", "current folder") if named_in is None else (f"{named_in}: ", f"folder of {named_in.name}")
         raise ClusterError(
-            ("" if named_in is None else f"{named_in}: ")
-            + f"no profile {name}: {hint}choose {', '.join(known)}, or a YAML path relative to "
-            + ("the current folder" if named_in is None else f"the folder of {named_in.name}")
-            + f"; {path} is not a file"
+            f"{where}no profile {name}{nearest(name, known)}; choose {', '.join(known)}, or a YAML path relative to "
+            f"the {folder}; {path} is not a file"
         )
     found: ProfileFile = read(ProfileFile, path)
     try:

@@ -16,7 +16,7 @@ from verl_rhyme.planning.times import Training, Work
 _KEPT, _SPLIT = 6, 12
 
 
-@dataclass(frozen=True)
+@dataclass
 class Model:
     """The trained model: number of parameters, and bytes of each in the engines."""
 
@@ -46,9 +46,6 @@ class Pool:
         utilization: Share of the memory that an engine takes (``gpu_memory_utilization``).
         replicas: Cost of a replica by tensor parallel size (GPUs); empty: the pool does not generate.
         training: Cost of a training step; ``None``: the pool does not train.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     site: str
@@ -81,14 +78,14 @@ class Pool:
         return [*within, *(gpus for gpus in whole if not gpus % unit)]
 
     def fits(self, one: int, other: int) -> bool:
-        """Return whether two such shares fit into the pool together."""
+        """Whether two such shares fit into the pool together."""
         if one + other <= min(self.node, self.gpus):
             return True
         nodes = -(-one // self.node) - (-other // self.node)
         return nodes * self.node <= self.gpus
 
-    def why_no_replica(self, model: Model, work: Work, tp: int) -> str:
-        """Return why the pool cannot generate with ``tp`` GPUs a replica; empty if it can."""
+    def check_replica(self, model: Model, work: Work, tp: int) -> str:
+        """Return the reason why the pool cannot generate with ``tp`` GPUs a replica; empty if it can."""
         given = self.utilization * tp * self.memory
         longest = work.prompt_tokens + float(np.max(work.lengths))
         if model.bytes >= given:
@@ -105,8 +102,8 @@ class Pool:
             return f"generation on {self.name}: its {self.gpus} GPUs have no share for replicas of {tp} GPUs"
         return ""
 
-    def why_no_training(self, model: Model, gpus: int) -> str:
-        """Return why ``gpus`` of the pool cannot train; empty if they can."""
+    def check_training(self, model: Model, gpus: int) -> str:
+        """Return the reason why ``gpus`` of the pool cannot train; empty if they can."""
         assert self.training is not None
         if not gpus:
             return (

@@ -15,7 +15,7 @@ the sum: ``T = sqrt((W + L)^2 + tokens^2) + fixed``. Otherwise it is the larger 
 
 Colocated engines stop while the actor trains, so F is added: ``T = W + L / (k + 1) + F``.
 
-``python -m benchmarks.studies.allocation`` and ``tests/unit/simulation/test_allocation_times.py`` compare it with the
+``python -m benchmarks.studies.allocation`` and ``tests/unit/planning/test_times_simulated.py`` compare it with the
 simulator.
 """
 
@@ -42,9 +42,6 @@ class Work:
         samples: Samples of the batch.
         group: Samples of each prompt.
         prompt_tokens: Tokens of each prompt.
-
-    Raises:
-        ValueError: The batch has no samples or tokens.
     """
 
     lengths: Floats
@@ -60,17 +57,14 @@ class Work:
 
     @cached_property
     def mean(self) -> float:
-        """Mean tokens of a response."""
         return float(np.mean(self.lengths))
 
     @property
     def tokens(self) -> float:
-        """Tokens of all responses."""
         return self.mean * self.samples
 
     @property
     def trained_tokens(self) -> float:
-        """Tokens of all responses and their prompts."""
         return self.tokens + self.prompt_tokens * self.samples
 
     @cached_property
@@ -159,9 +153,10 @@ def _highest(count: Floats) -> Floats:
 def rollout(
     cost: ReplicaCost, count: npt.ArrayLike, work: Work, max_staleness: int = 0, after: npt.ArrayLike = 0.0
 ) -> Floats:
-    """Return the minimum seconds of a training step because of rollout.
+    """Return the minimum seconds of a training step because of rollout, of the arguments' common shape.
 
-    This is ``P_gen`` of Algorithm 1 (StreamRL, arXiv:2504.15930, section 4.2), with the staleness bound.
+    This is ``P_gen`` of Algorithm 1 (StreamRL, arXiv:2504.15930, section 4.2), with the staleness bound. It is infinite
+    without replicas.
 
     Args:
         cost: Cost of a replica.
@@ -169,9 +164,6 @@ def rollout(
         work: An update batch.
         max_staleness: Bound k, in policy versions.
         after: float64[...], seconds from the collection of a batch to engines with its policy (F).
-
-    Returns:
-        float64, of the common shape; infinite without replicas.
     """
     count = np.asarray(count, dtype=float)
     kind, samples = _Kind(cost, work), work.samples / np.maximum(count, 1.0)
@@ -200,7 +192,7 @@ def slots(cost: ReplicaCost, count: npt.ArrayLike, work: Work) -> Floats:
     return rollout(cost, count, work, 1 << 30)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Training:
     """Cost of a training step on GPUs of one kind: ``P_train`` of Algorithm 1 (StreamRL).
 
@@ -209,9 +201,6 @@ class Training:
         update: Further seconds of a step, for any number of GPUs.
         copy_gpus: GPUs of one copy of the model (tensor times pipeline parallel size).
         reserve: Bytes of a GPU's memory for activations, buffers and the allocator.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     token: float
@@ -224,11 +213,5 @@ class Training:
             raise ValueError(f"training needs token above 0, copy_gpus at least 1, other values at least 0: {self}")
 
     def seconds(self, gpus: npt.ArrayLike, tokens: float, share: float = 1.0) -> Floats:
-        """Return the seconds to train ``tokens`` on ``gpus``, float64[...].
-
-        Args:
-            gpus: Number of GPUs.
-            tokens: Tokens of a batch.
-            share: Share of the tokens that is trained; ``update`` counts in full.
-        """
+        """Return the seconds, float64[...], to train a share of ``tokens`` on ``gpus``; ``update`` counts in full."""
         return self.update + share * self.token * tokens / np.asarray(gpus, dtype=float)

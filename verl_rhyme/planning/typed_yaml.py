@@ -29,12 +29,8 @@ def read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
 def plain(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the mapping of a file.
 
-    Args:
-        path: Path of the YAML file.
-        overrides: Overrides ``key.in.it=value``; a list's element has its number, from 0, as key.
-
-    Raises:
-        ClusterError: The file is unreadable, or not a mapping.
+    An override is ``key.in.it=value``; a list's element has its number, from 0, as key. Raises ClusterError if the file
+    is unreadable, or not a mapping.
     """
     try:
         tree = OmegaConf.load(path)
@@ -51,12 +47,7 @@ def plain(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def typed(kind: type[Any], tree: Mapping[str, Any], path: Path) -> Any:
-    """Return a ``kind`` made of a mapping.
-
-    Args:
-        kind: A dataclass; keys with the default ``MISSING`` are required.
-        tree: Mapping of the file.
-        path: Path of the file, for errors.
+    """Return a ``kind``, a dataclass, made of a file's mapping; keys with the default ``MISSING`` are required.
 
     Raises:
         ClusterError: The mapping has other keys or types.
@@ -82,11 +73,7 @@ def _errors_with_key(path: Path, within: str = "") -> Iterator[None]:
 
 
 def by_percentile(percentiles: Mapping[Any, float], of: str, path: Path) -> dict[float, float]:
-    """Return tokens by percentile, from ``of.percentiles`` of a file.
-
-    Raises:
-        ClusterError: A key is not a number.
-    """
+    """Return tokens by percentile, from ``of.percentiles`` of a file. Raises ClusterError if a key is no number."""
     found = {}
     for key, tokens in percentiles.items():
         try:

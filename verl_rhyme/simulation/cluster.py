@@ -13,7 +13,7 @@ from verl_rhyme.simulation.engine import Engine, Request
 class Cluster:
     """Event loop over engines and calls; events of equal times run in the order in which they were scheduled.
 
-    A caller that changes an engine must call :meth:`touch`.
+    A caller that changes an engine must call :meth:`reschedule`.
 
     Args:
         engines: Engines by name.
@@ -22,7 +22,6 @@ class Cluster:
 
     Attributes:
         now: Seconds.
-        events: Number of processed events.
     """
 
     def __init__(
@@ -33,7 +32,6 @@ class Cluster:
     ) -> None:
         self.engines = engines
         self.now = 0.0
-        self.events = 0
         self._done, self._occupied = done, occupied
         self._rows = dict.fromkeys(engines, 0)
         self._running = 0
@@ -45,7 +43,7 @@ class Cluster:
         """Schedule a call in ``after`` seconds."""
         self._push(self.now + after, None, what)
 
-    def touch(self, name: str) -> None:
+    def reschedule(self, name: str) -> None:
         """Reschedule the next event of an engine that has changed."""
         engine = self.engines[name]
         self._count_running(name, engine.running)
@@ -59,14 +57,12 @@ class Cluster:
             when, _, name, what = heapq.heappop(self._heap)
             if name is None:
                 self.now = when
-                self.events += 1
                 what()
             elif self._stamps[name] == what:
                 self.now = when
-                self.events += 1
                 for request in self.engines[name].step(when):
                     self._done(name, request)
-                self.touch(name)
+                self.reschedule(name)
 
     def _count_running(self, name: str, rows: int) -> None:
         change = rows - self._rows[name]

@@ -1,20 +1,18 @@
-"""Cluster files of ``verl-rhyme simulate``: a YAML file with a cluster and its workload.
+"""Cluster files of ``verl-rhyme simulate``: a YAML file with a cluster and its workload (docs/studies/simulation.md).
 
-:mod:`verl_rhyme.simulation.cluster_keys` has the keys and types. The run's options (``max_staleness``,
-``scheduling.*``, ...) are those of :mod:`verl_rhyme.config`, read by the same code. A replica's profile is a separate
-file (:mod:`verl_rhyme.planning.profile`).
+The run's options (``max_staleness``, ``scheduling.*``, ...) are those of :mod:`verl_rhyme.config`, read by the same
+code. A replica's profile is a separate file (:mod:`verl_rhyme.planning.profile`).
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, ConfigError, RhymeConfig, options, presets
@@ -25,10 +23,80 @@ from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.planning.profile import profile
 from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, plain, typed
 from verl_rhyme.scheduling.rules import Rules, of_options
-from verl_rhyme.simulation.cluster_keys import OPTIONS, ClusterFile, WorkloadFile
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Streaming
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
+
+@dataclass
+class ReplicasFile:
+    """``count`` replicas of one kind; ``slots`` and ``room`` override the profile's."""
+
+    count: int = MISSING
+    profile: str = MISSING
+    slots: int | None = None
+    room: float | None = None
+
+
+@dataclass
+class TrainingFile(TrainingCost):
+    """``gradients``: Whether streamed parts compute gradients, not only log-probabilities."""
+
+    gradients: bool = True
+
+
+@dataclass
+class WorkloadFile:
+    """Arguments of :class:`~verl_rhyme.simulation.workload.Lengths` and its ``epochs``."""
+
+    prompts: int = MISSING
+    samples: int = MISSING
+    epochs: int = 2
+    prompt_tokens: int = 512
+    response_limit: int = MISSING
+    percentiles: dict[Any, float] = MISSING
+    alike: float = 0.6
+    growth: float = 1.0
+    wander: float = 0.2
+    unseen: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class DraftsFile:
+    """:class:`~verl_rhyme.simulation.scenario.Drafts`."""
+
+    acceptance: list[float] = field(default_factory=lambda: [1.0])
+    overhead: float = 1.5
+
+
+@dataclass
+class ClusterFile:
+    """A cluster file; in addition to these keys it has the options in :data:`OPTIONS`."""
+
+    replicas: list[ReplicasFile] = MISSING
+    workload: WorkloadFile = field(default_factory=WorkloadFile)
+    batch_prompts: int = MISSING
+    preset: str | None = None
+    training: TrainingFile = field(default_factory=TrainingFile)
+    topology: str = "colocated"
+    drafts: DraftsFile = field(default_factory=DraftsFile)
+    forecasts: str = "history"
+    limit: int | None = None
+    updates: int | None = None
+
+
+#: Options of the run that the simulator ignores.
+_NOT_SIMULATED = (
+    *("scheduling.tool_timeout", "scheduling.order", "scheduling.lost_after", "placement.profile"),
+    *("streaming.elastic.min_replicas", "streaming.elastic.max_replicas"),
+)
+#: Options of the run allowed in the file, by their names in :mod:`verl_rhyme.config`.
+OPTIONS = tuple(
+    option
+    for option in options()
+    if option.name.partition(".")[0] in ("max_staleness", "scheduling", "placement", "streaming")
+    and option.name not in _NOT_SIMULATED
+)
 #: Sections of the file with options of the run.
 _SECTIONS = tuple(dict.fromkeys(option.name.partition(".")[0] for option in OPTIONS))
 #: verl's staleness bound in separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
@@ -44,12 +112,7 @@ _LEAST = {
 class Loaded:
     """A simulation, as read from a cluster file.
 
-    Attributes:
-        scenario: Cluster and rules.
-        prompts: Prompts in the order of the data loader.
-        updates: Number of training steps.
-        sources: Sources of the profiles' figures.
-        total: Prompts of all epochs.
+    ``prompts`` come in the order of the data loader, ``total`` of all epochs; ``sources`` are of the profiles' figures.
     """
 
     scenario: Scenario
@@ -60,15 +123,7 @@ class Loaded:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a cluster file.
-
-    Args:
-        path: Path of the YAML file.
-        overrides: ``key.in.it=value``; the key of a list element is its index, from 0.
-
-    Raises:
-        ClusterError: The file cannot be read, or a value is invalid.
-    """
+    """Read a cluster file, with overrides as of :func:`~verl_rhyme.planning.typed_yaml.plain`. Raises ClusterError."""
     tree = plain(path, overrides)
     own = {key: value for key, value in tree.items() if key not in _SECTIONS}
     _check_keys(own, path)
@@ -85,21 +140,15 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _check_keys(own: Mapping[str, Any], path: Path) -> None:
-    """Raise ClusterError for an unknown key."""
     known = [*(of.name for of in fields(ClusterFile)), *_SECTIONS]
     for key in own:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-            raise ClusterError(f"{path}: unknown key {key}: {hint}")
+            hint = nearest(key, known) or f"; known keys: {', '.join(known)}"
+            raise ClusterError(f"{path}: unknown key {key}{hint}")
 
 
 def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
-    """Return the run's options: those of the preset, overridden by the file's.
-
-    Raises:
-        ConfigError: An option is invalid or not simulated.
-    """
+    """Return the run's options: those of the preset, overridden by the file's."""
     preset = "off" if config.preset in (None, "False") else str(config.preset)  # YAML's off
     if preset not in PRESETS:
         raise ConfigError(f"preset must be {', '.join(PRESETS)}, not {preset!r}{nearest(preset, PRESETS)}")
@@ -120,10 +169,6 @@ def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
 
 
 def _check_bounds(config: ClusterFile, path: Path) -> None:
-    if not config.drafts.acceptance:
-        raise ClusterError(
-            f"{path}: drafts.acceptance is empty: give an acceptance length for each epoch, such as [1, 2], or drop it"
-        )
     bounds = [(key, attrgetter(key)(config), least) for key, least in _LEAST.items()]
     bounds += [(f"replicas.{i}.count", kind.count, 1) for i, kind in enumerate(config.replicas)]
     for key, value, least in bounds:
@@ -132,32 +177,30 @@ def _check_bounds(config: ClusterFile, path: Path) -> None:
 
 
 def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
-    costs: list[ReplicaCost] = []
-    sources, rooms = [], []
-    for kind in config.replicas:
-        cost, source, *_ = profile(kind.profile, path)
-        slots = cost.slots if kind.slots is None else kind.slots
-        room = cost.room if kind.room is None else kind.room
-        costs += [ReplicaCost(cost.step, cost.prefill, slots, room, cost.gpus)] * kind.count
-        rooms.append(room)
-        if source not in sources:
-            sources.append(source)
-    if not costs:
+    if not config.replicas:
         raise ClusterError(f"{path}: replicas is empty: add at least one kind of replica")
+    work = config.workload
+    largest, total = work.prompt_tokens + work.response_limit, work.prompts * work.epochs
+    costs: list[ReplicaCost] = []
+    sources: dict[str, None] = {}  # in order
+    for i, kind in enumerate(config.replicas):
+        cost, source, *_ = profile(kind.profile, path)
+        changes = {name: value for name in ("slots", "room") if (value := getattr(kind, name)) is not None}
+        cost = replace(cost, **changes)
+        costs += [cost] * kind.count
+        sources[source] = None
+        if cost.room < largest:
+            raise ClusterError(
+                f"{path}: replicas.{i} has KV cache for {cost.room:.0f} tokens, but a request may have {largest}: "
+                f"raise replicas.{i}.room, or lower workload.prompt_tokens or workload.response_limit"
+            )
     for name, value, values in (
         ("topology", config.topology, ("colocated", "separate")),
         ("forecasts", config.forecasts, ("history", "oracle", "none")),
     ):
         if value not in values:
             raise ClusterError(f"{path}: {name} must be {', '.join(values)}, not {value!r}")
-    work = config.workload
     prompts = _prompts(work, path)
-    largest, total = work.prompt_tokens + work.response_limit, work.prompts * work.epochs
-    if small := [i for i, room in enumerate(rooms) if room < largest]:
-        raise ClusterError(
-            f"{path}: replicas.{small[0]} has KV cache for {rooms[small[0]]:.0f} tokens, but a request may have "
-            f"{largest}: raise replicas.{small[0]}.room, or lower workload.prompt_tokens or workload.response_limit"
-        )
     updates = total // config.batch_prompts
     if not updates:
         raise ClusterError(
@@ -166,27 +209,27 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         )
     updates = updates if config.updates is None else min(updates, config.updates)
     Placement(run.placement.policy or "least_loaded", dict(run.placement.options))  # checks the options early
-    rules = _rules(config, run)
-    part = run.streaming.part if run.pipeline and config.topology == "separate" else None
+    drafts = Drafts(tuple(config.drafts.acceptance), config.drafts.overhead)
+    rules, streaming, min_starts = _rules(config, run), None, 1
+    if run.pipeline and config.topology == "separate" and run.streaming.part is not None:
+        streaming = Streaming(max(1, int(run.streaming.part * rules.batch_samples)), config.training.gradients)
+    if config.limit is not None:  # as in training
+        min_starts = max(1, (config.limit - sum(cost.slots for cost in costs)) // 2)
     scenario = Scenario(
         replicas=tuple(costs),
         rules=rules,
-        training=TrainingCost(**{name: value for name, value in vars(config.training).items() if name != "gradients"}),
-        streaming=None
-        if part is None
-        else Streaming(max(1, int(part * rules.batch_samples)), config.training.gradients),
+        training=config.training,
+        streaming=streaming,
         colocated=config.topology == "colocated",
         placement=run.placement.policy or "least_loaded",  # verl's router
         options=dict(run.placement.options),
-        drafts=_drafts(config),
+        drafts=drafts,
         limit=config.limit,
-        min_starts=1
-        if config.limit is None
-        else max(1, (config.limit - sum(cost.slots for cost in costs)) // 2),  # as in training
+        min_starts=min_starts,
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
     )
-    return Loaded(scenario, prompts, updates, sources, total)
+    return Loaded(scenario, prompts, updates, list(sources), total)
 
 
 def _prompts(work: WorkloadFile, path: Path) -> Iterator[Prompt]:
@@ -205,10 +248,6 @@ def verls_rules(batch_prompts: int, samples: int, *, separate: bool) -> Rules:
     if not separate:
         return rules
     return replace(rules, max_staleness=VERLS_STALENESS, in_flight=2, start_early=True, separate=True)
-
-
-def _drafts(config: ClusterFile) -> Drafts:
-    return Drafts(tuple(config.drafts.acceptance), config.drafts.overhead)
 
 
 def _rules(config: ClusterFile, run: RhymeConfig) -> Rules:

@@ -51,20 +51,13 @@ class Request(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A time span of a request in a slot, for plots.
-
-    Attributes:
-        request: Request in the slot.
-        began, ended: Seconds.
-        emitted: Response tokens at the end of the span.
-        why: Reason of the end: ``done``, ``preempted`` or ``withdrawn``.
-    """
+    """A time span of a request in a slot; ``reason`` of its end: ``done``, ``preempted`` or ``withdrawn``."""
 
     request: Request
     began: float
     ended: float
     emitted: float
-    why: str
+    reason: str
 
 
 @dataclass(slots=True)
@@ -95,9 +88,8 @@ class Engine:
         self._on_segment = on_segment
         self._now = self._steps = self._stall = 0.0
         self._cached = self._pace = self._drafts = 0.0  # sums over running requests
-        self._running: dict[Hashable, _Run] = {}
+        self._running: dict[Hashable, _Run] = {}  # in the order of admission
         self._ends: list[tuple[float, int, Hashable]] = []
-        self._admissions: list[tuple[int, Hashable]] = []
         self._queue: list[tuple[float, int, Request]] = []
         self._queued: dict[Hashable, tuple[int, Request]] = {}
         self._users: dict[Hashable, int] = {}  # running requests by prompt
@@ -108,12 +100,10 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Requests in slots."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._queued)
 
     @property
@@ -122,28 +112,18 @@ class Engine:
         return self._cached
 
     def names(self) -> list[Hashable]:
-        """Return the names of all requests, running and queued."""
         return [*self._running, *self._queued]
-
-    def emitted(self, name: Hashable) -> float:
-        """Return the response tokens of a running request at the last event."""
-        return self._emitted(self._running[name])
 
     # ---- events ----
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue a request, and admit it if possible."""
         self._advance(now)
         self._count += 1
         self._enqueue(request, self._count)
         self._admit()
 
     def withdraw(self, name: Hashable, now: float) -> tuple[Request, float]:
-        """Remove a request; return it with its response tokens.
-
-        Raises:
-            KeyError: The engine does not have it.
-        """
+        """Remove a request; return it with its response tokens."""
         self._advance(now)
         if name in self._queued:
             request = self._queued.pop(name)[1]
@@ -155,11 +135,7 @@ class Engine:
         return run.request, emitted
 
     def progress(self, name: Hashable, now: float) -> float:
-        """Return the response tokens of a request.
-
-        Raises:
-            KeyError: The engine does not have it.
-        """
+        """Return the response tokens of a request."""
         self._advance(now)
         return self._queued[name][1].emitted if name in self._queued else self._emitted(self._running[name])
 
@@ -261,9 +237,6 @@ class Engine:
             self._running[request.name] = run
             end = run.at + max(0.0, request.tokens - request.emitted) / request.pace
             heapq.heappush(self._ends, (end, run.admitted, request.name))
-            self._admissions.append((run.admitted, request.name))
-            if len(self._admissions) > 4 * self.cost.slots:
-                self._admissions = [(r.admitted, name) for name, r in self._running.items()]
             self._users[request.prompt] = self._users.get(request.prompt, 0) + 1
             self._kept.pop(request.prompt, None)
             self._cached += own
@@ -272,7 +245,7 @@ class Engine:
             self._stall += self.cost.prefill * (request.emitted + (0 if shared else request.prompt_tokens))
             self.recomputed += request.emitted
 
-    def _leave(self, run: _Run, why: str) -> None:
+    def _leave(self, run: _Run, reason: str) -> None:
         request, emitted = run.request, self._emitted(run)
         del self._running[request.name]
         self._cached -= emitted
@@ -288,15 +261,11 @@ class Engine:
         if not self._running:
             self._cached = self._pace = self._drafts = self._stall = 0.0
         if self._on_segment is not None:
-            self._on_segment(Segment(request, run.began, self._now, emitted, why))
+            self._on_segment(Segment(request, run.began, self._now, emitted, reason))
 
     def _preempt(self) -> None:
-        """Preempt the running request admitted last."""
-        while True:
-            admitted, name = self._admissions.pop()
-            run = self._running.get(name)
-            if run is not None and run.admitted == admitted:
-                break
+        """Preempt the request admitted last."""
+        run = self._running[next(reversed(self._running))]
         emitted = self._emitted(run)
         self._leave(run, "preempted")
         self.preempted += 1

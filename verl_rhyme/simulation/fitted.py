@@ -40,15 +40,7 @@ class Fitted:
 
 
 def fit(run: Run, name: str) -> Fitted:
-    """Fit costs to a run.
-
-    Args:
-        run: Event log of the run.
-        name: Name of the run.
-
-    Raises:
-        RunError: The log is too short, or lacks the times of requests.
-    """
+    """Fit costs to a run. Raises RunError if its log is too short, or lacks the times of requests."""
     try:
         steps = fit_steps(recorded.requests(run))
     except FitError as error:

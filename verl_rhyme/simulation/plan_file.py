@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,8 @@ from omegaconf import MISSING
 from omegaconf.errors import MissingMandatoryValue
 from scipy.special import ndtri
 
-from verl_rhyme.planning.planner import Objective, Problem
+from verl_rhyme.config.checks import nearest
+from verl_rhyme.planning.planner import Problem
 from verl_rhyme.planning.profile import Profile, profile
 from verl_rhyme.planning.sites import Links, Model, Pool
 from verl_rhyme.planning.times import Training, Work
@@ -29,30 +29,8 @@ _ALIKE = 1.1
 
 
 @dataclass
-class ModelFile:
-    """:class:`~verl_rhyme.planning.sites.Model`."""
-
-    parameters: float = MISSING
-    weight_bytes: float = 2.0
-
-
-@dataclass
-class TrainingKindFile:
-    """:class:`~verl_rhyme.planning.times.Training`."""
-
-    token: float = MISSING
-    update: float = 0.0
-    copy_gpus: int = 1
-    reserve: float = 0.0
-
-
-@dataclass
 class KindFile:
-    """A kind of GPU, for :class:`~verl_rhyme.planning.sites.Pool`.
-
-    ``profiles`` has one profile for each tensor parallel size of generation. ``training`` is null if the kind does not
-    train.
-    """
+    """A kind of GPU, for :class:`~verl_rhyme.planning.sites.Pool`, with a profile for each tensor parallel size."""
 
     name: str = MISSING
     memory: float = MISSING
@@ -60,7 +38,7 @@ class KindFile:
     gpus_per_node: int = 8
     utilization: float = 0.8
     profiles: list[str] = field(default_factory=list)
-    training: TrainingKindFile | None = None
+    training: Training | None = None
 
 
 @dataclass
@@ -116,7 +94,7 @@ class PlanFile:
     kinds: list[KindFile] = MISSING
     sites: list[SiteFile] = MISSING
     links: list[LinkFile] = field(default_factory=list)
-    model: ModelFile = field(default_factory=ModelFile)
+    model: Model = MISSING
     batch: BatchFile = field(default_factory=BatchFile)
     drafts: PlanDraftsFile = field(default_factory=PlanDraftsFile)
     max_staleness: int | None = None
@@ -128,31 +106,17 @@ class PlanFile:
 
 @dataclass(frozen=True)
 class LoadedPlan:
-    """A planning problem, as read from a plan file.
-
-    Attributes:
-        problem, objective, slowest: Arguments of :func:`~verl_rhyme.planning.planner.plan`.
-        max_staleness: Staleness bound to plan for; ``None`` to compare bounds.
-        sources: Sources of the profiles' figures, by kind and tensor parallel size.
+    """A plan file: its problem, whether to compare staleness bounds because it has none, and the sources of the
+    profiles' figures by kind and tensor parallel size.
     """
 
     problem: Problem
-    objective: Objective
-    slowest: float
-    max_staleness: int | None
+    compare_bounds: bool
     sources: dict[str, str]
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> LoadedPlan:
-    """Read a plan file.
-
-    Args:
-        path: Path of the YAML file.
-        overrides: ``key.in.it=value``; the key of a list element is its index, from 0.
-
-    Raises:
-        ClusterError: The file cannot be read, or a value is invalid.
-    """
+    """Read a plan file, with overrides as of :func:`~verl_rhyme.planning.typed_yaml.plain`. Raises ClusterError."""
     config: PlanFile = read(PlanFile, path, overrides)
     try:
         return _loaded(config, path)
@@ -178,7 +142,9 @@ def _loaded(config: PlanFile, path: Path) -> LoadedPlan:
     pools, seen = [], set[tuple[str, str]]()
     for i, site in enumerate(config.sites):
         if site.kind not in kinds:
-            raise ClusterError(f"{path}: sites.{i}.kind={site.kind} is not in kinds: {_meant(site.kind, kinds)}")
+            raise ClusterError(
+                f"{path}: sites.{i}.kind={site.kind} is not in kinds ({', '.join(kinds)}){nearest(site.kind, kinds)}"
+            )
         if (site.name, site.kind) in seen:
             raise ClusterError(f"{path}: sites.{i}: {site.kind} at {site.name} is listed twice: add up their gpus")
         seen.add((site.name, site.kind))
@@ -188,20 +154,21 @@ def _loaded(config: PlanFile, path: Path) -> LoadedPlan:
                 f"{path}: {site.kind} generates at {site.name} but has no profile: add one to kinds.profiles of "
                 f"{site.kind} (verl-rhyme profile makes one), or set sites.{i}.rollout=false"
             )
-        training = Training(**vars(kind.training)) if kind.training is not None and site.training else None
+        training = kind.training if site.training else None
         of = kind.gpus_per_node, kind.memory, kind.price, kind.utilization
         pools.append(Pool(site.name, site.kind, site.gpus, *of, costs[site.kind] if site.rollout else {}, training))
     problem = Problem(
         pools,
-        Model(config.model.parameters, config.model.weight_bytes),
+        config.model,
         _work(config.batch, path),
         1 if config.max_staleness is None else config.max_staleness,
         config.sync,
         config.copy,
         Links(_links(config, {site.name for site in config.sites}, path)),
+        config.objective,  # type: ignore[arg-type]
+        math.inf if config.slowest is None else config.slowest,
     )
-    slowest = math.inf if config.slowest is None else config.slowest
-    return LoadedPlan(problem, config.objective, slowest, config.max_staleness, sources)  # type: ignore[arg-type]
+    return LoadedPlan(problem, config.max_staleness is None, sources)
 
 
 def _check(config: PlanFile, path: Path) -> None:
@@ -222,11 +189,7 @@ def _by_name(kinds: list[KindFile], path: Path) -> dict[str, KindFile]:
 
 
 def _check_model(parameters: float, profiles: Iterable[Profile], where: str, path: Path) -> None:
-    """Check that the profiles are of the planned model.
-
-    Raises:
-        ClusterError: A profile is of another model.
-    """
+    """Check that the profiles are of the planned model."""
     for measured in profiles:
         if measured.parameters is not None and not 1 / _ALIKE < parameters / measured.parameters < _ALIKE:
             raise ClusterError(
@@ -256,7 +219,7 @@ def _links(config: PlanFile, sites: set[str], path: Path) -> dict[frozenset[str]
             raise ClusterError(f"{path}: links.{i}.between must be two sites, such as [east, west], not {link.between}")
         for name in link.between:
             if name not in sites:
-                raise ClusterError(f"{path}: links.{i}.between: {name} is not in sites: {_meant(name, sites)}")
+                raise ClusterError(f"{path}: links.{i}.between: {name} is not in sites{nearest(name, sites)}")
         if not 0 < link.gbps < math.inf:
             raise ClusterError(f"{path}: links.{i}.gbps must be above 0 and finite, not {link.gbps}")
         speeds[frozenset(link.between)] = link.gbps * 1e9 / 8
@@ -284,9 +247,3 @@ def _work(batch: BatchFile, path: Path) -> Work:
     except recorded.RunError as error:
         raise ClusterError(f"{path}: batch.lengths.run={batch.lengths.run}: {error}") from error
     return Work(lengths, samples, batch.samples, tokens)
-
-
-def _meant(name: str, known: object) -> str:
-    names = sorted(known)  # type: ignore[call-overload]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"

@@ -43,14 +43,7 @@ class Run:
 
 
 def read(run: str | os.PathLike[str]) -> Run:
-    """Read the event log of a run.
-
-    Args:
-        run: Folder of the run, of its checkpoints, or of its event log.
-
-    Raises:
-        RunError: The folder has no event log.
-    """
+    """Read the event log in the folder of a run, of its checkpoints, or of the log. Raises RunError without one."""
     top = Path(run)
     if not top.is_dir():
         raise RunError(f"{top} is not a folder: pass a run folder, such as runs/tiny_cpu/histospec-qwen2-fsdp-sync")
@@ -92,11 +85,7 @@ _TIMES = ("queued_at", "started_at", "finished_at")
 
 
 def requests(run: Run) -> Requests:
-    """Return the requests for fitting a cost model.
-
-    Raises:
-        RunError: No request has start and end times.
-    """
+    """Return the requests for fitting a cost model. Raises RunError if none has start and end times."""
     columns = run.requests
     known = np.isfinite(columns["started_at"]) & np.isfinite(columns["finished_at"])
     if not known.any():
@@ -128,11 +117,7 @@ def requests(run: Run) -> Requests:
 
 
 def lengths(run: Run) -> tuple[npt.NDArray[np.float64], float]:
-    """Return the tokens of each trained response, and the mean tokens of a prompt.
-
-    Raises:
-        RunError: No trained response has a length.
-    """
+    """Return the tokens of each trained response, and the mean tokens of a prompt. Raises RunError without any."""
     kept = run.requests["trained"] & ~run.requests["validate"]
     columns = {name: run.requests[name][kept] for name in ("uid", "sample", "prompt_tokens", "response_tokens")}
     sample = _numbered([*zip(columns["uid"].tolist(), columns["sample"].tolist(), strict=True)])

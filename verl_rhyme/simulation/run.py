@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import numpy as np
@@ -32,8 +32,6 @@ from verl_rhyme.simulation.workload import Prompt
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample in flight."""
-
     attempt: Attempt
     prompt: Prompt
     needs: int = 0  # minimum policy version
@@ -46,6 +44,16 @@ class _Sample:
     def first(self) -> int:
         """Version of its oldest token."""
         return self.started if self.first_version is None else min(self.first_version, self.started)
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A prompt in the ledger."""
+
+    prompt: Prompt
+    unfinished: int  # samples
+    texts: dict[int, int] = field(default_factory=dict)  # tokens that each sample can draft from
+    latest: float = 0.0  # end of its latest finished sample
 
 
 class Simulation:
@@ -61,7 +69,6 @@ class Simulation:
         steps: Finished steps.
         cluster: Clock and engines.
         expectations: Length forecasts.
-        trained: Tokens of each response of the last update batch.
     """
 
     def __init__(
@@ -74,7 +81,6 @@ class Simulation:
         self.scenario = scenario
         self.expectations = Expectations(scenario.response_limit)
         self.steps: list[Step] = []
-        self.trained: list[int] = []
         self.rollout = Rollout(scenario.rules)
         seed = {"seed": 0} if scenario.placement == "least_loaded" else {}  # reproducible runs
         self.placement = Placement(scenario.placement, {**seed, **scenario.options}, cost=scenario.replicas[0])
@@ -82,10 +88,7 @@ class Simulation:
         self.dispatch = Dispatch(self.rollout, self._lengths, planned, self._prompt_tokens)
         self._trainer = Trainer(scenario.training, scenario.streaming)
         self._prompts: Iterator[Prompt] = iter(prompts)
-        self._loaded: dict[str, Prompt] = {}
-        self._open: dict[str, int] = {}  # unfinished samples by prompt
-        self._texts: dict[str, dict[int, int]] = {}  # tokens that each sample of a prompt can draft from
-        self._latest: dict[str, float] = {}  # end of the latest finished sample by prompt
+        self._loaded: dict[str, _Loaded] = {}
         self._under_way: dict[str, _Sample] = {}  # samples in flight by attempt
         self._seen: dict[str, int] = {}
         self._updates = updates
@@ -149,15 +152,13 @@ class Simulation:
             for prompt in self._prompts:
                 uid = str(self._count_loaded)
                 self._count_loaded += 1
-                self._loaded[uid] = prompt
-                self._open[uid] = len(prompt.lengths)
-                self._texts[uid] = {}
+                self._loaded[uid] = _Loaded(prompt, len(prompt.lengths))
                 loaded.append((uid, len(prompt.lengths)))
                 if len(loaded) == wanted:
                     break
             self._exhausted = len(loaded) < wanted
             self.rollout.add_prompts(loaded)
-            prompts = {uid: self._loaded[uid] for uid, _ in loaded}
+            prompts = {uid: self._loaded[uid].prompt for uid, _ in loaded}
             expected = self.expectations.add_prompts({uid: prompt.key for uid, prompt in prompts.items()})
             if self.scenario.forecasts == "oracle":
                 expected = {uid: float(prompt.lengths.mean()) for uid, prompt in prompts.items()}
@@ -178,7 +179,7 @@ class Simulation:
             return self.expectations.lengths([uid for uid, _ in samples], had)
         if self.scenario.forecasts == "none":
             return None
-        tokens = np.array([int(self._loaded[uid].lengths[number]) for uid, number in samples], np.int64)
+        tokens = np.array([int(self._loaded[uid].prompt.lengths[number]) for uid, number in samples], np.int64)
         return Forecast(tokens, tokens)
 
     def _prompt_tokens(self, uids: Sequence[str]) -> list[int]:
@@ -186,14 +187,15 @@ class Simulation:
         if self.scenario.forecasts == "none":
             return [0] * len(uids)
         if self.scenario.forecasts == "oracle":
-            return [self._loaded[uid].tokens for uid in uids]
+            return [self._loaded[uid].prompt.tokens for uid in uids]
         return self.expectations.prompt_tokens(uids)
 
     def _start(self, starts: list[Start]) -> None:
         touched = set()
         for start in starts:
             attempt, assignment = Attempt.named(start.name), start.assignment
-            prompt = self._loaded[attempt.uid]
+            loaded = self._loaded[attempt.uid]
+            prompt = loaded.prompt
             before = self._under_way.pop(start.predecessor, None) if start.predecessor else None
             sample = _Sample(attempt, prompt, assignment.oldest_version)
             if start.partial and before is not None:
@@ -202,7 +204,7 @@ class Simulation:
             sample.started = max(self._versions[replica], assignment.oldest_version)
             self._under_way[start.name] = sample
             length = int(prompt.lengths[attempt.number])
-            text = self._texts[attempt.uid].get(attempt.number, 0) if self.scenario.redrafts else 0
+            text = loaded.texts.get(attempt.number, 0) if self.scenario.redrafts else 0
             drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), length, text)
             request = Request(
                 *(start.name, prompt.key, prompt.tokens, length, sample.kept, assignment.priority, *drafts),
@@ -211,7 +213,7 @@ class Simulation:
             touched.add(replica)
         for replica in touched:
             self._update_if_idle(replica)
-            self.cluster.touch(replica)
+            self.cluster.reschedule(replica)
 
     def _submit(self, replica: str, version: int, request: Request) -> None:
         """Submit a request; it waits while the replica has an older version than it needs."""
@@ -234,7 +236,7 @@ class Simulation:
         for version, request in waited.values():
             self._submit(replica, version, request)
         if waited:
-            self.cluster.touch(replica)
+            self.cluster.reschedule(replica)
 
     def _route(self, start: Start, attempt: Attempt, prompt: Prompt) -> str:
         """Choose a replica, as the router does."""
@@ -283,7 +285,7 @@ class Simulation:
         for each in (left, replica):
             if each in self.cluster.engines:
                 self._update_if_idle(each)
-                self.cluster.touch(each)
+                self.cluster.reschedule(each)
         sample.replica, sample.kept = replica, had
         sample.started = max(self._versions[replica], sample.needs)
 
@@ -296,10 +298,11 @@ class Simulation:
         self.rollout.ended(Ended(name, "generated", tokens, sample.first))
         self.expectations.set_prompt_tokens(uid, prompt.tokens)
         self.expectations.generated(uid, number, tokens)
-        self._open[uid] -= 1
-        self._texts[uid][number] = tokens
-        self._latest[uid] = self.cluster.now
-        if not self._open[uid]:
+        loaded = self._loaded[uid]
+        loaded.unfinished -= 1
+        loaded.texts[number] = tokens
+        loaded.latest = self.cluster.now
+        if not loaded.unfinished:
             self._seen[prompt.key] = self._seen.get(prompt.key, 0) + 1
         if self.scenario.training.reward:
             self.cluster.call(self.scenario.training.reward, lambda: self._rewarded(name))
@@ -331,32 +334,31 @@ class Simulation:
         if self._stops and not self._stopped:
             self._stopped = True
             self._interrupt()
-        if not self.scenario.rests:
+        if not self.scenario.pauses:
             self._record_occupancy()
         else:  # as in training, the bubble's time span ends with the last request, which may have ended just now
             for replica in self.cluster.engines:
-                self.cluster.touch(replica)
+                self.cluster.reschedule(replica)
         bubble = self._occupancy.end_interval()
         batch = self.rollout.take()
         self._training = True
-        self.trained, stale = batch.collected.lengths, batch.collected.group_staleness
-        ahead = self.cluster.now - max(self._latest.get(uid, 0.0) for uid, _ in batch.collected.samples)
+        stale, uids = batch.collected.group_staleness, [uid for uid, _ in batch.collected.samples]
+        ahead = self.cluster.now - max(self._loaded[uid].latest for uid in uids)
         self.expectations.retain(self.rollout.needs_prompt)
         self.dispatch.retain(self.rollout.needs_prompt)
         tokens = sum(batch.collected.lengths)
         collected, began = self.cluster.now, self._began
-        prompts = sum(self._loaded[uid].tokens for uid, _ in batch.collected.samples)
+        prompts = sum(self._loaded[uid].prompt.tokens for uid in uids)
         seconds, parts, rest = self._trainer.update(tokens + prompts)
-        for uid in {uid for uid, _ in batch.collected.samples}:
+        for uid in set(uids):
             if uid not in scheduler.ledger:
-                del self._loaded[uid], self._open[uid], self._texts[uid]
-                self._latest.pop(uid, None)
+                del self._loaded[uid]
 
         def ended() -> None:
             self._began = self.cluster.now
             self.steps.append(
                 Step(
-                    *(batch.version, began, collected, self._began, tokens, len(batch.collected.samples)),
+                    *(batch.version, began, collected, self._began, tokens, len(uids)),
                     *(batch.counts.wasted_tokens, bubble, len(stale), fmean(stale), max(stale)),
                     self.expectations.measures(),
                     parts=parts,
@@ -366,13 +368,13 @@ class Simulation:
             )
             self._on_step(self.steps[-1])
             version = self._version = self._version + 1
-            if left := self.scenario.training.sync - self.scenario.held:  # parts of the next batch train meanwhile
+            if left := self.scenario.training.sync - self.scenario.blocked_s:  # parts of the next batch train meanwhile
                 self.cluster.call(left, lambda: self._take(version))
             else:
                 self._arrive(version)
             self._publish()
 
-        self.cluster.call(seconds + self.scenario.held, ended)
+        self.cluster.call(seconds + self.scenario.blocked_s, ended)
         if rules.starts_through_training:
             self._dispatch()
 
@@ -382,7 +384,9 @@ class Simulation:
             return
         attempts = [Attempt.named(name) for name in names]
         ledger = self.rollout.scheduler.ledger
-        tokens = sum(ledger.prompt(a.uid).samples[a.number].tokens + self._loaded[a.uid].tokens for a in attempts)
+        tokens = sum(
+            ledger.prompt(a.uid).samples[a.number].tokens + self._loaded[a.uid].prompt.tokens for a in attempts
+        )
 
         def through() -> None:
             self._trainer.through()
@@ -405,10 +409,10 @@ class Simulation:
                 self._release(name, sample)
                 if tokens:
                     sample.first_version = sample.first
-                self._texts[sample.attempt.uid][sample.attempt.number] = tokens
+                self._loaded[sample.attempt.uid].texts[sample.attempt.number] = tokens
                 sample.kept = emitted
                 self.rollout.ended(Ended(name, "interrupted", tokens, sample.first_version if tokens else None))
-            self.cluster.touch(replica)
+            self.cluster.reschedule(replica)
 
     def _arrive(self, version: int) -> None:
         """Make a version available to the engines."""
@@ -419,12 +423,11 @@ class Simulation:
         for replica in self.cluster.engines:
             if finishes:
                 self._update_if_idle(replica)
-                self.cluster.touch(replica)
+                self.cluster.reschedule(replica)
             else:
                 self._set_newest_version(replica)
 
     def _take(self, version: int) -> None:
-        """Make a published version available to the engines."""
         self._arrive(version)
         self._after_start()
 
@@ -444,7 +447,7 @@ class Simulation:
 
     def _begin(self) -> None:
         """Send the first requests of a version to the engines."""
-        if self.scenario.rests:
+        if self.scenario.pauses:
             self._record_occupancy()
             self._occupancy.end_interval()
         self._dispatch()
@@ -461,8 +464,7 @@ class Simulation:
             engine.withdraw(name, self.cluster.now)
             self._release(name, sample)
             self._update_if_idle(sample.replica)
-            self.cluster.touch(sample.replica)
+            self.cluster.reschedule(sample.replica)
 
     def _record_occupancy(self) -> None:
-        """Record the occupancy until now."""
         self._occupancy.set_running(self.cluster.now, sum(engine.running for engine in self.cluster.engines.values()))

@@ -30,15 +30,16 @@ class Drafts:
 
     def __post_init__(self) -> None:
         if not self.acceptance or not all(1 <= value < math.inf for value in (*self.acceptance, self.overhead)):
-            raise ValueError(f"acceptance lengths and overhead of drafts must be at least 1, not {self}")
+            raise ValueError(
+                "drafts.acceptance must be one or more acceptance lengths, such as [1, 2], and like drafts.overhead at "
+                f"least 1, not {self.acceptance} and {self.overhead}"
+            )
 
     def of(self, seen: int, tokens: float, text: float = 0.0) -> tuple[float, float]:
         """Return the tokens and the draft tokens per step of a response.
 
-        Args:
-            seen: Number of earlier visits of the prompt.
-            tokens: Length of the response.
-            text: Tokens of the response that are regenerated with their earlier text as draft.
+        ``seen`` are earlier visits of the prompt, ``tokens`` the response's length; of these, ``text`` are regenerated
+        with their earlier text as draft.
         """
         pace = self.acceptance[min(seen, len(self.acceptance) - 1)]
         drafts = (pace - 1) * self.overhead
@@ -49,11 +50,8 @@ class Drafts:
 
 
 class Streaming(NamedTuple):
-    """Training of parts during the rollout (:class:`~verl_rhyme.config.StreamingConfig`).
-
-    Attributes:
-        samples: Minimum samples of a part.
-        update: Whether parts compute gradients, not only log-probabilities.
+    """Training of parts during the rollout: minimum samples of a part, and whether parts compute gradients, not only
+    log-probabilities.
     """
 
     samples: int
@@ -104,24 +102,18 @@ class Scenario:
         return fillable_slots(sum(cost.slots for cost in self.replicas), self.rules.samples_in_flight)
 
     @property
-    def held(self) -> float:
+    def blocked_s(self) -> float:
         """Seconds for which the trainer waits for the publication of a version."""
-        return self.training.held(self.rules.one_by_one)
+        return self.training.blocked_s(self.rules.one_by_one)
 
     @property
-    def rests(self) -> bool:
+    def pauses(self) -> bool:
         """Whether engines are idle while the actor trains, so that the bubble ratio is of rollouts."""
         return self.colocated or not self.rules.starts_through_training
 
 
 class Part(NamedTuple):
-    """A part of an update batch, trained before the batch was complete.
-
-    Attributes:
-        began, ended: Seconds.
-        samples: Number of samples.
-        tokens: Tokens of their prompts and responses.
-    """
+    """A part of a batch, trained before the batch was complete; ``tokens`` are of prompts and responses."""
 
     began: float
     ended: float
@@ -168,17 +160,17 @@ class Step:
         return self.ended - self.began
 
     @property
-    def in_parts(self) -> float:
+    def parts_s(self) -> float:
         """Seconds that the trainer spent on parts during the rollout."""
         return sum(part.ended - part.began for part in self.parts)
 
     @property
-    def waited(self) -> float:
+    def idle_s(self) -> float:
         """Seconds that the trainer waited idle for the batch."""
-        return self.rollout - self.in_parts
+        return self.rollout - self.parts_s
 
     @property
-    def early(self) -> float:
+    def early_share(self) -> float:
         """Share of the samples that were trained in parts."""
         return sum(part.samples for part in self.parts) / max(1, self.samples)
 

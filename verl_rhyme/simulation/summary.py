@@ -20,8 +20,8 @@ def row(step: Step) -> dict[str, Any]:
     """Return a step as one flat object; forecasts are under ``lengths/``, ``parts`` is a number."""
     flat = asdict(step)
     lengths = flat.pop("lengths")
-    times = {"rollout": step.rollout, "waited": step.waited, "seconds": step.seconds, "tokens_per_s": _rate(step)}
-    parts = {"parts": len(step.parts), "in_parts": step.in_parts, "early": step.early}
+    times = {"rollout": step.rollout, "waited": step.idle_s, "seconds": step.seconds, "tokens_per_s": _rate(step)}
+    parts = {"parts": len(step.parts), "in_parts": step.parts_s, "early": step.early_share}
     return {**flat, **times, **parts, **{f"lengths/{name}": value for name, value in lengths.items()}}
 
 
@@ -29,10 +29,10 @@ def cells(step: Step) -> list[str]:
     """Return the cells of a step in :data:`COLUMNS`."""
     correlation = step.lengths.get("rank_correlation")
     return [
-        f"{step.waited:.1f}",
+        f"{step.idle_s:.1f}",
         f"{step.seconds:.1f}",
         f"{_rate(step):.0f}",
-        f"{step.early:.0%}" if step.parts else "",
+        f"{step.early_share:.0%}" if step.parts else "",
         f"{step.bubble:.3f}",
         f"{step.wasted / max(1, step.tokens + step.wasted):.0%}",
         f"{step.staleness_mean:.1f} ({step.staleness_max})",
@@ -45,7 +45,7 @@ def _rate(step: Step) -> float:
     return step.tokens / step.seconds if step.seconds else 0.0
 
 
-def whole(simulation: Simulation) -> dict[str, Any]:
+def totals(simulation: Simulation) -> dict[str, Any]:
     """Return the statistics of all steps.
 
     ``tokens_per_s`` are trained tokens over rollout and training. ``staleness_*`` are of the oldest token of each
@@ -56,10 +56,10 @@ def whole(simulation: Simulation) -> dict[str, Any]:
     seconds = [step.seconds for step in steps]
     span = steps[-1].ended - steps[0].began
     weights = np.array([step.rollout for step in steps])
-    if not simulation.scenario.rests:  # a step's ratio covers the time since the last collection
+    if not simulation.scenario.pauses:  # a step's ratio covers the time since the last collection
         weights = np.diff([steps[0].began, *(step.collected for step in steps)])
-    held = simulation.scenario.held
-    parts, waited = (sum(getattr(step, name) for step in steps) for name in ("in_parts", "waited"))
+    held = simulation.scenario.blocked_s
+    parts, waited = (sum(getattr(step, name) for step in steps) for name in ("parts_s", "idle_s"))
     synced = sum(min(held, step.ended - step.collected) for step in steps)
     times = {"waiting": waited, "parts": parts, "training": span - waited - parts - synced, "weights": synced}
     return {
@@ -73,7 +73,7 @@ def whole(simulation: Simulation) -> dict[str, Any]:
         "wasted": wasted / max(1, tokens + wasted),
         "staleness_mean": float(np.average([step.staleness_mean for step in steps], weights=[s.groups for s in steps])),
         "staleness_max": max(step.staleness_max for step in steps),
-        "early": float(np.mean([step.early for step in steps])),
+        "early": float(np.mean([step.early_share for step in steps])),
         **{f"trainer_{name}": spent / span if span else 0.0 for name, spent in times.items()},
         "preempted": sum(engine.preempted for engine in engines),
         "recomputed_tokens": round(sum(engine.recomputed for engine in engines)),
@@ -84,7 +84,7 @@ def whole(simulation: Simulation) -> dict[str, Any]:
 
 def lines(simulation: Simulation) -> list[str]:
     """Return the statistics of all steps as sentences."""
-    stats = whole(simulation)
+    stats = totals(simulation)
     names = {
         "waiting": "waiting",
         "parts": "training parts",

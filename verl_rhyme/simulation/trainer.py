@@ -12,15 +12,7 @@ from verl_rhyme.simulation.scenario import Part, Streaming
 
 
 class Trainer:
-    """The simulated trainer.
-
-    Args:
-        cost: Costs of training.
-        streaming: Options of parts; ``None`` for no parts.
-
-    Attributes:
-        busy: Whether it is training a part.
-    """
+    """The simulated trainer; it trains parts if it has ``streaming`` options. ``busy``: it is training a part."""
 
     def __init__(self, cost: TrainingCost, streaming: Streaming | None) -> None:
         self._cost, self._streaming = cost, streaming
@@ -42,7 +34,6 @@ class Trainer:
         return seconds
 
     def through(self) -> None:
-        """Finish the part."""
         self.busy = False
 
     def update(self, tokens: int) -> tuple[float, tuple[Part, ...], int]:

@@ -31,8 +31,7 @@ from verl_rhyme.trainer import checkpoints
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.observers import Observer, Step
 from verl_rhyme.trainer.recorder import Recorder
-from verl_rhyme.weights.kept_group import kept
-from verl_rhyme.weights.manager import RelayManager, relayed
+from verl_rhyme.weights.manager import RelayManager, choose_manager
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ class RhymeTrainerMixin(PPOTrainer):
         super()._setup()
         for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter with separate engines
             if (weights := getattr(self, name, None)) is not None:
-                ours = kept(relayed(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout))
+                ours = choose_manager(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout)
                 setattr(self, name, Outliving(ours))
         router = self._router()
         if router is not None:

@@ -76,12 +76,13 @@ class ReplicaAdvisor(Observer):
         if self._elastic is None:
             limits = self._limits
             self._elastic = Elastic(self._predict, min(max(replicas, limits.least), limits.most), limits)
-        self._elastic.changed(replicas)
+        self._elastic.set_units(replicas)
         advice = self._elastic.observe(step - ahead, step - waited)
         if advice.change and advice.change != self._logged:
             logger.info(
                 "%d replicas: %s would be better (generation %+.1f s against training, %.1f s a replica): %s",
-                *(replicas, "one more" if advice.change > 0 else "one less", advice.delta, advice.saving, advice.why),
+                *(replicas, "one more" if advice.change > 0 else "one less"),
+                *(advice.delta, advice.saving, advice.reason),
             )
         self._logged = self.advice = advice.change
         return {names.STREAM_BEHIND: advice.delta, names.STREAM_ELASTIC: float(advice.change)}

@@ -136,7 +136,7 @@ class Separate(Topology):
 
     def sync_weights(self) -> None:
         if isinstance(self._engines, RelayManager):
-            self._over_deaths(self._engines.settle)
+            self._over_deaths(self._engines.finish_deliveries)
 
     def stop(self) -> None:
         self._over_deaths(super().stop)

@@ -106,8 +106,7 @@ def decode(coded: Bytes, size: int, base: Bytes | None = None) -> Bytes:
     return np.concatenate([words.view(np.uint8), tail])
 
 
-def differs(coded: Bytes) -> bool:
-    """Whether a coded chunk is the difference from another version."""
+def is_difference(coded: Bytes) -> bool:
     return int(coded[0]) in (Form.DELTA, Form.GAPS)
 
 

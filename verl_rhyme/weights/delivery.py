@@ -18,7 +18,7 @@ _LOAD_S = 1800.0
 
 @dataclass(frozen=True)
 class Target:
-    """The part of a replica that weight updates need: its rank, and handles of its servers and workers."""
+    """The part of a replica that weight updates need: its rank, servers and workers."""
 
     rank: int
     servers: tuple[Any, ...]
@@ -29,15 +29,13 @@ class Target:
         """Make the target of verl's ``RolloutReplica``, which itself would pickle vLLM and the whole config."""
         return cls(replica.replica_rank, tuple(replica.servers), tuple(replica.workers))
 
-    async def idle(self) -> None:
-        """Wait until the replica has no running requests."""
+    async def wait_idle(self) -> None:
         await self.servers[0].idle.remote()
 
     async def load(self, version: int) -> None:
         """Abort running requests and load a version, in the order of verl's manager and of vLLM's replica.
 
-        Raises:
-            RayError, TimeoutError: The load failed. The replica is killed: its engine may hold half of the version.
+        A replica whose load fails is killed: its engine may hold half of the version.
         """
         await self._all("abort_all_requests")
         await self._all("release_kv_cache")
@@ -45,13 +43,13 @@ class Target:
             updates = [worker.update_weights.remote(global_steps=version) for worker in self.workers]
             await asyncio.wait_for(_every(updates), _LOAD_S)
         except Exception:
-            self.end()
+            self.kill()
             raise
         await self._all("resume_kv_cache")
         await self.servers[0].resume_engine_generation.remote()
         await self._all("open_submission_gate")
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill the replica's actors; it is then replaced like a dead one."""
         for actor in (*self.servers, *self.workers):
             ray.kill(actor)
@@ -64,15 +62,15 @@ class Delivery:
     """Weight updates of one replica.
 
     Args:
-        here: Context that waits until a version is on the replica's node and keeps it there during the load.
+        on_node: Context that waits until a version is on the replica's node and keeps it there during the load.
     """
 
-    def __init__(self, here: Callable[[int], AbstractAsyncContextManager[None]]) -> None:
-        self._here = here
+    def __init__(self, on_node: Callable[[int], AbstractAsyncContextManager[None]]) -> None:
+        self._on_node = on_node
         self._lock, self._hurry = asyncio.Lock(), asyncio.Event()
-        self._wanted = self._urgent = self._served = -1
+        self._wanted = self._urgent = self._loaded = -1
 
-    async def take(self, replica: Target, version: int, patient: bool) -> None:
+    async def update(self, replica: Target, version: int, patient: bool) -> None:
         """Load a version, or a newer one that was requested meanwhile.
 
         Args:
@@ -83,30 +81,30 @@ class Delivery:
 
         Raises:
             WeightsError: The newest requested version did not reach the node.
-            RayError, TimeoutError: See :meth:`Target.load`.
+            RayError, TimeoutError: The load failed.
         """
         self._wanted = max(self._wanted, version)
         if not patient:
             self._urgent = max(self._urgent, version)
             self._hurry.set()
         async with self._lock:
-            if self._served < version and patient:
-                await _first(replica.idle(), self._hurry)
-            while self._served < version:  # else another call has loaded it
+            if self._loaded < version and patient:
+                await _first(replica.wait_idle(), self._hurry.wait())
+            while self._loaded < version:  # else another call has loaded it
                 newest = self._wanted
                 try:
-                    async with self._here(newest):
+                    async with self._on_node(newest):
                         await replica.load(newest)
-                        self._served = newest
+                        self._loaded = newest
                 except WeightsError:
                     if newest == self._wanted:
                         raise  # else a newer version replaced it before it arrived
-            if self._urgent <= self._served:
+            if self._urgent <= self._loaded:
                 self._hurry.clear()
 
-    def forget(self, version: int) -> None:
+    def invalidate(self, version: int) -> None:
         """Note that a version is written again and must be loaded again."""
-        self._served = min(self._served, version - 1)
+        self._loaded = min(self._loaded, version - 1)
 
 
 async def _every(calls: Iterable[Awaitable[Any]]) -> None:
@@ -116,9 +114,9 @@ async def _every(calls: Iterable[Awaitable[Any]]) -> None:
             raise result
 
 
-async def _first(idle: Awaitable[None], hurry: asyncio.Event) -> None:
-    """Wait until the replica is idle or ``hurry`` is set."""
-    waits: set[asyncio.Future[Any]] = {asyncio.ensure_future(idle), asyncio.ensure_future(hurry.wait())}
+async def _first(*calls: Awaitable[Any]) -> None:
+    """Wait for the first of some calls, cancel the others, and raise its error."""
+    waits = [asyncio.ensure_future(call) for call in calls]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in done:

@@ -14,7 +14,8 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.utils.device import get_device_id, get_device_name
 
 from verl_rhyme.weights import BACKEND
-from verl_rhyme.weights.folder import PART_BYTES, Folder
+from verl_rhyme.weights.folder import Folder
+from verl_rhyme.weights.writer import PART_BYTES, Writer
 
 #: Seconds for which a worker waits for a version to arrive on its node.
 _TIMEOUT_S = 600.0
@@ -23,7 +24,7 @@ _PAUSE_S = 0.02
 _WIDE = re.compile(r"(^|\.)(gate|router)(\.|$)|_scale")
 
 
-def narrowed(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Cast a tensor to the engine's ``dtype`` before the transfer, as the engine would on load.
 
     FSDP holds float32. The engine would drop half of its bytes, and these make versions differ in nearly every word.
@@ -36,9 +37,8 @@ def narrowed(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torc
 class RelayCheckpointEngine(CheckpointEngine):
     """Checkpoint engine of one verl worker; :class:`~verl_rhyme.weights.manager.RelayManager` sends it its folder.
 
-    Args:
-        bucket_size: Bytes that a worker passes to its engine at a time; also the largest part, but for larger tensors.
-        is_master: Whether this is the actor's rank 0, which writes.
+    ``bucket_size`` are the bytes that a worker passes to its engine at a time, and the largest part's. ``is_master``:
+    the actor's rank 0, which writes.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, **_: Any) -> None:
@@ -60,7 +60,7 @@ class RelayCheckpointEngine(CheckpointEngine):
         )
 
     def init_process_group(self, path: str, dtype: str | None = None) -> None:
-        """Set the node's weight folder and, for the actor, the dtype of matrices (:func:`narrowed`)."""
+        """Set the node's weight folder and, for the actor, the dtype of matrices (:func:`narrow`)."""
         self._folder = Folder(path)
         self._dtype = None if dtype is None else getattr(torch, dtype)
 
@@ -72,10 +72,10 @@ class RelayCheckpointEngine(CheckpointEngine):
 
         assert self._folder is not None
         assert global_steps is not None
-        writer = self._folder.writer(global_steps, self._part_bytes) if self.is_master else None
+        writer = Writer(self._folder, global_steps, self._part_bytes) if self.is_master else None
         async for name, weight in ensure_async_iterator(weights):  # on every rank: gathering is collective
             if writer is not None:
-                writer.add(name, narrowed(name, weight, self._dtype))
+                writer.add(name, narrow(name, weight, self._dtype))
         if writer is not None:
             writer.close()
 

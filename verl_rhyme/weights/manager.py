@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
@@ -21,6 +21,7 @@ from verl_rhyme.processes import background
 from verl_rhyme.weights import BACKEND, relay
 from verl_rhyme.weights.delivery import Target
 from verl_rhyme.weights.folder import UnsentError, WeightsError
+from verl_rhyme.weights.process_group import ProcessGroupManager
 from verl_rhyme.weights.sites import tree
 
 #: Seconds that relays have to remove their files when the run ends.
@@ -40,20 +41,26 @@ GONE = "the weight relay of node %s died or hangs; a new one replaces it: %s"
 logger = logging.getLogger(__name__)
 
 
+class _Published(NamedTuple):
+    """The newest version, its identity, and the actor's node, which has it."""
+
+    node: str
+    version: int
+    identity: str
+
+
 class RelayManager(CheckpointEngineManager):
     """Checkpoint manager that sends weights through relays.
 
-    The actor writes a version once, to its own node's relay (:meth:`publish`), and takes no part in the transfer to
-    replicas. Each replica loads the version by itself (:meth:`deliver`) while other replicas generate and the actor
-    trains. Unless the trainer :attr:`waits`, everything after the actor's write happens in the background. Errors of
-    the background work are raised by the next :meth:`check`.
+    The actor writes a version once, to its own node's relay, and takes no part in the transfer to replicas. Each
+    replica loads the version by itself while other replicas generate and the actor trains. Unless the trainer
+    :attr:`waits`, everything after the actor's write happens in the background. Errors of the background work are
+    raised by the next :meth:`check`.
 
     Args:
-        config: verl's config of the checkpoint engine.
-        actor_wg: Workers of the actor.
-        replicas: Replicas that receive weights.
+        config, actor_wg, replicas: As of verl's manager.
         options: Options of transfers between sites.
-        dtype: Dtype in which matrices are written (``engine.narrowed``); ``None`` for the actor's.
+        dtype: Dtype in which matrices are written (``engine.narrow``); ``None`` for the actor's.
     """
 
     def __init__(
@@ -73,10 +80,10 @@ class RelayManager(CheckpointEngineManager):
         self._nodes: dict[Any, list[str]] = {}  # of each replica's workers
         self._node: str | None = None  # the actor's
         self._actor_arguments: dict[str, Any] = {}  # arguments that the actor's engine was initialized with
-        self._published: tuple[str, int, str] | None = None  # the actor's node; the newest version; its identity
+        self._published: _Published | None = None
         self._distribution: Future[dict[Any, Any]] | None = None  # background distribution of the newest version
         self._recipients: list[Any] = []  # replicas of this distribution
-        self._unreached: list[Any] = []  # those among them whose workers could not be reached
+        self._unreached: list[Any] = []  # replicas whose workers could not be reached
         self._error: Exception | None = None  # error of the last distribution
         self._link_metrics: dict[str, float] = {}
         self._under_way: dict[Any, Any] = {}  # background deliveries, by replica
@@ -85,23 +92,19 @@ class RelayManager(CheckpointEngineManager):
         #: Whether a replica finishes requests of older versions before it loads; else these are aborted.
         self.patient = False
 
+    # ---- the trainer's calls ----
+
     def update_weights(self, global_steps: int) -> dict[str, Any]:  # type: ignore[override]
-        """Send a version to all replicas; each one resumes generation as soon as it has loaded it.
-
-        Args:
-            global_steps: Version to send.
-
-        Returns:
-            Metrics by name.
+        """Send a version to all replicas and return metrics; each one resumes generation as soon as it has loaded it.
 
         Raises:
-            RayError, WeightsError: A replica could not load this version or the one before.
+            RayError, WeightsError: A replica could not load this version or the one before; or there is no room.
         """
         behind = self.check()
         self._join()
-        self.publish(global_steps)
+        # written again if the relay of the actor's node dies meanwhile
+        self._retry_over_deaths(False, lambda: self._write(global_steps), only=self._node)
         if self.waits:
-            self._retry_over_deaths(True, lambda: self._start_transfer(self.replicas))
             self.deliver(self.replicas)
             return self._take_link_metrics()
         metrics, self._link_metrics = self._link_metrics, {}
@@ -120,14 +123,9 @@ class RelayManager(CheckpointEngineManager):
         self._join()
         if self._error is not None:
             raise self._error
-        self._unreached = [replica for replica in self._unreached if replica in self.replicas]
-        for replica in list(self._unreached):  # the network may work again
-            with suppress(RayActorError):
-                self._register_replicas([replica])
-                self._start_fetches()
-            if replica in self._nodes:
-                self._unreached.remove(replica)
-                self._under_way[replica] = self._deliver(replica, self.patient)
+        unreached, self._unreached = self._unreached, []
+        for replica in unreached:  # the network may work again
+            self._deliver_again(replica)
         done: list[Any] = []
         if self._under_way:
             done, _ = ray.wait(list(self._under_way.values()), num_returns=len(self._under_way), timeout=0)
@@ -138,97 +136,25 @@ class RelayManager(CheckpointEngineManager):
             try:
                 ray.get(delivery)
             except Exception as error:  # the replica died (later checks notice), its relay died, or a link was cut
-                if replica in self.replicas:
-                    if isinstance(error, WeightsError) and not isinstance(error, UnsentError):
-                        raise
-                    logger.warning(
-                        "replica %d did not load the new weights and tries again: %s",
-                        replica.replica_rank,
-                        last_line(error),
-                    )
-                    self._drop_dead_relays(needed=True)
-                    with suppress(RayActorError):
-                        self._register_replicas([replica])
-                        self._start_fetches()
-                    if replica in self._nodes:
-                        self._under_way[replica] = self._deliver(replica, self.patient)
+                if replica not in self.replicas:
+                    continue
+                if isinstance(error, WeightsError) and not isinstance(error, UnsentError):
+                    raise
+                logger.warning(
+                    "replica %d did not load the new weights and tries again: %s",
+                    *(replica.replica_rank, last_line(error)),
+                )
+                self._drop_dead_relays(needed=True)
+                self._deliver_again(replica)
         return len(self._under_way) + len(self._unreached)
 
-    def settle(self) -> None:
+    def finish_deliveries(self) -> None:
         """Wait until all replicas have loaded the newest version, without patience for running requests."""
         self._join()
         self.check()
         if behind := [replica for replica in self._under_way if replica in self.replicas]:
             self.deliver(behind)
         self._under_way.clear()
-
-    def close(self) -> None:
-        """Remove the weights from all nodes at the end of the run."""
-        if closed := [each.close.remote() for each in list(self._relays.values())]:
-            ray.wait(closed, num_returns=len(closed), timeout=_CLOSE_S)
-
-    def publish(self, version: int) -> None:
-        """Have the actor write a version to its own node's relay; write it again if the relay dies meanwhile.
-
-        Raises:
-            WeightsError: There is no room for it.
-        """
-        self._retry_over_deaths(False, lambda: self._write(version), only=self._node)
-
-    def _write(self, version: int) -> None:
-        ranks = self.actor_wg.world_size
-        if self._node is None:
-            self._node = ray.get(self.actor_wg.execute_checkpoint_engine(["prepare"] * ranks))[0]["node"]
-        node = self._node
-        self._drop_dead_relays(needed=False, only=node)
-        source = self._relay(node)
-        self._folders[node] = self._await(source.folder.remote(), node)
-        self._await(source.expect.remote(version), node)
-        arguments = {"path": [self._folders[node]] * ranks, "dtype": [self._dtype] * ranks}
-        if arguments != self._actor_arguments:
-            ray.get(self.actor_wg.execute_checkpoint_engine(method=["init_process_group"] * ranks, **arguments))
-            self._actor_arguments = arguments
-        ray.get(self.actor_wg.update_weights(global_steps=version, mode=BACKEND))
-        self._published = node, version, self._await(source.written.remote(version), node)
-
-    def _distribute(self, replicas: list[Any]) -> dict[Any, Any]:
-        """Send the newest version to all nodes and return the deliveries by replica. Runs in the background."""
-        try:
-            self._retry_over_deaths(True, lambda: self._start_transfer(replicas))
-        except RayActorError:  # a replica died, which later checks notice: the others still get the version
-            for replica in replicas:
-                with suppress(RayActorError):
-                    self._register_replicas([replica])
-            self._retry_over_deaths(True, self._start_fetches)
-        self._link_metrics = self._take_link_metrics()
-        return {replica: self._deliver(replica, self.patient) for replica in replicas if replica in self._nodes}
-
-    def _start_transfer(self, replicas: list[Any]) -> None:
-        """Start the transfer of the newest version to the nodes of these replicas."""
-        assert self._published is not None
-        self._drop_dead_relays(needed=True)
-        source, version, _ = self._published
-        calls = {node: each.expect.remote(version) for node, each in self._relays.items() if node != source}
-        self._await_all(calls, "has not yet made room for new weights")  # the fetch makes room, too
-        self._register_replicas(replicas)
-        self._start_fetches()
-
-    def _join(self) -> None:
-        """Wait for the background distribution of the newest version.
-
-        Its error is raised by :meth:`check`, each time until the run ends, rather than here: a caller that waits for
-        one replica must not take it for that replica's error.
-        """
-        distribution, self._distribution = self._distribution, None
-        if distribution is None:
-            return
-        try:
-            under_way = distribution.result()
-        except Exception as error:
-            self._error = error
-            return
-        self._under_way |= under_way
-        self._unreached = [replica for replica in self._recipients if replica not in under_way]
 
     def deliver(self, replicas: Iterable[Any]) -> None:
         """Wait until these replicas have loaded the newest version.
@@ -238,10 +164,9 @@ class RelayManager(CheckpointEngineManager):
         Raises:
             RayError, WeightsError: A replica could not load it.
         """
-        assert self._published is not None, "no version is published yet"
         self._join()
         replicas = list(replicas)
-        self._retry_over_deaths(True, lambda: self._ensure_fetches(replicas))
+        self._retry_over_deaths(True, lambda: self._start_transfer(replicas))
         waiting = {self._deliver(replica): replica for replica in replicas}
         until = 0.0  # deadline of all retries
         while waiting:
@@ -264,24 +189,176 @@ class RelayManager(CheckpointEngineManager):
                 logger.warning("sending the new weights to replicas again: %s", last_line(failed))
                 time.sleep(_PAUSE_S)
             if again or died:
-                lost = [each for each, replica in waiting.items() if replica not in self._nodes]
-                again += [waiting.pop(each) for each in lost]
-                self._retry_over_deaths(True, lambda: self._ensure_fetches(replicas, again=True))
+                cut_off = [each for each, replica in waiting.items() if replica not in self._nodes]
+                again += [waiting.pop(each) for each in cut_off]
+                self._retry_over_deaths(True, lambda: self._start_transfer(replicas))
                 waiting |= {self._deliver(replica): replica for replica in again}
 
-    def part_with(self, replica: Any) -> None:
+    def release(self, replica: Any) -> None:
         """Let go of a replica that is about to rest and is no longer in :attr:`replicas`; first finish its delivery.
 
-        Raises:
-            RayError, WeightsError: The delivery failed.
+        Raises like :meth:`deliver`.
         """
         self._join()
         if self._under_way.pop(replica, None) is not None:
             self.deliver([replica])
         if replica in self._nodes:
-            ray.get(self._relay(self._nodes[replica][0]).forget.remote(replica.replica_rank))
+            ray.get(self._relay(self._nodes[replica][0]).forget_replica.remote(replica.replica_rank))
 
-    # ---- internals ----
+    def close(self) -> None:
+        """Remove the weights from all nodes at the end of the run."""
+        if closed := [each.close.remote() for each in list(self._relays.values())]:
+            ray.wait(closed, num_returns=len(closed), timeout=_CLOSE_S)
+
+    # ---- the newest version ----
+
+    @property
+    def _newest(self) -> _Published:
+        assert self._published is not None, "no version is published yet"
+        return self._published
+
+    def _write(self, version: int) -> None:
+        """Have the actor write a version to its own node's relay."""
+        ranks = self.actor_wg.world_size
+        if self._node is None:
+            self._node = ray.get(self.actor_wg.execute_checkpoint_engine(["prepare"] * ranks))[0]["node"]
+        node = self._node
+        self._drop_dead_relays(needed=False, only=node)
+        source = self._relay(node)
+        self._folders[node] = self._ask(source.expect.remote(version), node)
+        arguments = {"path": [self._folders[node]] * ranks, "dtype": [self._dtype] * ranks}
+        if arguments != self._actor_arguments:
+            ray.get(self.actor_wg.execute_checkpoint_engine(method=["init_process_group"] * ranks, **arguments))
+            self._actor_arguments = arguments
+        ray.get(self.actor_wg.update_weights(global_steps=version, mode=BACKEND))
+        self._published = _Published(node, version, self._ask(source.publish.remote(version), node))
+
+    def _distribute(self, replicas: list[Any]) -> dict[Any, Any]:
+        """Send the newest version to all nodes and return the deliveries by replica. Runs in the background."""
+        try:
+            self._retry_over_deaths(True, lambda: self._start_transfer(replicas))
+        except RayActorError:  # a replica died, which later checks notice: the others still get the version
+            for replica in replicas:
+                with suppress(RayActorError):
+                    self._register_replicas([replica])
+            self._retry_over_deaths(True, self._start_fetches)
+        self._link_metrics = self._take_link_metrics()
+        return {replica: self._deliver(replica, self.patient) for replica in replicas if replica in self._nodes}
+
+    def _join(self) -> None:
+        """Wait for the background distribution of the newest version.
+
+        Its error is raised by :meth:`check`, each time until the run ends, rather than here: a caller that waits for
+        one replica must not take it for that replica's error.
+        """
+        distribution, self._distribution = self._distribution, None
+        if distribution is None:
+            return
+        try:
+            under_way = distribution.result()
+        except Exception as error:
+            self._error = error
+            return
+        self._under_way |= under_way
+        self._unreached = [replica for replica in self._recipients if replica not in under_way]
+
+    def _start_transfer(self, replicas: list[Any]) -> None:
+        """Start the transfer of the newest version to the nodes of all known replicas and of these."""
+        self._drop_dead_relays(needed=True)
+        self._register_replicas(replicas)
+        self._start_fetches()
+
+    def _register_replicas(self, replicas: list[Any]) -> None:
+        """Send the workers of new replicas their node's weight folder."""
+        known = {*self.replicas, *replicas}
+        self._nodes = {replica: nodes for replica, nodes in self._nodes.items() if replica in known}
+        new = [replica for replica in replicas if replica not in self._nodes]
+        workers = [worker for replica in new for worker in replica.workers]
+        metadata = ray.get([worker.execute_checkpoint_engine.remote("prepare") for worker in workers])
+        relays = {each["node"]: self._relay(each["node"]) for each in metadata}  # starts missing ones
+        folders = {node: each.folder.remote() for node, each in relays.items()}
+        self._folders |= {node: self._ask(answer, node) for node, answer in folders.items()}
+        paths = [(worker, self._folders[each["node"]]) for worker, each in zip(workers, metadata, strict=True)]
+        ray.get([worker.execute_checkpoint_engine.remote("init_process_group", path=path) for worker, path in paths])
+        nodes = iter(metadata)
+        self._nodes |= {replica: [next(nodes)["node"] for _ in replica.workers] for replica in new}
+
+    def _start_fetches(self) -> None:
+        """Have all nodes fetch the newest version along the tree: to each other site it crosses the link once."""
+        source, version, identity = self._newest
+        needed = {node for nodes in self._nodes.values() for node in nodes}
+        if not {source, *needed} <= self._sites.keys():
+            self._sites = sites_of({source, *needed}, self._options.site_label)
+        fetches = {
+            node: self._relay(node).fetch.remote(
+                version, identity, [(self._relay(hop.node), hop.remote) for hop in hops]
+            )
+            for node, hops in tree(source, needed, self._sites).items()
+        }
+        self._ask_all(fetches, "has not started to fetch the new weights")  # its deliveries request it again
+
+    def _deliver(self, replica: Any, patient: bool = False) -> Any:
+        """Start a delivery of the newest version by the relay of the replica's first worker."""
+        relay = self._relay(self._nodes[replica][0])
+        return relay.deliver.remote(Target.of(replica), self._newest.version, patient, self._newest.identity)
+
+    def _deliver_again(self, replica: Any) -> None:
+        """Start a delivery in the background, unless the replica's workers are out of reach."""
+        if replica not in self.replicas:
+            return
+        with suppress(RayActorError):
+            self._register_replicas([replica])
+            self._start_fetches()
+        if replica in self._nodes:
+            self._under_way[replica] = self._deliver(replica, self.patient)
+        else:
+            self._unreached.append(replica)
+
+    def _take_link_metrics(self) -> dict[str, float]:
+        """Return the metrics of slow links since the last call; empty with a single site."""
+        if len(set(self._sites.values())) < 2:
+            return {}
+        tally: Counter[str] = Counter()
+        for answer in [each.take_tally.remote() for each in self._relays.values()]:
+            with suppress(RayActorError, GetTimeoutError):  # later checks notice a dead relay
+                tally.update(ray.get(answer, timeout=_CLOSE_S))
+        return {
+            names.SLOW_LINK_MB: tally["remote_bytes"] / 1e6,
+            names.DAMAGED_CHUNKS: float(tally["damaged"]),
+            names.LOST_CHUNKS: float(tally["lost"]),
+        }
+
+    # ---- relays ----
+
+    def _relay(self, node: str) -> Any:
+        if node not in self._relays:
+            options = self._options
+            heir_of = self._folders.get(node)
+            self._relays[node] = relay.start(node, self._root, heir_of, options.pack, _LINK_PATIENCE_S)
+        return self._relays[node]
+
+    def _ask(self, call: Any, node: str) -> Any:
+        """Wait for the result of a call to a node's relay. Raises WeightsError if it does not answer in time."""
+        try:
+            return ray.get(call, timeout=_LINK_PATIENCE_S)
+        except GetTimeoutError as error:
+            raise WeightsError(
+                f"the weight relay of node {node} has not answered for {_LINK_PATIENCE_S:.0f} s\n"
+                "Run the same command again: it resumes from the last checkpoint."
+            ) from error
+
+    def _ask_all(self, calls: dict[str, Any], problem: str) -> dict[str, Exception]:
+        """Wait for calls to several nodes' relays; log their errors, with ``problem``, and return them by node."""
+        if calls:
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=_LINK_PATIENCE_S)
+        failed: dict[str, Exception] = {}
+        for node, call in calls.items():
+            try:
+                ray.get(call, timeout=0)
+            except (RayActorError, GetTimeoutError) as error:
+                failed[node] = error
+                logger.warning("node %s %s: %s", node, problem, last_line(error))
+        return failed
 
     def _retry_over_deaths(self, needed: bool, work: Callable[[], None], only: str | None = None) -> None:
         """Do some work; replace relays that die and repeat it. Arguments of :meth:`_drop_dead_relays`."""
@@ -292,82 +369,6 @@ class RelayManager(CheckpointEngineManager):
                 if not self._drop_dead_relays(needed, only):
                     raise  # another actor died
         work()
-
-    def _ensure_fetches(self, replicas: list[Any], again: bool = False) -> None:
-        """Start fetches on the nodes of these replicas, if some are new or ``again`` is set."""
-        if self._register_replicas(replicas) or again:
-            self._start_fetches()
-
-    def _deliver(self, replica: Any, patient: bool = False) -> Any:
-        """Start a delivery of the newest version by the relay of the replica's first worker."""
-        assert self._published is not None
-        _, version, identity = self._published
-        relay = self._relay(self._nodes[replica][0])
-        return relay.deliver.remote(Target.of(replica), version, patient, identity)
-
-    def _relay(self, node: str) -> Any:
-        if node not in self._relays:
-            options = self._options
-            heir_of = self._folders.get(node)
-            self._relays[node] = relay.start(node, self._root, heir_of, options.pack, _LINK_PATIENCE_S)
-        return self._relays[node]
-
-    def _register_replicas(self, replicas: list[Any]) -> bool:
-        """Send the workers of new replicas their node's weight folder; return whether there are new replicas."""
-        known = {*self.replicas, *replicas}
-        self._nodes = {replica: nodes for replica, nodes in self._nodes.items() if replica in known}
-        new = [replica for replica in replicas if replica not in self._nodes]
-        workers = [worker for replica in new for worker in replica.workers]
-        metadata = ray.get([worker.execute_checkpoint_engine.remote("prepare") for worker in workers])
-        relays = {each["node"]: self._relay(each["node"]) for each in metadata}  # starts missing ones
-        folders = {node: each.folder.remote() for node, each in relays.items()}
-        self._folders |= {node: self._await(answer, node) for node, answer in folders.items()}
-        paths = [(worker, self._folders[each["node"]]) for worker, each in zip(workers, metadata, strict=True)]
-        ray.get([worker.execute_checkpoint_engine.remote("init_process_group", path=path) for worker, path in paths])
-        nodes = iter(metadata)
-        self._nodes |= {replica: [next(nodes)["node"] for _ in replica.workers] for replica in new}
-        return bool(new)
-
-    def _start_fetches(self) -> None:
-        """Have all nodes fetch the newest version along the tree: to each other site it crosses the link once."""
-        assert self._published is not None
-        source, version, identity = self._published
-        needed = {node for nodes in self._nodes.values() for node in nodes}
-        if not {source, *needed} <= self._sites.keys():
-            self._sites = sites_of({source, *needed}, self._options.site_label)
-        hops_of = tree(source, needed, self._sites)
-        fetches = {
-            node: self._relay(node).fetch.remote(version, identity, [(self._relay(hop.node), hop.far) for hop in hops])
-            for node, hops in hops_of.items()
-        }
-        self._await_all(fetches, "has not started to fetch the new weights")  # its deliveries request it again
-
-    def _await(self, call: Any, node: str) -> Any:
-        """Wait for the result of a call to a node's relay.
-
-        Raises:
-            WeightsError: The relay does not answer in time.
-        """
-        try:
-            return ray.get(call, timeout=_LINK_PATIENCE_S)
-        except GetTimeoutError as error:
-            raise WeightsError(
-                f"the weight relay of node {node} has not answered for {_LINK_PATIENCE_S:.0f} s\n"
-                "Run the same command again: it resumes from the last checkpoint."
-            ) from error
-
-    def _await_all(self, calls: dict[str, Any], else_: str) -> dict[str, Exception]:
-        """Wait for calls to several nodes' relays; log their errors, with ``else_``, and return them by node."""
-        if calls:
-            ray.wait(list(calls.values()), num_returns=len(calls), timeout=_LINK_PATIENCE_S)
-        failed: dict[str, Exception] = {}
-        for node, call in calls.items():
-            try:
-                ray.get(call, timeout=0)
-            except (RayActorError, GetTimeoutError) as error:
-                failed[node] = error
-                logger.warning("node %s %s: %s", node, else_, last_line(error))
-        return failed
 
     def _drop_dead_relays(self, needed: bool, only: str | None = None) -> set[str]:
         """Drop relays that died or hang, and forget the replicas that read from them; new relays start on demand.
@@ -384,47 +385,32 @@ class RelayManager(CheckpointEngineManager):
         """
         calls = {node: each.folder.remote() for node, each in self._relays.items() if only in (None, node)}
         died = set[str]()
-        for node, error in self._await_all(calls, "has a weight relay that does not answer").items():
+        for node, error in self._ask_all(calls, "has a weight relay that does not answer").items():
             if isinstance(error, ActorUnavailableError):  # a network error, which may pass
                 continue
             logger.warning(GONE, node, last_line(error))
             ray.kill(self._relays.pop(node))
             died.add(node)
             self._nodes = {replica: nodes for replica, nodes in self._nodes.items() if node not in nodes}
-            if needed and self._published is not None and self._published[0] == node and not self._revived():
+            if needed and self._published is not None and self._published.node == node and not self._recover():
                 raise WeightsError(
                     f"the actor's node lost the new weights before all replicas had them: {last_line(error)}\n"
                     "Run the same command again: it resumes from the last checkpoint."
                 ) from error
         return died
 
-    def _revived(self) -> bool:
+    def _recover(self) -> bool:
         """Start a new relay on the actor's node; return whether it finds the newest version intact."""
-        assert self._published is not None
-        node, version, identity = self._published
+        node, version, identity = self._newest
         for _ in range(_DEATHS):
             try:
-                return self._await(self._relay(node).revive.remote(version, identity), node)
+                return self._ask(self._relay(node).recover.remote(version, identity), node)
             except WeightsError:
                 return False
             except RayActorError as error:
                 logger.warning("the new weight relay of node %s died, too: %s", node, last_line(error))
                 ray.kill(self._relays.pop(node))
         return False
-
-    def _take_link_metrics(self) -> dict[str, float]:
-        """Return the metrics of slow links since the last call; empty with a single site."""
-        if len(set(self._sites.values())) < 2:
-            return {}
-        tallies: Counter[str] = Counter()
-        for answer in [each.tally.remote() for each in self._relays.values()]:
-            with suppress(RayActorError, GetTimeoutError):  # later checks notice a dead relay
-                tallies.update(ray.get(answer, timeout=_CLOSE_S))
-        return {
-            names.SLOW_LINK_MB: tallies["far_bytes"] / 1e6,
-            names.DAMAGED_CHUNKS: float(tallies["damaged"]),
-            names.LOST_CHUNKS: float(tallies["lost"]),
-        }
 
 
 def sites_of(nodes: Iterable[str], label: str | None) -> dict[str, str | None]:
@@ -433,23 +419,20 @@ def sites_of(nodes: Iterable[str], label: str | None) -> dict[str, str | None]:
     return {node: labels.get(node, {}).get(label) for node in nodes}
 
 
-def relayed(
-    manager: CheckpointEngineManager, options: WeightsConfig = _DEFAULT, rollout: Any = None
-) -> CheckpointEngineManager:
-    """Return a :class:`RelayManager` in place of verl's manager if the backend is the relay.
+def choose_manager(theirs: CheckpointEngineManager, options: WeightsConfig, rollout: Any) -> CheckpointEngineManager:
+    """Return the manager that replaces verl's: of the relay, of a kept process group (``nccl``), or verl's own.
 
-    Args:
-        manager: verl's manager.
-        options: verl-rhyme's options of weight transfers.
-        rollout: verl's config of the engines, which gives the dtype of sent matrices.
+    ``rollout`` is verl's config of the engines, which gives the dtype of sent matrices.
     """
-    if manager.backend != BACKEND:
-        return manager
-    return RelayManager(manager.config, manager.actor_wg, manager.replicas, options, travels_in(rollout))
+    if theirs.backend == BACKEND:
+        return RelayManager(theirs.config, theirs.actor_wg, theirs.replicas, options, transfer_dtype(rollout))
+    if theirs.backend == "nccl" and not (theirs.config.engine_kwargs.get("nccl") or {}).get("rebuild_group"):
+        return ProcessGroupManager(theirs.config, theirs.actor_wg, theirs.replicas)
+    return theirs
 
 
-def travels_in(rollout: Any) -> str | None:
+def transfer_dtype(rollout: Any) -> str | None:
     """Return the dtype in which matrices are sent: the engines' dtype; ``None`` (the actor's) if they quantise."""
-    if rollout is None or rollout.get("quantization"):
+    if rollout.get("quantization"):
         return None
     return _NARROW.get(str(rollout.get("dtype")).removeprefix("torch."))

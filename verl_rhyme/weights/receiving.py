@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from verl_rhyme.weights.coding import DamagedError, decode, differs
+from verl_rhyme.weights.coding import DamagedError, decode, is_difference
 from verl_rhyme.weights.folder import Folder, WeightsError
-from verl_rhyme.weights.sending import Base, counterpart
-from verl_rhyme.weights.transfer import WINDOW, Chunk, Part, Transfer, identity
+from verl_rhyme.weights.sending import Base, read_base
+from verl_rhyme.weights.transfer import Chunk, Part, Transfer, identity
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,41 +44,36 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Timeouts of a transfer, in seconds.
-
-    Attributes:
-        answer: Time until an answer counts as lost.
-        silence: Time without any valid chunk until the receiver gives up on a source.
-    """
+class Timeouts:
+    """Seconds until an answer counts as lost, and without any valid chunk until the receiver gives up on a source."""
 
     answer: float = 60.0
     silence: float = 600.0
 
 
-async def begin(folder: Folder, version: int, parts: list[Part], window: int = WINDOW) -> Transfer:
+async def start_transfer(folder: Folder, version: int, parts: list[Part]) -> Transfer:
     """Start a transfer of a version; verified chunks of an interrupted transfer are kept."""
-    transfer = Transfer(parts, window)
-    folder.trim(version, parts)
+    transfer = Transfer(parts)
+    folder.remove_foreign_files(version, parts)
     for number, part in enumerate(parts):
-        wrong = set(await asyncio.to_thread(folder.wrong, version, number, part))
-        for index in set(range(len(part.digests))) - wrong:
-            transfer.found(Chunk(number, index))
+        damaged = set(await asyncio.to_thread(folder.damaged_chunks, version, number, part))
+        for index in set(range(len(part.digests))) - damaged:
+            transfer.mark_stored(Chunk(number, index))
     return transfer
 
 
-def base_of(folder: Folder, version: int) -> Base | None:
+def newest_base(folder: Folder, version: int) -> Base | None:
     """Return the newest other complete version, or ``None``."""
     others = [other for other in folder.versions() if other != version]
     return Base(others[-1], identity(folder.parts(others[-1]))) if others else None
 
 
-async def ask_parts(source: Source, version: int, patience: Patience = Patience()) -> list[Part]:
-    """Call :meth:`Source.parts` until it answers. Raises LinkError after ``patience.silence``."""
-    pause, until = _PAUSE_S, time.monotonic() + patience.silence
+async def request_parts(source: Source, version: int, timeouts: Timeouts = Timeouts()) -> list[Part]:
+    """Call :meth:`Source.parts` until it answers. Raises LinkError after ``timeouts.silence``."""
+    pause, until = _PAUSE_S, time.monotonic() + timeouts.silence
     while True:
         try:
-            return await asyncio.wait_for(source.parts(version), patience.silence)
+            return await asyncio.wait_for(source.parts(version), timeouts.silence)
         except (LinkError, asyncio.TimeoutError) as error:
             if time.monotonic() > until:
                 raise LinkError(f"the source sends no manifest of weights of version {version}: {error}") from error
@@ -92,9 +87,9 @@ class Receiver:
     Args:
         folder: Folder to write to.
         version: Number of the version.
-        transfer: Result of :func:`begin`.
-        kept: Callback for each stored chunk, which may now be passed on.
-        patience: Timeouts.
+        transfer: Result of :func:`start_transfer`.
+        on_chunk: Callback for each stored chunk, which may now be passed on.
+        timeouts: Timeouts.
     """
 
     def __init__(
@@ -102,40 +97,36 @@ class Receiver:
         folder: Folder,
         version: int,
         transfer: Transfer,
-        kept: Callable[[Chunk], Awaitable[None]],
-        patience: Patience = Patience(),
+        on_chunk: Callable[[Chunk], Awaitable[None]],
+        timeouts: Timeouts = Timeouts(),
     ) -> None:
         self.counts = transfer.counts
         self._folder, self._version, self._transfer = folder, version, transfer
-        self._kept, self._patience = kept, patience
+        self._on_chunk, self._timeouts = on_chunk, timeouts
         self._heard, self._pause = time.monotonic(), _PAUSE_S
         self._base: Base | None = None
         self._base_parts: list[Part] = []
         self._writes: set[asyncio.Task[bool]] = set()
 
     async def fetch(self, source: Source, base: Base | None, pack: bool) -> None:
-        """Fetch all chunks, verify them in their files, and complete the version.
+        """Fetch all chunks and complete the version.
 
         Args:
             source: Sender of the chunks.
-            base: Result of :func:`base_of`.
+            base: Result of :func:`newest_base`.
             pack: Whether the link is slow: chunks are compressed, against the base if both sides have it.
 
         Raises:
-            LinkError: No chunk arrived for ``patience.silence``.
+            LinkError: No chunk arrived for ``timeouts.silence``.
             WeightsError: There is no room, or a chunk arrived damaged too often.
         """
         transfer = self._transfer
         self._heard, self._pause, self._base = time.monotonic(), _PAUSE_S, base
         self._base_parts = [] if base is None else self._folder.parts(base.version)
         running: set[asyncio.Task[None]] = set()
-        sealing: set[int] = set()
         try:
             while not transfer.done:
-                running |= {asyncio.create_task(self._one(source, chunk, pack)) for chunk in transfer.asks()}
-                new = set(transfer.whole()) - sealing
-                sealing |= new
-                running |= {asyncio.create_task(self._seal(part, sealing)) for part in new}
+                running |= {asyncio.create_task(self._fetch(source, each, pack)) for each in transfer.take_requests()}
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 if errors := [error for each in done if (error := each.exception()) is not None]:
                     raise errors[0]
@@ -144,42 +135,43 @@ class Receiver:
                 each.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             await asyncio.gather(*self._writes, return_exceptions=True)  # a thread cannot be stopped
-            transfer.cut()
+            transfer.forget_requests()
         self._folder.complete(self._version, transfer.parts)
 
-    async def _one(self, source: Source, chunk: Chunk, pack: bool) -> None:
+    async def _fetch(self, source: Source, chunk: Chunk, pack: bool) -> None:
         transfer, version = self._transfer, self._version
-        pack = pack and not transfer.plain(chunk)
+        pack = pack and not transfer.needs_plain(chunk)
         try:
             request = source.chunk(version, chunk, self._base if pack else None, pack)
-            coded = await asyncio.wait_for(request, self._patience.answer)
+            coded = await asyncio.wait_for(request, self._timeouts.answer)
         except (LinkError, asyncio.TimeoutError) as error:
-            if time.monotonic() - self._heard > self._patience.silence:
+            if time.monotonic() - self._heard > self._timeouts.silence:
                 raise LinkError(
-                    f"no chunk of weights of version {version} arrived for {self._patience.silence:.0f} s"
+                    f"no chunk of weights of version {version} arrived for {self._timeouts.silence:.0f} s"
                 ) from error
             pause = self._pause
             await asyncio.sleep(pause)
             self._pause = max(self._pause, min(2 * pause, _LONGEST_PAUSE_S))  # once for chunks lost together
-            transfer.lost(chunk)
+            transfer.lose(chunk)
             return
         write = asyncio.create_task(asyncio.to_thread(self._write, chunk, coded))
         self._writes.add(write)
         write.add_done_callback(self._writes.discard)
         if await asyncio.shield(write):
             self._heard, self._pause = time.monotonic(), _PAUSE_S
-            if transfer.kept(chunk, len(coded)):
-                self.counts.whole += pack and self._base is not None and not differs(coded)
-                await self._kept(chunk)
+            transfer.accept(chunk, len(coded))
+            self.counts["full"] += pack and self._base is not None and not is_difference(coded)
+            await self._on_chunk(chunk)
             return
-        self._warn_or_raise(
-            transfer.damaged(chunk, len(coded)), f"{chunk} of weights of version {version} arrived damaged"
-        )
+        problem = f"{chunk} of weights of version {version} arrived damaged"
+        if not transfer.reject(chunk, len(coded)):
+            raise WeightsError(f"{problem}, too many times")
+        logger.warning("%s; fetching again", problem)
 
     def _write(self, chunk: Chunk, coded: NDArray[np.uint8]) -> bool:
         """Decode, verify and store a chunk; return whether it is intact."""
         part, base = self._transfer.parts[chunk.part], self._base
-        base_chunk = None if base is None else counterpart(self._folder, base.version, self._base_parts, chunk, part)
+        base_chunk = None if base is None else read_base(self._folder, base.version, self._base_parts, chunk, part)
         try:
             data = decode(coded, part.range(chunk.index)[1], base_chunk)
         except DamagedError as error:
@@ -187,18 +179,5 @@ class Receiver:
             return False
         if not self._transfer.fits(chunk, data.data):
             return False
-        self._folder.put(self._version, chunk, part, data)
+        self._folder.write_chunk(self._version, chunk, part, data)
         return True
-
-    async def _seal(self, number: int, sealing: set[int]) -> None:
-        wrong = await asyncio.to_thread(self._folder.wrong, self._version, number, self._transfer.parts[number])
-        sealing.discard(number)
-        again = self._transfer.reread(number, wrong)
-        if wrong:
-            part = f"part {number} of weights of version {self._version}"
-            self._warn_or_raise(again, f"{len(wrong)} chunks of {part} are damaged in its file")
-
-    def _warn_or_raise(self, again: bool, problem: str) -> None:
-        if not again:
-            raise WeightsError(f"{problem}, too many times")
-        logger.warning("%s; fetching again", problem)

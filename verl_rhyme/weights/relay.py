@@ -12,9 +12,8 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -23,9 +22,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.observability.log_handler import add_log_handler
+from verl_rhyme.weights.claims import SHARED_MEMORY, claim
 from verl_rhyme.weights.delivery import Delivery, Target
-from verl_rhyme.weights.folder import SHARED_MEMORY, Folder, UnsentError, WeightsError, claim
-from verl_rhyme.weights.receiving import LinkError, Patience, Receiver, ask_parts, base_of, begin
+from verl_rhyme.weights.folder import UnsentError, WeightsError
+from verl_rhyme.weights.receiving import (
+    LinkError,
+    Receiver,
+    Timeouts,
+    newest_base,
+    request_parts,
+    start_transfer,
+)
 from verl_rhyme.weights.sending import Base, Sender
 from verl_rhyme.weights.transfer import Chunk, Part, all_chunks, identity
 
@@ -38,16 +45,16 @@ _CALLS = 1024
 
 
 class RaySource:
-    """:class:`~verl_rhyme.weights.receiving.Source` that calls another node's relay; ``far`` if at another site."""
+    """Another node's relay, for a receiver; ``remote``: at another site."""
 
-    def __init__(self, relay: Any, far: bool) -> None:
-        self._relay, self._far = relay, far
+    def __init__(self, relay: Any, remote: bool) -> None:
+        self._relay, self._remote = relay, remote
 
     async def parts(self, version: int) -> list[Part]:
         return await _result(self._relay.parts.remote(version))
 
     async def chunk(self, version: int, chunk: Chunk, base: Base | None, pack: bool) -> np.ndarray:
-        return await _result(self._relay.chunk.remote(version, chunk, base, pack, self._far))
+        return await _result(self._relay.chunk.remote(version, chunk, base, pack, self._remote))
 
 
 async def _result(call: Any) -> Any:
@@ -55,6 +62,13 @@ async def _result(call: Any) -> Any:
         return await call
     except (ActorUnavailableError, ObjectLostError) as error:  # a network error, which may pass
         raise LinkError(last_line(error)) from error
+
+
+class _Version(NamedTuple):
+    """Parts of a version that is stored or being fetched, and its stored chunks."""
+
+    parts: list[Part]
+    stored: set[Chunk]
 
 
 class Relay:
@@ -71,32 +85,22 @@ class Relay:
         self, root: str | None = None, heir_of: str | None = None, pack: bool = True, silence: float = 600.0
     ) -> None:
         add_log_handler()
-        self._folder: Folder = claim(SHARED_MEMORY if root is None else Path(root), heir_of)
+        self._folder = claim(SHARED_MEMORY if root is None else Path(root), heir_of)
         self._sender = Sender(self._folder)
-        self._pack, self._patience = pack, Patience(min(60.0, silence), silence)
+        self._pack, self._timeouts = pack, Timeouts(min(60.0, silence), silence)
         self._tally: Counter[str] = Counter()
-        self._far_requests: dict[int, float] = {}  # when another site last requested a version or used it as base
+        self._remote_requests: dict[int, float] = {}  # when another site last requested a version, or it as base
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._running: set[asyncio.Task[None]] = set()  # also fetches of removed versions
         self._identities: dict[int, str] = {}  # from the trainer
-        self._manifests: dict[int, list[Part]] = {}  # of stored versions and of those being fetched
+        self._versions: dict[int, _Version] = {}
         self._changed = asyncio.Condition()
-        self._stored: dict[int, set[Chunk]] = {}
         self._removed: set[int] = set()
         self._loading: Counter[int] = Counter()  # replicas that load a version
         self._deliveries: dict[int, Delivery] = {}  # by the replica's rank
 
     async def folder(self) -> str:
         return str(self._folder.path)
-
-    async def expect(self, version: int) -> None:
-        """Make room for a version that is about to be written; remove any older one of the same number."""
-        self._make_room(version)
-        self._remove(version)
-        self._removed.discard(version)
-        await self._notify()
-        for delivery in self._deliveries.values():
-            delivery.forget(version)
 
     async def close(self) -> None:
         """Cancel all fetches and remove the folder: the run ends."""
@@ -106,54 +110,52 @@ class Relay:
             await asyncio.wait(self._running)
         self._folder.close()
 
-    async def tally(self) -> dict[str, int]:
-        """Return :class:`~verl_rhyme.weights.transfer.Counts` of fetches since the last call, and ``far_bytes``, the
-        bytes from other sites.
-        """
+    async def take_tally(self) -> Counter[str]:
+        """Return the counts of transfers since the last call, and ``remote_bytes``, the bytes from other sites."""
         tally, self._tally = self._tally, Counter()
-        return dict(tally)
+        return tally
 
     # ---- the actor's node ----
 
-    async def written(self, version: int) -> str:
-        """Publish a version that the actor has written, and return its identity.
+    async def expect(self, version: int) -> str:
+        """Make room for a version that the actor is about to write, instead of any of its number; return the folder."""
+        self._make_room(version)
+        self._replace(version)
+        await self._expect_again(version)
+        return await self.folder()
 
-        Raises:
-            WeightsError: The version is incomplete.
-        """
+    async def publish(self, version: int) -> str:
+        """Offer a complete version to other nodes and return its identity."""
         parts = self._folder.parts(version)
-        self._stored[version], self._manifests[version] = set(all_chunks(parts)), parts
+        self._versions[version] = _Version(parts, set(all_chunks(parts)))
         self._identities[version] = identity(parts)
         await self._notify()
         return self._identities[version]
 
-    async def revive(self, version: int, wanted: str) -> bool:
-        """Publish a version from a dead relay's folder; return whether it is intact."""
-        if not await asyncio.to_thread(self._folder.revive, version, wanted):
+    async def recover(self, version: int, wanted: str) -> bool:
+        """Offer a version from a dead relay's folder; return whether it is intact."""
+        if not await asyncio.to_thread(self._folder.recover, version, wanted):
             return False
-        await self.written(version)
+        await self.publish(version)
         return True
 
     # ---- between nodes ----
 
     async def parts(self, version: int) -> list[Part]:
-        """Return the parts of a version, once they are known here.
-
-        Raises:
-            WeightsError: The version was removed to make room.
-        """
-        await self._until(version, lambda: version in self._manifests)
-        return self._manifests[version]
+        """Return the parts of a version, once they are known here. Raises WeightsError if it was removed."""
+        await self._until(version, lambda: version in self._versions)
+        return self._versions[version].parts
 
     async def chunk(
-        self, version: int, chunk: Chunk, base: Base | None = None, pack: bool = False, far: bool = False
+        self, version: int, chunk: Chunk, base: Base | None = None, pack: bool = False, remote: bool = False
     ) -> np.ndarray:
-        """Return the coded chunk, uint8[M], once it is stored; ``far``: for another site. Raises like :meth:`parts`."""
-        await self._until(version, lambda: chunk in self._stored.get(version, ()))
-        parts = self._manifests[version]
-        if far:
-            self._far_requests |= dict.fromkeys((version, *(base or ())[:1]), asyncio.get_running_loop().time())
-        return await asyncio.to_thread(self._sender.answer, version, chunk, parts, base, pack)
+        """Return the coded chunk, uint8[M], once it is stored; for another site if ``remote``. Raises WeightsError."""
+        await self._until(version, lambda: version in self._versions and chunk in self._versions[version].stored)
+        parts = self._versions[version].parts
+        if remote:
+            requested = [version] if base is None else [version, base.version]
+            self._remote_requests |= dict.fromkeys(requested, asyncio.get_running_loop().time())
+        return await asyncio.to_thread(self._sender.encode_chunk, version, chunk, parts, base, pack)
 
     async def fetch(self, version: int, wanted: str, sources: list[tuple[Any, bool]]) -> None:
         """Start to fetch a version, unless it is here or being fetched. Errors are raised by :meth:`deliver`.
@@ -167,98 +169,94 @@ class Relay:
         known = self._fetches.get(version)
         if version in self._folder.versions() or (known is not None and not known.done()):
             return
-        fetch = asyncio.create_task(self._fetch_from(version, wanted, sources, list(self._running)))
+        fetch = asyncio.create_task(self._fetch(version, wanted, sources, list(self._running)))
         fetch.add_done_callback(lambda each: each.cancelled() or each.exception())  # no delivery may await it
         fetch.add_done_callback(self._running.discard)
         self._running.add(fetch)
         self._fetches[version] = fetch
 
-    async def _fetch_from(
+    async def _fetch(
         self, version: int, wanted: str, sources: list[tuple[Any, bool]], before: list[asyncio.Task[None]]
     ) -> None:
         if before:  # the folder has room for one fetch at a time
             await asyncio.wait(before)
-        for other in self._folder.unfinished():
+        for other in self._folder.incomplete_versions():
             if other != version:
                 self._folder.remove(other)
         self._make_room(version)
-        self._removed.discard(version)
-        await self._notify()
-        if await self.revive(version, wanted):
+        await self._expect_again(version)
+        if await self.recover(version, wanted):
             return
         receiver: Receiver | None = None
-        for left, (relay, far) in zip(reversed(range(len(sources))), sources, strict=True):
-            source = RaySource(relay, far)
+        for number, (relay, remote) in enumerate(sources, 1):
+            source = RaySource(relay, remote)
             try:
-                parts = await ask_parts(source, version, self._patience)
+                parts = await request_parts(source, version, self._timeouts)
                 if identity(parts) != wanted:
                     raise WeightsError(f"a source has other weights under version {version}")
                 if receiver is None:
                     receiver = await self._receiver(version, parts)
-                await self._receive(receiver, source, version, far)
-                return
+                return await self._receive(receiver, source, version, remote)
             except Exception as error:
-                if not left or not isinstance(error, (RayError, LinkError, WeightsError)):
-                    if self._fetches.get(version) is not asyncio.current_task():
-                        raise  # another fetch of this version has started
-                    self._manifests.pop(version, None)
-                    self._stored.pop(version, None)  # the chunks stay in the folder for the next fetch
+                if number < len(sources) and isinstance(error, (RayError, LinkError, WeightsError)):
+                    logger.warning("fetching weights of version %d from another node: %s", version, last_line(error))
+                    continue
+                if self._fetches.get(version) is asyncio.current_task():  # else another fetch of it has started
+                    self._versions.pop(version, None)  # the chunks stay in the folder for the next fetch
                     self._removed.add(version)
                     await self._notify()
-                    raise
-                logger.warning("fetching weights of version %d from another node: %s", version, last_line(error))
+                raise
 
     async def _receiver(self, version: int, parts: list[Part]) -> Receiver:
-        transfer = await begin(self._folder, version, parts)
-        here = set(all_chunks(parts)) - set(transfer.missing)
-        if here:
-            logger.warning("weights of version %d: resuming the transfer, %d chunks are stored", version, len(here))
-        self._stored[version], self._manifests[version] = here, parts
+        transfer = await start_transfer(self._folder, version, parts)
+        stored = set(all_chunks(parts)) - set(transfer.missing)
+        if stored:
+            logger.warning("weights of version %d: resuming the transfer, %d chunks are stored", version, len(stored))
+        self._versions[version] = _Version(parts, stored)
         await self._notify()
 
-        async def kept(chunk: Chunk) -> None:
-            self._stored[version].add(chunk)
+        async def on_chunk(chunk: Chunk) -> None:
+            stored.add(chunk)
             await self._notify()
 
-        return Receiver(self._folder, version, transfer, kept, self._patience)
+        return Receiver(self._folder, version, transfer, on_chunk, self._timeouts)
 
-    async def _receive(self, receiver: Receiver, source: RaySource, version: int, far: bool) -> None:
-        before = Counter(asdict(receiver.counts))
+    async def _receive(self, receiver: Receiver, source: RaySource, version: int, remote: bool) -> None:
+        before = Counter(receiver.counts)
         try:
-            await receiver.fetch(source, base_of(self._folder, version), far and self._pack)
+            await receiver.fetch(source, newest_base(self._folder, version), remote and self._pack)
         finally:
-            came = Counter(asdict(receiver.counts))
-            came.subtract(before)
-            self._tally.update(came)
-            self._tally["far_bytes"] += came["bytes"] * far
-            if came["whole"] > came["chunks"] / 2:
+            new = receiver.counts - before
+            self._tally += new
+            self._tally["remote_bytes"] += new["bytes"] * remote
+            if new["full"] > new["chunks"] / 2:
                 logger.warning(
                     "weights of version %d: %d of %d chunks came in full from another site instead of as a difference: "
                     "the source no longer has the previous version, or its layout differs",
-                    *(version, came["whole"], came["chunks"]),
+                    *(version, new["full"], new["chunks"]),
                 )
 
     # ---- replicas ----
 
     async def deliver(self, replica: Target, version: int, patient: bool = False, wanted: str | None = None) -> None:
-        """Have a replica of this node load a version, once it is here. Arguments and errors of :meth:`Delivery.take`.
+        """Have a replica of this node load a version, once it is here; as :meth:`Delivery.update`.
 
-        Args:
-            wanted: Identity of the version; ``None`` if it is known here.
+        ``wanted`` is the identity of the version; ``None`` if it is known here.
         """
         if wanted is not None:
             self._expect_identity(version, wanted)
-        delivery = self._deliveries.setdefault(replica.rank, Delivery(self._held))
-        await delivery.take(replica, version, patient)
+        delivery = self._deliveries.setdefault(replica.rank, Delivery(self._hold))
+        await delivery.update(replica, version, patient)
 
-    async def forget(self, rank: int) -> None:
+    async def forget_replica(self, rank: int) -> None:
         """Forget a replica that is about to rest: when it returns it loads a version in any case."""
         self._deliveries.pop(rank, None)
 
     # ---- internals ----
 
     @asynccontextmanager
-    async def _held(self, version: int) -> AsyncIterator[None]:
+    async def _hold(self, version: int) -> AsyncIterator[None]:
+        """Wait until a version is here, and keep it during the context."""
         self._loading[version] += 1
         try:
             await self._wait_stored(version)
@@ -293,10 +291,19 @@ class Relay:
         if known is None and version in self._folder.versions():
             known = identity(self._folder.parts(version))
         if known not in (None, wanted):
-            self._remove(version)
-            for delivery in self._deliveries.values():
-                delivery.forget(version)
+            self._replace(version)
         self._identities[version] = wanted
+
+    def _replace(self, version: int) -> None:
+        """Remove a version that is written again; replicas load it again."""
+        self._remove(version)
+        for delivery in self._deliveries.values():
+            delivery.invalidate(version)
+
+    async def _expect_again(self, version: int) -> None:
+        """Wait for a version that may have been removed before."""
+        self._removed.discard(version)
+        await self._notify()
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -311,15 +318,15 @@ class Relay:
     def _make_room(self, coming: int) -> None:
         """Remove old versions that no replica loads.
 
-        The version that another site fetches is kept: without it a site slower than the training steps would never
-        complete a version.
+        The newest one that another site fetches is kept: else a site slower than the training steps would never get
+        a complete one.
         """
         others = [version for version in self._folder.versions() if version != coming]
         old = others[: max(0, len(others) - KEPT + 1)]
-        since = asyncio.get_running_loop().time() - self._patience.answer
-        far = [version for version in old if self._far_requests.get(version, since) > since]
+        since = asyncio.get_running_loop().time() - self._timeouts.answer
+        remote = [version for version in old if self._remote_requests.get(version, since) > since]
         for version in old:
-            if not self._loading[version] and version not in far[-1:] and not self._folder.read_now(version):
+            if not self._loading[version] and version not in remote[-1:] and not self._folder.is_read(version):
                 self._remove(version)
 
     def _remove(self, version: int) -> None:
@@ -327,7 +334,7 @@ class Relay:
         self._removed.add(version)
         if fetch := self._fetches.get(version):
             fetch.cancel()
-        for known in (self._manifests, self._stored, self._fetches, self._far_requests, self._identities):
+        for known in (self._versions, self._fetches, self._remote_requests, self._identities):
             known.pop(version, None)
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hop:
-    """A source node, and whether it is across the slow link."""
+    """A source node, and whether it is at another site, across the slow link."""
 
     node: str
-    far: bool
+    remote: bool
 
 
 def tree(source: str, nodes: Iterable[str], sites: Mapping[str, str | None]) -> dict[str, list[Hop]]:

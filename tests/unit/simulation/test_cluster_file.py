@@ -113,7 +113,7 @@ def test_simulate_prints_a_table():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("topolgy=separate", "unknown key topolgy: did you mean topology?"),
+        ("topolgy=separate", "unknown key topolgy; did you mean topology?"),
         ("scheduling.in_fligt=2", "unknown key scheduling.in_fligt: did you mean scheduling.in_flight?"),
         ("preset=ful", "preset must be histospec, full, sorted, histopipe, stream, off, not 'ful'; did you mean full?"),
         ("replicas.0.count=x", "replicas: count: Value 'x' of type 'str' could not be converted to Integer"),
@@ -131,7 +131,7 @@ def test_simulate_prints_a_table():
         ("workload.prompts=3", "prompts, fewer than batch_prompts=512"),
         ("topology=apart", "topology must be colocated, separate"),
         ("placement.options={factor: 2}", "factor"),
-        ("drafts.acceptance=[]", "drafts.acceptance is empty"),
+        ("drafts.acceptance=[]", "drafts.acceptance must be one or more acceptance lengths"),
     ],
 )
 def test_an_error_is_one_line(override, message):
@@ -144,7 +144,7 @@ def test_an_error_is_one_line(override, message):
 
 def test_a_missing_profile_raises():
     with pytest.raises(
-        ClusterError, match=r"^no profile nope.yaml: .* relative to the current folder; nope.yaml is not a file"
+        ClusterError, match=r"^no profile nope.yaml; .* relative to the current folder; nope.yaml is not a file"
     ):
         profile("nope.yaml")
 

@@ -82,7 +82,7 @@ def test_a_full_cache_preempts_the_request_admitted_last():
     assert sorted(done) == [0, 1, 2, 3]
     assert done[:2] == [0, 1], "requests admitted first were preempted"
     assert engine.preempted >= 2
-    assert {s.request.name for s in segments if s.why == "preempted"} == {2, 3}
+    assert {s.request.name for s in segments if s.reason == "preempted"} == {2, 3}
     assert most <= 100 + 1e-6
     assert engine.made == pytest.approx(160), "preempted requests lost tokens"
     assert engine.recomputed > 0

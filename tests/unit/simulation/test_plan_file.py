@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from verl_rhyme.checks import combinations
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.cli import app
 from verl_rhyme.config import config_tree
-from verl_rhyme.planning.planner import plan
-from verl_rhyme.simulation.plan_file import load
 
 ROOT = Path(__file__).parents[3]
 ONE, TWO = (ROOT / "examples" / "plan" / f"{name}.yaml" for name in ("one_site", "two_sites"))
@@ -97,15 +94,6 @@ def test_where_nothing_overlaps_turns_are_recommended():
     assert "colocated on 128 GPUs" not in run("max_staleness=1").stdout
 
 
-def test_4096_gpus_at_two_sites_in_seconds():
-    sizes = ["sites.0.gpus=2048", "sites.1.gpus=2048", "batch.prompts=8192", "objective=time"]
-    loaded = load(TWO, sizes)
-    began = time.process_time()
-    found = plan(loaded.problem, loaded.objective, loaded.slowest)
-    assert time.process_time() - began < 20  # two, on one core
-    assert 2000 < found.best.gpus <= 4096, "of one site, or of both"
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -114,7 +102,7 @@ def test_4096_gpus_at_two_sites_in_seconds():
         ("kinds=[]", "kinds is empty"),
         ("kinds=[{name: a, memory: 1}, {name: a, memory: 1}]", "kinds.1.name=a is used twice"),
         ("sites=[{name: a, kind: h800, gpus: 8}, {name: a, kind: h800, gpus: 8}]", "h800 at a is listed twice"),
-        ("sites.0.kind=h900", "sites.0.kind=h900 is not in kinds: did you mean h800?"),
+        ("sites.0.kind=h900", "sites.0.kind=h900 is not in kinds (h800); did you mean h800?"),
         ("sites.0.gpus=0", "here/h800: gpus, node and memory must be above 0"),
         ("sites.0.gpus=abc", "gpus: Value 'abc' of type 'str' could not be converted to Integer"),
         ("kinds.0.profiles=qwen", "profiles: Invalid value assigned: AnyNode is not a ListConfig"),
@@ -130,7 +118,7 @@ def test_4096_gpus_at_two_sites_in_seconds():
         ),
         ("batch.percentiles=null", "batch.percentiles is missing"),
         ("batch.lengths.run=nowhere", "batch.lengths.run has its own lengths: drop batch.percentiles"),
-        ("links=[{between: [here, there], gbps: 1}]", "there is not in sites: did you mean here?"),
+        ("links=[{between: [here, there], gbps: 1}]", "there is not in sites; did you mean here?"),
         (
             "objective=cost kinds.0.price=null",
             "objective=cost needs the price of a GPU-hour: set price for here/h800",
@@ -150,9 +138,5 @@ def test_an_infeasible_plan_raises_with_each_reason():
     assert result.exit_code == 1
     assert "66 GB of weights do not fit, 80% of 4 GPUs are 32 GB" in result.stderr
     assert re.search(r"each needs \d+ GB", result.stderr)
-    result = run("sites.0.gpus=16")
-    assert "generation on here/h800 with tensor parallel size 4: its 16 GPUs are too few for both" in result.stderr
     result = run("slowest=1", file=TWO)
     assert re.search(r"no step takes 1 s or less, the fastest takes \d+ s: allow more, or add GPUs", result.stderr)
-    result = run("sites.0.gpus=8", "kinds.0.training.copy_gpus=16")
-    assert "its 8 GPUs, 8 in a node, have no share for model copies over 16" in result.stderr

@@ -539,7 +539,7 @@ class Replica:
     def __init__(self, world, engine):
         self._world, self._engine = world, engine
 
-    async def idle(self):
+    async def wait_idle(self):
         await self._engine.idle.remote()
 
     async def load(self, version):
@@ -586,7 +586,7 @@ class Weights(RelayManager):
 
     def send(self, replica, version, patient):
         delivery = self._world.deliveries.setdefault(replica, Delivery(contextlib.nullcontext))
-        taking = delivery.take(Replica(self._world, replica._server_handle), version, patient)
+        taking = delivery.update(Replica(self._world, replica._server_handle), version, patient)
         self._under_way[replica] = task = self._world.cluster.clock.create_task(_unless_dead(taking))
         return task
 
@@ -595,9 +595,9 @@ class Weights(RelayManager):
         if not all(replica._server_handle.alive for replica in replicas):
             raise RayActorError
 
-    def part_with(self, replica):
+    def release(self, replica):
         try:
-            super().part_with(replica)
+            super().release(replica)
         finally:
             self._world.deliveries.pop(replica, None)
 

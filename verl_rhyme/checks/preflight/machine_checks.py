@@ -25,7 +25,7 @@ from verl_rhyme.checks.preflight.plan import Plan
 from verl_rhyme.config import ConfigError, config_tree
 from verl_rhyme.coordinator.ranker_service import lacking
 from verl_rhyme.weights import BACKEND as RELAY
-from verl_rhyme.weights.folder import SHARED_MEMORY
+from verl_rhyme.weights.claims import SHARED_MEMORY
 
 #: Argument of ``examples.data.prepare`` that creates a file, by the pattern of its name.
 PREPARED = {

@@ -15,17 +15,12 @@ from verl_rhyme.processes.deaths import ReplicaDied
 _LEAVE_S = 120.0
 
 
-class KeptGroupManager(CheckpointEngineManager):
+class ProcessGroupManager(CheckpointEngineManager):
     """verl's manager for engines that keep the process group of their first sync (``nccl``).
 
     Such a group cannot lose or gain a replica. When the set of replicas changes, all workers leave the group, and the
     next sync builds a new one. verl's alternative, ``rebuild_group=true``, builds a group for each sync, which is
     slower.
-
-    Args:
-        config: verl's config of the checkpoint engine.
-        actor_wg: Workers of the actor.
-        replicas: Replicas that receive weights.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
@@ -34,11 +29,7 @@ class KeptGroupManager(CheckpointEngineManager):
         self._members: list[Any] = []  # replicas in the group, in the order of their ranks
 
     def update_weights(self, global_steps: int | None = None) -> Any:  # type: ignore[override]
-        """Send the actor's weights to all replicas.
-
-        Raises:
-            ReplicaDied: Workers could not leave the previous group.
-        """
+        """Send the actor's weights to all replicas. Raises ReplicaDied if workers cannot leave the last group."""
         if self._members and self._members != self.replicas:
             self._leave()
         self._members = list(self.replicas)
@@ -84,10 +75,3 @@ class KeptGroupManager(CheckpointEngineManager):
                     "Run the same command again: it resumes from the last checkpoint."
                 ) from error
         self._members = []
-
-
-def kept(manager: CheckpointEngineManager) -> CheckpointEngineManager:
-    """Return a :class:`KeptGroupManager` in place of verl's manager if the engine keeps a process group."""
-    if manager.backend != "nccl" or (manager.config.engine_kwargs.get("nccl") or {}).get("rebuild_group"):
-        return manager
-    return KeptGroupManager(manager.config, manager.actor_wg, manager.replicas)

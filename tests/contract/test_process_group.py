@@ -14,9 +14,11 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from verl.checkpoint_engine import base
 from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineRegistry
 
+from verl_rhyme.config import WeightsConfig
 from verl_rhyme.processes.deaths import ReplicaDied
-from verl_rhyme.weights import kept_group
-from verl_rhyme.weights.kept_group import KeptGroupManager, kept
+from verl_rhyme.weights import process_group
+from verl_rhyme.weights.manager import choose_manager
+from verl_rhyme.weights.process_group import ProcessGroupManager
 
 
 class Groups:
@@ -131,6 +133,10 @@ def world(nccl, monkeypatch):
     return SimpleNamespace(groups=groups, engine=nccl.NCCLCheckpointEngine)
 
 
+def ours(theirs):
+    return choose_manager(theirs, WeightsConfig(), {})
+
+
 class Run:
     def __init__(self, world, make, **options):
         self.world, self.options = world, options
@@ -161,7 +167,7 @@ class Run:
 
 
 def test_without_a_death_the_group_is_built_once_as_in_stock_verl(world):
-    for make in (lambda manager: manager, kept):
+    for make in (lambda manager: manager, ours):
         run = Run(world, make)
         before = world.groups.built
         run.sync(5)
@@ -178,7 +184,7 @@ def test_stock_verl_fails_after_a_death(world):
 
 
 def test_after_a_death_the_group_is_built_for_the_new_replica_and_for_all_and_is_kept(world):
-    run = Run(world, kept)
+    run = Run(world, ours)
     run.sync(3)
     living, new = run.replace()
     run.manager.replicas = living
@@ -190,7 +196,7 @@ def test_after_a_death_the_group_is_built_for_the_new_replica_and_for_all_and_is
 
 
 def test_a_resting_replica_leaves_the_group_and_returns(world):
-    run = Run(world, kept)
+    run = Run(world, ours)
     run.sync()
     first, second = run.manager.replicas
     run.manager.replicas = [second]
@@ -203,19 +209,19 @@ def test_a_resting_replica_leaves_the_group_and_returns(world):
 
 
 def test_with_rebuild_group_verls_manager_stays(world):
-    run = Run(world, kept, rebuild_group=True)
-    assert not isinstance(run.manager, KeptGroupManager)
+    run = Run(world, ours, rebuild_group=True)
+    assert not isinstance(run.manager, ProcessGroupManager)
     run.sync(3)
     assert world.groups.built == 3
 
 
 def test_a_worker_that_cannot_leave_ends_the_run_instead_of_a_hang(world, monkeypatch):
     """For example with a communicator that has a dead member."""
-    run = Run(world, kept)
+    run = Run(world, ours)
     run.sync()
     living, new = run.replace()
     run.manager.replicas = living
     living[0].workers[0].stuck = True
     with pytest.raises(ReplicaDied, match="have not left the process group"):
         run.manager.send([new], 1)
-    assert kept_group._LEAVE_S < 300
+    assert process_group._LEAVE_S < 300

@@ -59,7 +59,7 @@ def test_a_planned_step_takes_as_long_as_simulated(bound, cost, replicas, token)
     """Samples of a prompt are correlated: a batch's longest response is shorter than with independent draws."""
     given = problem(cost, bound, token)
     [pool] = given.pools
-    planned = split(given, (pool, 6), (pool, replicas), 1, "").step
+    planned = split(given, (pool, 6), (pool, replicas), 1).step
     assert planned == pytest.approx(simulated(cost, bound, token, replicas, 6), rel=0.15)
 
 

@@ -23,7 +23,7 @@ class Result:
 class Relay:
     """The relay of a node; it dies in the calls named in ``dies_at``."""
 
-    answers: ClassVar = {"folder": "/weights", "written": "identity", "revive": True}
+    answers: ClassVar = {"folder": "/weights", "expect": "/weights", "publish": "identity", "recover": True}
 
     def __init__(self, world):
         self.world, self.lives = world, True
@@ -50,9 +50,9 @@ class Relay:
 class Replica:
     def __init__(self, rank, node="n", error=None):
         worker = SimpleNamespace(
-            remote=lambda method, **_: Result({"node": node} if method == "prepare" else None, error)
+            remote=lambda method, **_: Result({"node": node} if method == "prepare" else None, self.error)
         )
-        self.replica_rank, self.servers = rank, []
+        self.replica_rank, self.servers, self.error = rank, [], error
         self.workers = [SimpleNamespace(execute_checkpoint_engine=worker)]
 
 
@@ -101,7 +101,7 @@ def test_a_new_replica_gets_its_weights_though_the_relay_died_before(world):
     assert len(world.relays) == 2
 
 
-@pytest.mark.parametrize("dies_at", [["deliver"], ["deliver", "revive"], ["deliver", "deliver"]])
+@pytest.mark.parametrize("dies_at", [["deliver"], ["deliver", "recover"], ["deliver", "deliver"]])
 def test_a_delivery_survives_relays_that_die_meanwhile(world, dies_at):
     world.dies_at += dies_at
     world.manager.deliver(world.replicas)
@@ -109,13 +109,13 @@ def test_a_delivery_survives_relays_that_die_meanwhile(world, dies_at):
 
 
 def test_relays_that_die_one_after_another_are_not_replaced_for_ever(world):
-    world.dies_at += ["deliver", *["revive"] * 100]
+    world.dies_at += ["deliver", *["recover"] * 100]
     with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
         world.manager.deliver(world.replicas)
     assert len(world.relays) < 10
 
 
-@pytest.mark.parametrize("dies_at", ["expect", "folder", "written"])
+@pytest.mark.parametrize("dies_at", ["expect", "folder", "publish"])
 def test_a_version_is_written_again_after_a_death(world, dies_at):
     world.dies_at.append(dies_at)
     world.manager.update_weights(2)
@@ -140,7 +140,7 @@ def test_the_trainer_waits_only_for_the_actors_relay(world):
     assert world.manager.check() == 3, "check does not work during the distribution"
     assert world.taken == []
     world.goes_on.set()
-    world.manager.settle()
+    world.manager.finish_deliveries()
     assert set(world.taken) == {(0, 2), (1, 2), (2, 2)}
 
 
@@ -148,7 +148,7 @@ def test_a_relay_that_dies_in_the_background_is_replaced_without_the_actor(world
     world.manager.waits = False
     world.dies_at.append("deliver")
     world.manager.update_weights(2)
-    world.manager.settle()
+    world.manager.finish_deliveries()
     assert world.written == [1, 2]
     assert set(world.taken[-2:]) == {(0, 2), (1, 2)}
 
@@ -158,15 +158,15 @@ def test_weights_lost_in_the_background_are_reported_by_the_next_check(world):
     world.manager.replicas.append(Replica(2, "far"))
     world.hangs_at = "fetch"
     world.manager.update_weights(2)
-    world.dies_at += ["fetch", *["revive"] * 100]
+    world.dies_at += ["fetch", *["recover"] * 100]
     next(relay for relay in world.relays if relay.lives).lives = False  # the actor's
     world.goes_on.set()
     with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
-        world.manager.settle()
+        world.manager.finish_deliveries()
     world.dies_at.clear()
     world.hangs_at = None
     world.manager.update_weights(3)
-    world.manager.settle()
+    world.manager.finish_deliveries()
     assert set(world.taken[-3:]) == {(0, 3), (1, 3), (2, 3)}
 
 
@@ -174,7 +174,19 @@ def test_a_dead_replica_does_not_block_others(world):
     world.manager.waits = False
     world.manager.replicas.append(Replica(2, error=ActorDiedError()))
     world.manager.update_weights(2)
-    world.manager.settle()
+    world.manager.finish_deliveries()
+    assert world.taken == [(0, 2), (1, 2)]
+
+
+def test_a_replica_out_of_reach_after_a_failed_delivery_is_tried_again(world):
+    world.manager.waits = False
+    world.dies_at.append("deliver")
+    world.manager.update_weights(2)
+    world.manager._join()
+    world.replicas[1].error = ActorDiedError()
+    assert world.manager.check() == 2
+    world.replicas[1].error = None
+    assert world.manager.check() == 0
     assert world.taken == [(0, 2), (1, 2)]
 
 
@@ -185,7 +197,7 @@ def test_a_failed_distribution_is_raised_by_every_check_and_not_as_one_replicas_
     world.manager.waits = False
     monkeypatch.setattr(world.manager, "_distribute", failing)
     world.manager.update_weights(2)
-    world.manager._join()  # as part_with does
+    world.manager._join()  # as release does
     for _ in range(2):
         with pytest.raises(WeightsError, match="no room"):
             world.manager.check()

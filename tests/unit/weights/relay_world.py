@@ -1,5 +1,6 @@
 """Relays of several nodes in one process, and their replicas, without verl and Ray."""
 
+import asyncio
 import os
 import tempfile
 from pathlib import Path
@@ -8,10 +9,11 @@ from types import SimpleNamespace
 import torch
 from ray.exceptions import RayActorError
 
+from verl_rhyme.weights.claims import claim
 from verl_rhyme.weights.delivery import Target
 from verl_rhyme.weights.engine import RelayCheckpointEngine
-from verl_rhyme.weights.folder import claim
-from verl_rhyme.weights.transfer import identity
+from verl_rhyme.weights.transfer import CHUNK_BYTES, identity
+from verl_rhyme.weights.writer import Writer
 
 
 def weights(version, tensors=5, size=1000):
@@ -22,21 +24,20 @@ def weights(version, tensors=5, size=1000):
     return made
 
 
-def write(folder, version, part_bytes=3000):
-    writer = folder.writer(version, part_bytes, 1000)
-    for name, tensor in weights(version).items():
+def write(folder, version, content=None, chunk_bytes=1000):
+    """Write a version with the weights of version ``content``."""
+    writer = Writer(folder, version, 3000, chunk_bytes)
+    for name, tensor in weights(content or version).items():
         writer.add(name, tensor)
     writer.close()
 
 
-def known(version):
-    """Return the identity of a version."""
+def known(content):
+    """Return the identity of a version, as published."""
     with tempfile.TemporaryDirectory() as path:
-        writer = claim(Path(path)).writer(version, 3000)
-        for name, tensor in weights(version).items():
-            writer.add(name, tensor)
-        writer.close()
-        return identity(writer._folder.parts(version))
+        folder = claim(Path(path))
+        write(folder, 1, content, CHUNK_BYTES)
+        return identity(folder.parts(1))
 
 
 def let_go(folder):
@@ -100,16 +101,50 @@ class Replica:
 
 
 class Ended(Target):
-    def end(self):
+    def kill(self):
         self.servers[0].ended = True
 
 
 async def publish(relay, version):
     await relay.expect(version)
-    engine = RelayCheckpointEngine(3000, is_master=True)
-    engine.init_process_group(await relay.folder())
-    await engine.send_weights(iter(weights(version).items()), global_steps=version)
-    return await relay.written(version)
+    write(relay._folder, version, chunk_bytes=CHUNK_BYTES)
+    return await relay.publish(version)
+
+
+async def publish_again(relay, version, content):
+    """Publish other weights under the number of a version."""
+    write(relay._folder, version, content, CHUNK_BYTES)
+    assert await relay.publish(version) == known(content)
+
+
+async def fetch(relay, version, *sources, content=None, remote=False):
+    await relay.fetch(version, known(content or version), [(source, remote) for source in sources])
+
+
+async def deliver(relay, version):
+    """Have a new replica load a version."""
+    replica = Replica(relay)
+    await asyncio.wait_for(relay.deliver(replica.target, version), 20)
+    return replica
+
+
+def loads(replica, content):
+    """Whether a replica has the weights of version ``content``."""
+    return torch.equal(replica.loaded["layer.1"], weights(content)["layer.1"])
+
+
+def hold_chunks(relay, held):
+    """Hold all chunks of a version back until the returned event is set."""
+    chunk, gate = relay.chunk, asyncio.Event()
+
+    async def late(version, *arguments):
+        answer = await chunk(version, *arguments)
+        if version == held:
+            await gate.wait()
+        return answer
+
+    relay.chunk = late
+    return gate
 
 
 class Dead:

@@ -1,0 +1,98 @@
+"""Weight versions as files: what is written is read back, and nothing incomplete is."""
+
+import pytest
+import torch
+from relay_world import same, write
+
+from verl_rhyme.weights.claims import claim
+from verl_rhyme.weights.folder import WeightsError
+from verl_rhyme.weights.writer import Writer
+
+
+def test_written_versions_are_read_back(tmp_path):
+    folder = claim(tmp_path)
+    for version in (3, 12):
+        write(folder, version)
+    assert folder.versions() == [3, 12]
+    assert len(folder.parts(3)) > 1
+    assert same(folder, 3)
+    assert same(folder, 12)
+
+
+def test_tensors_of_all_dtypes_and_shapes_are_read_back(tmp_path):
+    """Also if the actor reuses the memory of a tensor, and if a tensor is larger than a part."""
+    folder, memory = claim(tmp_path), torch.empty(400, dtype=torch.uint8)
+    writer, wanted = Writer(folder, 1, 100, 64), {}
+    types = (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.bool)
+    for n in range(60):
+        kind, size = types[n % len(types)], (0, 1, 3, 7, 11, 40)[n % 5]
+        tensor = memory[: size * kind.itemsize].copy_(torch.randint(2, (size * kind.itemsize,))).view(kind)
+        tensor = tensor.reshape(()) if size == 1 else tensor
+        wanted[f"layer.{n}"] = tensor.clone()
+        writer.add(f"layer.{n}", tensor)
+    writer.close()
+    read = dict(folder.read(1))
+    assert read.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
+        assert bytes(read[name].reshape(-1).view(torch.uint8)) == bytes(tensor.reshape(-1).view(torch.uint8))
+    parts = folder.parts(1)
+    assert not any(folder.damaged_chunks(1, number, part) for number, part in enumerate(parts))
+    assert len(parts) > 5
+
+
+def test_an_unclosed_version_is_missing(tmp_path):
+    folder = claim(tmp_path)
+    writer = Writer(folder, 1, part_bytes=1)
+    writer.add("a", torch.ones(3))
+    assert folder.versions() == []
+    with pytest.raises(WeightsError, match="no weights of version 1"):
+        next(folder.read(1))
+
+
+def test_a_truncated_part_raises(tmp_path):
+    folder = claim(tmp_path)
+    write(folder, 1)
+    last = sorted(folder.path.glob("1/*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-1])
+    with pytest.raises(WeightsError, match="is incomplete"):
+        list(folder.read(1))
+
+
+def test_damaged_and_missing_chunks_are_found(tmp_path):
+    folder = claim(tmp_path)
+    write(folder, 1)
+    part = folder.parts(1)[0]
+    assert len(part.digests) > 2
+    assert folder.damaged_chunks(1, 0, part) == []
+    file = folder._file(1, 0)
+    data = bytearray(file.read_bytes())
+    data[part.range(1)[0]] ^= 1
+    file.write_bytes(data[:-1])
+    assert folder.damaged_chunks(1, 0, part) == [1, len(part.digests) - 1]
+    file.unlink()
+    assert folder.damaged_chunks(1, 0, part) == list(range(len(part.digests)))
+
+
+def test_an_error_for_lack_of_room_has_a_remedy(tmp_path):
+    folder = claim(tmp_path)
+    writer = Writer(folder, 1)
+    (folder.path / "1").write_bytes(b"")  # no folder can be made here
+    writer.add("a", torch.ones(3))
+    with pytest.raises(WeightsError, match=r"two versions of the model.*--shm-size.*relay\.folder"):
+        writer.close()
+
+
+def test_a_version_written_again_during_a_read_raises(tmp_path):
+    folder = claim(tmp_path)
+    write(folder, 1)
+    reading = folder.read(1)
+    next(reading)
+    write(folder, 1, content=2)  # same sizes, other numbers
+    with pytest.raises(WeightsError, match="may be of both"):
+        list(reading)
+    reading = folder.read(1)
+    next(reading)
+    folder.remove(1)
+    with pytest.raises(WeightsError):
+        list(reading)

@@ -1,0 +1,441 @@
+"""The weight relay without verl and Ray: versions between nodes, and their loads by replicas."""
+
+import asyncio
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import RayActorError
+from relay_world import (
+    Dead,
+    Near,
+    Replica,
+    deliver,
+    fetch,
+    hold_chunks,
+    known,
+    let_go,
+    loads,
+    publish,
+    publish_again,
+    same,
+    weights,
+)
+
+from verl_rhyme.weights import relay as relays
+from verl_rhyme.weights.folder import UnsentError, WeightsError
+from verl_rhyme.weights.relay import Relay
+
+# ---- between nodes ----
+
+
+async def test_a_version_reaches_all_nodes_by_a_tree(nodes):
+    near = [Near(node) for node in nodes]
+    await publish(nodes[0], 7)
+    for place, node in enumerate(nodes[1:]):
+        await fetch(node, 7, near[place // 2])
+    replicas = await asyncio.gather(*(deliver(node, 7) for node in nodes))
+    parts = len(nodes[0]._folder.parts(7))
+    assert [node.sent for node in near] == [2 * parts, 2 * parts, 0, 0, 0]
+    assert all(same(node._folder, 7) for node in nodes)
+    for replica in replicas:
+        assert replica.loaded.keys() == weights(7).keys()
+        assert loads(replica, 7)
+        assert replica.calls[:3] == ["abort_all_requests", "release_kv_cache", "update_weights"]
+        assert replica.calls[3:] == ["resume_kv_cache", "resume_engine_generation", "open_submission_gate"]
+
+
+async def test_a_damaged_part_is_fetched_again_and_never_loaded(nodes):
+    broken = {"times": 2}
+
+    def damaged(chunk, data):
+        if chunk.part == 1 and broken["times"]:
+            broken["times"] -= 1
+            data[-1] ^= 1
+        return data
+
+    await publish(nodes[0], 1)
+    await fetch(nodes[1], 1, Near(nodes[0], damaged))
+    assert (await deliver(nodes[1], 1)).loaded
+    assert broken["times"] == 0
+    assert same(nodes[1]._folder, 1)
+    broken["times"] = 99
+    await fetch(nodes[2], 1, Near(nodes[0], damaged))
+    untouched = Replica(nodes[2])
+    with pytest.raises(WeightsError, match="damaged"):
+        await nodes[2].deliver(untouched.target, 1)
+    assert not untouched.calls
+    broken["times"] = 0
+    await fetch(nodes[2], 1, Near(nodes[0], damaged))
+    assert (await deliver(nodes[2], 1)).loaded
+
+
+async def test_if_a_source_is_dead_the_next_one_is_tried(nodes):
+    await publish(nodes[0], 1)
+    await fetch(nodes[1], 1, Dead(), Near(nodes[0]))
+    assert loads(await deliver(nodes[1], 1), 1)
+    await fetch(nodes[2], 1, Dead())
+    with pytest.raises(UnsentError, match="could not be fetched"):  # the trainer then starts another relay
+        await deliver(nodes[2], 1)
+
+
+async def test_a_transfer_can_be_retried_after_any_error(nodes, monkeypatch):
+    def full(version, parts):
+        raise OSError(5, "Input/output error")
+
+    await publish(nodes[0], 1)
+    monkeypatch.setattr(nodes[1]._folder, "remove_foreign_files", full)
+    await fetch(nodes[1], 1, Near(nodes[0]))
+    with pytest.raises(OSError, match="Input/output error"):
+        await deliver(nodes[1], 1)
+    with pytest.raises(WeightsError, match="removed to make room"):  # other nodes then try their next source
+        await asyncio.wait_for(nodes[1].parts(1), 5)
+    monkeypatch.undo()
+    await fetch(nodes[1], 1, Near(nodes[0]))
+    assert (await deliver(nodes[1], 1)).loaded
+
+
+async def test_close_cancels_fetches_in_flight_and_removes_the_folder(nodes):
+    await publish(nodes[0], 1)
+    gate = hold_chunks(nodes[0], 1)
+    await fetch(nodes[1], 1, Near(nodes[0]))
+    await asyncio.sleep(0.1)
+    await nodes[1].close()
+    gate.set()
+    await asyncio.sleep(0.1)
+    assert not nodes[1]._running
+    assert not nodes[1]._folder.path.exists()
+
+
+async def test_a_new_relay_reuses_the_versions_of_a_dead_one(nodes):
+    """One version is complete, one is half fetched: neither is loaded unverified."""
+    await publish(nodes[0], 1)
+    await fetch(nodes[1], 1, Near(nodes[0]))
+    await deliver(nodes[1], 1)
+    await publish(nodes[0], 2)
+    answered = []
+
+    def half(chunk, data):
+        answered.append(chunk)
+        if len(answered) > 2:
+            raise RayActorError
+        return data
+
+    await fetch(nodes[1], 2, Near(nodes[0], half))
+    with pytest.raises(WeightsError, match="could not be fetched"):
+        await deliver(nodes[1], 2)
+    path = await nodes[1].folder()
+    let_go(nodes[1]._folder)
+    heir = Relay(None, path)
+    assert await heir.folder() == path
+    assert heir._folder.versions() == [], "an unverified version is listed"
+    with pytest.raises(WeightsError, match="weights of version 1 were not sent"):
+        await deliver(heir, 1)
+    near = Near(nodes[0])
+    await fetch(heir, 1, near)
+    await deliver(heir, 1)
+    assert near.sent == 0, "an intact version is fetched again"
+    await fetch(heir, 2, near)
+    await deliver(heir, 2)
+    assert same(heir._folder, 2)
+
+
+# ---- another site ----
+
+
+async def test_bytes_from_another_site_are_few_and_counted(nodes):
+    for version in (1, 2):
+        await publish(nodes[0], version)
+        await fetch(nodes[1], version, Near(nodes[0]), remote=True)
+        await fetch(nodes[2], version, Near(nodes[1]))
+        for node in nodes[1:3]:
+            await deliver(node, version)
+        sent = sum(part.bytes for part in nodes[0]._folder.parts(version))
+        remote, within = await nodes[1].take_tally(), await nodes[2].take_tally()
+        assert 0 < remote["remote_bytes"] < sent
+        assert within["remote_bytes"] == 0
+        assert within["bytes"] >= sent
+        assert remote["damaged"] == remote["lost"] == 0
+    assert not await nodes[1].take_tally()
+
+
+async def test_a_version_sent_in_full_over_the_link_is_logged(nodes, monkeypatch):
+    for version in (1, 2):
+        await publish(nodes[0], version)
+        await fetch(nodes[1], version, Near(nodes[0]), remote=True)
+        await deliver(nodes[1], version)
+    nodes[0]._folder.remove(2)
+    await publish(nodes[0], 3)
+    lines = []
+    monkeypatch.setattr(relays.logger, "warning", lambda text, *of: lines.append(text % of))
+    await fetch(nodes[1], 3, Near(nodes[0]), remote=True)
+    await deliver(nodes[1], 3)
+    assert any("chunks came in full from another site" in line for line in lines)
+
+
+async def test_a_site_slower_than_training_steps_gets_new_versions(nodes):
+    await publish(nodes[0], 1)
+    gate, requests, most, chunk = hold_chunks(nodes[0], 1), [], 0, nodes[0].chunk
+
+    async def noted(version, chunk_, base, *arguments):
+        requests.append((version, base and base.version))
+        return await chunk(version, chunk_, base, *arguments)
+
+    nodes[0].chunk, near = noted, Near(nodes[0])
+    await fetch(nodes[1], 1, near, remote=True)
+    await asyncio.sleep(0.2)
+    for version in (2, 3, 4, 5):
+        await publish(nodes[0], version)
+        await fetch(nodes[1], version, near, remote=True)
+        most = max(most, len(nodes[0]._folder.versions()))
+    gate.set()
+    assert loads(await deliver(nodes[1], 5), 5)
+    assert most == 3
+    assert (5, None) not in requests, "version 5 was sent in full"
+    await publish(nodes[0], 6)
+    nodes[0]._remote_requests = dict.fromkeys(nodes[0]._remote_requests, -1e9)  # much later
+    await publish(nodes[0], 7)
+    assert nodes[0]._folder.versions() == [6, 7]
+
+
+async def test_a_version_is_kept_for_a_slow_site_also_without_compression(tmp_path, nodes):
+    here, there = (Relay(str(tmp_path / name), None, False) for name in ("here", "there"))
+    await publish(here, 1)
+    gate = hold_chunks(here, 1)
+    await fetch(there, 1, Near(here), remote=True)
+    await asyncio.sleep(0.2)
+    for version in (2, 3, 4):
+        await publish(here, version)
+    assert here._folder.versions() == [1, 3, 4], "the slow site would never complete a version"
+    gate.set()
+    assert loads(await deliver(there, 1), 1)
+
+
+# ---- room for versions ----
+
+
+async def test_two_versions_are_kept_and_those_being_loaded(nodes):
+    [node] = nodes[:1]
+    await publish(node, 1)
+    gate = asyncio.Event()
+    slow = Replica(node)
+    slow.worker.update_weights = SimpleNamespace(remote=lambda global_steps: gate.wait())
+    delivery = asyncio.create_task(node.deliver(slow.target, 1))
+    await asyncio.sleep(0)
+    for version in (2, 3):
+        await publish(node, version)
+    assert node._folder.versions() == [1, 2, 3]
+    gate.set()
+    await delivery
+    await publish(node, 4)
+    assert node._folder.versions() == [3, 4]
+
+
+async def test_a_version_that_another_process_reads_is_kept(nodes):
+    """For a replica of several nodes: only the relay of its first node knows of the delivery."""
+    [node] = nodes[:1]
+    await publish(node, 1)
+    reader = """
+import sys
+from pathlib import Path
+from verl_rhyme.weights.folder import Folder
+reading = Folder(Path(sys.argv[1])).read(1)
+next(reading)
+print("reads", flush=True)
+sys.stdin.readline()
+print(len(list(reading)), flush=True)
+"""
+    command = [sys.executable, "-c", reader, str(node._folder.path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "reads\n"
+        for version in (2, 3):
+            await publish(node, version)
+        assert node._folder.versions() == [1, 2, 3]
+        assert process.communicate("on\n")[0] == f"{len(weights(1)) - 1}\n", "the version was removed"
+    finally:
+        process.kill()
+        process.wait()
+    await publish(node, 4)
+    assert node._folder.versions() == [3, 4]
+
+
+async def test_a_slow_node_holds_no_more_versions_than_others(nodes):
+    await publish(nodes[0], 1)
+    await fetch(nodes[1], 1, Near(nodes[0]))
+    await deliver(nodes[1], 1)
+    gate, most = hold_chunks(nodes[0], 2), 0
+    for version in (2, 3):
+        await publish(nodes[0], version)
+        await fetch(nodes[1], version, Near(nodes[0]))
+        await asyncio.sleep(0.05)
+        most = max(most, len([path for path in nodes[1]._folder.path.iterdir() if path.is_dir()]))
+    gate.set()
+    await deliver(nodes[1], 3)
+    assert most <= 2
+    assert nodes[1]._folder.versions() == [2, 3]
+
+
+async def test_a_version_removed_before_it_arrived_is_not_waited_for(nodes):
+    """A slow node: the actor's node has removed the version to make room for newer ones."""
+    gate, parts = asyncio.Event(), nodes[0].parts
+
+    async def late(version):
+        await gate.wait()
+        return await parts(version)
+
+    await publish(nodes[0], 1)
+    nodes[0].parts = late
+    await fetch(nodes[1], 1, Near(nodes[0]))
+    replica = Replica(nodes[1])
+    first = asyncio.create_task(nodes[1].deliver(replica.target, 1))
+    await asyncio.sleep(0.02)
+    for version in (2, 3):
+        await publish(nodes[0], version)
+    second = asyncio.create_task(nodes[1].deliver(replica.target, 3))
+    gate.set()
+    await fetch(nodes[1], 3, Near(nodes[0]))
+    await asyncio.wait_for(asyncio.gather(first, second), 10)
+    assert loads(replica, 3)
+    assert replica.calls.count("update_weights") == 1
+    with pytest.raises(WeightsError, match="removed to make room"):
+        await nodes[0].parts(1)
+
+
+# ---- versions that are written again ----
+
+
+async def test_a_version_that_is_written_again_is_loaded_again(nodes):
+    await publish(nodes[0], 1)
+    replica = await deliver(nodes[0], 1)
+    await nodes[0].expect(1)
+    with pytest.raises(WeightsError, match="weights of version 1 were not sent"):
+        await nodes[0].deliver(replica.target, 1)
+    await publish_again(nodes[0], 1, 5)
+    await nodes[0].deliver(replica.target, 1)
+    assert loads(replica, 5)
+
+
+async def test_an_old_version_is_never_loaded_as_a_new_one_of_the_same_number(nodes):
+    """A node that was unreachable when a version was written again has the old one, complete."""
+    await publish(nodes[0], 1)
+    await fetch(nodes[1], 1, Near(nodes[0]))
+    await deliver(nodes[1], 1)
+    await publish_again(nodes[0], 1, 5)
+    # the first source of node 2 has the old version
+    for node, sources in ((nodes[2], [nodes[1], nodes[0]]), (nodes[1], [nodes[0]])):
+        await fetch(node, 1, *map(Near, sources), content=5)
+        assert loads(await deliver(node, 1), 5)
+
+
+async def test_an_old_version_of_the_same_number_is_not_loaded_before_the_new_one_arrives(nodes):
+    replica = Replica(nodes[1])
+    await publish(nodes[0], 1)
+    await fetch(nodes[1], 1, Near(nodes[0]))
+    await nodes[1].deliver(replica.target, 1, False, known(1))
+    with pytest.raises(UnsentError, match="weights of version 1 were not sent"):
+        await nodes[1].deliver(replica.target, 1, False, known(5))
+    assert replica.calls.count("update_weights") == 1
+    await publish_again(nodes[0], 1, 5)
+    await fetch(nodes[1], 1, Near(nodes[0]), content=5)
+    await nodes[1].deliver(replica.target, 1, False, known(5))
+    assert loads(replica, 5)
+
+
+async def test_a_fetch_of_a_version_that_is_written_again_is_replaced(nodes):
+    await publish(nodes[0], 1)
+    gate = hold_chunks(nodes[0], 1)  # late chunks of the old version
+    await fetch(nodes[1], 1, Near(nodes[0]), remote=True)
+    replica = Replica(nodes[1])
+    delivery = asyncio.create_task(nodes[1].deliver(replica.target, 1, False, known(1)))
+    await asyncio.sleep(0.1)
+    await publish_again(nodes[0], 1, 5)
+    await fetch(nodes[1], 1, Near(nodes[0]), content=5, remote=True)
+    gate.set()
+    await asyncio.wait_for(delivery, 20)
+    assert loads(replica, 5)
+    assert (await nodes[1].take_tally())["damaged"] == 0, "both fetches wrote to one file"
+
+
+# ---- deliveries ----
+
+
+async def test_an_early_delivery_waits_for_the_version(nodes):
+    await fetch(nodes[1], 1, Near(nodes[0]))
+    replica = Replica(nodes[1])
+    delivery = asyncio.create_task(nodes[1].deliver(replica.target, 1))
+    await asyncio.sleep(0.05)
+    assert not replica.calls, "the replica stopped before the version arrived"
+    await publish(nodes[0], 1)
+    await asyncio.wait_for(delivery, 10)
+    assert replica.loaded
+
+
+async def test_a_dying_replica_raises_and_does_not_block_others(nodes):
+    await publish(nodes[0], 1)
+    dying = Replica(nodes[0], fails=True)
+    with pytest.raises(RuntimeError, match="the engine died"):
+        await nodes[0].deliver(dying.target, 1)
+    assert dying.server.ended, "a replica with half of a version lives on"
+    other = Replica(nodes[0])
+    await nodes[0].deliver(other.target, 1)
+    assert other.loaded
+    assert not nodes[0]._loading[1]
+
+
+@pytest.fixture
+def busy(nodes):
+    """A node, and a replica of it whose server has requests until the event is set."""
+    done = asyncio.Event()
+    return nodes[0], Replica(nodes[0], idle=done.wait), done
+
+
+async def test_a_patient_delivery_waits_for_running_requests_and_loads_the_newest_version(busy):
+    node, replica, done = busy
+    deliveries = []
+    for version in (1, 2):
+        await publish(node, version)
+        deliveries.append(asyncio.create_task(node.deliver(replica.target, version, True)))
+        await asyncio.sleep(0.02)
+    assert not replica.calls, "running requests were aborted"
+    done.set()
+    await asyncio.gather(*deliveries)
+    assert replica.calls.count("update_weights") == 1
+    assert loads(replica, 2)
+
+
+async def test_an_impatient_delivery_hurries_a_patient_one(busy):
+    node, replica, done = busy
+    await publish(node, 1)
+    patient = asyncio.create_task(node.deliver(replica.target, 1, True))
+    await asyncio.sleep(0.02)
+    await asyncio.wait_for(asyncio.gather(node.deliver(replica.target, 1), patient), 10)
+    assert replica.calls.count("update_weights") == 1
+    await publish(node, 2)  # the hurry is over
+    again = asyncio.create_task(node.deliver(replica.target, 2, True))
+    await asyncio.sleep(0.02)
+    assert not again.done()
+    done.set()
+    await again
+
+
+async def test_a_hurry_outlives_a_delivery_in_flight(busy):
+    """An impatient delivery does not wait behind a patient one in the queue."""
+    node, replica, _ = busy
+    gate, load = asyncio.Event(), replica.worker.update_weights
+
+    async def slowly(global_steps):
+        await gate.wait()
+        await load.remote(global_steps=global_steps)
+
+    replica.worker.update_weights = SimpleNamespace(remote=slowly)
+    deliveries = []
+    for version, patient in ((1, False), (2, True), (2, False)):
+        if version not in node._folder.versions():
+            await publish(node, version)
+        deliveries.append(asyncio.create_task(node.deliver(replica.target, version, patient)))
+        await asyncio.sleep(0.02)
+    gate.set()
+    await asyncio.wait_for(asyncio.gather(*deliveries), 10)
+    assert loads(replica, 2)
