@@ -28,15 +28,9 @@ from verl_rhyme.coordinator.migrations import Migrations
 from verl_rhyme.coordinator.worker_pool import WorkerPool
 from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.audible import keep_audible
-from verl_rhyme.observability.batches import (
-    SlotAccount,
-    batch_metrics,
-    forecast_metrics,
-    placement_metrics,
-    replica_paces,
-)
+from verl_rhyme.observability.batches import batch_metrics, forecast_metrics, placement_metrics, replica_paces
 from verl_rhyme.placement import Move, Placement
-from verl_rhyme.processes.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
+from verl_rhyme.processes.messages import Before, Handed, NotOpen, Part, Reply, Setting, Wants
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
@@ -135,9 +129,7 @@ class Coordinator:
         self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
         self._cleanup.forget()
         self._lost_starts = LostStarts()
-        self._slots = SlotAccount(setting.slots, time.time() if running else None)
-        if before.serving is not None:
-            self._serve(before.serving)
+        self._capacity.share = before.share
         pool.abandon([name for name in running if not rollout.may_train(name)])
         if fresh:
             # Awaited: a trainer that dies before it is done opens the coordinator as fresh again.
@@ -191,16 +183,15 @@ class Coordinator:
         await self._open_migrations.look()
         self._still(opening)
         rollout.publish(version, batches_left)
-        self._slots.go(time.time())
         self._dispatching = batches_left > 0
         self._go()
         return self._wants() if self._dispatching else Wants()
 
-    async def serve(self, serving: Serving, leaves: str = "") -> int:
+    async def serve(self, share: float, leaves: str = "") -> int:
         """Set how many replicas generate from now on.
 
         Args:
-            serving: Number of replicas and of their slots.
+            share: Share of the replicas that :class:`Setting` counts.
             leaves: Address of a replica that leaves, after its removal from the router: its samples continue on other
                 replicas.
 
@@ -208,7 +199,7 @@ class Coordinator:
             Number of samples that continue on other replicas.
         """
         migrations = self._open_migrations
-        self._serve(serving)
+        self._capacity.share = share
         if leaves:
             moved = await migrations.vacate(leaves)
         else:
@@ -221,7 +212,6 @@ class Coordinator:
         """Start no sample until :meth:`publish`: the engines are about to receive new weights."""
         if self._opened is not None:
             self._cleanup.after_batch(self._opened[1])
-            self._slots.hold(time.time())
         self._dispatching = False
 
     async def enough(self, rewarded: bool, stopping: bool, part: int | None = None) -> Wants | None:
@@ -283,9 +273,7 @@ class Coordinator:
         self._abandon()
         if not rollout.scheduler.ready():
             return None
-        running = [Attempt(p.uid, n, s.attempt).name for p, n, s in rollout.scheduler.ledger.samples("running")]
-        taken = time.time()
-        on = self._slots.take(taken, running), taken
+        taken = time.time() if setting.rules.starts_through_training else None
         batch = rollout.take()
         for sample, tokens in zip(batch.collected.samples, batch.collected.lengths, strict=True):
             self._expectations.generated(*sample, tokens)  # an earlier coordinator may have received the reports
@@ -302,7 +290,7 @@ class Coordinator:
             keys=keys,
             tags=tags,
             metrics={
-                **batch_metrics(batch, setting.slots, *(on if setting.rules.starts_through_training else ())),
+                **batch_metrics(batch, setting.slots, taken),
                 **forecast_metrics(self._expectations),
                 **placement_metrics(self._dispatch),
             },
@@ -340,7 +328,6 @@ class Coordinator:
             self._dispatch.ended(report.name, report.tokens if report.status == "generated" else None)
             try:
                 records = rollout.ended(report)
-                self._slots.ran(records)
                 if report.status == "generated" and rollout.may_train(report.name):
                     self._expectations.generated(*Attempt.named(report.name).sample, report.tokens)
                 if records and not records[0]["attempt"]:  # prompts of later requests include earlier responses
@@ -396,7 +383,6 @@ class Coordinator:
                     starts = self._dispatch.fill(limit, min_starts)
                     self._open_migrations.report_errors()
                     pool.start(starts, rollout.scheduler.version + 1)
-                    self._slots.handed((start.name for start in starts), time.time())
                 self._abandon()
             except Exception as error:
                 self._fail(error)
@@ -404,9 +390,6 @@ class Coordinator:
             if not change.done():
                 change.set_result(None)
         self._changes.clear()
-
-    def _serve(self, serving: Serving) -> None:
-        self._capacity.share, self._slots.slots = serving
 
     def _move(self, moves: list[Move]) -> None:
         """Carry out moves, then start the samples that waited for the progress of others."""

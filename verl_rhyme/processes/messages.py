@@ -41,18 +41,6 @@ class Wants(NamedTuple):
     part: Part | None = None
 
 
-class Serving(NamedTuple):
-    """Replicas that generate, if some of them are idle.
-
-    Attributes:
-        share: Share of the replicas that :class:`Setting` counts.
-        slots: Slots, Q of the bubble ratio.
-    """
-
-    share: float
-    slots: int
-
-
 @dataclass(frozen=True)
 class Setting:
     """Settings that do not change during a run.
@@ -111,7 +99,7 @@ class Before:
         batches_left: Training batches until training ends.
         generation: Number of the coordinator, above that of all earlier ones (:class:`Rollout`).
         lengths: Last reported statistics of response lengths; ``None``: none yet.
-        serving: Last reported state of the replicas; ``None``: all serve.
+        share: Share of the replicas that serve.
     """
 
     state: dict[str, Any] | None
@@ -120,7 +108,7 @@ class Before:
     batches_left: int
     generation: int
     lengths: dict[str, Any] | None = None
-    serving: Serving | None = None
+    share: float = 1.0
 
 
 @dataclass

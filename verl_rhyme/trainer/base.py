@@ -106,7 +106,7 @@ class RhymeTrainerMixin(PPOTrainer):
         self._recorder = Recorder(
             self._history,
             self._event_log,
-            lambda: self._bubble_slots,
+            lambda: None if self._rollout_stage == "step" else self._bubble_slots,  # then by the event log alone
             DraftCounts(self._rollout_servers),
             logprobs=self.config.actor_rollout_ref.rollout.calculate_log_probs,
             log_responses=self._rhyme.events.responses,

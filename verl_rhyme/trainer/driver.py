@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from verl_rhyme.coordinator import coordinator
 from verl_rhyme.observability.errors import first_line
-from verl_rhyme.processes.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
+from verl_rhyme.processes.messages import Before, Handed, NotOpen, Part, Reply, Setting, Wants
 from verl_rhyme.trainer.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Driver:
         self._state: dict[str, Any] | None = None  # state at the last batch
         self._handed: list[Handed] = []  # prompts passed since the last batch
         self._lengths: dict[str, Any] | None = None  # latest lengths from the coordinator
-        self._serving: Serving | None = None
+        self._share = 1.0
         self._version = 0
         self._batches_left = 0
         self._generation = 0
@@ -68,18 +68,18 @@ class Driver:
         self._version, self._batches_left = version, batches_left
         self._supply(self._ask("publish", version, batches_left))
 
-    def serve(self, serving: Serving, leaves: str = "") -> int:
+    def serve(self, share: float, leaves: str = "") -> int:
         """Set how many replicas generate from now on.
 
         Args:
-            serving: Number of replicas and of their slots.
+            share: Share of the replicas at the start of the run.
             leaves: Address of a replica that leaves.
 
         Returns:
             Number of its samples, which continue on other replicas.
         """
-        self._serving = serving
-        return self._ask("serve", serving, leaves)
+        self._share = share
+        return self._ask("serve", share, leaves)
 
     def pause(self) -> None:
         """Let no sample start until :meth:`publish`."""
@@ -165,7 +165,7 @@ class Driver:
         while True:
             self._generation += 1
             now = self._version, self._batches_left, self._generation
-            before = Before(self._state, list(self._handed), *now, self._lengths, self._serving)
+            before = Before(self._state, list(self._handed), *now, self._lengths, self._share)
             try:
                 return ray.get(self._actor.open.remote(self._setting, self._workers, before, fresh))
             except RayActorError as error:

@@ -236,11 +236,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             return Balance(setting)
         assert isinstance(self.topology, Separate)  # combinations.py refuses it elsewhere
         engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
-        return Reserve(setting, elastic, self.topology.servers(), engine, self.topology.spares, self._slots_now)
-
-    def _slots_now(self) -> int:
-        self.__dict__.pop("fillable_slots", None)
-        return self.fillable_slots
+        return Reserve(setting, elastic, self.topology.servers(), engine, self.topology.spares)
 
     def _request_slots(self) -> int:
         return len(self.topology.servers().get_replicas()) * self.config.actor_rollout_ref.rollout.max_num_seqs

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, ElasticConfig
 from verl_rhyme.coordinator.replicas import Spares, obstacle
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.planning.elastic import Limits
-from verl_rhyme.processes.messages import Serving, Setting
+from verl_rhyme.processes.messages import Setting
 from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.observers import Observer, Step
@@ -33,7 +32,6 @@ class Reserve(Observer):
         servers: verl's ``LLMServerManager``; all its replicas serve.
         engine: verl's ``CheckpointEngineConfig``.
         spares: Object that lets replicas rest and wakes them.
-        slots: Function that returns Q of the bubble ratio for the serving replicas.
 
     Attributes:
         balance: Source of the advice.
@@ -42,16 +40,8 @@ class Reserve(Observer):
         ConfigError: There are fewer replicas than ``min_replicas``, or weights cannot be sent to a single one.
     """
 
-    def __init__(
-        self,
-        setting: Setting,
-        config: ElasticConfig,
-        servers: Any,
-        engine: Any,
-        spares: Spares,
-        slots: Callable[[], int],
-    ) -> None:
-        self._servers, self._spares, self._slots = servers, spares, slots
+    def __init__(self, setting: Setting, config: ElasticConfig, servers: Any, engine: Any, spares: Spares) -> None:
+        self._servers, self._spares = servers, spares
         replicas = servers.get_replicas()
         if why := obstacle(engine, len(replicas[0].workers)):
             raise ConfigError(f"{CONFIG_PATH}.streaming.elastic.min_replicas: {why}; use the relay, or drop the option")
@@ -125,4 +115,4 @@ class Reserve(Observer):
 
     def _report(self, leaves: str = "") -> int:
         self._reported = len(self._servers.get_replicas())
-        return self._driver.serve(Serving(self._reported / self._launched, self._slots()), leaves)
+        return self._driver.serve(self._reported / self._launched, leaves)

@@ -71,9 +71,9 @@ def test_seconds_a_batch_was_ready_before_it_was_taken():
     later = {**record, "finished_at": 114.0}
     collected = Collected(samples=[("a", 0)], lengths=[5], waited=[0], staleness=[0])
     batch = Batch(collected, ["a_0"], 0, [record, later], [], [], StepCounts(), 0, 0, {})
-    assert batch_metrics(batch, 4, 0.5, taken=120.0)[names.STREAM_AHEAD] == 6.0
-    assert batch_metrics(batch, 4, 0.5, taken=113.0)[names.STREAM_AHEAD] == 0.0  # clocks of two machines differ
-    assert names.STREAM_AHEAD not in batch_metrics(batch, 4, 0.5)
+    assert batch_metrics(batch, 4, taken=120.0)[names.STREAM_AHEAD] == 6.0
+    assert batch_metrics(batch, 4, taken=113.0)[names.STREAM_AHEAD] == 0.0  # clocks of two machines differ
+    assert names.STREAM_AHEAD not in batch_metrics(batch, 4)
 
 
 def test_advice_keeps_the_upper_limit():

@@ -18,8 +18,8 @@ def test_starting_replicas_count_towards_the_maximum():
     spares = SimpleNamespace(resting=made[2:], missing=1, vacant=0, wake=lambda *_: woken.pop())
     engine = SimpleNamespace(backend="relay", engine_kwargs={})
     config = ElasticConfig(min_replicas=1, max_replicas=3)
-    reserve = Reserve(None, config, SimpleNamespace(get_replicas=lambda: serving), engine, spares, lambda: 8)
-    reserve._driver = SimpleNamespace(serve=lambda serving, leaves: 0)
+    reserve = Reserve(None, config, SimpleNamespace(get_replicas=lambda: serving), engine, spares)
+    reserve._driver = SimpleNamespace(serve=lambda share, leaves: 0)
     del serving[2:]
     reserve.observe()
     assert "training/stream/change_s" not in reserve.act(1, 7)
@@ -39,15 +39,15 @@ def test_last_replica_rests_and_limits_hold():
         return vacate("address")
 
     spares = SimpleNamespace(missing=0, rest=rest, wake=lambda version: pytest.fail("as many serve as may"))
-    reserve = Reserve(None, ElasticConfig(2, 3), servers, engine, spares, lambda: 8)
-    reserve.begin(SimpleNamespace(serve=lambda serving, leaves: 5))
+    reserve = Reserve(None, ElasticConfig(2, 3), servers, engine, spares)
+    reserve.begin(SimpleNamespace(serve=lambda share, leaves: 5))
     assert rested == [3]
     assert reserve.act(1, 1) == {"training/stream/replicas": 3}
     assert reserve.act(-1, 2)["training/stream/moved"] == 5
     assert rested == [3, 2]
     assert reserve.act(-1, 3) == reserve.act(0, 3) == {"training/stream/replicas": 2}
     with pytest.raises(ConfigError, match=r"elastic.min_replicas=3: the run has only 2; lower it"):
-        Reserve(None, ElasticConfig(3), servers, engine, spares, lambda: 8)
+        Reserve(None, ElasticConfig(3), servers, engine, spares)
 
 
 def test_pause_between_tries_grows_to_its_limit():

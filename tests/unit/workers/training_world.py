@@ -207,7 +207,7 @@ class World:
         self.driver = Driver(self.setting, self.load, self.make_workers)
         self.driver.open(self.make_workers(), None if saved is None else saved.state, version=step)
         if self.elastic:
-            self.reserve = Reserve(self.setting, ElasticConfig(1), self, self.weights.config, self.spares, self.slots)
+            self.reserve = Reserve(self.setting, ElasticConfig(1), self, self.weights.config, self.spares)
             self.reserve.begin(self.driver)
         self.driver.publish(step, STEPS - step)
         while step < STEPS:
@@ -291,9 +291,6 @@ class World:
 
     def get_replicas(self):
         return self.rollout_replicas
-
-    def slots(self):
-        return 8 * len(self.rollout_replicas)
 
     def make_replica(self, version):
         """Make a replica with verl's attributes."""
