@@ -24,10 +24,9 @@ from verl.trainer.ppo.v1.replay_buffer import FILTER_GROUPS_REWARD_METRIC
 from verl.utils import tensordict_utils as tu
 
 from verl_rhyme.agent_loop.client import move, where
-from verl_rhyme.agent_loop.recall import Left, recall, recall_finished
 from verl_rhyme.agent_loop.reports import NotReported, Reports
 from verl_rhyme.agent_loop.session import PROMPTS, STARTS, Interrupted, Session, current, enter
-from verl_rhyme.agent_loop.stored_attempts import REPORT
+from verl_rhyme.agent_loop.stored_attempts import REPORT, StoredTurns, fetch_finished_turns, fetch_turns
 from verl_rhyme.config import config_tree
 from verl_rhyme.history.keys import data_key, template_label
 from verl_rhyme.observability.audible import keep_audible
@@ -175,8 +174,9 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             batch = await tq.async_kv_batch_get(keys=list(groups), partition_id=PROMPTS)
             if len(batch) < len(groups):  # the queue leaves out missing prompts
                 raise ValueError(f"TransferQueue has the data of {len(batch)} of {len(groups)} prompts")
-            left = await recall([start.predecessor for start in starts if start.predecessor and not start.stored])
-            left |= await recall_finished([start.predecessor for start in starts if start.predecessor and start.stored])
+            again = [(start.predecessor, start.stored) for start in starts if start.predecessor]
+            left = await fetch_turns([name for name, finished in again if not finished])
+            left |= await fetch_finished_turns([name for name, finished in again if finished])
             tu.assign_non_tensor_data(batch, "global_steps", step)
             tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, left) for group in groups.values()])
             await self.generate_sequences(batch)
@@ -224,7 +224,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self._attempts.pop(name, None)
         self._sessions.pop(name, None)
 
-    def _session(self, start: Start, left: Left | None) -> Session:
+    def _session(self, start: Start, left: StoredTurns | None) -> Session:
         uid, number = sample_of(start.name)
         session = Session(start.partial, start.assignment, start.name, sample=number)
         if left is not None:
@@ -326,7 +326,7 @@ class _Order:
     """Samples of a prompt to start, and the turns of earlier attempts, by name."""
 
     starts: list[Start]
-    left: dict[str | None, Left]
+    left: dict[str | None, StoredTurns]
 
 
 def _score(trajectory: Any, metric: str) -> float:

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from verl_rhyme.agent_loop import recall, reports, stored_attempts
+from verl_rhyme.agent_loop import reports, stored_attempts
 from verl_rhyme.agent_loop import worker as worker_module
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, current
@@ -757,8 +757,6 @@ def install(world, monkeypatch):
 
     async def tensors(keys, partition_id, select_fields=None):
         data = await queue.fetch(keys, partition_id, select_fields)
-        if partition_id != PROMPTS:
-            return data
         from verl.utils import tensordict_utils as tu
 
         batch = TensorDict({"index": torch.tensor(data["index"])}, batch_size=len(data["index"]))
@@ -769,8 +767,7 @@ def install(world, monkeypatch):
     monkeypatch.setattr(reports, "tq", tq)
     monkeypatch.setattr(coordinator, "tq", tq)
     monkeypatch.setattr(stored_attempts, "tq", tq)
-    for module in (recall, worker_module):
-        monkeypatch.setattr(module, "tq", SimpleNamespace(async_kv_batch_get=tensors))
+    monkeypatch.setattr(worker_module, "tq", SimpleNamespace(async_kv_batch_get=tensors))
     monkeypatch.setattr(reports, "list_of_dict_to_tensordict", lambda rows: rows)
     monkeypatch.setattr(worker_module._AgentLoopWorker, "_agent_loop_postprocess", store)
     for module in (coordinator, worker_pool, driver_module):
