@@ -17,7 +17,6 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_global_sticky_inflight
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from verl_rhyme.agent_loop import client as clients
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient, rhymed
 from verl_rhyme.agent_loop.session import Interrupted, Session, current, enter
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker
@@ -183,7 +182,6 @@ async def test_without_the_pipeline_requests_have_their_sample_number(
     assert worker.stored == {n: [{**record, "sample": n, "attempt": turn} for turn in range(2)] for n in samples}
     metas = [RequestMeta(**asked[FIELD]) for asked in [each for asked in asked_of(servers) for each in asked]]
     assert sorted((meta.sample, meta.attempt) for meta in metas) == [(n, turn) for n in samples for turn in range(2)]
-    assert worker.llm_client._strangers == {}
 
 
 @pytest.mark.parametrize("interruptible", [False, True])
@@ -231,17 +229,13 @@ def test_client_of_another_class_is_rejected() -> None:
 
 
 @ACTORS
-async def test_tasks_without_session_are_remembered_by_request_id(
-    servers: list[Any], balancer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(clients, "_MAX_STRANGERS", 3)
+async def test_call_of_a_task_without_session_leaves_none(servers: list[Any], balancer: Any) -> None:
     client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer))
-    for name in ("a", "b", "a", "c", "d", "a"):
-        output = await client.generate(name, prompt_ids=PROMPT, sampling_params={})
-        attempts = [record["attempt"] for record in output.extra_fields[FIELD]]
-        assert {record["sample"] for record in output.extra_fields[FIELD]} == {-1}
-    assert attempts == [0, 1, 2]
-    assert sorted(client._strangers) == ["a", "c", "d"]
+    for _ in range(2):
+        output = await client.generate("a", prompt_ids=PROMPT, sampling_params={})
+        [record] = output.extra_fields[FIELD]
+        assert (record["sample"], record["attempt"]) == (-1, 0)
+    assert current() is None
 
 
 class Mortal:
@@ -371,16 +365,16 @@ async def test_response_continues_on_another_replica(cluster: None, servers: lis
         enter(session)
         return await client.generate("r", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
 
-    assert not clients.move(session, "cut", "a plan"), "nothing runs"
+    assert not session.move("cut", "a plan"), "nothing runs"
     running = asyncio.create_task(generated())
     asked = await cut.wait_for_one.remote()
     assert (asked[FIELD]["name"], asked[FIELD]["assignment"].replica) == ("u_0", "cut")
     assert asked["sampling_params"]["max_tokens"] == 8
-    assert not clients.move(session, "cut", "a plan"), "it is there"
-    assert clients.where(session) == "cut"
+    assert not session.move("cut", "a plan"), "it is there"
+    assert session.replica == "cut"
     if there == "gone":
         await balancer.remove_servers.remote(["cut"])
-    assert clients.move(session, there, "it is long")
+    assert session.move(there, "it is long")
     output = await asyncio.wait_for(running, 60)
     assert output.token_ids == [0, 8, 7, 8]
     assert output.log_probs == [0.0, -2.0, -1.0, -2.0]
@@ -394,7 +388,7 @@ async def test_response_continues_on_another_replica(cluster: None, servers: lis
     assert (asked["sampling_params"]["max_tokens"], asked[FIELD]["attempt"]) == (6, 1)
     assert asked[FIELD]["assignment"].left(asked[FIELD]["before"]) == (3, None)
     assert not session.moving
-    assert clients.where(session) == "well"
+    assert session.replica == "well"
     await asyncio.sleep(0.2)
     assert await balancer.get_total_inflight.remote() == 0
 
@@ -412,7 +406,7 @@ async def test_unexpected_abort_ends_the_attempt(cluster: None) -> None:
 
     running = asyncio.create_task(generated())
     await cut.wait_for_one.remote()
-    session.call.end()  # as a weight sync does, by another way
+    session.call.abort()  # as a weight sync does, by another way
     with pytest.raises(Interrupted):
         await asyncio.wait_for(running, 60)
     assert session.turns[0].tokens.tolist() == [0, 8]

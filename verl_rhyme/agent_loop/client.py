@@ -12,7 +12,6 @@ import logging
 import time
 from array import array
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -22,7 +21,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_rhyme.agent_loop.session import Conversation, Interrupted, Session, Turn, current
+from verl_rhyme.agent_loop.session import Call, Conversation, Interrupted, Session, Turn, current, entered
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.placement.assignment import ANYWHERE
@@ -33,10 +32,6 @@ from verl_rhyme.sampling.continuation import starting_over
 logger = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 4
-#: Maximum number of conversations kept for tasks without a session.
-_MAX_STRANGERS = 4096
-
-
 #: Error text of verl's router.
 _NO_SERVERS = "No available servers in load balancer"
 #: Seconds between two requests for a server while none serves.
@@ -47,22 +42,8 @@ _RESUME_S = 1.0
 MOVED = "a replica died: %s continues on another with %d tokens of its turn; the work of %.1f s is lost (%s)"
 
 
-class _Call:
-    """Server and id of the task's current request, which verl's ``generate`` does not return."""
-
-    server: str | None = None
-    handle: Any = None
-    request: str | None = None  # id of the request on the server
-
-    def end(self) -> bool:
-        """Abort the request, without waiting. Return false if it was not sent yet."""
-        if self.request is None:
-            return False
-        self.handle.abort_request.remote(self.request, reset_prefix_cache=False)
-        return True
-
-
-_CALL: ContextVar[_Call] = ContextVar("verl_rhyme_call")
+#: Current request of a task; a session may have several tasks.
+_CALL: ContextVar[Call] = ContextVar("verl_rhyme_call")
 
 
 class _Requests(LLMServerClient):
@@ -70,12 +51,13 @@ class _Requests(LLMServerClient):
 
     def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
         super().__init__(config, load_balancer_handle, **kwargs)
-        self._strangers: dict[str, Session] = {}
         self._patient = False
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
         """Send one request to one server."""
-        session, conversation = self._known(request_id, prompt_ids)
+        session = current()
+        assert session is not None  # set by RhymeLLMServerClient.generate
+        conversation = session.conversation(request_id, prompt_ids)
         generated = len(prompt_ids) - conversation.began  # tokens of the turn before this request
         assignment = session.assignment
         before = generated + sum(len(turn.tokens) for turn in session.turns[:-1])
@@ -112,12 +94,12 @@ class _Requests(LLMServerClient):
         """Generate; if the replica dies, again on another. Only the ``generated`` tokens from before are kept then."""
         while True:
             began = time.monotonic()
-            call = session.call = _Call()
+            call = session.call = Call()
             _CALL.set(call)
             try:
                 return await super().generate(request_id, **kwargs)
             except asyncio.CancelledError:
-                call.end()  # else it keeps a slot of the engine
+                call.abort()  # else it keeps a slot of the engine
                 raise
             except ActorUnavailableError:  # the node or network is unreachable, perhaps for a while
                 await asyncio.sleep(_SERVER_WAIT_S)
@@ -153,16 +135,6 @@ class _Requests(LLMServerClient):
         call = _CALL.get()
         call.request = uuid4().hex  # verl's id is the same for all requests in fully deterministic mode
         return call.request
-
-    def _known(self, request_id: str, prompt_ids: Any) -> tuple[Session, Conversation]:
-        """Return the task's session, and the conversation of the request."""
-        session = current()
-        if session is None:
-            session = self._strangers.pop(request_id, None) or Session()
-            self._strangers[request_id] = session
-            if len(self._strangers) > _MAX_STRANGERS:
-                del self._strangers[next(iter(self._strangers))]
-        return session, session.conversation(request_id, prompt_ids)
 
 
 class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
@@ -205,8 +177,12 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         Raises:
             Interrupted: The sample's attempt ended during the call.
         """
+        session = current()
+        if session is None:  # the caller is no agent loop of this package's workers
+            with entered(Session()):
+                return await self.generate(request_id, prompt_ids=prompt_ids, **kwargs)
         prompt_ids = normalize_token_ids(prompt_ids)
-        session, conversation = self._known(request_id, prompt_ids)
+        conversation = session.conversation(request_id, prompt_ids)
         conversation.began, conversation.previous = len(prompt_ids), b""
         request = super().generate if self._resumes else partial(_Requests.generate, self)
         if self._resumes and starting_over(kwargs["sampling_params"]):
@@ -268,7 +244,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
     async def _from_its_start(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> TokenOutput:
         """Replace verl's resume loop for a response that cannot be continued: an aborted request is sent again, with
         its text as the draft."""
-        _, conversation = self._known(request_id, prompt_ids)
+        session = current()
+        assert session is not None
+        conversation = session.conversation(request_id, prompt_ids)
         while True:
             output = await _Requests.generate(self, request_id, prompt_ids=prompt_ids, **kwargs)
             version = output.extra_fields.get("global_steps")
@@ -312,29 +290,6 @@ def _warn_once(options: tuple[str, ...]) -> None:
         "can resume %s in the middle of a response",
         " and ".join(options),
     )
-
-
-def move(session: Session, replica: str, reason: str = "") -> bool:
-    """Continue a session's request on another replica, with its tokens, their versions and log-probs. Does not wait.
-
-    Args:
-        session: Session of an attempt in this process.
-        replica: Address of the replica.
-        reason: Short reason for the move.
-
-    Returns:
-        Whether a request is under way; if not, the next request goes to the replica.
-    """
-    session.assignment = replace(session.assignment, replica=replica, reason=reason)
-    if session.call is None or session.call.server == replica or not session.call.end():
-        return False
-    session.moving = True
-    return True
-
-
-def where(session: Session) -> str:
-    """Return the address of the session's latest replica, or of its first assigned one; empty if neither is known."""
-    return (session.call.server if session.call is not None else None) or session.assignment.replica
 
 
 def rhymed(client: LLMServerClient, interruptible: bool = False, patient: bool = False) -> LLMServerClient:

@@ -15,7 +15,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from verl_rhyme.history.keys import prompt_key
@@ -79,6 +80,27 @@ class Turn:
         )
 
 
+class Call:
+    """Server and id of a request, which verl's ``generate`` does not return.
+
+    Attributes:
+        server: Address of the server; ``None`` before the router chose one.
+        handle: Handle of the server.
+        request: Id of the request on the server; ``None`` before it is sent.
+    """
+
+    server: str | None = None
+    handle: Any = None
+    request: str | None = None
+
+    def abort(self) -> bool:
+        """Abort the request, without waiting. Return false if it was not sent yet."""
+        if self.request is None:
+            return False
+        self.handle.abort_request.remote(self.request, reset_prefix_cache=False)
+        return True
+
+
 @dataclass
 class Conversation:
     """The requests of one id; an agent loop may hold several conversations.
@@ -110,7 +132,7 @@ class Session:
         sample: Number in the group, -1 when unknown.
         noise: Key in hex of the noise that its tokens are drawn with; empty for separate noise per request.
         moving: Whether its running request was aborted to continue on another replica.
-        call: Server and id of its latest request, set by the client.
+        call: Its latest request, set by the client.
         conversations: Conversations by request id.
         scores: At the end, the value of ``filter_groups.metric`` of each trajectory; empty without filter.
         key: Key of the prompt's data (:func:`~verl_rhyme.history.keys.data_key`); if empty, each conversation uses the
@@ -129,7 +151,7 @@ class Session:
     sample: int = -1
     noise: str = ""
     moving: bool = False
-    call: Any = None
+    call: Call = field(default_factory=Call)
     conversations: dict[str, Conversation] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
     key: str = ""
@@ -257,17 +279,45 @@ class Session:
         """
         if self.partial:
             return [*self.turns, *self.kept[len(self.turns) :]]
-        longest = max(len(self.turns), len(self.kept))
-        left = []
-        for number in range(longest):
-            turn, before = (turns[number] if number < len(turns) else None for turns in (self.turns, self.kept))
-            tokens = turn.tokens if turn else array("i")
-            rest = before.tokens[len(tokens) :] if before else array("i")
-            left.append(Turn((turn or before).prompt, tokens + rest))  # type: ignore[union-attr]
-        return left
+        pairs = zip_longest(self.turns, self.kept, fillvalue=Turn(""))
+        return [
+            Turn(turn.prompt or before.prompt, turn.tokens + before.tokens[len(turn.tokens) :])
+            for turn, before in pairs
+        ]
+
+    @property
+    def replica(self) -> str:
+        """Address of the latest replica, or of the first assigned one; empty if neither is known."""
+        return self.call.server or self.assignment.replica
+
+    def move(self, replica: str, reason: str = "") -> bool:
+        """Continue the request on another replica, with its tokens, their versions and log-probs. Does not wait.
+
+        Args:
+            replica: Address of the replica.
+            reason: Short reason for the move.
+
+        Returns:
+            Whether a request is under way; if not, the next request goes to the replica.
+        """
+        self.assignment = replace(self.assignment, replica=replica, reason=reason)
+        if self.call.server == replica or not self.call.abort():
+            return False
+        self.moving = True
+        return True
 
 
 _CURRENT: ContextVar[Session | None] = ContextVar("verl_rhyme_session", default=None)
+
+
+@contextmanager
+def entered(session: Session) -> Iterator[None]:
+    """Set the session of this task within the block."""
+    token = _CURRENT.set(session)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 def enter(session: Session) -> None:
