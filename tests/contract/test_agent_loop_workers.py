@@ -97,7 +97,7 @@ class Watched:
 
     def __init__(self, moods, patience_s=30.0):
         self.lost, self.workers = [], [Worker.remote(mood) for mood in moods]
-        self.pool = WorkerPool(self.workers, None, patience_s, self._lost)
+        self.pool = WorkerPool(None, patience_s, self._lost)
 
     def _lost(self, sessions, why):
         self.lost += sessions
@@ -121,15 +121,15 @@ class Watched:
 
 async def test_samples_of_a_prompt_go_to_the_least_loaded_worker():
     watched = Watched(["well", "well"])
-    assert await watched.pool.join() == {}
+    assert await watched.pool.join(watched.workers) == {}
     watched.start(0, 1, 2, prompt="a")
     watched.start(0, prompt="b")
     watched.start(0, 1, prompt="c")
     await watched.about(["a_0", "a_1", "a_2"], ["b_0", "c_0", "c_1"])
     watched.pool.abandon(["a_1", "c_0"])
     await watched.about(["a_0", "a_2"], ["b_0", "c_1"])
-    again = WorkerPool(watched.workers, None, 30.0, watched._lost)
-    assert set(await again.join()) == {"a_0", "a_2", "b_0", "c_1"}
+    again = WorkerPool(None, 30.0, watched._lost)
+    assert set(await again.join(watched.workers)) == {"a_0", "a_2", "b_0", "c_1"}
     assert again.knows("a_0")
     assert not again.knows("a_1")
 
@@ -137,7 +137,7 @@ async def test_samples_of_a_prompt_go_to_the_least_loaded_worker():
 @pytest.mark.parametrize("mood", ["dies", "hangs"])
 async def test_attempts_of_a_dead_worker_are_lost_and_others_get_the_next(mood):
     watched = Watched([mood], patience_s=1.0 if mood == "hangs" else 30.0)
-    await watched.pool.join()
+    await watched.pool.join(watched.workers)
     watched.start(0, 1)
     await watched.until(lambda: watched.lost)
     assert sorted(watched.lost) == ["p_0", "p_1"]
@@ -148,7 +148,7 @@ async def test_attempts_of_a_dead_worker_are_lost_and_others_get_the_next(mood):
 async def test_worker_that_dies_between_two_messages_is_detected(monkeypatch):
     monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
     watched = Watched(["well", "well"])
-    await watched.pool.join()
+    await watched.pool.join(watched.workers)
     watched.start(0, prompt="a")
     watched.start(0, prompt="b")
     await watched.about(["a_0"], ["b_0"])
@@ -165,7 +165,7 @@ async def test_worker_that_dies_between_two_messages_is_detected(monkeypatch):
 async def test_unknown_attempt_is_lost_and_its_worker_stays(monkeypatch):
     monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
     watched = Watched(["forgets"])
-    await watched.pool.join()
+    await watched.pool.join(watched.workers)
     watched.start(0)
     await watched.until(lambda: watched.lost)
     assert watched.lost == ["p_0"]
@@ -175,7 +175,7 @@ async def test_unknown_attempt_is_lost_and_its_worker_stays(monkeypatch):
 
 async def test_slow_worker_is_awaited_and_failed_one_is_left_out():
     watched = Watched(["cannot start", "starts late"], patience_s=1.0)
-    await watched.pool.join()
+    await watched.pool.join(watched.workers)
     assert len(watched.pool) == 1
     watched.start(0)
     del watched.workers[0]

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN, clear, is_ours, trajectories
+from verl_rhyme.scheduling.rollout import Rollout
 
 #: Seconds for which obsolete reports are gathered before they are deleted together.
 _TOGETHER_S = 0.5
-
-
-class Needs(Protocol):
-    """Part of :class:`~verl_rhyme.scheduling.rollout.Rollout`: which entries are still needed."""
-
-    def needs_prompt(self, uid: str) -> bool: ...
-
-    def needs_trajectories(self, name: str) -> bool: ...
-
-    def needs_turns(self, name: str) -> bool: ...
 
 
 class Cleanup:
@@ -45,11 +36,11 @@ class Cleanup:
             gone, self._obsolete = self._obsolete, []
             await clear({SESSIONS: gone}, None)
 
-    def dropped(self, needs: Needs, listing: dict[str, Any], taken: set[str]) -> list[str]:
+    def dropped(self, rollout: Rollout, listing: dict[str, Any], taken: set[str]) -> list[str]:
         """Return keys of finished trajectories that neither this batch nor a later one uses; each key once.
 
         Args:
-            needs: Needs after the batch was taken.
+            rollout: Rollout after the batch was taken.
             listing: Tags of all keys, by partition.
             taken: Names of the batch's attempts.
         """
@@ -57,7 +48,7 @@ class Cleanup:
         unused = [
             key
             for name, keys in trajectories(stored).items()
-            if name not in taken and is_ours(name) and not needs.needs_trajectories(name)
+            if name not in taken and is_ours(name) and not rollout.needs_trajectories(name)
             for key in keys
             if not stored[key].get("is_padding")  # verl's padding of parts that are being trained
         ]
@@ -73,27 +64,23 @@ class Cleanup:
         """
         self._taken = listing, {*keys, *self._dropped}
 
-    def forget(self) -> None:
-        """Forget the batch that was taken."""
-        self._taken = None
-
-    def after_batch(self, needs: Needs) -> None:
+    def after_batch(self, rollout: Rollout) -> None:
         """Delete the entries of the taken batch: the trainer has it."""
         if self._taken is not None:
             (listing, keep), self._taken = self._taken, None
             padding = {key for key, tag in listing.get(TRAIN, {}).items() if tag.get("is_padding")}
-            self.clear(needs, listing, keep | padding)  # the trainer deletes verl's padding of parts with its batch
+            self.clear(rollout, listing, keep | padding)  # the trainer deletes verl's padding of parts with its batch
 
-    def clear(self, needs: Needs, listing: dict[str, Iterable[str]], keep: set[str]) -> asyncio.Task[None]:
+    def clear(self, rollout: Rollout, listing: dict[str, Iterable[str]], keep: set[str]) -> asyncio.Task[None]:
         """Delete all entries that are not needed, including trained ones, except the keys in ``keep``."""
 
         def wanted(partition: str, key: str) -> bool:
             if partition == PROMPTS:
-                return needs.needs_prompt(key)
+                return rollout.needs_prompt(key)
             name = key.rpartition("_")[0] if partition == TRAIN else key
             if not is_ours(name):
                 return False
-            return needs.needs_trajectories(name) if partition == TRAIN else needs.needs_turns(name)
+            return rollout.needs_trajectories(name) if partition == TRAIN else rollout.needs_turns(name)
 
         gone = {
             partition: [key for key in listing.get(partition, ()) if key not in keep and not wanted(partition, key)]

@@ -16,6 +16,8 @@ import gc
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import ray
@@ -54,6 +56,16 @@ _OPENINGS = 5
 _ERROR_CHARS = 4000
 
 
+@dataclass
+class _Opened:
+    """Parts of an open coordinator that messages use."""
+
+    setting: Setting
+    rollout: Rollout
+    pool: WorkerPool
+    migrations: Migrations
+
+
 class Coordinator:
     """The coordinator; :func:`start` makes it an actor.
 
@@ -65,16 +77,13 @@ class Coordinator:
         tq.init()
         gc.freeze()  # a collection over half a million imported objects would stall the event loop
         self._openings = 0
-        self._opened: tuple[Setting, Rollout, WorkerPool] | None = None
+        self._opened: _Opened | None = None
         self._early: list[Ended] = []
         self._dispatching = False
         self._error: Exception | None = None
         self._complained_at: float | None = None  # time of the last log line about what a batch waits for
-        self._lost_starts = LostStarts()
         self._without_workers = 0  # consecutive times that no worker started
-        self._changes: set[asyncio.Future[None]] = set()
-        self._cleanup = Cleanup()
-        self._migrations: Migrations | None = None
+        self._changed = asyncio.Event()  # set, and replaced, at each change
 
     # ---- called by the trainer ----
 
@@ -93,18 +102,16 @@ class Coordinator:
         """
         self._openings = opening = self._openings + 1
         if self._opened is not None:
-            self._opened[2].close()
+            self._opened.pool.close()
+            self._opened.migrations.close()
             self._opened = None  # later reports are for the new rollout
-        if self._migrations is not None:
-            self._migrations.close()
         rollout = Rollout(setting.rules, setting.filters, before.generation)
         self._expectations = expectations = Expectations(setting.response_limit)
         if before.lengths is not None:
             expectations.load_state_dict(before.lengths)
         rollout.scheduler.version = before.version
-        me = ray.get_runtime_context().current_actor
-        pool = WorkerPool(workers, me, setting.lost_after, self._lost)
-        running = await pool.join()
+        pool = self._new_pool(setting)
+        running = await pool.join(workers)
         listing = await tq.async_kv_list() or {}
         self._still(opening, pool)
         if before.state is not None:
@@ -118,18 +125,17 @@ class Coordinator:
             rollout.expect(expectations.hand({p.uid: p.key for p in before.handed if rollout.needs_prompt(p.uid)}))
         placement = None if setting.placement is None else Placement(*setting.placement, cost=setting.cost)
         self._dispatch = Dispatch(rollout, self._lengths, placement, expectations.prompt_tokens)
-        self._migrations = Migrations(
-            self._dispatch, setting.router, self._move, lambda: self._open[2].where(), lambda: self._dispatching
+        migrations = Migrations(
+            self._dispatch, setting.router, self._move, lambda: self._open.pool.where(), lambda: self._dispatching
         )
-        await self._migrations.look()
+        await migrations.look()
         self._still(opening, pool)
         self._dispatch.take_up(running)
-        self._opened, self._error = (setting, rollout, pool), None
-        self._migrations.begin()
+        self._opened, self._error = _Opened(setting, rollout, pool, migrations), None
+        migrations.begin()
         self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
-        self._cleanup.forget()
-        self._lost_starts = LostStarts()
         self._capacity.share = before.share
+        self._cleanup, self._lost_starts = Cleanup(), LostStarts()
         pool.abandon([name for name in running if not rollout.may_train(name)])
         if fresh:
             # Awaited: a trainer that dies before it is done opens the coordinator as fresh again.
@@ -142,22 +148,22 @@ class Coordinator:
 
     async def add_workers(self, workers: list[Any]) -> None:
         """Replace all agent loop workers by these."""
-        (setting, rollout, pool), opening = self._open, self._openings
-        pool.close()
-        pool = WorkerPool(workers, ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
-        await pool.join()
+        opened, opening = self._open, self._openings
+        opened.pool.close()
+        pool = self._new_pool(opened.setting)
+        await pool.join(workers)
         self._still(opening, pool)
         self._without_workers = 0 if len(pool) else self._without_workers + 1
         if self._without_workers == _OPENINGS:
             raise RuntimeError(
                 f"no agent loop worker started in {_OPENINGS} tries; last error:\n{pool.start_error[-_ERROR_CHARS:]}"
             )
-        self._opened = setting, rollout, pool
+        opened.pool = pool
         self._go()
 
     async def hand(self, prompts: list[Handed]) -> None:
         """Accept prompts whose data are in partition :data:`PROMPTS` of TransferQueue."""
-        rollout = self._open[1]
+        rollout = self._open.rollout
         rollout.hand(prompt[:2] for prompt in prompts)
         rollout.expect(self._expectations.hand({prompt.uid: prompt.key for prompt in prompts}))
         self._go()
@@ -169,7 +175,7 @@ class Coordinator:
             locations: Expected log length of the responses, by prompt key.
             ranker: Number of the ranker that made the predictions.
         """
-        self._open[1].expect(self._expectations.rank(locations, ranker))
+        self._open.rollout.expect(self._expectations.rank(locations, ranker))
 
     async def publish(self, version: int, batches_left: int) -> Wants:
         """Continue under a policy version.
@@ -178,14 +184,14 @@ class Coordinator:
             version: Version of the weights in the engines from now on.
             batches_left: Number of update batches left.
         """
-        rollout, opening = self._open[1], self._openings
-        self._cleanup.after_batch(rollout)
-        await self._open_migrations.look()
+        opened, opening = self._open, self._openings
+        self._cleanup.after_batch(opened.rollout)
+        await opened.migrations.look()
         self._still(opening)
-        rollout.publish(version, batches_left)
+        opened.rollout.publish(version, batches_left)
         self._dispatching = batches_left > 0
         self._go()
-        return self._wants() if self._dispatching else Wants()
+        return await self.wants() if self._dispatching else Wants()
 
     async def serve(self, share: float, leaves: str = "") -> int:
         """Set how many replicas generate from now on.
@@ -198,12 +204,10 @@ class Coordinator:
         Returns:
             Number of samples that continue on other replicas.
         """
-        migrations = self._open_migrations
-        self._capacity.share = share
+        migrations, self._capacity.share, moved = self._open.migrations, share, 0
         if leaves:
             moved = await migrations.vacate(leaves)
         else:
-            moved = 0
             await migrations.look()
         self._go()
         return moved
@@ -211,7 +215,7 @@ class Coordinator:
     async def pause(self) -> None:
         """Start no sample until :meth:`publish`: the engines are about to receive new weights."""
         if self._opened is not None:
-            self._cleanup.after_batch(self._opened[1])
+            self._cleanup.after_batch(self._opened.rollout)
         self._dispatching = False
 
     async def enough(self, rewarded: bool, stopping: bool, part: int | None = None) -> Wants | None:
@@ -225,8 +229,8 @@ class Coordinator:
         Raises:
             RuntimeError: The rollout cannot continue.
         """
-        rollout, clock, opening = self._open[1], asyncio.get_running_loop().time, self._openings
-        await self._open_migrations.look()  # replicas may have been replaced
+        rollout, clock, opening = self._open.rollout, asyncio.get_running_loop().time, self._openings
+        await self._open.migrations.look()  # replicas may have been replaced
         self._still(opening)
         began = clock()
         self._complained_at = self._complained_at or began
@@ -237,7 +241,7 @@ class Coordinator:
             if rollout.scheduler.enough(rewarded):
                 self._dispatching, self._complained_at = not stopping, None
                 return None
-            if any(wants := self._wants()):
+            if any(wants := await self.wants()):
                 return wants
             if part is not None and (names := rollout.part(part)):
                 return Wants(part=Part(*_stored(names, await tq.async_kv_list() or {})))
@@ -253,7 +257,7 @@ class Coordinator:
         Returns:
             The batch; ``None`` if it is not ready, because a reward failed or is late: the engines must continue.
         """
-        (setting, rollout, _), opening = self._open, self._openings
+        setting, rollout, opening = self._open.setting, self._open.rollout, self._openings
         clock = asyncio.get_running_loop().time
         began = complained_at = looked = clock()
         while not rollout.scheduler.settled(looked - began):
@@ -311,7 +315,7 @@ class Coordinator:
 
     async def wants(self) -> Wants:
         """Return what the coordinator wants from the trainer, without waiting."""
-        return self._wants()
+        return Wants(self._open.rollout.wanted(), not len(self._open.pool))
 
     # ---- called by the agent loop workers ----
 
@@ -320,7 +324,7 @@ class Coordinator:
         if self._opened is None:
             self._early += reports
             return
-        _, rollout, pool = self._opened
+        rollout, pool = self._opened.rollout, self._opened.pool
         for report in reports:
             self._watch_starts(report)
             if report.status != "generated":
@@ -342,11 +346,14 @@ class Coordinator:
     # ---- internal ----
 
     def _state(self) -> dict[str, Any]:
-        state = self._open[1].state_dict()
+        state = self._open.rollout.state_dict()
         return {**state, "capacity": self._capacity.state, "expectations": self._expectations.under_way}
 
+    def _new_pool(self, setting: Setting) -> WorkerPool:
+        return WorkerPool(ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
+
     @property
-    def _open(self) -> tuple[Setting, Rollout, WorkerPool]:
+    def _open(self) -> _Opened:
         if self._opened is None:
             raise NotOpen("the coordinator was restarted")
         return self._opened
@@ -366,43 +373,34 @@ class Coordinator:
                 pool.close()
             raise NotOpen("the coordinator was opened again")
 
-    @property
-    def _open_migrations(self) -> Migrations:
-        if self._opened is None or self._migrations is None:
-            raise NotOpen("the coordinator was restarted")
-        return self._migrations
-
     def _go(self) -> None:
         """Start the attempts that may start, end the abandoned ones, and wake waiting calls."""
-        setting, rollout, pool = self._open
+        setting, rollout, pool = self._open.setting, self._open.rollout, self._open.pool
         if self._error is None:
             try:
                 if self._dispatching and len(pool):
                     limit = self._capacity.limit
                     min_starts = max(1, setting.min_starts * limit // setting.limit)
                     starts = self._dispatch.fill(limit, min_starts)
-                    self._open_migrations.report_errors()
+                    self._open.migrations.report_errors()
                     pool.start(starts, rollout.scheduler.version + 1)
                 self._abandon()
             except Exception as error:
                 self._fail(error)
-        for change in self._changes:
-            if not change.done():
-                change.set_result(None)
-        self._changes.clear()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _move(self, moves: list[Move]) -> None:
         """Carry out moves, then start the samples that waited for the progress of others."""
-        self._open[2].move(moves)
+        self._open.pool.move(moves)
         self._go()
 
     def _abandon(self) -> None:
         """End the attempts that are no longer needed."""
-        _, rollout, pool = self._open
-        abandoned = rollout.take_abandoned()
+        abandoned = self._open.rollout.take_abandoned()
         for name in abandoned:
             self._dispatch.ended(name)
-        pool.abandon(abandoned)
+        self._open.pool.abandon(abandoned)
 
     def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         return self._expectations.lengths([uid for uid, _ in samples], had)
@@ -419,13 +417,9 @@ class Coordinator:
             return
         for name in names:
             self._dispatch.ended(name)
-        if lost := self._opened[1].lost(names):
+        if lost := self._opened.rollout.lost(names):
             logger.warning("%d samples start again (%s); the first: %s", len(lost), why, lost[:8])
         self._go()
-
-    def _wants(self) -> Wants:
-        _, rollout, pool = self._open
-        return Wants(rollout.wanted(), not len(pool))
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:
@@ -437,16 +431,14 @@ class Coordinator:
             raise self._error
 
     async def _change(self, timeout: float) -> None:
-        change = asyncio.get_running_loop().create_future()
-        self._changes.add(change)
-        await asyncio.wait({change}, timeout=timeout)
-        self._changes.discard(change)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout)
 
     def _complain(self, complained_at: float, what: str) -> float:
         now = asyncio.get_running_loop().time()
         if now - complained_at < _PATIENCE_S:
             return complained_at
-        rollout = self._open[1]
+        rollout = self._open.rollout
         counts = {state: sum(1 for _ in rollout.scheduler.ledger.samples(state)) for state in get_args(State)}
         dropped = ""
         if filtered := rollout.filtered:

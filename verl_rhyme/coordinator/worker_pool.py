@@ -29,35 +29,30 @@ class WorkerPool:
     know it and has not reported its end.
 
     Args:
-        workers: Handles of ``SessionAgentLoopWorker``.
         coordinator: Handle that the workers report to.
         patience_s: Seconds that a started worker has for an answer.
         lost: Callback that gets names of lost attempts, and the reason.
     """
 
-    def __init__(
-        self, workers: Iterable[Any], coordinator: Any, patience_s: float, lost: Callable[[list[str], str], None]
-    ) -> None:
+    def __init__(self, coordinator: Any, patience_s: float, lost: Callable[[list[str], str], None]) -> None:
         self._coordinator, self._patience_s, self._lost = coordinator, patience_s, lost
         self._about: dict[Any, set[str]] = {}  # worker -> names of the attempts that it was sent
         self._worker: dict[str, Any] = {}  # name of an attempt -> worker
         self._unsure: set[str] = set()  # sent, but not acknowledged by the worker
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._joining = list(workers)
         #: Error of a worker that did not start; empty if all did.
         self.start_error = ""
 
     def __len__(self) -> int:
         return len(self._about)
 
-    async def join(self) -> dict[str, str]:
-        """Wait until the workers have started, and use them.
+    async def join(self, workers: Iterable[Any]) -> dict[str, str]:
+        """Wait until ``SessionAgentLoopWorker`` actors have started, and use them.
 
         Returns:
             The attempts that they run, with the address of each one's replica; empty where it is unknown.
         """
-        found = await asyncio.gather(*(self._join(worker) for worker in self._joining))
-        self._joining = []
+        found = await asyncio.gather(*(self._join(worker) for worker in workers))
         return {name: replica for about in found for name, replica in about.items()}
 
     def start(self, starts: list[Start], step: int) -> None:

@@ -33,8 +33,8 @@ def _lost(worker, forget=False):
     found = []
 
     async def drive():
-        pool = WorkerPool([worker], None, 5.0, lambda sessions, why: found.extend(sessions))
-        await pool.join()
+        pool = WorkerPool(None, 5.0, lambda sessions, why: found.extend(sessions))
+        await pool.join([worker])
         pool.start([Start("a_0"), Start("a_1")], 1)
         await asyncio.sleep(0.1)
         if forget:
