@@ -49,7 +49,7 @@ from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import SchedulingConfig
 from verl_rhyme.coordinator import coordinator
-from verl_rhyme.processes.messages import Handed, Setting
+from verl_rhyme.processes.messages import LoadedPrompt, RunSettings
 from verl_rhyme.scheduling.rules import of_options
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.topology import Colocated, Separate
@@ -119,7 +119,7 @@ class Trainer:
         rules = of_options(
             SchedulingConfig(), staleness, batch_prompts=batch, samples=SAMPLES, separate=self.topology.separate
         )
-        setting = Setting(rules=rules, filters=None, limit=slots, min_starts=1, slots=slots, lost_after=60.0)
+        setting = RunSettings(rules=rules, filters=None, limit=slots, min_starts=1, slots=slots, lost_after=60.0)
         coordinator.Coordinator = ProbedCoordinator  # type: ignore[misc]
         self.driver = CountedDriver(setting, self.load, lambda: [])
         self.loaded = 0
@@ -129,7 +129,7 @@ class Trainer:
     def tell(self, method: str, *arguments: Any) -> None:
         ray.get([getattr(worker, method).remote(*arguments) for worker in self.workers])
 
-    def load(self, count: int) -> list[Handed]:
+    def load(self, count: int) -> list[LoadedPrompt]:
         uids = [f"{self.loaded + i:032x}" for i in range(-(-count // self.batch) * self.batch)]
         self.loaded += len(uids)
         rows = [
@@ -145,7 +145,7 @@ class Trainer:
             for number, uid in enumerate(uids)
         ]
         tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=list_of_dict_to_tensordict(rows), tags=[{}] * len(uids))
-        return [Handed(uid, SAMPLES) for uid in uids]
+        return [LoadedPrompt(uid, SAMPLES) for uid in uids]
 
     def run(self, steps: int) -> None:
         self.driver.publish(0, steps + IN_FLIGHT)
@@ -153,7 +153,7 @@ class Trainer:
             began = time.time()
             reply = self.driver.next_batch(self.topology)
             if not self.topology.separate:
-                self.windows.append((began, time.time() - self.driver.seconds["take"][-1]))
+                self.windows.append((began, time.time() - self.driver.seconds["take_batch"][-1]))
             self.trained.append(len(reply.keys))
             if self.topology.separate:
                 self.driver.supply()

@@ -71,7 +71,7 @@ class _Counted:
         self._counts["ended_calls"] += 1
         self._counts["ended_bytes"] += size(told)
         self._counts["ended_events"] += len(told)
-        return self._actor.ended.remote(told)
+        return self._actor.report_ended.remote(told)
 
 
 class SimulatedWorker(SessionAgentLoopWorker.__ray_metadata__.modified_class):  # type: ignore[misc]
@@ -135,13 +135,13 @@ class SimulatedWorker(SessionAgentLoopWorker.__ray_metadata__.modified_class):  
     async def attach(self, actor: Any) -> list[str]:
         return await super().attach(_Counted(actor, self.counts))
 
-    async def begin(self, starts: list[Start], step: int) -> None:
+    async def start_attempts(self, starts: list[Start], step: int) -> None:
         self.begun += [time.time()] * len(starts)
         self.counts["begin_calls"] += 1
         self.counts["begin_bytes"] += size(starts)
         self.counts["starts"] += len(starts)
         if not self._echo:
-            await super().begin(starts, step)
+            await super().start_attempts(starts, step)
             return
         task = asyncio.ensure_future(self._end(starts))
         self.background_tasks.add(task)
@@ -179,14 +179,14 @@ class SimulatedWorker(SessionAgentLoopWorker.__ray_metadata__.modified_class):  
         await self._agent_loop_postprocess(output, trajectory["validate"], session_id=session_id, **prompt)
 
     async def _generate(self, session: Session, uid: str, number: int) -> tuple[list[int], list[float], dict[str, Any]]:
-        turn, _ = session.begin(zlib.crc32(uid.encode()).to_bytes(4, "big").hex() * 4)
+        turn, _ = session.begin_turn(zlib.crc32(uid.encode()).to_bytes(4, "big").hex() * 4)
         before, began, version = len(turn.tokens), time.time(), self._version
         left = self._length(uid, number) - before
         aborted = self._stopped or await self._sleep(left * self._token_s)
         made = min(left, int((time.time() - began) / self._token_s)) if aborted else left
         if made:
             session.records.append(_record(session, turn.prompt, number, began, made, version))
-        session.extend(turn, [7] * made, [-0.5] * made, version, "abort" if aborted else "stop")
+        session.extend(turn, [7] * made, [-0.5] * made, version, "abort" if aborted else "stop", version)
         told = {"min_global_steps": turn.first_version, "max_global_steps": turn.version, "global_steps": turn.version}
         return turn.tokens.tolist(), turn.log_probs.tolist(), told  # type: ignore[union-attr]
 

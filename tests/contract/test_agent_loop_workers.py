@@ -59,7 +59,7 @@ class Worker:
     async def attach(self, coordinator):
         return dict.fromkeys(self.about, "")
 
-    async def begin(self, starts, step):
+    async def start_attempts(self, starts, step):
         await asyncio.sleep(0)
         if self.mood == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -130,8 +130,8 @@ async def test_samples_of_a_prompt_go_to_the_least_loaded_worker():
     await watched.about(["a_0", "a_2"], ["b_0", "c_1"])
     again = WorkerPool(None, 30.0, watched._lost)
     assert set(await again.join(watched.workers)) == {"a_0", "a_2", "b_0", "c_1"}
-    assert again.knows("a_0")
-    assert not again.knows("a_1")
+    assert again.has_attempt("a_0")
+    assert not again.has_attempt("a_1")
 
 
 @pytest.mark.parametrize("mood", ["dies", "hangs"])
@@ -142,7 +142,7 @@ async def test_attempts_of_a_dead_worker_are_lost_and_others_get_the_next(mood):
     await watched.until(lambda: watched.lost)
     assert sorted(watched.lost) == ["p_0", "p_1"]
     assert len(watched.pool) == 0, "others are wanted"
-    assert not watched.pool.knows("p_0")
+    assert not watched.pool.has_attempt("p_0")
 
 
 async def test_worker_that_dies_between_two_messages_is_detected(monkeypatch):
@@ -213,15 +213,15 @@ def test_accepted_validation_prompts_of_a_dead_worker_go_to_others(monkeypatch):
         "v3_0_0": {"status": "success"}
     }
     monkeypatch.setattr(agent_loop, "tq", SimpleNamespace(kv_list=lambda: {"val": status}))
-    manager.look()
+    manager.resend_validation()
     assert ray.get(kept.taken.remote()) == [0, 1, 2], "its worker lives"
     ray.kill(dead)
     with suppress(ray.exceptions.RayActorError):
         while True:  # it answers until it has died
             ray.get(dead.__ray_ready__.remote(), timeout=60)
-    manager.look()
+    manager.resend_validation()
     assert ray.get(kept.taken.remote()) == [0, 1, 2, 3, 5]
     status.clear()  # as verl does with a validation that is done
     ray.kill(kept)
-    manager.look()
+    manager.resend_validation()
     assert manager._handed == [], "an earlier validation begins again"

@@ -18,7 +18,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_globa
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient, rhymed
-from verl_rhyme.agent_loop.session import Interrupted, Session, current, enter
+from verl_rhyme.agent_loop.session import Interrupted, Session, current, set_current
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import Assignment
@@ -114,7 +114,7 @@ class Worker:
 
     async def sample(self, number: int) -> Any:
         assignment = Assignment(replica="s1", expected_tokens=6)
-        enter(Session(sample=number, noise=f"{number:x}", assignment=assignment))
+        set_current(Session(sample=number, noise=f"{number:x}", assignment=assignment))
         output = await self.client.generate(f"r{number}", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
         return output.extra_fields[FIELD], current().records, type(self.client).__name__
 
@@ -135,7 +135,7 @@ def test_server_and_router_get_the_request_metadata(servers: list[Any], balancer
     assert (len(here), len(there)) == (0, N)
     metas = sorted((RequestMeta(**asked[FIELD]) for asked in here + there), key=lambda meta: meta.sample)
     assert [meta.noise for meta in metas] == [f"{number:x}" for number in range(N)]
-    assert all(meta.queued_at > 0 and meta.previous == b"" for meta in metas)
+    assert all(meta.queued_at > 0 and meta.earlier_text == b"" for meta in metas)
     assert all(asked["sampling_params"].keys() <= {"temperature", "max_tokens"} for asked in here + there)
 
 
@@ -265,7 +265,7 @@ async def balanced(verls: Any, **servers: Any) -> dict[str, Any]:
 
 
 async def sample(client: Any, number: int) -> list[Any]:
-    enter(Session(sample=number))
+    set_current(Session(sample=number))
     name = f"{id(client)} {number}"  # verl's balancer remembers the server of a name
     output = await client.generate(name, prompt_ids=PROMPT, sampling_params={})
     return output.extra_fields[FIELD]
@@ -296,7 +296,7 @@ async def test_requests_have_unique_ids_in_deterministic_mode(servers: list[Any]
     assert LLMServerClient._vllm_request_id(client, "det-0") == "det-0"
 
     async def ask(number: int) -> None:
-        enter(Session(sample=number))
+        set_current(Session(sample=number))
         await client.generate("det-0", prompt_ids=PROMPT, sampling_params={})
 
     await asyncio.gather(*(asyncio.create_task(ask(number)) for number in range(N)))
@@ -362,7 +362,7 @@ async def test_response_continues_on_another_replica(cluster: None, servers: lis
     asked_of(servers)  # what other tests left
 
     async def generated() -> Any:
-        enter(session)
+        set_current(session)
         return await client.generate("r", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
 
     assert not session.move("cut", "a plan"), "nothing runs"
@@ -386,7 +386,7 @@ async def test_response_continues_on_another_replica(cluster: None, servers: lis
     [[asked]] = asked_of(servers[:1])
     assert asked["prompt_ids"] == [*PROMPT, 0, 8]
     assert (asked["sampling_params"]["max_tokens"], asked[FIELD]["attempt"]) == (6, 1)
-    assert asked[FIELD]["assignment"].left(asked[FIELD]["before"]) == (3, None)
+    assert asked[FIELD]["assignment"].left(asked[FIELD]["earlier_tokens"]) == (3, None)
     assert not session.moving
     assert session.replica == "well"
     await asyncio.sleep(0.2)
@@ -401,7 +401,7 @@ async def test_unexpected_abort_ends_the_attempt(cluster: None) -> None:
     session = Session(True, Assignment(replica="cut", priority=1), "u_0")
 
     async def generated() -> Any:
-        enter(session)
+        set_current(session)
         return await client.generate("r", prompt_ids=PROMPT, sampling_params={})
 
     running = asyncio.create_task(generated())

@@ -67,7 +67,7 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
             else:
                 self._handed.append((worker, chunk))
 
-    def look(self) -> None:
+    def resend_validation(self) -> None:
         """Send unfinished validation prompts of dead workers to others."""
         handed, self._handed = self._handed, []
         tags = (tq.kv_list() or {}).get("val", {})  # verl has cleared earlier validations
@@ -84,7 +84,7 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
             else:
                 self._handed.append((worker, chunk))
 
-    def renew(self) -> list[Any]:
+    def replace_workers(self) -> list[Any]:
         """Replace all workers, when none is left."""
         auto_await(self._init_agent_loop_workers)()
         return self.agent_loop_workers
@@ -109,4 +109,4 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         ray.kill(worker)  # one that only hangs must not return after its samples have started elsewhere
         self.agent_loop_workers = left
         if not left:
-            self.renew()
+            self.replace_workers()

@@ -21,7 +21,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_rhyme.agent_loop.session import Call, Conversation, Interrupted, Session, Turn, current, entered
+from verl_rhyme.agent_loop.session import Call, Conversation, Interrupted, Session, Turn, current, session_context
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.placement.assignment import ANYWHERE
@@ -58,20 +58,20 @@ class _Requests(LLMServerClient):
         session = current()
         assert session is not None  # set by RhymeLLMServerClient.generate
         conversation = session.conversation(request_id, prompt_ids)
-        generated = len(prompt_ids) - conversation.began  # tokens of the turn before this request
+        generated = len(prompt_ids) - conversation.prompt_tokens  # tokens of the turn before this request
         assignment = session.assignment
         before = generated + sum(len(turn.tokens) for turn in session.turns[:-1])
         meta = RequestMeta(
             key=conversation.key,
             sample=session.sample,
             attempt=len(conversation.records),
-            before=before,
+            earlier_tokens=before,
             assignment=assignment,
             name=session.name,
             queued_at=time.time(),
             noise=session.noise,
-            previous=conversation.previous[_TOKEN_BYTES * generated :] if conversation.previous else b"",
-            made=generated,
+            earlier_text=conversation.earlier_text[_TOKEN_BYTES * generated :] if conversation.earlier_text else b"",
+            resumed_tokens=generated,
         )
         session.moving = False
         extra = {**kwargs, FIELD: meta.to_dict()}
@@ -179,11 +179,11 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         """
         session = current()
         if session is None:  # the caller is no agent loop of this package's workers
-            with entered(Session()):
+            with session_context(Session()):
                 return await self.generate(request_id, prompt_ids=prompt_ids, **kwargs)
         prompt_ids = normalize_token_ids(prompt_ids)
         conversation = session.conversation(request_id, prompt_ids)
-        conversation.began, conversation.previous = len(prompt_ids), b""
+        conversation.prompt_tokens, conversation.earlier_text = len(prompt_ids), b""
         request = super().generate if self._resumes else partial(_Requests.generate, self)
         if self._resumes and starting_over(kwargs["sampling_params"]):
             request = self._from_its_start
@@ -206,10 +206,10 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         sampling_params: dict[str, Any],
         **kwargs: Any,
     ) -> TokenOutput:
-        turn, conversation.previous = session.begin(prompt_key(prompt_ids).hex())
+        turn, conversation.earlier_text = session.begin_turn(prompt_key(prompt_ids).hex())
         budget, options = self._budget(prompt_ids, sampling_params), starting_over(sampling_params)
         if options and not turn.complete and 0 < len(turn.tokens) < budget:
-            conversation.previous = _dropped(turn, options)
+            conversation.earlier_text = _dropped(turn, options)
         left = budget - len(turn.tokens)
         if left <= 0:
             turn.complete, turn.stop_reason = True, "length"
@@ -229,7 +229,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
                 if turn.complete or not session.moving or len(turn.tokens) >= budget:
                     raise  # else the request was aborted to continue on another replica
                 if options and turn.tokens:
-                    conversation.previous = _dropped(turn, options, conversation.previous)
+                    conversation.earlier_text = _dropped(turn, options, conversation.earlier_text)
                 left = budget - len(turn.tokens)
         if len(turn.tokens) > len(output.token_ids):  # earlier requests generated some of them
             output.token_ids = turn.tokens.tolist()
@@ -254,7 +254,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             if output.stop_reason not in ("aborted", "abort"):
                 return output
             turn = Turn("", array("i", output.token_ids))
-            conversation.previous = _dropped(turn, starting_over(kwargs["sampling_params"]), conversation.previous)
+            conversation.earlier_text = _dropped(
+                turn, starting_over(kwargs["sampling_params"]), conversation.earlier_text
+            )
             await asyncio.sleep(_RESUME_S)
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
@@ -268,15 +270,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
 
 
 def _dropped(turn: Turn, options: list[str], previous: bytes = b"") -> bytes:
-    """Drop a turn's tokens, because it cannot be continued with these sampling options.
+    """Drop a turn's tokens, which these sampling options forbid to continue. Return its next draft, as int32 bytes.
 
-    Args:
-        turn: Turn that begins again.
-        options: Names of the options, for the log.
-        previous: int32 bytes of its draft so far.
-
-    Returns:
-        int32 bytes of its next draft.
+    ``previous`` is the draft so far.
     """
     _warn_once(tuple(options))
     generated = turn.drop()
@@ -293,14 +289,9 @@ def _warn_once(options: tuple[str, ...]) -> None:
 
 
 def rhymed(client: LLMServerClient, interruptible: bool = False, patient: bool = False) -> LLMServerClient:
-    """Return the client with prompt keys and records.
+    """Return verl's client as a :class:`RhymeLLMServerClient`, whose options these are.
 
-    Args:
-        client: verl's client; a ``FullyAsyncLLMServerClient`` still resumes aborted requests, also within a turn of an
-            interruptible one.
-        interruptible: Whether a coordinator starts the samples and weight updates interrupt them.
-        patient: Whether requests wait while no replica serves, for a trainer that starts others or ends; implied by
-            ``interruptible``.
+    A ``FullyAsyncLLMServerClient`` still resumes aborted requests, also within a turn of an interruptible one.
 
     Raises:
         TypeError: The client's class is neither verl's nor this package's.

@@ -108,14 +108,14 @@ class Conversation:
     Attributes:
         key: Prompt key in hex: the session's, or that of the first turn.
         records: Records of its requests.
-        began: Number of tokens before its latest turn.
-        previous: int32 bytes that an earlier attempt generated in that turn.
+        prompt_tokens: Number of tokens before its latest turn.
+        earlier_text: int32 bytes that an earlier attempt generated in that turn.
     """
 
     key: str
     records: list[dict[str, Any]] = field(default_factory=list)
-    began: int = 0
-    previous: bytes = b""
+    prompt_tokens: int = 0
+    earlier_text: bytes = b""
 
 
 @dataclass
@@ -123,10 +123,10 @@ class Session:
     """One attempt at a sample, kept by the agent loop's task.
 
     Attributes:
-        partial: Whether to continue the kept turns; else they are drafts.
+        partial: Whether to continue the earlier turns; else they are drafts.
         assignment: Replica and priority of its requests.
         name: ``Attempt.name``; empty without a coordinator.
-        kept: Turns of the attempt before.
+        earlier_turns: Turns of the attempt before.
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
         turns: Turns so far, of a dispatched attempt.
         sample: Number in the group, -1 when unknown.
@@ -137,7 +137,7 @@ class Session:
         scores: At the end, the value of ``filter_groups.metric`` of each trajectory; empty without filter.
         key: Key of the prompt's data (:func:`~verl_rhyme.history.keys.data_key`); if empty, each conversation uses the
             key of its first turn's token ids.
-        empty: At the end, whether the agent loop returned no trajectory.
+        no_trajectory: At the end, whether the agent loop returned no trajectory.
         interrupted: Whether the attempt was interrupted, even if the agent loop continues.
         deadline: Deadline of its tools and its reward.
     """
@@ -145,7 +145,7 @@ class Session:
     partial: bool = False
     assignment: Assignment = ANYWHERE
     name: str = ""
-    kept: list[Turn] = field(default_factory=list)
+    earlier_turns: list[Turn] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     sample: int = -1
@@ -155,7 +155,7 @@ class Session:
     conversations: dict[str, Conversation] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
     key: str = ""
-    empty: bool = False
+    no_trajectory: bool = False
     interrupted: bool = False
     deadline: Deadline = field(default_factory=Deadline)
 
@@ -169,7 +169,7 @@ class Session:
         """
         if self.interrupted:
             raise Interrupted
-        with self.deadline.paused():
+        with self.deadline.pause():
             try:
                 yield
             except Interrupted:
@@ -182,12 +182,7 @@ class Session:
         return bool(self.name)
 
     def conversation(self, request_id: str, prompt_ids: Sequence[int]) -> Conversation:
-        """Return the conversation of a request.
-
-        Args:
-            request_id: Id of the conversation, set by the agent loop.
-            prompt_ids: All tokens before the request; they key a conversation that begins here.
-        """
+        """Return the agent loop's conversation of this id; all tokens before its first request may key it."""
         if request_id not in self.conversations:
             key = self.key or prompt_key(prompt_ids).hex()
             met = any(other.key == key for other in self.conversations.values())
@@ -195,24 +190,21 @@ class Session:
             self.conversations[request_id] = Conversation(key, earlier)
         return self.conversations[request_id]
 
-    def begin(self, prompt: str) -> tuple[Turn, bytes]:
-        """Begin a turn.
-
-        Args:
-            prompt: Key in hex of all tokens before it.
+    def begin_turn(self, prompt: str) -> tuple[Turn, bytes]:
+        """Begin a turn after the tokens with this key.
 
         Returns:
             The turn, with the tokens it has already (complete if nothing is left to generate), and int32 bytes of an
             earlier attempt to draft from.
         """
         number = len(self.turns)
-        before = self.kept[number] if number < len(self.kept) else None
+        before = self.earlier_turns[number] if number < len(self.earlier_turns) else None
         turn, previous = Turn(prompt), b""
         if before is not None and self.partial:
             if before.prompt == prompt:
                 turn = before
             else:  # a tool answered differently than before: the later turns do not fit
-                del self.kept[number:]
+                del self.earlier_turns[number:]
         elif before is not None:
             previous = before.tokens.tobytes()
         self.turns.append(turn)
@@ -225,9 +217,9 @@ class Session:
         log_probs: list[float] | None,
         version: int | None,
         stop_reason: str | None,
-        first_version: int | None = None,
+        first_version: int | None,
     ) -> None:
-        """Add tokens to a turn.
+        """Add the tokens of a request to a turn.
 
         Args:
             turn: The turn.
@@ -235,16 +227,15 @@ class Session:
             log_probs: Log-prob of each token by the policy that generated it; ``None`` if not requested.
             version: Policy version of the last token.
             stop_reason: Stop reason of the engine.
-            first_version: Policy version of the first token; ``None``: the same.
+            first_version: Policy version of the first token.
 
         Raises:
             Interrupted: The engine stopped before the turn ended; or the session is not partial and mixes policy
                 versions.
         """
         if tokens:
-            first = version if first_version is None else first_version
             # min and max: a replica that the request moved to may be versions behind.
-            turn.first_version = min((v for v in (turn.first_version, first) if v is not None), default=None)
+            turn.first_version = min((v for v in (turn.first_version, first_version) if v is not None), default=None)
             turn.version = max((v for v in (turn.version, version) if v is not None), default=None)
             if not turn.tokens:
                 turn.log_probs = None if log_probs is None else array("f")
@@ -272,14 +263,14 @@ class Session:
         return min((turn.first_version for turn in self.turns if turn.first_version is not None), default=None)
 
     @property
-    def left(self) -> list[Turn]:
+    def carried_over(self) -> list[Turn]:
         """Turns that the next attempt begins with, if this one is interrupted.
 
         Without ``partial``, each is the latest text, plus the rest of an earlier attempt's text if that is longer.
         """
         if self.partial:
-            return [*self.turns, *self.kept[len(self.turns) :]]
-        pairs = zip_longest(self.turns, self.kept, fillvalue=Turn(""))
+            return [*self.turns, *self.earlier_turns[len(self.turns) :]]
+        pairs = zip_longest(self.turns, self.earlier_turns, fillvalue=Turn(""))
         return [
             Turn(turn.prompt or before.prompt, turn.tokens + before.tokens[len(turn.tokens) :])
             for turn, before in pairs
@@ -292,10 +283,6 @@ class Session:
 
     def move(self, replica: str, reason: str = "") -> bool:
         """Continue the request on another replica, with its tokens, their versions and log-probs. Does not wait.
-
-        Args:
-            replica: Address of the replica.
-            reason: Short reason for the move.
 
         Returns:
             Whether a request is under way; if not, the next request goes to the replica.
@@ -311,7 +298,7 @@ _CURRENT: ContextVar[Session | None] = ContextVar("verl_rhyme_session", default=
 
 
 @contextmanager
-def entered(session: Session) -> Iterator[None]:
+def session_context(session: Session) -> Iterator[None]:
     """Set the session of this task within the block."""
     token = _CURRENT.set(session)
     try:
@@ -320,11 +307,11 @@ def entered(session: Session) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-def enter(session: Session) -> None:
+def set_current(session: Session) -> None:
     """Set the session of this task and of the tasks that it starts."""
     _CURRENT.set(session)
 
 
 def current() -> Session | None:
-    """Return the session of this task; ``None`` outside this package's agent loop workers."""
+    """Return the session of this task; ``None`` outside of this package's agent loop workers."""
     return _CURRENT.get()

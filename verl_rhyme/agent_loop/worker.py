@@ -21,7 +21,7 @@ from verl.trainer.ppo.v1.replay_buffer import FILTER_GROUPS_REWARD_METRIC
 from verl.utils import tensordict_utils as tu
 
 from verl_rhyme.agent_loop.reports import NotReported, Reports
-from verl_rhyme.agent_loop.session import PROMPTS, STARTS, Interrupted, Session, current, enter
+from verl_rhyme.agent_loop.session import PROMPTS, STARTS, Interrupted, Session, current, set_current
 from verl_rhyme.agent_loop.stored_attempts import REPORT, StoredTurns, fetch_finished_turns, fetch_turns
 from verl_rhyme.config import config_tree
 from verl_rhyme.history.keys import data_key, template_label
@@ -53,7 +53,7 @@ class _RhymeWorker(_AgentLoopWorker):
         self._coupled, self._tool_timeout = rhyme.coupled, rhyme.scheduling.tool_timeout
 
     async def _run_prompt(self, prompt: dict, *args: Any, **kwargs: Any) -> None:
-        enter(self._prompt_session(prompt))
+        set_current(self._prompt_session(prompt))
         await super()._run_prompt(prompt, *args, **kwargs)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class _RhymeWorker(_AgentLoopWorker):
         """Set the task's session; return its deadline, a context for an agent loop and its reward."""
         where = f"agent loop {prompt.get('agent_name')}, prompt {prompt.get('uid')}, sample {session.sample}"
         session.deadline = Deadline(self._tool_timeout, where)
-        enter(session)
+        set_current(session)
         return session.deadline
 
 
@@ -108,11 +108,11 @@ class SessionAgentLoopWorker(_RhymeWorker):
     # ---- called by the coordinator ----
 
     async def attach(self, coordinator: Any) -> dict[str, str]:
-        """Report to ``coordinator`` from now on. Return :meth:`places`."""
+        """Report to ``coordinator`` from now on. Return :meth:`replica_by_attempt`."""
         self._reports.attach(coordinator)
-        return await self.places()
+        return await self.replica_by_attempt()
 
-    async def places(self) -> dict[str, str]:
+    async def replica_by_attempt(self) -> dict[str, str]:
         """Return the replica's address of each attempt by name; empty where it is unknown."""
         return {name: session.replica if (session := self._sessions.get(name)) else "" for name in self._attempts}
 
@@ -120,10 +120,10 @@ class SessionAgentLoopWorker(_RhymeWorker):
         """Return the names (``Attempt.name``) of running attempts; all others have been reported."""
         return list(self._attempts)
 
-    async def begin(self, starts: list[Start], step: int) -> None:
+    async def start_attempts(self, starts: list[Start], step: int) -> None:
         """Start samples in the training step ``step``, without waiting for their ends."""
         self._attempts.update(dict.fromkeys(start.name for start in starts))
-        task = asyncio.create_task(self._begin(starts, step))
+        task = asyncio.create_task(self._start_attempts(starts, step))
         self.background_tasks.add(task)
         task.add_done_callback(self.background_tasks.discard)
 
@@ -144,7 +144,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
 
     # ---- internal ----
 
-    async def _begin(self, starts: list[Start], step: int) -> None:
+    async def _start_attempts(self, starts: list[Start], step: int) -> None:
         """Fetch prompts and earlier turns in one message each, then call :meth:`_run_prompt` through verl."""
         groups: dict[str, list[Start]] = defaultdict(list)
         for start in starts:
@@ -161,7 +161,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
             await self.generate_sequences(batch)
         except ValueError as error:
             if len(groups) > 1:  # isolate the missing prompt
-                await asyncio.gather(*(self._begin(group, step) for group in groups.values()))
+                await asyncio.gather(*(self._start_attempts(group, step) for group in groups.values()))
                 return
             await self._not_begun(starts, "failed", f"its prompt's data are missing: {error}")
         except Exception as error:
@@ -206,7 +206,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
         uid, number = sample_of(start.name)
         session = Session(start.partial, start.assignment, start.name, sample=number)
         if left is not None:
-            session.kept = left.turns
+            session.earlier_turns = left.turns
             session.records = left.records if session.partial else []
         if self._coupled:
             session.noise = f"{key_of(self._seed, uid, number):016x}"
@@ -232,7 +232,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
             text = "".join(traceback.format_exception_only(error)).strip()
             await self._reports.send(Ended(session.name, "failed", error=text[-_ERROR_CHARS:]))
         else:
-            tokens, scores, empty = session.tokens, session.scores, session.empty
+            tokens, scores, empty = session.tokens, session.scores, session.no_trajectory
             await self._reports.send(
                 Ended(session.name, "finished", tokens, session.first_version, scores=scores, empty=empty)
             )
@@ -275,20 +275,20 @@ class SessionAgentLoopWorker(_RhymeWorker):
                     trajectory.extra_fields[name] = kwargs["global_steps"] - 1
         kwargs["session_id"] = int(session.name.rpartition("_")[2])
         # Before the reward: the slot is free for another sample while the reward is computed.
-        with session.deadline.paused():
+        with session.deadline.pause():
             await self._report(session, "generated")
         report = {"tokens": session.tokens, "first_version": session.first_version, "records": _records(session)}
         if outputs:
             outputs[0].extra_fields[REPORT] = report
         await super()._agent_loop_postprocess(output, validate, **kwargs)
-        session.empty = not outputs
+        session.no_trajectory = not outputs
         if self._filter_metric is not None:
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
 
     async def _report(self, session: Session, status: Status) -> None:
         """Report to the coordinator; store in TransferQueue what the next attempt may begin with."""
         records = _records(session)
-        left = {"turns": [turn.to_dict() for turn in session.left], "records": records}
+        left = {"turns": [turn.to_dict() for turn in session.carried_over], "records": records}
         await self._reports.send(Ended(session.name, status, session.tokens, session.first_version, records), left)
 
 

@@ -20,11 +20,11 @@ class Cleanup:
     def __init__(self) -> None:
         self._taken: tuple[dict[str, Any], set[str]] | None = None
         self._clearing: asyncio.Task[None] | None = None
-        self._dropped = set[str]()  # keys that dropped() has returned and that are still stored
+        self._dropped = set[str]()  # keys that find_dropped() has returned and that are still stored
         self._obsolete: list[str] = []
         self._sweeping: asyncio.Task[None] | None = None
 
-    def reports(self, obsolete: list[str]) -> None:
+    def delete_reports(self, obsolete: list[str]) -> None:
         """Delete the reports of these attempts soon, so that each sample has one entry."""
         self._obsolete += obsolete
         if self._obsolete and (self._sweeping is None or self._sweeping.done()):
@@ -36,7 +36,7 @@ class Cleanup:
             gone, self._obsolete = self._obsolete, []
             await clear({SESSIONS: gone}, None)
 
-    def dropped(self, rollout: Rollout, listing: dict[str, Any], taken: set[str]) -> list[str]:
+    def find_dropped(self, rollout: Rollout, listing: dict[str, Any], taken: set[str]) -> list[str]:
         """Return keys of finished trajectories that neither this batch nor a later one uses; each key once.
 
         Args:
@@ -55,16 +55,16 @@ class Cleanup:
         returned, self._dropped = self._dropped & stored.keys(), {*unused}
         return [key for key in unused if key not in returned]
 
-    def taken(self, listing: dict[str, Any], keys: Iterable[str]) -> None:
+    def remember_batch(self, listing: dict[str, Any], keys: Iterable[str]) -> None:
         """Remember a taken batch: its entries are deleted when the trainer is known to have it.
 
         Args:
             listing: Tags of all keys at that time, by partition.
-            keys: Keys of the batch. The trainer deletes them itself, like the keys of :meth:`dropped`.
+            keys: Keys of the batch. The trainer deletes them itself, like the keys of :meth:`find_dropped`.
         """
         self._taken = listing, {*keys, *self._dropped}
 
-    def after_batch(self, rollout: Rollout) -> None:
+    def delete_batch(self, rollout: Rollout) -> None:
         """Delete the entries of the taken batch: the trainer has it."""
         if self._taken is not None:
             (listing, keep), self._taken = self._taken, None

@@ -1,8 +1,8 @@
 """The coordinator, an actor that drives the rollout of a run, also while the trainer trains.
 
 It is an asyncio Ray actor around :class:`~verl_rhyme.scheduling.rollout.Rollout`. Agent loop workers report ended
-attempts, and the coordinator starts the next ones at once. The trainer passes prompts, waits until a batch is
-:meth:`~Coordinator.enough`, takes it, and publishes policy versions. Token text does not pass through the coordinator.
+attempts, and the coordinator starts the next ones at once. The trainer adds prompts, waits for a batch, takes it, and
+publishes policy versions. Token text does not pass through the coordinator.
 
 Its state can be restored. When its process dies, Ray restarts it under the same handle, and
 :class:`~verl_rhyme.trainer.driver.Driver` opens it with the state of the last batch. Later events are recovered from
@@ -32,7 +32,7 @@ from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.batches import batch_metrics, forecast_metrics, placement_metrics, replica_paces
 from verl_rhyme.placement import Move, Placement
-from verl_rhyme.processes.messages import Before, Handed, NotOpen, Part, Reply, Setting, Wants
+from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
@@ -60,7 +60,7 @@ _ERROR_CHARS = 4000
 class _Opened:
     """Parts of an open coordinator that messages use."""
 
-    setting: Setting
+    setting: RunSettings
     rollout: Rollout
     pool: WorkerPool
     migrations: Migrations
@@ -87,13 +87,13 @@ class Coordinator:
 
     # ---- called by the trainer ----
 
-    async def open(self, setting: Setting, workers: list[Any], before: Before, fresh: bool) -> dict[str, Any]:
+    async def open(self, setting: RunSettings, workers: list[Any], resume: ResumeState, fresh: bool) -> dict[str, Any]:
         """Begin the rollout or resume it; no sample starts before :meth:`publish`.
 
         Args:
             setting: Settings of the run.
             workers: Handles of the agent loop workers.
-            before: State to resume from.
+            resume: State to resume from.
             fresh: True if no batch is being trained: entries of TransferQueue that are no longer needed are deleted
                 before this returns.
 
@@ -105,36 +105,35 @@ class Coordinator:
             self._opened.pool.close()
             self._opened.migrations.close()
             self._opened = None  # later reports are for the new rollout
-        rollout = Rollout(setting.rules, setting.filters, before.generation)
+        rollout = Rollout(setting.rules, setting.filters, resume.generation)
         self._expectations = expectations = Expectations(setting.response_limit)
-        if before.lengths is not None:
-            expectations.load_state_dict(before.lengths)
-        rollout.scheduler.version = before.version
+        if resume.lengths is not None:
+            expectations.load_state_dict(resume.lengths)
+        rollout.scheduler.version = resume.version
         pool = self._new_pool(setting)
         running = await pool.join(workers)
         listing = await tq.async_kv_list() or {}
         self._still(opening, pool)
-        if before.state is not None:
+        if resume.state is not None:
             known, prompts = await evidence(listing, set(running)), set(listing.get(PROMPTS, ()))
             self._still(opening, pool)
-            now = before.version, before.batches_left
-            handed = [prompt[:2] for prompt in before.handed]
-            for uid in rollout.restore(before.state, *now, known, prompts, handed):
+            now = resume.version, resume.batches_left
+            added = [prompt[:2] for prompt in resume.prompts]
+            for uid in rollout.restore(resume.state, *now, known, prompts, added):
                 logger.warning("the data of prompt %s are missing from TransferQueue: another prompt is loaded", uid)
-            rollout.expect(expectations.resume(before.state.get("expectations", {}), rollout.needs_prompt))
-            rollout.expect(expectations.hand({p.uid: p.key for p in before.handed if rollout.needs_prompt(p.uid)}))
+            rollout.expect(expectations.resume(resume.state.get("expectations", {}), rollout.needs_prompt))
+            rollout.expect(expectations.hand({p.uid: p.key for p in resume.prompts if rollout.needs_prompt(p.uid)}))
         placement = None if setting.placement is None else Placement(*setting.placement, cost=setting.cost)
         self._dispatch = Dispatch(rollout, self._lengths, placement, expectations.prompt_tokens)
-        migrations = Migrations(
-            self._dispatch, setting.router, self._move, lambda: self._open.pool.where(), lambda: self._dispatching
-        )
-        await migrations.look()
+        locate, active = lambda: self._open.pool.replica_by_attempt(), lambda: self._dispatching
+        migrations = Migrations(self._dispatch, setting.router, self._move, locate, active)
+        await migrations.refresh_replicas()
         self._still(opening, pool)
         self._dispatch.take_up(running)
         self._opened, self._error = _Opened(setting, rollout, pool, migrations), None
-        migrations.begin()
-        self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
-        self._capacity.share = before.share
+        migrations.start()
+        self._capacity = Capacity(setting.limit, setting.room, (resume.state or {}).get("capacity"))
+        self._capacity.share = resume.share
         self._cleanup, self._lost_starts = Cleanup(), LostStarts()
         pool.abandon([name for name in running if not rollout.may_train(name)])
         if fresh:
@@ -142,8 +141,9 @@ class Coordinator:
             await self._cleanup.clear(rollout, listing, keep=set())
             self._still(opening)
         early, self._early = self._early, []
-        await self.ended(early)
-        self._lost([a.name for a in rollout.attempts() if not pool.knows(a.name)], "their worker died in the meantime")
+        await self.report_ended(early)
+        unknown = [a.name for a in rollout.attempts() if not pool.has_attempt(a.name)]
+        self._lost(unknown, "their worker died in the meantime")
         return self._state()
 
     async def add_workers(self, workers: list[Any]) -> None:
@@ -161,7 +161,7 @@ class Coordinator:
         opened.pool = pool
         self._go()
 
-    async def hand(self, prompts: list[Handed]) -> None:
+    async def add_prompts(self, prompts: list[LoadedPrompt]) -> None:
         """Accept prompts whose data are in partition :data:`PROMPTS` of TransferQueue."""
         rollout = self._open.rollout
         rollout.hand(prompt[:2] for prompt in prompts)
@@ -169,35 +169,25 @@ class Coordinator:
         self._go()
 
     async def rank(self, locations: dict[str, float], ranker: int) -> None:
-        """Set the length ranker's predictions.
-
-        Args:
-            locations: Expected log length of the responses, by prompt key.
-            ranker: Number of the ranker that made the predictions.
-        """
+        """Set the expected log lengths of responses, by prompt key, that the ranker of this number predicts."""
         self._open.rollout.expect(self._expectations.rank(locations, ranker))
 
-    async def publish(self, version: int, batches_left: int) -> Wants:
-        """Continue under a policy version.
-
-        Args:
-            version: Version of the weights in the engines from now on.
-            batches_left: Number of update batches left.
-        """
+    async def publish(self, version: int, batches_left: int) -> TrainerWork:
+        """Continue under the policy version that the engines have now, for so many update batches."""
         opened, opening = self._open, self._openings
-        self._cleanup.after_batch(opened.rollout)
-        await opened.migrations.look()
+        self._cleanup.delete_batch(opened.rollout)
+        await opened.migrations.refresh_replicas()
         self._still(opening)
         opened.rollout.publish(version, batches_left)
         self._dispatching = batches_left > 0
         self._go()
-        return await self.wants() if self._dispatching else Wants()
+        return await self.pending_work() if self._dispatching else TrainerWork()
 
-    async def serve(self, share: float, leaves: str = "") -> int:
+    async def set_serving(self, share: float, leaves: str = "") -> int:
         """Set how many replicas generate from now on.
 
         Args:
-            share: Share of the replicas that :class:`Setting` counts.
+            share: Share of the replicas that :class:`RunSettings` counts.
             leaves: Address of a replica that leaves, after its removal from the router: its samples continue on other
                 replicas.
 
@@ -206,20 +196,20 @@ class Coordinator:
         """
         migrations, self._capacity.share, moved = self._open.migrations, share, 0
         if leaves:
-            moved = await migrations.vacate(leaves)
+            moved = await migrations.drain(leaves)
         else:
-            await migrations.look()
+            await migrations.refresh_replicas()
         self._go()
         return moved
 
     async def pause(self) -> None:
         """Start no sample until :meth:`publish`: the engines are about to receive new weights."""
         if self._opened is not None:
-            self._cleanup.after_batch(self._opened.rollout)
+            self._cleanup.delete_batch(self._opened.rollout)
         self._dispatching = False
 
-    async def enough(self, rewarded: bool, stopping: bool, part: int | None = None) -> Wants | None:
-        """Wait until the engines may be stopped (:meth:`Scheduler.enough`), or the coordinator wants something.
+    async def wait_for_batch(self, rewarded: bool, stopping: bool, part: int | None = None) -> TrainerWork | None:
+        """Wait until the engines may be stopped (:meth:`Scheduler.enough`), or there is work for the trainer.
 
         Args:
             rewarded: Argument of :meth:`Scheduler.enough`.
@@ -230,7 +220,7 @@ class Coordinator:
             RuntimeError: The rollout cannot continue.
         """
         rollout, clock, opening = self._open.rollout, asyncio.get_running_loop().time, self._openings
-        await self._open.migrations.look()  # replicas may have been replaced
+        await self._open.migrations.refresh_replicas()  # replicas may have been replaced
         self._still(opening)
         began = clock()
         self._complained_at = self._complained_at or began
@@ -241,17 +231,17 @@ class Coordinator:
             if rollout.scheduler.enough(rewarded):
                 self._dispatching, self._complained_at = not stopping, None
                 return None
-            if any(wants := await self.wants()):
-                return wants
+            if any(work := await self.pending_work()):
+                return work
             if part is not None and (names := rollout.part(part)):
-                return Wants(part=Part(*_stored(names, await tq.async_kv_list() or {})))
+                return TrainerWork(part=Part(*_stored(names, await tq.async_kv_list() or {})))
             self._complained_at = self._complain(self._complained_at, "an update batch")
             await self._change(_LOOK_S)
             self._still(opening)
             if clock() - began > _LOOK_S:
-                return Wants(replicas=True)
+                return TrainerWork(replicas=True)
 
-    async def take(self) -> Reply | None:
+    async def take_batch(self) -> Reply | None:
         """Wait until everything that the update batch waits for has arrived (:meth:`Scheduler.settled`), and take it.
 
         Returns:
@@ -287,8 +277,8 @@ class Coordinator:
         listing = await tq.async_kv_list() or {}  # after take(): later, shorter samples must not join the batch
         self._still(opening)
         keys, tags = _stored(batch.attempts, listing)
-        dropped = self._cleanup.dropped(rollout, listing, set(batch.attempts))
-        self._cleanup.taken(listing, keys)
+        dropped = self._cleanup.find_dropped(rollout, listing, set(batch.attempts))
+        self._cleanup.remember_batch(listing, keys)
         self._go()
         return Reply(
             keys=keys,
@@ -313,13 +303,13 @@ class Coordinator:
         """Return the state for a checkpoint, as JSON."""
         return {**self._state(), "lengths": self._expectations.state_dict()}
 
-    async def wants(self) -> Wants:
-        """Return what the coordinator wants from the trainer, without waiting."""
-        return Wants(self._open.rollout.wanted(), not len(self._open.pool))
+    async def pending_work(self) -> TrainerWork:
+        """Return the work for the trainer, without waiting."""
+        return TrainerWork(self._open.rollout.wanted(), not len(self._open.pool))
 
     # ---- called by the agent loop workers ----
 
-    async def ended(self, reports: list[Ended]) -> None:
+    async def report_ended(self, reports: list[Ended]) -> None:
         """Record how attempts ended, in the order in which they ended."""
         if self._opened is None:
             self._early += reports
@@ -340,7 +330,7 @@ class Coordinator:
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:
                 self._fail(error)
-        self._cleanup.reports(rollout.take_obsolete())
+        self._cleanup.delete_reports(rollout.take_obsolete())
         self._go()
 
     # ---- internal ----
@@ -349,7 +339,7 @@ class Coordinator:
         state = self._open.rollout.state_dict()
         return {**state, "capacity": self._capacity.state, "expectations": self._expectations.under_way}
 
-    def _new_pool(self, setting: Setting) -> WorkerPool:
+    def _new_pool(self, setting: RunSettings) -> WorkerPool:
         return WorkerPool(ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
 
     @property
@@ -359,14 +349,9 @@ class Coordinator:
         return self._opened
 
     def _still(self, opening: int, pool: WorkerPool | None = None) -> None:
-        """Check, after a wait, that the coordinator was not opened again in the meantime.
+        """Raise :class:`NotOpen` after a wait in which the coordinator was opened again.
 
-        Args:
-            opening: Number of the opening before the wait.
-            pool: A pool that is not in use yet; it is closed on failure, because it would watch its workers forever.
-
-        Raises:
-            NotOpen: The coordinator was opened again.
+        ``pool``, which is not in use yet, is closed then: it would watch its workers forever.
         """
         if opening != self._openings:
             if pool is not None:

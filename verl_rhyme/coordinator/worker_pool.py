@@ -71,7 +71,7 @@ class WorkerPool:
             self._unsure.update(start.name for start in order)
             self._run(self._send(worker, order, step))
 
-    def knows(self, name: str) -> bool:
+    def has_attempt(self, name: str) -> bool:
         """Return whether an attempt was sent to a worker and has not ended."""
         return name in self._worker
 
@@ -100,10 +100,9 @@ class WorkerPool:
         for worker, order in orders.items():
             worker.move.remote(order)
 
-    async def where(self) -> dict[str, str]:
-        """Return the address of each running attempt's replica by name; empty where it is unknown. Attempts of workers
-        that do not answer are left out."""
-        pending = [asyncio.wait_for(worker.places.remote(), self._patience_s) for worker in self._about]
+    async def replica_by_attempt(self) -> dict[str, str]:
+        """Return the replica's address of each running attempt, as :meth:`join`; silent workers are left out."""
+        pending = [asyncio.wait_for(worker.replica_by_attempt.remote(), self._patience_s) for worker in self._about]
         answers = await asyncio.gather(*pending, return_exceptions=True)  # _watch gives up silent workers
         return {name: at for found in answers if isinstance(found, dict) for name, at in found.items()}
 
@@ -132,7 +131,7 @@ class WorkerPool:
 
     async def _send(self, worker: Any, starts: list[Start], step: int) -> None:
         try:
-            await asyncio.wait_for(worker.begin.remote(starts, step), self._patience_s)
+            await asyncio.wait_for(worker.start_attempts.remote(starts, step), self._patience_s)
         except (RayActorError, asyncio.TimeoutError) as error:  # in Python 3.10 not the builtin
             self._give_up(worker, error)
         except Exception as error:

@@ -263,8 +263,10 @@ class RhymeHttpServer(vLLMHttpServer):
         if meta.name:
             self._names[request_id] = meta.name
         if self._rhyme.drafting.enable:
-            meta.asked = self._histories.ask(bytes.fromhex(meta.key) if meta.key else prompt_key(prompt_ids))
-        params = continued(sampling_params, meta.made, noise_by_position=self._rhyme.drafting.enable)
+            meta.history_requested_ns = self._histories.ask(
+                bytes.fromhex(meta.key) if meta.key else prompt_key(prompt_ids)
+            )
+        params = continued(sampling_params, meta.resumed_tokens, noise_by_position=self._rhyme.drafting.enable)
         try:
             output = await super().generate(prompt_ids, meta.put(params), request_id, **kwargs)
         finally:
@@ -290,7 +292,7 @@ class RhymeHttpServer(vLLMHttpServer):
             finished_at=time.time(),
             prompt_tokens=len(prompt_ids),
             response_tokens=len(output.token_ids),
-            predicted_tokens=meta.assignment.left(meta.before)[0],
+            predicted_tokens=meta.assignment.left(meta.earlier_tokens)[0],
             policy_version_start=-1 if version is None else version,
             policy_version_end=-1 if self.global_steps is None else self.global_steps,
             stop_reason=output.stop_reason or "",

@@ -155,7 +155,7 @@ class HistoryService:
 
         Raises:
             HistoryUnavailable: The writer does not fetch now.
-            SamplesGone: The samples were cleared before the fetch.
+            MissingSamples: The samples were cleared before the fetch.
         """
         self._ask(lambda writer: writer.fetch.remote(piece), _TIMEOUT_S)
 
@@ -167,7 +167,7 @@ class HistoryService:
 
         Raises:
             HistoryUnavailable: The writer does not record now.
-            SamplesGone: The samples were cleared before the fetch.
+            MissingSamples: The samples were cleared before the fetch.
         """
         counts: Counter[str] = Counter()
         stats: dict[str, Any] = {}

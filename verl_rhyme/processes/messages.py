@@ -25,8 +25,8 @@ class Part(NamedTuple):
     tags: list[dict[str, Any]]
 
 
-class Wants(NamedTuple):
-    """Requests of the coordinator to the trainer.
+class TrainerWork(NamedTuple):
+    """Work for the trainer while the coordinator has no batch.
 
     Attributes:
         prompts: Number of prompts to pass.
@@ -42,7 +42,7 @@ class Wants(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSettings:
     """Settings that do not change during a run.
 
     Attributes:
@@ -74,7 +74,7 @@ class Setting:
     part_samples: int = 1
 
 
-class Handed(NamedTuple):
+class LoadedPrompt(NamedTuple):
     """A prompt whose data are in TransferQueue.
 
     Attributes:
@@ -89,12 +89,12 @@ class Handed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Before:
+class ResumeState:
     """State that a coordinator starts from.
 
     Attributes:
         state: State in a checkpoint, or with the last batch; ``None``: ignore everything in TransferQueue.
-        handed: Prompts passed to the coordinator since then.
+        prompts: Prompts passed to the coordinator since then.
         version: Version of the current policy.
         batches_left: Training batches until training ends.
         generation: Number of the coordinator, above that of all earlier ones (:class:`Rollout`).
@@ -103,7 +103,7 @@ class Before:
     """
 
     state: dict[str, Any] | None
-    handed: list[Handed]
+    prompts: list[LoadedPrompt]
     version: int
     batches_left: int
     generation: int

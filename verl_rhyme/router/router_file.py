@@ -38,9 +38,6 @@ def check(placement: PlacementConfig) -> None:
 def check_own(config: Any) -> None:
     """Check the user's own router, with which verl would otherwise fail once all engines run.
 
-    Args:
-        config: verl's whole config.
-
     Raises:
         ConfigError: The file or class does not exist, or the class lacks methods of verl's ``RequestLoadBalancer``.
     """

@@ -17,7 +17,7 @@ import numpy as np
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.planning.elastic import Elastic, Limits
 from verl_rhyme.planning.times import Work, rollout
-from verl_rhyme.processes.messages import Reply, Setting
+from verl_rhyme.processes.messages import Reply, RunSettings
 from verl_rhyme.trainer.observers import Observer, Step
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Balance(Observer):
         advice: Advice of the latest step: 1, one replica more; -1, one less; 0, no change.
     """
 
-    def __init__(self, setting: Setting, limits: Limits | None = None) -> None:
+    def __init__(self, setting: RunSettings, limits: Limits | None = None) -> None:
         self._setting = setting
         self._limits = Limits() if limits is None else limits
         self.advice = 0

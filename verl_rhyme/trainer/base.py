@@ -25,7 +25,7 @@ from verl_rhyme.history_writer.history_service import HistoryService, tokenizer_
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import fillable_slots
-from verl_rhyme.processes.deaths import Outliving
+from verl_rhyme.processes.deaths import WatchedCheckpointManager
 from verl_rhyme.router import router_file
 from verl_rhyme.trainer import checkpoints
 from verl_rhyme.trainer.draft_counts import DraftCounts
@@ -119,7 +119,7 @@ class RhymeTrainerMixin(PPOTrainer):
         for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter with separate engines
             if (weights := getattr(self, name, None)) is not None:
                 ours = kept(relayed(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout))
-                setattr(self, name, Outliving(ours))
+                setattr(self, name, WatchedCheckpointManager(ours))
         router = self._router()
         needed = router is not None or self._event_log is not None
         rooms = self._cache_tokens(self._serving()) if needed else {}

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from verl_rhyme.coordinator import coordinator
 from verl_rhyme.observability.errors import first_line
-from verl_rhyme.processes.messages import Before, Handed, NotOpen, Part, Reply, Setting, Wants
+from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
 from verl_rhyme.trainer.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -34,13 +34,13 @@ class Driver:
     """
 
     def __init__(
-        self, setting: Setting, load: Callable[[int], list[Handed]], make_workers: Callable[[], list[Any]]
+        self, setting: RunSettings, load: Callable[[int], list[LoadedPrompt]], make_workers: Callable[[], list[Any]]
     ) -> None:
         self._setting, self._load, self._make_workers = setting, load, make_workers
         self._actor = coordinator.start()
         self._workers: list[Any] = []
         self._state: dict[str, Any] | None = None  # state at the last batch
-        self._handed: list[Handed] = []  # prompts passed since the last batch
+        self._handed: list[LoadedPrompt] = []  # prompts passed since the last batch
         self._lengths: dict[str, Any] | None = None  # latest lengths from the coordinator
         self._share = 1.0
         self._version = 0
@@ -79,7 +79,7 @@ class Driver:
             Number of its samples, which continue on other replicas.
         """
         self._share = share
-        return self._ask("serve", share, leaves)
+        return self._ask("set_serving", share, leaves)
 
     def pause(self) -> None:
         """Let no sample start until :meth:`publish`."""
@@ -97,15 +97,15 @@ class Driver:
         self.waited = 0.0
         samples = None if parts is None else self._setting.part_samples
         while True:
-            while (wants := self._waited_for("enough", rewarded, stops, samples)) is not None:
-                if parts is not None and wants.part is not None:
-                    parts(wants.part)
-                self._supply(wants)
-                if wants.replicas:
+            while (work := self._waited_for("wait_for_batch", rewarded, stops, samples)) is not None:
+                if parts is not None and work.part is not None:
+                    parts(work.part)
+                self._supply(work)
+                if work.replicas:
                     topology.mend(self._version)
             if stops:
                 topology.stop()
-            reply: Reply | None = self._ask("take")
+            reply: Reply | None = self._ask("take_batch")
             if reply is not None:
                 break
             # A reward or an agent loop failed, or a reward is late: the engines continue until it arrives.
@@ -119,7 +119,7 @@ class Driver:
 
     def supply(self) -> None:
         """Pass the prompts that are wanted now, without waiting for further requests."""
-        self._supply(self._ask("wants"))
+        self._supply(self._ask("pending_work"))
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
@@ -130,14 +130,14 @@ class Driver:
     def close(self) -> None:
         ray.kill(self._actor)
 
-    def _supply(self, wants: Wants) -> None:
-        if wants.workers:
+    def _supply(self, work: TrainerWork) -> None:
+        if work.workers:
             self._workers = self._make_workers()
             self._ask("add_workers", self._workers)
-        if wants.prompts:
-            prompts = self._load(wants.prompts)
+        if work.prompts:
+            prompts = self._load(work.prompts)
             self._handed += prompts
-            self._ask("hand", prompts)
+            self._ask("add_prompts", prompts)
 
     def _waited_for(self, method: str, *arguments: Any) -> Any:
         began = time.monotonic()
@@ -165,9 +165,9 @@ class Driver:
         while True:
             self._generation += 1
             now = self._version, self._batches_left, self._generation
-            before = Before(self._state, list(self._handed), *now, self._lengths, self._share)
+            resume = ResumeState(self._state, list(self._handed), *now, self._lengths, self._share)
             try:
-                return ray.get(self._actor.open.remote(self._setting, self._workers, before, fresh))
+                return ray.get(self._actor.open.remote(self._setting, self._workers, resume, fresh))
             except RayActorError as error:
                 if error.actor_init_failed or time.monotonic() - began > _START_S:
                     raise RuntimeError(

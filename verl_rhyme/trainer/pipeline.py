@@ -36,10 +36,10 @@ from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import OVERSUBSCRIPTION, ConfigError, training_order
-from verl_rhyme.coordinator.ranker_service import lacking
+from verl_rhyme.coordinator.ranker_service import missing_requirement
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.processes.messages import Handed, Reply, Setting
+from verl_rhyme.processes.messages import LoadedPrompt, Reply, RunSettings
 from verl_rhyme.router import router_file
 from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.trainer.balance import Balance
@@ -174,7 +174,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _mend_validation(self, version: int) -> None:
         self.topology.mend(version)
-        self.agent_loop_manager.look()
+        self.agent_loop_manager.resend_validation()
 
     def _setup(self) -> None:
         super()._setup()
@@ -184,7 +184,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         super()._init_resource_pool_mgr()
         ranker = self._rhyme.lengths.ranker
         if ranker.kind is not None:  # it starts while models load
-            if problem := lacking(ranker, len(self.tokenizer)):
+            if problem := missing_requirement(ranker, len(self.tokenizer)):
                 raise ConfigError(problem)
             template = self.config.data.get("apply_chat_template_kwargs", None) or {}
             self.observers.append(Ranking(ranker, self.tokenizer, template))
@@ -204,17 +204,17 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         setting = self._setting()
         self.observers.append(self._balance(setting))
         self.topology.begin(self.rules)
-        self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
+        self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.replace_workers)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
         for observer in self.observers:
             observer.begin(self._driver)
         self._publish(self.global_steps - 1)
 
-    def _setting(self) -> Setting:
+    def _setting(self) -> RunSettings:
         slots = self._request_slots()
         limit = max(1, math.ceil(OVERSUBSCRIPTION * slots))
         cost = router_file.cost(self._rhyme.placement)
-        return Setting(
+        return RunSettings(
             rules=self.rules,
             filters=self._filters,
             limit=limit,
@@ -229,7 +229,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             part_samples=max(1, int((self._rhyme.streaming.part or 1) * self.rules.batch_samples)),
         )
 
-    def _balance(self, setting: Setting) -> Balance | Reserve:
+    def _balance(self, setting: RunSettings) -> Balance | Reserve:
         """Return the observer that advises on replicas; a ``Reserve`` also carries the advice out, if enabled."""
         elastic = self._rhyme.streaming.elastic
         if elastic.min_replicas is None:
@@ -266,7 +266,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     # ---- prompts ----
 
-    def _load_prompts(self, count: int) -> list[Handed]:
+    def _load_prompts(self, count: int) -> list[LoadedPrompt]:
         chunk = self.config.data.get("gen_batch_size", None) or self.config.data.train_batch_size
         batch = self._next_train_batch(-(-count // chunk) * chunk)
         uids = [str(uid) for uid in batch["uid"]]
@@ -279,7 +279,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             messages = dict(zip(keys, batch["raw_prompt"], strict=True))
             for observer in self.observers:
                 observer.on_prompts(messages, self._driver)
-        return [Handed(uid, int(count), key) for uid, count, key in zip(uids, samples, keys, strict=True)]
+        return [LoadedPrompt(uid, int(count), key) for uid, count, key in zip(uids, samples, keys, strict=True)]
 
     def _prompt_keys(self, batch: Any, columns: list[str]) -> list[str]:
         """Return the prompt keys, as the agent loop workers compute them (:func:`data_key`)."""

@@ -12,10 +12,10 @@ import time
 from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, ElasticConfig
-from verl_rhyme.coordinator.replicas import Spares, obstacle
+from verl_rhyme.coordinator.replicas import SpareReplicas, single_transfer_obstacle
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.planning.elastic import Limits
-from verl_rhyme.processes.messages import Setting
+from verl_rhyme.processes.messages import RunSettings
 from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.observers import Observer, Step
@@ -40,10 +40,12 @@ class Reserve(Observer):
         ConfigError: There are fewer replicas than ``min_replicas``, or weights cannot be sent to a single one.
     """
 
-    def __init__(self, setting: Setting, config: ElasticConfig, servers: Any, engine: Any, spares: Spares) -> None:
+    def __init__(
+        self, setting: RunSettings, config: ElasticConfig, servers: Any, engine: Any, spares: SpareReplicas
+    ) -> None:
         self._servers, self._spares = servers, spares
         replicas = servers.get_replicas()
-        if why := obstacle(engine, len(replicas[0].workers)):
+        if why := single_transfer_obstacle(engine, len(replicas[0].workers)):
             raise ConfigError(f"{CONFIG_PATH}.streaming.elastic.min_replicas: {why}; use the relay, or drop the option")
         launched = self._launched = self._reported = len(replicas)
         self._least, self._most = config.min_replicas or 1, min(launched, config.max_replicas or launched)
@@ -91,7 +93,7 @@ class Reserve(Observer):
         metrics = {names.STREAM_REPLICAS: float(len(serving))}
         began = time.monotonic()
         if advice > 0 and len(serving) + self._spares.missing < self._most:  # starting replicas count
-            replica = self._spares.wake(version)
+            replica = self._spares.wake_up(version)
             if replica is None:  # none rests: one is starting, or none may start
                 return metrics
             self._report()
@@ -111,7 +113,7 @@ class Reserve(Observer):
     # ---- internal ----
 
     def _rest(self, replica: Any) -> int:
-        return self._spares.rest(replica, lambda address: self._report(address))
+        return self._spares.suspend(replica, lambda address: self._report(address))
 
     def _report(self, leaves: str = "") -> int:
         self._reported = len(self._servers.get_replicas())

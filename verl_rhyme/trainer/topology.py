@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ray.exceptions import ActorUnavailableError
 
-from verl_rhyme.coordinator.replicas import Spares, serve
+from verl_rhyme.coordinator.replicas import SpareReplicas, readmit
 from verl_rhyme.processes.deaths import ReplicaDied, dead, is_death
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.weights.manager import RelayManager
@@ -129,7 +129,7 @@ class Colocated(_OnVerl):
                 f"rollout replica {replica.replica_rank} died on the devices of the actor: {why}\nThe same command "
                 "continues from the last checkpoint."
             )
-        serve(self.servers())
+        readmit(self.servers())
         return 0
 
 
@@ -150,7 +150,7 @@ class Separate(_OnVerl):
             self._engines.waits, self._engines.patient = False, rules.finishes
 
     def resting(self) -> list[Any]:
-        spares: Spares | None = vars(self).get("spares")  # set once the weights' manager exists
+        spares: SpareReplicas | None = vars(self).get("spares")  # set once the weights' manager exists
         return [] if spares is None else list(spares.resting)
 
     def settle(self) -> None:
@@ -183,15 +183,15 @@ class Separate(_OnVerl):
         if self._trainer.current_mode.value == "rollout":
             # Engines on the actor's devices serve as well, so that there is no memory to send weights from.
             return Colocated(self._trainer).mend(version)
-        died = self.spares.mend(version, waits)
+        died = self.spares.replace_dead(version, waits)
         if isinstance(self._engines, RelayManager):
             self._engines.check()
         return died
 
     @functools.cached_property
-    def spares(self) -> Spares:
+    def spares(self) -> SpareReplicas:
         """Object that replaces replicas and lets them rest."""
-        return Spares(self.servers(), self._engines, self._hung_s)
+        return SpareReplicas(self.servers(), self._engines, self._hung_s)
 
 
 def mend_while_waiting(trainer: Any, buffer: Any, mend: Callable[[int], object]) -> None:

@@ -6,7 +6,7 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.batches import batch_metrics
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
 from verl_rhyme.planning.elastic import Limits
-from verl_rhyme.processes.messages import Reply, Setting
+from verl_rhyme.processes.messages import Reply, RunSettings
 from verl_rhyme.scheduling.ledger import Collected, StepCounts
 from verl_rhyme.scheduling.remembered import Batch
 from verl_rhyme.scheduling.rules import Rules
@@ -19,7 +19,7 @@ RULES = Rules(8, 64, max_staleness=1, separate=True)
 
 def setting():
     cost = ReplicaCost(StepCost(base=1e-3, row=1e-3), slots=64)
-    return Setting(rules=RULES, filters=None, limit=128, min_starts=1, slots=128, lost_after=60.0, cost=cost)
+    return RunSettings(rules=RULES, filters=None, limit=128, min_starts=1, slots=128, lost_after=60.0, cost=cost)
 
 
 def reply(ahead, tokens=400):

@@ -14,8 +14,8 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.coordinator import replicas
-from verl_rhyme.coordinator.replicas import Spares, obstacle
-from verl_rhyme.processes.deaths import Outliving, ReplicaDied
+from verl_rhyme.coordinator.replicas import SpareReplicas, single_transfer_obstacle
+from verl_rhyme.processes.deaths import ReplicaDied, WatchedCheckpointManager
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.registry import TRAINERS, RhymeTrainerSync
 from verl_rhyme.trainer.topology import Colocated, Separate
@@ -75,7 +75,7 @@ def test_no_replica_starts_while_the_actors_devices_serve(monkeypatch):
     managers = {name: SimpleNamespace(get_replicas=lambda held=held: held) for name, held in servers.items()}
     trainer = SimpleNamespace(current_mode=HybridEngineMode.ROLLOUT, _rhyme=None, **managers)
     monkeypatch.setattr(topology, "dead", lambda replicas, hung_s: dict.fromkeys(replicas, "gone"))
-    monkeypatch.setattr(topology, "serve", lambda servers: None)
+    monkeypatch.setattr(topology, "readmit", lambda servers: None)
     assert Separate(trainer).mend(1) == 0
     servers["llm_server_manager"].append(replica)
     with pytest.raises(ReplicaDied, match="on the devices of the actor: gone"):
@@ -106,9 +106,9 @@ def test_a_broken_connection_is_tried_again(monkeypatch, gone, expected):
 
 def test_backends_that_cannot_send_to_a_single_replica():
     for backend, workers, stopped in (("nixl", 1, True), ("nixl", 2, False), ("kimi_ckpt_engine", 8, True)):
-        assert bool(obstacle(SimpleNamespace(backend=backend, engine_kwargs={}), workers)) is stopped
+        assert bool(single_transfer_obstacle(SimpleNamespace(backend=backend, engine_kwargs={}), workers)) is stopped
     for backend in ("mooncake", "nccl"):
-        assert not obstacle(SimpleNamespace(backend=backend, engine_kwargs={}), 1)
+        assert not single_transfer_obstacle(SimpleNamespace(backend=backend, engine_kwargs={}), 1)
 
 
 @pytest.mark.parametrize("rhyme", [None, SimpleNamespace(placement=SimpleNamespace(policy=None), weights=None)])
@@ -121,7 +121,7 @@ def test_with_rhyme_trainers_replace_dead_replicas(monkeypatch, rhyme):
     trainer.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=None))
     trainer._setup()
     for name, manager in managers.items():
-        assert isinstance(getattr(trainer, name), Outliving) == (rhyme is not None)
+        assert isinstance(getattr(trainer, name), WatchedCheckpointManager) == (rhyme is not None)
         assert getattr(trainer, name) == manager
 
 
@@ -138,7 +138,7 @@ def test_with_the_relay_another_replica_starts_after_a_failed_send(monkeypatch, 
         monkeypatch.setattr(weights, "deliver", fail)
     monkeypatch.setattr(replicas, "watched", lambda _: nullcontext())
     monkeypatch.setattr(replicas, "CheckpointEngineManager", fail)
-    spares = Spares(SimpleNamespace(rollout_replicas=[Mock(replica_rank=0)]), weights)
+    spares = SpareReplicas(SimpleNamespace(rollout_replicas=[Mock(replica_rank=0)]), weights)
     with pytest.raises(expected):
         spares._send(Mock(replica_rank=1), 1)
 
@@ -147,7 +147,7 @@ def test_slow_replica_does_not_delay_publication(monkeypatch):
     """Deaths are found at the end of a later step; a trainer that waits anyway waits for the answers."""
     one, other = (Mock(replica_rank=rank, nnodes=1, servers=[], workers=[None]) for rank in range(2))
     servers = SimpleNamespace(rollout_replicas=[one, other], global_load_balancer=Mock())
-    spares = Spares(servers, SimpleNamespace(config=SimpleNamespace(backend="relay"), replicas=[]))
+    spares = SpareReplicas(servers, SimpleNamespace(config=SimpleNamespace(backend="relay"), replicas=[]))
     answers, looks = threading.Event(), []
 
     def slow(replicas, hung_s):
@@ -156,17 +156,17 @@ def test_slow_replica_does_not_delay_publication(monkeypatch):
         return {other: "its process is gone"} if other in replicas else {}
 
     monkeypatch.setattr(replicas, "dead", slow)
-    monkeypatch.setattr(replicas, "serve", lambda servers: None)
-    monkeypatch.setattr(replicas, "end", lambda replica: None)
+    monkeypatch.setattr(replicas, "readmit", lambda servers: None)
+    monkeypatch.setattr(replicas, "kill_replica", lambda replica: None)
     monkeypatch.setattr(replicas, "ray", Mock())
-    monkeypatch.setattr(Spares, "_fill", lambda self, version: None)
-    assert [spares.mend(version, waits=False) for version in (1, 2)] == [0, 0]
+    monkeypatch.setattr(SpareReplicas, "_fill", lambda self, version: None)
+    assert [spares.replace_dead(version, waits=False) for version in (1, 2)] == [0, 0]
     assert servers.rollout_replicas == [one, other]
     answers.set()
     spares._looking.result(10)
-    assert spares.mend(3, waits=False) == 1
+    assert spares.replace_dead(3, waits=False) == 1
     assert (servers.rollout_replicas, spares.missing) == ([one], 1)
     spares._looking.result(10)
-    assert spares.mend(4, waits=False) == 0, "a dead replica was replaced twice"
+    assert spares.replace_dead(4, waits=False) == 0, "a dead replica was replaced twice"
     assert looks[0] == [one, other]
     assert looks[-1] == [one]

@@ -56,7 +56,7 @@ class Worker(_Worker):
 
     async def start(self, *starts):
         """Wait until all of them have ended."""
-        await self.begin(list(starts), 4)
+        await self.start_attempts(list(starts), 4)
         while self._attempts:
             await asyncio.sleep(0.001)
         await asyncio.gather(*self.background_tasks)
@@ -159,7 +159,7 @@ async def test_earlier_turns_are_fetched_at_once_and_missing_ones_start_over(que
     met = {}
 
     async def run(worker, params, session_id, prompt):
-        met[session_id] = [list(turn.tokens) for turn in current().kept]
+        met[session_id] = [list(turn.tokens) for turn in current().earlier_turns]
         raise Interrupted
 
     for number in range(3):
@@ -317,7 +317,7 @@ async def test_regenerated_response_is_drafted_from_its_trajectory(monkeypatch, 
     met = {}
 
     async def run(worker, params, session_id, prompt):
-        met[session_id] = [list(turn.tokens) for turn in current().kept]
+        met[session_id] = [list(turn.tokens) for turn in current().earlier_turns]
         raise Interrupted
 
     again = [Start(Attempt("a", n, 1).name, Attempt("a", n).name, stored=True) for n in range(3)]
@@ -343,7 +343,7 @@ async def test_agent_loop_without_a_trajectory_affects_only_its_sample():
     """verl's worker stores nothing then."""
 
     async def run(worker, params, session_id, prompt):
-        turn, _ = current().begin("p")
+        turn, _ = current().begin_turn("p")
         turn.tokens.extend([7, 8])
         await worker._agent_loop_postprocess([], False, session_id=session_id, **prompt)
 

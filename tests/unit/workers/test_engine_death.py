@@ -89,7 +89,7 @@ async def test_turn_continues_on_another_replica_with_its_tokens(monkeypatch, pa
 
     client._load_balancer = SimpleNamespace(remove_servers=SimpleNamespace(remote=remove))
     session = sample(partial)
-    sessions.enter(session)
+    sessions.set_current(session)
     output = await client.generate("r", prompt_ids=PROMPT, sampling_params={})
     assert output.token_ids == [*range(100, 120)]
     assert len(output.log_probs) == 20

@@ -66,7 +66,7 @@ def _vacate(looks):
         return found
 
     moving = Migrations(dispatch, None, ordered.extend, where, lambda: True)
-    return asyncio.run(moving.vacate("a")), [move[:2] for move in ordered]
+    return asyncio.run(moving.drain("a")), [move[:2] for move in ordered]
 
 
 def test_samples_of_a_resting_replica_move_where_the_router_decides(monkeypatch):

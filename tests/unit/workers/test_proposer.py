@@ -71,7 +71,7 @@ def test_any_schedule_gives_no_errors_and_bounded_drafts(tmp_path, policy):
                 prompt = prompts[rng.integers(len(prompts))]
                 previous = rng.integers(0, VOCABULARY + 5, rng.integers(0, 200) if rng.random() < 0.5 else 0)
                 previous = previous.astype("<i4").tobytes()
-                meta = RequestMeta(id=name, key=prompt_key(prompt).hex(), previous=previous)
+                meta = RequestMeta(id=name, key=prompt_key(prompt).hex(), earlier_text=previous)
                 extra = meta.put({}) if rng.random() < 0.9 else {"extra_args": None}
                 params = SimpleNamespace(max_tokens=int(rng.integers(1, 120)), **extra)
                 state[name] = {"text": list(prompt), "prompt": len(prompt), "draft": []}
@@ -148,7 +148,7 @@ def test_regenerated_request_drafts_its_previous_text(tmp_path, policy):
     proposer = proposer_for(tmp_path / "h", policy=policy)
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
-    meta = RequestMeta(id="a", previous=np.array(response, "<i4").tobytes())
+    meta = RequestMeta(id="a", earlier_text=np.array(response, "<i4").tobytes())
     runner.requests["a"] = SimpleNamespace(
         sampling_params=SimpleNamespace(max_tokens=100, **meta.put({})), prompt_token_ids=prompt
     )
@@ -182,7 +182,7 @@ def test_memory_bounds_the_drafts_of_a_full_batch(tmp_path):
     names = [f"r{i}" for i in range(ROWS)]
     previous = np.array(response, "<i4").tobytes()
     for name in names:
-        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name, previous=previous).put({}))
+        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name, earlier_text=previous).put({}))
         runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
     runner.input_batch.req_ids, runner.input_batch.spec_token_ids = names, [[] for _ in names]
     runner.input_batch.num_prompt_tokens[:] = len(prompt)
@@ -196,7 +196,7 @@ def test_memory_bounds_the_drafts_of_a_full_batch(tmp_path):
 def admit(proposer, names, prompt, asked=0):
     runner = proposer._runner
     for name in names:
-        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name, asked=asked).put({}))
+        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name, history_requested_ns=asked).put({}))
         runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
     runner.input_batch.req_ids = list(names)
     runner.input_batch.spec_token_ids = [[] for _ in names]

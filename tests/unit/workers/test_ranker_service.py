@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 from tests.unit.lengths.test_ranker import SMALL, VOCABULARY, world
 from verl_rhyme.config import RankerConfig
 from verl_rhyme.coordinator import ranker_service
-from verl_rhyme.coordinator.ranker_service import RankerActor, RankerService, lacking
+from verl_rhyme.coordinator.ranker_service import RankerActor, RankerService, missing_requirement
 from verl_rhyme.lengths import ranker
 from verl_rhyme.lengths.boosting import Boosting
 from verl_rhyme.observability import metrics as names
@@ -269,7 +269,7 @@ def test_training_keeps_its_time_limit(monkeypatch) -> None:
 
 def test_missing_requirements_are_reported_before_a_run(tmp_path, monkeypatch) -> None:
     def lacks(vocabulary=None, **options) -> str:
-        return lacking(RankerConfig(**{"kind": "boosting", **options}), vocabulary)
+        return missing_requirement(RankerConfig(**{"kind": "boosting", **options}), vocabulary)
 
     assert lacks() == lacks(kind="model") == ""
     there = str(tmp_path / "model")

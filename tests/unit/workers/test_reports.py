@@ -10,11 +10,11 @@ from verl_rhyme.scheduling.attempts import Ended
 
 
 class Queue:
-    """TransferQueue and, as ``ended.remote``, the coordinator."""
+    """TransferQueue and, as ``report_ended.remote``, the coordinator."""
 
     def __init__(self):
         self.stored, self.reported, self.order, self.fail, self.deaf, self.hang = [], [], [], 0, 0, False
-        self.ended = self
+        self.report_ended = self
 
     async def put(self, keys, partition_id, fields, tags):
         await asyncio.sleep(0)

@@ -88,16 +88,23 @@ def test_unfetched_counts_are_bounded(server):
 async def test_engine_receives_the_fields_of_drafter_and_sampler(server):
     """It receives no list of tokens, because vLLM copies every object in ``extra_args``."""
     previous = b"\1\0\0\0\2\0\0\0"
-    meta = RequestMeta(key="00ff", sample=2, attempt=1, noise="ab", previous=previous, queued_at=12.5)
+    meta = RequestMeta(key="00ff", sample=2, attempt=1, noise="ab", earlier_text=previous, queued_at=12.5)
     params = {"temperature": 1.0, "extra_args": {"theirs": 1}}
     output = await server.generate([5], params, "r", rhyme=meta.to_dict())
     fields = server.given["extra_args"].pop(FIELD)
     assert server.given == {"temperature": 1.0, "extra_args": {"theirs": 1}}
-    engine = {"id": "r", "key": "00ff", "asked": 77, "noise": "ab", "previous": previous, "made": 0}
+    engine = {
+        "id": "r",
+        "key": "00ff",
+        "history_requested_ns": 77,
+        "noise": "ab",
+        "earlier_text": previous,
+        "resumed_tokens": 0,
+    }
     assert fields == engine
     assert server._histories.asked == [bytes.fromhex("00ff")]
-    assert fields["previous"] is previous
-    assert RequestMeta.of({FIELD: fields}).previous is previous
+    assert fields["earlier_text"] is previous
+    assert RequestMeta.of({FIELD: fields}).earlier_text is previous
     (record,) = output.extra_fields[FIELD]
     assert (record["prompt_key"], record["sample"], record["attempt"], record["queued_at"]) == ("00ff", 2, 1, 12.5)
     assert params == {"temperature": 1.0, "extra_args": {"theirs": 1}}
@@ -140,7 +147,9 @@ def test_continued_response_gets_adapted_options(server):
     """``min_tokens`` counts the tokens of the whole response, but vLLM refuses more than ``max_tokens``."""
 
     async def ask(made, **options):
-        await server.generate([5] * (1 + made), {"max_tokens": 1024 - made, **options}, "r", rhyme={"made": made})
+        await server.generate(
+            [5] * (1 + made), {"max_tokens": 1024 - made, **options}, "r", rhyme={"resumed_tokens": made}
+        )
         given = {name: value for name, value in server.given.items() if name != "extra_args"}
         SamplingParams(**given)
         return given

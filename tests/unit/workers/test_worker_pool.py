@@ -15,7 +15,7 @@ class Worker:
 
     def __init__(self, slow_s):
         self.slow_s, self.about = slow_s, []
-        self.attach, self.begin, self.attempts = map(_Method, (self._attach, self._begin, self._attempts))
+        self.attach, self.start_attempts, self.attempts = map(_Method, (self._attach, self._begin, self._attempts))
 
     async def _attach(self, _):
         return {}

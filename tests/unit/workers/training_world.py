@@ -28,11 +28,11 @@ from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import ElasticConfig
 from verl_rhyme.coordinator import coordinator, replica_start, replicas, worker_pool
 from verl_rhyme.coordinator.coordinator import Coordinator
-from verl_rhyme.coordinator.replicas import Spares
+from verl_rhyme.coordinator.replicas import SpareReplicas
 from verl_rhyme.engine.gate import Gate
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.processes.deaths import ReplicaDied
-from verl_rhyme.processes.messages import Handed, Setting
+from verl_rhyme.processes.messages import LoadedPrompt, RunSettings
 from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
 from verl_rhyme.scheduling.rules import Rules
@@ -125,7 +125,7 @@ class World:
         self.placement = ("histopipe", {"groups": 2, "tail": random.Random(seed).choice([1.0, 1.0, 0.34])})
         if seed % 3 == 2:
             self.placement = ("longest_first", {})
-        self.setting = Setting(
+        self.setting = RunSettings(
             self.rules, "reward" if self.filters else None, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0
         )
         self.streams = self.separate and seed % 4 != 1
@@ -201,7 +201,7 @@ class World:
         self.coordinator = Handle(self.cluster, Coordinator, restarts=True)
         self.global_steps = step + 1
         self.weights, self.global_load_balancer = Weights(self), self.balancer
-        self.spares = WorldSpares(self)
+        self.spares = WorldReplicas(self)
         self.spares._set(self.rollout_replicas)
         self.topology = (Separate if self.separate else Colocated)(self)
         self.driver = Driver(self.setting, self.load, self.make_workers)
@@ -276,7 +276,7 @@ class World:
         self.loaded = rows.stop
         self.uids |= zip(rows, uids, strict=True)
         self.index |= zip(uids, rows, strict=True)
-        return [Handed(uid, SAMPLES, f"prompt {row % 7}") for row, uid in zip(rows, uids, strict=True)]
+        return [LoadedPrompt(uid, SAMPLES, f"prompt {row % 7}") for row, uid in zip(rows, uids, strict=True)]
 
     def make_workers(self):
         self.workers = [Handle(self.cluster, lambda: Worker(self)) for _ in range(WORKERS)]
@@ -598,7 +598,7 @@ class Starting:
         return self._world.make_replica(self._world.version)
 
 
-class WorldSpares(Spares):
+class WorldReplicas(SpareReplicas):
     """The real spares of replicas, in this world."""
 
     def __init__(self, world):
@@ -669,7 +669,7 @@ class Separate(Colocated):
         self._over_deaths(lambda: self._tell_all("resume"))
 
     def mend(self, version):
-        return self.world.spares.mend(version)
+        return self.world.spares.replace_dead(version)
 
     def publish(self, version):
         self.mend(version)
@@ -708,7 +708,7 @@ class Worker(_Worker):
         request_id = session.name
         ids, turns = [10**7 + index, session_id], []
         assert len(ids) == PROMPT_TOKENS
-        partial, kept = session.partial, [turn.tokens[:] for turn in session.kept]
+        partial, kept = session.partial, [turn.tokens[:] for turn in session.earlier_turns]
         if not partial and kept:
             assert world.rules.redrafts
         for number, (length, tool_s) in enumerate(world.turns(index, session_id)):
@@ -778,7 +778,7 @@ def install(world, monkeypatch):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=cluster.sleep, monotonic=cluster.clock.time))
     gone = lambda replicas, hung_s=None: {r: "gone" for r in replicas if not r._server_handle.alive}  # noqa: E731
     monkeypatch.setattr(replicas, "dead", gone)
-    monkeypatch.setattr(replicas, "Start", lambda make: Starting(world))
+    monkeypatch.setattr(replicas, "ReplicaStart", lambda make: Starting(world))
     monkeypatch.setattr(replicas, "wait", lambda starts, timeout, return_when: starts and cluster.sleep(timeout))
     monkeypatch.setattr(replicas, "_let_go", lambda replicas: None)  # their servers died with them
     monkeypatch.setattr(replicas, "watched", lambda replicas: contextlib.nullcontext({}))
