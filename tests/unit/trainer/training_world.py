@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
-from cluster import Cluster, Handle, Killed, Queue
 from ray.exceptions import RayActorError
 from tensordict import TensorDict
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from tests.unit.coordinator.cluster import Cluster, Handle, Killed, Queue
 from verl_rhyme.agent_loop import reports, stored_attempts
 from verl_rhyme.agent_loop import worker as worker_module
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient

@@ -1,15 +1,15 @@
 """Exactly once: despite deaths, each prompt's samples are trained once in a lineage of weights, or reported as dropped.
 
-Coordinator, pool, driver, agent loop workers, sessions and client are the real ones (:mod:`training_world`). Each
-schedule is a short run whose rules, data and deaths follow from its seed; a failure names the seed.
+Coordinator, pool, driver, agent loop workers, sessions and client are the real ones. Each schedule is a short run
+(``training_world.py``) whose rules, data and deaths follow from its seed; a failure names the seed.
 """
 
 import zlib
 
 import pytest
-from training_world import MODES, simulate
 
 from tests.conftest import SLOW, examples
+from tests.unit.trainer.training_world import MODES, simulate
 
 pytestmark = pytest.mark.slow  # many short runs with deaths
 

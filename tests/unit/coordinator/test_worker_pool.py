@@ -1,4 +1,8 @@
+"""A pool reports attempts as lost that their worker does not know."""
+
 import asyncio
+
+import pytest
 
 from verl_rhyme.coordinator import worker_pool as pools
 from verl_rhyme.coordinator.worker_pool import WorkerPool
@@ -28,29 +32,17 @@ class Worker:
         return list(self.about)
 
 
-def _lost(worker, forget=False):
-    """Return the attempts of two that a pool reports as lost, over several queries."""
-    found = []
-
-    async def drive():
-        pool = WorkerPool(None, 5.0, lambda sessions, why: found.extend(sessions))
-        await pool.join([worker])
-        pool.start([Start("a_0"), Start("a_1")], 1)
-        await asyncio.sleep(0.1)
-        if forget:
-            worker.about.remove("a_1")
-        await asyncio.sleep(0.1)
-        pool.close()
-
-    asyncio.run(drive())
-    return found
-
-
-def test_query_that_overtakes_a_start_loses_nothing(monkeypatch):
+@pytest.mark.parametrize(("slow_s", "forgotten"), [(0.08, []), (0.0, ["a_1"])])
+async def test_only_attempts_unknown_to_their_worker_are_lost(monkeypatch, slow_s, forgotten):
+    """A query that overtakes a start finds nothing missing."""
     monkeypatch.setattr(pools, "_ROLL_CALL_S", 0.01)
-    assert _lost(Worker(slow_s=0.08)) == []
-
-
-def test_attempt_unknown_to_its_worker_is_lost(monkeypatch):
-    monkeypatch.setattr(pools, "_ROLL_CALL_S", 0.01)
-    assert _lost(Worker(slow_s=0.0), forget=True) == ["a_1"]
+    worker, lost = Worker(slow_s), []
+    pool = WorkerPool(None, 5.0, lambda names, why: lost.extend(names))
+    await pool.join([worker])
+    pool.start([Start("a_0"), Start("a_1")], 1)
+    await asyncio.sleep(0.1)
+    worker.about = [name for name in worker.about if name not in forgotten]
+    await asyncio.sleep(0.1)
+    pool.close()
+    assert lost == forgotten
+    assert len(pool) == 1
