@@ -21,7 +21,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_rhyme.agent_loop.session import Call, Conversation, Interrupted, Session, Turn, current, session_context
+from verl_rhyme.agent_loop.session import Call, Conversation, Interrupted, Session, Turn, current, set_current
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.placement.assignment import ANYWHERE
@@ -178,9 +178,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             Interrupted: The sample's attempt ended during the call.
         """
         session = current()
-        if session is None:  # the caller is no agent loop of this package's workers
-            with session_context(Session()):
-                return await self.generate(request_id, prompt_ids=prompt_ids, **kwargs)
+        if session is None:  # the task is none of this package's workers
+            session = Session()
+            set_current(session)
         prompt_ids = normalize_token_ids(prompt_ids)
         conversation = session.conversation(request_id, prompt_ids)
         conversation.prompt_tokens, conversation.earlier_text = len(prompt_ids), b""

@@ -297,16 +297,6 @@ class Session:
 _CURRENT: ContextVar[Session | None] = ContextVar("verl_rhyme_session", default=None)
 
 
-@contextmanager
-def session_context(session: Session) -> Iterator[None]:
-    """Set the session of this task within the block."""
-    token = _CURRENT.set(session)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-
-
 def set_current(session: Session) -> None:
     """Set the session of this task and of the tasks that it starts."""
     _CURRENT.set(session)

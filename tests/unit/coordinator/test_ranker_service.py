@@ -15,7 +15,6 @@ from verl_rhyme.config import RankerConfig
 from verl_rhyme.coordinator import ranker_service
 from verl_rhyme.coordinator.ranker_service import RankerActor, RankerService, missing_requirement
 from verl_rhyme.lengths import ranker
-from verl_rhyme.lengths.boosting import Boosting
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer import ranking
@@ -197,10 +196,6 @@ def test_number_of_trainings_never_decreases(monkeypatch) -> None:
     calls.comes = {"learn": 1}  # called later, answered earlier: the other call trained
     calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
     assert calls.hand.on_step(None)[names.RANKER_TRAINED] == 2
-
-
-def test_boosting_is_the_default_kind(learnt) -> None:
-    assert isinstance(learnt._ranker, Boosting)
 
 
 def test_waiting_prompts_are_scored_again_by_a_new_ranker(tmp_path) -> None:
