@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import ray
-from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
-from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_global_sticky_inflight
@@ -19,7 +17,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient, rhymed
 from verl_rhyme.agent_loop.session import Session, current, set_current
-from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.request import FIELD, RequestMeta
@@ -137,51 +134,6 @@ def test_server_and_router_get_the_request_metadata(servers: list[Any], balancer
     assert [meta.noise for meta in metas] == [f"{number:x}" for number in range(N)]
     assert all(meta.queued_at > 0 and meta.earlier_text == b"" for meta in metas)
     assert all(asked["sampling_params"].keys() <= {"temperature", "max_tokens"} for asked in here + there)
-
-
-class Loop:
-    """An agent loop of two turns."""
-
-    def __init__(self, server_manager: Any, **_: Any) -> None:
-        self.client = server_manager
-
-    async def run(self, sampling_params: dict[str, Any], session_id: int, **_: Any) -> Any:
-        name = f"{id(self)}"
-        await asyncio.sleep(0.01 * (N - session_id))
-        first = await self.client.generate(name, prompt_ids=PROMPT, sampling_params=sampling_params)
-        return await self.client.generate(
-            name, prompt_ids=[*PROMPT, *first.token_ids, 9], sampling_params=sampling_params
-        )
-
-
-class Ours(RhymeAgentLoopWorker.__ray_metadata__.modified_class):  # type: ignore[misc]
-    """The worker of preset ``histospec``, from the prompt on."""
-
-    def __init__(self, client: Any) -> None:
-        self.config, self.llm_client, self.stored, self._tool_timeout = config(), client, {}, 60.0
-        self.tokenizer = self.processor = self.hf_model_type = self.dataset_cls = self.tools = None
-
-    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        self.stored[kwargs["session_id"]] = output.extra_fields[FIELD]
-
-
-@ACTORS
-@pytest.mark.parametrize("validate", [False, True])
-async def test_without_the_pipeline_requests_have_their_sample_number(
-    servers: list[Any], balancer: Any, monkeypatch: pytest.MonkeyPatch, validate: bool
-) -> None:
-    async def put(**_: Any) -> None: ...
-
-    monkeypatch.setattr(agent_loop_tq.tq, "async_kv_put", put)
-    monkeypatch.setitem(_agent_loop_registry, "two turns", {"_target_": f"{__name__}.Loop"})
-    worker = Ours(rhymed(LLMServerClient(config(), load_balancer_handle=balancer)))
-    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
-    await worker._run_prompt({"uid": "u", "agent_name": "two turns"}, {"temperature": 1.0}, trajectory)
-    samples = range(1 if validate else N)
-    record = {"prompt_key": prompt_key(PROMPT).hex(), "response_tokens": 2, "reason": ""}
-    assert worker.stored == {n: [{**record, "sample": n, "attempt": turn} for turn in range(2)] for n in samples}
-    metas = [RequestMeta(**asked[FIELD]) for asked in [each for asked in asked_of(servers) for each in asked]]
-    assert sorted((meta.sample, meta.attempt) for meta in metas) == [(n, turn) for n in samples for turn in range(2)]
 
 
 @pytest.mark.parametrize("interruptible", [False, True])

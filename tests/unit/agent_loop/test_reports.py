@@ -67,12 +67,6 @@ async def test_reports_without_columns_skip_the_queue(reports, queue):
     assert queue.reported == [{"a_0": "finished", "a_1": "failed"}, {"a_2": "interrupted"}]
 
 
-async def test_reports_keep_their_order(reports, queue):
-    await send(reports, "a_0", "generated")
-    await send(reports, "a_0", "finished")
-    assert queue.reported == [{"a_0": "generated"}, {"a_0": "finished"}]
-
-
 async def test_report_during_a_delivery_is_not_lost(reports, queue):
     first = asyncio.create_task(send(reports, "a_0"))
     await asyncio.sleep(module._DELAY_S)
