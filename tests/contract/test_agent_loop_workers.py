@@ -176,7 +176,7 @@ async def test_slow_worker_is_awaited_and_failed_one_is_left_out():
 class Manager(SessionAgentLoopManager):
     def __init__(self, moods, patience_s):
         self.agent_loop_workers = [Worker.remote(mood) for mood in moods]
-        self._ready, self._handed, self._patience_s = [], [], patience_s
+        self._ready, self._sent, self._patience_s = [], [], patience_s
 
     async def _init_agent_loop_workers(self):
         self.agent_loop_workers = [Worker.remote()]
@@ -212,4 +212,4 @@ def test_accepted_validation_prompts_of_a_dead_worker_go_to_others(monkeypatch):
     status.clear()  # as verl does with a validation that is done
     ray.kill(kept)
     manager.resend_validation()
-    assert manager._handed == [], "an earlier validation begins again"
+    assert manager._sent == [], "an earlier validation begins again"

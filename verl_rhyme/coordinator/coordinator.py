@@ -234,7 +234,7 @@ class Coordinator:
             if any(work := await self.pending_work()):
                 return work
             if part is not None and (names := rollout.part(part)):
-                return TrainerWork(part=Part(*_stored(names, await tq.async_kv_list() or {})))
+                return TrainerWork(part=_stored(names, await tq.async_kv_list() or {}))
             self._complained_at = self._complain(self._complained_at, "an update batch")
             await self._change(_LOOK_S)
             self._still(opening)
@@ -432,11 +432,11 @@ class Coordinator:
         return now
 
 
-def _stored(attempts: Iterable[str], listing: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+def _stored(attempts: Iterable[str], listing: dict[str, Any]) -> Part:
     """Return the keys and tags of the trajectories that attempts wrote to partition ``train`` of TransferQueue."""
     stored = trajectories(listing.get(TRAIN, {}))
     keys = [key for name in attempts for key in stored[name]]
-    return keys, [listing[TRAIN][key] for key in keys]
+    return Part(keys, [listing[TRAIN][key] for key in keys])
 
 
 def start() -> Any:

@@ -123,7 +123,5 @@ class Migrations:
             return
         moves = self._dispatch.moves(emitted)
         self._moves(moves)
-        for move in moves:
-            logger.debug("%s continues on %s: %s", *move)
         if moves:
             logger.info("%d samples continue on another replica; the first, %s on %s: %s", len(moves), *moves[0])

@@ -139,19 +139,11 @@ class TrainedBatch:
             yield self._of(rows)
 
     def _of(self, rows: list[int]) -> TrainedBatch:
-        def pick(column: list[Any]) -> list[Any]:
-            return [column[row] for row in rows]
-
-        stored = replace(self.stored, keys=pick(self.stored.keys), lengths=self.stored.lengths[rows])
-        return replace(
-            self,
-            stored=stored,
-            prompts=pick(self.prompts),
-            visits=pick(self.visits),
-            rewards=self.rewards[rows],
-            numbers=pick(self.numbers),
-            versions=pick(self.versions),
-        )
+        keys = [self.stored.keys[row] for row in rows]
+        stored = replace(self.stored, keys=keys, lengths=self.stored.lengths[rows])
+        names = ("prompts", "visits", "numbers", "versions")
+        lists: dict[str, Any] = {name: [getattr(self, name)[row] for row in rows] for name in names}
+        return replace(self, stored=stored, rewards=self.rewards[rows], **lists)
 
     def trajectories(self) -> Iterator[list[Trajectory]]:
         """Fetch the trajectories piece by piece; all samples of a prompt are in one piece."""
