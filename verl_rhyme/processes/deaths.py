@@ -165,10 +165,9 @@ class WatchedCheckpointManager(wrapt.ObjectProxy):
                 # Without recorded deaths: the error came before the watch's check, or a training worker died.
                 if not deaths and not is_death(error):
                     raise
-                dead = [
-                    f" {replica.replica_rank} died during its weight sync: {why}" for replica, why in deaths.items()
-                ]
-                what = dead[0] if dead else f" or training worker died during a weight sync: {last_line(error)}"
+                what = f" or training worker died during a weight sync: {last_line(error)}"
+                for replica, why in deaths.items():
+                    what = f" {replica.replica_rank} died during its weight sync: {why}"
                 raise ReplicaDied(
                     f"rollout replica{what}\nStart the same command again: it resumes from the last checkpoint."
                 ) from error
