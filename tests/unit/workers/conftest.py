@@ -1,4 +1,4 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # shared modules of these tests: cluster.py, training_world.py
+sys.path.insert(0, str(Path(__file__).parent))  # shared modules of these tests: relay_world.py
