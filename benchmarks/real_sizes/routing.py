@@ -136,7 +136,7 @@ def costs(world: World, steps: int) -> dict[str, Any]:
     samples = steps * world.batch * world.samples
     coordinator, router = world.coordinator, world.router
     decided, ended = (
-        np.array(of) / 1e3 for of in (router.slices["acquire_server"], coordinator.slices["Coordinator.ended"])
+        np.array(of) / 1e3 for of in (router.slices["acquire_server"], coordinator.slices["Coordinator.report_ended"])
     )
     stills = {name.rpartition(".")[2]: max(slices) / 1e6 for name, slices in coordinator.slices.items() if slices}
     longest = sorted(stills, key=lambda name: -stills[name])[:3]

@@ -31,7 +31,7 @@ from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.placement import Move
 from verl_rhyme.planning.cost import ReplicaCost
-from verl_rhyme.processes.messages import Before, Handed, Setting
+from verl_rhyme.processes.messages import LoadedPrompt, ResumeState, RunSettings
 from verl_rhyme.processes.request import FIELD
 from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
@@ -127,7 +127,7 @@ class Worker:
         self._reports.attach(coordinator_handle)
         return dict(self._at)
 
-    async def begin(self, starts: list[Start], step: int) -> None:
+    async def start_attempts(self, starts: list[Start], step: int) -> None:
         for start in starts:
             self._at[start.name], self._planned[start.name] = (start.assignment.replica,) * 2
             task = asyncio.ensure_future(self._run(start))
@@ -137,7 +137,7 @@ class Worker:
     async def attempts(self) -> list[str]:
         return list(self._at)
 
-    async def places(self) -> dict[str, str]:
+    async def replica_by_attempt(self) -> dict[str, str]:
         return dict(self._at)
 
     def abandon(self, names: list[str]) -> None:
@@ -295,7 +295,7 @@ class World:
         if finite:
             for name in self.replicas:
                 await self.router.report_capacity.remote(name, int(self.cost.room))
-        setting = Setting(
+        setting = RunSettings(
             rules=rules,
             filters=None,
             limit=slots,
@@ -309,16 +309,16 @@ class World:
             response_limit=MOST_TOKENS,
         )
         workers = [Actor(lambda: Worker(self)) for _ in range(WORKERS)]
-        await handle.open.remote(setting, workers, Before(None, [], 0, steps, 1), True)
-        wants = await handle.publish.remote(0, steps)
+        await handle.open.remote(setting, workers, ResumeState(None, [], 0, steps, 1), True)
+        work = await handle.publish.remote(0, steps)
         for step in range(steps):
             began = self.clock.time()
             self.steps.append(Ran())
             looking = asyncio.ensure_future(self._look())
-            while wants is not None:
-                if wants.prompts:
-                    await handle.hand.remote(self._load(wants.prompts))
-                wants = await handle.enough.remote(False, True, None)
+            while work is not None:
+                if work.prompts:
+                    await handle.add_prompts.remote(self._load(work.prompts))
+                work = await handle.wait_for_batch.remote(False, True, None)
             reply = await handle.take.remote()
             if reply is None:
                 raise RuntimeError(f"step {step}: the batch was not ready though all samples had their rewards")
@@ -330,16 +330,16 @@ class World:
             self.version += 1
             for replica in self.replicas.values():
                 replica.object.engine.forget()
-            wants = await handle.publish.remote(self.version, steps - self.version)
+            work = await handle.publish.remote(self.version, steps - self.version)
 
-    def _load(self, count: int) -> list[Handed]:
+    def _load(self, count: int) -> list[LoadedPrompt]:
         handed = []
         for epoch, prompt in (next(self._order) for _ in range(count)):
             uid = f"{epoch * self.lengths.shape[1] + prompt:032x}"
             self._of[uid] = epoch, prompt
             self._keys[uid] = hashlib.blake2b(b"%d" % prompt, digest_size=16).hexdigest()
             self.queue.partitions[PROMPTS][uid] = {}
-            handed.append(Handed(uid, self.samples, self._keys[uid]))
+            handed.append(LoadedPrompt(uid, self.samples, self._keys[uid]))
         return handed
 
     async def _look(self) -> None:

@@ -59,14 +59,13 @@ class Worker:
     async def attach(self, coordinator):
         return dict.fromkeys(self.about, "")
 
-    async def begin(self, starts, step):
+    async def start_attempts(self, starts, step):
         await asyncio.sleep(0)
         if self.mood == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.mood == "hangs":
             time.sleep(60)
-        if self.mood != "forgets":
-            self.about += [start.name for start in starts]
+        self.about += [start.name for start in starts]
 
     async def attempts(self):
         return list(self.about)
@@ -97,7 +96,7 @@ class Watched:
 
     def __init__(self, moods, patience_s=30.0):
         self.lost, self.workers = [], [Worker.remote(mood) for mood in moods]
-        self.pool = WorkerPool(self.workers, None, patience_s, self._lost)
+        self.pool = WorkerPool(None, patience_s, self._lost)
 
     def _lost(self, sessions, why):
         self.lost += sessions
@@ -121,34 +120,34 @@ class Watched:
 
 async def test_samples_of_a_prompt_go_to_the_least_loaded_worker():
     watched = Watched(["well", "well"])
-    assert await watched.pool.join() == {}
+    assert await watched.pool.join(watched.workers) == {}
     watched.start(0, 1, 2, prompt="a")
     watched.start(0, prompt="b")
     watched.start(0, 1, prompt="c")
     await watched.about(["a_0", "a_1", "a_2"], ["b_0", "c_0", "c_1"])
     watched.pool.abandon(["a_1", "c_0"])
     await watched.about(["a_0", "a_2"], ["b_0", "c_1"])
-    again = WorkerPool(watched.workers, None, 30.0, watched._lost)
-    assert set(await again.join()) == {"a_0", "a_2", "b_0", "c_1"}
-    assert again.knows("a_0")
-    assert not again.knows("a_1")
+    again = WorkerPool(None, 30.0, watched._lost)
+    assert set(await again.join(watched.workers)) == {"a_0", "a_2", "b_0", "c_1"}
+    assert again.has_attempt("a_0")
+    assert not again.has_attempt("a_1")
 
 
 @pytest.mark.parametrize("mood", ["dies", "hangs"])
 async def test_attempts_of_a_dead_worker_are_lost_and_others_get_the_next(mood):
     watched = Watched([mood], patience_s=1.0 if mood == "hangs" else 30.0)
-    await watched.pool.join()
+    await watched.pool.join(watched.workers)
     watched.start(0, 1)
     await watched.until(lambda: watched.lost)
     assert sorted(watched.lost) == ["p_0", "p_1"]
     assert len(watched.pool) == 0, "others are wanted"
-    assert not watched.pool.knows("p_0")
+    assert not watched.pool.has_attempt("p_0")
 
 
 async def test_worker_that_dies_between_two_messages_is_detected(monkeypatch):
     monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
     watched = Watched(["well", "well"])
-    await watched.pool.join()
+    await watched.pool.join(watched.workers)
     watched.start(0, prompt="a")
     watched.start(0, prompt="b")
     await watched.about(["a_0"], ["b_0"])
@@ -162,20 +161,9 @@ async def test_worker_that_dies_between_two_messages_is_detected(monkeypatch):
     watched.pool.close()
 
 
-async def test_unknown_attempt_is_lost_and_its_worker_stays(monkeypatch):
-    monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
-    watched = Watched(["forgets"])
-    await watched.pool.join()
-    watched.start(0)
-    await watched.until(lambda: watched.lost)
-    assert watched.lost == ["p_0"]
-    assert len(watched.pool) == 1
-    watched.pool.close()
-
-
 async def test_slow_worker_is_awaited_and_failed_one_is_left_out():
     watched = Watched(["cannot start", "starts late"], patience_s=1.0)
-    await watched.pool.join()
+    await watched.pool.join(watched.workers)
     assert len(watched.pool) == 1
     watched.start(0)
     del watched.workers[0]
@@ -188,7 +176,7 @@ async def test_slow_worker_is_awaited_and_failed_one_is_left_out():
 class Manager(SessionAgentLoopManager):
     def __init__(self, moods, patience_s):
         self.agent_loop_workers = [Worker.remote(mood) for mood in moods]
-        self._ready, self._handed, self._patience_s = [], [], patience_s
+        self._ready, self._sent, self._patience_s = [], [], patience_s
 
     async def _init_agent_loop_workers(self):
         self.agent_loop_workers = [Worker.remote()]
@@ -213,15 +201,15 @@ def test_accepted_validation_prompts_of_a_dead_worker_go_to_others(monkeypatch):
         "v3_0_0": {"status": "success"}
     }
     monkeypatch.setattr(agent_loop, "tq", SimpleNamespace(kv_list=lambda: {"val": status}))
-    manager.look()
+    manager.resend_validation()
     assert ray.get(kept.taken.remote()) == [0, 1, 2], "its worker lives"
     ray.kill(dead)
     with suppress(ray.exceptions.RayActorError):
         while True:  # it answers until it has died
             ray.get(dead.__ray_ready__.remote(), timeout=60)
-    manager.look()
+    manager.resend_validation()
     assert ray.get(kept.taken.remote()) == [0, 1, 2, 3, 5]
     status.clear()  # as verl does with a validation that is done
     ray.kill(kept)
-    manager.look()
-    assert manager._handed == [], "an earlier validation begins again"
+    manager.resend_validation()
+    assert manager._sent == [], "an earlier validation begins again"

@@ -10,17 +10,13 @@ from typing import Any
 
 import pytest
 import ray
-from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
-from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_global_sticky_inflight
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from verl_rhyme.agent_loop import client as clients
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient, rhymed
-from verl_rhyme.agent_loop.session import Interrupted, Session, current, enter
-from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker
+from verl_rhyme.agent_loop.session import Session, current, set_current
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.request import FIELD, RequestMeta
@@ -115,7 +111,7 @@ class Worker:
 
     async def sample(self, number: int) -> Any:
         assignment = Assignment(replica="s1", expected_tokens=6)
-        enter(Session(sample=number, noise=f"{number:x}", assignment=assignment))
+        set_current(Session(sample=number, noise=f"{number:x}", assignment=assignment))
         output = await self.client.generate(f"r{number}", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
         return output.extra_fields[FIELD], current().records, type(self.client).__name__
 
@@ -136,54 +132,8 @@ def test_server_and_router_get_the_request_metadata(servers: list[Any], balancer
     assert (len(here), len(there)) == (0, N)
     metas = sorted((RequestMeta(**asked[FIELD]) for asked in here + there), key=lambda meta: meta.sample)
     assert [meta.noise for meta in metas] == [f"{number:x}" for number in range(N)]
-    assert all(meta.queued_at > 0 and meta.previous == b"" for meta in metas)
+    assert all(meta.queued_at > 0 and meta.earlier_text == b"" for meta in metas)
     assert all(asked["sampling_params"].keys() <= {"temperature", "max_tokens"} for asked in here + there)
-
-
-class Loop:
-    """An agent loop of two turns."""
-
-    def __init__(self, server_manager: Any, **_: Any) -> None:
-        self.client = server_manager
-
-    async def run(self, sampling_params: dict[str, Any], session_id: int, **_: Any) -> Any:
-        name = f"{id(self)}"
-        await asyncio.sleep(0.01 * (N - session_id))
-        first = await self.client.generate(name, prompt_ids=PROMPT, sampling_params=sampling_params)
-        return await self.client.generate(
-            name, prompt_ids=[*PROMPT, *first.token_ids, 9], sampling_params=sampling_params
-        )
-
-
-class Ours(RhymeAgentLoopWorker.__ray_metadata__.modified_class):  # type: ignore[misc]
-    """The worker of preset ``histospec``, from the prompt on."""
-
-    def __init__(self, client: Any) -> None:
-        self.config, self.llm_client, self.stored, self._tool_timeout = config(), client, {}, 60.0
-        self.tokenizer = self.processor = self.hf_model_type = self.dataset_cls = self.tools = None
-
-    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        self.stored[kwargs["session_id"]] = output.extra_fields[FIELD]
-
-
-@ACTORS
-@pytest.mark.parametrize("validate", [False, True])
-async def test_without_the_pipeline_requests_have_their_sample_number(
-    servers: list[Any], balancer: Any, monkeypatch: pytest.MonkeyPatch, validate: bool
-) -> None:
-    async def put(**_: Any) -> None: ...
-
-    monkeypatch.setattr(agent_loop_tq.tq, "async_kv_put", put)
-    monkeypatch.setitem(_agent_loop_registry, "two turns", {"_target_": f"{__name__}.Loop"})
-    worker = Ours(rhymed(LLMServerClient(config(), load_balancer_handle=balancer)))
-    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
-    await worker._run_prompt({"uid": "u", "agent_name": "two turns"}, {"temperature": 1.0}, trajectory)
-    samples = range(1 if validate else N)
-    record = {"prompt_key": prompt_key(PROMPT).hex(), "response_tokens": 2, "reason": ""}
-    assert worker.stored == {n: [{**record, "sample": n, "attempt": turn} for turn in range(2)] for n in samples}
-    metas = [RequestMeta(**asked[FIELD]) for asked in [each for asked in asked_of(servers) for each in asked]]
-    assert sorted((meta.sample, meta.attempt) for meta in metas) == [(n, turn) for n in samples for turn in range(2)]
-    assert worker.llm_client._strangers == {}
 
 
 @pytest.mark.parametrize("interruptible", [False, True])
@@ -231,17 +181,19 @@ def test_client_of_another_class_is_rejected() -> None:
 
 
 @ACTORS
-async def test_tasks_without_session_are_remembered_by_request_id(
-    servers: list[Any], balancer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(clients, "_MAX_STRANGERS", 3)
+async def test_task_without_session_gets_one(servers: list[Any], balancer: Any) -> None:
     client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer))
-    for name in ("a", "b", "a", "c", "d", "a"):
-        output = await client.generate(name, prompt_ids=PROMPT, sampling_params={})
-        attempts = [record["attempt"] for record in output.extra_fields[FIELD]]
-        assert {record["sample"] for record in output.extra_fields[FIELD]} == {-1}
-    assert attempts == [0, 1, 2]
-    assert sorted(client._strangers) == ["a", "c", "d"]
+
+    async def task() -> list[list[int]]:
+        found = []
+        for name in ("a", "b", "a"):
+            records = (await client.generate(name, prompt_ids=PROMPT, sampling_params={})).extra_fields[FIELD]
+            assert {record["sample"] for record in records} == {-1}
+            found.append([record["attempt"] for record in records])
+        return found
+
+    assert await asyncio.create_task(task()) == [[0], [0], [0, 1]]
+    assert current() is None
 
 
 class Mortal:
@@ -271,7 +223,7 @@ async def balanced(verls: Any, **servers: Any) -> dict[str, Any]:
 
 
 async def sample(client: Any, number: int) -> list[Any]:
-    enter(Session(sample=number))
+    set_current(Session(sample=number))
     name = f"{id(client)} {number}"  # verl's balancer remembers the server of a name
     output = await client.generate(name, prompt_ids=PROMPT, sampling_params={})
     return output.extra_fields[FIELD]
@@ -302,7 +254,7 @@ async def test_requests_have_unique_ids_in_deterministic_mode(servers: list[Any]
     assert LLMServerClient._vllm_request_id(client, "det-0") == "det-0"
 
     async def ask(number: int) -> None:
-        enter(Session(sample=number))
+        set_current(Session(sample=number))
         await client.generate("det-0", prompt_ids=PROMPT, sampling_params={})
 
     await asyncio.gather(*(asyncio.create_task(ask(number)) for number in range(N)))
@@ -368,19 +320,19 @@ async def test_response_continues_on_another_replica(cluster: None, servers: lis
     asked_of(servers)  # what other tests left
 
     async def generated() -> Any:
-        enter(session)
+        set_current(session)
         return await client.generate("r", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
 
-    assert not clients.move(session, "cut", "a plan"), "nothing runs"
+    assert not session.move("cut", "a plan"), "nothing runs"
     running = asyncio.create_task(generated())
     asked = await cut.wait_for_one.remote()
     assert (asked[FIELD]["name"], asked[FIELD]["assignment"].replica) == ("u_0", "cut")
     assert asked["sampling_params"]["max_tokens"] == 8
-    assert not clients.move(session, "cut", "a plan"), "it is there"
-    assert clients.where(session) == "cut"
+    assert not session.move("cut", "a plan"), "it is there"
+    assert session.replica == "cut"
     if there == "gone":
         await balancer.remove_servers.remote(["cut"])
-    assert clients.move(session, there, "it is long")
+    assert session.move(there, "it is long")
     output = await asyncio.wait_for(running, 60)
     assert output.token_ids == [0, 8, 7, 8]
     assert output.log_probs == [0.0, -2.0, -1.0, -2.0]
@@ -392,30 +344,11 @@ async def test_response_continues_on_another_replica(cluster: None, servers: lis
     [[asked]] = asked_of(servers[:1])
     assert asked["prompt_ids"] == [*PROMPT, 0, 8]
     assert (asked["sampling_params"]["max_tokens"], asked[FIELD]["attempt"]) == (6, 1)
-    assert asked[FIELD]["assignment"].remaining(asked[FIELD]["before"]) == (3, None)
+    assert asked[FIELD]["assignment"].remaining(asked[FIELD]["earlier_tokens"]) == (3, None)
     assert not session.moving
-    assert clients.where(session) == "well"
+    assert session.replica == "well"
     await asyncio.sleep(0.2)
     assert await balancer.get_total_inflight.remote() == 0
-
-
-@ACTORS
-async def test_unexpected_abort_ends_the_attempt(cluster: None) -> None:
-    cut = ray.remote(num_cpus=0)(Cut).remote(0)
-    balancer = ray.remote(PlacementRouter).remote({"cut": cut})
-    client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
-    session = Session(True, Assignment(replica="cut", priority=1), "u_0")
-
-    async def generated() -> Any:
-        enter(session)
-        return await client.generate("r", prompt_ids=PROMPT, sampling_params={})
-
-    running = asyncio.create_task(generated())
-    await cut.wait_for_one.remote()
-    session.call.end()  # as a weight sync does, by another way
-    with pytest.raises(Interrupted):
-        await asyncio.wait_for(running, 60)
-    assert session.turns[0].tokens.tolist() == [0, 8]
 
 
 @ACTORS

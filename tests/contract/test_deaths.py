@@ -21,10 +21,10 @@ from verl.single_controller.ray.base import RayResourcePool
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from verl_rhyme.coordinator import replica_start, replicas
-from verl_rhyme.coordinator.replicas import Spares
+from verl_rhyme.coordinator.replicas import SpareReplicas
 from verl_rhyme.engine.replica import RhymeReplica
 from verl_rhyme.processes import deaths
-from verl_rhyme.processes.deaths import Outliving, ReplicaDied, dead, is_death
+from verl_rhyme.processes.deaths import ReplicaDied, WatchedCheckpointManager, dead, is_death
 from verl_rhyme.router.router import PlacementRouter
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
@@ -225,7 +225,7 @@ def test_weight_sync_does_not_wait_for_a_dead_replica(
     }
     threading.Timer(0.5, what[happens]).start()
     with pytest.raises(ReplicaDied, match=words):
-        Outliving(Waiting(replicas=[replica])).update_weights(600)
+        WatchedCheckpointManager(Waiting(replicas=[replica])).update_weights(600)
 
 
 def test_death_is_detected_while_other_calls_block(replica: Replica, sender: Any) -> None:
@@ -242,7 +242,7 @@ def test_death_is_detected_while_other_calls_block(replica: Replica, sender: Any
     other.workers = [dying]
     threading.Timer(0.5, os.kill, (other.pid(), signal.SIGKILL)).start()
     with pytest.raises(ReplicaDied, match="replica 1 died during its weight sync"):
-        Outliving(All(replicas=[replica, other])).update_weights(60)
+        WatchedCheckpointManager(All(replicas=[replica, other])).update_weights(60)
     assert replica.pid()
     ray.kill(blocked)
 
@@ -251,13 +251,13 @@ def test_calls_to_a_dead_engine_are_not_awaited(replica: Replica, sender: Any) -
     """The server outlives its engine, and its call does not end."""
     threading.Timer(0.5, lambda: replica.servers[0].lose_engine.remote()).start()
     with pytest.raises(RayError) as raised:
-        Outliving(Waiting(replicas=[replica])).resume_generation_replicas()
+        WatchedCheckpointManager(Waiting(replicas=[replica])).resume_generation_replicas()
     assert is_death(raised.value)
 
 
 def test_slow_weight_load_is_awaited(replica: Replica, sender: Any) -> None:
     pid = replica.pid()
-    weights = Outliving(Waiting(replicas=[replica]))
+    weights = WatchedCheckpointManager(Waiting(replicas=[replica]))
     os.kill(pid, signal.SIGSTOP)
     assert weights.update_weights(1.0) == 1.0
     os.kill(pid, signal.SIGCONT)
@@ -297,7 +297,7 @@ class World:
             global_load_balancer=ray.remote(balancer).remote(handles),
         )
         self.weights = Weights(replicas=made)
-        self.spares = Spares(self.servers, self.weights)
+        self.spares = SpareReplicas(self.servers, self.weights)
 
     def kill(self, *ranks: int) -> None:
         for replica in self.servers.rollout_replicas:
@@ -309,7 +309,7 @@ class World:
         deadline = time.monotonic() + 60
         while sorted(self.ranks()) != ranks:
             assert time.monotonic() < deadline, self.ranks()
-            assert self.spares.mend(version) == 0
+            assert self.spares.replace_dead(version) == 0
             time.sleep(0.02)
 
     def ranks(self) -> list[int]:
@@ -338,37 +338,37 @@ def world(cluster: None, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 def test_new_replica_has_weights_and_is_in_the_router(world: World) -> None:
     world.kill(0)
-    assert world.spares.mend(7) == 1
+    assert world.spares.replace_dead(7) == 1
     world.mended(8, [1, 2])
     assert Weights.sent == [(2, 8)], "of the policy when it is up"
     assert ray.get(world.servers.global_load_balancer.capacities.remote()) == {"s2": 4096}
     ray.get(world.servers.global_load_balancer.remove_servers.remote(["s1"]))  # by a client, in error
-    assert world.spares.mend(7) == 0
+    assert world.spares.replace_dead(7) == 0
     assert world.ranks() == [1, 2]
     assert ray.get(world.servers.global_load_balancer.capacities.remote()) == {"s1": 4096, "s2": 4096}
 
 
 def test_resting_replica_is_out_of_service_and_wakes_with_weights(world: World) -> None:
     [first, second], left = world.servers.rollout_replicas, []
-    assert world.spares.rest(first, lambda address: left.append((address, world.ranks())) or 3) == 3
+    assert world.spares.suspend(first, lambda address: left.append((address, world.ranks())) or 3) == 3
     assert left == [("s0", [1])], "it is out of the router before what runs there moves"
-    assert world.spares.mend(5) == 0
+    assert world.spares.replace_dead(5) == 0
     assert world.ranks() == [1]
-    assert world.spares.wake(7) is first
+    assert world.spares.wake_up(7) is first
     assert (world.ranks(), Weights.sent) == ([1, 0], [(0, 7)])
     assert ray.get(world.servers.global_load_balancer.capacities.remote()) == {"s0": 4096}
-    assert world.spares.wake(7) is None, "nobody rests"
+    assert world.spares.wake_up(7) is None, "nobody rests"
     assert second.pid()
 
 
 def test_resting_replica_replaces_a_dead_one(world: World) -> None:
     """The free place is filled when one more replica is wanted."""
     first = world.servers.rollout_replicas[0]
-    world.spares.rest(first, lambda address: 0)
+    world.spares.suspend(first, lambda address: 0)
     world.kill(1)
-    assert world.spares.mend(4) == 1
-    assert (world.ranks(), world.spares.started, world.spares.vacant) == ([0], 0, 1)
-    assert world.spares.wake(5) is None
+    assert world.spares.replace_dead(4) == 1
+    assert (world.ranks(), world.spares.vacant) == ([0], 1)
+    assert world.spares.wake_up(5) is None
     assert (world.spares.missing, world.spares.vacant) == (1, 0)
     world.mended(5, [0, 2])
     assert Weights.sent == [(0, 4), (2, 5)]
@@ -377,30 +377,22 @@ def test_resting_replica_replaces_a_dead_one(world: World) -> None:
 def test_replica_that_dies_at_rest_is_replaced_on_wake(world: World, warned: list[str]) -> None:
     first = world.servers.rollout_replicas[0]
     ray.get(first._server_handle.lose_engine.remote())
-    world.spares.rest(first, lambda address: 0)
+    world.spares.suspend(first, lambda address: 0)
     assert "replica 0 could not rest" in warned[-1]
-    assert world.spares.mend(4) == 0
-    assert world.spares.wake(5) is None
+    assert world.spares.replace_dead(4) == 0
+    assert world.spares.wake_up(5) is None
     world.mended(5, [1, 2])
     assert (Weights.sent, world.spares.resting) == ([(2, 5)], [])
 
 
-@pytest.mark.parametrize(
-    ("engine", "why"),
-    [
-        ({"backend": "kimi_ckpt_engine", "engine_kwargs": {}}, "keeps the process group"),
-        ({"backend": "delta_sharded", "engine_kwargs": {}}, "only the changes since"),
-    ],
-)
-def test_no_replica_starts_if_weights_cannot_be_sent_to_it_alone(world: World, engine: dict, why: str) -> None:
-    """Otherwise it would serve part of the weights, or those of another process group."""
-    world.weights.config = SimpleNamespace(**engine)
+def test_no_replica_starts_if_weights_cannot_be_sent_to_it_alone(world: World) -> None:
+    world.weights.config = SimpleNamespace(backend="delta_sharded", engine_kwargs={})
     world.kill(0)
-    with pytest.raises(ReplicaDied, match=rf"replica 0 died .* cannot be replaced: .*{why}.*\nThe same command"):
-        world.spares.mend(7)
-    assert (world.spares.started, Weights.sent) == (0, [])
+    with pytest.raises(ReplicaDied, match=r"replica 0 died .* replaced: .* only the changes since.*\nThe same command"):
+        world.spares.replace_dead(7)
+    assert Weights.sent == []
     world.weights.config = SimpleNamespace(backend="mooncake", engine_kwargs={})
-    assert world.spares.mend(7) == 1
+    assert world.spares.replace_dead(7) == 1
     world.mended(7, [1, 2])
     assert Weights.sent == [(2, 7)]
 
@@ -409,13 +401,13 @@ def test_failed_start_is_tried_again(world: World, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(replicas, "_PAUSE_S", 0.5)
     Replica.troubles.append("Total available GPUs 0 is less than total desired GPUs 1")
     world.kill(0)
-    assert world.spares.mend(7) == 1
+    assert world.spares.replace_dead(7) == 1
     deadline = time.monotonic() + 30
     while not (said := [line for line in warned if "1 replicas are missing" in line]):
         assert time.monotonic() < deadline
-        assert world.spares.mend(8) == 0
+        assert world.spares.replace_dead(8) == 0
     assert "the next try to start one is in 1 s: Total available GPUs 0" in said[0]
-    assert world.spares.mend(8) == 0, "not before the pause is over"
+    assert world.spares.replace_dead(8) == 0, "not before the pause is over"
     assert (world.ranks(), world.spares._starts) == ([1], [])
     world.mended(9, [1, 3])
     assert Weights.sent == [(3, 9)]
@@ -427,14 +419,14 @@ def test_starting_replicas_are_not_awaited(world: World, monkeypatch: pytest.Mon
     monkeypatch.setattr(Replica, "hold", starting)
     world.kill(0)
     began = time.monotonic()
-    assert world.spares.mend(7) == 1
+    assert world.spares.replace_dead(7) == 1
     for _ in range(3):
-        assert world.spares.mend(8) == 0
+        assert world.spares.replace_dead(8) == 0
     assert time.monotonic() - began < 10.0
     assert (world.ranks(), world.spares.missing, len(world.spares._starts)) == ([1], 1, 1)
     threading.Timer(1.0, starting.release, (2,)).start()
     world.kill(1)
-    assert world.spares.mend(9) == 1
+    assert world.spares.replace_dead(9) == 1
     assert world.ranks(), "it came back with one that serves"
     world.mended(10, [2, 3])
     assert world.spares.missing == 0
@@ -453,9 +445,9 @@ def test_new_replica_that_dies_before_serving_is_replaced(
     sent = Weights.update_weights
     monkeypatch.setattr(Weights, "update_weights", update_weights)
     world.kill(0)
-    assert world.spares.mend(7) == 1
+    assert world.spares.replace_dead(7) == 1
     os.kill(world.spares._starts[0].up.result(60).pid(), signal.SIGKILL)
-    assert world.spares.mend(8) == 0
+    assert world.spares.replace_dead(8) == 0
     assert [line for line in warned if "replica 2 died before it served" in line]
     world.mended(9, [1, 3])
     assert Weights.sent == [(3, 9)]
@@ -466,12 +458,12 @@ def test_devices_that_become_free_late_are_awaited(world: World, monkeypatch: py
     monkeypatch.setattr(replica_start, "_FREE_S", 30.0)
     Replica.troubles.extend(["none are free yet"] * 3)
     world.kill(0, 1)
-    assert world.spares.mend(7) == 2
+    assert world.spares.replace_dead(7) == 2
     deadline = time.monotonic() + 60
     while len(world.ranks()) < 2:
         assert time.monotonic() < deadline
-        assert world.spares.mend(7) == 0
-    assert (world.spares.started, world.spares.missing) == (2, 0)
+        assert world.spares.replace_dead(7) == 0
+    assert world.spares.missing == 0
 
 
 def test_endless_start_is_ended_and_releases_its_devices(
@@ -481,11 +473,11 @@ def test_endless_start_is_ended_and_releases_its_devices(
     monkeypatch.setattr(replica_start, "_START_S", 1.0)
     threads = threading.active_count()
     world.kill(0)
-    assert world.spares.mend(7) == 1
+    assert world.spares.replace_dead(7) == 1
     deadline = time.monotonic() + 30
     while not [line for line in warned if "was not up after 1 s" in line]:
         assert time.monotonic() < deadline
-        assert world.spares.mend(7) == 0
+        assert world.spares.replace_dead(7) == 0
     assert world.ranks() == [1]
     claims = [group for group in placement_group_table().values() if group["name"].startswith("rollout_pool_2verl")]
     assert [group["state"] for group in claims] == ["REMOVED"]
@@ -503,7 +495,7 @@ def test_start_that_succeeds_too_late_keeps_no_devices(
     monkeypatch.setattr(Replica, "hold", starting)
     monkeypatch.setattr(replica_start, "_START_S", 0.1)
     world.kill(0)
-    assert world.spares.mend(7) == 1
+    assert world.spares.replace_dead(7) == 1
     [start] = world.spares._starts
     time.sleep(0.2)
     with pytest.raises(TimeoutError, match="not up after"):
@@ -520,7 +512,7 @@ def test_new_replica_without_weights_ends_the_run(world: World, monkeypatch: pyt
     monkeypatch.setattr(Weights, "update_weights", lambda self, version: sent.append(version) or 1 / 0)
     sent: list[int] = []
     world.kill(0)
-    assert world.spares.mend(7) == 1
+    assert world.spares.replace_dead(7) == 1
     with pytest.raises(ReplicaDied, match=r"replica 2 did not get its weights .*: .*\nThe same command"):
         world.mended(7, [1, 2])
     assert sent == [7]
@@ -532,7 +524,7 @@ def test_run_ends_if_no_replica_is_left_or_can_start(world: World, monkeypatch: 
     world.kill(0, 1)
     began = time.monotonic()
     with pytest.raises(ReplicaDied, match=r"no rollout replica is left, .*no devices\nThe same command"):
-        world.spares.mend(7)
+        world.spares.replace_dead(7)
     assert 1.0 <= time.monotonic() - began < 20.0
 
 
@@ -551,7 +543,7 @@ def test_loading_replica_is_awaited_although_another_has_no_devices(
     monkeypatch.setattr(Replica, "init_standalone", init_standalone)
     world.kill(0, 1)
     threading.Timer(3.0, loading.release).start()
-    assert world.spares.mend(7) == 2
+    assert world.spares.replace_dead(7) == 2
     assert (world.ranks(), world.spares.missing) == ([2], 1)
 
 
@@ -571,12 +563,12 @@ def test_replicas_that_span_nodes_start_one_by_one(
     monkeypatch.setattr(Replica, "init_standalone", init_standalone)
     monkeypatch.setattr(Replica, "needs", 1)  # of two processors: devices for one replica of two nodes
     world.kill(0, 1)
-    assert world.spares.mend(7) == 2
+    assert world.spares.replace_dead(7) == 2
     world.mended(7, [2])
     world.kill(2)
-    assert world.spares.mend(8) == 1
+    assert world.spares.replace_dead(8) == 1
     world.mended(8, [3])
     assert seated[:2] == [[], [True]]
     monkeypatch.setattr(replica_start, "_START_S", 0.0)  # the third finds no devices
-    assert world.spares.mend(8) == 0
-    replica_start.end(world.servers.rollout_replicas[0])
+    assert world.spares.replace_dead(8) == 0
+    replica_start.kill_replica(world.servers.rollout_replicas[0])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import ray
-from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
@@ -40,7 +39,7 @@ class Manager(LLMServerManager):
 
 
 def configured(folder: Any, *changes: str) -> Any:
-    """A run's config after our trainer has looked at it, and what :func:`router_file.use` answered."""
+    """Return a run's config after :func:`router_file.use`."""
     pool = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=4"]
     run = [f"trainer.default_local_dir={folder}", "actor_rollout_ref.rollout.name=vllm"]
     config = compose(
@@ -48,7 +47,8 @@ def configured(folder: Any, *changes: str) -> Any:
     )
     rhyme = config_tree.from_verl(config)
     assert rhyme is not None
-    return config, router_file.use(config, rhyme.placement)
+    router_file.use(config, rhyme.placement)
+    return config
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +60,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("manager", ["hybrid", "standalone", "empty"])
 def test_verls_manager_makes_it(tmp_path: Any, manager: str) -> None:
     """As ``sync`` and ``colocate_async`` make it, and as ``separate_async`` does, twice."""
-    config, file = configured(tmp_path / "run", PLACED)
-    assert file == tmp_path / "run" / "router.yaml"
+    config = configured(tmp_path, PLACED)
     if manager == "empty":
         made = Manager.create_empty(config=config)
     else:
@@ -72,26 +71,16 @@ def test_verls_manager_makes_it(tmp_path: Any, manager: str) -> None:
     assert isinstance(router, PlacementRouter)
     assert router.get_all_servers() == made.get_addresses()
     assert len(made.get_addresses()) == (0 if manager == "empty" else 4)
-    assert [path.name for path in file.parent.iterdir()] == ["router.yaml"]
 
 
 def test_without_a_policy_it_is_verls(tmp_path: Any) -> None:
-    config, file = configured(tmp_path / "run")
-    assert file is None
-    assert not (tmp_path / "run").exists()
+    config = configured(tmp_path)
     assert type(Manager.create(config=config).global_load_balancer) is GlobalRequestLoadBalancer
 
 
-def test_a_later_start_writes_it_anew(tmp_path: Any) -> None:
-    configured(tmp_path, PLACED)
-    (tmp_path / "router.yaml").write_text("router_class: of.an.earlier.Release\npolicy: sticky_group\n")
-    _, file = configured(tmp_path, PLACED)
-    assert OmegaConf.load(file) == {"router_class": "verl_rhyme.router.router.PlacementRouter"}
-
-
 def test_the_workers_config_takes_the_path(tmp_path: Any) -> None:
-    config, file = configured(tmp_path, PLACED)
-    assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).router_config_path == str(file)
+    rollout = configured(tmp_path, PLACED).actor_rollout_ref.rollout
+    assert omega_conf_to_dataclass(rollout).router_config_path == str(router_file.FILE)
 
 
 def test_verls_trainers_leave_the_choice_to_the_config() -> None:

@@ -27,7 +27,7 @@ def generate(engine, prompts, previous, name, **settings):
     from vllm import SamplingParams
 
     settings = {"ignore_eos": True, "detokenize": False, **settings}
-    metas = [RequestMeta(id=f"{name} {i}", previous=encoded(text)) for i, text in enumerate(previous)]
+    metas = [RequestMeta(id=f"{name} {i}", earlier_text=encoded(text)) for i, text in enumerate(previous)]
     params = [SamplingParams(**meta.put(settings)) for meta in metas]
     outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]

@@ -26,7 +26,7 @@ from verl_rhyme.history_writer.history_service import HistoryService, HistoryUna
 from verl_rhyme.history_writer.history_writer import HistoryWriter, node_history_dir
 from verl_rhyme.observability.events import REQUESTS, EventLog, read_requests, read_responses
 from verl_rhyme.processes import stored_samples
-from verl_rhyme.processes.stored_samples import SamplesGone, StoredSamples, TrainedBatch
+from verl_rhyme.processes.stored_samples import MissingSamples, StoredSamples, TrainedBatch
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.observers import Step
 from verl_rhyme.trainer.recorder import Recorder
@@ -143,13 +143,13 @@ def test_what_was_cleared_is_told_and_never_taken_for_another(cluster, tmp_path)
     service = HistoryService(HistoryConfig(dir=str(tmp_path / "history"), max_bytes=1 << 24), NAMESPACE)
     batch = named(4)
     tq.kv_clear(keys=batch.stored.keys[:2], partition_id="train")
-    with pytest.raises(SamplesGone, match="2 of 4"):
+    with pytest.raises(MissingSamples, match="2 of 4"):
         service.append(batch, step=1)
     with pytest.raises(HistoryUnavailable, match="2 of 4"):
         service.rewards(batch.stored)
     batch = named(4)
     stored(4, length=19)  # under the same keys
-    with pytest.raises(SamplesGone, match="replaced by others"):
+    with pytest.raises(MissingSamples, match="replaced by others"):
         service.append(batch, step=1)
     assert service.append(named(4), step=1)["responses"] == 4  # the writer is none the worse for it
     assert service.restarts == 0

@@ -270,7 +270,7 @@ def test_requirements_of_a_ranker(world, tmp_path, monkeypatch):
     assert status == "fail"
     assert "none is not a folder" in words
     with monkeypatch.context() as patched:
-        patched.setattr(machine_checks, "lacking", lambda *_: "no scikit-learn: install it")
+        patched.setattr(machine_checks, "missing_requirement", lambda *_: "no scikit-learn: install it")
         assert finding(boosting) == ("fail", "no scikit-learn install it")
     assert "ranker" not in {check.name for check in preflight(world).checks}
 

@@ -48,7 +48,7 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         assert rhyme is not None, "the coordinator needs a config with rhyme"
         self._patience_s = rhyme.scheduling.lost_after
         self._ready: list[Any] = []  # started workers
-        self._handed: list[tuple[Any, TensorDict]] = []  # workers with the validation prompts that each accepted
+        self._sent: list[tuple[Any, TensorDict]] = []  # workers with the validation prompts that each accepted
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Send prompts to the workers, without waiting for their samples."""
@@ -58,36 +58,32 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
             (worker, chunk, worker.generate_sequences.remote(chunk))
             for worker, chunk in zip(self.agent_loop_workers, chunks, strict=False)
         ]
-        for worker, chunk, taken in sent:
-            try:
-                ray.get(taken, timeout=self._patience_s)
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                self._give_up(worker, error)
-                self.generate_sequences(chunk)
-            else:
-                self._handed.append((worker, chunk))
+        for worker, chunk, accepted in sent:
+            self._await_answer(worker, accepted, chunk)
 
-    def look(self) -> None:
+    def resend_validation(self) -> None:
         """Send unfinished validation prompts of dead workers to others."""
-        handed, self._handed = self._handed, []
+        sent, self._sent = self._sent, []
         tags = (tq.kv_list() or {}).get("val", {})  # verl has cleared earlier validations
-        undone = {uid for uid, tag in tags.items() if tag.get("is_prompt") and tag.get("status") in _OPEN}
-        for worker, chunk in handed:
-            rows = [row for row, uid in enumerate(chunk["uid"]) if str(uid) in undone]
-            if not rows:
-                continue
-            try:
-                ray.get(worker.__ray_ready__.remote(), timeout=self._patience_s)
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                self._give_up(worker, error)
-                self.generate_sequences(chunk[rows])
-            else:
-                self._handed.append((worker, chunk))
+        unfinished = {uid for uid, tag in tags.items() if tag.get("is_prompt") and tag.get("status") in _OPEN}
+        for worker, chunk in sent:
+            if rows := [row for row, uid in enumerate(chunk["uid"]) if str(uid) in unfinished]:
+                self._await_answer(worker, worker.__ray_ready__.remote(), chunk[rows])
 
-    def renew(self) -> list[Any]:
+    def replace_workers(self) -> list[Any]:
         """Replace all workers, when none is left."""
         auto_await(self._init_agent_loop_workers)()
         return self.agent_loop_workers
+
+    def _await_answer(self, worker: Any, answer: Any, prompts: TensorDict) -> None:
+        """Wait for a worker's answer; if it died or hangs, send its prompts to others."""
+        try:
+            ray.get(answer, timeout=self._patience_s)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            self._give_up(worker, error)
+            self.generate_sequences(prompts)
+        else:
+            self._sent.append((worker, prompts))
 
     def _await_start(self) -> None:
         """Wait without a timeout: imports from a cold shared filesystem may exceed a running worker's patience."""
@@ -109,4 +105,4 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         ray.kill(worker)  # one that only hangs must not return after its samples have started elsewhere
         self.agent_loop_workers = left
         if not left:
-            self.renew()
+            self.replace_workers()

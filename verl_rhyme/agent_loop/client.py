@@ -12,7 +12,6 @@ import logging
 import time
 from array import array
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -22,7 +21,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_rhyme.agent_loop.session import Conversation, Interrupted, Session, Turn, current
+from verl_rhyme.agent_loop.session import Call, Conversation, Interrupted, Session, Turn, current, set_current
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.placement.assignment import ANYWHERE
@@ -33,10 +32,6 @@ from verl_rhyme.sampling.continuation import restart_options
 logger = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 4
-#: Maximum number of conversations kept for tasks without a session.
-_MAX_STRANGERS = 4096
-
-
 #: Error text of verl's router.
 _NO_SERVERS = "No available servers in load balancer"
 #: Seconds between two requests for a server while none serves.
@@ -47,22 +42,8 @@ _RESUME_S = 1.0
 MOVED = "a replica died: %s continues on another with %d tokens of its turn; the work of %.1f s is lost (%s)"
 
 
-class _Call:
-    """Server and id of the task's current request, which verl's ``generate`` does not return."""
-
-    server: str | None = None
-    handle: Any = None
-    request: str | None = None  # id of the request on the server
-
-    def end(self) -> bool:
-        """Abort the request, without waiting. Return false if it was not sent yet."""
-        if self.request is None:
-            return False
-        self.handle.abort_request.remote(self.request, reset_prefix_cache=False)
-        return True
-
-
-_CALL: ContextVar[_Call] = ContextVar("verl_rhyme_call")
+#: Current request of a task; a session may have several tasks.
+_CALL: ContextVar[Call] = ContextVar("verl_rhyme_call")
 
 
 class _Requests(LLMServerClient):
@@ -70,26 +51,27 @@ class _Requests(LLMServerClient):
 
     def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
         super().__init__(config, load_balancer_handle, **kwargs)
-        self._strangers: dict[str, Session] = {}
         self._patient = False
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
         """Send one request to one server."""
-        session, conversation = self._known(request_id, prompt_ids)
-        generated = len(prompt_ids) - conversation.began  # tokens of the turn before this request
+        session = current()
+        assert session is not None  # set by RhymeLLMServerClient.generate
+        conversation = session.conversation(request_id, prompt_ids)
+        generated = len(prompt_ids) - conversation.prompt_tokens  # tokens of the turn before this request
         assignment = session.assignment
         before = generated + sum(len(turn.tokens) for turn in session.turns[:-1])
         meta = RequestMeta(
             key=conversation.key,
             sample=session.sample,
             attempt=len(conversation.records),
-            before=before,
+            earlier_tokens=before,
             assignment=assignment,
             name=session.name,
             queued_at=time.time(),
             noise=session.noise,
-            previous=conversation.previous[_TOKEN_BYTES * generated :] if conversation.previous else b"",
-            made=generated,
+            earlier_text=conversation.earlier_text[_TOKEN_BYTES * generated :] if conversation.earlier_text else b"",
+            resumed_tokens=generated,
         )
         session.moving = False
         extra = {**kwargs, FIELD: meta.to_dict()}
@@ -112,12 +94,12 @@ class _Requests(LLMServerClient):
         """Generate; if the replica dies, again on another. Only the ``generated`` tokens from before are kept then."""
         while True:
             began = time.monotonic()
-            call = session.call = _Call()
+            call = session.call = Call()
             _CALL.set(call)
             try:
                 return await super().generate(request_id, **kwargs)
             except asyncio.CancelledError:
-                call.end()  # else it keeps a slot of the engine
+                call.abort()  # else it keeps a slot of the engine
                 raise
             except ActorUnavailableError:  # the node or network is unreachable, perhaps for a while
                 await asyncio.sleep(_SERVER_WAIT_S)
@@ -153,16 +135,6 @@ class _Requests(LLMServerClient):
         call = _CALL.get()
         call.request = uuid4().hex  # verl's id is the same for all requests in fully deterministic mode
         return call.request
-
-    def _known(self, request_id: str, prompt_ids: Any) -> tuple[Session, Conversation]:
-        """Return the task's session, and the conversation of the request."""
-        session = current()
-        if session is None:
-            session = self._strangers.pop(request_id, None) or Session()
-            self._strangers[request_id] = session
-            if len(self._strangers) > _MAX_STRANGERS:
-                del self._strangers[next(iter(self._strangers))]
-        return session, session.conversation(request_id, prompt_ids)
 
 
 class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
@@ -205,9 +177,13 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         Raises:
             Interrupted: The sample's attempt ended during the call.
         """
+        session = current()
+        if session is None:  # the task is none of this package's workers
+            session = Session()
+            set_current(session)
         prompt_ids = normalize_token_ids(prompt_ids)
-        session, conversation = self._known(request_id, prompt_ids)
-        conversation.began, conversation.previous = len(prompt_ids), b""
+        conversation = session.conversation(request_id, prompt_ids)
+        conversation.prompt_tokens, conversation.earlier_text = len(prompt_ids), b""
         request = super().generate if self._resumes else partial(_Requests.generate, self)
         if self._resumes and restart_options(kwargs["sampling_params"]):
             request = self._from_its_start
@@ -230,10 +206,10 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         sampling_params: dict[str, Any],
         **kwargs: Any,
     ) -> TokenOutput:
-        turn, conversation.previous = session.begin(prompt_key(prompt_ids).hex())
+        turn, conversation.earlier_text = session.begin_turn(prompt_key(prompt_ids).hex())
         budget, options = self._budget(prompt_ids, sampling_params), restart_options(sampling_params)
         if options and not turn.complete and 0 < len(turn.tokens) < budget:
-            conversation.previous = _dropped(turn, options)
+            conversation.earlier_text = _dropped(turn, options)
         left = budget - len(turn.tokens)
         if left <= 0:
             turn.complete, turn.stop_reason = True, "length"
@@ -253,7 +229,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
                 if turn.complete or not session.moving or len(turn.tokens) >= budget:
                     raise  # else the request was aborted to continue on another replica
                 if options and turn.tokens:
-                    conversation.previous = _dropped(turn, options, conversation.previous)
+                    conversation.earlier_text = _dropped(turn, options, conversation.earlier_text)
                 left = budget - len(turn.tokens)
         if len(turn.tokens) > len(output.token_ids):  # earlier requests generated some of them
             output.token_ids = turn.tokens.tolist()
@@ -268,7 +244,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
     async def _from_its_start(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> TokenOutput:
         """Replace verl's resume loop for a response that cannot be continued: an aborted request is sent again, with
         its text as the draft."""
-        _, conversation = self._known(request_id, prompt_ids)
+        session = current()
+        assert session is not None
+        conversation = session.conversation(request_id, prompt_ids)
         while True:
             output = await _Requests.generate(self, request_id, prompt_ids=prompt_ids, **kwargs)
             version = output.extra_fields.get("global_steps")
@@ -276,7 +254,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             if output.stop_reason not in ("aborted", "abort"):
                 return output
             turn = Turn("", array("i", output.token_ids))
-            conversation.previous = _dropped(turn, restart_options(kwargs["sampling_params"]), conversation.previous)
+            conversation.earlier_text = _dropped(
+                turn, restart_options(kwargs["sampling_params"]), conversation.earlier_text
+            )
             await asyncio.sleep(_RESUME_S)
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
@@ -290,15 +270,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
 
 
 def _dropped(turn: Turn, options: list[str], previous: bytes = b"") -> bytes:
-    """Drop a turn's tokens, because it cannot be continued with these sampling options.
+    """Drop a turn's tokens, which these sampling options forbid to continue. Return its next draft, as int32 bytes.
 
-    Args:
-        turn: Turn that begins again.
-        options: Names of the options, for the log.
-        previous: int32 bytes of its draft so far.
-
-    Returns:
-        int32 bytes of its next draft.
+    ``previous`` is the draft so far.
     """
     _warn_once(tuple(options))
     generated = turn.drop()
@@ -314,38 +288,10 @@ def _warn_once(options: tuple[str, ...]) -> None:
     )
 
 
-def move(session: Session, replica: str, reason: str = "") -> bool:
-    """Continue a session's request on another replica, with its tokens, their versions and log-probs. Does not wait.
-
-    Args:
-        session: Session of an attempt in this process.
-        replica: Address of the replica.
-        reason: Short reason for the move.
-
-    Returns:
-        Whether a request is under way; if not, the next request goes to the replica.
-    """
-    session.assignment = replace(session.assignment, replica=replica, reason=reason)
-    if session.call is None or session.call.server == replica or not session.call.end():
-        return False
-    session.moving = True
-    return True
-
-
-def where(session: Session) -> str:
-    """Return the address of the session's latest replica, or of its first assigned one; empty if neither is known."""
-    return (session.call.server if session.call is not None else None) or session.assignment.replica
-
-
 def rhymed(client: LLMServerClient, interruptible: bool = False, patient: bool = False) -> LLMServerClient:
-    """Return the client with prompt keys and records.
+    """Return verl's client as a :class:`RhymeLLMServerClient`, whose options these are.
 
-    Args:
-        client: verl's client; a ``FullyAsyncLLMServerClient`` still resumes aborted requests, also within a turn of an
-            interruptible one.
-        interruptible: Whether a coordinator starts the samples and weight updates interrupt them.
-        patient: Whether requests wait while no replica serves, for a trainer that starts others or ends; implied by
-            ``interruptible``.
+    A ``FullyAsyncLLMServerClient`` still resumes aborted requests, also within a turn of an interruptible one.
 
     Raises:
         TypeError: The client's class is neither verl's nor this package's.

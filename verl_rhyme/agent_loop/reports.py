@@ -92,7 +92,7 @@ class _Lane:
                 lambda: tq.async_kv_batch_put(partition_id=TRAIN, **scores), "TransferQueue", len(scored)
             )
         reports = [ended for ended, _ in rows]
-        await self._insist(lambda: self.coordinator.ended.remote(reports), "the coordinator", len(reports))
+        await self._insist(lambda: self.coordinator.report_ended.remote(reports), "the coordinator", len(reports))
 
     async def _insist(self, send: Callable[[], Awaitable[Any]], whom: str, count: int) -> None:
         for retry_s in (*_RETRIES_S, None):

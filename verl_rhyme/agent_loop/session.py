@@ -15,7 +15,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from verl_rhyme.history.keys import prompt_key
@@ -79,6 +80,27 @@ class Turn:
         )
 
 
+class Call:
+    """Server and id of a request, which verl's ``generate`` does not return.
+
+    Attributes:
+        server: Address of the server; ``None`` before the router chose one.
+        handle: Handle of the server.
+        request: Id of the request on the server; ``None`` before it is sent.
+    """
+
+    server: str | None = None
+    handle: Any = None
+    request: str | None = None
+
+    def abort(self) -> bool:
+        """Abort the request, without waiting. Return false if it was not sent yet."""
+        if self.request is None:
+            return False
+        self.handle.abort_request.remote(self.request, reset_prefix_cache=False)
+        return True
+
+
 @dataclass
 class Conversation:
     """The requests of one id; an agent loop may hold several conversations.
@@ -86,14 +108,14 @@ class Conversation:
     Attributes:
         key: Prompt key in hex: the session's, or that of the first turn.
         records: Records of its requests.
-        began: Number of tokens before its latest turn.
-        previous: int32 bytes that an earlier attempt generated in that turn.
+        prompt_tokens: Number of tokens before its latest turn.
+        earlier_text: int32 bytes that an earlier attempt generated in that turn.
     """
 
     key: str
     records: list[dict[str, Any]] = field(default_factory=list)
-    began: int = 0
-    previous: bytes = b""
+    prompt_tokens: int = 0
+    earlier_text: bytes = b""
 
 
 @dataclass
@@ -101,21 +123,21 @@ class Session:
     """One attempt at a sample, kept by the agent loop's task.
 
     Attributes:
-        partial: Whether to continue the kept turns; else they are drafts.
+        partial: Whether to continue the earlier turns; else they are drafts.
         assignment: Replica and priority of its requests.
         name: ``Attempt.name``; empty without a coordinator.
-        kept: Turns of the attempt before.
+        earlier_turns: Turns of the attempt before.
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
         turns: Turns so far, of a dispatched attempt.
         sample: Number in the group, -1 when unknown.
         noise: Key in hex of the noise that its tokens are drawn with; empty for separate noise per request.
         moving: Whether its running request was aborted to continue on another replica.
-        call: Server and id of its latest request, set by the client.
+        call: Its latest request, set by the client.
         conversations: Conversations by request id.
         scores: At the end, the value of ``filter_groups.metric`` of each trajectory; empty without filter.
         key: Key of the prompt's data (:func:`~verl_rhyme.history.keys.data_key`); if empty, each conversation uses the
             key of its first turn's token ids.
-        empty: At the end, whether the agent loop returned no trajectory.
+        no_trajectory: At the end, whether the agent loop returned no trajectory.
         interrupted: Whether the attempt was interrupted, even if the agent loop continues.
         deadline: Deadline of its tools and its reward.
     """
@@ -123,17 +145,17 @@ class Session:
     partial: bool = False
     assignment: Assignment = ANYWHERE
     name: str = ""
-    kept: list[Turn] = field(default_factory=list)
+    earlier_turns: list[Turn] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     sample: int = -1
     noise: str = ""
     moving: bool = False
-    call: Any = None
+    call: Call = field(default_factory=Call)
     conversations: dict[str, Conversation] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
     key: str = ""
-    empty: bool = False
+    no_trajectory: bool = False
     interrupted: bool = False
     deadline: Deadline = field(default_factory=Deadline)
 
@@ -147,7 +169,7 @@ class Session:
         """
         if self.interrupted:
             raise Interrupted
-        with self.deadline.paused():
+        with self.deadline.pause():
             try:
                 yield
             except Interrupted:
@@ -160,12 +182,7 @@ class Session:
         return bool(self.name)
 
     def conversation(self, request_id: str, prompt_ids: Sequence[int]) -> Conversation:
-        """Return the conversation of a request.
-
-        Args:
-            request_id: Id of the conversation, set by the agent loop.
-            prompt_ids: All tokens before the request; they key a conversation that begins here.
-        """
+        """Return the agent loop's conversation of this id; all tokens before its first request may key it."""
         if request_id not in self.conversations:
             key = self.key or prompt_key(prompt_ids).hex()
             met = any(other.key == key for other in self.conversations.values())
@@ -173,24 +190,21 @@ class Session:
             self.conversations[request_id] = Conversation(key, earlier)
         return self.conversations[request_id]
 
-    def begin(self, prompt: str) -> tuple[Turn, bytes]:
-        """Begin a turn.
-
-        Args:
-            prompt: Key in hex of all tokens before it.
+    def begin_turn(self, prompt: str) -> tuple[Turn, bytes]:
+        """Begin a turn after the tokens with this key.
 
         Returns:
             The turn, with the tokens it has already (complete if nothing is left to generate), and int32 bytes of an
             earlier attempt to draft from.
         """
         number = len(self.turns)
-        before = self.kept[number] if number < len(self.kept) else None
+        before = self.earlier_turns[number] if number < len(self.earlier_turns) else None
         turn, previous = Turn(prompt), b""
         if before is not None and self.partial:
             if before.prompt == prompt:
                 turn = before
             else:  # a tool answered differently than before: the later turns do not fit
-                del self.kept[number:]
+                del self.earlier_turns[number:]
         elif before is not None:
             previous = before.tokens.tobytes()
         self.turns.append(turn)
@@ -203,9 +217,9 @@ class Session:
         log_probs: list[float] | None,
         version: int | None,
         stop_reason: str | None,
-        first_version: int | None = None,
+        first_version: int | None,
     ) -> None:
-        """Add tokens to a turn.
+        """Add the tokens of a request to a turn.
 
         Args:
             turn: The turn.
@@ -213,16 +227,15 @@ class Session:
             log_probs: Log-prob of each token by the policy that generated it; ``None`` if not requested.
             version: Policy version of the last token.
             stop_reason: Stop reason of the engine.
-            first_version: Policy version of the first token; ``None``: the same.
+            first_version: Policy version of the first token.
 
         Raises:
             Interrupted: The engine stopped before the turn ended; or the session is not partial and mixes policy
                 versions.
         """
         if tokens:
-            first = version if first_version is None else first_version
             # min and max: a replica that the request moved to may be versions behind.
-            turn.first_version = min((v for v in (turn.first_version, first) if v is not None), default=None)
+            turn.first_version = min((v for v in (turn.first_version, first_version) if v is not None), default=None)
             turn.version = max((v for v in (turn.version, version) if v is not None), default=None)
             if not turn.tokens:
                 turn.log_probs = None if log_probs is None else array("f")
@@ -250,31 +263,45 @@ class Session:
         return min((turn.first_version for turn in self.turns if turn.first_version is not None), default=None)
 
     @property
-    def left(self) -> list[Turn]:
+    def carried_over(self) -> list[Turn]:
         """Turns that the next attempt begins with, if this one is interrupted.
 
         Without ``partial``, each is the latest text, plus the rest of an earlier attempt's text if that is longer.
         """
         if self.partial:
-            return [*self.turns, *self.kept[len(self.turns) :]]
-        longest = max(len(self.turns), len(self.kept))
-        left = []
-        for number in range(longest):
-            turn, before = (turns[number] if number < len(turns) else None for turns in (self.turns, self.kept))
-            tokens = turn.tokens if turn else array("i")
-            rest = before.tokens[len(tokens) :] if before else array("i")
-            left.append(Turn((turn or before).prompt, tokens + rest))  # type: ignore[union-attr]
-        return left
+            return [*self.turns, *self.earlier_turns[len(self.turns) :]]
+        pairs = zip_longest(self.turns, self.earlier_turns, fillvalue=Turn(""))
+        return [
+            Turn(turn.prompt or before.prompt, turn.tokens + before.tokens[len(turn.tokens) :])
+            for turn, before in pairs
+        ]
+
+    @property
+    def replica(self) -> str:
+        """Address of the latest replica, or of the first assigned one; empty if neither is known."""
+        return self.call.server or self.assignment.replica
+
+    def move(self, replica: str, reason: str = "") -> bool:
+        """Continue the request on another replica, with its tokens, their versions and log-probs. Does not wait.
+
+        Returns:
+            Whether a request is under way; if not, the next request goes to the replica.
+        """
+        self.assignment = replace(self.assignment, replica=replica, reason=reason)
+        if self.call.server == replica or not self.call.abort():
+            return False
+        self.moving = True
+        return True
 
 
 _CURRENT: ContextVar[Session | None] = ContextVar("verl_rhyme_session", default=None)
 
 
-def enter(session: Session) -> None:
+def set_current(session: Session) -> None:
     """Set the session of this task and of the tasks that it starts."""
     _CURRENT.set(session)
 
 
 def current() -> Session | None:
-    """Return the session of this task; ``None`` outside this package's agent loop workers."""
+    """Return the session of this task; ``None`` outside of this package's agent loop workers."""
     return _CURRENT.get()

@@ -1,15 +1,17 @@
-"""Attempts stored in TransferQueue: their reports and their trajectories."""
+"""Attempts stored in TransferQueue: their reports, and their trajectories."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+from array import array
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import transfer_queue as tq
 
-from verl_rhyme.agent_loop.session import SESSIONS
+from verl_rhyme.agent_loop.session import SESSIONS, Turn
 from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.recovery import Evidence
 
@@ -21,6 +23,13 @@ TRAIN = "train"
 REPORT = "rhyme_report"
 
 
+class StoredTurns(NamedTuple):
+    """Turns and request records that an attempt left to the next."""
+
+    turns: list[Turn]
+    records: list[dict[str, Any]]
+
+
 def is_ours(name: str) -> bool:
     """Return whether this is the name of an attempt of this package."""
     try:
@@ -28,57 +37,6 @@ def is_ours(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-async def clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -> None:
-    """Delete keys, by partition, once ``before`` is done; after an error the next call deletes them."""
-    if before is not None:
-        await before
-    for partition, keys in gone.items():
-        if keys:
-            try:
-                await tq.async_kv_clear(keys=keys, partition_id=partition)
-            except Exception:
-                logger.warning("could not clear %d keys of partition %s", len(keys), partition, exc_info=True)
-
-
-async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> dict[str, Evidence]:
-    """Return the evidence of all attempts by name, from the queue's listing and the ``running`` ones."""
-    sessions, train = listing.get(SESSIONS, {}), listing.get(TRAIN, {})
-    reported = {name: tag for name, tag in sessions.items() if tag.get("status") in ("interrupted", "generated")}
-    records = await _column(list(reported), SESSIONS, "records")
-    stored = {name: keys[0] for name, keys in trajectories(train).items() if is_ours(name)}
-    extras = await _column([key for name, key in stored.items() if name not in reported], TRAIN, "extra_fields")
-    finished = {name: report for name, key in stored.items() if (report := (extras.get(key) or {}).get(REPORT))}
-    found = {}
-    for name in {*reported, *finished, *running}:
-        report = reported.get(name) or {"status": "generated" if name in finished else None, **finished.get(name, {})}
-        found[name] = Evidence(
-            status=report["status"],
-            tokens=report.get("tokens", 0),
-            first_version=report.get("first_version"),
-            running=name in running,
-            stored=name in stored,
-            reported=name in reported,
-            records=list(records[name] if name in records else report.get("records", [])),
-            scores=train[stored[name]].get("scores", []) if name in stored else [],
-        )
-    return found
-
-
-async def _column(keys: list[str], partition: str, field: str) -> dict[str, Any]:
-    """Return a field by key; missing data are left out. On an error it halves the request, to isolate a bad key."""
-    if not keys:
-        return {}
-    try:
-        data = await tq.async_kv_batch_get(keys=keys, partition_id=partition, select_fields=[field])
-        rows = [getattr(row, "data", row) for row in data[field]]
-        return dict(zip(keys, rows, strict=True))  # the answer leaves out missing keys
-    except Exception:
-        if len(keys) == 1:
-            return {}
-        half = len(keys) // 2
-        return {**await _column(keys[:half], partition, field), **await _column(keys[half:], partition, field)}
 
 
 def trajectories(tags: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
@@ -94,3 +52,90 @@ def trajectories(tags: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
         for name, keys in found.items()
         if not unfinished[name]
     }
+
+
+async def clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -> None:
+    """Delete keys, by partition, once ``before`` is done; after an error the next call deletes them."""
+    if before is not None:
+        await before
+    for partition, keys in gone.items():
+        if keys:
+            try:
+                await tq.async_kv_clear(keys=keys, partition_id=partition)
+            except Exception:
+                logger.warning("could not clear %d keys of partition %s", len(keys), partition, exc_info=True)
+
+
+async def fetch_turns(names: list[str]) -> dict[str | None, StoredTurns]:
+    """Return what interrupted attempts left, by name; attempts without an entry are left out."""
+    stored = await _fetch(names, SESSIONS, ["turns", "records"])
+    if missing := [name for name in names if name not in stored]:
+        logger.warning("the turns of %d attempts are missing, their samples start over: %s", len(missing), missing[:8])
+    return {
+        name: StoredTurns([Turn.from_dict(turn) for turn in turns], list(records))
+        for name, (turns, records) in stored.items()
+    }
+
+
+async def fetch_finished_turns(names: list[str]) -> dict[str | None, StoredTurns]:
+    """Return the first trajectory of finished attempts by name, to draft from it; missing ones are left out."""
+    stored = await _fetch([f"{name}_0" for name in names], TRAIN, ["responses", "response_mask"])
+    if missing := len(names) - len(stored):
+        logger.warning("%d finished responses are missing, and are regenerated without a draft", missing)
+    return {
+        key.rpartition("_")[0]: StoredTurns(_generated_runs(tokens.tolist(), mask.tolist()), [])
+        for key, (tokens, mask) in stored.items()
+    }
+
+
+def _generated_runs(tokens: list[int], mask: list[int]) -> list[Turn]:
+    """Return a trajectory's runs of generated tokens (``mask`` is 1)."""
+    turns = []
+    for generated, run in itertools.groupby(zip(mask, tokens, strict=True), key=lambda at: at[0]):
+        if generated:
+            turns.append(Turn("", array("i", [token for _, token in run]), complete=True))
+    return turns
+
+
+async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> dict[str, Evidence]:
+    """Return the evidence of all attempts by name, from the queue's listing and the ``running`` ones."""
+    sessions, train = listing.get(SESSIONS, {}), listing.get(TRAIN, {})
+    reported = {name: tag for name, tag in sessions.items() if tag.get("status") in ("interrupted", "generated")}
+    records = await _fetch(list(reported), SESSIONS, ["records"])
+    stored = {name: keys[0] for name, keys in trajectories(train).items() if is_ours(name)}
+    extras = await _fetch([key for name, key in stored.items() if name not in reported], TRAIN, ["extra_fields"])
+    reports = {name: (extras[key][0] or {}).get(REPORT) for name, key in stored.items() if key in extras}
+    finished = {name: report for name, report in reports.items() if report}
+    found = {}
+    for name in {*reported, *finished, *running}:
+        report = reported.get(name) or {"status": "generated" if name in finished else None, **finished.get(name, {})}
+        found[name] = Evidence(
+            status=report["status"],
+            tokens=report.get("tokens", 0),
+            first_version=report.get("first_version"),
+            running=name in running,
+            stored=name in stored,
+            reported=name in reported,
+            records=list(records[name][0] if name in records else report.get("records", [])),
+            scores=train[stored[name]].get("scores", []) if name in stored else [],
+        )
+    return found
+
+
+async def _fetch(keys: list[str], partition: str, fields: list[str]) -> dict[str, tuple[Any, ...]]:
+    """Return fields by key; entries with missing data are left out. On an error it halves the request."""
+    if not keys:
+        return {}
+    try:
+        data = await tq.async_kv_batch_get(keys=keys, partition_id=partition, select_fields=fields)
+        columns = []
+        for column in (data[name] for name in fields):
+            values = column.unbind() if hasattr(column, "unbind") else column  # a tensor, or a list
+            columns.append([getattr(value, "data", value) for value in values])
+        return dict(zip(keys, zip(*columns, strict=True), strict=True))  # the answer leaves out missing keys
+    except Exception:
+        if len(keys) == 1:
+            logger.debug("%s of partition %s cannot be fetched", keys[0], partition, exc_info=True)
+            return {}
+        half = len(keys) // 2
+        return {**await _fetch(keys[:half], partition, fields), **await _fetch(keys[half:], partition, fields)}

@@ -16,18 +16,13 @@ from typing import Any, Literal
 
 import ray
 import transfer_queue as tq
-from verl.trainer.ppo.v1.agent_loop_tq import (
-    AgentLoopWorkerTQ,
-    apply_greedy_sampling_params,
-)
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ, apply_greedy_sampling_params
 from verl.trainer.ppo.v1.replay_buffer import FILTER_GROUPS_REWARD_METRIC
 from verl.utils import tensordict_utils as tu
 
-from verl_rhyme.agent_loop.client import move, where
-from verl_rhyme.agent_loop.recall import Left, recall, recall_finished
 from verl_rhyme.agent_loop.reports import NotReported, Reports
-from verl_rhyme.agent_loop.session import PROMPTS, STARTS, Interrupted, Session, current, enter
-from verl_rhyme.agent_loop.stored_attempts import REPORT
+from verl_rhyme.agent_loop.session import PROMPTS, STARTS, Interrupted, Session, current, set_current
+from verl_rhyme.agent_loop.stored_attempts import REPORT, StoredTurns, fetch_finished_turns, fetch_turns
 from verl_rhyme.config import config_tree
 from verl_rhyme.history.keys import data_key, template_label
 from verl_rhyme.observability.log_handler import add_log_handler
@@ -45,82 +40,65 @@ _RETRY_S = 1.0
 _ERROR_CHARS = 1000
 
 # AgentLoopWorkerTQ is a Ray actor class, which cannot be inherited from: take the plain class below it.
-_AgentLoopWorker: type = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__mro__[1]
+_AgentLoopWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__mro__[1]
 
 
-@ray.remote
-class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
-    """Worker of preset ``histospec``: sets sessions, enforces the tool timeout. A Ray actor class, as verl's is."""
+class _RhymeWorker(_AgentLoopWorker):
+    """verl's worker with a session in each task and the tool timeout."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         rhyme = config_tree.from_rollout(self.config.actor_rollout_ref.rollout)
         assert rhyme is not None, "verl's worker runs without rhyme"
-        self._tool_timeout = rhyme.scheduling.tool_timeout
+        self._coupled, self._tool_timeout = rhyme.coupled, rhyme.scheduling.tool_timeout
 
     async def _run_prompt(self, prompt: dict, *args: Any, **kwargs: Any) -> None:
-        enter(_of_prompt(self, prompt))
+        set_current(self._prompt_session(prompt))
         await super()._run_prompt(prompt, *args, **kwargs)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        with _at_work(_of_sample(int(kwargs.get("session_id", -1))), self._tool_timeout, kwargs):
+        of_prompt = current()
+        session = Session(sample=int(kwargs.get("session_id", -1)), key=of_prompt.key if of_prompt else "")
+        with self._deadline(session, kwargs):
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        _keep_records(output)
+        """Attach the session's records to outputs of an agent loop that drops the engines' extra fields."""
+        outputs = output if isinstance(output, list) else [output] if output else []
+        records = session.records if (session := current()) is not None else []
+        if records and outputs and not any(each.extra_fields.get(FIELD) for each in outputs):
+            outputs[-1].extra_fields[FIELD] = list(records)
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
+    def _prompt_session(self, prompt: Mapping[str, Any]) -> Session:
+        """Return a session with the prompt's key, computed before an agent loop can change the messages."""
+        if "raw_prompt" not in prompt:
+            return Session()
+        options = self.config.data.get("apply_chat_template_kwargs")
+        return Session(key=data_key(prompt, template_label(self.tokenizer, self.processor, options)))
 
-def _of_prompt(worker: Any, prompt: Mapping[str, Any]) -> Session:
-    """Return a session with the prompt's key, computed before an agent loop can change the messages."""
-    if "raw_prompt" not in prompt:
-        return Session()
-    options = worker.config.data.get("apply_chat_template_kwargs")
-    return Session(key=data_key(prompt, template_label(worker.tokenizer, worker.processor, options)))
-
-
-def _of_sample(number: int) -> Session:
-    """Return the session of a sample that no coordinator started; it takes the task's prompt key."""
-    prompt = current()
-    return Session(sample=number, key=prompt.key if prompt else "")
-
-
-def _keep_records(output: Any) -> None:
-    """Attach the session's records to outputs of an agent loop that drops the engines' extra fields."""
-    outputs = output if isinstance(output, list) else [output] if output else []
-    records = session.records if (session := current()) is not None else []
-    if records and outputs and not any(each.extra_fields.get(FIELD) for each in outputs):
-        outputs[-1].extra_fields[FIELD] = list(records)
-
-
-def _at_work(session: Session, timeout: float, prompt: dict[str, Any]) -> Deadline:
-    """Set the task's session; return its deadline, a context for an agent loop and its reward.
-
-    Args:
-        session: Session of the sample.
-        timeout: ``scheduling.tool_timeout``.
-        prompt: Columns of the prompt.
-    """
-    where = f"agent loop {prompt.get('agent_name')}, prompt {prompt.get('uid')}, sample {session.sample}"
-    session.deadline = Deadline(timeout, where)
-    enter(session)
-    return session.deadline
+    def _deadline(self, session: Session, prompt: dict[str, Any]) -> Deadline:
+        """Set the task's session; return its deadline, a context for an agent loop and its reward."""
+        where = f"agent loop {prompt.get('agent_name')}, prompt {prompt.get('uid')}, sample {session.sample}"
+        session.deadline = Deadline(self._tool_timeout, where)
+        set_current(session)
+        return session.deadline
 
 
 @ray.remote
-class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
+class RhymeAgentLoopWorker(_RhymeWorker):
+    """Worker of preset ``histospec``. A Ray actor class, as verl's is."""
+
+
+@ray.remote
+class SessionAgentLoopWorker(_RhymeWorker):
     """Runs one attempt for each sample that the coordinator starts, and reports how each attempt ended."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         add_log_handler()
         gc.freeze()  # as in Coordinator
-        rollout = self.config.actor_rollout_ref.rollout
-        rhyme = config_tree.from_rollout(rollout)
-        assert rhyme is not None, "the coordinator needs a config with rhyme"
-        self._coupled = rhyme.coupled
-        self._tool_timeout = rhyme.scheduling.tool_timeout
-        self._seed = int(rollout.get("seed", 0) or 0)
+        self._seed = int(self.config.actor_rollout_ref.rollout.get("seed", 0) or 0)
         filtering = self.config.algorithm.get("filter_groups", None) or {}
         self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
         self._reports = Reports()
@@ -130,22 +108,22 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
     # ---- called by the coordinator ----
 
     async def attach(self, coordinator: Any) -> dict[str, str]:
-        """Report to ``coordinator`` from now on. Return :meth:`places`."""
+        """Report to ``coordinator`` from now on. Return :meth:`replica_by_attempt`."""
         self._reports.attach(coordinator)
-        return await self.places()
+        return await self.replica_by_attempt()
 
-    async def places(self) -> dict[str, str]:
+    async def replica_by_attempt(self) -> dict[str, str]:
         """Return the replica's address of each attempt by name; empty where it is unknown."""
-        return {name: where(session) if (session := self._sessions.get(name)) else "" for name in self._attempts}
+        return {name: session.replica if (session := self._sessions.get(name)) else "" for name in self._attempts}
 
     async def attempts(self) -> list[str]:
         """Return the names (``Attempt.name``) of running attempts; all others have been reported."""
         return list(self._attempts)
 
-    async def begin(self, starts: list[Start], step: int) -> None:
+    async def start_attempts(self, starts: list[Start], step: int) -> None:
         """Start samples in the training step ``step``, without waiting for their ends."""
         self._attempts.update(dict.fromkeys(start.name for start in starts))
-        task = asyncio.create_task(self._begin(starts, step))
+        task = asyncio.create_task(self._start_attempts(starts, step))
         self.background_tasks.add(task)
         task.add_done_callback(self.background_tasks.discard)
 
@@ -162,11 +140,11 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         """Move the attempts among these that run here to other replicas."""
         for name, replica, reason in moves:
             if (session := self._sessions.get(name)) is not None:
-                move(session, replica, reason)
+                session.move(replica, reason)
 
     # ---- internal ----
 
-    async def _begin(self, starts: list[Start], step: int) -> None:
+    async def _start_attempts(self, starts: list[Start], step: int) -> None:
         """Fetch prompts and earlier turns in one message each, then call :meth:`_run_prompt` through verl."""
         groups: dict[str, list[Start]] = defaultdict(list)
         for start in starts:
@@ -175,14 +153,15 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             batch = await tq.async_kv_batch_get(keys=list(groups), partition_id=PROMPTS)
             if len(batch) < len(groups):  # the queue leaves out missing prompts
                 raise ValueError(f"TransferQueue has the data of {len(batch)} of {len(groups)} prompts")
-            left = await recall([start.predecessor for start in starts if start.predecessor and not start.stored])
-            left |= await recall_finished([start.predecessor for start in starts if start.predecessor and start.stored])
+            again = [(start.predecessor, start.stored) for start in starts if start.predecessor]
+            left = await fetch_turns([name for name, finished in again if not finished])
+            left |= await fetch_finished_turns([name for name, finished in again if finished])
             tu.assign_non_tensor_data(batch, "global_steps", step)
             tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, left) for group in groups.values()])
             await self.generate_sequences(batch)
         except ValueError as error:
             if len(groups) > 1:  # isolate the missing prompt
-                await asyncio.gather(*(self._begin(group, step) for group in groups.values()))
+                await asyncio.gather(*(self._start_attempts(group, step) for group in groups.values()))
                 return
             await self._not_begun(starts, "failed", f"its prompt's data are missing: {error}")
         except Exception as error:
@@ -197,11 +176,10 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         order: _Order | None = prompt.pop(STARTS, None)
-        of_prompt = _of_prompt(self, prompt)
         if order is None:  # validation
-            enter(of_prompt)
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
+        key = self._prompt_session(prompt).key
         prompt.pop("__rollout_n__", None)
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):
@@ -210,7 +188,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         tasks = []
         for start in starts:
             session = self._session(start, order.left.get(start.predecessor))
-            session.key = of_prompt.key
+            session.key = key
             work = self._run_session(session, prompt, params, trajectory, trace)
             task = asyncio.create_task(work)
             self._attempts[start.name], self._sessions[start.name] = task, session
@@ -224,11 +202,11 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self._attempts.pop(name, None)
         self._sessions.pop(name, None)
 
-    def _session(self, start: Start, left: Left | None) -> Session:
+    def _session(self, start: Start, left: StoredTurns | None) -> Session:
         uid, number = sample_of(start.name)
         session = Session(start.partial, start.assignment, start.name, sample=number)
         if left is not None:
-            session.kept = left.turns
+            session.earlier_turns = left.turns
             session.records = left.records if session.partial else []
         if self._coupled:
             session.noise = f"{key_of(self._seed, uid, number):016x}"
@@ -238,7 +216,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self, session: Session, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
     ) -> None:
         try:
-            with _at_work(session, self._tool_timeout, prompt):
+            with self._deadline(session, prompt):
                 await self._run_agent_loop(
                     sampling_params, trajectory=trajectory, trace=trace, session_id=session.sample, **prompt
                 )
@@ -254,16 +232,15 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             text = "".join(traceback.format_exception_only(error)).strip()
             await self._reports.send(Ended(session.name, "failed", error=text[-_ERROR_CHARS:]))
         else:
-            tokens, scores, empty = session.tokens, session.scores, session.empty
+            tokens, scores, empty = session.tokens, session.scores, session.no_trajectory
             await self._reports.send(
                 Ended(session.name, "finished", tokens, session.first_version, scores=scores, empty=empty)
             )
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        if not trajectory["validate"]:
+        if trajectory["validate"]:
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
-        with _at_work(_of_sample(int(kwargs["session_id"])), self._tool_timeout, kwargs):
-            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        return await _AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory, **kwargs)  # has its session
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         await super()._compute_score(outputs, kwargs)
@@ -280,7 +257,6 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             )
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        _keep_records(output)
         session = current()
         if session is None or not session.dispatched:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
@@ -299,20 +275,20 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
                     trajectory.extra_fields[name] = kwargs["global_steps"] - 1
         kwargs["session_id"] = int(session.name.rpartition("_")[2])
         # Before the reward: the slot is free for another sample while the reward is computed.
-        with session.deadline.paused():
+        with session.deadline.pause():
             await self._report(session, "generated")
         report = {"tokens": session.tokens, "first_version": session.first_version, "records": _records(session)}
         if outputs:
             outputs[0].extra_fields[REPORT] = report
         await super()._agent_loop_postprocess(output, validate, **kwargs)
-        session.empty = not outputs
+        session.no_trajectory = not outputs
         if self._filter_metric is not None:
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
 
     async def _report(self, session: Session, status: Status) -> None:
         """Report to the coordinator; store in TransferQueue what the next attempt may begin with."""
         records = _records(session)
-        left = {"turns": [turn.to_dict() for turn in session.left], "records": records}
+        left = {"turns": [turn.to_dict() for turn in session.carried_over], "records": records}
         await self._reports.send(Ended(session.name, status, session.tokens, session.first_version, records), left)
 
 
@@ -326,7 +302,7 @@ class _Order:
     """Samples of a prompt to start, and the turns of earlier attempts, by name."""
 
     starts: list[Start]
-    left: dict[str | None, Left]
+    left: dict[str | None, StoredTurns]
 
 
 def _score(trajectory: Any, metric: str) -> float:

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN, clear, is_ours, trajectories
+from verl_rhyme.scheduling.rollout import Rollout
 
 #: Seconds for which obsolete reports are gathered before they are deleted together.
 _TOGETHER_S = 0.5
-
-
-class Needs(Protocol):
-    """Part of :class:`~verl_rhyme.scheduling.rollout.Rollout`: which entries are still needed."""
-
-    def needs_prompt(self, uid: str) -> bool: ...
-
-    def needs_trajectories(self, name: str) -> bool: ...
-
-    def needs_turns(self, name: str) -> bool: ...
 
 
 class Cleanup:
@@ -29,11 +20,11 @@ class Cleanup:
     def __init__(self) -> None:
         self._taken: tuple[dict[str, Any], set[str]] | None = None
         self._clearing: asyncio.Task[None] | None = None
-        self._dropped = set[str]()  # keys that dropped() has returned and that are still stored
+        self._dropped = set[str]()  # keys that find_dropped() has returned and that are still stored
         self._obsolete: list[str] = []
         self._sweeping: asyncio.Task[None] | None = None
 
-    def reports(self, obsolete: list[str]) -> None:
+    def delete_reports(self, obsolete: list[str]) -> None:
         """Delete the reports of these attempts soon, so that each sample has one entry."""
         self._obsolete += obsolete
         if self._obsolete and (self._sweeping is None or self._sweeping.done()):
@@ -45,11 +36,11 @@ class Cleanup:
             gone, self._obsolete = self._obsolete, []
             await clear({SESSIONS: gone}, None)
 
-    def dropped(self, needs: Needs, listing: dict[str, Any], taken: set[str]) -> list[str]:
+    def find_dropped(self, rollout: Rollout, listing: dict[str, Any], taken: set[str]) -> list[str]:
         """Return keys of finished trajectories that neither this batch nor a later one uses; each key once.
 
         Args:
-            needs: Needs after the batch was taken.
+            rollout: Rollout after the batch was taken.
             listing: Tags of all keys, by partition.
             taken: Names of the batch's attempts.
         """
@@ -57,43 +48,39 @@ class Cleanup:
         unused = [
             key
             for name, keys in trajectories(stored).items()
-            if name not in taken and is_ours(name) and not needs.needs_trajectories(name)
+            if name not in taken and is_ours(name) and not rollout.needs_trajectories(name)
             for key in keys
             if not stored[key].get("is_padding")  # verl's padding of parts that are being trained
         ]
         returned, self._dropped = self._dropped & stored.keys(), {*unused}
         return [key for key in unused if key not in returned]
 
-    def taken(self, listing: dict[str, Any], keys: Iterable[str]) -> None:
+    def remember_batch(self, listing: dict[str, Any], keys: Iterable[str]) -> None:
         """Remember a taken batch: its entries are deleted when the trainer is known to have it.
 
         Args:
             listing: Tags of all keys at that time, by partition.
-            keys: Keys of the batch. The trainer deletes them itself, like the keys of :meth:`dropped`.
+            keys: Keys of the batch. The trainer deletes them itself, like the keys of :meth:`find_dropped`.
         """
         self._taken = listing, {*keys, *self._dropped}
 
-    def forget(self) -> None:
-        """Forget the batch that was taken."""
-        self._taken = None
-
-    def after_batch(self, needs: Needs) -> None:
+    def delete_batch(self, rollout: Rollout) -> None:
         """Delete the entries of the taken batch: the trainer has it."""
         if self._taken is not None:
             (listing, keep), self._taken = self._taken, None
             padding = {key for key, tag in listing.get(TRAIN, {}).items() if tag.get("is_padding")}
-            self.clear(needs, listing, keep | padding)  # the trainer deletes verl's padding of parts with its batch
+            self.clear(rollout, listing, keep | padding)  # the trainer deletes verl's padding of parts with its batch
 
-    def clear(self, needs: Needs, listing: dict[str, Iterable[str]], keep: set[str]) -> asyncio.Task[None]:
+    def clear(self, rollout: Rollout, listing: dict[str, Iterable[str]], keep: set[str]) -> asyncio.Task[None]:
         """Delete all entries that are not needed, including trained ones, except the keys in ``keep``."""
 
         def wanted(partition: str, key: str) -> bool:
             if partition == PROMPTS:
-                return needs.needs_prompt(key)
+                return rollout.needs_prompt(key)
             name = key.rpartition("_")[0] if partition == TRAIN else key
             if not is_ours(name):
                 return False
-            return needs.needs_trajectories(name) if partition == TRAIN else needs.needs_turns(name)
+            return rollout.needs_trajectories(name) if partition == TRAIN else rollout.needs_turns(name)
 
         gone = {
             partition: [key for key in listing.get(partition, ()) if key not in keep and not wanted(partition, key)]

@@ -1,8 +1,8 @@
 """The coordinator, an actor that drives the rollout of a run, also while the trainer trains.
 
 It is an asyncio Ray actor around :class:`~verl_rhyme.scheduling.rollout.Rollout`. Agent loop workers report ended
-attempts, and the coordinator starts the next ones at once. The trainer passes prompts, waits until a batch is
-:meth:`~Coordinator.enough`, takes it, and publishes policy versions. Token text does not pass through the coordinator.
+attempts, and the coordinator starts the next ones at once. The trainer adds prompts, waits for a batch, takes it, and
+publishes policy versions. Token text does not pass through the coordinator.
 
 Its state can be restored. When its process dies, Ray restarts it under the same handle, and
 :class:`~verl_rhyme.trainer.driver.Driver` opens it with the state of the last batch. Later events are recovered from
@@ -16,6 +16,8 @@ import gc
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import ray
@@ -27,16 +29,10 @@ from verl_rhyme.coordinator.cleanup import Cleanup
 from verl_rhyme.coordinator.migrations import Migrations
 from verl_rhyme.coordinator.worker_pool import WorkerPool
 from verl_rhyme.lengths.predictor import Forecast
-from verl_rhyme.observability.batches import (
-    SlotAccount,
-    batch_metrics,
-    forecast_metrics,
-    placement_metrics,
-    replica_paces,
-)
+from verl_rhyme.observability.batches import batch_metrics, forecast_metrics, placement_metrics, replica_paces
 from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.placement import Move, Placement
-from verl_rhyme.processes.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
+from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
@@ -60,6 +56,16 @@ _OPENINGS = 5
 _ERROR_CHARS = 4000
 
 
+@dataclass
+class _Opened:
+    """Parts of an open coordinator that messages use."""
+
+    setting: RunSettings
+    rollout: Rollout
+    pool: WorkerPool
+    migrations: Migrations
+
+
 class Coordinator:
     """The coordinator; :func:`start` makes it an actor.
 
@@ -71,26 +77,23 @@ class Coordinator:
         tq.init()
         gc.freeze()  # a collection over half a million imported objects would stall the event loop
         self._openings = 0
-        self._opened: tuple[Setting, Rollout, WorkerPool] | None = None
+        self._opened: _Opened | None = None
         self._early: list[Ended] = []
         self._dispatching = False
         self._error: Exception | None = None
         self._complained_at: float | None = None  # time of the last log line about what a batch waits for
-        self._lost_starts = LostStarts()
         self._without_workers = 0  # consecutive times that no worker started
-        self._changes: set[asyncio.Future[None]] = set()
-        self._cleanup = Cleanup()
-        self._migrations: Migrations | None = None
+        self._changed = asyncio.Event()  # set, and replaced, at each change
 
     # ---- called by the trainer ----
 
-    async def open(self, setting: Setting, workers: list[Any], before: Before, fresh: bool) -> dict[str, Any]:
+    async def open(self, setting: RunSettings, workers: list[Any], resume: ResumeState, fresh: bool) -> dict[str, Any]:
         """Begin the rollout or resume it; no sample starts before :meth:`publish`.
 
         Args:
             setting: Settings of the run.
             workers: Handles of the agent loop workers.
-            before: State to resume from.
+            resume: State to resume from.
             fresh: True if no batch is being trained: entries of TransferQueue that are no longer needed are deleted
                 before this returns.
 
@@ -99,134 +102,116 @@ class Coordinator:
         """
         self._openings = opening = self._openings + 1
         if self._opened is not None:
-            self._opened[2].close()
+            self._opened.pool.close()
+            self._opened.migrations.close()
             self._opened = None  # later reports are for the new rollout
-        if self._migrations is not None:
-            self._migrations.close()
-        rollout = Rollout(setting.rules, setting.filters, before.generation)
+        rollout = Rollout(setting.rules, setting.filters, resume.generation)
         self._expectations = expectations = Expectations(setting.response_limit)
-        if before.lengths is not None:
-            expectations.load_state_dict(before.lengths)
-        rollout.scheduler.version = before.version
-        me = ray.get_runtime_context().current_actor
-        pool = WorkerPool(workers, me, setting.lost_after, self._lost)
-        running = await pool.join()
+        if resume.lengths is not None:
+            expectations.load_state_dict(resume.lengths)
+        rollout.scheduler.version = resume.version
+        pool = self._new_pool(setting)
+        running = await pool.join(workers)
         listing = await tq.async_kv_list() or {}
         self._still(opening, pool)
-        if before.state is not None:
+        if resume.state is not None:
             known, prompts = await evidence(listing, set(running)), set(listing.get(PROMPTS, ()))
             self._still(opening, pool)
-            now = before.version, before.batches_left
-            handed = [prompt[:2] for prompt in before.handed]
-            for uid in rollout.restore(before.state, *now, known, prompts, handed):
+            now = resume.version, resume.batches_left
+            added = [prompt[:2] for prompt in resume.prompts]
+            for uid in rollout.restore(resume.state, *now, known, prompts, added):
                 logger.warning("the data of prompt %s are missing from TransferQueue: another prompt is loaded", uid)
-            rollout.expect(expectations.restore_prompts(before.state.get("expectations", {}), rollout.needs_prompt))
-            keys = {prompt.uid: prompt.key for prompt in before.handed if rollout.needs_prompt(prompt.uid)}
+            known_prompts = resume.state.get("expectations", {})
+            rollout.expect(expectations.restore_prompts(known_prompts, rollout.needs_prompt))
+            keys = {prompt.uid: prompt.key for prompt in resume.prompts if rollout.needs_prompt(prompt.uid)}
             rollout.expect(expectations.add_prompts(keys))
         placement = None if setting.placement is None else Placement(*setting.placement, cost=setting.cost)
         self._dispatch = Dispatch(rollout, self._lengths, placement, expectations.prompt_tokens)
-        self._migrations = Migrations(
-            self._dispatch, setting.router, self._move, lambda: self._open[2].where(), lambda: self._dispatching
-        )
-        await self._migrations.look()
+        locate, active = lambda: self._open.pool.replica_by_attempt(), lambda: self._dispatching
+        migrations = Migrations(self._dispatch, setting.router, self._move, locate, active)
+        await migrations.refresh_replicas()
         self._still(opening, pool)
         self._dispatch.count_running(running)
-        self._opened, self._error = (setting, rollout, pool), None
-        self._migrations.begin()
-        self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
-        self._cleanup.forget()
-        self._lost_starts = LostStarts()
-        self._slots = SlotAccount(setting.slots, time.time() if running else None)
-        if before.serving is not None:
-            self._serve(before.serving)
+        self._opened, self._error = _Opened(setting, rollout, pool, migrations), None
+        migrations.start()
+        self._capacity = Capacity(setting.limit, setting.room, (resume.state or {}).get("capacity"))
+        self._capacity.share = resume.share
+        self._cleanup, self._lost_starts = Cleanup(), LostStarts()
         pool.abandon([name for name in running if not rollout.may_train(name)])
         if fresh:
             # Awaited: a trainer that dies before it is done opens the coordinator as fresh again.
             await self._cleanup.clear(rollout, listing, keep=set())
             self._still(opening)
         early, self._early = self._early, []
-        await self.ended(early)
-        self._lost([a.name for a in rollout.attempts() if not pool.knows(a.name)], "their worker died in the meantime")
+        await self.report_ended(early)
+        unknown = [a.name for a in rollout.attempts() if not pool.has_attempt(a.name)]
+        self._lost(unknown, "their worker died in the meantime")
         return self._state()
 
     async def add_workers(self, workers: list[Any]) -> None:
         """Replace all agent loop workers by these."""
-        (setting, rollout, pool), opening = self._open, self._openings
-        pool.close()
-        pool = WorkerPool(workers, ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
-        await pool.join()
+        opened, opening = self._open, self._openings
+        opened.pool.close()
+        pool = self._new_pool(opened.setting)
+        await pool.join(workers)
         self._still(opening, pool)
         self._without_workers = 0 if len(pool) else self._without_workers + 1
         if self._without_workers == _OPENINGS:
             raise RuntimeError(
                 f"no agent loop worker started in {_OPENINGS} tries; last error:\n{pool.start_error[-_ERROR_CHARS:]}"
             )
-        self._opened = setting, rollout, pool
+        opened.pool = pool
         self._go()
 
-    async def hand(self, prompts: list[Handed]) -> None:
+    async def add_prompts(self, prompts: list[LoadedPrompt]) -> None:
         """Accept prompts whose data are in partition :data:`PROMPTS` of TransferQueue."""
-        rollout = self._open[1]
+        rollout = self._open.rollout
         rollout.add_prompts(prompt[:2] for prompt in prompts)
         rollout.expect(self._expectations.add_prompts({prompt.uid: prompt.key for prompt in prompts}))
         self._go()
 
     async def rank(self, locations: dict[str, float], ranker: int) -> None:
-        """Set the length ranker's predictions.
+        """Set the expected log lengths of responses, by prompt key, that the ranker of this number predicts."""
+        self._open.rollout.expect(self._expectations.rank(locations, ranker))
 
-        Args:
-            locations: Expected log length of the responses, by prompt key.
-            ranker: Number of the ranker that made the predictions.
-        """
-        self._open[1].expect(self._expectations.rank(locations, ranker))
-
-    async def publish(self, version: int, batches_left: int) -> Wants:
-        """Continue under a policy version.
-
-        Args:
-            version: Version of the weights in the engines from now on.
-            batches_left: Number of update batches left.
-        """
-        rollout, opening = self._open[1], self._openings
-        self._cleanup.after_batch(rollout)
-        await self._open_migrations.look()
+    async def publish(self, version: int, batches_left: int) -> TrainerWork:
+        """Continue under the policy version that the engines have now, for so many update batches."""
+        opened, opening = self._open, self._openings
+        self._cleanup.delete_batch(opened.rollout)
+        await opened.migrations.refresh_replicas()
         self._still(opening)
-        rollout.publish(version, batches_left)
-        self._slots.end_sync(time.time())
+        opened.rollout.publish(version, batches_left)
         self._dispatching = batches_left > 0
         self._go()
-        return self._wants() if self._dispatching else Wants()
+        return await self.pending_work() if self._dispatching else TrainerWork()
 
-    async def serve(self, serving: Serving, leaves: str = "") -> int:
+    async def set_serving(self, share: float, leaves: str = "") -> int:
         """Set how many replicas generate from now on.
 
         Args:
-            serving: Number of replicas and of their slots.
+            share: Share of the replicas that :class:`RunSettings` counts.
             leaves: Address of a replica that leaves, after its removal from the router: its samples continue on other
                 replicas.
 
         Returns:
             Number of samples that continue on other replicas.
         """
-        migrations = self._open_migrations
-        self._serve(serving)
+        migrations, self._capacity.share, moved = self._open.migrations, share, 0
         if leaves:
-            moved = await migrations.vacate(leaves)
+            moved = await migrations.drain(leaves)
         else:
-            moved = 0
-            await migrations.look()
+            await migrations.refresh_replicas()
         self._go()
         return moved
 
     async def pause(self) -> None:
         """Start no sample until :meth:`publish`: the engines are about to receive new weights."""
         if self._opened is not None:
-            self._cleanup.after_batch(self._opened[1])
-            self._slots.begin_sync(time.time())
+            self._cleanup.delete_batch(self._opened.rollout)
         self._dispatching = False
 
-    async def enough(self, rewarded: bool, stopping: bool, part: int | None = None) -> Wants | None:
-        """Wait until the engines may be stopped (:meth:`Scheduler.has_batch`), or the coordinator wants something.
+    async def wait_for_batch(self, rewarded: bool, stopping: bool, part: int | None = None) -> TrainerWork | None:
+        """Wait until the engines may be stopped (:meth:`Scheduler.has_batch`), or there is work for the trainer.
 
         Args:
             rewarded: Argument of :meth:`Scheduler.has_batch`.
@@ -236,8 +221,8 @@ class Coordinator:
         Raises:
             RuntimeError: The rollout cannot continue.
         """
-        rollout, clock, opening = self._open[1], asyncio.get_running_loop().time, self._openings
-        await self._open_migrations.look()  # replicas may have been replaced
+        rollout, clock, opening = self._open.rollout, asyncio.get_running_loop().time, self._openings
+        await self._open.migrations.refresh_replicas()  # replicas may have been replaced
         self._still(opening)
         began = clock()
         self._complained_at = self._complained_at or began
@@ -248,23 +233,23 @@ class Coordinator:
             if rollout.scheduler.has_batch(rewarded):
                 self._dispatching, self._complained_at = not stopping, None
                 return None
-            if any(wants := self._wants()):
-                return wants
+            if any(work := await self.pending_work()):
+                return work
             if part is not None and (names := rollout.part(part)):
-                return Wants(part=Part(*_stored(names, await tq.async_kv_list() or {})))
+                return TrainerWork(part=_stored(names, await tq.async_kv_list() or {}))
             self._complained_at = self._complain(self._complained_at, "an update batch")
             await self._change(_LOOK_S)
             self._still(opening)
             if clock() - began > _LOOK_S:
-                return Wants(replicas=True)
+                return TrainerWork(replicas=True)
 
-    async def take(self) -> Reply | None:
+    async def take_batch(self) -> Reply | None:
         """Wait until all that the update batch waits for has arrived (:meth:`Scheduler.has_settled`), and take it.
 
         Returns:
             The batch; ``None`` if it is not ready, because a reward failed or is late: the engines must continue.
         """
-        (setting, rollout, _), opening = self._open, self._openings
+        setting, rollout, opening = self._open.setting, self._open.rollout, self._openings
         clock = asyncio.get_running_loop().time
         began = complained_at = looked = clock()
         while not rollout.scheduler.has_settled(looked - began):
@@ -284,9 +269,7 @@ class Coordinator:
         self._abandon()
         if not rollout.scheduler.ready():
             return None
-        running = [Attempt(p.uid, n, s.attempt).name for p, n, s in rollout.scheduler.ledger.samples("running")]
-        taken = time.time()
-        on = self._slots.end_interval(taken, running), taken
+        taken = time.time() if setting.rules.starts_through_training else None
         batch = rollout.take()
         for sample, tokens in zip(batch.collected.samples, batch.collected.lengths, strict=True):
             self._expectations.generated(*sample, tokens)  # an earlier coordinator may have received the reports
@@ -296,14 +279,14 @@ class Coordinator:
         listing = await tq.async_kv_list() or {}  # after take(): later, shorter samples must not join the batch
         self._still(opening)
         keys, tags = _stored(batch.attempts, listing)
-        dropped = self._cleanup.dropped(rollout, listing, set(batch.attempts))
-        self._cleanup.taken(listing, keys)
+        dropped = self._cleanup.find_dropped(rollout, listing, set(batch.attempts))
+        self._cleanup.remember_batch(listing, keys)
         self._go()
         return Reply(
             keys=keys,
             tags=tags,
             metrics={
-                **batch_metrics(batch, setting.slots, *(on if setting.rules.starts_through_training else ())),
+                **batch_metrics(batch, setting.slots, taken),
                 **forecast_metrics(self._expectations),
                 **placement_metrics(self._dispatch),
             },
@@ -322,18 +305,18 @@ class Coordinator:
         """Return the state for a checkpoint, as JSON."""
         return {**self._state(), "lengths": self._expectations.state_dict()}
 
-    async def wants(self) -> Wants:
-        """Return what the coordinator wants from the trainer, without waiting."""
-        return self._wants()
+    async def pending_work(self) -> TrainerWork:
+        """Return the work for the trainer, without waiting."""
+        return TrainerWork(self._open.rollout.missing_prompts(), not len(self._open.pool))
 
     # ---- called by the agent loop workers ----
 
-    async def ended(self, reports: list[Ended]) -> None:
+    async def report_ended(self, reports: list[Ended]) -> None:
         """Record how attempts ended, in the order in which they ended."""
         if self._opened is None:
             self._early += reports
             return
-        _, rollout, pool = self._opened
+        rollout, pool = self._opened.rollout, self._opened.pool
         for report in reports:
             self._watch_starts(report)
             if report.status != "generated":
@@ -341,7 +324,6 @@ class Coordinator:
             self._dispatch.ended(report.name, report.tokens if report.status == "generated" else None)
             try:
                 records = rollout.ended(report)
-                self._slots.add_finished(records)
                 if report.status == "generated" and rollout.may_train(report.name):
                     self._expectations.generated(*Attempt.named(report.name).sample, report.tokens)
                 if records and not records[0]["attempt"]:  # prompts of later requests include earlier responses
@@ -350,77 +332,62 @@ class Coordinator:
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:
                 self._fail(error)
-        self._cleanup.reports(rollout.pop_obsolete())
+        self._cleanup.delete_reports(rollout.pop_obsolete())
         self._go()
 
     # ---- internal ----
 
     def _state(self) -> dict[str, Any]:
-        state = self._open[1].state_dict()
+        state = self._open.rollout.state_dict()
         return {**state, "capacity": self._capacity.state, "expectations": self._expectations.prompt_state}
 
+    def _new_pool(self, setting: RunSettings) -> WorkerPool:
+        return WorkerPool(ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
+
     @property
-    def _open(self) -> tuple[Setting, Rollout, WorkerPool]:
+    def _open(self) -> _Opened:
         if self._opened is None:
             raise NotOpen("the coordinator was restarted")
         return self._opened
 
     def _still(self, opening: int, pool: WorkerPool | None = None) -> None:
-        """Check, after a wait, that the coordinator was not opened again in the meantime.
+        """Raise :class:`NotOpen` after a wait in which the coordinator was opened again.
 
-        Args:
-            opening: Number of the opening before the wait.
-            pool: A pool that is not in use yet; it is closed on failure, because it would watch its workers forever.
-
-        Raises:
-            NotOpen: The coordinator was opened again.
+        ``pool``, which is not in use yet, is closed then: it would watch its workers forever.
         """
         if opening != self._openings:
             if pool is not None:
                 pool.close()
             raise NotOpen("the coordinator was opened again")
 
-    @property
-    def _open_migrations(self) -> Migrations:
-        if self._opened is None or self._migrations is None:
-            raise NotOpen("the coordinator was restarted")
-        return self._migrations
-
     def _go(self) -> None:
         """Start the attempts that may start, end the abandoned ones, and wake waiting calls."""
-        setting, rollout, pool = self._open
+        setting, rollout, pool = self._open.setting, self._open.rollout, self._open.pool
         if self._error is None:
             try:
                 if self._dispatching and len(pool):
                     limit = self._capacity.limit
                     min_starts = max(1, setting.min_starts * limit // setting.limit)
                     starts = self._dispatch.fill(limit, min_starts)
-                    self._open_migrations.report_errors()
+                    self._open.migrations.report_errors()
                     pool.start(starts, rollout.scheduler.version + 1)
-                    self._slots.add_sent((start.name for start in starts), time.time())
                 self._abandon()
             except Exception as error:
                 self._fail(error)
-        for change in self._changes:
-            if not change.done():
-                change.set_result(None)
-        self._changes.clear()
-
-    def _serve(self, serving: Serving) -> None:
-        self._capacity.share, self._slots.slots = serving
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _move(self, moves: list[Move]) -> None:
         """Carry out moves, then start the samples that waited for the progress of others."""
-        self._open[2].move(moves)
+        self._open.pool.move(moves)
         self._go()
 
     def _abandon(self) -> None:
         """End the attempts that are no longer needed."""
-        _, rollout, pool = self._open
-        abandoned = rollout.pop_abandoned()
+        abandoned = self._open.rollout.pop_abandoned()
         for name in abandoned:
             self._dispatch.ended(name)
-        pool.abandon(abandoned)
+        self._open.pool.abandon(abandoned)
 
     def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         return self._expectations.lengths([uid for uid, _ in samples], had)
@@ -437,13 +404,9 @@ class Coordinator:
             return
         for name in names:
             self._dispatch.ended(name)
-        if lost := self._opened[1].lost(names):
+        if lost := self._opened.rollout.lost(names):
             logger.warning("%d samples start again (%s); the first: %s", len(lost), why, lost[:8])
         self._go()
-
-    def _wants(self) -> Wants:
-        _, rollout, pool = self._open
-        return Wants(rollout.missing_prompts(), not len(pool))
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:
@@ -455,16 +418,14 @@ class Coordinator:
             raise self._error
 
     async def _change(self, timeout: float) -> None:
-        change = asyncio.get_running_loop().create_future()
-        self._changes.add(change)
-        await asyncio.wait({change}, timeout=timeout)
-        self._changes.discard(change)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout)
 
     def _complain(self, complained_at: float, what: str) -> float:
         now = asyncio.get_running_loop().time()
         if now - complained_at < _PATIENCE_S:
             return complained_at
-        rollout = self._open[1]
+        rollout = self._open.rollout
         counts = {state: sum(1 for _ in rollout.scheduler.ledger.samples(state)) for state in get_args(State)}
         dropped = ""
         if filtered := rollout.filtered:
@@ -473,11 +434,11 @@ class Coordinator:
         return now
 
 
-def _stored(attempts: Iterable[str], listing: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+def _stored(attempts: Iterable[str], listing: dict[str, Any]) -> Part:
     """Return the keys and tags of the trajectories that attempts wrote to partition ``train`` of TransferQueue."""
     stored = trajectories(listing.get(TRAIN, {}))
     keys = [key for name in attempts for key in stored[name]]
-    return keys, [listing[TRAIN][key] for key in keys]
+    return Part(keys, [listing[TRAIN][key] for key in keys])
 
 
 def start() -> Any:

@@ -28,7 +28,7 @@ class Migrations:
         dispatch: Dispatch of the coordinator.
         router: Handle of a ``PlacementRouter``; ``None`` for verl's router, which cannot list the serving replicas.
         moves: Function that carries out moves, by names of attempts.
-        where: Function that returns each attempt's replica by name; empty where it is unknown.
+        locate: Function that returns each attempt's replica by name; empty where it is unknown.
         active: Function that returns whether samples run: false while the engines stand still or are about to.
     """
 
@@ -37,16 +37,16 @@ class Migrations:
         dispatch: Dispatch,
         router: Any,
         moves: Callable[[list[Move]], None],
-        where: Callable[[], Awaitable[dict[str, str]]],
+        locate: Callable[[], Awaitable[dict[str, str]]],
         active: Callable[[], bool],
     ) -> None:
         self._dispatch, self._router, self._moves, self._active = dispatch, router, moves, active
-        self._where = where
+        self._locate = locate
         self._servers: dict[str, Any] = {}  # replica address -> handle
         self._warned = False
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Search for samples to move at intervals, until :meth:`close`."""
         if self._dispatch.placement is not None:
             self._task = asyncio.ensure_future(self._run())
@@ -55,7 +55,7 @@ class Migrations:
         if self._task is not None:
             self._task.cancel()
 
-    async def look(self) -> None:
+    async def refresh_replicas(self) -> None:
         """Ask the router which replicas serve."""
         if self._dispatch.placement is None or self._router is None:
             return
@@ -68,21 +68,21 @@ class Migrations:
         self._dispatch.serve({address: room for address, (_, room) in fleet.items()})
         if self._dispatch.has_unplaced:
             try:
-                self._dispatch.count_running(await asyncio.wait_for(self._where(), _ANSWER_S))
+                self._dispatch.count_running(await asyncio.wait_for(self._locate(), _ANSWER_S))
             except asyncio.TimeoutError:  # a worker is stuck; the next call tries again
                 logger.warning("an agent loop worker did not answer where requests of a dead replica continue")
 
-    async def vacate(self, replica: str) -> int:
+    async def drain(self, replica: str) -> int:
         """Continue the samples of a replica on others, with their tokens; the router no longer lists the replica.
 
         Returns:
             Number of samples. The replica's server rejects requests that arrive later.
         """
-        await self.look()
+        await self.refresh_replicas()
         moved: set[str] = set()
         try:
             while True:
-                at = await asyncio.wait_for(self._where(), _ANSWER_S)
+                at = await asyncio.wait_for(self._locate(), _ANSWER_S)
                 names = [name for name, address in at.items() if address == replica and name not in moved]
                 if not names:
                     break
@@ -91,7 +91,7 @@ class Migrations:
                 await asyncio.sleep(_STRAY_S)
         except asyncio.TimeoutError:
             logger.warning("an agent loop worker did not answer what runs on a leaving replica: this is aborted")
-        await self.look()
+        await self.refresh_replicas()
         return len(moved)
 
     def report_errors(self) -> None:
@@ -123,7 +123,5 @@ class Migrations:
             return
         moves = self._dispatch.moves(emitted)
         self._moves(moves)
-        for move in moves:
-            logger.debug("%s continues on %s: %s", *move)
         if moves:
             logger.info("%d samples continue on another replica; the first, %s on %s: %s", len(moves), *moves[0])

@@ -73,10 +73,7 @@ class RankerService:
                 self._ranker, self.number = ranker.load(Path(config.model)), 1
 
     def score(self, prompts: Mapping[str, Any]) -> tuple[dict[str, float], int]:
-        """Announce prompts and score them.
-
-        Args:
-            prompts: Messages, by key.
+        """Announce prompts, as messages by key, and score them.
 
         Returns:
             Expected log lengths of prompts without an earlier answer, by key, and :attr:`number`.
@@ -92,7 +89,7 @@ class RankerService:
                 self._announced.popitem(last=False)
         return self._expected(encoded)
 
-    def waiting(self) -> tuple[dict[str, float], int]:
+    def score_waiting(self) -> tuple[dict[str, float], int]:
         """Return scores as :meth:`score` does, of the prompts announced and not answered yet."""
         with self._lock:
             announced = dict(self._announced)
@@ -107,7 +104,7 @@ class RankerService:
             lengths: Tokens of each response that ended, by prompt key.
 
         Returns:
-            Whether the ranker was trained, and a new one serves.
+            Whether a new ranker serves.
         """
         with self._lock:
             for key, of in lengths.items():
@@ -264,7 +261,7 @@ class RankerActor:
 
     def learn(self, lengths: Mapping[str, Sequence[int]]) -> int:
         """See :meth:`RankerService.learn`."""
-        return self._push(*self._service.waiting()) if self._service.learn(lengths) else self._service.number
+        return self._push(*self._service.score_waiting()) if self._service.learn(lengths) else self._service.number
 
     def save(self, folder: str) -> int:
         """See :meth:`RankerService.save`."""
@@ -273,7 +270,9 @@ class RankerActor:
 
     def restore(self, folder: str) -> int:
         """See :meth:`RankerService.restore`."""
-        return self._push(*self._service.waiting()) if self._service.restore(Path(folder)) else self._service.number
+        return (
+            self._push(*self._service.score_waiting()) if self._service.restore(Path(folder)) else self._service.number
+        )
 
     def _push(self, locations: dict[str, float], number: int) -> int:
         if locations and self._coordinator is not None:
@@ -281,7 +280,7 @@ class RankerActor:
         return number
 
 
-def lacking(config: RankerConfig, vocabulary: int | None) -> str:
+def missing_requirement(config: RankerConfig, vocabulary: int | None) -> str:
     """Return what a ranker lacks to be trained or served, and how to fix it; empty if nothing.
 
     Args:

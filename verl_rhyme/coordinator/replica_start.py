@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,6 +12,8 @@ from typing import Any
 import ray
 from ray.util.placement_group import get_placement_group, remove_placement_group
 
+from verl_rhyme.processes import background
+
 #: Seconds within which a new replica must be up, its engine compiled.
 _START_S = 1200.0
 #: Seconds for which a failed start is retried, because devices of dead processes become free with a delay, and seconds
@@ -20,7 +21,7 @@ _START_S = 1200.0
 _FREE_S, _PAUSE_S = 10.0, 2.0
 
 
-class Start:
+class ReplicaStart:
     """Start of a replica, in a thread.
 
     Args:
@@ -32,10 +33,9 @@ class Start:
         self._replica: Any = None
         self._given_up = False
         self.began = time.monotonic()
-        self.up: Future[Any] = Future()
-        threading.Thread(target=self._run, daemon=True).start()
+        self.up: Future[Any] = background.run_in_thread(self._run)
 
-    def seated(self) -> bool:
+    def has_devices(self) -> bool:
         """Return whether the replica has all its devices, or its start is over."""
         pool = getattr(self._replica, "resource_pool", None)
         return self.up.done() or bool(pool is not None and pool.pgs)
@@ -50,30 +50,26 @@ class Start:
             return
         self._given_up = True
         if self._replica is not None:
-            end(self._replica)
+            kill_replica(self._replica)
         raise TimeoutError(f"the replica was not up after {_START_S:.0f} s")
 
-    def _run(self) -> None:
-        try:
-            while True:
-                self._replica = new = self._make()
-                try:
-                    asyncio.run(new.init_standalone())
-                except BaseException:
-                    end(new)
-                    if time.monotonic() - self.began >= _FREE_S:
-                        raise
-                    time.sleep(_PAUSE_S)
-                else:
-                    self.up.set_result(new)
-                    if self._given_up:  # the replica may have requested devices since
-                        end(new)
-                    return
-        except BaseException as error:
-            self.up.set_exception(error)
+    def _run(self) -> Any:
+        while True:
+            self._replica = new = self._make()
+            try:
+                asyncio.run(new.init_standalone())
+            except BaseException:
+                kill_replica(new)
+                if time.monotonic() - self.began >= _FREE_S:
+                    raise
+                time.sleep(_PAUSE_S)
+            else:
+                if self._given_up:  # the replica may have requested devices since
+                    kill_replica(new)
+                return new
 
 
-def end(replica: Any) -> None:
+def kill_replica(replica: Any) -> None:
     """Kill the actors of a replica and release the devices that it holds or has requested."""
     for actor in [*replica.servers, *replica.workers]:
         ray.kill(actor)

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 from verl.checkpoint_engine import CheckpointEngineManager
 
-from verl_rhyme.coordinator.replica_start import Start, end
+from verl_rhyme.coordinator.replica_start import ReplicaStart, kill_replica
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.processes import background
 from verl_rhyme.processes.deaths import ReplicaDied, dead, watched
@@ -35,12 +35,8 @@ _ANSWER_S, _REST_S = 60.0, 120.0
 _NONE_LEFT_S, _PAUSE_S, _LONGEST_PAUSE_S = 300.0, 2.0, 600.0
 
 
-def serve(servers: Any) -> None:
-    """Return living replicas to service that a client had reported as dead.
-
-    Args:
-        servers: verl's ``LLMServerManager``.
-    """
+def readmit(servers: Any) -> None:
+    """Return living replicas of verl's ``LLMServerManager`` to service that a client had reported as dead."""
     router = servers.global_load_balancer
     known = set(ray.get(router.get_all_servers.remote()))
     all_of_them = zip(servers.server_addresses, servers.server_handles, strict=True)
@@ -58,12 +54,11 @@ def _admit(router: Any, servers: dict[str, Any]) -> None:
                 report.remote(address, tokens)
 
 
-def obstacle(engine: Any, workers: int) -> str:
-    """Return why weights cannot be sent to a single new replica; empty if they can.
+def single_transfer_obstacle(engine: Any, workers: int) -> str:
+    """Return why verl's ``CheckpointEngineConfig`` cannot send weights to a single new replica of so many workers.
 
-    Args:
-        engine: verl's ``CheckpointEngineConfig``.
-        workers: Number of workers of a replica.
+    Returns:
+        The reason; empty if it can.
     """
     backend = engine.backend
     if backend == "kimi_ckpt_engine":
@@ -75,11 +70,11 @@ def obstacle(engine: Any, workers: int) -> str:
     return ""
 
 
-class Spares:
+class SpareReplicas:
     """Replaces dead replicas of separate (disaggregated) engines by resting or new ones, and lets replicas rest.
 
-    New replicas start while others serve, and no call waits for them. A later :meth:`mend` sends them their weights and
-    adds them to the router. A failed start is retried, after growing pauses.
+    New replicas start while others serve, and no call waits for them. A later :meth:`replace_dead` sends them their
+    weights and adds them to the router. A failed start is retried, after growing pauses.
 
     A resting replica keeps its processes and its placement in Ray. It gets no requests and no weights, and frees its
     device memory where its engine can. Like a new replica, it gets the current weights before it serves again.
@@ -98,17 +93,15 @@ class Spares:
         #: Number of replicas to add, including those that are starting.
         self.missing = 0
         self._failures = 0
-        self._starts: list[Start] = []
+        self._starts: list[ReplicaStart] = []
         self._retry_at = 0.0
         self._looking: Future[dict[Any, str]] | None = None
-        #: Number of replicas started to replace dead ones.
-        self.started = 0
         #: Resting replicas.
         self.resting: list[Any] = []
         #: Number of further replicas that may start: resting ones replaced as many dead ones.
         self.vacant = 0
 
-    def mend(self, version: int, waits: bool = True) -> int:
+    def replace_dead(self, version: int, waits: bool = True) -> int:
         """Remove dead replicas, start as many, and let those that are up serve with the actor's weights.
 
         If no replica is left, wait for the first.
@@ -123,7 +116,7 @@ class Spares:
 
         Raises:
             ReplicaDied: No replica is left and none could be started in time; or a new one did not get its weights
-                (with the relay, another is started), or cannot get them (:func:`obstacle`).
+                (with the relay, another is started), or cannot get them (:func:`single_transfer_obstacle`).
             WeightsError: The relay has lost the weights.
         """
         manager = self._servers
@@ -131,7 +124,7 @@ class Spares:
         for replica, why in gone.items():
             logger.warning(GONE, replica.replica_rank, replica._server_address, why)
         if gone:
-            if why := obstacle(self._weights.config, len(manager.rollout_replicas[0].workers)):
+            if why := single_transfer_obstacle(self._weights.config, len(manager.rollout_replicas[0].workers)):
                 first = next(iter(gone))
                 raise ReplicaDied(
                     f"rollout replica {first.replica_rank} died ({gone[first]}) and cannot be replaced: {why}\n"
@@ -142,9 +135,9 @@ class Spares:
             self._set([replica for replica in manager.rollout_replicas if replica not in gone])
             _let_go(gone)
             for replica in gone:
-                end(replica)
+                kill_replica(replica)
             self.missing += len(gone)
-        serve(manager)
+        readmit(manager)
         if gone:
             self._retry_at = 0.0  # their devices are free now
         if self.missing:
@@ -156,41 +149,38 @@ class Spares:
         if self._looking is not None and not self._looking.done():
             return {}
         serving, looking = list(self._servers.rollout_replicas), self._looking
-        self._looking = background.begin(dead, serving, self._hung_s)
+        self._looking = background.run_in_thread(dead, serving, self._hung_s)
         return {} if looking is None else {each: why for each, why in looking.result().items() if each in serving}
 
-    def rest(self, replica: Any, vacate: Callable[[str], int]) -> int:
-        """Let a serving replica rest.
+    def suspend(self, replica: Any, drain: Callable[[str], int]) -> int:
+        """Let a serving replica rest that is not the last one.
 
         Args:
-            replica: The replica; not the last one.
-            vacate: Function that moves the samples of an address to other replicas, and returns their number.
+            replica: The replica.
+            drain: Function that moves the samples of an address to other replicas, and returns their number.
 
         Returns:
-            Number of samples that continue on other replicas.
+            Number of these samples.
         """
         manager = self._servers
         address = replica._server_address
         self._set([each for each in manager.rollout_replicas if each is not replica])
         self.resting.append(replica)
         ray.get(manager.global_load_balancer.remove_servers.remote([address]))
-        moved = vacate(address)
+        moved = drain(address)
         try:
             if isinstance(self._weights, RelayManager):
                 self._weights.release(replica)
             ray.get([server.suspend.remote() for server in replica.servers], timeout=_REST_S)
-        except (RayError, WeightsError) as error:  # it has no requests left; wake() checks whether it lives
+        except (RayError, WeightsError) as error:  # it has no requests left; wake_up() checks whether it lives
             logger.warning("replica %d could not rest: %s", replica.replica_rank, last_line(error))
         return moved
 
-    def wake(self, version: int) -> Any:
+    def wake_up(self, version: int) -> Any:
         """Let a resting replica serve again, with the actor's weights; if none rests, start one for one that died.
 
-        Args:
-            version: Policy version of the actor's weights.
-
         Returns:
-            The replica; ``None`` if a new one is starting, which a later :meth:`mend` adds, or none may start.
+            The replica; ``None`` if a new one is starting, which a later :meth:`replace_dead` adds, or none may start.
 
         Raises:
             ReplicaDied: The replica did not get its weights.
@@ -198,7 +188,7 @@ class Spares:
         replica = self.resting.pop(0) if self.resting else None
         if replica is not None and (gone := dead([replica])):
             logger.warning("resting replica %d is dead: %s", replica.replica_rank, gone[replica])
-            end(replica)
+            kill_replica(replica)
             replica, self.vacant = None, self.vacant + 1
         if replica is None:
             if not self.vacant:
@@ -218,7 +208,7 @@ class Spares:
         """Let replicas that are up serve, and start the missing ones; if none serves, wait for one."""
         while self.missing > len(self._starts) and self.resting:
             self.missing, self.vacant = self.missing - 1, self.vacant + 1
-            self.wake(version)
+            self.wake_up(version)
         began = time.monotonic()
         if not self._servers.rollout_replicas:
             self._retry_at = 0.0
@@ -250,9 +240,9 @@ class Spares:
         lacks.
         """
         while self.missing > len(self._starts):
-            if self._nodes > 1 and not all(start.seated() for start in self._starts):
+            if self._nodes > 1 and not all(start.has_devices() for start in self._starts):
                 return
-            self._starts.append(Start(self._new))
+            self._starts.append(ReplicaStart(self._new))
 
     def _new(self) -> Any:
         manager = self._servers
@@ -277,7 +267,7 @@ class Spares:
                         raise RuntimeError(f"replica {new.replica_rank} died before it served: {gone[new]}")
                     self._send(new, version)
                 except BaseException:
-                    end(new)
+                    kill_replica(new)
                     raise
             except (ReplicaDied, WeightsError):
                 raise
@@ -287,7 +277,7 @@ class Spares:
                 continue
             self._starts.remove(start)
             self._enter(new)
-            self.missing, self._failures, self.started = self.missing - 1, 0, self.started + 1
+            self.missing, self._failures = self.missing - 1, 0
             logger.warning(REPLACED, new.replica_rank)
         return failed
 

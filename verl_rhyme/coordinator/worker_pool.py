@@ -29,35 +29,30 @@ class WorkerPool:
     know it and has not reported its end.
 
     Args:
-        workers: Handles of ``SessionAgentLoopWorker``.
         coordinator: Handle that the workers report to.
         patience_s: Seconds that a started worker has for an answer.
         lost: Callback that gets names of lost attempts, and the reason.
     """
 
-    def __init__(
-        self, workers: Iterable[Any], coordinator: Any, patience_s: float, lost: Callable[[list[str], str], None]
-    ) -> None:
+    def __init__(self, coordinator: Any, patience_s: float, lost: Callable[[list[str], str], None]) -> None:
         self._coordinator, self._patience_s, self._lost = coordinator, patience_s, lost
         self._about: dict[Any, set[str]] = {}  # worker -> names of the attempts that it was sent
         self._worker: dict[str, Any] = {}  # name of an attempt -> worker
         self._unsure: set[str] = set()  # sent, but not acknowledged by the worker
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._joining = list(workers)
         #: Error of a worker that did not start; empty if all did.
         self.start_error = ""
 
     def __len__(self) -> int:
         return len(self._about)
 
-    async def join(self) -> dict[str, str]:
-        """Wait until the workers have started, and use them.
+    async def join(self, workers: Iterable[Any]) -> dict[str, str]:
+        """Wait until ``SessionAgentLoopWorker`` actors have started, and use them.
 
         Returns:
             The attempts that they run, with the address of each one's replica; empty where it is unknown.
         """
-        found = await asyncio.gather(*(self._join(worker) for worker in self._joining))
-        self._joining = []
+        found = await asyncio.gather(*(self._join(worker) for worker in workers))
         return {name: replica for about in found for name, replica in about.items()}
 
     def start(self, starts: list[Start], step: int) -> None:
@@ -76,7 +71,7 @@ class WorkerPool:
             self._unsure.update(start.name for start in order)
             self._run(self._send(worker, order, step))
 
-    def knows(self, name: str) -> bool:
+    def has_attempt(self, name: str) -> bool:
         """Return whether an attempt was sent to a worker and has not ended."""
         return name in self._worker
 
@@ -105,10 +100,9 @@ class WorkerPool:
         for worker, order in orders.items():
             worker.move.remote(order)
 
-    async def where(self) -> dict[str, str]:
-        """Return the address of each running attempt's replica by name; empty where it is unknown. Attempts of workers
-        that do not answer are left out."""
-        pending = [asyncio.wait_for(worker.places.remote(), self._patience_s) for worker in self._about]
+    async def replica_by_attempt(self) -> dict[str, str]:
+        """Return the replica's address of each running attempt, as :meth:`join`; silent workers are left out."""
+        pending = [asyncio.wait_for(worker.replica_by_attempt.remote(), self._patience_s) for worker in self._about]
         answers = await asyncio.gather(*pending, return_exceptions=True)  # _watch gives up silent workers
         return {name: at for found in answers if isinstance(found, dict) for name, at in found.items()}
 
@@ -137,7 +131,7 @@ class WorkerPool:
 
     async def _send(self, worker: Any, starts: list[Start], step: int) -> None:
         try:
-            await asyncio.wait_for(worker.begin.remote(starts, step), self._patience_s)
+            await asyncio.wait_for(worker.start_attempts.remote(starts, step), self._patience_s)
         except (RayActorError, asyncio.TimeoutError) as error:  # in Python 3.10 not the builtin
             self._give_up(worker, error)
         except Exception as error:

@@ -16,14 +16,14 @@ from verl_rhyme.processes.request import RequestMeta
 
 
 def install(processor: OutputProcessor) -> None:
-    """Make an engine's front end look for stop strings from a response's first token on (``RequestMeta.made``)."""
+    """Look for stop strings from a response's first token on (``RequestMeta.resumed_tokens``)."""
     original = processor.add_request
 
     @functools.wraps(original)
     def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
         original(request, *args, **kwargs)
         state = processor.request_states[request.request_id]
-        made = RequestMeta.of(request.sampling_params.extra_args).made if request.sampling_params else 0
+        made = RequestMeta.of(request.sampling_params.extra_args).resumed_tokens if request.sampling_params else 0
         if made and getattr(state.detokenizer, "stop", None):
             state.detokenizer = _detokenizer_with_earlier_text(processor.tokenizer, request, made)
 

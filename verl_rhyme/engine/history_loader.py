@@ -56,7 +56,7 @@ class HistoryLoader:
         return len(self._due) + len(self._reading)
 
     def expect(self, key: bytes, asked: int) -> None:
-        """Expect a copy requested at time ``asked`` (``RequestMeta.asked``; 0: none). Called before :meth:`get`."""
+        """Expect a copy requested at ``asked`` (``RequestMeta.history_requested_ns``). Called before :meth:`get`."""
         if asked:
             self._asked.setdefault(key, asked)
 

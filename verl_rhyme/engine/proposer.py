@@ -244,8 +244,8 @@ class HistoryProposer:
             key = bytes.fromhex(meta.key) if meta.key else prompt_key(state.prompt_token_ids)
         except (TypeError, ValueError):  # no token ids, or a foreign key: a unique key, so without history
             key = uuid4().bytes
-        self._history.expect(key, meta.asked)
-        drafter.start(req_id, key, np.frombuffer(meta.previous, np.int32) if meta.previous else None)
+        self._history.expect(key, meta.history_requested_ns)
+        drafter.start(req_id, key, np.frombuffer(meta.earlier_text, np.int32) if meta.earlier_text else None)
         request = _Request(id=meta.id or req_id, max_tokens=params.max_tokens or self._max_model_len)
         self._requests[req_id] = request
         if self._head is not None:

@@ -280,8 +280,9 @@ class RhymeHttpServer(vLLMHttpServer):
             return TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields=fields)
         request = self._requests[request_id] = _Request(meta.name)
         if self._rhyme.drafting.enable:
-            meta.asked = self._histories.ask(bytes.fromhex(meta.key) if meta.key else prompt_key(prompt_ids))
-        params = continued_options(sampling_params, meta.made, noise_by_position=self._rhyme.drafting.enable)
+            key = bytes.fromhex(meta.key) if meta.key else prompt_key(prompt_ids)
+            meta.history_requested_ns = self._histories.ask(key)
+        params = continued_options(sampling_params, meta.resumed_tokens, noise_by_position=self._rhyme.drafting.enable)
         try:
             output = await super().generate(prompt_ids, meta.put(params), request_id, **kwargs)
         finally:
@@ -304,7 +305,7 @@ class RhymeHttpServer(vLLMHttpServer):
             finished_at=time.time(),
             prompt_tokens=len(prompt_ids),
             response_tokens=len(output.token_ids),
-            predicted_tokens=meta.assignment.remaining(meta.before)[0],
+            predicted_tokens=meta.assignment.remaining(meta.earlier_tokens)[0],
             policy_version_start=-1 if version is None else version,
             policy_version_end=-1 if self.global_steps is None else self.global_steps,
             stop_reason=output.stop_reason or "",

@@ -151,7 +151,7 @@ class HistoryService:
 
         Raises:
             HistoryUnavailable: The writer does not fetch now.
-            SamplesGone: The samples were cleared before the fetch.
+            MissingSamples: The samples were cleared before the fetch.
         """
         self._ask(lambda writer: writer.fetch.remote(piece), _TIMEOUT_S)
 
@@ -164,7 +164,7 @@ class HistoryService:
 
         Raises:
             HistoryUnavailable: The writer does not record now.
-            SamplesGone: The samples were cleared before the fetch.
+            MissingSamples: The samples were cleared before the fetch.
         """
         stats = self._ask(lambda writer: writer.append.remote(piece, step), _TIMEOUT_S)
         self._bytes = int(stats["bytes"])

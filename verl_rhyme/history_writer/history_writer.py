@@ -104,7 +104,7 @@ class HistoryWriter:
         """Fetch samples from TransferQueue and keep them for :meth:`append`; the queue may clear them afterwards.
 
         Raises:
-            SamplesGone: The queue has cleared them already.
+            MissingSamples: The queue has cleared them already.
         """
         if fetched := list(batch.trajectories()):
             self._fetched[batch.stored.keys[0]] = fetched
@@ -119,7 +119,7 @@ class HistoryWriter:
             sum of their nats (:data:`TOKEN_COUNTS`).
 
         Raises:
-            SamplesGone: The samples were cleared before the fetch; earlier pieces are recorded.
+            MissingSamples: The samples were cleared before the fetch; earlier pieces are recorded.
         """
         first = batch.stored.keys[0] if batch.stored.keys else ""
         fetched = None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def begin(work: Callable[..., T], *arguments: Any) -> Future[T]:
+def run_in_thread(work: Callable[..., T], *arguments: Any) -> Future[T]:
     """Start ``work`` in a daemon thread and return its future; the process does not wait for it at exit."""
     future: Future[T] = Future()
 

@@ -48,7 +48,7 @@ class Deadline:
             ) from error
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Stop the clock within the block, since engines may be busy. Blocks may be nested."""
         self._pauses += 1
         self._wait()

@@ -39,12 +39,7 @@ def is_death(error: Exception) -> bool:
 
 
 def dead(replicas: Iterable[Any], hung_s: float | None = None) -> dict[Any, str]:
-    """Return the replicas that cannot serve any more, and the reason: a process or an engine died.
-
-    Args:
-        replicas: Replicas of verl.
-        hung_s: Seconds without an answer after which a replica counts as dead.
-    """
+    """Return the replicas that cannot serve any more, and why: a process or an engine died, or hangs for ``hung_s``."""
     hung_s = _HUNG_S if hung_s is None else hung_s
     began, deaths, replicas = time.monotonic(), {}, list(replicas)
     probes = _server_probes(replicas)
@@ -77,7 +72,7 @@ def dead(replicas: Iterable[Any], hung_s: float | None = None) -> dict[Any, str]
 
 
 def _server_probes(replicas: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return each replica with the method to call, one pair per server."""
+    """Return pairs of replica and method to call, one per server."""
     return [
         (replica, server.healthy if server is replica.servers[0] else server.__ray_ready__)
         for replica in replicas
@@ -136,14 +131,14 @@ def _watch(replicas: list[Any], over: threading.Event, deaths: dict[Any, str]) -
 
 
 def _watched_call(name: str) -> Callable[..., Any]:
-    def call(self: Outliving, *args: Any, **kwargs: Any) -> Any:
+    def call(self: WatchedCheckpointManager, *args: Any, **kwargs: Any) -> Any:
         with watched(self.replicas):
             return getattr(self.__wrapped__, name)(*args, **kwargs)
 
     return call
 
 
-class Outliving(wrapt.ObjectProxy):
+class WatchedCheckpointManager(wrapt.ObjectProxy):
     """Proxy of verl's ``CheckpointEngineManager`` that does not wait forever for a replica that dies.
 
     verl sends weights over a socket without noticing that the receiver died (``BucketedWeightSender``), and vLLM's
@@ -170,10 +165,9 @@ class Outliving(wrapt.ObjectProxy):
                 # Without recorded deaths: the error came before the watch's check, or a training worker died.
                 if not deaths and not is_death(error):
                     raise
-                dead = [
-                    f" {replica.replica_rank} died during its weight sync: {why}" for replica, why in deaths.items()
-                ]
-                what = dead[0] if dead else f" or training worker died during a weight sync: {last_line(error)}"
+                what = f" or training worker died during a weight sync: {last_line(error)}"
+                for replica, why in deaths.items():
+                    what = f" {replica.replica_rank} died during its weight sync: {why}"
                 raise ReplicaDied(
                     f"rollout replica{what}\nStart the same command again: it resumes from the last checkpoint."
                 ) from error

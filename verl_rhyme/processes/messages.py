@@ -25,8 +25,8 @@ class Part(NamedTuple):
     tags: list[dict[str, Any]]
 
 
-class Wants(NamedTuple):
-    """Requests of the coordinator to the trainer.
+class TrainerWork(NamedTuple):
+    """Work for the trainer while the coordinator has no batch.
 
     Attributes:
         prompts: Number of prompts to pass.
@@ -41,20 +41,8 @@ class Wants(NamedTuple):
     part: Part | None = None
 
 
-class Serving(NamedTuple):
-    """Replicas that generate, if some of them are idle.
-
-    Attributes:
-        share: Share of the replicas that :class:`Setting` counts.
-        slots: Slots, Q of the bubble ratio.
-    """
-
-    share: float
-    slots: int
-
-
 @dataclass(frozen=True)
-class Setting:
+class RunSettings:
     """Settings that do not change during a run.
 
     Attributes:
@@ -86,7 +74,7 @@ class Setting:
     part_samples: int = 1
 
 
-class Handed(NamedTuple):
+class LoadedPrompt(NamedTuple):
     """A prompt whose data are in TransferQueue.
 
     Attributes:
@@ -101,26 +89,26 @@ class Handed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Before:
+class ResumeState:
     """State that a coordinator starts from.
 
     Attributes:
         state: State in a checkpoint, or with the last batch; ``None``: ignore everything in TransferQueue.
-        handed: Prompts passed to the coordinator since then.
+        prompts: Prompts passed to the coordinator since then.
         version: Version of the current policy.
         batches_left: Training batches until training ends.
         generation: Number of the coordinator, above that of all earlier ones (:class:`Rollout`).
         lengths: Last reported statistics of response lengths; ``None``: none yet.
-        serving: Last reported state of the replicas; ``None``: all serve.
+        share: Share of the replicas that serve.
     """
 
     state: dict[str, Any] | None
-    handed: list[Handed]
+    prompts: list[LoadedPrompt]
     version: int
     batches_left: int
     generation: int
     lengths: dict[str, Any] | None = None
-    serving: Serving | None = None
+    share: float = 1.0
 
 
 @dataclass

@@ -25,7 +25,7 @@ FIELD = "rhyme"
 #: Extra field of an output whose engine died: another replica continues the request with these tokens.
 DIED = "rhyme_died"
 #: Fields for the proposer, the sampler and the engine's front end.
-ENGINE = ("id", "key", "asked", "noise", "previous", "made")
+ENGINE = ("id", "key", "history_requested_ns", "noise", "earlier_text", "resumed_tokens")
 
 #: The drafter's counts of a request (``HistoryProposer.take_counts``), and their columns in its record.
 DRAFT_COUNTS = {
@@ -52,31 +52,31 @@ class RequestMeta:
         sample: Number of the sample in its group, -1 if unknown.
         attempt: Number of the request in its conversation, from 0; each resumption and each turn adds one. The event
             log has a column of this name.
-        before: Response tokens of the sample before this request, in earlier turns and in this one.
+        earlier_tokens: Response tokens of the sample before this request, in earlier turns and in this one.
         assignment: Replica, priority and expected length of the request.
         name: Name of the sample's attempt; empty if no coordinator started it.
         queued_at: Time the client sent it, seconds since the epoch; 0 if unknown.
         noise: Key, in hex, of the noise that draws its tokens (:mod:`verl_rhyme.sampling.noise`); empty: noise of this
             request alone.
-        previous: Tokens of the interrupted response that this request regenerates, int32 little-endian.
-        made: Number of response tokens at the prompt's end; the request continues after them.
+        earlier_text: Tokens of the interrupted response that this request regenerates, int32 little-endian.
+        resumed_tokens: Number of response tokens at the prompt's end; the request continues after them.
         id: Request id, set by the server.
-        asked: Time the server requested a copy of the prompt's history, in ns since the epoch; 0: the history is on its
-            node.
+        history_requested_ns: Time the server requested a copy of the prompt's history, in ns since the epoch; 0: the
+            history is on its node.
     """
 
     key: str = ""
     sample: int = -1
     attempt: int = 0
-    before: int = 0
+    earlier_tokens: int = 0
     assignment: Assignment = ANYWHERE
     name: str = ""
     queued_at: float = 0.0
     noise: str = ""
-    previous: bytes = b""
-    made: int = 0
+    earlier_text: bytes = b""
+    resumed_tokens: int = 0
     id: str = ""
-    asked: int = 0
+    history_requested_ns: int = 0
 
     @classmethod
     def of(cls, extra_args: dict[str, Any] | None) -> RequestMeta:

@@ -21,7 +21,7 @@ PIECE_BYTES = 128 << 20
 _TOKEN_ID_BYTES, _FLOAT_BYTES = 8, 4  # as verl stores token ids (int64), log-probs and rewards (float32)
 
 
-class SamplesGone(RuntimeError):
+class MissingSamples(RuntimeError):
     """TransferQueue no longer has the requested samples, or not yet."""
 
 
@@ -43,7 +43,7 @@ class StoredSamples:
         """Fetch fields of some samples, each a list with one value per row (a tensor, or another type verl stored).
 
         Raises:
-            SamplesGone: Some samples are missing.
+            MissingSamples: Some samples are missing.
         """
         if not len(rows):
             return [[] for _ in fields]
@@ -51,15 +51,15 @@ class StoredSamples:
         # The first call joins the run's queue. `tq.init` would start another queue if there is none.
         data = tq.kv_batch_get(keys=keys, partition_id=self.partition, select_fields=list(fields))
         if len(data) != len(keys):
-            raise SamplesGone(f"{len(keys) - len(data)} of {len(keys)} samples were cleared before they were fetched")
+            raise MissingSamples(
+                f"{len(keys) - len(data)} of {len(keys)} samples were cleared before they were fetched"
+            )
         return [list(data[name].unbind() if hasattr(data[name], "unbind") else data[name]) for name in fields]
 
     def pieces(self, token_bytes: int, together: Sequence[Any] | None = None) -> Iterator[list[int]]:
-        """Split the rows into pieces of at most :data:`PIECE_BYTES`.
+        """Split the rows into pieces of at most :data:`PIECE_BYTES`, at ``token_bytes`` per response token.
 
-        Args:
-            token_bytes: Bytes per response token.
-            together: Label of each row; rows with the same label stay in one piece, which may then be larger.
+        Rows with the same label in ``together`` stay in one piece, which may then be larger.
         """
         groups: dict[Any, list[int]] = {}
         for row in range(len(self.keys)):
@@ -89,12 +89,10 @@ class StoredSamples:
     ) -> Iterator[tuple[list[int], list[np.ndarray], list[np.ndarray | None]]]:
         """Fetch rows, tokens (int32[length] each) and log-probs (float32[length] each, or ``None``), piece by piece.
 
-        Args:
-            logprobs: Whether log-probs are stored.
-            together: Label of each row, see :meth:`pieces`.
+        Rows with the same label in ``together`` stay in one piece. Without ``logprobs``, none are stored.
 
         Raises:
-            SamplesGone: Some samples are missing.
+            MissingSamples: Some samples are missing.
         """
         fields = ["responses", *(["rollout_log_probs"] if logprobs else [])]
         for rows in self.pieces(_TOKEN_ID_BYTES + _FLOAT_BYTES * logprobs, together):
@@ -106,7 +104,7 @@ class StoredSamples:
         columns = self.columns(rows, fields)
         for column in columns:
             if any(len(values) != self.lengths[row] for row, values in zip(rows, column, strict=True)):
-                raise SamplesGone("samples were cleared and replaced by others before they were fetched")
+                raise MissingSamples("samples were cleared and replaced by others before they were fetched")
         return columns
 
 
@@ -141,19 +139,11 @@ class TrainedBatch:
             yield self._of(rows)
 
     def _of(self, rows: list[int]) -> TrainedBatch:
-        def pick(column: list[Any]) -> list[Any]:
-            return [column[row] for row in rows]
-
-        stored = replace(self.stored, keys=pick(self.stored.keys), lengths=self.stored.lengths[rows])
-        return replace(
-            self,
-            stored=stored,
-            prompts=pick(self.prompts),
-            visits=pick(self.visits),
-            rewards=self.rewards[rows],
-            numbers=pick(self.numbers),
-            versions=pick(self.versions),
-        )
+        keys = [self.stored.keys[row] for row in rows]
+        stored = replace(self.stored, keys=keys, lengths=self.stored.lengths[rows])
+        names = ("prompts", "visits", "numbers", "versions")
+        lists: dict[str, Any] = {name: [getattr(self, name)[row] for row in rows] for name in names}
+        return replace(self, stored=stored, rewards=self.rewards[rows], **lists)
 
     def trajectories(self) -> Iterator[list[Trajectory]]:
         """Fetch the trajectories piece by piece; all samples of a prompt are in one piece."""

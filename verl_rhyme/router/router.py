@@ -41,7 +41,6 @@ class PlacementRouter(GlobalRequestLoadBalancer):
         return super().acquire_server(request_id)
 
     def remove_servers(self, server_ids: list[str]) -> None:
-        """Remove servers."""
         super().remove_servers(server_ids)
         for server_id in server_ids:
             self._rooms.pop(server_id, None)

@@ -5,7 +5,6 @@ verl's ``LLMServerManager`` makes its router from that file, in the trainer's pr
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from verl_rhyme.planning import profile
 from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 from verl_rhyme.planning.typed_yaml import ClusterError
 
-#: Name of the file in the run's checkpoint folder.
-NAME = "router.yaml"
-#: Content of the file: a class name, because this module is read before Ray starts and must not import verl's engines.
-_CONTENT = "router_class: verl_rhyme.router.router.PlacementRouter\n"
+#: Names the class of the router. This module cannot: it is imported before Ray starts, without verl's engines.
+FILE = Path(__file__).with_name("router.yaml")
 
 
 def check(placement: PlacementConfig) -> None:
@@ -40,9 +37,6 @@ def check(placement: PlacementConfig) -> None:
 
 def check_own(config: Any) -> None:
     """Check the user's own router, with which verl would otherwise fail once all engines run.
-
-    Args:
-        config: verl's whole config.
 
     Raises:
         ConfigError: The file or class does not exist, or the class lacks methods of verl's ``RequestLoadBalancer``.
@@ -87,28 +81,11 @@ def cost(placement: PlacementConfig) -> ReplicaCost:
         raise ConfigError(f"{CONFIG_PATH}.placement.profile: {error}") from error
 
 
-def use(config: Any, placement: PlacementConfig) -> Path | None:
-    """Make every router of a run a :class:`~verl_rhyme.router.router.PlacementRouter`, which placement needs.
+def use(config: Any, placement: PlacementConfig) -> None:
+    """Make every router of a run a :class:`~verl_rhyme.router.router.PlacementRouter`, if placement has a policy.
 
-    Call it before verl's trainer makes its engines.
-
-    Args:
-        config: verl's whole config; ``actor_rollout_ref.rollout.router_config_path`` is set in it.
-        placement: Placement options; if ``policy`` is ``None`` nothing changes.
-
-    Returns:
-        Path of the file in ``trainer.default_local_dir``; it is written at every start.
-
-    Raises:
-        OSError: The file cannot be written.
+    Call it before verl's trainer makes its engines: it sets ``actor_rollout_ref.rollout.router_config_path``.
     """
-    if placement.policy is None:
-        return None
-    file = Path(str(config.trainer.default_local_dir)).expanduser().absolute() / NAME
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_suffix(f".{os.getpid()}.tmp")
-    new.write_text(_CONTENT)
-    new.replace(file)
-    with open_dict(config):
-        config.actor_rollout_ref.rollout.router_config_path = str(file)
-    return file
+    if placement.policy is not None:
+        with open_dict(config):
+            config.actor_rollout_ref.rollout.router_config_path = str(FILE)

@@ -25,7 +25,7 @@ from verl_rhyme.history_writer.history_service import HistoryService, tokenizer_
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.observability.metrics import fillable_slots
-from verl_rhyme.processes.deaths import Outliving
+from verl_rhyme.processes.deaths import WatchedCheckpointManager
 from verl_rhyme.router import router_file
 from verl_rhyme.trainer import checkpoints
 from verl_rhyme.trainer.draft_counts import DraftCounts
@@ -105,7 +105,7 @@ class RhymeTrainerMixin(PPOTrainer):
         self._recorder = Recorder(
             self._history,
             self._event_log,
-            lambda: self._bubble_slots,
+            lambda: None if self._rollout_stage == "step" else self._bubble_slots,  # then by the event log alone
             DraftCounts(self._draft_servers),
             logprobs=self.config.actor_rollout_ref.rollout.calculate_log_probs,
             log_responses=self._rhyme.events.responses,
@@ -118,7 +118,7 @@ class RhymeTrainerMixin(PPOTrainer):
         for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter with separate engines
             if (weights := getattr(self, name, None)) is not None:
                 ours = choose_manager(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout)
-                setattr(self, name, Outliving(ours))
+                setattr(self, name, WatchedCheckpointManager(ours))
         router = self._router()
         if router is not None:
             for address, tokens in self._cache_tokens().items():

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from verl_rhyme.coordinator import coordinator
 from verl_rhyme.observability.errors import first_line
-from verl_rhyme.processes.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
+from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
 from verl_rhyme.trainer.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -34,16 +34,16 @@ class Driver:
     """
 
     def __init__(
-        self, setting: Setting, load: Callable[[int], list[Handed]], make_workers: Callable[[], list[Any]]
+        self, setting: RunSettings, load: Callable[[int], list[LoadedPrompt]], make_workers: Callable[[], list[Any]]
     ) -> None:
         self._setting, self._load, self._make_workers = setting, load, make_workers
         #: Handle of the coordinator's actor.
         self.coordinator = coordinator.start()
         self._workers: list[Any] = []
         self._state: dict[str, Any] | None = None  # state at the last batch
-        self._handed: list[Handed] = []  # prompts passed since the last batch
+        self._handed: list[LoadedPrompt] = []  # prompts passed since the last batch
         self._lengths: dict[str, Any] | None = None  # latest lengths from the coordinator
-        self._serving: Serving | None = None
+        self._share = 1.0
         self._version = 0
         self._batches_left = 0
         self._generation = 0
@@ -64,14 +64,18 @@ class Driver:
         self._version, self._batches_left = version, batches_left
         self._fulfil(self._ask("publish", version, batches_left))
 
-    def serve(self, serving: Serving, leaves: str = "") -> int:
-        """Set how many replicas generate from now on, and move the samples of a replica that leaves, by its address.
+    def serve(self, share: float, leaves: str = "") -> int:
+        """Set how many replicas generate from now on, and move the samples of a replica that leaves.
+
+        Args:
+            share: Share of the replicas at the start of the run.
+            leaves: Address of a replica that leaves.
 
         Returns:
             Number of these samples.
         """
-        self._serving = serving
-        return self._ask("serve", serving, leaves)
+        self._share = share
+        return self._ask("set_serving", share, leaves)
 
     def pause(self) -> None:
         """Start no sample until :meth:`publish`."""
@@ -86,15 +90,15 @@ class Driver:
         self.wait_s = 0.0
         samples = None if parts is None else self._setting.part_samples
         while True:
-            while (wants := self._wait_for_batch(rewarded, stops, samples)) is not None:
-                if parts is not None and wants.part is not None:
-                    parts(wants.part)
-                self._fulfil(wants)
-                if wants.replicas:
+            while (work := self._wait_for_batch(rewarded, stops, samples)) is not None:
+                if parts is not None and work.part is not None:
+                    parts(work.part)
+                self._fulfil(work)
+                if work.replicas:
                     topology.replace_dead(self._version)
             if stops:
                 topology.stop()
-            reply: Reply | None = self._ask("take")
+            reply: Reply | None = self._ask("take_batch")
             if reply is not None:
                 break
             # A reward or an agent loop failed, or a reward is late: the engines continue until it arrives.
@@ -108,7 +112,7 @@ class Driver:
 
     def load_prompts(self) -> None:
         """Pass the prompts that are wanted now, without waiting for further requests."""
-        self._fulfil(self._ask("wants"))
+        self._fulfil(self._ask("pending_work"))
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
@@ -119,21 +123,21 @@ class Driver:
     def close(self) -> None:
         ray.kill(self.coordinator)
 
-    def _fulfil(self, wants: Wants) -> None:
-        if wants.workers:
+    def _fulfil(self, work: TrainerWork) -> None:
+        if work.workers:
             self._workers = self._make_workers()
             self._ask("add_workers", self._workers)
-        if wants.prompts:
-            prompts = self._load(wants.prompts)
+        if work.prompts:
+            prompts = self._load(work.prompts)
             self._handed.extend(prompts)
-            self._ask("hand", prompts)
+            self._ask("add_prompts", prompts)
 
-    def _wait_for_batch(self, *arguments: Any) -> Wants | None:
-        """Wait until the batch is ready (``None``), or the coordinator wants something."""
+    def _wait_for_batch(self, *arguments: Any) -> TrainerWork | None:
+        """Wait until the batch is ready (``None``), or there is work for the trainer."""
         began = time.monotonic()
-        wants = self._ask("enough", *arguments)
+        work: TrainerWork | None = self._ask("wait_for_batch", *arguments)
         self.wait_s += time.monotonic() - began
-        return wants
+        return work
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         for _ in range(_REOPENINGS):
@@ -154,9 +158,9 @@ class Driver:
         while True:
             self._generation += 1
             now = self._version, self._batches_left, self._generation
-            before = Before(self._state, list(self._handed), *now, self._lengths, self._serving)
+            resume = ResumeState(self._state, list(self._handed), *now, self._lengths, self._share)
             try:
-                return ray.get(self.coordinator.open.remote(self._setting, self._workers, before, fresh))
+                return ray.get(self.coordinator.open.remote(self._setting, self._workers, resume, fresh))
             except RayActorError as error:
                 if error.actor_init_failed or time.monotonic() - began > _START_S:
                     raise RuntimeError(

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, ElasticConfig
-from verl_rhyme.coordinator.replicas import Spares, obstacle
+from verl_rhyme.coordinator.replicas import SpareReplicas, single_transfer_obstacle
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.planning.elastic import Elastic, Limits
 from verl_rhyme.planning.times import Work, rollout
-from verl_rhyme.processes.messages import Reply, Serving, Setting
+from verl_rhyme.processes.messages import Reply, RunSettings
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.observers import Observer, Step
 
@@ -38,7 +37,7 @@ class ReplicaAdvisor(Observer):
         advice: Advice of the latest step: 1, one replica more; -1, one less; 0, no change.
     """
 
-    def __init__(self, setting: Setting, limits: Limits | None = None) -> None:
+    def __init__(self, setting: RunSettings, limits: Limits | None = None) -> None:
         self._setting = setting
         self._limits = Limits() if limits is None else limits
         self.advice = 0
@@ -102,24 +101,17 @@ class ReplicaScaler(ReplicaAdvisor):
         servers: verl's ``LLMServerManager``; all its replicas serve.
         engine: verl's ``CheckpointEngineConfig``.
         spares: Object that lets replicas rest and wakes them.
-        slots: Function that returns Q of the bubble ratio for the serving replicas.
 
     Raises:
         ConfigError: There are fewer replicas than ``min_replicas``, or weights cannot be sent to a single one.
     """
 
     def __init__(
-        self,
-        setting: Setting,
-        config: ElasticConfig,
-        servers: Any,
-        engine: Any,
-        spares: Spares,
-        slots: Callable[[], int],
+        self, setting: RunSettings, config: ElasticConfig, servers: Any, engine: Any, spares: SpareReplicas
     ) -> None:
-        self._servers, self._spares, self._slots = servers, spares, slots
+        self._servers, self._spares = servers, spares
         replicas = servers.get_replicas()
-        if why := obstacle(engine, len(replicas[0].workers)):
+        if why := single_transfer_obstacle(engine, len(replicas[0].workers)):
             raise ConfigError(f"{CONFIG_PATH}.streaming.elastic.min_replicas: {why}; use the relay, or drop the option")
         launched = self._launched = self._reported = len(replicas)
         least, most = config.min_replicas or 1, min(launched, config.max_replicas or launched)
@@ -164,7 +156,7 @@ class ReplicaScaler(ReplicaAdvisor):
         metrics = {names.STREAM_REPLICAS: float(len(serving))}
         began = time.monotonic()
         if advice > 0 and len(serving) + self._spares.missing < self._limits.most:  # starting replicas count
-            replica = self._spares.wake(version)
+            replica = self._spares.wake_up(version)
             if replica is None:  # none rests: one is starting, or none may start
                 return metrics
             self._report()
@@ -182,8 +174,8 @@ class ReplicaScaler(ReplicaAdvisor):
         return metrics
 
     def _rest(self, replica: Any) -> int:
-        return self._spares.rest(replica, lambda address: self._report(address))
+        return self._spares.suspend(replica, lambda address: self._report(address))
 
     def _report(self, leaves: str = "") -> int:
         self._reported = len(self._servers.get_replicas())
-        return self._driver.serve(Serving(self._reported / self._launched, self._slots()), leaves)
+        return self._driver.serve(self._reported / self._launched, leaves)

@@ -36,10 +36,10 @@ from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import OVERSUBSCRIPTION, ConfigError, training_order
-from verl_rhyme.coordinator.ranker_service import lacking
+from verl_rhyme.coordinator.ranker_service import missing_requirement
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.processes.messages import Handed, Reply, Setting
+from verl_rhyme.processes.messages import LoadedPrompt, Reply, RunSettings
 from verl_rhyme.router import router_file
 from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.trainer.base import RhymeTrainerMixin
@@ -172,7 +172,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _check_validation(self, version: int) -> None:
         self.topology.replace_dead(version)
-        self.agent_loop_manager.look()
+        self.agent_loop_manager.resend_validation()
 
     def _setup(self) -> None:
         super()._setup()
@@ -182,7 +182,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         super()._init_resource_pool_mgr()
         ranker = self._rhyme.lengths.ranker
         if ranker.kind is not None:  # it starts while models load
-            if problem := lacking(ranker, len(self.tokenizer)):
+            if problem := missing_requirement(ranker, len(self.tokenizer)):
                 raise ConfigError(problem)
             template = self.config.data.get("apply_chat_template_kwargs") or {}
             self.observers.append(Ranking(ranker, self.tokenizer, template))
@@ -202,18 +202,18 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         setting = self._setting()
         self.observers.append(self._elastic(setting))
         self.topology.prepare(self.rules)
-        self._driver = Driver(setting, self._fetch_prompts, self.agent_loop_manager.renew)
+        self._driver = Driver(setting, self._fetch_prompts, self.agent_loop_manager.replace_workers)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
         for observer in self.observers:
             observer.on_train_begin(self._driver)
         self._publish(self.global_steps - 1)
 
-    def _setting(self) -> Setting:
+    def _setting(self) -> RunSettings:
         slots = self._request_slots()
         limit = max(1, math.ceil(OVERSUBSCRIPTION * slots))
         tokens = self._cache_tokens().values()
         placement = self._rhyme.placement
-        return Setting(
+        return RunSettings(
             rules=self.rules,
             filters=self._filters,
             limit=limit,
@@ -228,7 +228,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             part_samples=max(1, int((self._rhyme.streaming.part or 1) * self.rules.batch_samples)),
         )
 
-    def _elastic(self, setting: Setting) -> ReplicaAdvisor:
+    def _elastic(self, setting: RunSettings) -> ReplicaAdvisor:
         """Return the observer that advises on the number of replicas, and carries the advice out if enabled."""
         elastic = self._rhyme.streaming.elastic
         if elastic.min_replicas is None:
@@ -236,11 +236,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         assert isinstance(self.topology, Separate)  # combinations.py refuses it elsewhere
         engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
         servers, spares = self.topology.servers(), self.topology.spares
-        return ReplicaScaler(setting, elastic, servers, engine, spares, self._recount_slots)
-
-    def _recount_slots(self) -> int:
-        self.__dict__.pop("fillable_slots", None)
-        return self.fillable_slots
+        return ReplicaScaler(setting, elastic, servers, engine, spares)
 
     def _samples_in_flight(self) -> int:
         return self.rules.samples_in_flight
@@ -254,7 +250,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     # ---- prompts ----
 
-    def _fetch_prompts(self, count: int) -> list[Handed]:
+    def _fetch_prompts(self, count: int) -> list[LoadedPrompt]:
         chunk = self.config.data.get("gen_batch_size", None) or self.config.data.train_batch_size
         batch = self._next_train_batch(-(-count // chunk) * chunk)
         uids = [str(uid) for uid in batch["uid"]]
@@ -267,7 +263,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             messages = dict(zip(keys, batch["raw_prompt"], strict=True))
             for observer in self.observers:
                 observer.on_prompts(messages)
-        return [Handed(uid, int(count), key) for uid, count, key in zip(uids, samples, keys, strict=True)]
+        return [LoadedPrompt(uid, int(count), key) for uid, count, key in zip(uids, samples, keys, strict=True)]
 
     def _prompt_keys(self, batch: Any, columns: list[str]) -> list[str]:
         """Return the prompt keys, as the agent loop workers compute them (:func:`data_key`)."""

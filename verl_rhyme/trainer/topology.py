@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.exceptions import ActorUnavailableError
 
-from verl_rhyme.coordinator.replicas import Spares, serve
+from verl_rhyme.coordinator.replicas import SpareReplicas, readmit
 from verl_rhyme.processes.deaths import ReplicaDied, dead, is_death
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.weights.manager import RelayManager
@@ -106,7 +106,7 @@ class Colocated(Topology):
                 f"rollout replica {replica.replica_rank} died on the devices of the actor: {why}\nThe same command "
                 "continues from the last checkpoint."
             )
-        serve(self.servers())
+        readmit(self.servers())
         return 0
 
 
@@ -120,9 +120,9 @@ class Separate(Topology):
         return self._trainer.standalone_checkpoint_manager
 
     @functools.cached_property
-    def spares(self) -> Spares:
+    def spares(self) -> SpareReplicas:
         """Object that replaces replicas and lets them rest."""
-        return Spares(self.servers(), self._engines, self._lost_after)
+        return SpareReplicas(self.servers(), self._engines, self._lost_after)
 
     def servers(self) -> Any:
         return self._trainer.standalone_server_manager
@@ -161,7 +161,7 @@ class Separate(Topology):
         if self._trainer.current_mode.value == "rollout":
             # Engines on the actor's devices serve as well, so that there is no memory to send weights from.
             return Colocated(self._trainer).replace_dead(version)
-        died = self.spares.mend(version, waits)
+        died = self.spares.replace_dead(version, waits)
         if isinstance(self._engines, RelayManager):
             self._engines.check()
         return died

@@ -109,7 +109,7 @@ class RelayManager(CheckpointEngineManager):
             return self._take_link_metrics()
         metrics, self._link_metrics = self._link_metrics, {}
         self._recipients = list(self.replicas)
-        self._distribution = background.begin(self._distribute, self._recipients)
+        self._distribution = background.run_in_thread(self._distribute, self._recipients)
         return {names.REPLICAS_BEHIND: float(behind), **metrics}
 
     def check(self) -> int:

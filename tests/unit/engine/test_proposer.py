@@ -82,7 +82,7 @@ def test_any_schedule_gives_no_errors_and_bounded_drafts(tmp_path, policy):
                 prompt = prompts[rng.integers(len(prompts))]
                 previous = rng.integers(0, VOCABULARY + 5, rng.integers(0, 200) if rng.random() < 0.5 else 0)
                 previous = previous.astype("<i4").tobytes()
-                meta = RequestMeta(id=name, key=prompt_key(prompt).hex(), previous=previous)
+                meta = RequestMeta(id=name, key=prompt_key(prompt).hex(), earlier_text=previous)
                 extra = meta.put({}) if rng.random() < 0.9 else {"extra_args": None}
                 params = SimpleNamespace(max_tokens=int(rng.integers(1, 120)), **extra)
                 state[name] = {"text": list(prompt), "prompt": len(prompt), "draft": []}
@@ -155,7 +155,7 @@ def test_regenerated_request_drafts_its_previous_text(tmp_path, policy):
     proposer = proposer_for(tmp_path / "h", policy=policy)
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
-    admit(proposer, ["a"], prompt, previous=np.array(response, "<i4").tobytes())
+    admit(proposer, ["a"], prompt, earlier_text=np.array(response, "<i4").tobytes())
     done, draft, steps, new = 0, [], 0, response[:1]
     while new:
         tokens[0, len(prompt) + done : len(prompt) + done + len(new)] = new
@@ -181,7 +181,7 @@ def test_memory_bounds_the_drafts_of_a_full_batch(tmp_path):
     proposer._vocab_size, proposer._step_tokens = vocabulary, 8192
     tokens = np.zeros((ROWS, LENGTH), np.int32)
     prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
-    admit(proposer, [f"r{i}" for i in range(ROWS)], prompt, previous=np.array(response, "<i4").tobytes())
+    admit(proposer, [f"r{i}" for i in range(ROWS)], prompt, earlier_text=np.array(response, "<i4").tobytes())
     tokens[:, : len(prompt)], tokens[:, len(prompt)] = prompt, response[0]
     drafts = proposer.propose([[response[0]]] * ROWS, np.full(ROWS, len(prompt) + 1, np.int32), tokens)
     budget = logits_budget(vocabulary, ROWS, ROWS, memory)

@@ -185,7 +185,7 @@ def test_continued_response_ends_as_an_uninterrupted_one(text, cuts, stop, min_t
         made, ended = [], False
         for size in (*cuts, len(tokens)):
             params = continued_options(options, len(made), noise_by_position=True)
-            front = Front(prompt=[*PROMPT, *made], **RequestMeta(made=len(made)).put(params))
+            front = Front(prompt=[*PROMPT, *made], **RequestMeta(resumed_tokens=len(made)).put(params))
             front.run(tokens[len(made) :][:size], [])
             made += front.outputs[-1].token_ids if front.outputs else []
             ended = bool(front.outputs) and front.outputs[-1].finish_reason == "stop"

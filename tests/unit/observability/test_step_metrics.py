@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_rhyme.observability import metrics as m
-from verl_rhyme.observability.batches import SlotAccount
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=20)
 
@@ -110,25 +109,3 @@ def test_response_tokens_from_what_verl_logs() -> None:
     assert m.response_tokens({m.TOTAL_TOKENS: 400, m.PROMPT_LENGTH_MEAN: 30.0, m.RESPONSE_LENGTH_MEAN: 70.0}) == 280
     assert m.response_tokens({m.TRAINED_TOKENS: 5.0}) == 5
     assert m.response_tokens({m.GEN_S: 2.0, m.RESPONSE_LENGTH_MEAN: float("nan")}) is None
-
-
-def test_slot_account_counts_requests_in_slots() -> None:
-    """Two slots; four samples are sent at 0, and each takes a second to reach its engine."""
-    account = SlotAccount(2)
-
-    def ended(started: float, finished: float) -> None:
-        account.add_finished([{"queued_at": 0.0, "started_at": started, "finished_at": finished}])
-
-    account.add_sent("abcd", 0.0)
-    ended(1.0, 5.0)
-    ended(1.0, 3.0)
-    # The first request starts at 1. "c" gets a slot at 3, and "d" waits until 5.
-    assert account.end_interval(9.0, ["c", "d"]) == 0.0
-    ended(3.0, 10.0)
-    account.begin_sync(11.0)
-    account.end_sync(13.0)
-    # From 9 on: "c" runs until 10, "d" except for two seconds of weight update.
-    assert account.end_interval(19.0, ["d"]) == pytest.approx(1 - (1 + 8) / 20)
-    assert account.end_interval(29.0, ["e"]) == 0.5  # its time of sending is unknown
-    assert account.end_interval(39.0, []) == 1.0
-    assert account.end_interval(39.0, []) == 0.0

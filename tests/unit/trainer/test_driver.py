@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError
 
-from verl_rhyme.processes.messages import Handed, Wants
+from verl_rhyme.processes.messages import LoadedPrompt, TrainerWork
 from verl_rhyme.trainer import driver as module
 from verl_rhyme.trainer.driver import Driver
 
@@ -21,7 +21,7 @@ class Coordinator:
             self.calls.append((method, arguments))
             if len(self.calls) in self.dies:
                 return RayActorError()
-            return {"state": {"generation": 7}, "open": {"generation": 7}, "publish": Wants(3)}.get(method)
+            return {"state": {"generation": 7}, "open": {"generation": 7}, "publish": TrainerWork(3)}.get(method)
 
         return SimpleNamespace(remote=remote)
 
@@ -39,7 +39,7 @@ def driver(monkeypatch):
     def make(dies):
         actor = Coordinator(dies)
         monkeypatch.setattr(module.coordinator, "start", lambda: actor)
-        return Driver(None, lambda count: [Handed(f"p{i}", 2) for i in range(count)], list), actor
+        return Driver(None, lambda count: [LoadedPrompt(f"p{i}", 2) for i in range(count)], list), actor
 
     return make
 
@@ -50,10 +50,10 @@ def test_coordinator_is_reopened_with_its_state_and_starts_nothing(driver):
     made.open(["w"], None, version=2)
     made.publish(2, 5)
     made.pause()
-    assert [method for method, _ in actor.calls] == ["open", "publish", "hand", "pause", "open", "pause"]
+    assert [method for method, _ in actor.calls] == ["open", "publish", "add_prompts", "pause", "open", "pause"]
     before = actor.calls[4][1][2]
     assert (before.version, before.batches_left, before.generation) == (2, 5, 2)
-    assert before.handed == [("p0", 2, ""), ("p1", 2, ""), ("p2", 2, "")]
+    assert before.prompts == [("p0", 2, ""), ("p1", 2, ""), ("p2", 2, "")]
     assert made.reopened == 1
 
 

@@ -9,7 +9,7 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.batches import batch_metrics
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
 from verl_rhyme.planning.elastic import Limits
-from verl_rhyme.processes.messages import Reply, Setting
+from verl_rhyme.processes.messages import Reply, RunSettings
 from verl_rhyme.scheduling.batch import Batch, Collected, StepCounts
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import elastic as module
@@ -21,7 +21,7 @@ RULES = Rules(8, 64, max_staleness=1, separate=True)
 
 def setting():
     cost = ReplicaCost(StepCost(base=1e-3, row=1e-3), slots=64)
-    return Setting(rules=RULES, filters=None, limit=128, min_starts=1, slots=128, lost_after=60.0, cost=cost)
+    return RunSettings(rules=RULES, filters=None, limit=128, min_starts=1, slots=128, lost_after=60.0, cost=cost)
 
 
 def reply(ahead, tokens=400):
@@ -73,9 +73,9 @@ def test_seconds_a_batch_was_ready_before_it_was_taken():
     later = {**record, "finished_at": 114.0}
     collected = Collected(samples=[("a", 0)], lengths=[5], waited=[0], staleness=[0])
     batch = Batch(collected, ["a_0"], 0, [record, later], [], [], StepCounts(), 0, 0, {})
-    assert batch_metrics(batch, 4, 0.5, taken=120.0)[names.STREAM_AHEAD] == 6.0
-    assert batch_metrics(batch, 4, 0.5, taken=113.0)[names.STREAM_AHEAD] == 0.0  # clocks of two machines differ
-    assert names.STREAM_AHEAD not in batch_metrics(batch, 4, 0.5)
+    assert batch_metrics(batch, 4, taken=120.0)[names.STREAM_AHEAD] == 6.0
+    assert batch_metrics(batch, 4, taken=113.0)[names.STREAM_AHEAD] == 0.0  # clocks of two machines differ
+    assert names.STREAM_AHEAD not in batch_metrics(batch, 4)
 
 
 def test_advice_keeps_the_upper_limit():
@@ -93,14 +93,14 @@ class Spares:
     def scaler(self, *limits):
         engine = SimpleNamespace(backend="relay", engine_kwargs={})
         servers = SimpleNamespace(get_replicas=lambda: self.serving)
-        return ReplicaScaler(None, ElasticConfig(*limits), servers, engine, self, lambda: 8)
+        return ReplicaScaler(None, ElasticConfig(*limits), servers, engine, self)
 
-    def rest(self, replica, vacate):
+    def suspend(self, replica, drain):
         self.rested.append(replica.replica_rank)
         self.serving.remove(replica)
-        return vacate("address")
+        return drain("address")
 
-    def wake(self, version):
+    def wake_up(self, version):
         return self.waking.pop()
 
 
@@ -108,7 +108,7 @@ def test_starting_replicas_count_towards_the_maximum():
     """A starting replica serves only minutes later; until then its place looked free."""
     spares = Spares(4, waking=[SimpleNamespace(replica_rank=7)])
     scaler = spares.scaler(1, 3)
-    scaler._driver = SimpleNamespace(serve=lambda serving, leaves: 0)
+    scaler._driver = SimpleNamespace(serve=lambda share, leaves: 0)
     del spares.serving[2:]
     spares.missing = 1
     assert "training/stream/change_s" not in scaler.scale(1, 7)
@@ -120,7 +120,7 @@ def test_starting_replicas_count_towards_the_maximum():
 def test_last_replica_rests_and_limits_hold():
     spares = Spares(4)
     scaler = spares.scaler(2, 3)
-    scaler.on_train_begin(SimpleNamespace(serve=lambda serving, leaves: 5))
+    scaler.on_train_begin(SimpleNamespace(serve=lambda share, leaves: 5))
     assert spares.rested == [3]
     assert scaler.scale(1, 1) == {"training/stream/replicas": 3}
     assert scaler.scale(-1, 2)["training/stream/moved"] == 5
@@ -133,7 +133,7 @@ def test_last_replica_rests_and_limits_hold():
 def test_changed_number_of_replicas_is_reported():
     spares, reported = Spares(4), []
     scaler = spares.scaler(1)
-    scaler.on_train_begin(SimpleNamespace(serve=lambda serving, leaves: reported.append(serving.share)))
+    scaler.on_train_begin(SimpleNamespace(serve=lambda share, leaves: reported.append(share)))
     scaler.report_changes()
     del spares.serving[3:]
     scaler.report_changes()

@@ -12,7 +12,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.config import RhymeConfig
-from verl_rhyme.processes.deaths import Outliving, ReplicaDied
+from verl_rhyme.processes.deaths import ReplicaDied, WatchedCheckpointManager
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.registry import TRAINERS, RhymeTrainerSync
 from verl_rhyme.trainer.topology import Colocated, Separate
@@ -72,7 +72,7 @@ def test_no_replica_starts_while_the_actors_devices_serve(monkeypatch):
     managers = {name: SimpleNamespace(get_replicas=lambda held=held: held) for name, held in servers.items()}
     trainer = SimpleNamespace(current_mode=HybridEngineMode.ROLLOUT, _rhyme=RhymeConfig(), **managers)
     monkeypatch.setattr(topology, "dead", lambda replicas, hung_s: dict.fromkeys(replicas, "gone"))
-    monkeypatch.setattr(topology, "serve", lambda servers: None)
+    monkeypatch.setattr(topology, "readmit", lambda servers: None)
     assert Separate(trainer).replace_dead(1) == 0
     servers["llm_server_manager"].append(replica)
     with pytest.raises(ReplicaDied, match="on the devices of the actor: gone"):
@@ -84,7 +84,7 @@ def test_separate_engines_replace_dead_replicas_and_retry_deliveries(monkeypatch
     monkeypatch.setattr(RelayManager, "check", lambda self: checked.append(self))
     relay = object.__new__(RelayManager)
     separate = Separate(SimpleNamespace(current_mode=HybridEngineMode.TRAINER, standalone_checkpoint_manager=relay))
-    separate.spares = SimpleNamespace(mend=lambda version, waits: (version, waits))
+    separate.spares = SimpleNamespace(replace_dead=lambda version, waits: (version, waits))
     assert separate.replace_dead(7, waits=False) == (7, False)
     assert checked == [relay]
 
@@ -112,5 +112,5 @@ def test_with_rhyme_weight_syncs_outlive_replicas(monkeypatch, rhyme):
     trainer.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=None))
     trainer._setup()
     for name, manager in managers.items():
-        assert isinstance(getattr(trainer, name), Outliving) == (rhyme is not None)
+        assert isinstance(getattr(trainer, name), WatchedCheckpointManager) == (rhyme is not None)
         assert getattr(trainer, name) == manager

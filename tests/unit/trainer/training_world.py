@@ -20,8 +20,8 @@ from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from tests.unit.workers.cluster import Cluster, Handle, Killed, Queue
-from verl_rhyme.agent_loop import recall, reports, stored_attempts
+from tests.unit.coordinator.cluster import Cluster, Handle, Killed, Queue
+from verl_rhyme.agent_loop import reports, stored_attempts
 from verl_rhyme.agent_loop import worker as worker_module
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, current
@@ -29,11 +29,11 @@ from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import ElasticConfig, RhymeConfig
 from verl_rhyme.coordinator import coordinator, replica_start, replicas, worker_pool
 from verl_rhyme.coordinator.coordinator import Coordinator
-from verl_rhyme.coordinator.replicas import Spares
+from verl_rhyme.coordinator.replicas import SpareReplicas
 from verl_rhyme.engine.gate import Gate
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.processes.deaths import ReplicaDied
-from verl_rhyme.processes.messages import Handed, Setting
+from verl_rhyme.processes.messages import LoadedPrompt, RunSettings
 from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
 from verl_rhyme.scheduling.rules import Rules
@@ -126,7 +126,7 @@ class World:
         self.placement = ("histopipe", {"groups": 2, "tail": random.Random(seed).choice([1.0, 1.0, 0.34])})
         if seed % 3 == 2:
             self.placement = ("longest_first", {})
-        self.setting = Setting(
+        self.setting = RunSettings(
             self.rules, "reward" if self.filters else None, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0
         )
         self.streams = self.separate and seed % 4 != 1
@@ -206,15 +206,13 @@ class World:
         self.global_steps = step + 1
         self.global_load_balancer = self.balancer
         self.weights = self.checkpoint_manager = self.standalone_checkpoint_manager = Weights(self)
-        self.spares = WorldSpares(self)
+        self.spares = WorldReplicas(self)
         self.spares._set(self.rollout_replicas)
         self.topology = (topology.Separate if self.separate else topology.Colocated)(self)
         self.driver = Driver(self.setting, self.load, self.make_workers)
         self.driver.open(self.make_workers(), None if saved is None else saved.state, version=step)
         if self.elastic:
-            self.scaler = ReplicaScaler(
-                self.setting, ElasticConfig(1), self, self.weights.config, self.spares, self.slots
-            )
+            self.scaler = ReplicaScaler(self.setting, ElasticConfig(1), self, self.weights.config, self.spares)
             self.scaler.on_train_begin(self.driver)
         self.driver.publish(step, STEPS - step)
         while step < STEPS:
@@ -283,7 +281,7 @@ class World:
         self.loaded = rows.stop
         self.uids |= zip(rows, uids, strict=True)
         self.index |= zip(uids, rows, strict=True)
-        return [Handed(uid, SAMPLES, f"prompt {row % 7}") for row, uid in zip(rows, uids, strict=True)]
+        return [LoadedPrompt(uid, SAMPLES, f"prompt {row % 7}") for row, uid in zip(rows, uids, strict=True)]
 
     def make_workers(self):
         self.workers = [Handle(self.cluster, lambda: Worker(self)) for _ in range(WORKERS)]
@@ -307,9 +305,6 @@ class World:
 
     def get_replicas(self):
         return self.rollout_replicas
-
-    def slots(self):
-        return 8 * len(self.rollout_replicas)
 
     def make_replica(self, version):
         """Make a replica with verl's attributes."""
@@ -621,7 +616,7 @@ class Starting:
         return self._world.make_replica(self._world.version)
 
 
-class WorldSpares(Spares):
+class WorldReplicas(SpareReplicas):
     """The real spares of replicas, in this world."""
 
     def __init__(self, world):
@@ -667,7 +662,7 @@ class Worker(_Worker):
         request_id = session.name
         ids, turns = [10**7 + index, session_id], []
         assert len(ids) == PROMPT_TOKENS
-        partial, kept = session.partial, [turn.tokens[:] for turn in session.kept]
+        partial, kept = session.partial, [turn.tokens[:] for turn in session.earlier_turns]
         if not partial and kept:
             assert world.rules.redrafts
         for number, (length, tool_s) in enumerate(world.turns(index, session_id)):
@@ -716,8 +711,6 @@ def install(world, monkeypatch):
 
     async def tensors(keys, partition_id, select_fields=None):
         data = await queue.fetch(keys, partition_id, select_fields)
-        if partition_id != PROMPTS:
-            return data
         from verl.utils import tensordict_utils as tu
 
         batch = TensorDict({"index": torch.tensor(data["index"])}, batch_size=len(data["index"]))
@@ -727,8 +720,7 @@ def install(world, monkeypatch):
     ray = SimpleNamespace(get=cluster.get, kill=cluster.kill, get_runtime_context=cluster.get_runtime_context)
     for module in (reports, coordinator, stored_attempts):
         monkeypatch.setattr(module, "tq", tq)
-    for module in (recall, worker_module):
-        monkeypatch.setattr(module, "tq", SimpleNamespace(async_kv_batch_get=tensors))
+    monkeypatch.setattr(worker_module, "tq", SimpleNamespace(async_kv_batch_get=tensors))
     monkeypatch.setattr(reports, "list_of_dict_to_tensordict", lambda rows: rows)
     monkeypatch.setattr(worker_module._AgentLoopWorker, "_agent_loop_postprocess", store)
     for module in (coordinator, worker_pool, driver_module, replicas, replica_start, manager):
@@ -738,8 +730,8 @@ def install(world, monkeypatch):
     gone = lambda replicas, hung_s=None: {r: "gone" for r in replicas if not r._server_handle.alive}  # noqa: E731
     for module in (replicas, topology):
         monkeypatch.setattr(module, "dead", gone)
-    monkeypatch.setattr(topology, "Spares", lambda *_: world.spares)
-    monkeypatch.setattr(replicas, "Start", lambda make: Starting(world))
+    monkeypatch.setattr(topology, "SpareReplicas", lambda *_: world.spares)
+    monkeypatch.setattr(replicas, "ReplicaStart", lambda make: Starting(world))
     monkeypatch.setattr(replicas, "wait", lambda starts, timeout, return_when: starts and cluster.sleep(timeout))
     monkeypatch.setattr(replicas, "_let_go", lambda replicas: None)  # their servers died with them
     monkeypatch.setattr(replicas, "watched", lambda replicas: contextlib.nullcontext({}))

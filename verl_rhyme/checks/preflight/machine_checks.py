@@ -23,7 +23,7 @@ from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
 from verl_rhyme.checks.preflight.machine import Machine, can_write, free_disk
 from verl_rhyme.checks.preflight.plan import Plan
 from verl_rhyme.config import ConfigError, config_tree
-from verl_rhyme.coordinator.ranker_service import lacking
+from verl_rhyme.coordinator.ranker_service import missing_requirement
 from verl_rhyme.weights import BACKEND as RELAY
 from verl_rhyme.weights.claims import SHARED_MEMORY
 
@@ -371,7 +371,7 @@ def ranker(config: Any) -> Iterator[Check]:
         return  # the check of the rhyme tree reports it
     if tree is None or tree.lengths.ranker.kind is None:
         return
-    if problem := lacking(tree.lengths.ranker, None):
+    if problem := missing_requirement(tree.lengths.ranker, None):
         detail, _, remedy = problem.partition(": ")
         yield Check("ranker", FAIL, detail, remedy)
     else:

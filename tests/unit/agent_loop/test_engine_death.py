@@ -1,10 +1,10 @@
-"""Tokens of a request survive the death of its engine while the server still answers."""
+"""A turn keeps its tokens when its engine dies while the server still answers."""
 
 from types import SimpleNamespace
 
 import pytest
-from test_session import PROMPT, Client, Engine, sample
 
+from tests.unit.agent_loop.test_session import PROMPT, Client, Engine, sample
 from verl_rhyme.agent_loop import session as sessions
 from verl_rhyme.processes.request import DIED, FIELD
 
@@ -28,7 +28,7 @@ async def test_turn_continues_on_another_replica_with_its_tokens(monkeypatch, pa
 
     client._load_balancer = SimpleNamespace(remove_servers=SimpleNamespace(remote=remove))
     session = sample(partial)
-    sessions.enter(session)
+    sessions.set_current(session)
     output = await client.generate("r", prompt_ids=PROMPT, sampling_params={})
     assert output.token_ids == [*range(100, 120)]
     assert len(output.log_probs) == 20

@@ -13,9 +13,8 @@ from ray.exceptions import RayActorError
 from tests.unit.lengths.worlds import SMALL, VOCABULARY, pairs
 from verl_rhyme.config import RankerConfig
 from verl_rhyme.coordinator import ranker_service
-from verl_rhyme.coordinator.ranker_service import RankerActor, RankerService, lacking
+from verl_rhyme.coordinator.ranker_service import RankerActor, RankerService, missing_requirement
 from verl_rhyme.lengths import ranker
-from verl_rhyme.lengths.boosting import Boosting
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer import ranking
@@ -200,10 +199,6 @@ def test_number_of_trainings_never_decreases(monkeypatch) -> None:
     assert calls.hand.on_step(None)[names.RANKER_TRAINED] == 2
 
 
-def test_boosting_is_the_default_kind(learnt) -> None:
-    assert isinstance(learnt._ranker, Boosting)
-
-
 def test_waiting_prompts_are_scored_again_by_a_new_ranker(tmp_path) -> None:
     sent: list[tuple[dict, int]] = []
     coordinator = SimpleNamespace(rank=SimpleNamespace(remote=lambda *arguments: sent.append(arguments)))
@@ -270,7 +265,7 @@ def test_training_keeps_its_time_limit(monkeypatch) -> None:
 
 def test_missing_requirements_are_reported_before_a_run(tmp_path, monkeypatch) -> None:
     def lacks(vocabulary=None, **options) -> str:
-        return lacking(RankerConfig(**{"kind": "boosting", **options}), vocabulary)
+        return missing_requirement(RankerConfig(**{"kind": "boosting", **options}), vocabulary)
 
     assert lacks() == lacks(kind="model") == ""
     there = str(tmp_path / "model")

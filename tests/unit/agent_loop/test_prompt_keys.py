@@ -1,4 +1,4 @@
-"""The prompt of a request is identified by its data, in both workers, whatever the agent loop sends."""
+"""Requests have the key of their prompt's data and the number of their sample, in both workers."""
 
 import asyncio
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ class Engine(LLMServerClient):
     async def generate(self, request_id, *, prompt_ids, sampling_params, rhyme, **kwargs):
         meta = RequestMeta(**rhyme)
         self.keys.append(meta.key)
-        record = {"prompt_key": meta.key, "sample": meta.sample, "response_tokens": 1}
+        record = {"prompt_key": meta.key, "sample": meta.sample, "attempt": meta.attempt, "response_tokens": 1}
         return TokenOutput(token_ids=[5], stop_reason="completed", extra_fields={FIELD: [record], "global_steps": 1})
 
 
@@ -41,7 +41,7 @@ class Client(RhymeLLMServerClient, Engine):
 
 
 class Loop:
-    """Agent loop that puts the date into the messages, and keeps none of the engine's extra fields."""
+    """Agent loop of two turns that puts the date into the messages, and keeps none of the engine's extra fields."""
 
     def __init__(self, server_manager, **_):
         self.client = server_manager
@@ -51,7 +51,10 @@ class Loop:
             raw_prompt[0]["content"] += f" {DATE}"
         await asyncio.sleep(0.01 * session_id)
         ids = [*DATE, *(raw_prompt[0]["content"].encode() if raw_prompt else [])]
-        said = await self.client.generate(f"{id(self)}", prompt_ids=ids, sampling_params=sampling_params)
+        for answer in ([], [9]):
+            said = await self.client.generate(
+                f"{id(self)}", prompt_ids=[*ids, *answer], sampling_params=sampling_params
+            )
         return AgentLoopOutput(prompt_ids=ids, response_ids=said.token_ids, response_mask=[1], metrics={})
 
 
@@ -64,8 +67,8 @@ CONFIG = SimpleNamespace(
 
 
 def answered(worker_class, prompt, validate=False):
-    """Return keys of a prompt's requests, and the records stored with its trajectories."""
-    stored, starts = [], []
+    """Return keys of a prompt's requests, and the records stored with its trajectories, by sample."""
+    stored, starts = {}, []
 
     class Worker(worker_class.__ray_metadata__.modified_class):
         def __init__(self):
@@ -90,8 +93,8 @@ def answered(worker_class, prompt, validate=False):
         await worker._run_prompt(row, {"max_tokens": 4}, trajectory)
         return worker.llm_client.keys
 
-    async def store(self, output, validate, **kwargs):
-        stored.append(output.extra_fields.get(FIELD))
+    async def store(self, output, validate, session_id, **kwargs):
+        stored[session_id] = output.extra_fields.get(FIELD)
 
     async def put(**_): ...
 
@@ -112,9 +115,12 @@ def test_prompt_key_does_not_depend_on_the_date(worker, validate, monkeypatch):
     today, stored = answered(worker, row(), validate)
     monkeypatch.setattr(f"{__name__}.DATE", [25, 11])
     tomorrow, _ = answered(worker, row(), validate)
-    assert len(today) == (1 if validate else 2)
-    assert len({*today, *tomorrow}) == 1
-    assert [[record["prompt_key"] for record in sample] for sample in stored] == [[key] for key in today]
+    [key] = {*today, *tomorrow}
+    record = {"prompt_key": key, "response_tokens": 1}
+    assert stored == {
+        number: [{**record, "sample": number, "attempt": turn, "reason": ""} for turn in range(2)]
+        for number in range(1 if validate else 2)
+    }
     other, _ = answered(worker, row(tools_kwargs={"search": {"create_kwargs": {"corpus": "a"}}}), validate)
     assert set(other).isdisjoint(today)
     nothing, _ = answered(worker, {"index": 3}, validate)
@@ -139,4 +145,4 @@ def test_lengths_use_the_same_key():
     columns = ["dummy_tensor", *rows[0]]
     keys = RhymePipelineTrainer._prompt_keys(trainer, batch, columns)
     asked = [answered(SessionAgentLoopWorker, {**each, "multi_modal_data": "none"})[0] for each in rows]
-    assert asked == [[key, key] for key in keys]
+    assert asked == [[key] * 4 for key in keys]  # two samples of two turns

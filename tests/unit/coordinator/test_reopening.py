@@ -7,7 +7,7 @@ import pytest
 
 from verl_rhyme.coordinator import coordinator
 from verl_rhyme.coordinator.coordinator import Coordinator
-from verl_rhyme.processes.messages import Before, NotOpen
+from verl_rhyme.processes.messages import NotOpen, ResumeState
 
 
 class WorkerPool:
@@ -15,12 +15,12 @@ class WorkerPool:
 
     made: ClassVar[list] = []
 
-    def __init__(self, workers, me, patience_s, lost):
-        self.closed, self.opened = False, workers[0]
+    def __init__(self, me, patience_s, lost):
+        self.closed = False
         self.made.append(self)
 
-    async def join(self):
-        self.opened._openings += 1
+    async def join(self, workers):
+        workers[0]._openings += 1
         return {}
 
     def close(self):
@@ -48,7 +48,7 @@ SETTING = SimpleNamespace(rules=None, filters=None, response_limit=1, lost_after
 
 async def test_pool_of_an_outdated_opening_is_closed(opened):
     with pytest.raises(NotOpen):
-        await opened.open(SETTING, [opened], Before(None, [], 0, 1, 1, None, None), False)
+        await opened.open(SETTING, [opened], ResumeState(None, [], 0, 1, 1), False)
     [pool] = WorkerPool.made
     assert pool.closed
     assert opened._opened is None
@@ -56,19 +56,21 @@ async def test_pool_of_an_outdated_opening_is_closed(opened):
 
 async def test_pool_of_outdated_workers_is_closed(opened):
     before = SimpleNamespace(close=lambda: None)
-    opened._opened = SETTING, None, before
+    opened._opened = SimpleNamespace(setting=SETTING, pool=before)
     with pytest.raises(NotOpen):
         await opened.add_workers([opened])
     [pool] = WorkerPool.made
     assert pool.closed
-    assert opened._opened[2] is before
+    assert opened._opened.pool is before
 
 
-@pytest.mark.parametrize("question", [("publish", 1, 1), ("enough", False, True), ("take",)], ids=lambda q: q[0])
+@pytest.mark.parametrize(
+    "question", [("publish", 1, 1), ("wait_for_batch", False, True), ("take_batch",)], ids=lambda q: q[0]
+)
 async def test_outdated_call_does_not_change_the_new_rollout(opened, question):
     """The caller lost its connection and opened the coordinator again: a late answer could clear a trained batch."""
 
-    async def look():
+    async def refresh():
         opened._openings += 1
 
     def settled(_):
@@ -81,9 +83,10 @@ async def test_outdated_call_does_not_change_the_new_rollout(opened, question):
         publish=lambda *_: done.append("published"),
         abandon_running=lambda: done.append("taken"),
     )
-    opened._opened = SETTING, rollout, None
-    opened._migrations = SimpleNamespace(look=look)
-    opened._cleanup = SimpleNamespace(after_batch=lambda _: None)
+    opened._opened = SimpleNamespace(
+        setting=SETTING, rollout=rollout, migrations=SimpleNamespace(refresh_replicas=refresh)
+    )
+    opened._cleanup = SimpleNamespace(delete_batch=lambda _: None)
     with pytest.raises(NotOpen):
         await getattr(opened, question[0])(*question[1:])
     assert (done, opened._dispatching) == ([], False)
