@@ -231,4 +231,4 @@ def test_names_are_unique_and_equal_the_file_names() -> None:
     assert len(set(names)) == len(names)
     for name in names:
         importlib.import_module(f"verl_rhyme.patches.{name}")
-    assert {path.stem for path in (Path(__file__).parents[2] / "patches").glob("*.py")} == set(names)
+    assert {path.stem for path in (Path(__file__).parents[3] / "patches").glob("*.py")} == set(names)

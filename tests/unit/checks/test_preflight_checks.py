@@ -760,7 +760,7 @@ def test_a_users_yaml_selects_a_preset_as_documented(tmp_path):
         assert compose([*arguments, f"{R}.name=vllm", "rhyme=stream"]).trainer.v1.trainer_mode == "separate_async"
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def documented():
