@@ -75,7 +75,7 @@ def doctor(
         checks = examine(history_dir)
     failed = sum(check.status == "fail" for check in checks)
     if as_json:
-        report = {"version": __version__, "ok": not failed, "checks": [check.to_dict() for check in checks]}
+        report = {"version": __version__, "ok": not failed, "checks": [asdict(check) for check in checks]}
         print(json.dumps(report, indent=2))
     else:
         _print_table(checks)
@@ -129,7 +129,7 @@ def preflight(
         report = {
             "version": __version__,
             "ok": not result.failed,
-            "checks": [check.to_dict() for check in result.checks],
+            "checks": [asdict(check) for check in result.checks],
             "estimate": result.estimate.to_dict() if result.estimate else None,
         }
         if dry_run:

@@ -7,7 +7,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks import startup
-from verl_rhyme.checks.preflight import config_checks
 from verl_rhyme.config import ConfigError
 
 
@@ -176,13 +175,10 @@ def test_an_agent_loop_manager_of_ones_own(tmp_path, monkeypatch, build, name, t
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_managers", raising=False)
     tree = build(tmp_path, agent={"agent_loop_manager_class": name and f"own_managers.{name}"})
-    found = [check.detail for check in config_checks.agent_loops(tree)]
     if told is None:
         startup.check(tree)
-        assert not found
     else:
         assert told in error(tree)
-        assert name is None or told in found[0]  # else the table's
 
 
 def test_vllm_still_answers_with_its_first_engine_only():

@@ -10,11 +10,13 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_rhyme.checks import combinations, loss_normalisation, stale_tokens
+from verl_rhyme.checks import combinations, loss
 from verl_rhyme.checks.combinations import Refusal
+from verl_rhyme.checks.preflight.plan import data_files
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.router import router_file
+from verl_rhyme.scheduling.rules import of_config
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +50,8 @@ def check(config: Any) -> None:
     check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
-    for contradiction in loss_normalisation.contradictions(config, rhyme):
-        logger.warning("%s", contradiction)
-    if (problem := stale_tokens.uncorrected(config, rhyme)) is not None:
-        logger.warning("%s; %s", problem, stale_tokens.REMEDY)
+    for problem in loss.warnings(config, of_config(config, rhyme)):
+        logger.warning("%s", problem)
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
@@ -123,9 +123,8 @@ def check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
 
 def _check_files(config: Any) -> None:
     for option in ("train_files", "val_files"):
-        files = config.data.get(option) or []
-        for file in [files] if isinstance(files, str) else files:
-            if "://" not in str(file) and not os.path.exists(os.path.expanduser(str(file))):
+        for file in data_files(config, option):
+            if "://" not in file and not os.path.exists(os.path.expanduser(file)):
                 raise ConfigError(f"data.{option}: no file {file}; create or download the dataset, or correct the path")
 
 

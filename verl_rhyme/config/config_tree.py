@@ -39,18 +39,18 @@ def from_verl(config: Any) -> RhymeConfig | None:
     """Return the configuration in verl's full config (a ``DictConfig``); see :func:`parse`.
 
     Raises:
-        ConfigError: :func:`parse` refuses the options, or options are at a path that is not read (:func:`misplaced`).
+        ConfigError: :func:`parse` refuses the options, or :func:`find_misplaced` finds some at a path that is not read.
     """
     from omegaconf import OmegaConf
 
     tree = OmegaConf.select(config, CONFIG_PATH)
     rhyme = parse(None if tree is None else OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
-    for error in misplaced(config):
+    for error in find_misplaced(config):
         raise ConfigError(error)
     return rhyme
 
 
-def misplaced(config: Any) -> Iterator[str]:
+def find_misplaced(config: Any) -> Iterator[str]:
     """Yield an error for each path outside :data:`CONFIG_PATH` that holds our options.
 
     Args:

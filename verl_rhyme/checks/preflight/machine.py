@@ -31,7 +31,7 @@ class Machine:
     host_free: int
 
 
-def look() -> Machine:
+def detect_machine() -> Machine:
     """Return the resources of this machine, without importing torch.
 
     Raises:
@@ -56,10 +56,21 @@ def free_disk(folder: Path) -> tuple[Path, int]:
     return existing, shutil.disk_usage(existing).free
 
 
+def write_into(folder: Path) -> None:
+    """Write a temporary file, because ``os.access`` passes root where no file can be created.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"verl-rhyme")
+        file.flush()
+
+
 def can_write(folder: Path) -> bool:
     """Whether a folder, which may not exist yet, can be created and written."""
     try:
-        tempfile.TemporaryFile(dir=free_disk(folder)[0]).close()  # os.access passes root where no file can be created
+        write_into(free_disk(folder)[0])
     except OSError:
         return False
     return True
