@@ -19,6 +19,7 @@ from rich.table import Table
 
 from verl_rhyme import __version__
 from verl_rhyme.commands import ranker as ranker_command
+from verl_rhyme.commands.errors import one_line_errors
 from verl_rhyme.commands.plan import plan
 from verl_rhyme.commands.simulate import profile, simulate
 
@@ -132,9 +133,7 @@ def preflight(
             "checks": [asdict(check) for check in result.checks],
             "estimate": result.estimate.to_dict() if result.estimate else None,
         }
-        if dry_run:
-            report["config"] = OmegaConf.to_container(config)
-        print(json.dumps(report, indent=2))
+        print(json.dumps(report | ({"config": OmegaConf.to_container(config)} if dry_run else {}), indent=2))
     else:
         count = sum(check.status != "ok" for check in result.checks)  # findings come first
         findings, passed = result.checks[:count], result.checks[count:]
@@ -157,14 +156,9 @@ def run_name(arguments: _Arguments = None, note: _Notes = None) -> None:
     """Print the folder name of a run in the run scripts: preset and changed options, model, engine, mode."""
     from verl_rhyme.checks.preflight import run_folder
     from verl_rhyme.checks.preflight.compose import compose
-    from verl_rhyme.config import ConfigError
 
-    try:
-        with _silenced():
-            name = run_folder.name(compose(arguments or []), _pairs(note))
-    except ConfigError as error:
-        print(f"verl-rhyme: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+    with one_line_errors("verl-rhyme"), _silenced():
+        name = run_folder.name(compose(arguments or []), _pairs(note))
     print(name)
 
 
@@ -186,44 +180,35 @@ def claim(
     from verl_rhyme.checks.preflight.plan import check_numbers
     from verl_rhyme.config import ConfigError
 
-    try:
-        with _silenced():
-            config = compose(arguments or [])
-            check_numbers(config)
-            checks = examine(config, dry_run=True, notes=_pairs(note)).checks if check else []
-        failed = _failures(checks)
-        if failed:
-            print("\n".join(f"verl-rhyme: {line}" for line in failed), file=sys.stderr)
-            raise typer.Exit(1)
-        run_folder.claim(config, _pairs(note))
-    except run_folder.ForeignFolder as error:
-        print(f"verl-rhyme: {error} -> {run_folder.REMEDY}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    except ConfigError as error:
-        print(f"verl-rhyme: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    except OSError as error:
-        where = run_folder.folder(config)
-        print(
-            f"verl-rhyme: cannot write to {where} ({error.strerror}): free space, or choose another RUN_DIR",
-            file=sys.stderr,
-        )
-        raise typer.Exit(1) from error
+    def refuse(problem: str) -> typer.Exit:
+        print(f"verl-rhyme: {problem}", file=sys.stderr)
+        return typer.Exit(1)
+
+    with one_line_errors("verl-rhyme"), _silenced():
+        config = compose(arguments or [])
+        check_numbers(config)
+        checks = examine(config, dry_run=True, notes=_pairs(note)).checks if check else []
+    if failed := _failures(checks):
+        raise refuse("\nverl-rhyme: ".join(failed))
     folder = run_folder.folder(config)
-    step, total = run_folder.latest_step(folder), run_folder.total_steps(config)
-    if step is not None and total is not None and step >= total:
-        print(
-            f"already finished: {step} of {total} steps, {folder}; to continue, raise EPOCHS (trainer.total_epochs); "
-            "to start again, choose another RUN_DIR"
-        )
-        raise typer.Exit(FINISHED)
-    if step is not None:
-        print(f"resuming after step {step}" + (f" of {total}" if total else ""))
     try:
+        run_folder.claim(config, _pairs(note))
+        step, total = run_folder.latest_step(folder), run_folder.total_steps(config)
+        if step is not None and total is not None and step >= total:
+            print(
+                f"already finished: {step} of {total} steps, {folder}; to continue, raise EPOCHS "
+                "(trainer.total_epochs); to start again, choose another RUN_DIR"
+            )
+            raise typer.Exit(FINISHED)
+        if step is not None:
+            print(f"resuming after step {step}" + (f" of {total}" if total else ""))
         run_folder.set_metrics_aside(config)
+    except run_folder.ForeignFolder as error:
+        raise refuse(f"{error} -> {run_folder.REMEDY}") from error
+    except ConfigError as error:
+        raise refuse(str(error)) from error
     except OSError as error:
-        print(f"verl-rhyme: cannot rename earlier metrics ({error}): choose another RUN_DIR", file=sys.stderr)
-        raise typer.Exit(1) from error
+        raise refuse(f"cannot write to {folder} ({error.strerror}): free space, or choose another RUN_DIR") from error
 
 
 def _failures(checks: list[Check]) -> list[str]:

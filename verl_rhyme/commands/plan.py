@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from verl_rhyme.commands.errors import one_line_errors
 
 if TYPE_CHECKING:
     from verl_rhyme.planning.planner import Objective, Plan, Split
@@ -36,14 +37,11 @@ def plan(
     from verl_rhyme.planning import planner
     from verl_rhyme.simulation import plan_file
 
-    try:
+    with one_line_errors("verl-rhyme plan"):
         loaded = plan_file.load(cluster, overrides or [])
         task = loaded.problem, loaded.objective, loaded.slowest
         plans = planner.dial(*task) if loaded.max_staleness is None else [planner.plan(*task)]
         best = planner.profitable(plans, loaded.objective)
-    except (OSError, ValueError) as error:
-        print(f"verl-rhyme plan: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
     if as_json:
         print(json.dumps(_report(plans, best, loaded), indent=2))
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from verl_rhyme.commands.errors import one_line_errors
 
 if TYPE_CHECKING:
     from verl_rhyme.lengths.boosting import Boosting
@@ -52,7 +53,7 @@ def train(
     as_json: _Json = False,
 ) -> None:
     """Train a ranker on the prompts of a run and evaluate it on held-out prompts."""
-    try:
+    with one_line_errors("verl-rhyme ranker train"):
         if not 0 < test < 1:
             raise ValueError(f"--test {test}: must be a share of the prompts, above 0 and below 1")
         if model is not None and boosting:
@@ -65,8 +66,6 @@ def train(
         ranker = _trained(known, model, boosting, (loss, epochs, batch, rate, seed))
         seconds = time.monotonic() - began
         ranker.save(out)
-    except (OSError, ValueError) as error:
-        _fail("train", error)
     training = {"prompts": len(known), "seconds": round(seconds, 1), "out": str(out)}
     _print(held_out, ranker, training, as_json)
 
@@ -83,14 +82,12 @@ def evaluate(
     as_json: _Json = False,
 ) -> None:
     """Evaluate how well a ranker finds the longest responses to unseen prompts, compared with an oracle."""
-    try:
+    with one_line_errors("verl-rhyme ranker evaluate"):
         loaded = _load(ranker)
         pairs = _read(source, data, tokenizer, column, template)
         unseen = pairs if everything else pairs.unseen(loaded.trained)
         if not len(unseen):
             raise ValueError(f"{source}: the ranker was trained on all {len(pairs)} prompts; use --all to include them")
-    except (OSError, ValueError) as error:
-        _fail("evaluate", error)
     _print(unseen, loaded, {}, as_json, everything)
 
 
@@ -162,8 +159,3 @@ def _print(
     print(f"{len(tested)} {which}; rank correlation with their mean lengths {measures['rank_correlation']:.2f}")
     if "seconds" in training:
         print(f"trained on {training['prompts']} prompts in {training['seconds']} s: {training['out']}")
-
-
-def _fail(command: str, error: Exception) -> None:
-    print(f"verl-rhyme ranker {command}: {error}", file=sys.stderr)
-    raise typer.Exit(1) from error
