@@ -84,10 +84,10 @@ class Run:
         tree, _, option = key.rpartition(".")
         if tree != _ENGINE:
             return OmegaConf.select(self.config, key, throw_on_missing=True)
-        # verl passes them to vLLM's command line, which also accepts dashes, abbreviations and subkeys (``a.b``).
+        # verl passes them to vLLM's command line, which also accepts dashes and subkeys (``a.b``)
         given = OmegaConf.select(self.config, tree, throw_on_missing=True) or {}
-        named = ((str(name).replace("-", "_").partition(".")[0], value) for name, value in given.items())
-        return next((value for name, value in named if name and option.startswith(name)), None)
+        names = {str(name).replace("-", "_").partition(".")[0]: value for name, value in given.items()}
+        return names.get(option)
 
     @property
     def topology(self) -> str | None:
@@ -414,14 +414,7 @@ TABLE = (
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
-    """Yield the options that :data:`TABLE` refuses, and contradictory rules.
-
-    Imports neither verl nor an engine.
-
-    Args:
-        config: verl's whole config.
-        rhyme: Rhyme tree of the config; ``None`` without rhyme.
-    """
+    """Yield the options that :data:`TABLE` refuses, and contradictory rules; imports neither verl nor an engine."""
     rules = None
     try:
         rules = of_config(config, rhyme)

@@ -29,12 +29,7 @@ _CORRECTION = "algorithm.rollout_correction"
 
 
 def warnings(config: Any, rules: Rules | None) -> Iterator[Refusal]:
-    """Yield each problem of a run's loss with its remedy.
-
-    Args:
-        config: verl's whole config.
-        rules: Rules of the pipeline; ``None`` without a pipeline.
-    """
+    """Yield each problem of the loss of a run with these rules (``None`` without a pipeline), with its remedy."""
     if rules is None:
         return
     if rules.max_staleness and not _corrects(OmegaConf.select(config, _CORRECTION) or {}):

@@ -8,6 +8,7 @@ import shutil
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from omegaconf import OmegaConf
 from packaging.version import Version
 
 from verl_rhyme.checks import combinations, loss
@@ -55,12 +56,7 @@ def check(config: Any) -> None:
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
-    """Return all refusals of a config that do not depend on the machine.
-
-    Args:
-        config: verl's whole config.
-        rhyme: Rhyme tree of the config; ``None`` without rhyme.
-    """
+    """Return all refusals of a config that do not depend on the machine."""
     found = list(combinations.refusals(config, rhyme))
     if rhyme is None:
         return found
@@ -102,8 +98,6 @@ def check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
     Raises:
         ConfigError: The class does not derive from rhyme's manager, or cannot be imported.
     """
-    from omegaconf import OmegaConf
-
     name = OmegaConf.select(config, MANAGER)
     if name in (DRAFTING_MANAGER, PIPELINE_MANAGER, None):  # TABLE refuses the first with the pipeline
         return

@@ -259,10 +259,7 @@ def test_only_the_listed_losses_have_no_ratio_to_the_sampling_policy() -> None:
     assert free == set(combinations.RATIO_FREE_LOSSES)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["pipeline-parallel-size", "pipeline_parallel", "pipe", "speculative-config", "speculative_config.method", "spec"],
-)
+@pytest.mark.parametrize("name", ["pipeline-parallel-size", "speculative-config", "speculative_config.method"])
 def test_an_engine_option_is_found_in_every_spelling_of_its_name(name: str) -> None:
     tree = verl_config("histospec")
     tree.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {name: 2}}

@@ -140,9 +140,7 @@ def _incomplete(config: Any, folder: Path) -> Iterator[Check]:
 def reward_function(config: Any, load: bool) -> Iterator[Check]:
     """Check that verl can load the reward function; otherwise, a run waits for its reward workers forever.
 
-    Args:
-        config: Resolved config.
-        load: Whether verl loads the function in a subprocess (about 10 s); else only its file is checked.
+    ``load`` lets verl load the function in a subprocess (about 10 s); else only its file is checked.
     """
     name, key = "reward function", "reward.custom_reward_function"
     path, function = (str(OmegaConf.select(config, f"{key}.{part}") or "") for part in ("path", "name"))
@@ -169,10 +167,7 @@ def reward_function(config: Any, load: bool) -> Iterator[Check]:
 def engine(config: Any, plan: Plan, load: bool) -> Iterator[Check]:
     """Check that the packages of the chosen training engine can be imported, unless the run is on a CPU.
 
-    Args:
-        config: Resolved config.
-        plan: Plan of that config.
-        load: Whether to import the packages in a subprocess (about 15 s); else only their installation is checked.
+    ``load`` imports them in a subprocess (about 15 s); else only their installation is checked.
     """
     name = "training engine"
     packages = _engine_packages(config, plan)
@@ -292,13 +287,7 @@ def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Chec
 
 
 def disk(config: Any, found: Estimate | None, history: tuple[int, int]) -> Iterator[Check]:
-    """Check the disk space for checkpoints.
-
-    Args:
-        config: Resolved config.
-        found: Memory estimate, ``None`` where the model is unknown.
-        history: Minimum and maximum bytes of the history's copy in each checkpoint.
-    """
+    """Check the disk space for checkpoints, each with a copy of the history of minimum and maximum bytes."""
     trainer = config.trainer
     if int(trainer.save_freq) <= 0 or found is None:
         return
