@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -63,7 +63,7 @@ def _main(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    history_dir: Annotated[str | None, typer.Option(help="History folder (option history.dir).")] = None,
+    history_dir: Annotated[Path | None, typer.Option(help="History folder (option history.dir).")] = None,
 ) -> None:
     """Check versions, plugin, patches, platform, disk and shared memory; exit 1 if a check fails."""
     # Imports of vLLM, verl and torch log much; the checks report what matters.
@@ -74,14 +74,12 @@ def doctor(
         from verl_rhyme.checks.doctor import examine
 
         checks = examine(history_dir)
-    failed = sum(check.status == "fail" for check in checks)
     if as_json:
-        report = {"version": __version__, "ok": not failed, "checks": [asdict(check) for check in checks]}
-        print(json.dumps(report, indent=2))
+        _print_json(checks)
     else:
         _print_table(checks)
         _print_counts(checks)
-    if failed:
+    if _failures(checks):
         raise typer.Exit(1)
 
 
@@ -126,28 +124,23 @@ def preflight(
     from verl_rhyme.checks.preflight.estimate import lines
 
     estimated = lines(result.estimate, result.plan, result.machine.gpu_source) if result.estimate else []
+    count = sum(check.status != "ok" for check in result.checks)  # findings come first
+    findings, passed = result.checks[:count], result.checks[count:]
     if as_json:
-        report = {
-            "version": __version__,
-            "ok": not result.failed,
-            "checks": [asdict(check) for check in result.checks],
-            "estimate": result.estimate.to_dict() if result.estimate else None,
-        }
-        print(json.dumps(report | ({"config": OmegaConf.to_container(config)} if dry_run else {}), indent=2))
+        further = {"config": OmegaConf.to_container(config)} if dry_run else {}
+        _print_json(result.checks, estimate=result.estimate.to_dict() if result.estimate else None, **further)
+    elif dry_run:
+        print(OmegaConf.to_yaml(config), end="")
+        print("\n".join(f"# {line}" for line in (*map(_line, findings), *estimated, *map(_line, passed))))
     else:
-        count = sum(check.status != "ok" for check in result.checks)  # findings come first
-        findings, passed = result.checks[:count], result.checks[count:]
-        if dry_run:
-            print(OmegaConf.to_yaml(config), end="")
-            print("\n".join(f"# {line}" for line in (*map(_line, findings), *estimated, *map(_line, passed))))
-        else:
-            _print_table(findings)
-            print("".join(f"{line}\n" for line in estimated), end="")
-            _print_table(passed)
-            _print_counts(result.checks)
-    if result.failed:
-        if dry_run and not as_json:
-            print("\n".join(f"verl-rhyme preflight: {line}" for line in _failures(result.checks)), file=sys.stderr)
+        _print_table(findings)
+        print("".join(f"{line}\n" for line in estimated), end="")
+        _print_table(passed)
+        _print_counts(result.checks)
+    failed = _failures(result.checks)
+    if failed and dry_run and not as_json:
+        print("\n".join(f"verl-rhyme preflight: {line}" for line in failed), file=sys.stderr)
+    if failed:
         raise typer.Exit(1)
 
 
@@ -223,6 +216,12 @@ def _pairs(notes: list[str] | None) -> dict[str, str]:
 def _line(check: Check) -> str:
     remedy = f" -> {check.remedy}" if check.remedy else ""
     return f"{check.status}: {check.name}: {check.detail}{remedy}".replace("\n", " ")
+
+
+def _print_json(checks: list[Check], **further: Any) -> None:
+    ok = not _failures(checks)
+    report = {"version": __version__, "ok": ok, "checks": [asdict(check) for check in checks], **further}
+    print(json.dumps(report, indent=2))
 
 
 def _print_counts(checks: list[Check]) -> None:

@@ -46,7 +46,9 @@ def verl(monkeypatch):
 
 @pytest.mark.parametrize("package", ["verl", "vllm"])
 def test_wrong_version(tmp_path, monkeypatch, package):
-    monkeypatch.setattr(startup, "version", lambda name: "0.1.2" if name == package else startup.SUPPORTED[name])
+    monkeypatch.setattr(
+        startup, "installed_version", lambda name: "0.1.2" if name == package else startup.SUPPORTED[name]
+    )
     message = error(config(tmp_path))
     assert f"{package} 0.1.2" in message
     assert f"{package}=={startup.SUPPORTED[package]}" in message

@@ -64,13 +64,7 @@ _ALL_AT_ONCE = ("kimi_ckpt_engine", "delta_sharded")
 
 @dataclass(frozen=True)
 class Run:
-    """Configuration of a run, as the rows read it.
-
-    Attributes:
-        config: verl's whole config.
-        rhyme: Rhyme tree of the config; ``None`` without rhyme.
-        rules: Rules of the pipeline; ``None`` without a pipeline, or where its options contradict each other.
-    """
+    """Configuration of a run, as the rows read it; ``rules`` are ``None`` also where options contradict each other."""
 
     config: Any
     rhyme: RhymeConfig | None

@@ -46,6 +46,7 @@ COMPANIONS = {
 DISK_BYTES = 1 << 30
 
 _INSTALL = "run `source requirements/bootstrap.sh`, which installs .venv-cpu or .venv-gpu from its lock file"
+_INSTALL_PLUGIN = "install verl-rhyme: pip install --no-deps -e ."
 
 
 @dataclass(frozen=True)
@@ -63,24 +64,22 @@ def verdict(name: str, ok: bool, detail: str, remedy: str, otherwise: str = FAIL
     return Check(name, OK, detail) if ok else Check(name, otherwise, detail, remedy)
 
 
-def examine(history_dir: str | None = None, engines: bool = True) -> list[Check]:
+def examine(history: Path | None = None, engines: bool = True) -> list[Check]:
     """Run all checks, in an order in which earlier failures explain later ones; takes 20 to 45 s, mostly for imports.
 
     Args:
-        history_dir: Folder of ``history.dir``; ``None`` takes its default.
+        history: Folder of ``history.dir``; ``None`` takes its default.
         engines: Whether to import all training engines; the preflight imports the chosen one instead.
     """
-    history = Path(history_dir or user_folder())
     steps: dict[str, Callable[[], Iterator[Check]]] = {
         "python": _python,
         "versions": _versions,
-        "entry points": _entry_points,
         "platform": _verl_platform,  # first of all imports of verl, which reads the environment once
         "plugins": _plugins,
         "seams": _seams,
         "patches": _patches,
         "plugin": _plugin_failures,  # registrations wait for modules that the checks above import
-        "history folder": lambda: _history_disk(history),
+        "history folder": lambda: history_folder(history or user_folder()),
         "shared memory": _shared_memory,
     }
     if engines and not vllm_runs_on_cpu():
@@ -129,13 +128,6 @@ def _versions() -> Iterator[Check]:
             yield verdict(package, ok, f"{found} ({specifier})", remedy, otherwise=WARN)
 
 
-def _entry_points() -> Iterator[Check]:
-    for group in ("verl.plugins", "vllm.general_plugins"):
-        found = [point.value for point in metadata.entry_points(group=group) if point.name == "verl_rhyme"]
-        detail = found[0] if found else "verl_rhyme is not registered"
-        yield verdict(f"entry point {group}", bool(found), detail, "install verl-rhyme: pip install --no-deps -e .")
-
-
 def _verl_platform() -> Iterator[Check]:
     requested = os.environ.get("VERL_PLATFORM")
     if not requested and vllm_runs_on_cpu():
@@ -174,7 +166,7 @@ def _plugins() -> Iterator[Check]:
 
     loaded = "verl_rhyme.plugin" in sys.modules
     detail = f"import verl {'imports' if loaded else 'does not import'} verl_rhyme.plugin"
-    remedy = f"unset VERL_USE_EXTERNAL_PLUGINS or add verl_rhyme to it; {_INSTALL}"
+    remedy = f"unset VERL_USE_EXTERNAL_PLUGINS or add verl_rhyme to it; {_INSTALL_PLUGIN}"
     yield verdict("verl loads the plugin", loaded, detail, remedy)
     from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
 
@@ -182,7 +174,7 @@ def _plugins() -> Iterator[Check]:
     if plugin is not None:
         plugin()
     detail = f"vLLM's plugin loader {'omits' if plugin is None else 'runs'} verl_rhyme"
-    remedy = f"unset VLLM_PLUGINS or add verl_rhyme to it; {_INSTALL}"
+    remedy = f"unset VLLM_PLUGINS or add verl_rhyme to it; {_INSTALL_PLUGIN}"
     yield verdict("vllm loads the plugin", plugin is not None, detail, remedy)
 
 
@@ -233,7 +225,8 @@ def _engines() -> Iterator[Check]:
             yield Check(f"{engine} engine", OK, "all required packages can be imported")
 
 
-def _history_disk(folder: Path) -> Iterator[Check]:
+def history_folder(folder: Path) -> Iterator[Check]:
+    """Check owner, access and free disk space of a history folder, which may not exist yet."""
     if is_user_folder(folder) and os.path.lexists(folder) and not is_ours(folder):
         detail = f"{folder} is a symbolic link or belongs to another user"
         yield Check("history folder", FAIL, detail, "remove it, or set history.dir to a folder of your own")

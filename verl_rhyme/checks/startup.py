@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -16,6 +15,7 @@ from verl_rhyme.checks.combinations import Refusal
 from verl_rhyme.checks.preflight.plan import data_files
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
+from verl_rhyme.patches.core import installed_version
 from verl_rhyme.router import router_file
 from verl_rhyme.scheduling.rules import of_config
 
@@ -70,15 +70,10 @@ def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
 
 def _check_versions() -> None:
     for package, supported in SUPPORTED.items():
-        try:
-            found = version(package)
-        except PackageNotFoundError:
+        found = installed_version(package)
+        if found is None or Version(found).base_version != supported:
             raise ConfigError(
-                f"{package} is not installed: pip install '{package}=={supported}', or see docs/install.md"
-            ) from None
-        if Version(found).base_version != supported:
-            raise ConfigError(
-                f"{package} {found} is installed, but verl-rhyme supports {package} {supported}: "
+                f"{package} {found or 'none'} is installed, but verl-rhyme supports {package} {supported}: "
                 f"pip install '{package}=={supported}', or set {CONFIG_PATH}.enable=false"
             )
 

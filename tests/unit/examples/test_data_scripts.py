@@ -274,15 +274,6 @@ def test_verl_reads_all_files_together(prepared, tok, tmp_path):
         assert item["extra_info"].keys() == KEYS
 
 
-DAPO = [
-    "reward.reward_manager.name=dapo",
-    "+reward.reward_kwargs.max_resp_len=12",
-    "+reward.reward_kwargs.overlong_buffer_cfg.enable=true",
-    "+reward.reward_kwargs.overlong_buffer_cfg.len=4",
-    "+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
-    "+reward.reward_kwargs.overlong_buffer_cfg.log=false",
-    "+reward.custom_reward_function.reward_kwargs.wrong_score=-1",
-]
 THINK = ["+reward.custom_reward_function.reward_kwargs.think_in_prompt=true"]
 
 
@@ -290,8 +281,6 @@ THINK = ["+reward.custom_reward_function.reward_kwargs.think_in_prompt=true"]
     ("module", "response", "truth", "overrides", "score", "extra"),
     [
         (math_reward, "Answer: 1/3.", "0.5", [], 0, {"score": 0, "acc": 0, "pred": "1/3"}),
-        (math_reward, "Answer: 0.50", "1/2", DAPO, 0.5, {"score": 1, "acc": 1, "pred": "0.50"}),
-        (math_reward, "Answer: 1/3.", "1/2", DAPO, -1.5, {"score": -1, "acc": 0, "pred": "1/3"}),
         (
             logic_reward,
             "so </think> <answer> Ann knight, Ben knave </answer>",

@@ -125,25 +125,7 @@ def test_hostile_answers_end_in_time(answer):
 
 def test_garbage_gets_a_score():
     rng = random.Random(0)
-    pieces = [
-        "\\boxed{",
-        "}",
-        "{",
-        "Answer:",
-        "####",
-        "$",
-        "\\",
-        "\x00",
-        "\ud800",
-        "²",
-        "٣",
-        "42",
-        ",",
-        "\n",
-        "=",
-        "(",
-        "%",
-    ]
+    pieces = [*"}{$\\\x00\ud800²٣,\n=(%", "\\boxed{", "Answer:", "####", "42"]
     for _ in range(3000):
         text = " ".join(rng.choices(pieces, k=rng.randint(0, 10)))
         assert compute_score("openai/gsm8k", text, "1000")["score"] in (0, 1)

@@ -35,11 +35,6 @@ class Preflight:
     estimate: Estimate | None
     machine: Machine
 
-    @property
-    def failed(self) -> int:
-        """Number of failures, which would stop the run."""
-        return sum(check.status == FAIL for check in self.checks)
-
 
 def examine(
     config: Any, dry_run: bool = False, with_doctor: bool = True, notes: Mapping[str, str] | None = None
@@ -79,8 +74,8 @@ def examine(
     ]
     if imports:
         on_machine += doctor.examine(machine_checks.history_dir(plan), engines=False)
-    else:
-        on_machine += machine_checks.history_folder(plan)
+    elif plan.rhyme is not None:
+        on_machine += doctor.history_folder(machine_checks.history_dir(plan))
     if dry_run:
         on_machine += doctor.versions()
         on_machine = [replace(check, status=WARN) if check.status == FAIL else check for check in on_machine]

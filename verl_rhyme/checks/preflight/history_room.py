@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ def check(config: Any, plan: Plan) -> tuple[list[Check], tuple[int, int]]:
         :data:`MEAN_SHARES`: 0 without a history or with an unknown number of prompts.
     """
     name, rhyme = "history store", plan.rhyme
-    history_dir = Path(machine_checks.history_dir(plan) or tempfile.gettempdir())
+    history_dir = machine_checks.history_dir(plan)
     if rhyme is None or not can_write(history_dir):  # the check of the history folder reports the latter
         return [], (0, 0)
     checks = []

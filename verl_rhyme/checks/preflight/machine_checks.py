@@ -18,9 +18,10 @@ from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight import model_folder
 from verl_rhyme.checks.preflight.architecture import Architecture, UnknownArchitecture
 from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
-from verl_rhyme.checks.preflight.machine import Machine, can_write, free_disk
+from verl_rhyme.checks.preflight.machine import Machine, free_disk
 from verl_rhyme.checks.preflight.plan import Plan, data_files
 from verl_rhyme.coordinator.ranker_service import lacking
+from verl_rhyme.history.ownership import user_folder
 from verl_rhyme.weights import BACKEND as RELAY
 from verl_rhyme.weights.folder import SHARED_MEMORY
 
@@ -339,14 +340,7 @@ def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
     yield verdict("weights", fits and free > 3 * one, detail, remedy, otherwise=WARN if fits else FAIL)
 
 
-def history_folder(plan: Plan) -> Iterator[Check]:
-    """Check that the history folder is writable; for runs whose doctor does not check it."""
-    folder = history_dir(plan)
-    if folder is not None and not can_write(Path(folder)):
-        remedy = "set history.dir to a writable folder"
-        yield Check("history folder", FAIL, f"{folder}: cannot be created or written", remedy)
-
-
-def history_dir(plan: Plan) -> str | None:
+def history_dir(plan: Plan) -> Path:
+    """Return ``history.dir``, or the user's folder of all histories."""
     folder = None if plan.rhyme is None else plan.rhyme.history.dir
-    return None if folder is None else str(Path(folder).expanduser())
+    return user_folder() if folder is None else Path(folder).expanduser()

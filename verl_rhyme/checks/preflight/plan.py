@@ -126,9 +126,7 @@ def check_numbers(config: Any) -> None:
 def read(config: Any, max_positions: int | None = None) -> Plan:
     """Return the plan of verl's resolved config.
 
-    Args:
-        config: Resolved config (a ``DictConfig``).
-        max_positions: ``max_position_embeddings`` of the model, verl's default of ``max_model_len``.
+    ``max_positions`` is the model's ``max_position_embeddings``, verl's default of ``max_model_len``.
     """
     ref = config.actor_rollout_ref
     actor, rollout = ref.actor, ref.rollout

@@ -42,11 +42,7 @@ def folder(config: Any) -> Path:
 
 
 def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the settings that identify a run, as names and values in the order of the messages.
-
-    Args:
-        config: verl's resolved config.
-        notes: Further names and values that are not in the config.
+    """Return the settings that identify a run by name: of the config, and ``notes`` on what is not in it.
 
     Raises:
         ConfigError: The rhyme tree is invalid.
@@ -67,9 +63,7 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
 def name(config: Any, notes: Mapping[str, str] | None = None) -> str:
     """Return the folder name of a run: preset, model, engine and mode, e.g. ``full-k2-qwen2-fsdp-colocated``.
 
-    Args:
-        config: verl's resolved config.
-        notes: Notes as in :func:`describe`; each becomes ``VALUE_NAME``.
+    Each of the notes becomes ``VALUE_NAME``.
 
     Raises:
         ConfigError: The rhyme tree is invalid.

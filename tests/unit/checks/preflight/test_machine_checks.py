@@ -177,9 +177,7 @@ def test_a_history_folder_that_cannot_be_written(world, monkeypatch):
     monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
     nowhere = [f"{R}.custom.rhyme.history.dir=/proc/nope", "trainer.save_freq=-1"]
     found = complaints(preflight(world, *nowhere, dry_run=True))
-    assert found["history folder", "warn"] == (
-        "/proc/nope: cannot be created or written set history.dir to a writable folder"
-    )
+    assert found["history folder", "warn"].endswith(" set history.dir to a writable folder")
     assert not [name for name, _ in found if name == "history store"]
 
 
@@ -193,7 +191,7 @@ def test_little_memory_and_disk(world, monkeypatch):
     assert "GPU_MEMORY_GB" in found["GPU memory", "warn"]
     assert " needed, 1.0 GiB free: " in found["host memory", "fail"]
     dry = preflight(world, "trainer.n_gpus_per_node=16", "data.train_files=/nowhere.parquet", dry_run=True)
-    assert not dry.failed, "these problems are of this machine only"
+    assert "fail" not in {status for _, status in complaints(dry)}, "these problems are of this machine only"
 
 
 def test_engines_and_training_on_one_host(world):
@@ -225,7 +223,6 @@ def test_a_missing_package_of_the_training_engine_fails(world, monkeypatch):
     monkeypatch.setattr(engine_packages, "_installed", lambda module: module != "transformer_engine.pytorch")
     megatron = [MEGATRON, f"{A}.megatron.vanilla_mbridge=true"]
     found = preflight(world, *megatron)
-    assert found.failed
     assert "bash requirements/build.sh transformer-engine" in complaints(found)[("training engine", "fail")]
     found = preflight(world, *megatron, dry_run=True)
     assert ("training engine", "warn") in complaints(found), "a dry run may happen on another machine"
