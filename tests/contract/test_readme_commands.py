@@ -150,27 +150,6 @@ def test_a_second_start_ends_or_resumes(checkout, trained):
     assert "resuming after step 20 of 24" in further.stdout
 
 
-@ONLY_SLOW
-def test_a_folder_of_another_run_is_refused(checkout, trained):
-    before = tree(trained)
-    for settings, message in (
-        ({"RHYME": "off"}, "run histospec there, off in this run"),
-        ({"MODEL": "llama"}, "model models/qwen2 there, models/llama in this run"),
-        ({"ENGINE": "megatron"}, "engine fsdp2 there, megatron in this run"),
-        ({"MODE": "colocate_async"}, "mode sync there, colocate_async in this run"),
-        ({"SEED": "2"}, "seed 1 there, 2 in this run"),
-        ({"REPLICAS": "2", "MODE": "separate_async"}, "replicas 1 there, 2 in this run"),
-        ({"PROMPTS": "32"}, "puzzles 16 of 2 3 people there, 32 of 2 3 people in this run"),
-    ):
-        for dry_run in ("0", "1") if "ENGINE" in settings else ("0",):
-            refused = start(checkout, FIRST, RUN_DIR=str(trained), DRY_RUN=dry_run, **settings)
-            assert refused.returncode == 1
-            assert message in refused.stderr
-            assert "set another folder (RUN_DIR=" in refused.stderr
-            assert len(refused.stderr.splitlines()) == 1
-    assert tree(trained) == before
-
-
 def test_each_number_of_engines_has_a_folder(checkout):
     folders = set()
     for replicas in ("1", "2", "3"):
