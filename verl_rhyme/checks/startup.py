@@ -29,11 +29,9 @@ SHM_BYTES = 256 << 20
 
 
 def check(config: Any) -> None:
-    """Refuse settings that would fail later or be silently ignored.
+    """Refuse settings of verl's whole config that would fail later or be silently ignored.
 
-    Args:
-        config: verl's whole config. Without a rhyme tree, or with ``enable=false``, only settings that require rhyme
-            are refused.
+    Without a rhyme tree, or with ``enable=false``, only settings that require rhyme are refused.
 
     Raises:
         ConfigError: The run would fail; the message has the reason and the remedy.

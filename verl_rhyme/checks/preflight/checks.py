@@ -63,7 +63,7 @@ def examine(
         *machine_checks.datasets(config),
         *model_check,
         *machine_checks.reward_function(config, load=imports),
-        *machine_checks.engine(config, plan, load=imports),
+        *(machine_checks.engine(config, plan) if imports else ()),
         *machine_checks.gpus(plan, machine),
         *(machine_checks.gpu_memory(found, plan) if found else ()),
         *(machine_checks.host_memory(found, config, machine) if found else ()),

@@ -159,7 +159,7 @@ def weights(config: Any) -> Iterator[Check]:
 
 def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
     """Check GPU counts and model sizes against the parallel sizes, as Megatron, Ulysses and vLLM require."""
-    name, problems = "parallel sizes", []
+    problems: list[tuple[str, str]] = []
     mesh = "tensor x pipeline x context parallel" if plan.strategy == "megatron" else "Ulysses sequence parallel"
     if plan.train_gpus < 1 or plan.train_gpus % plan.model_parallel:
         detail = f"{plan.train_gpus} training GPUs are not a multiple of {mesh} = {plan.model_parallel}"
@@ -180,16 +180,20 @@ def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
             problems.append((detail, f"change the GPU count or {_R}.tensor_model_parallel_size"))
     if model:
         problems += list(_model_sizes(plan, model))
-    for detail, remedy in problems:
-        yield Check(name, FAIL, detail, remedy)
+    sizes = (
+        f"{plan.train_gpus} training GPUs: data parallel {plan.data_parallel} x model parallel {plan.model_parallel}; "
+        f"{plan.replicas} rollout replicas of {plan.replica_gpus}"
+    )
+    if plan.standalone:
+        sizes += f", with {plan.rollout_gpus} separate rollout GPUs"
+    yield from _report("parallel sizes", problems, sizes)
+
+
+def _report(name: str, problems: list[tuple[str, str]], passed: str) -> Iterator[Check]:
+    """Yield a failure for each problem and its remedy, or one passed check."""
+    yield from (Check(name, FAIL, *problem) for problem in problems)
     if not problems:
-        yield Check(
-            name,
-            OK,
-            f"{plan.train_gpus} training GPUs: data parallel {plan.data_parallel} x model parallel "
-            f"{plan.model_parallel}; {plan.replicas} rollout replicas of {plan.replica_gpus}"
-            + (f", with {plan.rollout_gpus} separate rollout GPUs" if plan.standalone else ""),
-        )
+        yield Check(name, OK, passed)
 
 
 def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
@@ -236,7 +240,7 @@ def _warm_up(config: Any) -> Iterator[tuple[str, str]]:
 
 def batches(config: Any, plan: Plan) -> Iterator[Check]:
     """Check sizes against each other, as verl asserts in its workers; its check before Ray starts has others."""
-    name, problems = "batches", []
+    problems: list[tuple[str, str]] = []
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     batch, mini = int(config.data.train_batch_size), int(actor.ppo_mini_batch_size)
     n, dp = int(rollout.n), plan.data_parallel
@@ -253,14 +257,8 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
         detail = f"ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is below the longest prompt and response"
         problems.append((detail, f"raise it to {-(-sequence_tokens(config) // _split(plan))} or more"))
     problems += _modes(config, plan, batch, mini)
-    for detail, remedy in problems:
-        yield Check(name, FAIL, detail, remedy)
-    if not problems:
-        yield Check(
-            name,
-            OK,
-            f"{batch} prompts x {n} in {batch // mini} optimizer steps, each of {mini * n // dp} responses per rank",
-        )
+    steps = "" if problems else f"{batch // mini} optimizer steps, each of {mini * n // dp} responses per rank"
+    yield from _report("batches", problems, f"{batch} prompts x {n} in {steps}")
 
 
 def _multiples(batch: int, mini: int) -> str:
@@ -304,24 +302,18 @@ def _modes(config: Any, plan: Plan, batch: int, mini: int) -> Iterator[tuple[str
 
 def rollout(config: Any, plan: Plan) -> Iterator[Check]:
     """Check vLLM's length limits and the token budget for drafts."""
-    name, problems = "rollout", []
-    options, serving = config.actor_rollout_ref.rollout, plan.rollout
-    if serving.max_model_len < sequence_tokens(config):
-        detail = f"max_model_len={serving.max_model_len} is below prompt + response = {sequence_tokens(config)}"
-        problems.append((FAIL, detail, f"raise {_R}.max_model_len, or lower data.max_response_length"))
-    if not options.enable_chunked_prefill and serving.max_num_batched_tokens < serving.max_model_len:
-        detail = f"max_num_batched_tokens={serving.max_num_batched_tokens} < max_model_len without chunked prefill"
-        problems.append((FAIL, detail, f"raise it, or set {_R}.enable_chunked_prefill=true"))
-    if serving.max_num_batched_tokens < serving.max_num_seqs:
-        detail = f"max_num_batched_tokens={serving.max_num_batched_tokens} is below max_num_seqs={serving.max_num_seqs}"
-        problems.append((FAIL, detail, f"raise {_R}.max_num_batched_tokens"))
-    elif serving.draft_bytes and serving.max_num_batched_tokens < 2 * serving.max_num_seqs:
-        detail = (
-            f"max_num_batched_tokens={serving.max_num_batched_tokens} leaves no room for draft tokens with "
-            f"max_num_seqs={serving.max_num_seqs} requests"
-        )
-        problems.append((WARN, detail, f"raise {_R}.max_num_batched_tokens above {2 * serving.max_num_seqs}"))
-    for status, detail, remedy in problems:
-        yield Check(name, status, detail, remedy)
-    if not problems:
-        yield Check(name, OK, f"{serving.max_model_len} tokens per request, {serving.max_num_batched_tokens} per step")
+    problems, serving, longest = [], plan.rollout, sequence_tokens(config)
+    budget, requests = serving.max_num_batched_tokens, serving.max_num_seqs
+    if serving.max_model_len < longest:
+        detail = f"max_model_len={serving.max_model_len} is below prompt + response = {longest}"
+        problems.append((detail, f"raise {_R}.max_model_len, or lower data.max_response_length"))
+    if not config.actor_rollout_ref.rollout.enable_chunked_prefill and budget < serving.max_model_len:
+        detail = f"max_num_batched_tokens={budget} < max_model_len without chunked prefill"
+        problems.append((detail, f"raise it, or set {_R}.enable_chunked_prefill=true"))
+    if budget < requests:
+        detail = f"max_num_batched_tokens={budget} is below max_num_seqs={requests}"
+        problems.append((detail, f"raise {_R}.max_num_batched_tokens"))
+    elif serving.draft_bytes and budget < 2 * requests:
+        detail = f"max_num_batched_tokens={budget} leaves no room for draft tokens with max_num_seqs={requests}"
+        yield Check("rollout", WARN, detail, f"raise {_R}.max_num_batched_tokens above {2 * requests}")
+    yield from _report("rollout", problems, f"{serving.max_model_len} tokens per request, {budget} per step")

@@ -165,16 +165,13 @@ def reward_function(config: Any, load: bool) -> Iterator[Check]:
     yield Check(name, OK, path)
 
 
-def engine(config: Any, plan: Plan, load: bool) -> Iterator[Check]:
-    """Check that the packages of the chosen training engine can be imported, unless the run is on a CPU.
-
-    ``load`` imports them in a subprocess (about 15 s); else only their installation is checked.
-    """
+def engine(config: Any, plan: Plan) -> Iterator[Check]:
+    """Check that the packages of the chosen training engine can be imported, unless the run is on a CPU; takes 15 s."""
     name = "training engine"
     packages = _engine_packages(config, plan)
     if plan.device == "cpu" or not packages:
         return
-    missing = engine_packages.missing(packages, load)
+    missing = engine_packages.missing(packages)
     for package, error in missing:
         yield Check(name, FAIL, f"{package.module}: {error}; used for: {package.used_for}", package.remedy)
     if not missing:

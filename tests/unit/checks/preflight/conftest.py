@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.checks.preflight.world import HERE, MODEL
-from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.preflight import checks, machine_checks
 
 
@@ -15,7 +14,6 @@ from verl_rhyme.checks.preflight import checks, machine_checks
 def this_machine(monkeypatch):
     monkeypatch.setattr(checks, "detect_machine", lambda: HERE)
     monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 1 << 40))
-    monkeypatch.setattr(engine_packages, "_installed", lambda module: True)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.checks.preflight.world import MEGATRON, RELAY, SEPARATE, A, R, complaints, only, preflight
-from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.preflight import checks, machine, machine_checks, model_folder
 from verl_rhyme.checks.preflight.estimate import gib
 from verl_rhyme.checks.preflight.machine import Machine
@@ -217,13 +216,3 @@ def test_gpu_memory_is_set_detected_or_assumed(monkeypatch):
     monkeypatch.setenv("GPU_MEMORY_GB", "141")
     monkeypatch.setattr(machine, "_nvidia_smi", lambda: [80 << 30, 40 << 30])
     assert (machine.detect_machine().gpus, machine.detect_machine().gpu_bytes) == (2, 40 << 30)
-
-
-def test_a_missing_package_of_the_training_engine_fails(world, monkeypatch):
-    monkeypatch.setattr(engine_packages, "_installed", lambda module: module != "transformer_engine.pytorch")
-    megatron = [MEGATRON, f"{A}.megatron.vanilla_mbridge=true"]
-    found = preflight(world, *megatron)
-    assert "bash requirements/build.sh transformer-engine" in complaints(found)[("training engine", "fail")]
-    found = preflight(world, *megatron, dry_run=True)
-    assert ("training engine", "warn") in complaints(found), "a dry run may happen on another machine"
-    assert ("training engine", "fail") not in complaints(preflight(world))
