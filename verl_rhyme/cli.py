@@ -195,7 +195,7 @@ def claim(
             raise typer.Exit(FINISHED)
         if step is not None:
             print(f"resuming after step {step}" + (f" of {total}" if total else ""))
-        run_folder.set_metrics_aside(config)
+        run_folder.rename_earlier_metrics(config)
     except run_folder.ForeignFolder as error:
         raise refuse(f"{error} -> {run_folder.REMEDY}") from error
     except ConfigError as error:

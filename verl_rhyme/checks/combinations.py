@@ -42,7 +42,7 @@ _QUEUE = "transfer_queue.backend"
 _PLACEMENT = "rhyme.placement.policy"
 
 #: vLLM options that verl sets from its own rollout keys; rhyme reads verl's keys.
-VERLS = {
+VERL_ROLLOUT_KEYS = {
     "tensor_parallel_size": "tensor_model_parallel_size",
     "pipeline_parallel_size": "pipeline_model_parallel_size",
     "data_parallel_size": "data_parallel_size",
@@ -235,7 +235,7 @@ TABLE = (
                 f"set {_ROLLOUT}.{key} instead",
                 (f"{_ROLLOUT}.{key}",),
             )
-            for name, key in VERLS.items()
+            for name, key in VERL_ROLLOUT_KEYS.items()
         ),
         _rhyme,
         "verl and rhyme read this setting from verl's own key",

@@ -48,7 +48,7 @@ def plan(
         _print(plans, best, loaded)
 
 
-def overrides_of(split: Split, max_staleness: int) -> list[str]:
+def list_overrides(split: Split, max_staleness: int) -> list[str]:
     """Return the hydra overrides of verl and ``+rhyme=full`` for a split on separate GPUs."""
 
     def nodes(section: str, gpus: int, node: int) -> Iterator[str]:
@@ -84,7 +84,7 @@ def _report(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> dict[str
             for plan in plans
         ],
         "best": _row(chosen.best),
-        "overrides": overrides_of(chosen.best, chosen.max_staleness),
+        "overrides": list_overrides(chosen.best, chosen.max_staleness),
         "compared": [_row(split) for split in chosen.others],
         "looked_at": chosen.looked_at,
         "refused": chosen.refused,
@@ -201,7 +201,7 @@ def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
     for what, source in loaded.sources.items():
         print(f"source of step costs on {what}: {source}")
     print("overrides:")
-    for line in overrides_of(best, chosen.max_staleness):
+    for line in list_overrides(best, chosen.max_staleness):
         print(f"  {line}")
 
 

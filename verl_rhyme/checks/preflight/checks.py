@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_rhyme.checks import doctor
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
-from verl_rhyme.checks.preflight import config_checks, history_room, machine_checks, run_folder
+from verl_rhyme.checks.preflight import config_checks, history_size, machine_checks, run_folder
 from verl_rhyme.checks.preflight.estimate import Estimate, estimate
 from verl_rhyme.checks.preflight.machine import Machine, detect_machine
 from verl_rhyme.checks.preflight.plan import ENGINES, Plan, check_numbers, read
@@ -58,7 +58,7 @@ def examine(
     memory = machine.host_bytes if plan.device == "cpu" else machine.gpu_bytes
     found = estimate(model, plan, memory) if model else None
     imports = with_doctor and not dry_run
-    history, copied = history_room.check(config, plan)
+    history, copied = history_size.check(config, plan)
     on_machine: list[Check] = [
         *machine_checks.datasets(config),
         *model_check,

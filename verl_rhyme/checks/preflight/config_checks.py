@@ -21,7 +21,7 @@ from verl_rhyme.config.run_name import run_name
 from verl_rhyme.weights import BACKEND as RELAY
 
 #: Checkpoint-engine backends of verl 0.9.1 (``rollout.checkpoint_engine.backend``), and rhyme's relay.
-CARRIERS = ("naive", "nccl", "nixl", "mooncake", "kimi_ckpt_engine", "delta_sharded", RELAY)
+BACKENDS = ("naive", "nccl", "nixl", "mooncake", "kimi_ckpt_engine", "delta_sharded", RELAY)
 
 #: Remedy of a finding whose text contains the remedy.
 _SEE_TEXT = "correct the setting that this message names"
@@ -151,8 +151,8 @@ def weights(config: Any) -> Iterator[Check]:
     """Check the weight-transfer backend; verl's workers check it after loading the model."""
     engine, key = config.actor_rollout_ref.rollout.checkpoint_engine, f"{_R}.checkpoint_engine"
     backend = str(engine.backend)
-    if backend not in CARRIERS and not engine.get("custom_backend_module") and backend != "shm":  # TABLE refuses shm
-        detail = f"{key}.backend={backend} is not one of {', '.join(CARRIERS)}{nearest(backend, CARRIERS)}"
+    if backend not in BACKENDS and not engine.get("custom_backend_module") and backend != "shm":  # TABLE refuses shm
+        detail = f"{key}.backend={backend} is not one of {', '.join(BACKENDS)}{nearest(backend, BACKENDS)}"
         remedy = f"set one of them, or {key}.custom_backend_module for your own backend"
         yield Check("weights", FAIL, detail, remedy)
 

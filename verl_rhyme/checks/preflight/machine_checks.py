@@ -134,7 +134,7 @@ def _incomplete(config: Any, folder: Path) -> Iterator[Check]:
         yield Check("model", FAIL, detail, remedy)
     if OmegaConf.select(config, "actor_rollout_ref.actor.megatron.use_dist_checkpointing"):
         return  # Megatron loads the weights from dist_checkpointing_path
-    if problem := model_folder.lacking_weights(folder):
+    if problem := model_folder.find_missing_weights(folder):
         yield Check("model", FAIL, f"{folder}: {problem}", "download the model again, or correct the path")
 
 

@@ -119,7 +119,7 @@ def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
         new.replace(marker)
 
 
-def set_metrics_aside(config: Any) -> None:
+def rename_earlier_metrics(config: Any) -> None:
     """Rename the metrics file of an earlier start, if the config sets the file of verl's logger."""
     path = OmegaConf.select(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{LOGGER_VARIABLE}")
     if path:

@@ -82,11 +82,11 @@ def test_an_invalid_run_fails(world, overrides, name, words):
     assert words in found.get((name, "fail"), ""), found
 
 
-def test_carriers_are_the_registered_backends():
+def test_backends_are_the_registered_ones():
     package = importlib.util.find_spec("verl").submodule_search_locations[0]
     texts = [file.read_text() for file in (Path(package) / "checkpoint_engine").glob("*.py")]
     registered = {name for text in texts for name in re.findall(r'Registry\.register\("(\w+)"\)', text)}
-    assert registered | {"relay"} == set(config_checks.CARRIERS)
+    assert registered | {"relay"} == set(config_checks.BACKENDS)
 
 
 @pytest.mark.parametrize(

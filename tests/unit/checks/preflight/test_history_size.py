@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.unit.checks.preflight.world import R, complaints, only, preflight
-from verl_rhyme.checks.preflight import history_room, machine_checks
+from verl_rhyme.checks.preflight import history_size, machine_checks
 from verl_rhyme.history import environment
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
@@ -17,7 +17,7 @@ def history_store(found):
 
 def test_each_checkpoint_holds_a_copy_of_the_history(world, monkeypatch):
     """17k prompts x 16 x 8k tokens are more than the weights of a small model."""
-    monkeypatch.setattr(history_room, "_count_prompts", lambda config: (17_398, 17_398))
+    monkeypatch.setattr(history_size, "_count_prompts", lambda config: (17_398, 17_398))
     sizes = [f"{R}.n=16", "data.max_response_length=16384", f"{R}.custom.rhyme.history.max_bytes=400000000000"]
     monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 24 << 30))
     assert ("checkpoints", "fail") not in complaints(preflight(world))
@@ -61,7 +61,7 @@ def test_repeated_prompts_are_counted_once(world, tmp_path, monkeypatch):
     once = preflight(world, "trainer.total_epochs=1")
     assert "700 prompts (in 70000 rows) x 8 responses" in history_store(once).detail
     assert "x 4 visits" in history_store(once).detail
-    monkeypatch.setattr(history_room, "_COUNTING_S", 0.0)
+    monkeypatch.setattr(history_size, "_COUNTING_S", 0.0)
     assert "1496 prompts (in 70000 rows)" in history_store(preflight(world)).detail, "700 of the first 32768 rows"
     monkeypatch.undo()
     pictures = {"prompt": prompts, "data_source": ["x"] * 70_000, "images": [[{"bytes": b"x"}]] * 70_000}
@@ -92,4 +92,4 @@ def test_a_rewrite_takes_the_disk_that_the_preflight_computes(tmp_path, monkeypa
         for step in range(20):
             new = [Trajectory(bytes([step % 2, i] * 8), np.arange(8000), 0.0, 0, step // 2, i) for i in range(18)]
             assert store.append(new, step).dropped == 0
-    assert 1.5 * bound < max(peaks) < 1.02 * history_room.PEAK * bound
+    assert 1.5 * bound < max(peaks) < 1.02 * history_size.PEAK * bound
