@@ -219,7 +219,6 @@ TABLE = (
             ),
             *_engine("async_scheduling", "scheduler_cls", "logits_processors", "enable_dbo"),
             Option(f"{_ENGINE}.ubatch_size", lambda size, run: int(size or 0) > 1),
-            *_engine("diffusion_config"),
         ),
         lambda run: run.drafting,
         "rhyme drafts token by token in vLLM's synchronous scheduler and verifies whole batches in its own sampler; "
@@ -365,7 +364,6 @@ TABLE = (
     ),
     Row(
         (
-            Option(_BACKEND, lambda backend, run: backend == "shm", f"set {_BACKEND}=relay"),
             Option(_BACKEND, lambda backend, run: backend == "relay" and run.topology == "colocated"),
             Option(
                 _BACKEND,

@@ -57,7 +57,6 @@ CASES = [
     ("histospec", [f"{E}.logits_processors=[my.Processor]"], ["logits_processors with", "own sampler"]),
     ("histospec", [f"{E}.enable_dbo=true"], ["enable_dbo=true with", "whole batches"]),
     ("histospec", [f"{E}.ubatch_size=2"], ["ubatch_size=2 with", "whole batches"]),
-    ("histospec", [f"{E}.diffusion_config={{canvas_length: 8}}"], ["diffusion_config with", "token by token"]),
     ("sorted", [f"{E}.tensor_parallel_size=2"], ["vllm.tensor_parallel_size=2 with", "tensor_model_parallel_size"]),
     ("full", [f"{E}.pipeline_parallel_size=2"], ["vllm.pipeline_parallel_size=2 with", "pipeline_model_parallel_size"]),
     ("full", [f"{E}.data_parallel_size=2"], ["vllm.data_parallel_size=2 with", f"set {R}.data_parallel_size"]),
@@ -127,7 +126,6 @@ CASES = [
         [SEPARATE, ELASTIC, f"{BACKEND}=delta_sharded"],
         ["backend=delta_sharded: ", "weights to a single replica", f"{BACKEND}=relay or nccl"],
     ),
-    ("histospec", [f"{BACKEND}=shm"], ["backend=shm with", f"set {BACKEND}=relay"]),
     ("sorted", [f"{BACKEND}=relay"], ["backend=relay with trainer.v1.trainer_mode=sync: ", "from the actor", SEPARATE]),
     ("full", [SEPARATE, f"{BACKEND}=naive"], [f"backend=naive with {SEPARATE}: ", f"set {BACKEND}=relay, nccl"]),
     (

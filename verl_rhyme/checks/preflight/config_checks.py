@@ -151,7 +151,7 @@ def weights(config: Any) -> Iterator[Check]:
     """Check the weight-transfer backend; verl's workers check it after loading the model."""
     engine, key = config.actor_rollout_ref.rollout.checkpoint_engine, f"{_R}.checkpoint_engine"
     backend = str(engine.backend)
-    if backend not in BACKENDS and not engine.get("custom_backend_module") and backend != "shm":  # TABLE refuses shm
+    if backend not in BACKENDS and not engine.get("custom_backend_module"):
         detail = f"{key}.backend={backend} is not one of {', '.join(BACKENDS)}{nearest(backend, BACKENDS)}"
         remedy = f"set one of them, or {key}.custom_backend_module for your own backend"
         yield Check("weights", FAIL, detail, remedy)
