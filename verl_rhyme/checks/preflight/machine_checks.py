@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,15 +212,14 @@ def gpus(plan: Plan, machine: Machine) -> Iterator[Check]:
 def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
     """Check the phase of highest memory against a GPU, and vLLM's share against its weights and one request.
 
-    vLLM does not start without KV cache for one request of ``max_model_len``.
+    vLLM does not start without KV cache for one request of ``max_model_len``. Without GPUs, only this is checked.
     """
-    name, cpu = "GPU memory", plan.device == "cpu"
     phase, peak = found.peak
-    if cpu:
-        name, (phase, peak) = "memory", _on_one_host(found, plan)
     share = peak / found.gpu_bytes
     detail = f"{phase}: {gib(peak)} of {gib(found.gpu_bytes)} ({share:.0%}), estimated"
-    yield verdict(name, share <= TIGHT, detail, _lighter(phase, plan), otherwise=FAIL if share > 1 else WARN)
+    if plan.device != "cpu":
+        status = FAIL if share > 1 else WARN
+        yield verdict("GPU memory", share <= TIGHT, detail, _lighter(phase, plan), otherwise=status)
     serving = found.serving
     if serving.cache <= 0:
         detail = (
@@ -238,23 +236,7 @@ def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
         yield Check("KV cache", OK, detail)
 
 
-def _on_one_host(found: Estimate, plan: Plan) -> tuple[str, int]:
-    """Return the phase of highest memory on a machine that ranks and rollout engines share, and its bytes."""
-    engines = found.phases.get("rollout pool")
-    if engines is None:
-        phase, peak = found.peak
-        return phase, peak * plan.gpus_per_node
-    training = {name: phase for name, phase in found.phases.items() if phase is not engines}
-    phase, peak = replace(found, phases=training).peak
-    return f"{phase} with the rollout pool", peak * plan.gpus_per_node + engines.total * plan.rollout_gpus
-
-
 def _lighter(phase: str, plan: Plan) -> str:
-    if plan.device == "cpu":
-        return (
-            "use a machine with more memory, a smaller model, or fewer tokens per micro-batch "
-            "(ppo_max_token_len_per_gpu, ppo_micro_batch_size_per_gpu)"
-        )
     if phase == "rollout" and plan.standalone:
         return (
             "set actor_rollout_ref.hybrid_engine=false: rollout has separate GPUs, and the training GPUs then hold no "

@@ -193,17 +193,6 @@ def test_little_memory_and_disk(world, monkeypatch):
     assert "fail" not in {status for _, status in complaints(dry)}, "these problems are of this machine only"
 
 
-def test_engines_and_training_on_one_host(world):
-    """On a CPU, training and engines share the memory; with GPUs, each has its own pool."""
-    cpu = ["trainer.device=cpu", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=1", f"{R}.tensor_model_parallel_size=1"]
-    found = preflight(world[1:], *SEPARATE, *cpu, "trainer.n_gpus_per_node=1")
-    phases = {name: phase.total for name, phase in found.estimate.phases.items()}
-    pool = phases.pop("rollout pool")
-    detail = only(found, "memory").detail
-    phase, peak = max(phases, key=phases.get), max(phases.values())
-    assert detail.startswith(f"{phase} with the rollout pool: {gib(peak + pool)}")
-
-
 def test_gpu_memory_is_set_detected_or_assumed(monkeypatch):
     monkeypatch.setattr(machine, "_nvidia_smi", lambda: [])
     monkeypatch.delenv("GPU_MEMORY_GB", raising=False)
