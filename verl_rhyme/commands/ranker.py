@@ -63,7 +63,8 @@ def train(
             raise ValueError(f"{source}: {len(pairs)} prompts; training and evaluation need at least 16")
         known, held_out = pairs.split(test, seed)
         began = time.monotonic()
-        ranker = _trained(known, model, boosting, (loss, epochs, batch, rate, seed))
+        options = {"loss": loss, "epochs": epochs, "batch": batch, "rate": rate}
+        ranker = _trained(known, model, boosting, seed, options)
         seconds = time.monotonic() - began
         ranker.save(out)
     training = {"prompts": len(known), "seconds": round(seconds, 1), "out": str(out)}
@@ -104,12 +105,12 @@ def _read(source: Path, data: list[Path] | None, tokenizer: Path | None, column:
 
 
 def _trained(
-    known: Pairs, model: Path | None, boosting: bool, how: tuple[str, int, int, float, int]
+    known: Pairs, model: Path | None, boosting: bool, seed: int, options: dict[str, Any]
 ) -> LengthRanker | Boosting:
     if boosting:
         from verl_rhyme.lengths.boosting import Boosting
 
-        return Boosting.fit(known, how[-1])
+        return Boosting.fit(known, seed)
     from rich.progress import Progress
     from transformers.utils import logging
 
@@ -117,11 +118,10 @@ def _trained(
 
     logging.disable_progress_bar()  # transformers', for reading and writing files
 
-    loss, epochs, batch, rate, seed = how
-    training = rankers.Training(loss=loss, epochs=epochs, batch=batch, rate=rate, seed=seed)
+    training = rankers.Training(**options, seed=seed)
     initial = rankers.tiny_for(known, seed) if model is None else rankers.from_folder(model)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("epochs", total=epochs)
+        task = progress.add_task("epochs", total=training.epochs)
 
         def report(epoch: dict[str, float]) -> bool:
             progress.update(task, advance=1, description=f"rank correlation {epoch['rank_correlation']:.3f}")
