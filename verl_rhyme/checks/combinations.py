@@ -78,10 +78,10 @@ class Run:
         tree, _, option = key.rpartition(".")
         if tree != _ENGINE:
             return OmegaConf.select(self.config, key, throw_on_missing=True)
-        # verl passes them to vLLM's command line, which also accepts dashes and subkeys (``a.b``)
+        # verl passes them to vLLM's command line, which also accepts dashes, abbreviations and subkeys (``a.b``).
         given = OmegaConf.select(self.config, tree, throw_on_missing=True) or {}
-        names = {str(name).replace("-", "_").partition(".")[0]: value for name, value in given.items()}
-        return names.get(option)
+        named = ((str(name).replace("-", "_").partition(".")[0], value) for name, value in given.items())
+        return next((value for name, value in named if name and option.startswith(name)), None)
 
     @property
     def topology(self) -> str | None:
@@ -219,6 +219,7 @@ TABLE = (
             ),
             *_engine("async_scheduling", "scheduler_cls", "logits_processors", "enable_dbo"),
             Option(f"{_ENGINE}.ubatch_size", lambda size, run: int(size or 0) > 1),
+            *_engine("diffusion_config"),
         ),
         lambda run: run.drafting,
         "rhyme drafts token by token in vLLM's synchronous scheduler and verifies whole batches in its own sampler; "

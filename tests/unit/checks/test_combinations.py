@@ -57,6 +57,7 @@ CASES = [
     ("histospec", [f"{E}.logits_processors=[my.Processor]"], ["logits_processors with", "own sampler"]),
     ("histospec", [f"{E}.enable_dbo=true"], ["enable_dbo=true with", "whole batches"]),
     ("histospec", [f"{E}.ubatch_size=2"], ["ubatch_size=2 with", "whole batches"]),
+    ("histospec", [f"{E}.diffusion_config={{canvas_length: 8}}"], ["diffusion_config with", "token by token"]),
     ("sorted", [f"{E}.tensor_parallel_size=2"], ["vllm.tensor_parallel_size=2 with", "tensor_model_parallel_size"]),
     ("full", [f"{E}.pipeline_parallel_size=2"], ["vllm.pipeline_parallel_size=2 with", "pipeline_model_parallel_size"]),
     ("full", [f"{E}.data_parallel_size=2"], ["vllm.data_parallel_size=2 with", f"set {R}.data_parallel_size"]),
@@ -252,7 +253,7 @@ def test_only_the_listed_losses_have_no_ratio_to_the_sampling_policy() -> None:
     assert free == set(combinations.RATIO_FREE_LOSSES)
 
 
-@pytest.mark.parametrize("name", ["pipeline-parallel-size", "speculative-config", "speculative_config.method"])
+@pytest.mark.parametrize("name", ["pipeline-parallel-size", "pipe", "speculative_config.method", "spec"])
 def test_an_engine_option_is_found_in_every_spelling_of_its_name(name: str) -> None:
     tree = verl_config("histospec")
     tree.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {name: 2}}
