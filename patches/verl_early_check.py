@@ -14,7 +14,7 @@ def _check_rhyme_first(original: Any, config: Any, *args: Any, **kwargs: Any) ->
     from verl_rhyme.config import CONFIG_PATH, ConfigError, config_tree
 
     ours = OmegaConf.select(config, CONFIG_PATH) is not None
-    if ours or any(config_tree.misplaced(config)):
+    if ours or any(config_tree.find_misplaced(config)):
         from verl_rhyme.checks.startup import check
 
         try:

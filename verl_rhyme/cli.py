@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +19,7 @@ from rich.table import Table
 
 from verl_rhyme import __version__
 from verl_rhyme.commands import ranker as ranker_command
+from verl_rhyme.commands.errors import one_line_errors
 from verl_rhyme.commands.plan import plan
 from verl_rhyme.commands.simulate import profile, simulate
 
@@ -62,7 +63,7 @@ def _main(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    history_dir: Annotated[str | None, typer.Option(help="History folder (option history.dir).")] = None,
+    history_dir: Annotated[Path | None, typer.Option(help="History folder (option history.dir).")] = None,
 ) -> None:
     """Check versions, plugin, patches, platform, disk and shared memory; exit 1 if a check fails."""
     # Imports of vLLM, verl and torch log much; the checks report what matters.
@@ -73,14 +74,12 @@ def doctor(
         from verl_rhyme.checks.doctor import examine
 
         checks = examine(history_dir)
-    failed = sum(check.status == "fail" for check in checks)
     if as_json:
-        report = {"version": __version__, "ok": not failed, "checks": [check.to_dict() for check in checks]}
-        print(json.dumps(report, indent=2))
+        _print_json(checks)
     else:
         _print_table(checks)
         _print_counts(checks)
-    if failed:
+    if _failures(checks):
         raise typer.Exit(1)
 
 
@@ -125,30 +124,23 @@ def preflight(
     from verl_rhyme.checks.preflight.estimate import lines
 
     estimated = lines(result.estimate, result.plan, result.machine.gpu_source) if result.estimate else []
+    count = sum(check.status != "ok" for check in result.checks)  # findings come first
+    findings, passed = result.checks[:count], result.checks[count:]
     if as_json:
-        report = {
-            "version": __version__,
-            "ok": not result.failed,
-            "checks": [check.to_dict() for check in result.checks],
-            "estimate": result.estimate.to_dict() if result.estimate else None,
-        }
-        if dry_run:
-            report["config"] = OmegaConf.to_container(config)
-        print(json.dumps(report, indent=2))
+        further = {"config": OmegaConf.to_container(config)} if dry_run else {}
+        _print_json(result.checks, estimate=result.estimate.to_dict() if result.estimate else None, **further)
+    elif dry_run:
+        print(OmegaConf.to_yaml(config), end="")
+        print("\n".join(f"# {line}" for line in (*map(_line, findings), *estimated, *map(_line, passed))))
     else:
-        count = sum(check.status != "ok" for check in result.checks)  # findings come first
-        findings, passed = result.checks[:count], result.checks[count:]
-        if dry_run:
-            print(OmegaConf.to_yaml(config), end="")
-            print("\n".join(f"# {line}" for line in (*map(_line, findings), *estimated, *map(_line, passed))))
-        else:
-            _print_table(findings)
-            print("".join(f"{line}\n" for line in estimated), end="")
-            _print_table(passed)
-            _print_counts(result.checks)
-    if result.failed:
-        if dry_run and not as_json:
-            print("\n".join(f"verl-rhyme preflight: {line}" for line in _failures(result.checks)), file=sys.stderr)
+        _print_table(findings)
+        print("".join(f"{line}\n" for line in estimated), end="")
+        _print_table(passed)
+        _print_counts(result.checks)
+    failed = _failures(result.checks)
+    if failed and dry_run and not as_json:
+        print("\n".join(f"verl-rhyme preflight: {line}" for line in failed), file=sys.stderr)
+    if failed:
         raise typer.Exit(1)
 
 
@@ -157,14 +149,9 @@ def run_name(arguments: _Arguments = None, note: _Notes = None) -> None:
     """Print the folder name of a run in the run scripts: preset and changed options, model, engine, mode."""
     from verl_rhyme.checks.preflight import run_folder
     from verl_rhyme.checks.preflight.compose import compose
-    from verl_rhyme.config import ConfigError
 
-    try:
-        with _silenced():
-            name = run_folder.name(compose(arguments or []), _pairs(note))
-    except ConfigError as error:
-        print(f"verl-rhyme: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+    with one_line_errors("verl-rhyme"), _silenced():
+        name = run_folder.name(compose(arguments or []), _pairs(note))
     print(name)
 
 
@@ -186,44 +173,35 @@ def claim(
     from verl_rhyme.checks.preflight.plan import check_numbers
     from verl_rhyme.config import ConfigError
 
-    try:
-        with _silenced():
-            config = compose(arguments or [])
-            check_numbers(config)
-            checks = examine(config, dry_run=True, notes=_pairs(note)).checks if check else []
-        failed = _failures(checks)
-        if failed:
-            print("\n".join(f"verl-rhyme: {line}" for line in failed), file=sys.stderr)
-            raise typer.Exit(1)
-        run_folder.claim(config, _pairs(note))
-    except run_folder.ForeignFolder as error:
-        print(f"verl-rhyme: {error} -> {run_folder.REMEDY}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    except ConfigError as error:
-        print(f"verl-rhyme: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    except OSError as error:
-        where = run_folder.folder(config)
-        print(
-            f"verl-rhyme: cannot write to {where} ({error.strerror}): free space, or choose another RUN_DIR",
-            file=sys.stderr,
-        )
-        raise typer.Exit(1) from error
+    def refuse(problem: str) -> typer.Exit:
+        print(f"verl-rhyme: {problem}", file=sys.stderr)
+        return typer.Exit(1)
+
+    with one_line_errors("verl-rhyme"), _silenced():
+        config = compose(arguments or [])
+        check_numbers(config)
+        checks = examine(config, dry_run=True, notes=_pairs(note)).checks if check else []
+    if failed := _failures(checks):
+        raise refuse("\nverl-rhyme: ".join(failed))
     folder = run_folder.folder(config)
-    step, total = run_folder.latest_step(folder), run_folder.total_steps(config)
-    if step is not None and total is not None and step >= total:
-        print(
-            f"already finished: {step} of {total} steps, {folder}; to continue, raise EPOCHS (trainer.total_epochs); "
-            "to start again, choose another RUN_DIR"
-        )
-        raise typer.Exit(FINISHED)
-    if step is not None:
-        print(f"resuming after step {step}" + (f" of {total}" if total else ""))
     try:
-        run_folder.set_metrics_aside(config)
+        run_folder.claim(config, _pairs(note))
+        step, total = run_folder.latest_step(folder), run_folder.total_steps(config)
+        if step is not None and total is not None and step >= total:
+            print(
+                f"already finished: {step} of {total} steps, {folder}; to continue, raise EPOCHS "
+                "(trainer.total_epochs); to start again, choose another RUN_DIR"
+            )
+            raise typer.Exit(FINISHED)
+        if step is not None:
+            print(f"resuming after step {step}" + (f" of {total}" if total else ""))
+        run_folder.rename_earlier_metrics(config)
+    except run_folder.ForeignFolder as error:
+        raise refuse(f"{error} -> {run_folder.REMEDY}") from error
+    except ConfigError as error:
+        raise refuse(str(error)) from error
     except OSError as error:
-        print(f"verl-rhyme: cannot rename earlier metrics ({error}): choose another RUN_DIR", file=sys.stderr)
-        raise typer.Exit(1) from error
+        raise refuse(f"cannot write to {folder} ({error.strerror}): free space, or choose another RUN_DIR") from error
 
 
 def _failures(checks: list[Check]) -> list[str]:
@@ -238,6 +216,12 @@ def _pairs(notes: list[str] | None) -> dict[str, str]:
 def _line(check: Check) -> str:
     remedy = f" -> {check.remedy}" if check.remedy else ""
     return f"{check.status}: {check.name}: {check.detail}{remedy}".replace("\n", " ")
+
+
+def _print_json(checks: list[Check], **further: Any) -> None:
+    ok = not _failures(checks)
+    report = {"version": __version__, "ok": ok, "checks": [asdict(check) for check in checks], **further}
+    print(json.dumps(report, indent=2))
 
 
 def _print_counts(checks: list[Check]) -> None:

@@ -36,7 +36,7 @@ import typer
 
 from benchmarks.machine import commit, describe
 from benchmarks.real_sizes.routing_world import MOST_TOKENS, Ran, World, tokens_by
-from verl_rhyme.checks.preflight.history_room import RESPONSE_BYTES, TOKEN_BYTES
+from verl_rhyme.checks.preflight.history_size import RESPONSE_BYTES, TOKEN_BYTES
 from verl_rhyme.planning.profile import profile
 
 PROMPTS, BATCH, SAMPLES, REPLICAS_A_NODE = 17_398, 512, 16, 8

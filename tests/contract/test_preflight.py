@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks.preflight import config_checks, memory
+from verl_rhyme.checks.preflight import memory
 from verl_rhyme.checks.preflight.architecture import Architecture
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.checks.preflight.machine_checks import reward_function
 from verl_rhyme.checks.preflight.memory import Rollout
+from verl_rhyme.config import TOPOLOGIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +42,7 @@ def test_trainer_modes_are_those_that_are_registered():
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
     own = {mode for mode, kind in TRAINER_REGISTRY.items() if not kind.__module__.startswith(("verl.", "verl_rhyme."))}
-    assert set(TRAINER_REGISTRY) - own == set(config_checks.TRAINER_MODES)  # own: of other tests
+    assert set(TRAINER_REGISTRY) - own == set(TOPOLOGIES)  # own: of other tests
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (16, "float32")])

@@ -150,27 +150,6 @@ def test_a_second_start_ends_or_resumes(checkout, trained):
     assert "resuming after step 20 of 24" in further.stdout
 
 
-@ONLY_SLOW
-def test_a_folder_of_another_run_is_refused(checkout, trained):
-    before = tree(trained)
-    for settings, message in (
-        ({"RHYME": "off"}, "run histospec there, off in this run"),
-        ({"MODEL": "llama"}, "model models/qwen2 there, models/llama in this run"),
-        ({"ENGINE": "megatron"}, "engine fsdp2 there, megatron in this run"),
-        ({"MODE": "colocate_async"}, "mode sync there, colocate_async in this run"),
-        ({"SEED": "2"}, "seed 1 there, 2 in this run"),
-        ({"REPLICAS": "2", "MODE": "separate_async"}, "replicas 1 there, 2 in this run"),
-        ({"PROMPTS": "32"}, "puzzles 16 of 2 3 people there, 32 of 2 3 people in this run"),
-    ):
-        for dry_run in ("0", "1") if "ENGINE" in settings else ("0",):
-            refused = start(checkout, FIRST, RUN_DIR=str(trained), DRY_RUN=dry_run, **settings)
-            assert refused.returncode == 1
-            assert message in refused.stderr
-            assert "set another folder (RUN_DIR=" in refused.stderr
-            assert len(refused.stderr.splitlines()) == 1
-    assert tree(trained) == before
-
-
 def test_each_number_of_engines_has_a_folder(checkout):
     folders = set()
     for replicas in ("1", "2", "3"):
@@ -188,25 +167,16 @@ TREE = "actor_rollout_ref.rollout.custom.rhyme"
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("RHYME=histpospec", "RHYME=histpospec is unknown; use one of full histopipe histospec off sorted stream"),
         (f"RHYME=full {TREE}.max_staleness=-1", "max_staleness must be null, or at least 0"),
         ("RHYME=off MODE=separate_async", "needs our relay for weights, which RHYME=off"),
         ("MODEL=nope", "MODEL=nope is neither qwen2, llama, smollm2 nor a model folder"),
-        ("MODE=foo", "MODE=foo is unknown; use one of sync colocate_async separate_async"),
-        ("ENGINE=foo", "ENGINE=foo is unknown; use one of fsdp megatron"),
         ("EPOCHS=0", "EPOCHS=0 is below 1"),
-        ("EPOCHS=x", "EPOCHS=x is not a whole number"),
         ("PROMPTS=3", "PROMPTS=3 is below 16, a batch of data.train_batch_size"),
-        ("data.train_batch_size=x", "train_batch_size"),
         ("data.train_batch_size=0", "train_batch_size=0"),
         ("RHYME=sorted COMPARE=1", "COMPARE=1 compares off and histospec; drop RHYME=sorted"),
-        ("PROMPTS=008", "PROMPTS=008 is below 16"),
         ("PEOPLE=abc", "PEOPLE='abc' is not a list of numbers"),
         ("SEED=-1", "SEED=-1 is below 0"),
-        ("DRY_RUN=yes", "DRY_RUN=yes is unknown; use one of 0 1"),
-        ("RUN_DIR=runs/lr=1", "/runs/lr=1 contains =, which hydra cannot read in a path"),
         ("RUN_DIR=/dev/null/run", "cannot write to /dev/null/run/checkpoints (Not a directory)"),
-        ("trainer.save_frq=2", "trainer.save_frq=2: unknown key; did you mean trainer.save_freq?"),
         ("DRY_RUN=1 trainer.save_frq=2", "did you mean trainer.save_freq?"),
         ("data.train_batch_size=10", "data.train_batch_size=10 is not a multiple of ppo_mini_batch_size=16"),
     ],

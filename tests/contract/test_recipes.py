@@ -128,28 +128,17 @@ def written(recipe, engine, rhyme="histospec"):
 
 
 @pytest.mark.slow
-def test_what_our_yaml_says_is_what_verl_resolves(case):
+def test_verl_turns_it_into_its_dataclasses(case):
+    """verl's own validation and conversions, as the V1 trainer and its workers do them; an unknown key raises."""
     recipe, engine, config = case
-    assert differing(config, written(recipe, engine)) == {}
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert actor.ppo_mini_batch_size * rollout.n == UPDATE[recipe]
     length = config.data.max_prompt_length + config.data.max_response_length
     assert rollout.max_model_len == length
     assert min(actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu) >= length
-    tensor, ulysses = SPLIT[recipe]
-    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
-        part = OmegaConf.select(config, role)
-        if engine == "megatron":
-            assert (part.megatron.tensor_model_parallel_size, part.megatron.param_offload) == (tensor, True)
-        else:
-            sharded = part.fsdp if role == "critic" else part.fsdp_config
-            assert (sharded.ulysses_sequence_parallel_size, sharded.param_offload) == (ulysses, True)
 
-
-@pytest.mark.slow
-def test_verl_turns_it_into_its_dataclasses(case):
-    """verl's own validation and conversions, as the V1 trainer and its workers do them; an unknown key raises."""
-    recipe, engine, config = case
+    import torch
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, kl_penalty
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -189,14 +178,6 @@ def test_verl_turns_it_into_its_dataclasses(case):
         config.data.max_response_length,
     )
     omega_conf_to_dataclass(config.algorithm)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_verl_has_its_estimator_and_its_kl(recipe):
-    import torch
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, kl_penalty
-
-    config = composed(recipe, "off", "megatron")
     get_adv_estimator_fn(config.algorithm.adv_estimator)
     kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), config.actor_rollout_ref.actor.kl_loss_type)
 
@@ -224,9 +205,6 @@ def test_reward_manager_is_the_one_that_verl_loads(recipe):
     config = composed(recipe, "off", "megatron")
     expected = DAPORewardManager if recipe == "qwen32b_dapo" else NaiveRewardManager
     assert resolve_reward_manager_cls(config) is expected
-    file = config.reward.custom_reward_function.path
-    if file is not None and not os.path.exists(file):
-        pytest.skip(f"{file} is not here yet")
     assert type(asyncio.run(_load(load_reward_manager, config))) is expected
 
 
@@ -373,23 +351,17 @@ def test_the_yaml_alone_selects_a_preset(rhyme, tmp_path):
     ("variables", "told"),
     [
         ({"STALENESS": "-1", "RHYME": "full"}, "STALENESS=-1 is below 0, which is on-policy"),
-        ({"STALENESS": "1.5", "RHYME": "stream"}, "STALENESS=1.5 is not a whole number"),
         ({"STALENESS": "1"}, "STALENESS=1 needs the pipeline, which RHYME=histospec does not"),
-        ({"STALENESS": "0", "RHYME": "off"}, "STALENESS=0 needs the pipeline, which RHYME=off does not"),
         ({"RHYME": "histospeck"}, "RHYME=histospeck is unknown; use one of full histopipe histospec off sorted stream"),
         ({"ENGINE": "deepspeed"}, "ENGINE=deepspeed is unknown; use one of megatron fsdp"),
         ({"MODE": "my_async"}, "MODE=my_async is unknown; use one of sync colocate_async separate_async"),
         # taken for off, DRY_RUN=yes would train
-        *(
-            ({name: "yes"}, f"{name}=yes is unknown; use one of 0 1")
-            for name in ("DRY_RUN", "SMOKE", "SKIP_PREFLIGHT", "SKIP_BOOTSTRAP")
-        ),
+        *(({name: "yes"}, f"{name}=yes is unknown; use one of 0 1") for name in ("DRY_RUN", "SKIP_PREFLIGHT")),
         ({"TP": "two"}, "TP=two is not a whole number"),
-        *(({name: "0"}, f"{name}=0 is below 1") for name in ("NNODES", "GPUS_PER_NODE", "PP", "SP", "ROLLOUT_TP")),
-        ({"SEED": "x"}, "SEED=x is not a whole number"),
+        *(({name: "0"}, f"{name}=0 is below 1") for name in ("NNODES", "ROLLOUT_TP")),
         *(
             ({name: "/tmp/a=(b)"}, f"{name}=/tmp/a=(b) contains =(), which hydra cannot read")
-            for name in ("RUN_DIR", "CKPT", "DATA_DIR", "TRAIN_FILE", "VAL_FILE", "MODEL")
+            for name in ("RUN_DIR", "VAL_FILE", "MODEL")
         ),
     ],
 )
@@ -434,10 +406,8 @@ def test_a_foreign_folder_and_a_finished_run_are_not_trained_in(claimed, status)
     ("variables", "overrides", "name"),
     [
         ({}, [], "histospec-qwen2-megatron-sync"),
-        ({"RHYME": "off", "ENGINE": "fsdp", "MODE": "colocate_async"}, [], "off-qwen2-fsdp-colocate_async"),
-        ({}, ["rhyme=off"], "off-qwen2-megatron-sync"),
+        ({"ENGINE": "fsdp", "MODE": "colocate_async"}, ["rhyme=off"], "off-qwen2-fsdp-colocate_async"),
         ({"RHYME": "full", "STALENESS": "2", "MODE": "separate_async"}, [], "full-k2-qwen2-megatron-separate_async"),
-        ({"RHYME": "full", "STALENESS": "1", "MODE": "colocate_async"}, [], "full-qwen2-megatron-colocated"),
         ({"RHYME": "full"}, [f"{CONFIG_PATH}.max_staleness=0"], "full-k0-qwen2-megatron-colocated"),
         (
             {"RHYME": "stream", "SMOKE": "1"},

@@ -102,28 +102,19 @@ def test_seams_are_named_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "problem"),
+    ("target", "expected", "problem"),
     [
-        ({"target": "json:loads"}, None),
-        ({"target": "json:dumps", "accepts": ("obj", "indent")}, None),
-        ({"target": "json:dumps", "accepts": ("colour",)}, "takes no 'colour'"),
-        ({"target": "json:load_all"}, "AttributeError"),
-        ({"target": "no_such_module:x"}, "ModuleNotFoundError"),
-        ({"target": "json.decoder:JSONDecoder.decode", "signature": "(self, s, _w)"}, None),
-        ({"target": "json.decoder:JSONDecoder.decode", "signature": "(self, s)"}, "expected (self, s)"),
-        ({"target": "json.decoder:JSONDecoder.decode", "contains": ("obj,end = self.raw_decode(",)}, None),
-        ({"target": "json.decoder:JSONDecoder.decode", "contains": ("raw_encode",)}, "does not contain"),
-        ({"target": "json.decoder:JSONDecoder", "has": ("raw_decode",)}, None),
-        ({"target": "json.decoder:JSONDecoder", "has": ("raw_encode",)}, "has no 'raw_encode'"),
-        ({"target": "collections.abc:Sized", "implemented_by": "collections.abc:Sequence"}, "lacks '__getitem__'"),
-        ({"target": "numbers:Number", "implemented_by": "numbers:Real"}, "lacks"),
-        ({"target": "json:JSONDecoder", "implemented_by": "json:JSONEncoder"}, "not a subclass"),
+        ("json:loads", (), None),
+        ("json:dumps", ("(obj, indent, ...)",), None),
+        ("json:dumps", ("(obj, colour, ...)",), "takes no 'colour'"),
+        ("json:load_all", (), "AttributeError"),
+        ("no_such_module:x", (), "ModuleNotFoundError"),
+        ("json.decoder:JSONDecoder.decode", ("(self, s, _w)",), None),
+        ("json.decoder:JSONDecoder.decode", ("(self, s)",), "expected (self, s)"),
+        ("json.decoder:JSONDecoder.decode", ("obj,end = self.raw_decode(",), None),
+        ("json.decoder:JSONDecoder.decode", ("raw_decode", "raw_encode"), "does not contain 'raw_encode'"),
     ],
 )
-def test_a_seam_that_differs_is_reported(wanted: dict[str, Any], problem: str | None) -> None:
-    found = check(Seam(used_for="a test", **wanted))
-    if problem is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert problem in found
+def test_a_seam_that_differs_is_reported(target: str, expected: tuple[str, ...], problem: str | None) -> None:
+    found = check(Seam(target, "a test", expected))
+    assert found is None if problem is None else problem in str(found)

@@ -42,7 +42,7 @@ _QUEUE = "transfer_queue.backend"
 _PLACEMENT = "rhyme.placement.policy"
 
 #: vLLM options that verl sets from its own rollout keys; rhyme reads verl's keys.
-VERLS = {
+VERL_ROLLOUT_KEYS = {
     "tensor_parallel_size": "tensor_model_parallel_size",
     "pipeline_parallel_size": "pipeline_model_parallel_size",
     "data_parallel_size": "data_parallel_size",
@@ -64,13 +64,7 @@ _ALL_AT_ONCE = ("kimi_ckpt_engine", "delta_sharded")
 
 @dataclass(frozen=True)
 class Run:
-    """Configuration of a run, as the rows read it.
-
-    Attributes:
-        config: verl's whole config.
-        rhyme: Rhyme tree of the config; ``None`` without rhyme.
-        rules: Rules of the pipeline; ``None`` without a pipeline, or where its options contradict each other.
-    """
+    """Configuration of a run, as the rows read it; ``rules`` are ``None`` also where options contradict each other."""
 
     config: Any
     rhyme: RhymeConfig | None
@@ -241,7 +235,7 @@ TABLE = (
                 f"set {_ROLLOUT}.{key} instead",
                 (f"{_ROLLOUT}.{key}",),
             )
-            for name, key in VERLS.items()
+            for name, key in VERL_ROLLOUT_KEYS.items()
         ),
         _rhyme,
         "verl and rhyme read this setting from verl's own key",
@@ -371,7 +365,6 @@ TABLE = (
     ),
     Row(
         (
-            Option(_BACKEND, lambda backend, run: backend == "shm", f"set {_BACKEND}=relay"),
             Option(_BACKEND, lambda backend, run: backend == "relay" and run.topology == "colocated"),
             Option(
                 _BACKEND,
@@ -414,14 +407,7 @@ TABLE = (
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
-    """Yield the options that :data:`TABLE` refuses, and contradictory rules.
-
-    Imports neither verl nor an engine.
-
-    Args:
-        config: verl's whole config.
-        rhyme: Rhyme tree of the config; ``None`` without rhyme.
-    """
+    """Yield the options that :data:`TABLE` refuses, and contradictory rules; imports neither verl nor an engine."""
     rules = None
     try:
         rules = of_config(config, rhyme)

@@ -6,27 +6,27 @@ each failure has a remedy.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from multiprocessing import shared_memory
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
 from verl_rhyme import patches
 from verl_rhyme.checks import engine_packages
+from verl_rhyme.checks.preflight.estimate import gib
+from verl_rhyme.checks.preflight.machine import free_disk, write_into
 from verl_rhyme.checks.seam_check import check as check_seam
 from verl_rhyme.checks.seams import SEAMS
 from verl_rhyme.checks.startup import SHM_BYTES, SUPPORTED
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.ownership import is_own_folder, is_user_folder, user_folder
+from verl_rhyme.history.share import available_memory
 from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 from verl_rhyme.patches.core import installed_version
 
@@ -46,6 +46,7 @@ COMPANIONS = {
 DISK_BYTES = 1 << 30
 
 _INSTALL = "run `source requirements/bootstrap.sh`, which installs .venv-cpu or .venv-gpu from its lock file"
+_INSTALL_PLUGIN = "install verl-rhyme: pip install --no-deps -e ."
 
 
 @dataclass(frozen=True)
@@ -57,28 +58,28 @@ class Check:
     detail: str
     remedy: str = ""
 
-    def to_dict(self) -> dict[str, str]:
-        return dataclasses.asdict(self)
+
+def verdict(name: str, ok: bool, detail: str, remedy: str, otherwise: str = FAIL) -> Check:
+    """Return a passed check, or one with the status ``otherwise`` and the remedy."""
+    return Check(name, OK, detail) if ok else Check(name, otherwise, detail, remedy)
 
 
-def examine(history_dir: str | None = None, engines: bool = True) -> list[Check]:
+def examine(history: Path | None = None, engines: bool = True) -> list[Check]:
     """Run all checks, in an order in which earlier failures explain later ones; takes 20 to 45 s, mostly for imports.
 
     Args:
-        history_dir: Folder of ``history.dir``; ``None`` takes its default.
+        history: Folder of ``history.dir``; ``None`` takes its default.
         engines: Whether to import all training engines; the preflight imports the chosen one instead.
     """
-    history = Path(history_dir or user_folder())
     steps: dict[str, Callable[[], Iterator[Check]]] = {
         "python": _python,
         "versions": _versions,
-        "entry points": _entry_points,
         "platform": _verl_platform,  # first of all imports of verl, which reads the environment once
         "plugins": _plugins,
         "seams": _seams,
         "patches": _patches,
         "plugin": _plugin_failures,  # registrations wait for modules that the checks above import
-        "history folder": lambda: _history_disk(history),
+        "history folder": lambda: history_folder(history or user_folder()),
         "shared memory": _shared_memory,
     }
     if engines and not vllm_runs_on_cpu():
@@ -101,20 +102,16 @@ def _guarded(name: str, step: Callable[[], Iterator[Check]]) -> Iterator[Check]:
 def _python() -> Iterator[Check]:
     found = ".".join(map(str, sys.version_info[:3]))
     ok = PYTHON.contains(found)
-    yield Check("python", OK if ok else FAIL, f"{found} ({PYTHON})", "" if ok else "use Python 3.10, 3.11 or 3.12")
+    yield verdict("python", ok, f"{found} ({PYTHON})", "use Python 3.10, 3.11 or 3.12")
 
 
 def _versions() -> Iterator[Check]:
     for package, version in SUPPORTED.items():
         found = installed_version(package)
         ok = found is not None and SpecifierSet(f"=={version}").contains(found)
-        yield Check(
-            package,
-            OK if ok else FAIL,
-            f"{found or 'not installed'} (supported: {version})",
-            "" if ok else f"install {package}=={version}; {_INSTALL}",
-        )
-    if installed_version("vllm") is not None and not _has_distribution("vllm"):
+        detail = f"{found or 'not installed'} (supported: {version})"
+        yield verdict(package, ok, detail, f"install {package}=={version}; {_INSTALL}")
+    if installed_version("vllm") is not None and not any(metadata.distributions(name="vllm")):
         yield Check(
             "vllm alias",
             FAIL,
@@ -127,19 +124,8 @@ def _versions() -> Iterator[Check]:
             yield Check(package, FAIL, f"not installed (required: {specifier})", _INSTALL)
         else:
             ok = SpecifierSet(specifier).contains(found, prereleases=True)
-            remedy = "" if ok else f"untested with verl {SUPPORTED['verl']}: install {package}{specifier}"
-            yield Check(package, OK if ok else WARN, f"{found} ({specifier})", remedy)
-
-
-def _entry_points() -> Iterator[Check]:
-    for group in ("verl.plugins", "vllm.general_plugins"):
-        found = [point.value for point in metadata.entry_points(group=group) if point.name == "verl_rhyme"]
-        yield Check(
-            f"entry point {group}",
-            OK if found else FAIL,
-            found[0] if found else "verl_rhyme is not registered",
-            "" if found else "install verl-rhyme: pip install --no-deps -e .",
-        )
+            remedy = f"untested with verl {SUPPORTED['verl']}: install {package}{specifier}"
+            yield verdict(package, ok, f"{found} ({specifier})", remedy, otherwise=WARN)
 
 
 def _verl_platform() -> Iterator[Check]:
@@ -179,23 +165,17 @@ def _plugins() -> Iterator[Check]:
     import verl  # noqa: F401
 
     loaded = "verl_rhyme.plugin" in sys.modules
-    yield Check(
-        "verl loads the plugin",
-        OK if loaded else FAIL,
-        "import verl imports verl_rhyme.plugin" if loaded else "import verl does not import verl_rhyme.plugin",
-        "" if loaded else "unset VERL_USE_EXTERNAL_PLUGINS or add verl_rhyme to it; " + _INSTALL,
-    )
+    detail = f"import verl {'imports' if loaded else 'does not import'} verl_rhyme.plugin"
+    remedy = f"unset VERL_USE_EXTERNAL_PLUGINS or add verl_rhyme to it; {_INSTALL_PLUGIN}"
+    yield verdict("verl loads the plugin", loaded, detail, remedy)
     from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
 
     plugin = load_plugins_by_group(DEFAULT_PLUGINS_GROUP).get("verl_rhyme")
     if plugin is not None:
         plugin()
-    yield Check(
-        "vllm loads the plugin",
-        OK if plugin is not None else FAIL,
-        "vLLM's plugin loader runs verl_rhyme" if plugin is not None else "vLLM's plugin loader omits verl_rhyme",
-        "" if plugin is not None else "unset VLLM_PLUGINS or add verl_rhyme to it; " + _INSTALL,
-    )
+    detail = f"vLLM's plugin loader {'omits' if plugin is None else 'runs'} verl_rhyme"
+    remedy = f"unset VLLM_PLUGINS or add verl_rhyme to it; {_INSTALL_PLUGIN}"
+    yield verdict("vllm loads the plugin", plugin is not None, detail, remedy)
 
 
 def _seams() -> Iterator[Check]:
@@ -218,12 +198,8 @@ def _patches() -> Iterator[Check]:
             importlib.import_module(patch.module)
         found = patches.status(patch)
         ok = found.state in (patches.State.APPLIED, patches.State.NOT_NEEDED)
-        yield Check(
-            f"patch {patch.name}",
-            OK if ok else FAIL,
-            f"{found.state.value}: {found.detail}",
-            "" if ok else f"without it: {patch.why}. Install unmodified {patch.requires}, or adapt the patch",
-        )
+        remedy = f"without it: {patch.why}. Install unmodified {patch.requires}, or adapt the patch"
+        yield verdict(f"patch {patch.name}", ok, f"{found.state.value}: {found.detail}", remedy)
 
 
 def _plugin_failures() -> Iterator[Check]:
@@ -239,10 +215,7 @@ def _plugin_failures() -> Iterator[Check]:
 
 def _engines() -> Iterator[Check]:
     """Warn of missing packages: a run needs one engine only, and the preflight fails for the chosen one."""
-    needs = {
-        "Megatron": engine_packages.MEGATRON_ENGINE,
-        "FSDP": (engine_packages.FSDP_ATTENTION,),
-    }
+    needs = {"Megatron": engine_packages.MEGATRON_ENGINE, "FSDP": (engine_packages.FSDP_ATTENTION,)}
     for engine, packages in needs.items():
         missing = engine_packages.missing(packages)
         for package, error in missing:
@@ -252,63 +225,34 @@ def _engines() -> Iterator[Check]:
             yield Check(f"{engine} engine", OK, "all required packages can be imported")
 
 
-def _history_disk(folder: Path) -> Iterator[Check]:
-    from verl_rhyme.history.share import available_memory
-
+def history_folder(folder: Path) -> Iterator[Check]:
+    """Check owner, access and free disk space of a history folder, which may not exist yet."""
     if is_user_folder(folder) and os.path.lexists(folder) and not is_own_folder(folder):
         detail = f"{folder} is a symbolic link or belongs to another user"
         yield Check("history folder", FAIL, detail, "remove it, or set history.dir to a folder of your own")
         return
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    existing, free = free_disk(folder)
     try:
-        with tempfile.NamedTemporaryFile(dir=existing) as file:
-            file.write(b"verl-rhyme")
-            file.flush()
+        write_into(existing)
     except OSError as error:
         yield Check("history folder", FAIL, f"{folder}: {error}", "set history.dir to a writable folder")
         return
-    free = shutil.disk_usage(existing).free
-    status = FAIL if free < DISK_BYTES else OK
-    remedy = "" if status == OK else "free disk space, or set history.dir to a folder on another disk"
-    bound = _gib(HistoryConfig().bound(free, available_memory()))
+    remedy = "free disk space, or set history.dir to a folder on another disk"
+    bound = gib(HistoryConfig().bound(free, available_memory()))
     detail = (
-        f"{folder}: {_gib(free)} free, at least {_gib(DISK_BYTES)} needed; history.max_bytes=null uses {bound}, half "
+        f"{folder}: {gib(free)} free, at least {gib(DISK_BYTES)} needed; history.max_bytes=null uses {bound}, half "
         "of free disk or free memory"
     )
-    yield Check("history folder", status, detail, remedy)
+    yield verdict("history folder", free >= DISK_BYTES, detail, remedy)
 
 
 def _shared_memory() -> Iterator[Check]:
     folder, remedy = Path("/dev/shm"), "mount a tmpfs on /dev/shm, or start the container with a larger --shm-size"
     try:
-        seen = _round_trip(b"verl-rhyme")
-        free, total = shutil.disk_usage(folder).free, shutil.disk_usage(folder).total
+        write_into(folder)
+        total, _, free = shutil.disk_usage(folder)
     except OSError as error:
         yield Check("shared memory", FAIL, f"{folder}: {error}", remedy)
         return
-    ok = seen and free >= SHM_BYTES
-    detail = f"{folder}: {_gib(free)} of {_gib(total)} free, {_gib(SHM_BYTES)} needed for weights and Ray's objects"
-    yield Check("shared memory", OK if ok else FAIL, detail, "" if ok else remedy)
-
-
-def _round_trip(content: bytes) -> bool:
-    """Whether a second handle of a shared-memory segment reads what the first one wrote."""
-    segment = shared_memory.SharedMemory(create=True, size=len(content))
-    try:
-        memoryview(segment.buf)[: len(content)] = content  # type: ignore[arg-type]
-        other = shared_memory.SharedMemory(name=segment.name)
-        try:
-            return bytes(other.buf or b"")[: len(content)] == content
-        finally:
-            other.close()
-    finally:
-        segment.close()
-        segment.unlink()
-
-
-def _has_distribution(name: str) -> bool:
-    return any(True for _ in metadata.distributions(name=name))
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB"
+    detail = f"{folder}: {gib(free)} of {gib(total)} free, {gib(SHM_BYTES)} needed for weights and Ray's objects"
+    yield verdict("shared memory", free >= SHM_BYTES, detail, remedy)

@@ -6,11 +6,10 @@ the check imports it.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: verl's image for vLLM 0.24.0 (its docker/README.md), which contains all of these packages.
@@ -53,16 +52,8 @@ FSDP_ATTENTION = Package(
 MEGATRON_ENGINE = (MEGATRON, MBRIDGE, TRANSFORMER_ENGINE, MEGATRON_ATTENTION)
 
 
-def missing(packages: Iterable[Package], load: bool = True) -> list[tuple[Package, str]]:
-    """Return the packages that cannot be imported, with the error of each.
-
-    Args:
-        packages: Packages to import in this order, after torch, in one subprocess.
-        load: ``False`` only checks whether the packages are installed, without imports.
-    """
-    packages = list(packages)
-    if not load:
-        return [(package, "not installed") for package in packages if not _installed(package.module)]
+def missing(packages: Sequence[Package]) -> list[tuple[Package, str]]:
+    """Return the packages that cannot be imported, in this order after torch in one subprocess, with their errors."""
     code = (
         "import importlib, json, sys\n"
         "errors = {}\n"
@@ -80,10 +71,3 @@ def missing(packages: Iterable[Package], load: bool = True) -> list[tuple[Packag
         return [(package, f"the import ended the process: {last}") for package in packages]
     errors = json.loads(done.stdout.splitlines()[-1])
     return [(package, errors[package.module]) for package in packages if package.module in errors]
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False

@@ -1,26 +1,53 @@
-"""Registers ``${rhyme.NAME:...}`` for YAML; the first one that is resolved imports the config."""
+"""OmegaConf resolvers that presets and users' YAML may use; the plugin registers them in every process.
+
+``${rhyme.if_separate:A,B}``
+    A where ``trainer.v1.trainer_mode=separate_async``, else B.
+``${rhyme.preset:}``
+    Name of the run (:mod:`verl_rhyme.config.run_name`).
+``${rhyme.quotient:A,B}``
+    A divided by B, rounded down.
+``${rhyme.rollout_is:}``
+    ``token`` where the run trains stale tokens, else ``null``.
+
+The resolvers import the config late, because few processes resolve one.
+"""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from typing import Any
 
 from omegaconf import OmegaConf
 
-#: Functions of :mod:`verl_rhyme.checks.interpolations`.
-NAMES = ("if_separate", "preset", "quotient", "rollout_is")
-
 
 def register() -> None:
     """Let YAML of this process interpolate ``${rhyme.NAME:...}``."""
-    for name in NAMES:
-        OmegaConf.register_new_resolver(f"rhyme.{name}", _resolver(name), replace=True)
+    for resolver in (if_separate, preset, quotient, rollout_is):
+        OmegaConf.register_new_resolver(f"rhyme.{resolver.__name__}", resolver, replace=True)
 
 
-def _resolver(name: str) -> Callable[..., Any]:
-    def resolve(*arguments: Any, _root_: Any) -> Any:
-        module = importlib.import_module("verl_rhyme.checks.interpolations")
-        return getattr(module, name)(*arguments, root=_root_)
+def if_separate(separate: Any, colocated: Any, *, _root_: Any) -> Any:
+    return separate if _root_.trainer.v1.trainer_mode == "separate_async" else colocated
 
-    return resolve
+
+def preset(*, _root_: Any) -> str:
+    from verl_rhyme.config import config_tree, run_name
+
+    try:
+        return run_name.run_name(config_tree.from_verl(_root_))
+    except ValueError:  # start-up and preflight report it
+        return "invalid"
+
+
+def quotient(whole: Any, part: Any) -> int:
+    return int(whole) // max(1, int(part))
+
+
+def rollout_is(*, _root_: Any) -> str | None:
+    from verl_rhyme.config import config_tree
+    from verl_rhyme.scheduling.rules import of_config
+
+    try:
+        rules = of_config(_root_, config_tree.from_verl(_root_))
+    except ValueError:
+        return None
+    return "token" if rules is not None and rules.max_staleness else None

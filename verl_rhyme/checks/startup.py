@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from omegaconf import OmegaConf
 from packaging.version import Version
 
-from verl_rhyme.checks import combinations, loss_normalisation, stale_tokens
+from verl_rhyme.checks import combinations, loss
 from verl_rhyme.checks.combinations import Refusal
+from verl_rhyme.checks.preflight.plan import data_files
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
+from verl_rhyme.patches.core import installed_version
 from verl_rhyme.router import router_file
+from verl_rhyme.scheduling.rules import of_config
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +29,9 @@ SHM_BYTES = 256 << 20
 
 
 def check(config: Any) -> None:
-    """Refuse settings that would fail later or be silently ignored.
+    """Refuse settings of verl's whole config that would fail later or be silently ignored.
 
-    Args:
-        config: verl's whole config. Without a rhyme tree, or with ``enable=false``, only settings that require rhyme
-            are refused.
+    Without a rhyme tree, or with ``enable=false``, only settings that require rhyme are refused.
 
     Raises:
         ConfigError: The run would fail; the message has the reason and the remedy.
@@ -48,19 +49,12 @@ def check(config: Any) -> None:
     check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
-    for contradiction in loss_normalisation.contradictions(config, rhyme):
-        logger.warning("%s", contradiction)
-    if (problem := stale_tokens.uncorrected(config, rhyme)) is not None:
-        logger.warning("%s; %s", problem, stale_tokens.REMEDY)
+    for problem in loss.warnings(config, of_config(config, rhyme)):
+        logger.warning("%s", problem)
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
-    """Return all refusals of a config that do not depend on the machine.
-
-    Args:
-        config: verl's whole config.
-        rhyme: Rhyme tree of the config; ``None`` without rhyme.
-    """
+    """Return all refusals of a config that do not depend on the machine."""
     found = list(combinations.refusals(config, rhyme))
     if rhyme is None:
         return found
@@ -74,15 +68,10 @@ def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
 
 def _check_versions() -> None:
     for package, supported in SUPPORTED.items():
-        try:
-            found = version(package)
-        except PackageNotFoundError:
+        found = installed_version(package)
+        if found is None or Version(found).base_version != supported:
             raise ConfigError(
-                f"{package} is not installed: pip install '{package}=={supported}', or see docs/install.md"
-            ) from None
-        if Version(found).base_version != supported:
-            raise ConfigError(
-                f"{package} {found} is installed, but verl-rhyme supports {package} {supported}: "
+                f"{package} {found or 'none'} is installed, but verl-rhyme supports {package} {supported}: "
                 f"pip install '{package}=={supported}', or set {CONFIG_PATH}.enable=false"
             )
 
@@ -102,8 +91,6 @@ def check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
     Raises:
         ConfigError: The class does not derive from rhyme's manager, or cannot be imported.
     """
-    from omegaconf import OmegaConf
-
     name = OmegaConf.select(config, MANAGER)
     if name in (DRAFTING_MANAGER, PIPELINE_MANAGER, None):  # TABLE refuses the first with the pipeline
         return
@@ -123,9 +110,8 @@ def check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
 
 def _check_files(config: Any) -> None:
     for option in ("train_files", "val_files"):
-        files = config.data.get(option) or []
-        for file in [files] if isinstance(files, str) else files:
-            if "://" not in str(file) and not os.path.exists(os.path.expanduser(str(file))):
+        for file in data_files(config, option):
+            if "://" not in file and not os.path.exists(os.path.expanduser(file)):
                 raise ConfigError(f"data.{option}: no file {file}; create or download the dataset, or correct the path")
 
 

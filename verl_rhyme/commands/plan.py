@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from verl_rhyme.commands.errors import one_line_errors
 
 if TYPE_CHECKING:
     from verl_rhyme.planning.planner import Plan, Split
@@ -36,20 +37,17 @@ def plan(
     from verl_rhyme.planning import planner
     from verl_rhyme.simulation import plan_file
 
-    try:
+    with one_line_errors("verl-rhyme plan"):
         loaded = plan_file.load(cluster, overrides or [])
         plans = planner.plan_bounds(loaded.problem) if loaded.compare_bounds else [planner.plan(loaded.problem)]
         best = planner.profitable(plans)
-    except (OSError, ValueError) as error:
-        print(f"verl-rhyme plan: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
     if as_json:
         print(json.dumps(_report(plans, best, loaded), indent=2))
     else:
         _print(plans, best, loaded)
 
 
-def overrides_of(split: Split, max_staleness: int) -> list[str]:
+def list_overrides(split: Split, max_staleness: int) -> list[str]:
     """Return the hydra overrides of verl and ``+rhyme=full`` for a split on separate GPUs."""
 
     def nodes(section: str, gpus: int, node: int) -> Iterator[str]:
@@ -85,7 +83,7 @@ def _report(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> dict[str
             for plan in plans
         ],
         "best": _row(chosen.best),
-        "overrides": overrides_of(chosen.best, chosen.max_staleness),
+        "overrides": list_overrides(chosen.best, chosen.max_staleness),
         "compared": [_row(split) for split in chosen.others],
         "looked_at": chosen.compared,
         "refused": chosen.refused,
@@ -200,7 +198,7 @@ def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
     for kind, source in loaded.sources.items():
         print(f"source of step costs on {kind}: {source}")
     print("overrides:")
-    for line in overrides_of(best, chosen.max_staleness):
+    for line in list_overrides(best, chosen.max_staleness):
         print(f"  {line}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from verl_rhyme.commands.errors import one_line_errors
 
 if TYPE_CHECKING:
     from verl_rhyme.lengths.boosting import Boosting
@@ -52,7 +53,7 @@ def train(
     as_json: _Json = False,
 ) -> None:
     """Train a ranker on the prompts of a run and evaluate it on held-out prompts."""
-    try:
+    with one_line_errors("verl-rhyme ranker train"):
         if not 0 < test < 1:
             raise ValueError(f"--test {test}: must be a share of the prompts, above 0 and below 1")
         if model is not None and boosting:
@@ -62,11 +63,10 @@ def train(
             raise ValueError(f"{source}: {len(pairs)} prompts; training and evaluation need at least 16")
         known, held_out = pairs.split(test)
         began = time.monotonic()
-        ranker = _trained(known, model, boosting, (loss, epochs, batch, rate, seed))
+        options = {"loss": loss, "epochs": epochs, "batch": batch, "rate": rate}
+        ranker = _trained(known, model, boosting, seed, options)
         seconds = time.monotonic() - began
         ranker.save(out)
-    except (OSError, ValueError) as error:
-        _fail("train", error)
     training = {"prompts": len(known), "seconds": round(seconds, 1), "out": str(out)}
     _print(held_out, ranker, training, as_json)
 
@@ -83,14 +83,12 @@ def evaluate(
     as_json: _Json = False,
 ) -> None:
     """Evaluate how well a ranker finds the longest responses to unseen prompts, compared with an oracle."""
-    try:
+    with one_line_errors("verl-rhyme ranker evaluate"):
         loaded = _load(ranker)
         pairs = _read(source, data, tokenizer, column, template)
         unseen = pairs if everything else pairs.excluding(loaded.trained)
         if not len(unseen):
             raise ValueError(f"{source}: the ranker was trained on all {len(pairs)} prompts; use --all to include them")
-    except (OSError, ValueError) as error:
-        _fail("evaluate", error)
     _print(unseen, loaded, {}, as_json, everything)
 
 
@@ -107,12 +105,12 @@ def _read(source: Path, data: list[Path] | None, tokenizer: Path | None, column:
 
 
 def _trained(
-    known: Pairs, model: Path | None, boosting: bool, how: tuple[str, int, int, float, int]
+    known: Pairs, model: Path | None, boosting: bool, seed: int, options: dict[str, Any]
 ) -> LengthRanker | Boosting:
     if boosting:
         from verl_rhyme.lengths.boosting import Boosting
 
-        return Boosting.fit(known, how[-1])
+        return Boosting.fit(known, seed)
     from rich.progress import Progress
     from transformers.utils import logging
 
@@ -120,15 +118,14 @@ def _trained(
 
     logging.disable_progress_bar()  # transformers', for reading and writing files
 
-    loss, epochs, batch, rate, seed = how
     initial = rankers.tiny_for(known, seed) if model is None else rankers.from_folder(model)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("epochs", total=epochs)
+        task = progress.add_task("epochs", total=options["epochs"])
 
         def report(rank_correlation: float) -> None:
             progress.update(task, advance=1, description=f"rank correlation {rank_correlation:.3f}")
 
-        return rankers.fit(initial, known, loss=loss, epochs=epochs, batch=batch, rate=rate, seed=seed, report=report)
+        return rankers.fit(initial, known, **options, seed=seed, report=report)
 
 
 def _load(folder: Path) -> LengthRanker | Boosting:
@@ -160,8 +157,3 @@ def _print(
     print(f"{len(tested)} {which}; rank correlation with their mean lengths {measures['rank_correlation']:.2f}")
     if "seconds" in training:
         print(f"trained on {training['prompts']} prompts in {training['seconds']} s: {training['out']}")
-
-
-def _fail(command: str, error: Exception) -> None:
-    print(f"verl-rhyme ranker {command}: {error}", file=sys.stderr)
-    raise typer.Exit(1) from error

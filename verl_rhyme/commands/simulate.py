@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from verl_rhyme.commands.errors import one_line_errors
+
 if TYPE_CHECKING:
     from verl_rhyme.simulation.cluster_file import Loaded
     from verl_rhyme.simulation.run import Simulation
@@ -29,7 +31,7 @@ def simulate(
     from verl_rhyme.simulation import cluster_file
     from verl_rhyme.simulation.run import Simulation
 
-    try:
+    with one_line_errors("verl-rhyme simulate", RuntimeError):
         loaded = cluster_file.load(cluster, overrides or [])
         rules, drafts = loaded.scenario.rules, max(loaded.scenario.drafts.acceptance) > 1
         size = f"{loaded.total} prompts, {loaded.updates} training steps of {rules.batch_prompts}"
@@ -39,9 +41,6 @@ def simulate(
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("training steps", total=loaded.updates)
             simulation.run(lambda step: progress.update(task, completed=step.version + 1))
-    except (OSError, ValueError, RuntimeError) as error:
-        print(f"verl-rhyme simulate: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
     _print_simulated(simulation, loaded, as_json)
 
 
@@ -73,14 +72,11 @@ def profile(
     from verl_rhyme.simulation import fitted, recorded
 
     path = run / "profile.yaml" if out is None else out
-    try:
+    with one_line_errors("verl-rhyme profile"):
         fit = fitted.fit(recorded.read(run), run.absolute().name)
         profile = fitted.yaml(fit)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(profile)
-    except (OSError, ValueError) as error:
-        print(f"verl-rhyme profile: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
     print(profile, end="")
     for note in fit.notes:
         print(f"verl-rhyme profile: {note}", file=sys.stderr)

@@ -13,25 +13,22 @@ Process: all. Engines: none.
 
 from __future__ import annotations
 
-from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, coerce, require
+from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, require
 from verl_rhyme.config.drafting import (
     HISTORY_FILL,
     MAX_DRAFT_TOKENS,
     DraftingConfig,
     HistoryConfig,
-    SamplingConfig,
 )
 from verl_rhyme.config.listing import Option, options
 from verl_rhyme.config.placement import (
     PLACEMENTS,
-    RANKERS,
-    LengthsConfig,
     ModelRankerOptions,
     PlacementConfig,
     RankerConfig,
 )
 from verl_rhyme.config.presets import PIPELINES, PRESETS
-from verl_rhyme.config.root import EventsConfig, RhymeConfig, WeightsConfig
+from verl_rhyme.config.root import RhymeConfig, WeightsConfig
 from verl_rhyme.config.scheduling import (
     OVERSUBSCRIPTION,
     SINGLE_ESTIMATORS,
@@ -51,26 +48,21 @@ __all__ = [
     "PIPELINES",
     "PLACEMENTS",
     "PRESETS",
-    "RANKERS",
     "SINGLE_ESTIMATORS",
     "STOCK",
     "TOPOLOGIES",
     "ConfigError",
     "DraftingConfig",
     "ElasticConfig",
-    "EventsConfig",
     "HistoryConfig",
-    "LengthsConfig",
     "ModelRankerOptions",
     "Option",
     "PlacementConfig",
     "RankerConfig",
     "RhymeConfig",
-    "SamplingConfig",
     "SchedulingConfig",
     "StreamingConfig",
     "WeightsConfig",
-    "coerce",
     "options",
     "require",
     "trained_unit",

@@ -27,10 +27,10 @@ def option(default: Any, help: str, *, public: bool = False) -> Any:
             ``verl-rhyme options`` print them.
         public: The option is for users; else it is for experts.
     """
-    return field(default=default, metadata=about(help, public))
+    return field(default=default, metadata=option_metadata(help, public))
 
 
-def about(help: str, public: bool = False) -> dict[str, Any]:
+def option_metadata(help: str, public: bool = False) -> dict[str, Any]:
     """Return the metadata of an option's field; see :func:`option`."""
     return {"help": help, "public": public}
 

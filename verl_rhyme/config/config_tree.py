@@ -11,20 +11,18 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, coerce
+from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
+from verl_rhyme.config.checks import coerce
 
 #: Paths that users mistake for :data:`CONFIG_PATH`.
 _WRONG_PLACES = ("rhyme", "custom.rhyme", "actor_rollout_ref.rhyme", "actor_rollout_ref.rollout.rhyme")
 
 
 def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
-    """Return the configuration of the options at :data:`CONFIG_PATH`.
+    """Return the configuration of the options at :data:`CONFIG_PATH`; ``None`` without options or ``enable``.
 
     Args:
         tree: Plain nested mapping, or ``None`` if the command has no ``+rhyme=...``.
-
-    Returns:
-        The configuration, or ``None`` if there is none or ``enable`` is false.
 
     Raises:
         ConfigError: A key is unknown, a value has the wrong type or range, or options contradict each other.
@@ -39,23 +37,19 @@ def from_verl(config: Any) -> RhymeConfig | None:
     """Return the configuration in verl's full config (a ``DictConfig``); see :func:`parse`.
 
     Raises:
-        ConfigError: :func:`parse` refuses the options, or options are at a path that is not read (:func:`misplaced`).
+        ConfigError: :func:`parse` refuses the options, or :func:`find_misplaced` finds some at a path that is not read.
     """
     from omegaconf import OmegaConf
 
     tree = OmegaConf.select(config, CONFIG_PATH)
     rhyme = parse(None if tree is None else OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
-    for error in misplaced(config):
+    for error in find_misplaced(config):
         raise ConfigError(error)
     return rhyme
 
 
-def misplaced(config: Any) -> Iterator[str]:
-    """Yield an error for each path outside :data:`CONFIG_PATH` that holds our options.
-
-    Args:
-        config: verl's full config (a ``DictConfig``).
-    """
+def find_misplaced(config: Any) -> Iterator[str]:
+    """Yield an error for each path of verl's full config outside :data:`CONFIG_PATH` that holds our options."""
     from omegaconf import OmegaConf
 
     for place in _WRONG_PLACES:

@@ -31,13 +31,9 @@ class Option:
     help: str
 
 
-def options(section: str = "") -> list[Option]:
-    """Return the options of a section and of its subsections, in declared order; all options by default.
-
-    Args:
-        section: Path of the section, such as ``"streaming"``.
-    """
-    return [option for option in _walk(RhymeConfig, "") if option.name.startswith(f"{section}." if section else "")]
+def options() -> list[Option]:
+    """Return all options in declared order."""
+    return list(_walk(RhymeConfig, ""))
 
 
 def sections() -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl_rhyme.config.checks import about, nearest, option, require, typed_options
+from verl_rhyme.config.checks import nearest, option, option_metadata, require, typed_options
 
 #: Values of ``placement.policy``; each with its ``placement.options`` and their types, as its class declares them.
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
@@ -29,7 +29,7 @@ class PlacementConfig:
     )
     options: dict[str, Any] = field(
         default_factory=dict,
-        metadata=about(
+        metadata=option_metadata(
             "Options of the policy; add each with +. histopipe: groups=4, two_tier=true, migrate=true, tail=0.1. "
             "skewness_aware: tail=0.2.",
         ),
@@ -89,7 +89,7 @@ class RankerConfig:
     minutes: float = option(20.0, "For kind=model: time limit of one training in minutes.")
     options: dict[str, Any] = field(
         default_factory=dict,
-        metadata=about(
+        metadata=option_metadata(
             "Options of the kind; add each with +. model: loss=listwise (or margin, regression), rate=0.001."
         ),
     )

@@ -27,12 +27,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def tree(preset: str, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the options of a preset as a nested mapping.
-
-    Args:
-        preset: Name of the preset.
-        changes: Options to change, by path.
-    """
+    """Return the options of a preset, with ``changes`` by path, as a nested mapping."""
     nested: dict[str, Any] = {}
     for path, value in {**PRESETS[preset], **(changes or {})}.items():
         *sections, option = path.split(".")

@@ -21,11 +21,8 @@ def run_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
     """Return the name of a run for its folder, loggers, event log and reports.
 
     The name is the preset with the nearest schedule, then the options that differ: ``full-k2-no_policy-no_drafting``.
-    Options of folders and of waiting times are left out.
-
-    Args:
-        rhyme: Configuration; ``None`` for stock verl.
-        switches: Include the sections that a resumed run may change.
+    Options of folders and of waiting times are left out; without ``switches`` also the sections that a resumed run may
+    change.
     """
     if rhyme is None:
         return STOCK

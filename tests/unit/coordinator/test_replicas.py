@@ -53,7 +53,7 @@ def test_slow_replica_does_not_delay_publication(monkeypatch):
         return {other: "its process is gone"} if other in replicas else {}
 
     monkeypatch.setattr(replicas, "dead", slow)
-    monkeypatch.setattr(replicas, "serve", lambda servers: None)
+    monkeypatch.setattr(replicas, "readmit", lambda servers: None)
     monkeypatch.setattr(replicas, "end", lambda replica: None)
     monkeypatch.setattr(replicas, "ray", Mock())
     monkeypatch.setattr(Spares, "_fill", lambda self, version: None)

@@ -13,9 +13,9 @@ from typing import Any
 
 from verl_rhyme.checks import doctor
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
-from verl_rhyme.checks.preflight import config_checks, history_room, machine_checks, run_folder
+from verl_rhyme.checks.preflight import config_checks, history_size, machine_checks, run_folder
 from verl_rhyme.checks.preflight.estimate import Estimate, estimate
-from verl_rhyme.checks.preflight.machine import Machine, look
+from verl_rhyme.checks.preflight.machine import Machine, detect_machine
 from verl_rhyme.checks.preflight.plan import ENGINES, Plan, check_numbers, read
 
 
@@ -35,11 +35,6 @@ class Preflight:
     estimate: Estimate | None
     machine: Machine
 
-    @property
-    def failed(self) -> int:
-        """Number of failures, which would stop the run."""
-        return sum(check.status == FAIL for check in self.checks)
-
 
 def examine(
     config: Any, dry_run: bool = False, with_doctor: bool = True, notes: Mapping[str, str] | None = None
@@ -57,56 +52,50 @@ def examine(
         ValueError: ``GPU_MEMORY_GB`` is not a number.
     """
     check_numbers(config)
-    machine = look()
+    machine = detect_machine()
     model_check, fields, model = machine_checks.model(config)
-    positions = fields.get("max_position_embeddings")
-    plan = read(config, positions)
+    plan = read(config, fields.get("max_position_embeddings"))
     memory = machine.host_bytes if plan.device == "cpu" else machine.gpu_bytes
     found = estimate(model, plan, memory) if model else None
+    imports = with_doctor and not dry_run
+    history, copied = history_size.check(config, plan)
     on_machine: list[Check] = [
         *machine_checks.datasets(config),
         *model_check,
-        *machine_checks.reward_function(config, load=with_doctor and not dry_run),
-        *machine_checks.engine(config, plan, load=with_doctor and not dry_run),
+        *machine_checks.reward_function(config, load=imports),
+        *(machine_checks.engine(config, plan) if imports else ()),
         *machine_checks.gpus(plan, machine),
+        *(machine_checks.gpu_memory(found, plan) if found else ()),
+        *(machine_checks.host_memory(found, config, machine) if found else ()),
+        *machine_checks.disk(config, found, copied),
+        *machine_checks.weights(config, plan, found),
+        *machine_checks.ranker(plan),
+        *history,
     ]
-    if found:
-        on_machine += machine_checks.gpu_memory(found, plan)
-        on_machine += machine_checks.host_memory(found, config, machine)
-    history, copied = history_room.check(config)
-    on_machine += machine_checks.disk(config, found, copied)
-    on_machine += machine_checks.weights(config, plan, found)
-    on_machine += machine_checks.ranker(config)
-    on_machine += history
-    if dry_run or not with_doctor:
-        on_machine += machine_checks.history_folder(config)
-    checks: list[Check] = []
+    if imports:
+        on_machine += doctor.examine(machine_checks.history_dir(plan), engines=False)
+    elif plan.rhyme is not None:
+        on_machine += doctor.history_folder(machine_checks.history_dir(plan))
     if dry_run:
-        checks = doctor.versions()
-    elif with_doctor:
-        checks = doctor.examine(machine_checks.history_dir(config), engines=False)
-    if dry_run:
-        checks, on_machine = (
-            [replace(check, status=WARN) if check.status == FAIL else check for check in part]
-            for part in (checks, on_machine)
-        )
-    checks += config_checks.rhyme(config)
-    checks += config_checks.types(config)
-    checks += config_checks.trainer_mode(config)
-    if with_doctor and not dry_run:
-        checks += config_checks.agent_loops(config)
-    checks += config_checks.loss(config)
-    checks += config_checks.placement(config, plan)
-    checks += config_checks.weights(config)
-    checks += config_checks.parallel(plan, model)
-    checks += config_checks.batches(config, plan)
-    checks += config_checks.load(config, plan)
-    checks += config_checks.rollout(config, plan)
-    checks += run_folder.check(config, notes)
-    checks += on_machine
+        on_machine += doctor.versions()
+        on_machine = [replace(check, status=WARN) if check.status == FAIL else check for check in on_machine]
+    checks = [
+        *config_checks.rhyme(config, plan),
+        *config_checks.types(config),
+        *config_checks.trainer_mode(config, plan),
+        *(config_checks.agent_loops(config, plan) if imports else ()),
+        *config_checks.loss(config, plan),
+        *config_checks.placement(plan),
+        *config_checks.weights(config),
+        *config_checks.parallel(plan, model),
+        *config_checks.batches(config, plan),
+        *config_checks.load(config, plan),
+        *config_checks.rollout(config, plan),
+        *run_folder.check(config, notes),
+        *on_machine,
+    ]
     if not found and model:
-        known = ", ".join(ENGINES)
-        detail = f"the memory of strategy {plan.strategy} is not estimated (known: {known})"
+        detail = f"the memory of strategy {plan.strategy} is not estimated (known: {', '.join(ENGINES)})"
         checks.append(Check("memory", WARN, detail, "none needed"))
     checks.sort(key=lambda check: (FAIL, WARN, OK).index(check.status))
     return Preflight(checks, plan, found, machine)

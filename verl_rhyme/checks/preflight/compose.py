@@ -38,15 +38,10 @@ _MAIN, _CONFIG_PATH, _CONFIG_NAME = "trainer/main_ppo.py", "config", "ppo_traine
 
 
 def compose(arguments: Sequence[str]) -> DictConfig:
-    """Return the composed and resolved config of the given arguments.
+    """Return the resolved config of arguments of ``python -m verl.trainer.main_ppo``, without hydra's own node.
 
-    Args:
-        arguments: Arguments of ``python -m verl.trainer.main_ppo``: ``--config-path``, ``--config-name``,
-            ``--config-dir`` and overrides, all optional. A relative ``--config-path`` is relative to verl's
-            ``main_ppo.py``, as with verl.
-
-    Returns:
-        The whole config without hydra's own node and without interpolations.
+    The arguments are ``--config-path``, ``--config-name``, ``--config-dir`` and overrides, all optional. A relative
+    ``--config-path`` is relative to verl's ``main_ppo.py``, as with verl.
 
     Raises:
         ConfigError: The config does not compose or resolve; the message is hydra's, in one line, with the nearest key.

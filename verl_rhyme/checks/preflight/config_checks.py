@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Iterator
@@ -10,21 +9,19 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks import combinations, loss_normalisation, stale_tokens, startup
-from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
+from verl_rhyme.checks import combinations, startup
+from verl_rhyme.checks import loss as losses
+from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight import compose
 from verl_rhyme.checks.preflight.architecture import Architecture
 from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
-from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, config_tree, training_order
+from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, config_tree, training_order
+from verl_rhyme.config.checks import nearest
 from verl_rhyme.config.run_name import run_name
-from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.weights import BACKEND as RELAY
 
 #: Checkpoint-engine backends of verl 0.9.1 (``rollout.checkpoint_engine.backend``), and rhyme's relay.
-CARRIERS = ("naive", "nccl", "nixl", "mooncake", "kimi_ckpt_engine", "delta_sharded", RELAY)
-
-#: Keys of ``checkpoint_engine.engine_kwargs.relay``.
-RELAY_KEYS = ("folder",)
+BACKENDS = ("naive", "nccl", "nixl", "mooncake", "kimi_ckpt_engine", "delta_sharded", RELAY)
 
 #: Remedy of a finding whose text contains the remedy.
 _SEE_TEXT = "correct the setting that this message names"
@@ -32,7 +29,7 @@ _SEE_TEXT = "correct the setting that this message names"
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def rhyme(config: Any) -> Iterator[Check]:
+def rhyme(config: Any, plan: Plan) -> Iterator[Check]:
     """Check that the rhyme tree parses, and that nothing in the config is refused with it."""
     name = "rhyme"
     if isinstance(config.get("rhyme"), str):
@@ -40,24 +37,25 @@ def rhyme(config: Any) -> Iterator[Check]:
         yield Check(name, FAIL, refusal.detail, refusal.remedy)
         return
     try:
-        tree = config_tree.from_verl(config)
+        refusals = startup.refusals(config, config_tree.from_verl(config))
     except ConfigError as error:
         yield Check(name, FAIL, str(error), _SEE_TEXT)
         return
-    refusals = startup.refusals(config, tree)
     for refusal in refusals:
         yield Check(name, FAIL, refusal.detail, refusal.remedy or _SEE_TEXT)
     if not refusals:
-        yield Check(name, OK, "no rhyme tree, or enable=false: stock verl" if tree is None else _summary(tree, config))
+        yield Check(name, OK, _summary(plan))
 
 
-def _summary(tree: RhymeConfig, config: Any) -> str:
-    rules, name = of_config(config, tree), run_name(tree)
+def _summary(plan: Plan) -> str:
+    if plan.rhyme is None:
+        return "no rhyme tree, or enable=false: stock verl"
+    rules, drafting, parts = plan.rules, plan.rhyme.drafting, [run_name(plan.rhyme)]
     if rules is not None:
-        name += " on separate engines" if rules.separate else " on colocated engines"
-    parts = [name, f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}"]
-    if tree.placement.policy:
-        parts.append(f"placement {tree.placement.policy}")
+        parts[0] += " on separate engines" if rules.separate else " on colocated engines"
+    parts.append(f"drafting {'on' if drafting.enable else 'off'}, policy {drafting.policy}")
+    if plan.rhyme.placement.policy:
+        parts.append(f"placement {plan.rhyme.placement.policy}")
     if rules is not None:
         parts.append(f"rules in force: {rules.summary}")
     return "; ".join(parts)
@@ -84,16 +82,12 @@ def _mistyped(mine: Any, theirs: Any, path: str) -> Iterator[str]:
                 yield f"{where} must be a number, not {value!r}"
 
 
-#: Trainers that verl 0.9.1 registers (``trainer.v1.trainer_mode``).
-TRAINER_MODES = tuple(TOPOLOGIES)
-
-
-def trainer_mode(config: Any) -> Iterator[Check]:
+def trainer_mode(config: Any, plan: Plan) -> Iterator[Check]:
     """Check that the trainer mode is registered; verl checks this after the start of Ray and the task runner."""
     mode, key = str(config.trainer.v1.trainer_mode), "trainer.v1.trainer_mode"
-    if mode in TRAINER_MODES or _pipeline(config):  # with the pipeline, combinations.TABLE refuses other modes
+    if mode in TOPOLOGIES or plan.rules is not None:  # with the pipeline, combinations.TABLE refuses other modes
         return
-    detail = f"{key}={mode} is not one of {', '.join(TRAINER_MODES)}{_near(mode, TRAINER_MODES)}"
+    detail = f"{key}={mode} is not one of {', '.join(TOPOLOGIES)}{nearest(mode, TOPOLOGIES)}"
     if own := [module for module in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if module]:
         remedy = f"make sure that a module of VERL_USE_EXTERNAL_MODULES ({', '.join(own)}) registers it"
         yield Check("trainer mode", WARN, detail, remedy)
@@ -102,111 +96,70 @@ def trainer_mode(config: Any) -> Iterator[Check]:
         yield Check("trainer mode", FAIL, detail, remedy)
 
 
-def _pipeline(config: Any) -> bool:
-    bound, on = (OmegaConf.select(config, f"{CONFIG_PATH}.{key}") for key in ("max_staleness", "enable"))
-    return bound is not None and on is not False
-
-
-def agent_loops(config: Any) -> Iterator[Check]:
+def agent_loops(config: Any, plan: Plan) -> Iterator[Check]:
     """Check that a user's own agent loop manager derives from rhyme's; imports its class and verl."""
+    if plan.rhyme is None:
+        return
     try:
-        tree = config_tree.from_verl(config)
-        if tree is not None:
-            startup.check_agent_loops(config, tree)
+        startup.check_agent_loops(config, plan.rhyme)
     except ConfigError as error:
         yield Check("agent loops", FAIL, str(error), _SEE_TEXT)
 
 
 def load(config: Any, plan: Plan) -> Iterator[Check]:
     """Report the prompts in flight, and whether a training step is one optimizer step."""
-    try:
-        tree = config_tree.from_verl(config)
-        rules = of_config(config, tree)
-    except ValueError:  # :func:`rhyme` reports it
-        return
     actor, samples = config.actor_rollout_ref.actor, int(config.actor_rollout_ref.rollout.n)
-    mini, batch = int(actor.ppo_mini_batch_size), int(config.data.train_batch_size)
-    if tree is None or rules is None or mini < 1 or batch % mini:  # :func:`batches` reports the last two
+    mini, batch, rules = int(actor.ppo_mini_batch_size), int(config.data.train_batch_size), plan.rules
+    if plan.rhyme is None or rules is None or mini < 1 or batch % mini:  # :func:`batches` reports the last two
         return
     slots, steps = plan.replicas * plan.rollout.max_num_seqs, batch // mini
-    order = training_order(tree.scheduling.order, steps, str(actor.loss_agg_mode), actor.get("loss_scale_factor"))
-    trained = {0.0: "shuffled", 1.0: "sorted by length"}.get(order, "partly sorted by length") + f" (order {order:g})"
-    if rules.separate and tree.streaming.part is not None and steps == 1 and rules.unit == "group":
+    order = training_order(plan.rhyme.scheduling.order, steps, str(actor.loss_agg_mode), actor.get("loss_scale_factor"))
+    trained = f"{'sorted by length' if order else 'shuffled'} (order {order:g})"
+    if rules.separate and plan.rhyme.streaming.part is not None and steps == 1 and rules.unit == "group":
         trained = "trained in parts as they finish"
     detail = (
         f"{rules.batches:g} batches of {batch} prompts x {samples} in flight: "
         f"{math.ceil(rules.batches * rules.batch_samples)} samples for {slots} request slots; a training step is "
         f"{steps} optimizer step{'s' if steps > 1 else ''}, {trained}"
     )
-    if steps > 1 and rules.batches > 1 and rules.take == "finished":
-        remedy = f"set data.train_batch_size={mini}"
-        if tree.scheduling.in_flight is not None:
-            remedy += f" and {CONFIG_PATH}.scheduling.in_flight={steps * rules.batches:g}"
-        remedy += (
-            f" for training steps of one optimizer step; the run then has {steps} times the steps: multiply save_freq, "
-            "test_freq, total_training_steps and warm-up steps"
-        )
-        yield Check("load", WARN, detail, remedy)
-    else:
-        yield Check("load", OK, detail)
+    remedy = f"set data.train_batch_size={mini}"
+    if plan.rhyme.scheduling.in_flight is not None:
+        remedy += f" and {CONFIG_PATH}.scheduling.in_flight={steps * rules.batches:g}"
+    remedy += (
+        f" for training steps of one optimizer step; the run then has {steps} times the steps: multiply save_freq, "
+        "test_freq, total_training_steps and warm-up steps"
+    )
+    ok = steps == 1 or rules.batches <= 1 or rules.take != "finished"
+    yield verdict("load", ok, detail, remedy, otherwise=WARN)
 
 
-def loss(config: Any) -> Iterator[Check]:
-    """Check that the loss average does not depend on the length order, and that stale tokens are corrected."""
-    try:
-        tree = config_tree.from_verl(config)
-        averages, stale = list(loss_normalisation.contradictions(config, tree)), stale_tokens.uncorrected(config, tree)
-    except ValueError:  # :func:`rhyme` reports it
-        return
-    yield from (Check("loss", WARN, each.detail, each.remedy) for each in averages)
-    if stale is not None:
-        yield Check("stale tokens", WARN, stale, stale_tokens.REMEDY)
+def loss(config: Any, plan: Plan) -> Iterator[Check]:
+    """Check that stale tokens are corrected, and that the loss average does not depend on the length order."""
+    yield from (Check("loss", WARN, each.detail, each.remedy) for each in losses.warnings(config, plan.rules))
 
 
-def placement(config: Any, plan: Plan) -> Iterator[Check]:
+def placement(plan: Plan) -> Iterator[Check]:
     """Check that a placement policy has more than one replica to choose from."""
-    policy = OmegaConf.select(config, f"{CONFIG_PATH}.placement.policy")
-    if policy is not None and OmegaConf.select(config, f"{CONFIG_PATH}.enable") is not False and plan.replicas == 1:
+    policy = None if plan.rhyme is None else plan.rhyme.placement.policy
+    if policy is not None and plan.replicas == 1:
         detail = f"placement.policy={policy} has no effect with a single replica"
         remedy = f"add replicas: more GPUs, or a lower {_R}.tensor_model_parallel_size"
         yield Check("placement", WARN, detail, remedy)
 
 
 def weights(config: Any) -> Iterator[Check]:
-    """Check the weight-transfer backend and its options; verl's workers check them after loading the model."""
-    name, engine = "weights", config.actor_rollout_ref.rollout.checkpoint_engine
-    backend, key = str(engine.backend), f"{_R}.checkpoint_engine"
-    problems = []
-    if backend not in CARRIERS and not engine.get("custom_backend_module") and backend != "shm":  # TABLE refuses shm
-        detail = f"{key}.backend={backend} is not one of {', '.join(CARRIERS)}{_near(backend, CARRIERS)}"
-        problems.append((detail, f"set one of them, or {key}.custom_backend_module for your own backend"))
-    options = engine.get("engine_kwargs") or {}
-    for option, value in _items(options.get(RELAY)):
-        where = f"{key}.engine_kwargs.{RELAY}"
-        if option not in RELAY_KEYS:
-            detail = f"{where} takes {', '.join(RELAY_KEYS)} only, not {option or value}{_near(option, RELAY_KEYS)}"
-            problems.append((detail, f"drop it, or set {where}.folder=FOLDER"))
-        elif value is not None and not isinstance(value, str):
-            problems.append((f"{where}.{option}={value} is not a path", f"set {where}.{option} to a folder"))
-    for detail, remedy in problems:
-        yield Check(name, FAIL, detail, remedy)
-
-
-def _items(tree: Any) -> list[tuple[str, Any]]:
-    """Return the items of a mapping, or a plain value as one item with an empty name."""
-    if OmegaConf.is_dict(tree):
-        return [(str(name), value) for name, value in tree.items()]
-    return [] if tree is None else [("", tree)]
-
-
-def _near(name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    """Check the weight-transfer backend; verl's workers check it after loading the model."""
+    engine, key = config.actor_rollout_ref.rollout.checkpoint_engine, f"{_R}.checkpoint_engine"
+    backend = str(engine.backend)
+    if backend not in BACKENDS and not engine.get("custom_backend_module"):
+        detail = f"{key}.backend={backend} is not one of {', '.join(BACKENDS)}{nearest(backend, BACKENDS)}"
+        remedy = f"set one of them, or {key}.custom_backend_module for your own backend"
+        yield Check("weights", FAIL, detail, remedy)
 
 
 def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
     """Check GPU counts and model sizes against the parallel sizes, as Megatron, Ulysses and vLLM require."""
-    name, problems = "parallel sizes", []
+    problems: list[tuple[str, str]] = []
     mesh = "tensor x pipeline x context parallel" if plan.strategy == "megatron" else "Ulysses sequence parallel"
     if plan.train_gpus < 1 or plan.train_gpus % plan.model_parallel:
         detail = f"{plan.train_gpus} training GPUs are not a multiple of {mesh} = {plan.model_parallel}"
@@ -227,16 +180,20 @@ def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
             problems.append((detail, f"change the GPU count or {_R}.tensor_model_parallel_size"))
     if model:
         problems += list(_model_sizes(plan, model))
-    for detail, remedy in problems:
-        yield Check(name, FAIL, detail, remedy)
+    sizes = (
+        f"{plan.train_gpus} training GPUs: data parallel {plan.data_parallel} x model parallel {plan.model_parallel}; "
+        f"{plan.replicas} rollout replicas of {plan.replica_gpus}"
+    )
+    if plan.standalone:
+        sizes += f", with {plan.rollout_gpus} separate rollout GPUs"
+    yield from _report("parallel sizes", problems, sizes)
+
+
+def _report(name: str, problems: list[tuple[str, str]], passed: str) -> Iterator[Check]:
+    """Yield a failure for each problem and its remedy, or one passed check."""
+    yield from (Check(name, FAIL, *problem) for problem in problems)
     if not problems:
-        yield Check(
-            name,
-            OK,
-            f"{plan.train_gpus} training GPUs: data parallel {plan.data_parallel} x model parallel "
-            f"{plan.model_parallel}; {plan.replicas} rollout replicas of {plan.replica_gpus}"
-            + (f", with {plan.rollout_gpus} separate rollout GPUs" if plan.standalone else ""),
-        )
+        yield Check(name, OK, passed)
 
 
 def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
@@ -269,7 +226,7 @@ def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
         yield detail, f"lower {_R}.pipeline_model_parallel_size"
 
 
-def _warm_up(config: Any) -> Iterator[tuple[str, str, str]]:
+def _warm_up(config: Any) -> Iterator[tuple[str, str]]:
     """Check the warm-up steps against the total, which Megatron's scheduler asserts after loading the model."""
     steps = config.trainer.total_training_steps
     if steps is None or config.actor_rollout_ref.actor.strategy != "megatron":
@@ -278,60 +235,30 @@ def _warm_up(config: Any) -> Iterator[tuple[str, str, str]]:
         warm_up = OmegaConf.select(config, key)
         if warm_up and int(warm_up) >= int(steps):
             detail = f"{key}={warm_up} is not below trainer.total_training_steps={steps}"
-            yield FAIL, detail, f"lower it: {key}=0"
+            yield detail, f"lower it: {key}=0"
 
 
 def batches(config: Any, plan: Plan) -> Iterator[Check]:
-    """Check batch, mini-batch, micro-batch and data-parallel size against each other, as verl asserts later."""
-    name, problems = "batches", []
+    """Check sizes against each other, as verl asserts in its workers; its check before Ray starts has others."""
+    problems: list[tuple[str, str]] = []
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    batch, mini, n, dp = (
-        int(config.data.train_batch_size),
-        int(actor.ppo_mini_batch_size),
-        int(rollout.n),
-        plan.data_parallel,
-    )
+    batch, mini = int(config.data.train_batch_size), int(actor.ppo_mini_batch_size)
+    n, dp = int(rollout.n), plan.data_parallel
     if batch < 1:
-        problems.append((FAIL, f"data.train_batch_size={batch} must be at least 1", "raise it"))
+        problems.append((f"data.train_batch_size={batch} must be at least 1", "raise it"))
     elif mini < 1 or batch % mini:
-        problems.append(
-            (
-                FAIL,
-                f"data.train_batch_size={batch} is not a multiple of ppo_mini_batch_size={mini}",
-                _multiples(batch, mini),
-            )
-        )
+        detail = f"data.train_batch_size={batch} is not a multiple of ppo_mini_batch_size={mini}"
+        problems.append((detail, _multiples(batch, mini)))
     elif mini * n % dp:
         detail = f"a mini-batch of {mini} x {n} responses is not divisible by {dp} data-parallel ranks"
-        problems.append((FAIL, detail, f"change {_A}.ppo_mini_batch_size or {_R}.n"))
-    problems += list(_warm_up(config))
-    if not actor.use_dynamic_bsz:
-        micro, total = actor.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size
-        if (micro is None) == (total is None):
-            detail = "the micro-batch size is set twice" if micro is not None else "no micro-batch size"
-            remedy = f"set only {_A}.ppo_micro_batch_size_per_gpu, or {_A}.use_dynamic_bsz=true"
-            problems.append((FAIL, detail, remedy))
-        if micro is not None and (mini * n // dp) % int(micro):
-            detail = f"{mini * n // dp} responses per rank are not a multiple of ppo_micro_batch_size_per_gpu={micro}"
-            problems.append((WARN, detail, "set it to a divisor, or accept a smaller last micro-batch"))
-        smallest = dp * int(micro) if micro is not None and plan.strategy == "megatron" else plan.train_gpus
-        if batch * n % smallest:
-            detail = f"{batch} x {n} responses are not a multiple of {smallest}, required without dynamic batches"
-            problems.append((FAIL, detail, f"change data.train_batch_size, or set {_A}.use_dynamic_bsz=true"))
-        if rollout.log_prob_micro_batch_size is None and rollout.log_prob_micro_batch_size_per_gpu is None:
-            problems.append((FAIL, "no micro-batch size for log-probs", f"set {_R}.log_prob_micro_batch_size_per_gpu"))
-    elif int(actor.ppo_max_token_len_per_gpu) * _split(plan) < sequence_tokens(config):
+        problems.append((detail, f"change {_A}.ppo_mini_batch_size or {_R}.n"))
+    problems += _warm_up(config)
+    if actor.use_dynamic_bsz and int(actor.ppo_max_token_len_per_gpu) * _split(plan) < sequence_tokens(config):
         detail = f"ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is below the longest prompt and response"
-        problems.append((FAIL, detail, f"raise it to {-(-sequence_tokens(config) // _split(plan))} or more"))
-    problems += [(FAIL, *problem) for problem in _modes(config, batch, mini)]
-    for status, detail, remedy in problems:
-        yield Check(name, status, detail, remedy)
-    if not problems:
-        yield Check(
-            name,
-            OK,
-            f"{batch} prompts x {n} in {batch // mini} optimizer steps, each of {mini * n // dp} responses per rank",
-        )
+        problems.append((detail, f"raise it to {-(-sequence_tokens(config) // _split(plan))} or more"))
+    problems += _modes(config, plan, batch, mini)
+    steps = "" if problems else f"{batch // mini} optimizer steps, each of {mini * n // dp} responses per rank"
+    yield from _report("batches", problems, f"{batch} prompts x {n} in {steps}")
 
 
 def _multiples(batch: int, mini: int) -> str:
@@ -348,7 +275,7 @@ def _split(plan: Plan) -> int:
     return plan.training.cp if plan.training and plan.training.engine == "megatron" else plan.model_parallel
 
 
-def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
+def _modes(config: Any, plan: Plan, batch: int, mini: int) -> Iterator[tuple[str, str]]:
     rollout, mode = config.actor_rollout_ref.rollout, config.trainer.v1.trainer_mode
     if mode != "separate_async":
         if not config.actor_rollout_ref.get("hybrid_engine", True):
@@ -356,7 +283,7 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
             yield f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy
         return
     steps = int(config.trainer.v1.separate_async.parameter_sync_step)
-    pipeline = _pipeline(config)  # the pipeline syncs weights once per training step
+    pipeline = plan.rules is not None  # the pipeline syncs weights once per training step
     if batch != steps * mini and not pipeline:
         detail = f"data.train_batch_size={batch} is not parameter_sync_step={steps} x ppo_mini_batch_size={mini}"
         yield detail, "change one of them: separate_async requires that they are equal"
@@ -375,24 +302,18 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
 
 def rollout(config: Any, plan: Plan) -> Iterator[Check]:
     """Check vLLM's length limits and the token budget for drafts."""
-    name, problems = "rollout", []
-    options, serving = config.actor_rollout_ref.rollout, plan.rollout
-    if serving.max_model_len < sequence_tokens(config):
-        detail = f"max_model_len={serving.max_model_len} is below prompt + response = {sequence_tokens(config)}"
-        problems.append((FAIL, detail, f"raise {_R}.max_model_len, or lower data.max_response_length"))
-    if not options.enable_chunked_prefill and serving.max_num_batched_tokens < serving.max_model_len:
-        detail = f"max_num_batched_tokens={serving.max_num_batched_tokens} < max_model_len without chunked prefill"
-        problems.append((FAIL, detail, f"raise it, or set {_R}.enable_chunked_prefill=true"))
-    if serving.max_num_batched_tokens < serving.max_num_seqs:
-        detail = f"max_num_batched_tokens={serving.max_num_batched_tokens} is below max_num_seqs={serving.max_num_seqs}"
-        problems.append((FAIL, detail, f"raise {_R}.max_num_batched_tokens"))
-    elif serving.draft_bytes and serving.max_num_batched_tokens < 2 * serving.max_num_seqs:
-        detail = (
-            f"max_num_batched_tokens={serving.max_num_batched_tokens} leaves no room for draft tokens with "
-            f"max_num_seqs={serving.max_num_seqs} requests"
-        )
-        problems.append((WARN, detail, f"raise {_R}.max_num_batched_tokens above {2 * serving.max_num_seqs}"))
-    for status, detail, remedy in problems:
-        yield Check(name, status, detail, remedy)
-    if not problems:
-        yield Check(name, OK, f"{serving.max_model_len} tokens per request, {serving.max_num_batched_tokens} per step")
+    problems, serving, longest = [], plan.rollout, sequence_tokens(config)
+    budget, requests = serving.max_num_batched_tokens, serving.max_num_seqs
+    if serving.max_model_len < longest:
+        detail = f"max_model_len={serving.max_model_len} is below prompt + response = {longest}"
+        problems.append((detail, f"raise {_R}.max_model_len, or lower data.max_response_length"))
+    if not config.actor_rollout_ref.rollout.enable_chunked_prefill and budget < serving.max_model_len:
+        detail = f"max_num_batched_tokens={budget} < max_model_len without chunked prefill"
+        problems.append((detail, f"raise it, or set {_R}.enable_chunked_prefill=true"))
+    if budget < requests:
+        detail = f"max_num_batched_tokens={budget} is below max_num_seqs={requests}"
+        problems.append((detail, f"raise {_R}.max_num_batched_tokens"))
+    elif serving.draft_bytes and budget < 2 * requests:
+        detail = f"max_num_batched_tokens={budget} leaves no room for draft tokens with max_num_seqs={requests}"
+        yield Check("rollout", WARN, detail, f"raise {_R}.max_num_batched_tokens above {2 * requests}")
+    yield from _report("rollout", problems, f"{serving.max_model_len} tokens per request, {budget} per step")

@@ -9,6 +9,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_rhyme.history.share import available_memory
+
 #: Assumed bytes of a GPU (A100 or H100) where no GPU is found and ``GPU_MEMORY_GB`` is not set.
 ASSUMED_GPU = 80 << 30
 
@@ -31,7 +33,7 @@ class Machine:
     host_free: int
 
 
-def look() -> Machine:
+def detect_machine() -> Machine:
     """Return the resources of this machine, without importing torch.
 
     Raises:
@@ -47,7 +49,7 @@ def look() -> Machine:
         memory, source = int(float(given) * (1 << 30)), "GPU_MEMORY_GB"
     else:
         memory, source = ASSUMED_GPU, "assumed"
-    return Machine(len(sizes), memory, source, *_host())
+    return Machine(len(sizes), memory, source, _host_bytes(), available_memory())
 
 
 def free_disk(folder: Path) -> tuple[Path, int]:
@@ -56,10 +58,21 @@ def free_disk(folder: Path) -> tuple[Path, int]:
     return existing, shutil.disk_usage(existing).free
 
 
+def write_into(folder: Path) -> None:
+    """Write a temporary file, because ``os.access`` passes root where no file can be created.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"verl-rhyme")
+        file.flush()
+
+
 def can_write(folder: Path) -> bool:
     """Whether a folder, which may not exist yet, can be created and written."""
     try:
-        tempfile.TemporaryFile(dir=free_disk(folder)[0]).close()  # os.access passes root where no file can be created
+        write_into(free_disk(folder)[0])
     except OSError:
         return False
     return True
@@ -74,12 +87,8 @@ def _nvidia_smi() -> list[int]:
     return [int(line) << 20 for line in found.stdout.split() if line.isdigit()]
 
 
-def _host() -> tuple[int, int]:
-    with open("/proc/meminfo") as meminfo:
-        fields = {name: int(rest.split()[0]) << 10 for name, rest in (line.split(":", 1) for line in meminfo)}
-    total, free = fields["MemTotal"], fields["MemAvailable"]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and limit.read_text().strip() != "max":
-        bound = int(limit.read_text())
-        total, free = min(total, bound), min(free, bound - int(used.read_text()))
-    return total, free
+def _host_bytes() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    bound = limit.read_text().strip() if limit.is_file() else "max"
+    return total if bound == "max" else min(total, int(bound))

@@ -138,6 +138,12 @@ def states(model: Architecture, training: Training) -> dict[str, int]:
     return {"parameters": count, "gradients": count, "optimizer": 2 * count}
 
 
+def _held(model: Architecture, training: Training) -> dict[str, int]:
+    """Return the bytes of :func:`states` on a GPU that trains."""
+    held = states(model, training)
+    return dict.fromkeys(held, 0) if training.always_offloaded else held
+
+
 def layer_activations(model: Architecture, training: Training, tokens: int) -> int:
     """Return the bytes that one layer keeps for its backward pass.
 
@@ -185,9 +191,7 @@ def loss_bytes(model: Architecture, training: Training, tokens: int) -> int:
 
 def update(model: Architecture, training: Training) -> Phase:
     """Return the peak of forward and backward."""
-    held = states(model, training)
-    if training.always_offloaded:
-        held = dict.fromkeys(held, 0)
+    held = _held(model, training)
     if not training.accumulate and training.engine != "megatron":
         held["gradients"] = 0
     tokens, layers = training.tokens, -(-model.layers // training.pp)
@@ -233,11 +237,9 @@ def _gathered_layers(model: Architecture, training: Training, backward: bool) ->
 
 def optimizer_step(model: Architecture, training: Training) -> Phase:
     """Return the peak of Adam's step: the states, and square roots of the second moments, of one tensor or of all."""
-    held = states(model, training)
-    if training.always_offloaded:
-        return Phase(dict.fromkeys(held, 0))
-    if training.engine == "megatron":
-        extra = 0  # fused Adam
+    held = _held(model, training)
+    if training.engine == "megatron" or training.always_offloaded:
+        extra = 0  # fused Adam, or Adam on the host
     elif training.foreach:
         extra = held["parameters"]
     else:
@@ -254,9 +256,7 @@ def log_prob(model: Architecture, training: Training) -> Phase | None:
     tokens = training.log_prob_tokens
     if tokens is None:
         return None
-    held = states(model, training)
-    if training.always_offloaded:
-        held = dict.fromkeys(held, 0)
+    held = _held(model, training)
     b, table = training.compute_bytes, 0 if training.fused_kernels else tokens * model.vocab
     if training.engine == "megatron":
         logits = table * (2 + 2 + 4) // training.tp

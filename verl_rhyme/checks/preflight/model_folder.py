@@ -70,7 +70,7 @@ def has_tokenizer(folder: Path) -> bool:
     return bool(own) or any((folder / name).is_file() for name in TOKENIZERS)
 
 
-def lacking_weights(folder: Path) -> str:
+def find_missing_weights(folder: Path) -> str:
     """Return a message about missing weight files, empty if none are missing."""
     indices = [*folder.glob("*.safetensors.index.json")] or [*folder.glob("*.bin.index.json")]
     shards = {shard for index in indices for shard in read(index).get("weight_map", {}).values()}

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
 from verl_rhyme.checks.preflight.memory import Rollout, Training
-from verl_rhyme.config import ConfigError, config_tree
+from verl_rhyme.config import ConfigError, RhymeConfig, config_tree
+from verl_rhyme.scheduling.rules import Rules, of_config
 
 _BYTES = {"fp32": 4, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # all others: 2
 
@@ -19,48 +20,35 @@ ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
-#: Keys that must be whole numbers.
-_WHOLE = (
-    "data.train_batch_size",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "trainer.nnodes",
-    "trainer.n_gpus_per_node",
-    "trainer.total_epochs",
-    "trainer.save_freq",
-    "trainer.v1.separate_async.parameter_sync_step",
-    f"{_ACTOR}.ppo_mini_batch_size",
-    f"{_ACTOR}.megatron.tensor_model_parallel_size",
-    f"{_ACTOR}.megatron.pipeline_model_parallel_size",
-    f"{_ACTOR}.megatron.context_parallel_size",
-    f"{_ROLLOUT}.n",
-    f"{_ROLLOUT}.nnodes",
-    f"{_ROLLOUT}.n_gpus_per_node",
-    f"{_ROLLOUT}.tensor_model_parallel_size",
-    f"{_ROLLOUT}.data_parallel_size",
-    f"{_ROLLOUT}.pipeline_model_parallel_size",
-    f"{_ROLLOUT}.max_num_seqs",
-    f"{_ROLLOUT}.max_num_batched_tokens",
-)
+#: Keys that must be whole numbers, by section.
+_WHOLE = {
+    "data": ("train_batch_size", "max_prompt_length", "max_response_length"),
+    "trainer": ("nnodes", "n_gpus_per_node", "total_epochs", "save_freq"),
+    "trainer.v1.separate_async": ("parameter_sync_step",),
+    _ACTOR: ("ppo_mini_batch_size",),
+    f"{_ACTOR}.megatron": tuple(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")),
+    _ROLLOUT: (
+        *("n", "nnodes", "n_gpus_per_node", "max_num_seqs", "max_num_batched_tokens"),
+        *("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"),
+    ),
+}
 
-#: Keys that must be whole numbers or null.
-_WHOLE_OR_NULL = (
-    "data.train_max_samples",
-    "trainer.total_training_steps",
-    "trainer.max_actor_ckpt_to_keep",
-    f"{_ACTOR}.ppo_micro_batch_size",
-    f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-    f"{_ACTOR}.ppo_max_token_len_per_gpu",
-    f"{_ACTOR}.ulysses_sequence_parallel_size",
-    f"{_ACTOR}.fsdp_config.fsdp_size",
-    f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
-    f"{_ROLLOUT}.log_prob_micro_batch_size",
-    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
-    f"{_ROLLOUT}.max_model_len",
-)
+#: Keys that must be whole numbers or null, by section.
+_WHOLE_OR_NULL = {
+    "data": ("train_max_samples",),
+    "trainer": ("total_training_steps", "max_actor_ckpt_to_keep"),
+    _ACTOR: (
+        *("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
+        "ulysses_sequence_parallel_size",
+    ),
+    f"{_ACTOR}.fsdp_config": ("fsdp_size", "ulysses_sequence_parallel_size"),
+    _ROLLOUT: (
+        *("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"),
+        "max_model_len",
+    ),
+}
 
-_NUMBERS = (f"{_ROLLOUT}.gpu_memory_utilization",)
+_NUMBERS = {_ROLLOUT: ("gpu_memory_utilization",)}
 
 
 @dataclass(frozen=True)
@@ -83,6 +71,8 @@ class Plan:
         reference, critic: Whether the run has a reference model or a critic.
         lora: LoRA rank, 0 without LoRA.
         sent_bytes: Bytes per element of the weights in the relay.
+        rhyme: Rhyme tree; ``None`` without rhyme, or where it is invalid, which a check reports.
+        rules: Rules of the pipeline; ``None`` without a pipeline or without ``rhyme``.
     """
 
     strategy: str
@@ -102,6 +92,8 @@ class Plan:
     critic: bool
     lora: int
     sent_bytes: int
+    rhyme: RhymeConfig | None
+    rules: Rules | None
 
     @property
     def replicas(self) -> int:
@@ -118,10 +110,10 @@ def check_numbers(config: Any) -> None:
     """
     kinds = ((_WHOLE, int, "a whole number"), (_WHOLE_OR_NULL, int, "a whole number"), (_NUMBERS, float, "a number"))
     wrong = []
-    for keys, kind, requirement in kinds:
-        for key in keys:
+    for sections, kind, requirement in kinds:
+        for key in (f"{section}.{name}" for section, names in sections.items() for name in names):
             value = OmegaConf.select(config, key, default=0)  # keys of other engines are absent
-            if value is None and keys is _WHOLE_OR_NULL:
+            if value is None and sections is _WHOLE_OR_NULL:
                 continue
             try:
                 kind(value)
@@ -134,9 +126,7 @@ def check_numbers(config: Any) -> None:
 def read(config: Any, max_positions: int | None = None) -> Plan:
     """Return the plan of verl's resolved config.
 
-    Args:
-        config: Resolved config (a ``DictConfig``).
-        max_positions: ``max_position_embeddings`` of the model, verl's default of ``max_model_len``.
+    ``max_positions`` is the model's ``max_position_embeddings``, verl's default of ``max_model_len``.
     """
     ref = config.actor_rollout_ref
     actor, rollout = ref.actor, ref.rollout
@@ -179,12 +169,13 @@ def read(config: Any, max_positions: int | None = None) -> Plan:
             **(_megatron(engine) if strategy == "megatron" else _fsdp(engine, ref, strategy, gpus, device)),
         )
     critic = config.critic.get("enable")
+    rhyme, rules = _rhyme(config)
     replica = (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.pipeline_model_parallel_size)
     return Plan(
         strategy=strategy,
         device=str(config.trainer.device),
         training=training,
-        rollout=_rollout(config, max_positions),
+        rollout=_rollout(config, rhyme, max_positions),
         train_gpus=gpus,
         rollout_gpus=int(rollout.nnodes) * int(rollout.n_gpus_per_node) if standalone else gpus,
         gpus_per_node=int(config.trainer.n_gpus_per_node),
@@ -198,7 +189,15 @@ def read(config: Any, max_positions: int | None = None) -> Plan:
         critic=config.algorithm.adv_estimator == "gae" if critic is None else bool(critic),
         lora=lora,
         sent_bytes=_sent(rollout, training),
+        rhyme=rhyme,
+        rules=rules,
     )
+
+
+def data_files(config: Any, option: str) -> list[str]:
+    """Return the files of ``data.train_files`` or ``data.val_files``, which may be one file or a list."""
+    listed = OmegaConf.select(config, f"data.{option}") or []
+    return [str(file) for file in (listed if isinstance(listed, list | tuple | ListConfig) else [listed])]
 
 
 def sequence_tokens(config: Any) -> int:
@@ -249,13 +248,17 @@ def _fsdp(engine: Any, ref: Any, strategy: str, gpus: int, device: str) -> dict[
     }
 
 
-def _rollout(config: Any, max_positions: int | None) -> Rollout:
-    rollout = config.actor_rollout_ref.rollout
-    engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+def _rhyme(config: Any) -> tuple[RhymeConfig | None, Rules | None]:
     try:
         rhyme = config_tree.from_verl(config)
-    except ConfigError:  # the check of the rhyme tree reports it
-        rhyme = None
+        return rhyme, of_config(config, rhyme)
+    except ValueError:  # the check of the rhyme tree reports it
+        return None, None
+
+
+def _rollout(config: Any, rhyme: RhymeConfig | None, max_positions: int | None) -> Rollout:
+    rollout = config.actor_rollout_ref.rollout
+    engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     weight = _size(rollout.dtype)
     cache = str(engine.get("kv_cache_dtype") or "auto")
     return Rollout(

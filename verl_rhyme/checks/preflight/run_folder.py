@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import ListConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from verl_rhyme.checks.doctor import FAIL, OK, Check
+from verl_rhyme.checks.doctor import Check, verdict
+from verl_rhyme.checks.preflight.plan import data_files
 from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.run_name import run_name
 from verl_rhyme.observability import steps
@@ -41,11 +42,7 @@ def folder(config: Any) -> Path:
 
 
 def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the settings that identify a run, as names and values in the order of the messages.
-
-    Args:
-        config: verl's resolved config.
-        notes: Further names and values that are not in the config.
+    """Return the settings that identify a run by name: of the config, and ``notes`` on what is not in it.
 
     Raises:
         ConfigError: The rhyme tree is invalid.
@@ -59,16 +56,14 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
     path = str(config.actor_rollout_ref.model.path)
     run["model"] = "/".join(Path(path).parts[-2:])  # the model's folder may be moved between starts
     run["seed"] = str(config.data.get("seed"))
-    run["data"] = ", ".join(Path(file).name for file in _files(config))
+    run["data"] = ", ".join(Path(file).name for file in data_files(config, "train_files"))
     return run | dict(notes or {})
 
 
 def name(config: Any, notes: Mapping[str, str] | None = None) -> str:
     """Return the folder name of a run: preset, model, engine and mode, e.g. ``full-k2-qwen2-fsdp-colocated``.
 
-    Args:
-        config: verl's resolved config.
-        notes: Notes as in :func:`describe`; each becomes ``VALUE_NAME``.
+    Each of the notes becomes ``VALUE_NAME``.
 
     Raises:
         ConfigError: The rhyme tree is invalid.
@@ -104,7 +99,7 @@ def check(config: Any, notes: Mapping[str, str] | None = None) -> Iterator[Check
         return
     except ForeignFolder as error:
         problem = str(error)
-    yield Check("run folder", FAIL if problem else OK, problem or str(folder(config)), REMEDY if problem else "")
+    yield verdict("run folder", not problem, problem or str(folder(config)), REMEDY)
 
 
 def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
@@ -124,7 +119,7 @@ def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
         new.replace(marker)
 
 
-def set_metrics_aside(config: Any) -> None:
+def rename_earlier_metrics(config: Any) -> None:
     """Rename the metrics file of an earlier start, if the config sets the file of verl's logger."""
     path = OmegaConf.select(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{LOGGER_VARIABLE}")
     if path:
@@ -150,7 +145,9 @@ def total_steps(config: Any) -> int | None:
     import pyarrow.parquet as pq
 
     try:
-        rows = sum(pq.ParquetFile(Path(file).expanduser()).metadata.num_rows for file in _files(config))
+        rows = sum(
+            pq.ParquetFile(Path(file).expanduser()).metadata.num_rows for file in data_files(config, "train_files")
+        )
     except (OSError, ValueError):  # ArrowException is a ValueError
         return None
     limit = int(config.data.get("train_max_samples", -1))
@@ -174,8 +171,3 @@ def _owner(checkpoints: Path) -> dict[str, str]:
         return {}
     except (OSError, ValueError, AttributeError) as error:
         raise ForeignFolder(f"{marker} cannot be read ({error})") from error
-
-
-def _files(config: Any) -> list[str]:
-    listed = OmegaConf.select(config, "data.train_files") or []
-    return [str(file) for file in (listed if isinstance(listed, list | tuple | ListConfig) else [listed])]

@@ -127,7 +127,6 @@ CASES = [
         [SEPARATE, ELASTIC, f"{BACKEND}=delta_sharded"],
         ["backend=delta_sharded: ", "weights to a single replica", f"{BACKEND}=relay or nccl"],
     ),
-    ("histospec", [f"{BACKEND}=shm"], ["backend=shm with", f"set {BACKEND}=relay"]),
     ("sorted", [f"{BACKEND}=relay"], ["backend=relay with trainer.v1.trainer_mode=sync: ", "from the actor", SEPARATE]),
     ("full", [SEPARATE, f"{BACKEND}=naive"], [f"backend=naive with {SEPARATE}: ", f"set {BACKEND}=relay, nccl"]),
     (
@@ -190,10 +189,8 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
         ("histospec", [f"{R}.data_parallel_size=2", NO_DRAFTS]),
         ("histospec", [f"{QUEUE}=1000"]),
         ("full", [f"{QUEUE}=1000", "transfer_queue.backend.storage_backend=MooncakeStore"]),
-        ("histospec", [f"{CONFIG_PATH}.scheduling.tool_timeout=60", f"{CONFIG_PATH}.scheduling.lost_after=30"]),
         ("histospec", [f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=false"]),
         ("histospec", [f"{E}.async_scheduling=true", NO_DRAFTS]),
-        ("histospec", [f"{E}.distributed_executor_backend=uni", f"{E}.config_format=hf"]),
         ("histospec", [SEPARATE, f"{BACKEND}=relay"]),
         ("histospec", ["trainer.v1.trainer_mode=my_async", f"{BACKEND}=relay"]),
         # on-policy: every token is the current policy's
@@ -204,15 +201,12 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
         # earlier policies' tokens, corrected
         ("full", [f"{LOSS}=gpg"]),
         ("full", [f"{LOSS}=gpg", f"{IS}=null", "algorithm.rollout_correction.rollout_rs=token_k1"]),
-        ("full", [f"{LOSS}=gspo", f"{IS}=null"]),
         ("full", [f"{LOSS}=bypass_mode", f"{OWN}.loss_type=reinforce", f"{OWN}.rollout_is=token"]),
         ("full", [f"{LOSS}=bypass_mode", f"{OWN}.loss_type=ppo_clip"]),
         ("histospec", [SEPARATE, f"{BACKEND}=naive"]),  # verl checks it
         ("full", [f"{CONFIG_PATH}.scheduling.at_version=regenerate", f"{R}.enable_rollout_routing_replay=true"]),
         ("full", ["algorithm.adv_estimator=gae", f"{CONFIG_PATH}.scheduling.unit=trajectory"]),
-        ("full", ["algorithm.filter_groups.enable=true"]),
         ("full", [SEPARATE, ELASTIC]),
-        ("full", [SEPARATE, ELASTIC, f"{BACKEND}=nccl"]),
         ("full", [SEPARATE, f"{CONFIG_PATH}.scheduling.at_version=finish"]),
         ("full", [f"{CONFIG_PATH}.placement.policy=null", "data.gen_batch_size=1"]),
         ("full", ["actor_rollout_ref.model.path=no/folder"]),
@@ -259,10 +253,7 @@ def test_only_the_listed_losses_have_no_ratio_to_the_sampling_policy() -> None:
     assert free == set(combinations.RATIO_FREE_LOSSES)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["pipeline-parallel-size", "pipeline_parallel", "pipe", "speculative-config", "speculative_config.method", "spec"],
-)
+@pytest.mark.parametrize("name", ["pipeline-parallel-size", "pipe", "speculative_config.method", "spec"])
 def test_an_engine_option_is_found_in_every_spelling_of_its_name(name: str) -> None:
     tree = verl_config("histospec")
     tree.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {name: 2}}

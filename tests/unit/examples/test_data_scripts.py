@@ -204,7 +204,7 @@ def test_dapos_rows_are_scored_as_verl_does_and_others_with_minus_one_for_wrong(
     assert score("math-ai/amc23", "\\boxed{41}", "42")["score"] == -1.0
 
 
-def test_puzzles_are_held_out_have_one_solution_and_follow_the_seed(prepared, tmp_path):
+def test_puzzles_are_held_out_and_follow_the_seed(prepared, tmp_path):
     splits = {split: rows_of(prepared / f"kk-{split}.parquet") for split in ("train", "test")}
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 54, "test": 6}
     done("kk", "--out", tmp_path, "--puzzles", 400, "--seed", 4)
@@ -216,34 +216,21 @@ def test_puzzles_are_held_out_have_one_solution_and_follow_the_seed(prepared, tm
     done("kk", "--out", tmp_path, "--puzzles", 60, "--seed", 3)
     assert rows_of(tmp_path / "kk-train.parquet") == splits["train"]
     assert {row["extra_info"]["level"] for row in splits["train"]} == {3, 4, 5, 6, 7}
-    for row in splits["train"] + splits["test"]:
-        assert solve(row["prompt"][0]["content"]) == [row["reward_model"]["ground_truth"]]
 
 
-def solve(prompt):
-    """Every solution of a puzzle as worded, read and tried independently of the package."""
-    lines = [line.split(' says: "') for line in prompt.splitlines() if ' says: "' in line]
-    names = [name for name, _ in lines]
-    found = []
-    for bits in range(1 << len(names)):
-        knight = {name: bool(bits >> i & 1) for i, name in enumerate(names)}
-
-        def holds(claim, knight=knight):
-            name, _, said = claim.partition(" is ")
-            return knight[name] == (said in ("a knight", "not a knave"))
-
-        def says(said, holds=holds):
-            if said.startswith("If "):
-                premise, conclusion = said.removeprefix("If ").split(", then ")
-                return not holds(premise) or holds(conclusion)
-            for word, rule in ((" if and only if ", lambda a, b: a == b), (" and ", min), (" or ", max)):
-                if word in said:
-                    return rule(*map(holds, said.split(word)))
-            return holds(said)
-
-        if all(says(said.removesuffix('."')) == knight[name] for name, said in lines):
-            found.append(", ".join(f"{name} {'knight' if is_one else 'knave'}" for name, is_one in knight.items()))
-    return found
+@pytest.mark.parametrize(
+    ("operator", "said"),
+    [
+        (None, "Ann is a knight."),
+        ("or", "Ann is a knight or Ben is not a knave."),
+        ("if", "If Ann is a knight, then Ben is not a knave."),
+        ("iff", "Ann is a knight if and only if Ben is not a knave."),
+    ],
+)
+def test_statements_are_worded_as_in_logic_rl(operator, said):
+    claims = (puzzles.Claim(0, True), puzzles.Claim(1, False, negated=True))
+    statement = puzzles.Statement(claims if operator else claims[:1], operator)
+    assert prepare._sentence(statement, ("Ann", "Ben")) == said
 
 
 @pytest.fixture(scope="module")
@@ -268,15 +255,6 @@ def test_verl_reads_all_files_together(prepared, tok, tmp_path):
         assert item["extra_info"].keys() == KEYS
 
 
-DAPO = [
-    "reward.reward_manager.name=dapo",
-    "+reward.reward_kwargs.max_resp_len=12",
-    "+reward.reward_kwargs.overlong_buffer_cfg.enable=true",
-    "+reward.reward_kwargs.overlong_buffer_cfg.len=4",
-    "+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
-    "+reward.reward_kwargs.overlong_buffer_cfg.log=false",
-    "+reward.custom_reward_function.reward_kwargs.wrong_score=-1",
-]
 THINK = ["+reward.custom_reward_function.reward_kwargs.think_in_prompt=true"]
 
 
@@ -284,8 +262,6 @@ THINK = ["+reward.custom_reward_function.reward_kwargs.think_in_prompt=true"]
     ("module", "response", "truth", "overrides", "score", "extra"),
     [
         (math_reward, "Answer: 1/3.", "0.5", [], 0, {"score": 0, "acc": 0, "pred": "1/3"}),
-        (math_reward, "Answer: 0.50", "1/2", DAPO, 0.5, {"score": 1, "acc": 1, "pred": "0.50"}),
-        (math_reward, "Answer: 1/3.", "1/2", DAPO, -1.5, {"score": -1, "acc": 0, "pred": "1/3"}),
         (
             logic_reward,
             "so </think> <answer> Ann knight, Ben knave </answer>",

@@ -1,6 +1,5 @@
 """Reward of mathematics: the same answer in any form, never another one, in bounded time, in verl's threads."""
 
-import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -121,38 +120,6 @@ def test_hostile_answers_end_in_time(answer):
     assert compute_score("math_dapo", rf"\boxed{{{answer}}}", r"\frac{7}{3}", time_limit=1)["acc"] == 0
     assert time.monotonic() - start < 4
     assert is_equal(r"\frac{7}{3}", "14/6")  # and the next answer is not the worse for it
-
-
-def test_garbage_gets_a_score():
-    rng = random.Random(0)
-    pieces = [
-        "\\boxed{",
-        "}",
-        "{",
-        "Answer:",
-        "####",
-        "$",
-        "\\",
-        "\x00",
-        "\ud800",
-        "²",
-        "٣",
-        "42",
-        ",",
-        "\n",
-        "=",
-        "(",
-        "%",
-    ]
-    for _ in range(3000):
-        text = " ".join(rng.choices(pieces, k=rng.randint(0, 10)))
-        assert compute_score("openai/gsm8k", text, "1000")["score"] in (0, 1)
-    for other in (None, 3, b"x", ["\\boxed{3}"], {}):
-        assert compute_score(None, other, "1000")["score"] == 0
-        assert compute_score(None, r"\boxed{1}", other)["score"] == 0
-    start = time.monotonic()
-    compute_score(None, "\\boxed{" * 100_000 + "answer: " * 100_000, "1")
-    assert time.monotonic() - start < 2
 
 
 def test_threads_get_their_own_answers():

@@ -1,8 +1,5 @@
 """Reward of Knights and Knaves as Logic-RL has it."""
 
-import itertools
-import random
-
 import pytest
 
 from examples.data.logic_reward import compute_score
@@ -59,13 +56,3 @@ def test_without_the_format_the_answer_earns_nothing(response):
 def test_a_template_may_begin_the_thought():
     response = "hm </think> <answer> Ann is a knight, Ben is a knave </answer>"
     assert compute_score("kk", response, TRUTH, think_in_prompt=True)["score"] == 3
-
-
-def test_garbage_gets_a_score():
-    rng = random.Random(0)
-    pieces = ["<think>", "</think>", "<answer>", "</answer>", "Ann", "is a", "knight", ",", "\x00", "\ud800", "(", "\\"]
-    for _ in range(2000):
-        text = " ".join(rng.choices(pieces, k=rng.randint(0, 12)))
-        assert -3 <= compute_score("kk", text, rng.choice([TRUTH, "", text]))["score"] <= 3
-    for text, truth in itertools.product((None, 3, b"x", ["<think>"]), (None, 3, {}, TRUTH)):
-        assert compute_score(None, text, truth, None, unknown=1)["score"] == -3

@@ -58,20 +58,20 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         sys.modules.pop(name, None)
 
 
-def statuses(load: bool) -> list[tuple[str, str]]:
-    found = machine_checks.engine(config(), plan("megatron"), load)
+def statuses() -> list[tuple[str, str]]:
+    found = machine_checks.engine(config(), plan("megatron"))
     return [(check.status, check.detail + " " + check.remedy) for check in found]
 
 
 def test_all_packages_can_be_imported(modules: Path) -> None:
-    [(status, detail)] = statuses(load=True)
+    [(status, detail)] = statuses()
     assert status == "ok"
     assert "transformer_engine.pytorch" in detail
 
 
 def test_a_package_built_against_another_torch(modules: Path) -> None:
     (modules / "transformer_engine/pytorch.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
-    [(status, text)] = statuses(load=True)
+    [(status, text)] = statuses()
     assert status == "fail"
     assert "transformer_engine.pytorch: ImportError: undefined symbol: _ZN3c10" in text
     assert "bash requirements/build.sh transformer-engine" in text
@@ -80,17 +80,8 @@ def test_a_package_built_against_another_torch(modules: Path) -> None:
 
 def test_a_package_that_kills_the_process(modules: Path) -> None:
     (modules / "flash_attn.py").write_text("import os; os.abort()\n")
-    assert {status for status, _ in statuses(load=True)} == {"fail"}
-
-
-def test_a_dry_run_imports_nothing(modules: Path) -> None:
-    (modules / "transformer_engine/pytorch.py").write_text("raise SystemExit('imported')\n")
-    assert [status for status, _ in statuses(load=False)] == ["ok"]
-    (modules / "flash_attn.py").unlink()
-    [(status, text)] = statuses(load=False)
-    assert status == "fail"
-    assert "flash_attn: not installed" in text
+    assert {status for status, _ in statuses()} == {"fail"}
 
 
 def test_a_cpu_run_requires_no_packages() -> None:
-    assert list(machine_checks.engine(config(), plan("megatron", device="cpu"), load=True)) == []
+    assert list(machine_checks.engine(config(), plan("megatron", device="cpu"))) == []

@@ -21,7 +21,7 @@ from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.lengths.pairs import Pairs
 from verl_rhyme.observability.events import EventLog
 
-TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_world" / "models" / "qwen2"
+TOKENIZER = Path(__file__).parents[3] / "examples" / "tiny_world" / "models" / "qwen2"
 
 
 @pytest.fixture(scope="module")

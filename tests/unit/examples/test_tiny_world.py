@@ -173,16 +173,6 @@ def test_reward(text, score, acc, form):
     assert result == {"score": pytest.approx(score), "acc": acc, "format": form}
 
 
-def test_reward_accepts_any_response():
-    rng = random.Random(0)
-    pieces = ["<think>", "</think>", "<answer>", "</answer>", "Ann", "knight", ",", "\x00", "\ud800", "🗡", "(", "\\"]
-    for _ in range(2000):
-        text = " ".join(rng.choices(pieces, k=rng.randint(0, 12)))
-        assert 0 <= reward.compute_score("x", text, rng.choice([TRUTH, "", text]))["score"] <= 1
-    for text, truth in itertools.product((None, 3, b"x", ["<think>"]), (None, 3, {}, TRUTH)):
-        assert reward.compute_score(None, text, truth, None, unknown=1)["score"] == 0
-
-
 def test_verl_loads_the_data(tok, tmp_path):
     from omegaconf import OmegaConf
     from verl.utils.dataset.rl_dataset import RLHFDataset

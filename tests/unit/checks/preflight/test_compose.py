@@ -1,0 +1,75 @@
+"""Composition of verl's config, with errors that name the fix."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.unit.checks.preflight.world import R
+from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.config import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense=1"], "nonsense"),
+        (["trainer.save_frq=1"], "did you mean trainer.save_freq"),
+        (
+            ["+rhyme=histospec", f"{R}.custom.rhyme.placment.policy=x"],
+            r"placment\.policy=x: unknown key; did you mean .*\.rhyme\.placement\.policy\?$",
+        ),
+        (["trainr.v1.trainer_mode=sync"], r"did you mean trainer\.v1\.trainer_mode\?$"),
+        (
+            ["rhyme.enable=false"],
+            rf"rhyme\.enable=false: unknown key; did you mean {R}\.custom\.rhyme\.enable\?$",
+        ),
+        (["+rhyme=sorted", "rhyme.scheduling.order=0"], rf"did you mean {R}\.custom\.rhyme\.scheduling\.order\?$"),
+        ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
+        (["model_engine=nope"], "Available options in 'model_engine': dp; megatron; [^/]*$"),
+        (
+            ["trainer.default_local_dir=A b=c/ckpt"],
+            "^trainer.default_local_dir=A b=c/ckpt: mismatched input '='.*quote",
+        ),
+        (["--config-name", "absent"], "absent"),
+        (["--config-dir", "/nowhere"], "/nowhere"),
+        (["--config-path", "/nowhere", "--config-name", "x"], "--config-path /nowhere: no such folder"),
+        (["--bogus", "x=1"], "bogus"),
+        (["--multirun"], "multirun"),
+        (["trainer.project_name=${nothing.here}"], "nothing.here"),
+    ],
+)
+def test_errors_of_composition_have_a_reason(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        compose(arguments)
+
+
+OWN = "defaults:\n  - ppo_trainer\n  - rhyme: sorted\n  - _self_\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: [", "did not find expected|expected the node content"),
+        ("", "--config-name mine: no actor_rollout_ref, data, trainer in it; start its defaults with `- ppo_trainer`"),
+        (b"a: \xd2\xff", "mine"),
+        (OWN, "Could not load 'ppo_trainer'; add `hydra: {searchpath: [pkg://verl.trainer.config]}` to mine.yaml"),
+    ],
+)
+def test_errors_of_a_users_yaml_have_a_reason(tmp_path, text, problem):
+    (tmp_path / "mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as error:
+        compose(["--config-path", str(tmp_path), "--config-name", "mine"])
+    assert any(words in str(error.value) for words in (problem, *problem.split("|"))), error.value
+
+
+def test_a_users_yaml_selects_a_preset_as_documented(tmp_path):
+    """The two ways of ``recipes/README.md``, from a folder with a space in its name."""
+    folder = tmp_path / "my configs"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(OWN)
+    (folder / "alone.yaml").write_text(f"hydra:\n  searchpath: [pkg://verl.trainer.config]\n{OWN}")
+    for way, name in (("--config-dir", "mine"), ("--config-path", "alone")):
+        arguments = [way, str(folder), "--config-name", name]
+        config = compose([*arguments, f"{R}.name=vllm"])
+        assert OmegaConf.select(config, f"{R}.custom.rhyme.scheduling.refill") == "when_empty"
+        assert config.trainer.v1.trainer_mode == "sync"
+        assert compose([*arguments, f"{R}.name=vllm", "rhyme=stream"]).trainer.v1.trainer_mode == "separate_async"

@@ -1,0 +1,207 @@
+"""Checks of a config against the machine: data, model, GPUs, memory, disk."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.unit.checks.preflight.world import MEGATRON, RELAY, SEPARATE, A, R, complaints, only, preflight
+from verl_rhyme.checks.preflight import checks, machine, machine_checks, model_folder
+from verl_rhyme.checks.preflight.estimate import gib
+from verl_rhyme.checks.preflight.machine import Machine
+
+RANKER = f"{R}.custom.rhyme.lengths.ranker"
+NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "status", "words"),
+    [
+        (
+            ["data.train_files=/nowhere/dapo-math-17k.parquet"],
+            "data.train_files",
+            "fail",
+            "prepare dapo --out /nowhere",
+        ),
+        (["data.val_files=/nowhere/x.parquet"], "data.val_files", "fail", "create or download the dataset, or correct"),
+        (["data.val_files=/x/tiny_cpu/data/test.parquet"], "data.val_files", "fail", "with recipes/run_tiny_cpu.sh"),
+        (["data.val_files=[/nowhere/eval/minerva.parquet]"], "data.val_files", "fail", "prepare eval --out /nowhere"),
+        (["data.prompt_key=question"], "data.train_files", "fail", "no column 'question'"),
+        (["data.train_files=hdfs://far/away.parquet"], "data.train_files", "warn", "remote"),
+        (["actor_rollout_ref.model.path=/nowhere"], "model", "fail", "no such folder"),
+        (["reward.custom_reward_function.path=/nowhere.py"], "reward function", "fail", "no file"),
+        (["trainer.n_gpus_per_node=16"], "GPUs", "fail", "8 on this machine"),
+        ([f"{A}.ppo_micro_batch_size_per_gpu=256", NO_RECOMPUTE], "GPU memory", "fail", "fewer tokens"),
+        ([f"{R}.gpu_memory_utilization=0.999"], "GPU memory", "fail", "gpu_memory_utilization"),
+        ([f"{R}.gpu_memory_utilization=0.001"], "KV cache", "fail", "weights and activations"),
+        ([f"{R}.max_model_len=8000000"], "KV cache", "fail", "do not hold one request of 8000000"),
+        (["trainer.max_actor_ckpt_to_keep=null"], "checkpoints", "warn", "keeps all checkpoints"),
+    ],
+)
+def test_problems_have_remedies(world, overrides, name, status, words):
+    found = complaints(preflight(world, *overrides))
+    assert words in found.get((name, status), ""), found
+
+
+def test_the_relay_needs_room_for_two_or_three_versions(world, tmp_path, monkeypatch):
+    folder = f"+{R}.checkpoint_engine.engine_kwargs.relay.folder"
+    for overrides, place in ((RELAY, "/dev/shm"), ([*RELAY, f"{folder}={tmp_path}/made/later"], str(tmp_path))):
+        monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
+        found = preflight(world, *overrides)
+        [detail] = [check.detail for check in found.checks if check.name == "weights" and "free" in check.detail]
+        assert detail.startswith(f"{place}: ")
+        one = found.plan.sent_bytes * found.estimate.parameters
+        assert f"{gib(2 * one)} for two versions of the weights, {gib(3 * one)} for three on the actor's node" in detail
+        for free, status in ((2 * one, "fail"), (2 * one + 1, "warn"), (3 * one, "warn"), (3 * one + 1, None)):
+            monkeypatch.setattr(machine_checks, "free_disk", lambda path, free=free: (tmp_path, free))
+            found = complaints(preflight(world, *overrides))
+            assert [each for each in ("fail", "warn") if ("weights", each) in found] == ([status] if status else [])
+            assert status is None or "--shm-size" in found["weights", status]
+    monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
+    nowhere = [*RELAY, f"{folder}=/proc/x", "actor_rollout_ref.model.path=/nowhere"]
+    assert "/proc: 0.0 MiB free" in complaints(preflight(world, *nowhere))["weights", "fail"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_each"),
+    [
+        ([f"{R}.dtype=bfloat16"], 2),  # of FSDP's float32
+        ([f"{R}.dtype=float32"], 4),
+        ([f"{R}.dtype=bfloat16", f"{R}.quantization=fp8"], 4),
+        ([f"{R}.dtype=float32", "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"], 2),
+    ],
+)
+def test_the_relay_holds_weights_in_the_type_of_the_engines(world, overrides, bytes_each):
+    assert preflight(world, *RELAY, *overrides).plan.sent_bytes == bytes_each
+
+
+def test_requirements_of_a_ranker(world, tmp_path, monkeypatch):
+    def finding(*overrides):
+        found = only(preflight(world[1:], "+rhyme=sorted", f"{R}.calculate_log_probs=true", *overrides), "ranker")
+        return found.status, f"{found.detail} {found.remedy}"
+
+    boosting = f"{RANKER}.kind=boosting"
+    assert finding(boosting) == ("ok", "boosting, trained during the run ")
+    status, words = finding(f"{RANKER}.kind=model", f"{RANKER}.model={tmp_path}/none")
+    assert status == "fail"
+    assert "none is not a folder" in words
+    monkeypatch.setattr(machine_checks, "missing_requirement", lambda *_: "no scikit-learn: install it")
+    assert finding(boosting) == ("fail", "no scikit-learn install it")
+
+
+def test_a_hub_id_warns_and_fails_offline(world, monkeypatch):
+    monkeypatch.setattr(model_folder, "find", lambda path: None)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert "downloads" in complaints(preflight(world, "actor_rollout_ref.model.path=own/er"))["model", "warn"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "hf download own/er" in complaints(preflight(world, "actor_rollout_ref.model.path=own/er"))["model", "fail"]
+
+
+def test_an_unknown_architecture_is_reported_and_not_estimated(world, tmp_path):
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+    found = preflight(world)
+    assert found.estimate is None
+    assert "unknown architecture 'gpt2': not estimated" in complaints(found)["model", "warn"]
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "mamba_d_state": 16}')
+    found = preflight(world)
+    assert found.estimate is None
+    assert "recurrent layers (mamba_d_state) and their states is not estimated" in complaints(found)["model", "warn"]
+    assert "drafting.enable=false" in complaints(found)["rhyme", "fail"]
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert ("model", "fail") in complaints(preflight(world))
+
+
+def test_a_broken_or_empty_dataset(world, tmp_path):
+    (tmp_path / "train.parquet").write_bytes(b"no parquet")
+    assert "not a readable parquet" in complaints(preflight(world))["data.train_files", "fail"]
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "train.parquet")
+    assert "0 prompts" in complaints(preflight(world))["data.train_files", "fail"]
+
+
+def test_only_formats_that_verl_reads_pass(world, tmp_path):
+    (tmp_path / "train.sh").write_text("echo\n")
+    shell = f"data.train_files={tmp_path}/train.sh"
+    assert "verl reads .parquet, .json and .jsonl" in complaints(preflight(world, shell))["data.train_files", "fail"]
+    assert not complaints(preflight(world, shell, "data.custom_cls.path=pkg://mine"))
+    lines = tmp_path / "train.jsonl"
+    lines.touch()
+    assert not complaints(preflight(world, f"data.train_files={lines}"))
+
+
+def test_an_incomplete_model_folder(world, tmp_path):
+    folder = tmp_path / "model"
+    (folder / "tokenizer.json").unlink()
+    assert "no tokenizer (tokenizer.json, " in complaints(preflight(world))["model", "fail"]
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.json").touch()
+    own = f"actor_rollout_ref.model.tokenizer_path={tmp_path}/tokenizer"
+    assert not complaints(preflight(world, own))
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    assert not complaints(preflight(world, own)), "without an index, the number of shards is unknown"
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert "1 of 2 weight files is missing, such as model-00002" in complaints(preflight(world, own))["model", "fail"]
+    for file in folder.glob("model*"):
+        file.unlink()
+    found = complaints(preflight(world, own))["model", "fail"]
+    assert "no weights (*.safetensors or *.bin)" in found
+    assert ("model", "warn") in complaints(preflight(world, own, dry_run=True))
+    megatron = [MEGATRON, f"{A}.megatron.use_dist_checkpointing=true", f"{A}.megatron.dist_checkpointing_path=/x"]
+    assert not complaints(preflight(world, own, *megatron))
+
+
+def test_unneeded_engines_on_training_gpus(world):
+    """``separate_async`` with verl's ``hybrid_engine=true`` keeps engines on the training GPUs as well."""
+    crowded = [*SEPARATE, f"{R}.gpu_memory_utilization=0.9"]
+    crowded[crowded.index("actor_rollout_ref.hybrid_engine=false")] = "actor_rollout_ref.hybrid_engine=true"
+    found = preflight(world[1:], *crowded)
+    assert "set actor_rollout_ref.hybrid_engine=false" in complaints(found)["GPU memory", "warn"]
+    mended = preflight(world[1:], *crowded, "actor_rollout_ref.hybrid_engine=false")
+    assert found.estimate.peak[0] == "rollout"
+    assert "rollout" not in mended.estimate.phases
+
+
+def test_the_kv_cache_is_counted_in_requests_of_this_run(world):
+    found = preflight(world)
+    tokens = found.estimate.serving.tokens
+    assert (
+        only(found, "KV cache").detail
+        == f"{tokens} tokens per replica, {tokens / 1536:.1f} requests of 1536 tokens at once"
+    )
+    assert found.plan.rollout.max_model_len == 32768, "the model's limit; vLLM needs room for one such request"
+
+
+def test_a_history_folder_that_cannot_be_written(world, monkeypatch):
+    monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
+    nowhere = [f"{R}.custom.rhyme.history.dir=/proc/nope", "trainer.save_freq=-1"]
+    found = complaints(preflight(world, *nowhere, dry_run=True))
+    assert found["history folder", "warn"].endswith(" set history.dir to a writable folder")
+    assert not [name for name, _ in found if name == "history store"]
+
+
+def test_little_memory_and_disk(world, monkeypatch):
+    small = Machine(gpus=8, gpu_bytes=6 << 30, gpu_source="assumed", host_bytes=8 << 30, host_free=1 << 30)
+    monkeypatch.setattr(checks, "detect_machine", lambda: small)
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 1 << 30))
+    found = complaints(preflight(world, f"{R}.custom.rhyme.history.max_bytes=8000000000"))
+    assert {("GPU memory", "fail"), ("host memory", "fail"), ("checkpoints", "fail")} <= found.keys()
+    assert "history.max_bytes" in found["history store", "warn"]
+    assert "GPU_MEMORY_GB" in found["GPU memory", "warn"]
+    assert " needed, 1.0 GiB free: " in found["host memory", "fail"]
+    dry = preflight(world, "trainer.n_gpus_per_node=16", "data.train_files=/nowhere.parquet", dry_run=True)
+    assert "fail" not in {status for _, status in complaints(dry)}, "these problems are of this machine only"
+
+
+def test_gpu_memory_is_set_detected_or_assumed(monkeypatch):
+    monkeypatch.setattr(machine, "_nvidia_smi", lambda: [])
+    monkeypatch.delenv("GPU_MEMORY_GB", raising=False)
+    assert (machine.detect_machine().gpu_bytes, machine.detect_machine().gpu_source) == (80 << 30, "assumed")
+    monkeypatch.setenv("GPU_MEMORY_GB", "141")
+    assert (machine.detect_machine().gpu_bytes, machine.detect_machine().gpu_source) == (141 << 30, "GPU_MEMORY_GB")
+    monkeypatch.setenv("GPU_MEMORY_GB", "many")
+    with pytest.raises(ValueError, match="GPU_MEMORY_GB='many'"):
+        machine.detect_machine()
+    monkeypatch.setenv("GPU_MEMORY_GB", "141")
+    monkeypatch.setattr(machine, "_nvidia_smi", lambda: [80 << 30, 40 << 30])
+    assert (machine.detect_machine().gpus, machine.detect_machine().gpu_bytes) == (2, 40 << 30)

@@ -1,0 +1,71 @@
+"""``verl-rhyme preflight``: YAML or JSON of a dry run, and its exit status."""
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+from typer.testing import CliRunner
+
+from verl_rhyme.checks import doctor
+from verl_rhyme.checks.preflight import checks
+from verl_rhyme.checks.preflight.machine import Machine
+from verl_rhyme.cli import app
+
+R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+MICRO = [f"{A}.ppo_micro_batch_size_per_gpu=4", f"{R}.log_prob_micro_batch_size_per_gpu=4"]
+
+
+def dry_run(*overrides):
+    return CliRunner().invoke(app, ["preflight", "--dry-run", "--", "+rhyme=histospec", f"{R}.name=vllm", *overrides])
+
+
+def test_the_dry_run_prints_yaml_on_a_machine_that_lacks_everything(monkeypatch):
+    bare = Machine(gpus=0, gpu_bytes=1 << 30, gpu_source="assumed", host_bytes=1 << 30, host_free=1 << 20)
+    monkeypatch.setattr(checks, "detect_machine", lambda: bare)
+    monkeypatch.setattr(doctor, "installed_version", lambda package: None)
+    found = dry_run(*MICRO, "algorithm.adv_estimator=grpo")
+    assert found.exit_code == 0, found.output
+    printed = OmegaConf.create(found.stdout)
+    assert printed.actor_rollout_ref.rollout.custom.rhyme.drafting.enable is True
+    for missing in ("data.train_files: no file", "GPUs: 0 on this machine", "verl: not installed"):
+        assert f"# warn: {missing}" in found.stdout
+    unset = dry_run(f"{R}.name=???")
+    error = f"verl-rhyme preflight: Missing mandatory value: {R}.name -> set {R}.name=vllm\n"
+    assert (unset.exit_code, unset.stderr) == (1, error)
+    broken = dry_run("nonsense=1")
+    assert broken.exit_code == 1
+    assert "Key 'nonsense' is not in struct" in broken.stderr
+
+
+def test_the_dry_run_fails_where_the_run_would():
+    found = dry_run(*MICRO, "algorithm.adv_estimator=grpo", f"{A}.ppo_mini_batch_size=100")
+    assert found.exit_code == 1
+    assert found.stderr.startswith("verl-rhyme preflight: batches: ")
+    assert " -> " in found.stderr
+    assert OmegaConf.create(found.stdout).actor_rollout_ref.rollout.name == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("trainer.nnodes=two", "trainer.nnodes must be a whole number, not 'two'"),
+        ("trainer.nnodes=null", "trainer.nnodes must be a whole number, not null"),
+        (f"{R}.max_model_len=long", f"{R}.max_model_len must be a whole number, not 'long'"),
+        (f"{R}.max_num_seqs=[1]", f"{R}.max_num_seqs must be a whole number, not [1]"),
+        (f"{R}.gpu_memory_utilization=high", f"{R}.gpu_memory_utilization must be a number, not 'high'"),
+    ],
+)
+def test_a_size_that_is_not_a_number_is_reported(override, problem):
+    found = CliRunner().invoke(app, ["preflight", "--dry-run", "--", f"{R}.name=vllm", override])
+    assert found.exit_code == 1
+    assert isinstance(found.exception, SystemExit), found.exception
+    assert problem in found.stderr
+    assert len(found.stderr.splitlines()) == 1
+
+
+def test_json():
+    arguments = [f"{R}.name=vllm", *MICRO, "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=Qwen/Qwen3-8B"]
+    report = json.loads(CliRunner().invoke(app, ["preflight", "--dry-run", "--json", "--", *arguments]).stdout)
+    assert report["ok"], report["checks"]
+    assert report["config"]["data"]["train_batch_size"] == 1024
+    assert report["estimate"]["phases"]["update"]["total"] > 1 << 30
