@@ -252,14 +252,17 @@ def current(path: Path) -> Path | None:
     return path / name if _NAME.fullmatch(name) else None
 
 
-def identity(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of the file in use, which change when it is replaced; ``None`` if there is none."""
+def identity(path: Path) -> tuple[str, int, int] | None:
+    """Return name, device and inode of the environment in use; ``None`` if there is none.
+
+    They change when it is replaced. The inode alone may be that of a deleted environment.
+    """
     folder = current(path)
     try:
         status = folder and os.stat(folder / DATA_FILE)
     except OSError:
         return None
-    return (status.st_dev, status.st_ino) if status else None
+    return (folder.name, status.st_dev, status.st_ino) if folder and status else None
 
 
 def publish(path: Path, folder: Path) -> None:

@@ -38,7 +38,7 @@ class HistoryReader:
         self._namespace = namespace
         self._interval = refresh_interval
         self._next_look = 0.0
-        self._identity: tuple[int, int] | None = None
+        self._identity: tuple[str, int, int] | None = None
         self._environment: Environment | None = None
         self._in_use: int | None = None
         self._logged = False

@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import examples
 from tests.unit.history.stores import NAMESPACE, key, open_store, responses, trajectory
+from verl_rhyme.history import environment
 from verl_rhyme.history.store import HistoryReader
 
 pytestmark = pytest.mark.slow  # one process per damage
@@ -370,3 +371,14 @@ def test_eviction_deletes_damaged_values(tmp_path):
         reader = HistoryReader(tmp_path / "h", NAMESPACE)
         assert sum(reader.get(key(i)) is not None for i in range(30, 180)) > 0
         reader.close()
+
+
+def test_an_environment_with_the_inode_of_a_deleted_one_is_another_one(tmp_path):
+    """File systems use the inode of a deleted file again."""
+    with open_store(tmp_path / "h"):
+        before = environment.identity(tmp_path / "h")
+    (tmp_path / "h" / "env-0001").rename(tmp_path / "h" / "env-0002")
+    environment.publish(tmp_path / "h", tmp_path / "h" / "env-0002")
+    after = environment.identity(tmp_path / "h")
+    assert before[1:] == after[1:]
+    assert before != after
