@@ -319,7 +319,7 @@ class World:
                 if work.prompts:
                     await handle.add_prompts.remote(self._load(work.prompts))
                 work = await handle.wait_for_batch.remote(False, True, None)
-            reply = await handle.take.remote()
+            reply = await handle.take_batch.remote()
             if reply is None:
                 raise RuntimeError(f"step {step}: the batch was not ready though all samples had their rewards")
             self.steps[-1].seconds = self.clock.time() - began
