@@ -26,7 +26,7 @@ from verl_rhyme.config import (
 )
 from verl_rhyme.config.config_tree import parse
 from verl_rhyme.lengths.ranker import LOSSES
-from verl_rhyme.placement import POLICIES, PlacementPolicy
+from verl_rhyme.placement import POLICIES
 
 
 def tree(path, value):
@@ -170,13 +170,6 @@ def test_placement_options_match_the_arguments_of_the_policy():
 
     named = {name: arguments(policy) for name, policy in POLICIES.items() if name != "least_loaded"}  # verl's: null
     assert named == PLACEMENTS
-
-
-def test_placements_are_the_policies_that_plan():
-    def plans(policy):
-        return policy.plan is not PlacementPolicy.plan
-
-    assert {name for name, policy in POLICIES.items() if plans(policy)} == set(PLACEMENTS)
 
 
 def test_the_losses_match_those_of_the_ranker():

@@ -310,7 +310,7 @@ def test_drafts_use_a_history_as_soon_as_it_is_read(tmp_path, wait, copied):
             store.append(recorded, 0)
     proposer = proposer_for(tmp_path / "h", wait_for_history=wait)
     names = ["gone", "a", "b"]
-    admit(proposer, names, prompt, asked=5 if copied else 0)
+    admit(proposer, names, prompt, history_requested_ns=5 if copied else 0)
     tokens, lengths = np.zeros((ROWS, LENGTH), np.int32), np.full(ROWS, 3, np.int32)
     tokens[:, :3] = prompt
 

@@ -139,17 +139,17 @@ async def test_unfetched_counts_are_bounded(server):
 
 async def test_engine_receives_the_fields_of_drafter_and_sampler(server):
     """It receives no list of tokens, because vLLM copies every object in ``extra_args``."""
-    previous = b"\1\0\0\0\2\0\0\0"
-    meta = RequestMeta(key="00ff", sample=2, attempt=1, noise="ab", previous=previous, queued_at=12.5)
+    text = b"\1\0\0\0\2\0\0\0"
+    meta = RequestMeta(key="00ff", sample=2, attempt=1, noise="ab", earlier_text=text, queued_at=12.5)
     params = {"temperature": 1.0, "extra_args": {"theirs": 1}}
     output = await server.generate([5], params, "r", rhyme=meta.to_dict())
     fields = server.given["extra_args"].pop(FIELD)
     assert server.given == {"temperature": 1.0, "extra_args": {"theirs": 1}}
-    engine = {"id": "r", "key": "00ff", "asked": 77, "noise": "ab", "previous": previous, "made": 0}
-    assert fields == engine
+    asked = {"history_requested_ns": 77, "noise": "ab", "earlier_text": text, "resumed_tokens": 0}
+    assert fields == {"id": "r", "key": "00ff", **asked}
     assert server._histories.asked == [bytes.fromhex("00ff")]
-    assert fields["previous"] is previous
-    assert RequestMeta.of({FIELD: fields}).previous is previous
+    assert fields["earlier_text"] is text
+    assert RequestMeta.of({FIELD: fields}).earlier_text is text
     (record,) = output.extra_fields[FIELD]
     assert (record["prompt_key"], record["sample"], record["attempt"], record["queued_at"]) == ("00ff", 2, 1, 12.5)
     assert params == {"temperature": 1.0, "extra_args": {"theirs": 1}}
@@ -191,7 +191,8 @@ async def test_continued_response_gets_adapted_options(server):
     """``min_tokens`` counts the tokens of the whole response, but vLLM refuses more than ``max_tokens``."""
 
     async def ask(made, **options):
-        await server.generate([5] * (1 + made), {"max_tokens": 1024 - made, **options}, "r", rhyme={"made": made})
+        options |= {"max_tokens": 1024 - made}
+        await server.generate([5] * (1 + made), options, "r", rhyme={"resumed_tokens": made})
         given = {name: value for name, value in server.given.items() if name != "extra_args"}
         SamplingParams(**given)
         return given

@@ -13,6 +13,7 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.store import HistoryReader
 from verl_rhyme.history_writer.history_writer import HistoryWriter
 from verl_rhyme.observability import metrics
+from verl_rhyme.observability.events import REQUESTS
 from verl_rhyme.processes.request import FIELD
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.draft_counts import DraftCounts
@@ -187,7 +188,8 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(tmp_path, mo
     queue.put_group(2, "trained", [0.0, 1.0])
     queue.put_group(3, "zsurplus", [0.0, 1.0])
     queue.tags["zsurplus"]["global_steps"] = 2  # verl takes staler groups first
-    request = {"id": "r", "prompt_key": prompt_key([1, 1]).hex(), "draft_errors": 2, "draft_seconds": 0.5}
+    request = {**dict.fromkeys(REQUESTS.names, 0), "node": "n", "stop_reason": "completed", "reason": "", "id": "r"}
+    request |= {"prompt_key": prompt_key([1, 1]).hex(), "draft_errors": 2, "draft_seconds": 0.5}
     queue.data["filtered_0_0"]["extra_fields"] = {FIELD: [request]}
     queue.data["trained_0_0"]["extra_fields"] = {
         FIELD: [{**request, "prompt_key": prompt_key([2, 2]).hex(), "draft_errors": 1}]
