@@ -61,7 +61,7 @@ class Server:
     async def cache_tokens(self) -> int:
         return 4096
 
-    async def rest(self) -> None:
+    async def suspend(self) -> None:
         if not self.engine:
             raise EngineDeadError
 

@@ -72,6 +72,9 @@ def _lock_writer(path: Path, timeout: float) -> int:
             make_private(path)  # a writer that ends may delete it while we wait
             descriptor = lock(path / _LOCK, create=True)
         except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
             continue
         except NotOwned as error:
             raise HistoryError(

@@ -118,7 +118,7 @@ class HistoryStore:
 
         Returns:
             Counts of the append. A full disk is logged and counted in ``dropped``, and the history is unchanged. A full
-            map is rewritten, with fewer and fewer prompts if the step needs their room.
+            map is rewritten, with fewer and fewer prompts if the step needs their room or the disk has none for a copy.
         """
         groups: dict[bytes, list[Trajectory]] = {}
         bad = 0
@@ -153,9 +153,13 @@ class HistoryStore:
         error: Exception | None = None
         lost = 0
         for share_kept in (None, *_KEPT):
+            if share_kept == 0 and not isinstance(error, lmdb.MapFullError):
+                break  # a full disk may be temporary, so it must not cost the entire history
+            copied = share_kept is None
             try:
                 if share_kept is not None:
                     lost += self._rewrite(int(share_kept * self._values.ledger.total("bytes")))
+                    copied = True
                 stats = self._write(groups, step)
                 stats.shed_epochs += lost
                 return stats
@@ -163,7 +167,8 @@ class HistoryStore:
                 error = full
             except (lmdb.Error, OSError, MemoryError) as failure:
                 error = failure
-                break
+                if copied:
+                    break  # else a smaller copy may fit
         self._warn(
             f"a step is not recorded, and the history stays as it was: {error} (LMDB's input/output error may be "
             "a full disk): free disk space, or set history.dir to another disk"
@@ -327,9 +332,16 @@ class HistoryStore:
         folder, values = environment.current(self._path), None
         if folder is not None and folder.exists():
             try:
-                values = self._load(self._open_checked(folder))
+                opened = self._open_checked(folder)
+                try:
+                    values = self._load(opened)
+                except BaseException:
+                    environment.release(opened)
+                    raise
             except (CorruptEnvironment, lmdb.Error) as error:
                 logger.warning("the history in %s is damaged and starts empty: %s", folder, error)
+        elif any(self._path.glob("env-[0-9]*")):
+            logger.warning("the history in %s has no file 'current' and starts empty", self._path)
         values = values or self._load(self._create())
         environment.publish(self._path, values.opened.folder)
         return values

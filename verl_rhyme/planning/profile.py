@@ -67,8 +67,8 @@ def profile(name: str, named_in: Path | None = None) -> Profile:
     if not path.is_file():
         where, folder = ("", "current folder") if named_in is None else (f"{named_in}: ", f"folder of {named_in.name}")
         raise ClusterError(
-            f"{where}no profile {name}{nearest(name, known)}; choose {', '.join(known)}, or a YAML path relative to "
-            f"the {folder}; {path} is not a file"
+            f"{where}no profile {name}{nearest(name, known) or '.'} Choose {', '.join(known)}, or a YAML path "
+            f"relative to the {folder}; {path} is not a file"
         )
     found: ProfileFile = read(ProfileFile, path)
     try:

@@ -150,7 +150,7 @@ class WatchedCheckpointManager(wrapt.ObjectProxy):
     wake_up_replicas = _watched_call("wake_up_replicas")
     abort_replicas = _watched_call("abort_replicas")
     resume_generation_replicas = _watched_call("resume_generation_replicas")
-    settle = _watched_call("settle")  # a method of the relay's manager
+    finish_deliveries = _watched_call("finish_deliveries")  # a method of the relay's manager
 
     def update_weights(self, *args: Any, **kwargs: Any) -> Any:
         """Run a weight sync like verl's method.

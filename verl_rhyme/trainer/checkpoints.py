@@ -35,7 +35,12 @@ def remove_orphans(folder: Path, step: int) -> None:
     kept = {step}
     with suppress(OSError, ValueError):
         kept.add(int((folder / _TRACKER).read_text()))
-    for checkpoint in folder.iterdir():
+    try:
+        checkpoints = list(folder.iterdir())
+    except OSError as error:
+        logger.warning("files of removed checkpoints could not be deleted: %s", error)
+        return
+    for checkpoint in checkpoints:
         match = _STEP.fullmatch(checkpoint.name)
         if match is None or int(match[1]) in kept or checkpoint.is_symlink() or os.path.lexists(checkpoint / "actor"):
             continue

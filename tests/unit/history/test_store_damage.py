@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import examples
 from tests.unit.history.stores import NAMESPACE, key, open_store, responses, trajectory
 from verl_rhyme.history import environment
+from verl_rhyme.history.retention import place
 from verl_rhyme.history.store import HistoryReader
 
 pytestmark = pytest.mark.slow  # one process per damage
@@ -215,28 +216,45 @@ def test_a_full_disk_is_a_warning_and_loses_nothing(tmp_path):
     assert output.count("the history stays as it was") == 1, output
 
 
-def test_a_full_map_on_a_full_disk_loses_nothing(tmp_path):
-    """The step needs a copy of the history, for which the disk has no room."""
-    code = """
-    import resource
-    def limit(size):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+@pytest.fixture(scope="module")
+def small_disk():
+    """A command prefix that runs another command with a separate disk of 16 MiB at the given folder."""
+    command = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=16m none "$0" && exec "$@"']
+    try:
+        subprocess.run([*command, "/tmp", "true"], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"mounts are not allowed here: {error}")
+    return command
+
+
+@pytest.mark.parametrize(("free", "share"), [(0.8, 0.6), (0.1, None)])
+def test_eviction_on_a_full_disk_keeps_as_much_as_a_copy_can_hold(tmp_path, small_disk, free, share):
+    """The map is full, so the step needs a copy of the history, and only a part of it fits on the disk."""
+    code = f"""
     def epoch(i, n, e):
         return [trajectory(j, range(7000), e) for j in range(i, i + n)]
-    with HistoryStore(path, "tokenizer-a", 2 << 20, epochs=1) as store:
+    with HistoryStore(path + "/h", "tokenizer-a", 2 << 20, epochs=1) as store:
         for step in range(8):  # the second epoch takes new pages before it frees the first one's
             assert store.append(epoch(step % 4 * 10, 10, step // 4), step).trajectories == 10
         before = store.stats()
-        limit(500_000)
+        disk = os.statvfs(path)
+        with open(path + "/balloon", "wb") as file:
+            file.write(bytes(disk.f_bavail * disk.f_frsize - int({free} * before["bytes"])))
         stats = store.append(epoch(0, 20, 2), 8)
-        assert (stats.dropped, stats.evicted) == (20, 0), stats
-        assert store.stats() == before
-        assert len(os.listdir(path)) == 5  # no partial copy
-        limit(resource.RLIM_INFINITY)
+        print(before["prompts"], store.stats()["prompts"], stats.trajectories, stats.evicted, stats.dropped)
+        assert len(os.listdir(path + "/h")) == 5  # no partial copy
+        os.remove(path + "/balloon")
         assert store.append(epoch(0, 20, 3), 9).trajectories == 20
     """
-    output = finish(python(code, tmp_path / "h", stderr=subprocess.STDOUT))
-    assert "the history stays as it was" in output
+    arguments = [*small_disk, str(tmp_path), sys.executable, "-c", HEADER + textwrap.dedent(code), str(tmp_path)]
+    output = finish(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
+    before, after, recorded, evicted, dropped = map(int, output.split())
+    if share is None:
+        assert (after, recorded, evicted, dropped) == (before, 0, 0, 20)
+    else:
+        copied = sorted(range(before), key=lambda i: place(key(i)))[: int(share * before)]
+        assert (after, recorded, dropped) == (len({*copied, *range(20)}), 20, 0)
+        assert evicted == before - after
 
 
 # ---- other processes ----

@@ -144,7 +144,7 @@ def test_an_error_is_one_line(override, message):
 
 def test_a_missing_profile_raises():
     with pytest.raises(
-        ClusterError, match=r"^no profile nope.yaml; .* relative to the current folder; nope.yaml is not a file"
+        ClusterError, match=r"^no profile nope.yaml\. Choose .* relative to the current folder; nope.yaml is not a file"
     ):
         profile("nope.yaml")
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 from ray.exceptions import ActorDiedError, RayActorError
 
+from verl_rhyme.processes.deaths import WatchedCheckpointManager
 from verl_rhyme.weights import manager as managers
 from verl_rhyme.weights.engine import register
 from verl_rhyme.weights.folder import WeightsError
@@ -201,3 +202,9 @@ def test_a_failed_distribution_is_raised_by_every_check_and_not_as_one_replicas_
     for _ in range(2):
         with pytest.raises(WeightsError, match="no room"):
             world.manager.check()
+
+
+def test_watched_methods_exist():
+    watched = [name for name, value in vars(WatchedCheckpointManager).items() if callable(value) and name[0] != "_"]
+    assert "finish_deliveries" in watched
+    assert all(hasattr(RelayManager, name) for name in watched)
