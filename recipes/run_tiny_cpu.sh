@@ -75,7 +75,7 @@ fi
 cd "$ROOT" # for examples.*; the run itself writes below RUN_DIR only
 [ "$WORLD" = tiny_world ] || MODEL=$(python -m examples.smollm2.model)
 export MODEL
-# the progress lines read verl's log
+# the log shows how far a start is
 export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}
 # shellcheck source=recipes/cpu.sh
 source "$ROOT/recipes/cpu.sh"

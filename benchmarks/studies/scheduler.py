@@ -3,15 +3,15 @@
     python -m benchmarks.studies.scheduler [--json] [--quick] [--every N]
 
 The pure scheduler without engines, driven as its coordinator drives it: after every event it is asked whether it is
-enough() for an update batch, and what may start in place of what ended (dispatch()). Prompts of 16 samples are loaded
+has_batch() for an update batch, and what may start in place of what ended (dispatch()). Prompts of 16 samples load
 in groups of four update batches, half of them may run at a time; lengths are log-normal, and a sample ends when a clock
 that runs for all has come to its length. Its reward comes 16 responses later. A collected batch interrupts what
-runs, each one followed by settled(), but not where it finishes first.
+runs, each one followed by has_settled(), but not where it finishes first.
 
-"generate" and "finish" are the event, enough() and dispatch() together, and events per second are of these; "start" is
-a sample's share of a dispatch() that starts many; "interrupt" the event and settled(); "collect" and "begin" are once
-an update. Processor time of one thread: medians, and the 95th percentile of "generate". ``--every N``: only every N-th
-event is asked about and timed (of 256 samples' every 5th at least, and so on), where asking takes milliseconds.
+"generate" and "finish" are the event, has_batch() and dispatch() together, and events per second are of these; "start"
+is a sample's share of a dispatch() that starts many; "interrupt" the event and has_settled(); "collect" and "begin" are
+once an update. Processor time of one thread: medians, and the 95th percentile of "generate". ``--every N``: only every
+N-th event is asked about and timed (of 256 samples' every 5th at least, and so on), where asking takes milliseconds.
 """
 
 from __future__ import annotations

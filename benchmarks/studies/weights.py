@@ -57,7 +57,7 @@ def measure(gigabytes: float, repeats: int) -> Iterator[dict[str, Any]]:
             ray.get([each.expect.remote(version) for each in (near, far)])
             seconds["copy"].append(timed(lambda: [tensor.clone() for tensor in weights.values()]))
             seconds["write"].append(timed(lambda version=version: write(source, version, weights)))
-            wanted = ray.get(near.written.remote(version))
+            wanted = ray.get(near.publish.remote(version))
 
             def fetch(version: int = version, wanted: str = wanted) -> None:
                 ray.get(far.fetch.remote(version, wanted, [(near, False)]))

@@ -82,7 +82,7 @@ def examine(
     checks = [
         *config_checks.rhyme(config, plan),
         *config_checks.types(config),
-        *config_checks.trainer_mode(config, plan),
+        *config_checks.trainer_mode(config),
         *(config_checks.agent_loops(config, plan) if imports else ()),
         *config_checks.loss(config, plan),
         *config_checks.placement(plan),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -82,10 +82,16 @@ def _mistyped(mine: Any, theirs: Any, path: str) -> Iterator[str]:
                 yield f"{where} must be a number, not {value!r}"
 
 
-def trainer_mode(config: Any, plan: Plan) -> Iterator[Check]:
+def _pipeline(config: Any) -> bool:
+    """Return whether the config asks for the pipeline, also where :func:`rhyme` refuses its options."""
+    bound, enable = (OmegaConf.select(config, f"{CONFIG_PATH}.{key}") for key in ("max_staleness", "enable"))
+    return bound is not None and enable is not False
+
+
+def trainer_mode(config: Any) -> Iterator[Check]:
     """Check that the trainer mode is registered; verl checks this after the start of Ray and the task runner."""
     mode, key = str(config.trainer.v1.trainer_mode), "trainer.v1.trainer_mode"
-    if mode in TOPOLOGIES or plan.rules is not None:  # with the pipeline, combinations.TABLE refuses other modes
+    if mode in TOPOLOGIES or _pipeline(config):  # with the pipeline, combinations.TABLE refuses other modes
         return
     detail = f"{key}={mode} is not one of {', '.join(TOPOLOGIES)}{nearest(mode, TOPOLOGIES)}"
     if own := [module for module in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if module]:
@@ -155,6 +161,9 @@ def weights(config: Any) -> Iterator[Check]:
         detail = f"{key}.backend={backend} is not one of {', '.join(BACKENDS)}{nearest(backend, BACKENDS)}"
         remedy = f"set one of them, or {key}.custom_backend_module for your own backend"
         yield Check("weights", FAIL, detail, remedy)
+    given, where = (engine.get("engine_kwargs") or {}).get(RELAY) or {}, f"{key}.engine_kwargs.{RELAY}"
+    if not (isinstance(given, Mapping) and {*given} <= {"folder"} and isinstance(given.get("folder"), str | None)):
+        yield Check("weights", FAIL, f"{where}={given}: the relay takes only folder=PATH", f"set {where}.folder")
 
 
 def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
@@ -252,11 +261,14 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
     elif mini * n % dp:
         detail = f"a mini-batch of {mini} x {n} responses is not divisible by {dp} data-parallel ranks"
         problems.append((detail, f"change {_A}.ppo_mini_batch_size or {_R}.n"))
+    if plan.strategy == "megatron" and not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
+        remedy = f"set {_A}.ppo_micro_batch_size_per_gpu, or {_A}.use_dynamic_bsz=true"
+        problems.append((f"{_A}.ppo_micro_batch_size_per_gpu is null, with which verl's check fails", remedy))
     problems += _warm_up(config)
     if actor.use_dynamic_bsz and int(actor.ppo_max_token_len_per_gpu) * _split(plan) < sequence_tokens(config):
         detail = f"ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is below the longest prompt and response"
         problems.append((detail, f"raise it to {-(-sequence_tokens(config) // _split(plan))} or more"))
-    problems += _modes(config, plan, batch, mini)
+    problems += _modes(config, batch, mini)
     steps = "" if problems else f"{batch // mini} optimizer steps, each of {mini * n // dp} responses per rank"
     yield from _report("batches", problems, f"{batch} prompts x {n} in {steps}")
 
@@ -275,7 +287,7 @@ def _split(plan: Plan) -> int:
     return plan.training.cp if plan.training and plan.training.engine == "megatron" else plan.model_parallel
 
 
-def _modes(config: Any, plan: Plan, batch: int, mini: int) -> Iterator[tuple[str, str]]:
+def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
     rollout, mode = config.actor_rollout_ref.rollout, config.trainer.v1.trainer_mode
     if mode != "separate_async":
         if not config.actor_rollout_ref.get("hybrid_engine", True):
@@ -283,7 +295,7 @@ def _modes(config: Any, plan: Plan, batch: int, mini: int) -> Iterator[tuple[str
             yield f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy
         return
     steps = int(config.trainer.v1.separate_async.parameter_sync_step)
-    pipeline = plan.rules is not None  # the pipeline syncs weights once per training step
+    pipeline = _pipeline(config)  # the pipeline syncs weights once per training step
     if batch != steps * mini and not pipeline:
         detail = f"data.train_batch_size={batch} is not parameter_sync_step={steps} x ppo_mini_batch_size={mini}"
         yield detail, "change one of them: separate_async requires that they are equal"

@@ -251,9 +251,12 @@ def _fsdp(engine: Any, ref: Any, strategy: str, gpus: int, device: str) -> dict[
 def _rhyme(config: Any) -> tuple[RhymeConfig | None, Rules | None]:
     try:
         rhyme = config_tree.from_verl(config)
-        return rhyme, of_config(config, rhyme)
     except ValueError:  # the check of the rhyme tree reports it
         return None, None
+    try:
+        return rhyme, of_config(config, rhyme)
+    except ValueError:
+        return rhyme, None
 
 
 def _rollout(config: Any, rhyme: RhymeConfig | None, max_positions: int | None) -> Rollout:

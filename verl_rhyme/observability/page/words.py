@@ -16,7 +16,8 @@ SHARES = """Each moment has one reason for all empty slots, so the shares add up
 trains, a rollout lasts from the first start to the last end between two trainings. If they continue, it lasts from one
 batch to the next. Bubble ratio = &Sigma; (Q &minus; r) dt / (Q &Sigma; dt) over the rollouts, with r of Q request slots
 running for dt seconds: all slot time of a rollout that is not busy. Logged: the
-run's <code>rollout/bubble_ratio</code>, weighted in the same way."""
+run's <code>rollout/bubble_ratio</code>, weighted in the same way. If engines continue, it is not logged: both come from
+the event log."""
 BUBBLES = """<b>Each rollout of {name}.</b> All that is not blue is the bubble ratio. Read it together with the useful
 tokens per second: wasted tokens fill slots, too."""
 

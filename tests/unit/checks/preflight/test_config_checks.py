@@ -69,6 +69,10 @@ SEPARATE_MODE = "trainer.v1.trainer_mode=separate_async"
             "enable_resource_pool=true",
         ),
         ([f"{R}.checkpoint_engine.backend=rellay"], "weights", "is not one of naive, nccl"),
+        ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.foldr=/x"], "weights", "takes only folder=PATH"),
+        ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.folder=4"], "weights", "takes only folder=PATH"),
+        ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay=/x"], "weights", "takes only folder=PATH"),
+        ([MEGATRON, f"{A}.ppo_micro_batch_size_per_gpu=null"], "batches", "or actor_rollout_ref.actor.use_dynamic_bsz"),
         ([f"{R}.enforce_eager=maybe"], "types", f"{R}.enforce_eager must be true or false, not 'maybe'"),
         ([f"{A}.optim.lr=fast"], "types", f"{A}.optim.lr must be a number, not 'fast'"),
         ([MEGATRON, f"{A}.megatron.param_offload=some"], "types", "param_offload must be true or false, not 'some'"),
@@ -80,6 +84,12 @@ SEPARATE_MODE = "trainer.v1.trainer_mode=separate_async"
 def test_an_invalid_run_fails(world, overrides, name, words):
     found = complaints(preflight(world, *overrides))
     assert words in found.get((name, "fail"), ""), found
+
+
+def test_refused_options_of_the_pipeline_do_not_count_as_verls_schedule(world):
+    found = complaints(preflight(world[1:], "+rhyme=full", SEPARATE_MODE, f"{R}.custom.rhyme.scheduling.in_flight=9"))
+    assert "in_flight=9" in found["rhyme", "fail"]
+    assert "parameter_sync_step" not in found.get(("batches", "fail"), "")
 
 
 def test_backends_are_the_registered_ones():
