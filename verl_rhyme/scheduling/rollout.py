@@ -342,7 +342,13 @@ class Rollout:
         gone = recovery.load(self._stock, prompts, prompt_limit)
         self._failed += len(gone)
         recovery.remember(state["reports"])
+        newer = {  # publish() forgets the reports of stale samples, but these are of attempts that regenerated them
+            sample: self._reported.pop(sample)
+            for sample, reported in list(self._reported.items())
+            if (reported.attempt or 0) > self._latest(*sample).attempt
+        }
         self.publish(version, batches_left)
+        self._reported.update(newer)
         for attempt in recovery.place(self._filter.metric is not None):
             self._waste(attempt.sample)
             if evidence[attempt.name].running:

@@ -71,6 +71,8 @@ def part(prompt: Prompt, unit: Unit) -> Part:
         trainable = held if ended == len(group) else {}
         rewarded = held if samples.get("finished") == len(group) else {}
         return Part(samples, trainable, rewarded, held, begun)
+    if not ended:
+        return Part(samples, {}, {}, held, begun)
     return Part(samples, _versions(group, "generated", "finished"), _versions(group, "finished"), held, begun)
 
 

@@ -42,12 +42,19 @@ def remove_orphans(folder: Path, step: int) -> None:
         return
     for checkpoint in checkpoints:
         match = _STEP.fullmatch(checkpoint.name)
-        if match is None or int(match[1]) in kept or checkpoint.is_symlink() or os.path.lexists(checkpoint / "actor"):
+        if (
+            match is None
+            or int(match[1]) in kept
+            or os.path.islink(checkpoint)
+            or os.path.lexists(checkpoint / "actor")
+        ):
             continue
         try:
             for path in (checkpoint / name for name in OURS):
+                if path.is_symlink():
+                    continue
                 if path.is_dir():
-                    shutil.rmtree(path)  # raises for a link
+                    shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
         except OSError as error:
