@@ -18,8 +18,11 @@ def assigned(replica):
 
 @pytest.mark.parametrize("name", ["acquire_server", "remove_servers", "require_acquire_fields"])
 def test_overridden_methods_have_verls_parameters(name):
-    ours, verls = (inspect.signature(getattr(cls, name)).parameters for cls in (PlacementRouter, RequestLoadBalancer))
-    assert [(p.name, p.kind, p.default) for p in ours.values()] == [(p.name, p.kind, p.default) for p in verls.values()]
+    def shape(cls):
+        parameters = inspect.signature(getattr(cls, name)).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters if p.name != "_ray_trace_ctx"]  # Ray's, in an actor
+
+    assert shape(PlacementRouter) == shape(RequestLoadBalancer)
 
 
 def test_request_goes_to_its_assigned_replica():
