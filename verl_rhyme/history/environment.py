@@ -28,7 +28,7 @@ import msgpack
 from lmdb import verify
 
 #: Format of the environment; any other format counts as damaged.
-FORMAT = 4
+FORMAT = 5
 DATA_FILE = "data.mdb"
 #: Other users must not read responses and rewards.
 FILE_MODE = 0o600
