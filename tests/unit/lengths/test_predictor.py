@@ -218,8 +218,8 @@ def test_the_quality_of_forecasts_is_reported_once():
     quality = Quality()
     quality.add(100.0, [90, 110], seen=False, ranked=False)
     quality.add(200.0, [300, 310], seen=True, ranked=True)
-    told = quality.pop_metrics()
-    assert told == {
+    metrics = quality.pop_metrics()
+    assert metrics == {
         "rank_correlation": pytest.approx(0.894, abs=1e-3),
         "mean_ratio": 600 / 810,
         "seen": 0.5,

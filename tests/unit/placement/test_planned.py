@@ -110,7 +110,7 @@ def test_an_interrupted_request_has_not_ended():
     placement = fleet("histopipe", 2, groups=1, tail=0.1)
     where = place(placement, [1000.0] * 10, samples=2, likely=10)
     for name in where:
-        placement.release(name)  # cut short, and on again
+        placement.release(name)  # interrupted, and continued
         placement.acquire(Request(name, name.partition("-")[0], response_tokens=500, p90_tokens=10))
     assert placement.watched() == []
 
