@@ -13,6 +13,7 @@ with a model's drafts does not advance it, so that combination is refused.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -34,6 +35,8 @@ from verl_rhyme.sampling.noise import key_of
 #: Bytes of float32 logits processed at a time: they fit into a CPU's caches, or fill a GPU. Temporaries take a few
 #: times as many.
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+#: Start of the ids of all requests but the first that vLLM makes from one with ``n`` above 1; the options are the same.
+_LATER_TEXT = re.compile("([1-9][0-9]*)_")
 
 
 class BatchNoise:
@@ -83,7 +86,8 @@ class BatchNoise:
         """Return a request's noise key, and whether its noise must be reproducible."""
         params = self._runner.requests[id].sampling_params
         if noise := RequestMeta.of(params.extra_args).noise:
-            return int(noise, 16), True
+            later = _LATER_TEXT.match(id)
+            return key_of(noise, int(later[1])) if later else int(noise, 16), True
         if params.seed is not None:
             return key_of("seed", params.seed), False
         # vLLM's ids end in eight random characters and are the same on all ranks.

@@ -1,17 +1,21 @@
 """Draft verification by the sampler, and unsupported runners. The distribution is tested in tests/e2e."""
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from verl_rhyme.engine import draw
+from verl_rhyme.processes.request import RequestMeta
 from verl_rhyme.sampling import inversion, noise
 
 # The modules import vLLM's samplers.
 drawer = pytest.importorskip("verl_rhyme.engine.drawer")
 sampler = pytest.importorskip("verl_rhyme.engine.sampler")
+SamplingParams = pytest.importorskip("vllm").SamplingParams
 
 
 def test_output_ends_with_the_first_difference():
@@ -37,6 +41,44 @@ def test_output_is_a_prefix_of_the_drawn_tokens_for_any_draft():
         for line, drawn, draft in zip(found.tolist(), tokens, drafts, strict=True):
             kept = next((i for i, (a, b) in enumerate(zip(drawn, draft, strict=False)) if a != b), len(draft)) + 1
             assert line == [*drawn[:kept].tolist(), *[-1] * (len(line) - kept)]
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_texts_of_one_request_draw_independently(n):
+    """vLLM gives the n requests of ``SamplingParams(n=n)`` one object of options."""
+    parallel = pytest.importorskip("vllm.v1.engine.parallel_sampling")
+    texts, tokens = 2000, 3
+    children = []
+    for text in range(texts):
+        params = SamplingParams(**RequestMeta(noise=f"{noise.key_of('n', text):016x}").put({"n": n}))
+        parent = SimpleNamespace(request_id=f"{text}f-abcd1234", external_req_id=f"{text}f", params=params)
+        children += (
+            [parallel.ParentRequest(parent).get_child_info(i) for i in range(n)]
+            if n > 1
+            else [(parent.request_id, params)]
+        )
+    batch = SimpleNamespace(
+        req_ids=[id for id, _ in children],
+        num_tokens_no_spec=np.full(len(children), 7),
+        temperature_cpu=np.ones(len(children), np.float32),
+    )
+    requests = {id: SimpleNamespace(sampling_params=params) for id, params in children}
+    runner = SimpleNamespace(input_batch=batch, requests=requests)
+    rows = drawer.BatchNoise(runner).rows(np.ones(len(children), np.int64))
+    assert rows.keyed.all()
+    logits = np.tile(np.log(np.array([0.5, 0.3, 0.2], np.float32)), (len(children), 1))
+    drawn = noise.draw(logits, rows.keys, rows.positions).reshape(texts, n)
+    assert drawn[:, 0].tolist() == alone(texts, logits), "a request with n=1 draws as the first of several"
+    cells = np.bincount(np.ravel_multi_index(drawn.T, [tokens] * n), minlength=tokens**n)
+    expected = functools.reduce(np.multiply.outer, [np.array([0.5, 0.3, 0.2])] * n).ravel() * texts
+    rare = expected < 8
+    observed, expected = (np.append(of[~rare], of[rare].sum()) for of in (cells, expected))
+    assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-4
+
+
+def alone(texts, logits):
+    keys = np.array([noise.key_of("n", text) for text in range(texts)], dtype=np.uint64)
+    return noise.draw(logits[:texts], keys, np.full(texts, 7)).tolist()
 
 
 @pytest.mark.parametrize("kinds", [["fresh"] * 4, ["greedy", "keyed", "fresh", "keyed"], ["greedy"] * 4])
