@@ -21,6 +21,7 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.request import FIELD, RequestMeta
 from verl_rhyme.router.router import PlacementRouter
+from verl_rhyme.sampling.noise import key_of
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
@@ -111,7 +112,7 @@ class Worker:
 
     async def sample(self, number: int) -> Any:
         assignment = Assignment(replica="s1", expected_tokens=6)
-        set_current(Session(sample=number, noise=f"{number:x}", assignment=assignment))
+        set_current(Session(name=f"u_{number}", sample=number, noise=f"{number:x}", assignment=assignment))
         output = await self.client.generate(f"r{number}", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
         return output.extra_fields[FIELD], current().records, type(self.client).__name__
 
@@ -119,7 +120,7 @@ class Worker:
 @ACTORS
 @pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
 def test_server_and_router_get_the_request_metadata(servers: list[Any], balancer: Any, theirs: type) -> None:
-    client = rhymed(theirs(config(), load_balancer_handle=balancer))
+    client = rhymed(theirs(config(), load_balancer_handle=balancer), interruptible=True)
     results = ray.get(Worker.remote(client).run.remote(), timeout=60)
     key = prompt_key(PROMPT).hex()
     for number, (records, kept, name) in enumerate(results):
@@ -131,7 +132,7 @@ def test_server_and_router_get_the_request_metadata(servers: list[Any], balancer
     here, there = asked_of(servers)
     assert (len(here), len(there)) == (0, N)
     metas = sorted((RequestMeta(**asked[FIELD]) for asked in here + there), key=lambda meta: meta.sample)
-    assert [meta.noise for meta in metas] == [f"{number:x}" for number in range(N)]
+    assert [meta.noise for meta in metas] == [f"{key_of(f'{number:x}', 0):016x}" for number in range(N)]
     assert all(meta.queued_at > 0 and meta.earlier_text == b"" for meta in metas)
     assert all(asked["sampling_params"].keys() <= {"temperature", "max_tokens"} for asked in here + there)
 
@@ -345,7 +346,7 @@ async def test_response_continues_on_another_replica(cluster: None, servers: lis
     assert asked["prompt_ids"] == [*PROMPT, 0, 8]
     assert (asked["sampling_params"]["max_tokens"], asked[FIELD]["attempt"]) == (6, 1)
     assert asked[FIELD]["assignment"].remaining(asked[FIELD]["earlier_tokens"]) == (3, None)
-    assert not session.moving
+    assert session.calls == []
     assert session.replica == "well"
     await asyncio.sleep(0.2)
     assert await balancer.get_total_inflight.remote() == 0

@@ -5,12 +5,14 @@ the coupling on purpose and demands that the same comparison notices.
 """
 
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 from exact_distribution import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 from scipy import stats
 
+from verl_rhyme.agent_loop.session import Session
 from verl_rhyme.processes.request import RequestMeta
 from verl_rhyme.sampling.noise import key_of
 
@@ -22,8 +24,8 @@ pytestmark = pytest.mark.xdist_group("exactness")
 SAMPLES = 3200
 
 
-def generate(engine, keys, prompt=PROMPT, length=24, logprobs=None, **params):
-    """One request for each key of noise (None: the request's own), each with ``n=1``."""
+def generate(engine, keys, prompt=PROMPT, length=24, logprobs=None, text=0, **params):
+    """One request for each key of noise (None: the request's own); of each its first text, or the ``text``-th."""
     from vllm import SamplingParams
 
     settings = {"max_tokens": length, "ignore_eos": True, "detokenize": False, "logprobs": logprobs, **params}
@@ -31,7 +33,7 @@ def generate(engine, keys, prompt=PROMPT, length=24, logprobs=None, **params):
         SamplingParams(**(settings if key is None else RequestMeta(noise=f"{key:016x}").put(settings))) for key in keys
     ]
     outputs = engine.generate([{"prompt_token_ids": list(prompt)}] * len(each), each, use_tqdm=False)
-    return [output.outputs[0] for output in outputs]
+    return [output.outputs[text] for output in outputs]
 
 
 def sample(engine, keys, **params):
@@ -134,11 +136,25 @@ def test_the_same_keys_draw_the_same_tokens(plain):
     assert independent(first, sample(plain, keys_of("other")))
 
 
-def independent(first, second):
+def test_turns_of_a_sample_and_texts_of_a_request_are_independent(plain, distribution_of, p_value):
+    """The same prompt each time, so at the same positions; each turn keeps its noise in every attempt."""
+    attempts = [[Session(noise=f"{key:016x}") for key in keys_of("turns", SAMPLES // 2)] for _ in range(2)]
+    (first, second), again = (
+        [[int(session.noise_of(session.begin_turn("prompt")[0]), 16) for session in attempt] for _ in range(2)]
+        for attempt in attempts
+    )
+    assert again == [first, second]
+    texts = [sample(plain, first), sample(plain, second), sample(plain, first, n=2, text=1)]
+    assert all(independent(*pair, least=100) for pair in combinations(texts, 2))
+    assert p_value(np.concatenate(texts[1:]), distribution_of(PROMPT, LENGTH)) > 1e-4
+    assert (sample(plain, first, n=2) == texts[0]).all()
+
+
+def independent(first, second, least=200):
     """Chi-square of pairs: tokens of two samplings, position by position, against independence."""
     for position in range(LENGTH):
         pairs = np.histogram2d(first[:, position], second[:, position], bins=np.arange(VOCABULARY + 1) - 0.5)[0]
-        pairs = pairs[np.ix_(pairs.sum(1) >= 200, pairs.sum(0) >= 200)]
+        pairs = pairs[np.ix_(pairs.sum(1) >= least, pairs.sum(0) >= least)]
         if stats.chi2_contingency(pairs).pvalue < 1e-4:
             return False
     return True

@@ -21,8 +21,8 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_rhyme.agent_loop.session import Call, Conversation, Interrupted, Session, Turn, current, set_current
-from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.agent_loop.session import Call, Interrupted, Session, Turn, current, set_current
+from verl_rhyme.history.keys import turn_key
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.placement.assignment import ANYWHERE
 from verl_rhyme.processes.deaths import is_death
@@ -40,9 +40,15 @@ _SERVER_WAIT_S = 1.0
 _RESUME_S = 1.0
 #: Log line that ``benchmarks.faults`` counts.
 MOVED = "a replica died: %s continues on another with %d tokens of its turn; the work of %.1f s is lost (%s)"
+#: Error of a request that belongs to no sample.
+_NO_SESSION = (
+    "an agent loop called generate() where its sample's session is unknown: in a thread or task that does not inherit "
+    "the context of AgentLoopBase.run(). Its tokens cannot be attributed to a sample or a policy version. Use "
+    "asyncio.to_thread(f) in place of run_in_executor(None, f), pass contextvars.copy_context().run and f to an own "
+    "executor or thread, and create tasks that serve one sample in its run()"
+)
 
-
-#: Current request of a task; a session may have several tasks.
+#: Current call of a task; a session may have several tasks.
 _CALL: ContextVar[Call] = ContextVar("verl_rhyme_call")
 
 
@@ -55,47 +61,47 @@ class _Requests(LLMServerClient):
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
         """Send one request to one server."""
-        session = current()
+        session, call = current(), _CALL.get()
         assert session is not None  # set by RhymeLLMServerClient.generate
-        conversation = session.conversation(request_id, prompt_ids)
-        generated = len(prompt_ids) - conversation.prompt_tokens  # tokens of the turn before this request
+        conversation = call.conversation
+        generated = len(prompt_ids) - call.prompt_tokens  # tokens of the turn before this request
         assignment = session.assignment
-        before = generated + sum(len(turn.tokens) for turn in session.turns[:-1])
         meta = RequestMeta(
             key=conversation.key,
             sample=session.sample,
-            attempt=len(conversation.records),
-            earlier_tokens=before,
+            attempt=conversation.requests,
+            earlier_tokens=generated + sum(len(turn.tokens) for turn in session.turns if turn is not call.turn),
             assignment=assignment,
             name=session.name,
             queued_at=time.time(),
-            noise=session.noise,
-            earlier_text=conversation.earlier_text[_TOKEN_BYTES * generated :] if conversation.earlier_text else b"",
+            noise="" if call.turn is None else session.noise_of(call.turn),
+            earlier_text=call.earlier_text[_TOKEN_BYTES * generated :],
             resumed_tokens=generated,
         )
-        session.moving = False
+        call.moving = False
+        conversation.requests += 1
         extra = {**kwargs, FIELD: meta.to_dict()}
         output = await self._somewhere(session, request_id, generated, prompt_ids=prompt_ids, **extra)
         for record in output.extra_fields.pop(FIELD, []):
-            record["reason"] = assignment.reason if session.call.server == assignment.replica else ""
+            record["reason"] = assignment.reason if call.server == assignment.replica else ""
             conversation.records.append(record)
             session.records.append(record)
         if output.extra_fields.pop(DIED, False):
-            session.moving = True
+            call.moving = True
             await self._part_with(session, request_id, generated + len(output.token_ids), 0.0, "its engine")
         return output
 
     async def _part_with(self, session: Session, request_id: str, kept: int, lost_s: float, why: str) -> None:
         """Remove the dead replica of the session's request from the router."""
         logger.warning(MOVED, session.name or request_id, kept, lost_s, why)
-        await self._load_balancer.remove_servers.remote([session.call.server])
+        await self._load_balancer.remove_servers.remote([_CALL.get().server])
 
     async def _somewhere(self, session: Session, request_id: str, generated: int, **kwargs: Any) -> TokenOutput:
         """Generate; if the replica dies, again on another. Only the ``generated`` tokens from before are kept then."""
+        call = _CALL.get()
         while True:
             began = time.monotonic()
-            call = session.call = Call()
-            _CALL.set(call)
+            call.server = call.handle = call.request = None
             try:
                 return await super().generate(request_id, **kwargs)
             except asyncio.CancelledError:
@@ -123,8 +129,10 @@ class _Requests(LLMServerClient):
                     raise
                 await asyncio.sleep(_SERVER_WAIT_S)
             else:
-                call = _CALL.get()
-                call.server, call.handle = acquired
+                session, call = current(), _CALL.get()
+                assert session is not None
+                session.server, call.handle = acquired
+                call.server = session.server
                 return acquired
 
     def _give_back(self, request_id: str, acquiring: asyncio.Future[tuple[str, Any]]) -> None:
@@ -176,60 +184,68 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
 
         Raises:
             Interrupted: The sample's attempt ended during the call.
+            RuntimeError: Weight updates interrupt requests, and the task has no session that could learn of it.
         """
         session = current()
         if session is None:  # the task is none of this package's workers
+            if self._interruptible:
+                raise RuntimeError(_NO_SESSION)
             session = Session()
             set_current(session)
         prompt_ids = normalize_token_ids(prompt_ids)
         conversation = session.conversation(request_id, prompt_ids)
-        conversation.prompt_tokens, conversation.earlier_text = len(prompt_ids), b""
+        call = Call(conversation, len(prompt_ids))
+        _CALL.set(call)
         request = super().generate if self._resumes else partial(_Requests.generate, self)
         if self._resumes and restart_options(kwargs["sampling_params"]):
             request = self._from_its_start
-        with session.generation():
+        with session.generation(call):
             if self._interruptible and session.dispatched:
-                output = await self._turn(session, conversation, partial(request, request_id), prompt_ids, **kwargs)
+                output = await self._turn(session, call, partial(request, request_id), prompt_ids, **kwargs)
             else:
                 output = await request(request_id, prompt_ids=prompt_ids, **kwargs)
-        # Records of all turns: an agent loop keeps only the extra fields of its last turn.
         output.extra_fields[FIELD] = list(conversation.records)
         return output
 
     async def _turn(
         self,
         session: Session,
-        conversation: Conversation,
+        call: Call,
         request: Any,
         prompt_ids: list[int],
         *,
         sampling_params: dict[str, Any],
-        **kwargs: Any,
+        priority: int = 0,
+        **media: Any,
     ) -> TokenOutput:
-        turn, conversation.earlier_text = session.begin_turn(prompt_key(prompt_ids).hex())
+        turn, call.earlier_text = session.begin_turn(turn_key(prompt_ids, {"options": sampling_params, **media}))
+        call.turn = turn
         budget, options = self._budget(prompt_ids, sampling_params), restart_options(sampling_params)
         if options and not turn.complete and 0 < len(turn.tokens) < budget:
-            conversation.earlier_text = _dropped(turn, options)
+            call.earlier_text = _dropped(turn, options)
         left = budget - len(turn.tokens)
         if left <= 0:
             turn.complete, turn.stop_reason = True, "length"
         output = TokenOutput(token_ids=[], stop_reason=turn.stop_reason)
         params = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
         while not turn.complete:
+            if session.interrupted:  # in a parallel call
+                raise Interrupted
             output = await request(
                 prompt_ids=[*prompt_ids, *turn.tokens],
                 sampling_params={**params, "max_tokens": left},
-                **{**kwargs, "priority": session.assignment.priority},
+                priority=session.assignment.priority,
+                **media,
             )
             version = output.extra_fields.get("global_steps")
             first = output.extra_fields.get("min_global_steps", version)
             try:
                 session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason, first)
             except Interrupted:
-                if turn.complete or not session.moving or len(turn.tokens) >= budget:
+                if turn.complete or not call.moving or len(turn.tokens) >= budget:
                     raise  # else the request was aborted to continue on another replica
                 if options and turn.tokens:
-                    conversation.earlier_text = _dropped(turn, options, conversation.earlier_text)
+                    call.earlier_text = _dropped(turn, options, call.earlier_text)
                 left = budget - len(turn.tokens)
         if len(turn.tokens) > len(output.token_ids):  # earlier requests generated some of them
             output.token_ids = turn.tokens.tolist()
@@ -244,9 +260,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
     async def _from_its_start(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> TokenOutput:
         """Replace verl's resume loop for a response that cannot be continued: an aborted request is sent again, with
         its text as the draft."""
-        session = current()
-        assert session is not None
-        conversation = session.conversation(request_id, prompt_ids)
+        call = _CALL.get()
         while True:
             output = await _Requests.generate(self, request_id, prompt_ids=prompt_ids, **kwargs)
             version = output.extra_fields.get("global_steps")
@@ -254,9 +268,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             if output.stop_reason not in ("aborted", "abort"):
                 return output
             turn = Turn("", array("i", output.token_ids))
-            conversation.earlier_text = _dropped(
-                turn, restart_options(kwargs["sampling_params"]), conversation.earlier_text
-            )
+            call.earlier_text = _dropped(turn, restart_options(kwargs["sampling_params"]), call.earlier_text)
             await asyncio.sleep(_RESUME_S)
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:

@@ -5,23 +5,27 @@ preset ``histospec`` it holds the sample's number and its request records. An at
 has a name as well, and its turns are kept.
 
 An interruption ends an attempt, wherever the agent loop is. Its turns are reported, and the coordinator decides when
-the next attempt starts. A partial attempt replays the complete turns and continues the interrupted one. Any other
-attempt starts over, and drafts from the turns of the attempt before.
+the next attempt starts. A partial attempt replays the complete turns and continues the interrupted ones, each found by
+what it answers. Any other attempt starts over, and drafts from the turns of the attempt before.
+
+The calls of an agent loop may run in parallel. What belongs to one call is in its :class:`Call`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 from verl_rhyme.processes.deadline import Deadline
+from verl_rhyme.sampling.noise import key_of
 
 #: TransferQueue partition with an entry for each reported attempt: its status and its turns.
 SESSIONS = "rhyme_sessions"
@@ -29,6 +33,8 @@ SESSIONS = "rhyme_sessions"
 PROMPTS = "rhyme_prompts"
 #: Column of a dispatched batch: the starts of each prompt's samples.
 STARTS = "__rhyme_starts__"
+#: Seconds that an interrupted attempt waits for its other requests, and between two looks.
+_SETTLE_S, _POLL_S = 2.0, 0.01
 
 
 class Interrupted(BaseException):
@@ -40,12 +46,13 @@ class Turn:
     """Tokens that the model generates in one call of an agent loop.
 
     Attributes:
-        prompt: Key of all the tokens before it.
+        prompt: Key of what it answers (:func:`~verl_rhyme.history.keys.turn_key`); empty where unknown.
         tokens: int32, generated tokens.
         log_probs: float32, per token, by the policy that generated it; ``None`` if not requested.
         first_version, version: Oldest and newest policy version of its tokens; ``None`` without tokens.
         complete: Whether it has ended.
         stop_reason: Stop reason of the engine.
+        number: Number in its session, from 0, in the order in which turns began; it makes the turn's noise.
     """
 
     prompt: str
@@ -55,6 +62,7 @@ class Turn:
     version: int | None = None
     complete: bool = False
     stop_reason: str | None = None
+    number: int = 0
 
     def drop(self) -> bytes:
         """Drop the tokens, because the turn begins again. Return them as int32 bytes."""
@@ -80,15 +88,41 @@ class Turn:
         )
 
 
-class Call:
-    """Server and id of a request, which verl's ``generate`` does not return.
+@dataclass
+class Conversation:
+    """The requests of one id; an agent loop may hold several conversations.
 
     Attributes:
+        key: Prompt key in hex: the session's, or that of the first turn.
+        records: Records of its requests.
+        requests: Number of its requests, those under way included.
+    """
+
+    key: str
+    records: list[dict[str, Any]] = field(default_factory=list)
+    requests: int = 0
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of an agent loop for one turn, and its latest request, of which verl's ``generate`` returns little.
+
+    Attributes:
+        conversation: Its conversation.
+        prompt_tokens: Number of tokens before its turn.
+        turn: Its turn, of a dispatched attempt.
+        earlier_text: int32 bytes that an earlier attempt or request generated in the turn, to draft from.
+        moving: Whether its request was aborted to continue on another replica.
         server: Address of the server; ``None`` before the router chose one.
         handle: Handle of the server.
         request: Id of the request on the server; ``None`` before it is sent.
     """
 
+    conversation: Conversation
+    prompt_tokens: int = 0
+    turn: Turn | None = None
+    earlier_text: bytes = b""
+    moving: bool = False
     server: str | None = None
     handle: Any = None
     request: str | None = None
@@ -102,23 +136,6 @@ class Call:
 
 
 @dataclass
-class Conversation:
-    """The requests of one id; an agent loop may hold several conversations.
-
-    Attributes:
-        key: Prompt key in hex: the session's, or that of the first turn.
-        records: Records of its requests.
-        prompt_tokens: Number of tokens before its latest turn.
-        earlier_text: int32 bytes that an earlier attempt generated in that turn.
-    """
-
-    key: str
-    records: list[dict[str, Any]] = field(default_factory=list)
-    prompt_tokens: int = 0
-    earlier_text: bytes = b""
-
-
-@dataclass
 class Session:
     """One attempt at a sample, kept by the agent loop's task.
 
@@ -126,13 +143,13 @@ class Session:
         partial: Whether to continue the earlier turns; else they are drafts.
         assignment: Replica and priority of its requests.
         name: ``Attempt.name``; empty without a coordinator.
-        earlier_turns: Turns of the attempt before.
+        earlier_turns: Turns of the attempt before that this one has not begun again.
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
         turns: Turns so far, of a dispatched attempt.
         sample: Number in the group, -1 when unknown.
-        noise: Key in hex of the noise that its tokens are drawn with; empty for separate noise per request.
-        moving: Whether its running request was aborted to continue on another replica.
-        call: Its latest request, set by the client.
+        noise: Key in hex from which each turn's noise is made (:meth:`noise_of`); empty for separate noise per request.
+        calls: Running calls.
+        server: Address of the latest server; empty before the first request.
         conversations: Conversations by request id.
         scores: At the end, the value of ``filter_groups.metric`` of each trajectory; empty without filter.
         key: Key of the prompt's data (:func:`~verl_rhyme.history.keys.data_key`); if empty, each conversation uses the
@@ -140,6 +157,7 @@ class Session:
         no_trajectory: At the end, whether the agent loop returned no trajectory.
         interrupted: Whether the attempt was interrupted, even if the agent loop continues.
         deadline: Deadline of its tools and its reward.
+        drafts: Texts of the attempt before, of turns that begin over, by turn number.
     """
 
     partial: bool = False
@@ -150,17 +168,19 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     sample: int = -1
     noise: str = ""
-    moving: bool = False
-    call: Call = field(default_factory=Call)
+    calls: list[Call] = field(default_factory=list)
+    server: str = ""
     conversations: dict[str, Conversation] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
     key: str = ""
     no_trajectory: bool = False
     interrupted: bool = False
     deadline: Deadline = field(default_factory=Deadline)
+    drafts: dict[int, array[int]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
-    def generation(self) -> Iterator[None]:
+    def generation(self, call: Call) -> Iterator[None]:
         """Wrap each call of the agent loop for tokens.
 
         Raises:
@@ -169,12 +189,28 @@ class Session:
         """
         if self.interrupted:
             raise Interrupted
+        self.calls.append(call)
         with self.deadline.pause():
             try:
                 yield
             except Interrupted:
                 self.interrupted = True
                 raise
+            finally:
+                self.calls.remove(call)
+
+    async def settle(self) -> None:
+        """Abort what an interrupted attempt still generates, and wait (not for long) until its tokens have arrived.
+
+        Of parallel calls the first interrupted one ends the agent loop. Without the tokens of the others the next
+        attempt would draw these turns anew, the long ones more often than the short ones.
+        """
+        for call in self.calls:
+            call.abort()
+        for _ in range(round(_SETTLE_S / _POLL_S)):
+            if not self.calls:
+                break
+            await asyncio.sleep(_POLL_S)
 
     @property
     def dispatched(self) -> bool:
@@ -187,28 +223,36 @@ class Session:
             key = self.key or prompt_key(prompt_ids).hex()
             met = any(other.key == key for other in self.conversations.values())
             earlier = [] if met else [record for record in self.records if record["prompt_key"] == key]
-            self.conversations[request_id] = Conversation(key, earlier)
+            self.conversations[request_id] = Conversation(key, earlier, len(earlier))
         return self.conversations[request_id]
 
     def begin_turn(self, prompt: str) -> tuple[Turn, bytes]:
-        """Begin a turn after the tokens with this key.
+        """Begin a turn that answers ``prompt`` (:attr:`Turn.prompt`).
 
         Returns:
             The turn, with the tokens it has already (complete if nothing is left to generate), and int32 bytes of an
             earlier attempt to draft from.
         """
-        number = len(self.turns)
-        before = self.earlier_turns[number] if number < len(self.earlier_turns) else None
-        turn, previous = Turn(prompt), b""
-        if before is not None and self.partial:
-            if before.prompt == prompt:
-                turn = before
-            else:  # a tool answered differently than before: the later turns do not fit
-                del self.earlier_turns[number:]
-        elif before is not None:
-            previous = before.tokens.tobytes()
-        self.turns.append(turn)
-        return turn, previous
+        with self._lock:
+            number, left = len(self.turns), self.earlier_turns
+            before = next((turn for turn in left if turn.prompt == prompt), None)
+            if self.partial:
+                # Another turn's tokens were drawn with its noise, even if no call asks for them any more.
+                number = 1 + max((turn.number for turn in [*self.turns, *left]), default=-1)
+                turn = before or Turn(prompt, number=number)
+            else:
+                turn = Turn(prompt, number=number)
+                before = before or next((turn for turn in left if turn.number == number), None)
+            if before is not None:
+                self.earlier_turns = [turn for turn in left if turn is not before]
+                if turn is not before:
+                    self.drafts[number] = before.tokens
+            self.turns.append(turn)
+            return turn, self.drafts[number].tobytes() if number in self.drafts else b""
+
+    def noise_of(self, turn: Turn) -> str:
+        """Return the key, in hex, of the noise that draws a turn's tokens; empty for separate noise per request."""
+        return f"{key_of(self.noise, turn.number):016x}" if self.noise else ""
 
     def extend(
         self,
@@ -232,7 +276,13 @@ class Session:
         Raises:
             Interrupted: The engine stopped before the turn ended; or the session is not partial and mixes policy
                 versions.
+            ValueError: Tokens without a policy version, whose staleness nobody could know.
         """
+        if tokens and (version is None or first_version is None):
+            raise ValueError(
+                f"{self.deadline.where}: the rollout server returned tokens without a policy version (global_steps): "
+                "it must get the trainer's weights, and their version, before it generates"
+            )
         if tokens:
             # min and max: a replica that the request moved to may be versions behind.
             turn.first_version = min((v for v in (turn.first_version, first_version) if v is not None), default=None)
@@ -254,13 +304,22 @@ class Session:
 
     @property
     def tokens(self) -> int:
-        """Response tokens so far."""
-        return sum(len(turn.tokens) for turn in self.turns)
+        """Response tokens so far; of an interrupted attempt, those that the next one continues from as well."""
+        return sum(len(turn.tokens) for turn in self._kept)
 
     @property
     def first_version(self) -> int | None:
-        """Policy version of the oldest token; ``None`` without tokens."""
-        return min((turn.first_version for turn in self.turns if turn.first_version is not None), default=None)
+        """Policy version of the oldest of these tokens; ``None`` without tokens."""
+        return min((turn.first_version for turn in self._kept if turn.first_version is not None), default=None)
+
+    @property
+    def _kept(self) -> list[Turn]:
+        return self.carried_over if self.partial and self.interrupted else self.turns
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the newest token; ``None`` without tokens."""
+        return max((turn.version for turn in self.turns if turn.version is not None), default=None)
 
     @property
     def carried_over(self) -> list[Turn]:
@@ -269,29 +328,29 @@ class Session:
         Without ``partial``, each is the latest text, plus the rest of an earlier attempt's text if that is longer.
         """
         if self.partial:
-            return [*self.turns, *self.earlier_turns[len(self.turns) :]]
-        pairs = zip_longest(self.turns, self.earlier_turns, fillvalue=Turn(""))
-        return [
-            Turn(turn.prompt or before.prompt, turn.tokens + before.tokens[len(turn.tokens) :])
-            for turn, before in pairs
+            return [*self.turns, *self.earlier_turns]
+        texts = [
+            Turn(turn.prompt, turn.tokens + self.drafts.get(turn.number, turn.tokens)[len(turn.tokens) :])
+            for turn in self.turns
         ]
+        return [replace(turn, number=number) for number, turn in enumerate([*texts, *self.earlier_turns])]
 
     @property
     def replica(self) -> str:
         """Address of the latest replica, or of the first assigned one; empty if neither is known."""
-        return self.call.server or self.assignment.replica
+        return self.server or self.assignment.replica
 
     def move(self, replica: str, reason: str = "") -> bool:
-        """Continue the request on another replica, with its tokens, their versions and log-probs. Does not wait.
+        """Continue the running requests on another replica, with their tokens, versions and log-probs. Does not wait.
 
         Returns:
             Whether a request is under way; if not, the next request goes to the replica.
         """
         self.assignment = replace(self.assignment, replica=replica, reason=reason)
-        if self.call.server == replica or not self.call.abort():
-            return False
-        self.moving = True
-        return True
+        moved = [call for call in self.calls if call.server != replica and call.abort()]
+        for call in moved:
+            call.moving = True
+        return bool(moved)
 
 
 _CURRENT: ContextVar[Session | None] = ContextVar("verl_rhyme_session", default=None)

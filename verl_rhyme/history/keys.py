@@ -20,6 +20,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -47,6 +48,27 @@ def prompt_key(token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=KEY_BYTES).digest()
 
 
+def turn_key(token_ids: Sequence[int], inputs: Mapping[str, Any]) -> str:
+    """Return the key of what a turn answers: the tokens before it and all other inputs of its request.
+
+    Args:
+        token_ids: Tokens before the turn.
+        inputs: Media and sampling options, by name; ``None`` and empty ones count as missing.
+
+    Returns:
+        64 hex digits; unique if the inputs cannot be read.
+
+    Raises:
+        OverflowError: A token id does not fit in int32.
+    """
+    try:
+        others = _digest(inputs)
+    except Exception as error:
+        _warn("turns whose inputs cannot be read are never continued", f"{type(error).__name__}: {error}")
+        others = uuid4().hex
+    return prompt_key(token_ids).hex() + others
+
+
 def data_key(row: Mapping[str, Any], template: str = "") -> str:
     """Return the key of a prompt from its data, the same in every process. Never raises.
 
@@ -68,13 +90,13 @@ def data_key(row: Mapping[str, Any], template: str = "") -> str:
             columns["extra_info"] = {name: value for name, value in extra.items() if name not in _NUMBERING}
         return _digest([template, columns])
     except Exception as error:
-        _warn(f"{type(error).__name__}: {error}")
+        _warn("prompts whose data cannot be read use a key of their token ids", f"{type(error).__name__}: {error}")
         return ""
 
 
 @functools.lru_cache(maxsize=16)
-def _warn(error: str) -> None:
-    logger.warning("prompts whose data cannot be read use a key of their token ids (logged once): %s", error)
+def _warn(consequence: str, error: str) -> None:
+    logger.warning("%s (logged once): %s", consequence, error)
 
 
 def template_label(tokenizer: Any, processor: Any = None, options: Mapping[str, Any] | None = None) -> str:

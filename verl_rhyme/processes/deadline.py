@@ -25,14 +25,15 @@ class Deadline:
     """
 
     def __init__(self, seconds: float | None = None, where: str = "") -> None:
-        self._seconds, self._where = seconds, where
+        self._seconds, self.where = seconds, where
         self._passed = False
         self._pauses = 0
         self._task: asyncio.Task[object] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Deadline:
-        self._task = asyncio.current_task()
+        self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         self._wait()
         return self
 
@@ -43,20 +44,28 @@ class Deadline:
         self._wait()
         if self._passed and kind is not None and issubclass(kind, asyncio.CancelledError):
             raise NoAnswer(
-                f"{self._where}: no answer from its tool or reward for {self._seconds:g} s "
+                f"{self.where}: no answer from its tool or reward for {self._seconds:g} s "
                 f"(raise {CONFIG_PATH}.scheduling.tool_timeout if the tool needs longer)"
             ) from error
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Stop the clock within the block, since engines may be busy. Blocks may be nested."""
-        self._pauses += 1
-        self._wait()
+        """Stop the clock within the block, since engines may be busy. Blocks may be nested, and in other threads."""
+        self._shift(1)
         try:
             yield
         finally:
-            self._pauses -= 1
-            self._wait()
+            self._shift(-1)
+
+    def _shift(self, by: int) -> None:
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            self._loop.call_soon_threadsafe(self._shift_here, by)
+        else:
+            self._shift_here(by)
+
+    def _shift_here(self, by: int) -> None:
+        self._pauses += by
+        self._wait()
 
     def _wait(self) -> None:
         if self._timer is not None:

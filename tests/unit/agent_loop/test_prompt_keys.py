@@ -32,7 +32,13 @@ class Engine(LLMServerClient):
     async def generate(self, request_id, *, prompt_ids, sampling_params, rhyme, **kwargs):
         meta = RequestMeta(**rhyme)
         self.keys.append(meta.key)
-        record = {"prompt_key": meta.key, "sample": meta.sample, "attempt": meta.attempt, "response_tokens": 1}
+        record = {
+            "id": len(self.keys),
+            "prompt_key": meta.key,
+            "sample": meta.sample,
+            "attempt": meta.attempt,
+            "response_tokens": 1,
+        }
         return TokenOutput(token_ids=[5], stop_reason="completed", extra_fields={FIELD: [record], "global_steps": 1})
 
 
@@ -117,6 +123,9 @@ def test_prompt_key_does_not_depend_on_the_date(worker, validate, monkeypatch):
     tomorrow, _ = answered(worker, row(), validate)
     [key] = {*today, *tomorrow}
     record = {"prompt_key": key, "response_tokens": 1}
+    for records in stored.values():
+        for each in records:
+            del each["id"]
     assert stored == {
         number: [{**record, "sample": number, "attempt": turn, "reason": ""} for turn in range(2)]
         for number in range(1 if validate else 2)

@@ -1,6 +1,8 @@
 """Samples across interruptions, with the real clients and an engine that stops on command."""
 
 import asyncio
+import contextvars
+import threading
 from array import array
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import Interrupted, Session, Turn
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import Assignment
+from verl_rhyme.processes.deadline import Deadline
 from verl_rhyme.processes.request import FIELD, RequestMeta
 
 PROMPT, BUDGET = [1, 2, 3], 20
@@ -25,12 +28,14 @@ PROMPT, BUDGET = [1, 2, 3], 20
 class Engine(LLMServerClient):
     """Generates ``text`` after the prompt, one number per token, and is stopped after each of ``stops`` tokens."""
 
-    stops, version, length, requests = (), 0, None, ()
+    stops, version, length, requests, answers_later = (), 0, None, (), False
 
     async def generate(self, request_id, *, prompt_ids, sampling_params, rhyme, **kwargs):
         meta = RequestMeta(**rhyme)
         assert "extra_args" not in sampling_params
         self.requests.append((list(prompt_ids), sampling_params["max_tokens"], meta, kwargs))
+        if self.answers_later:
+            await asyncio.sleep(0)
         said = len(prompt_ids) - len(PROMPT)
         left = min(sampling_params["max_tokens"], (self.length or 10**6) - said)
         made = min(self.stops.pop(0), left) if self.stops else left
@@ -132,14 +137,12 @@ def test_budget_follows_the_server_or_the_caller():
 
 
 def test_requests_have_a_priority_and_validation_is_not_interrupted():
-    """Neither a task with a session nor one without ends where the engine stops."""
     client = Client()
     attempt(client, sample(partial=False, assignment=Assignment(priority=7)))
-    for validation in (None, Session(sample=3)):
-        client.stops = [2]
-        assert attempt(client, validation, params={"max_tokens": 4}).stop_reason == "aborted"
-    assert [kwargs for *_, kwargs in client.requests] == [{"priority": 7}, {}, {}]
-    assert [meta.sample for _, _, meta, _ in client.requests] == [-1, -1, 3]
+    client.stops = [2]
+    assert attempt(client, Session(sample=3), params={"max_tokens": 4}).stop_reason == "aborted"
+    assert [kwargs for *_, kwargs in client.requests] == [{"priority": 7}, {}]
+    assert [meta.sample for _, _, meta, _ in client.requests] == [-1, 3]
 
 
 def test_resuming_client_resumes_within_the_turn(monkeypatch):
@@ -223,9 +226,121 @@ def test_partial_attempt_replays_complete_turns():
 def test_changed_tool_answer_discards_later_turns():
     client, session = Client([99, 2]), sample(partial=True)
     assert turns(client, session, 50) is None
-    _, second = turns(client, again(session, partial=True), 51)
+    session = again(session, partial=True)
+    _, second = turns(client, session, 51)
     assert client.requests[-1][0][-1] == 51
     assert len(second.token_ids) == 4
+    assert [turn.number for turn in session.turns] == [0, 2], "the discarded turn's noise is not used again"
+    assert session.tokens == 8
+
+
+IMAGE = np.zeros((2, 2, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "same"),
+    [
+        ({"image_data": [IMAGE + 0]}, True),
+        ({"image_data": [IMAGE + 1]}, False),
+        ({"image_data": [IMAGE, IMAGE]}, False),
+        ({"image_data": None}, False),
+        ({"video_data": [IMAGE]}, False),
+        ({"audio_data": [IMAGE[0, 0]]}, False),
+        ({"mm_processor_kwargs": {"fps": 2}}, False),
+        ({"params": {"temperature": 0.5}}, False),
+        ({"params": {"max_tokens": 12}}, False),
+        ({"priority": 3}, True),
+    ],
+)
+@pytest.mark.parametrize("complete", [True, False])
+def test_turn_is_continued_for_equal_inputs_only(inputs, same, complete):
+    """Two images have the same placeholder tokens; other options draw from another distribution."""
+
+    async def loop(params=None, **more):
+        sessions.set_current(session)
+        more = {"image_data": [IMAGE], **more}
+        try:
+            output = await client.generate(
+                "r", prompt_ids=PROMPT, sampling_params={"max_tokens": 9, **(params or {})}, **more
+            )
+            await client.generate("r", prompt_ids=[9], sampling_params={}, **more)
+        except Interrupted:
+            return None
+        return output
+
+    client, session = Client([9, 2] if complete else [5]), sample(partial=True)
+    assert asyncio.run(loop()) is None
+    requests, session = len(client.requests), again(session, partial=True)
+    client.stops, client.version = [99, 99], 1
+    output = asyncio.run(loop(**inputs))
+    versions = [round(-100 * p) - 1 for p in output.log_probs]
+    budget = (inputs.get("params") or {}).get("max_tokens", 9)
+    assert versions == ([0] * 9 if complete else [0] * 5 + [1] * 4) if same else [1] * budget
+    assert len(client.requests) - requests == 1 + (not same or not complete)
+
+
+def parallel(client, session, order, one_conversation=False):
+    """Calls with prompts of different lengths, begun in this order; return their tokens by length."""
+
+    async def run():
+        sessions.set_current(session)
+        client.answers_later = True
+        name = "r" if one_conversation else "r{}"
+        calls = [
+            client.generate(name.format(n), prompt_ids=[*PROMPT, *range(n)], sampling_params={"max_tokens": 6})
+            for n in order
+        ]
+        outputs = await asyncio.gather(*calls, return_exceptions=True)
+        return {n: out.token_ids for n, out in zip(order, outputs, strict=True) if not isinstance(out, Interrupted)}
+
+    return asyncio.run(run())
+
+
+def test_parallel_turns_continue_in_any_order():
+    client, session = Client([2, 3, 4]), sample(partial=True)
+    assert parallel(client, session, [0, 1, 2]) == {}
+    session = again(session, partial=True)
+    texts = parallel(client, session, [2, 0, 1])
+    assert texts == {n: [*range(100 + n, 106 + n)] for n in range(3)}
+    assert [len(prompt) for prompt, *_ in client.requests[3:]] == [5 + 4, 3 + 2, 4 + 3], "each its own tokens"
+    assert sorted(turn.number for turn in session.turns) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("one_conversation", [True, False])
+def test_parallel_calls_do_not_share_what_belongs_to_a_request(one_conversation):
+    """The calls are moved, so that each sends a second request."""
+    client, session = Client([2, 3]), sample(partial=True)
+    extend = session.extend
+
+    def moved(*args):
+        for call in session.calls:
+            call.moving = True
+        extend(*args)
+
+    session.extend = moved
+    texts = parallel(client, session, [0, 4], one_conversation)
+    assert texts == {0: [*range(100, 106)], 4: [*range(104, 110)]}
+    metas = [meta for _, _, meta, _ in client.requests]
+    lengths = [len(prompt) for prompt, *_ in client.requests]
+    assert sorted(zip(lengths, (meta.resumed_tokens for meta in metas), strict=True)) == [
+        (3, 0),
+        (5, 2),
+        (7, 0),
+        (10, 3),
+    ]
+    assert sorted(meta.attempt for meta in metas) == ([0, 1, 2, 3] if one_conversation else [0, 0, 1, 1])
+    earlier = {len(prompt): meta.earlier_tokens for prompt, _, meta, _ in client.requests}
+    assert earlier == {3: 0, 7: 0, 5: 2, 10: 2 + 3}, "of all turns of the sample"
+
+
+def test_interrupted_attempt_reports_turns_that_it_has_not_begun_again():
+    """Else their staleness would be unknown until they are replayed."""
+    client, session = Client([5]), sample(partial=True)
+    assert attempt(client, session) is None
+    session = again(session, partial=True)
+    assert (session.tokens, session.first_version) == (0, None)
+    session.interrupted = True
+    assert (session.tokens, session.first_version, len(session.carried_over)) == (5, 0, 1)
 
 
 def test_on_policy_turns_of_two_versions_are_an_interruption():
@@ -276,7 +391,7 @@ def test_moved_response_with_unresumable_options_starts_over():
     ended = session.extend
 
     def extend(*args):
-        session.moving = True  # its request was aborted for the move
+        session.calls[0].moving = True  # its request was aborted for the move
         ended(*args)
 
     session.extend = extend
@@ -315,3 +430,96 @@ def test_interruption_returned_as_a_value_ends_the_attempt():
     with pytest.raises(Interrupted):
         asyncio.run(loop())
     assert len(client.requests) == 1, "none of an attempt that has ended"
+
+
+# ---- threads ----
+
+
+def in_executor(call):
+    return asyncio.get_running_loop().run_in_executor(None, call)
+
+
+async def in_a_thread(call):
+    thread = threading.Thread(target=call)
+    thread.start()
+    while thread.is_alive():
+        await asyncio.sleep(0.01)
+
+
+async def in_another_context(call):
+    loop = asyncio.get_running_loop()
+    work = asyncio.Event()
+    asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(there()), context=contextvars.Context())
+
+    async def there():
+        await asyncio.to_thread(call)
+        loop.call_soon(work.set)
+
+    await work.wait()
+
+
+def in_executor_with_context(call):
+    return asyncio.get_running_loop().run_in_executor(None, contextvars.copy_context().run, call)
+
+
+@pytest.mark.parametrize("loop_of_its_own", [True, False])
+@pytest.mark.parametrize(
+    ("where", "known"),
+    [
+        (in_executor, False),
+        (in_a_thread, False),
+        (in_another_context, False),
+        (in_executor_with_context, True),
+        (asyncio.to_thread, True),
+    ],
+)
+def test_call_outside_the_session_is_refused(where, known, loop_of_its_own):
+    """A weight update's abort would be taken for the end of a response whose version nobody knows."""
+    client, session = Client(), sample(partial=True)
+    found = []
+
+    async def run():
+        sessions.set_current(session)
+        loop = asyncio.get_running_loop()
+
+        def call():
+            request = client.generate("r", prompt_ids=PROMPT, sampling_params={})
+            try:
+                done = (
+                    asyncio.run(request)
+                    if loop_of_its_own
+                    else asyncio.run_coroutine_threadsafe(request, loop).result()
+                )
+                found.append(done.token_ids)
+            except RuntimeError as error:
+                found.append(str(error))
+
+        with session.deadline:
+            await where(call)
+            assert session.deadline._pauses == 0
+            assert session.deadline._timer._loop is loop
+
+    session.deadline = Deadline(60.0)
+    asyncio.run(run())
+    [answer] = found
+    if known:
+        assert session.turns[0].tokens.tolist() == answer == [*range(100, 120)]
+    else:
+        assert "asyncio.to_thread" in answer
+        assert "copy_context().run" in answer
+        assert client.requests == []
+
+
+def test_calls_of_threads_have_a_noise_each():
+    client, session = Client(), sample(partial=False, noise="5")
+
+    async def run():
+        sessions.set_current(session)
+
+        def call(number):
+            return asyncio.run(client.generate(f"r{number}", prompt_ids=PROMPT, sampling_params={"max_tokens": 2}))
+
+        await asyncio.gather(*(asyncio.to_thread(call, number) for number in range(20)))
+
+    asyncio.run(run())
+    assert len({meta.noise for _, _, meta, _ in client.requests}) == 20
