@@ -63,11 +63,17 @@ class _RhymeWorker(_AgentLoopWorker):
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        """Attach the session's records to outputs of an agent loop that drops the engines' extra fields."""
+        """Attach each record of the session to one output, whatever the agent loop did with the engines' extra fields.
+
+        An agent loop may keep the extra fields of its first turn, or of one of several conversations.
+        """
         outputs = output if isinstance(output, list) else [output] if output else []
-        records = session.records if (session := current()) is not None else []
-        if records and outputs and not any(each.extra_fields.get(FIELD) for each in outputs):
-            outputs[-1].extra_fields[FIELD] = list(records)
+        if outputs and (session := current()) is not None:
+            left = {record["id"]: record for record in session.records}
+            for each in outputs:
+                records = each.extra_fields.get(FIELD) or []
+                each.extra_fields[FIELD] = [left.pop(record["id"]) for record in records if record["id"] in left]
+            outputs[-1].extra_fields[FIELD] += left.values()
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     def _prompt_session(self, prompt: Mapping[str, Any]) -> Session:
@@ -224,6 +230,8 @@ class SessionAgentLoopWorker(_RhymeWorker):
             raise
         except BaseException as error:  # agent loops may wrap an interruption (ExceptionGroup)
             if session.interrupted or isinstance(error, Interrupted):
+                session.interrupted = True
+                await session.settle()
                 await self._report(session, "interrupted")
                 return
             if not isinstance(error, Exception):
@@ -268,11 +276,13 @@ class SessionAgentLoopWorker(_RhymeWorker):
         outputs = output if isinstance(output, list) else [output]
         if not outputs:  # its tokens are in no trajectory
             session.turns.clear()
+        # verl needs versions also for a trajectory without generated tokens.
+        versions = {"min_global_steps": session.first_version, "max_global_steps": session.version}
         for trajectory in outputs:
-            # verl needs versions also for a trajectory without generated tokens.
-            for name in ("min_global_steps", "max_global_steps"):
+            _check_policy_tokens(session, sum(trajectory.response_mask))
+            for name, version in versions.items():
                 if trajectory.extra_fields.get(name) is None:
-                    trajectory.extra_fields[name] = kwargs["global_steps"] - 1
+                    trajectory.extra_fields[name] = kwargs["global_steps"] - 1 if version is None else version
         kwargs["session_id"] = int(session.name.rpartition("_")[2])
         # Before the reward: the slot is free for another sample while the reward is computed.
         with session.deadline.pause():
@@ -290,6 +300,18 @@ class SessionAgentLoopWorker(_RhymeWorker):
         records = _records(session)
         left = {"turns": [turn.to_dict() for turn in session.carried_over], "records": records}
         await self._reports.send(Ended(session.name, status, session.tokens, session.first_version, records), left)
+
+
+def _check_policy_tokens(session: Session, tokens: int) -> None:
+    """Raise ``ValueError`` if a trajectory has more policy tokens than the session generated."""
+    if tokens <= session.tokens:
+        return
+    raise ValueError(
+        f"{session.deadline.where}: the agent loop returned a trajectory of {tokens} policy tokens (response_mask 1), "
+        f"but generated {session.tokens} with its server_manager. Nobody knows the policy version of the others, so "
+        "they cannot be trained. Generate with server_manager.generate() within run(), not by HTTP and not in another "
+        "sample's task; set response_mask to 0 for tokens that the agent loop adds itself"
+    )
 
 
 def _records(session: Session) -> list[dict[str, Any]]:

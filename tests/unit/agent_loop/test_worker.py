@@ -11,7 +11,16 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from verl_rhyme.agent_loop import worker as workers
 from verl_rhyme.agent_loop.reports import NotReported
-from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, Interrupted, Turn, current
+from verl_rhyme.agent_loop.session import (
+    PROMPTS,
+    SESSIONS,
+    STARTS,
+    Call,
+    Conversation,
+    Interrupted,
+    Turn,
+    current,
+)
 from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker
 from verl_rhyme.processes.deadline import NoAnswer
@@ -117,7 +126,14 @@ def returning(make):
 
 
 def trajectory(**extra_fields):
-    return SimpleNamespace(extra_fields=extra_fields)
+    """Return a trajectory without policy tokens."""
+    return SimpleNamespace(extra_fields=extra_fields, response_mask=[0, 0])
+
+
+def generate(tokens=2):
+    """Generate a turn in the session, as the client does."""
+    turn, _ = current().begin_turn("p")
+    current().extend(turn, [7] * tokens, None, 2, "completed", 1)
 
 
 def kept_turns(met):
@@ -295,7 +311,12 @@ async def test_reward_that_is_not_finite_fails_the_sample_before_storing(monkeyp
         prompt_ids=[1], response_ids=[2, 3], response_mask=[1, 1], num_turns=2, metrics=AgentLoopMetrics()
     )
     monkeypatch.setattr(workers.tq, "async_kv_batch_put", put)
-    worker = Worker(returning(lambda: output))
+
+    async def run(*args):
+        generate()
+        await returning(lambda: output)(*args)
+
+    worker = Worker(run)
     worker.reward_loop_worker_handles = [SimpleNamespace(compute_score=Judge)]
     worker.processor, worker.mm_processor_kwargs, worker.distillation_enabled = None, {}, False
     await worker.start(first(0))
@@ -319,6 +340,43 @@ async def test_trajectory_without_generation_gets_the_current_version(postproces
     assert versions == [(3, 3), (3, 1)][: len(outputs)]
 
 
+@pytest.mark.parametrize("several", [False, True])
+async def test_trajectory_without_extra_fields_has_the_versions_of_its_tokens(postprocessed, several):
+    async def run(*args):
+        generate()
+        await returning(lambda: [trajectory(), trajectory()] if several else trajectory())(*args)
+
+    await Worker(run).start(first(0))
+    [output] = postprocessed
+    for each in output if several else [output]:
+        assert (each.extra_fields["min_global_steps"], each.extra_fields["max_global_steps"]) == (1, 2)
+
+
+@pytest.mark.parametrize(("generated", "returned"), [(0, [3]), (4, [5]), (4, [2, 5]), (4, [4]), (4, [3, 4])])
+async def test_policy_tokens_from_elsewhere_fail_the_sample(postprocessed, caplog, generated, returned):
+    """An agent loop that generates by HTTP, in another sample's task, or in a thread that swallows the error: nobody
+    knows the version of its tokens."""
+
+    async def run(*args):
+        if generated:
+            generate(generated)
+        made = [trajectory() for _ in returned]
+        for each, tokens in zip(made, returned, strict=True):
+            each.response_mask = [1] * tokens + [0]
+        await returning(lambda: made)(*args)
+
+    worker = Worker(run)
+    await worker.start(first(0))
+    if max(returned) <= generated:
+        assert [report.status for report in worker.reported] == ["generated", "finished"]
+        return
+    [report] = worker.reported
+    assert (report.status, postprocessed) == ("failed", [])
+    for text in (report.error, caplog.text):
+        assert f"agent loop None, prompt a, sample 0: the agent loop returned a trajectory of {max(returned)}" in text
+        assert f"generated {generated} with its server_manager" in text
+
+
 async def test_failure_report_has_the_end_of_the_error_text():
     """A remote error has a long traceback before its message."""
 
@@ -337,8 +395,7 @@ async def test_agent_loop_without_a_trajectory_affects_only_its_sample():
     """verl's worker stores nothing then."""
 
     async def run(worker, params, session_id, prompt):
-        turn, _ = current().begin_turn("p")
-        turn.tokens.extend([7, 8])
+        generate()
         await worker._agent_loop_postprocess([], False, session_id=session_id, **prompt)
 
     worker = Worker(run)
@@ -349,7 +406,7 @@ async def test_agent_loop_without_a_trajectory_affects_only_its_sample():
 
 async def interrupt():
     """Raise an interruption, as the client does in a call of the agent loop."""
-    with current().generation():
+    with current().generation(Call(Conversation("p"))):
         await asyncio.sleep(0)
         raise Interrupted
 
@@ -365,6 +422,31 @@ async def test_agent_loop_that_continues_after_an_interruption_stores_nothing(po
     await worker.start(first(0), first(1))
     assert postprocessed == []
     assert [report.status for report in worker.reported] == ["interrupted", "interrupted"]
+
+
+async def test_tokens_of_parallel_calls_are_reported_with_an_interruption():
+    """The first interrupted call ends the agent loop; without the others' tokens long turns would be drawn anew."""
+    left = []
+
+    class Watched(Worker):
+        async def send(self, ended, turns=None):
+            left.append(turns)
+            await super().send(ended, turns)
+
+    async def call(tokens):
+        turn, _ = current().begin_turn(str(tokens))
+        with current().generation(Call(Conversation("p"))):
+            await asyncio.sleep(tokens / 100)
+            current().extend(turn, [7] * tokens, None, 0, "aborted", 0)
+
+    async def run(worker, params, session_id, prompt):
+        await asyncio.gather(call(5), call(1), call(9))
+
+    worker = Watched(run)
+    await worker.start(first(0))
+    [report], [stored] = worker.reported, left
+    assert (report.status, report.tokens) == ("interrupted", 15)
+    assert sorted(len(turn["tokens"]) // 4 for turn in stored["turns"]) == [1, 5, 9]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio has no task groups")
@@ -385,7 +467,7 @@ async def test_tool_or_reward_without_an_answer_fails_only_its_sample(monkeypatc
             await hangs()
         if session_id == 1:
             await returning(trajectory)(worker, params, session_id, prompt)
-        with current().generation():
+        with current().generation(Call(Conversation("p"))):
             await asyncio.sleep(0.3)  # a long queue at the engines
         await asyncio.sleep(0.05)
         raise Interrupted
