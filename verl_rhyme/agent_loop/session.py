@@ -276,7 +276,7 @@ class Session:
         Raises:
             Interrupted: The engine stopped before the turn ended; or the session is not partial and mixes policy
                 versions.
-            ValueError: Tokens without a policy version, whose staleness nobody could know.
+            ValueError: Tokens without a policy version, whose staleness is unknown.
         """
         if tokens and (version is None or first_version is None):
             raise ValueError(

@@ -52,7 +52,7 @@ class RequestMeta:
         sample: Number of the sample in its group, -1 if unknown.
         attempt: Number of the request in its conversation, from 0; each resumption and each turn adds one. The event
             log has a column of this name.
-        earlier_tokens: Response tokens of the sample before this request, in earlier turns and in this one.
+        earlier_tokens: Response tokens of the sample before this request, in other turns and in this one.
         assignment: Replica, priority and expected length of the request.
         name: Name of the sample's attempt; empty if no coordinator started it.
         queued_at: Time the client sent it, seconds since the epoch; 0 if unknown.

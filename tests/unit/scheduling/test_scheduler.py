@@ -267,6 +267,18 @@ def test_samples_past_the_bound_are_regenerated_while_running_or_at_their_report
     assert [sample.first_version for sample in built.ledger.prompt("p0").samples] == [None, 1]
 
 
+def test_tokens_without_a_version_are_refused():
+    """Their staleness is unknown: they must not count as the current policy's, nor be continued."""
+    built = scheduler(max_staleness=1)
+    built.begin(2)
+    built.dispatch()
+    for event in (built.generate, built.interrupt):
+        with pytest.raises(ValueError, match="5 tokens without a policy version"):
+            event("p0", 0, 5, None)
+    assert built.generate("p0", 0, 0, None), "a response without policy tokens"
+    assert built.interrupt("p0", 1, 0, None)
+
+
 def test_a_replica_may_generate_with_the_oldest_version_within_the_bound():
     """Of update batches as they were loaded, with replicas that take new versions one by one."""
     built = scheduler(max_staleness=1, take="loaded", in_flight=None, refill="always", **SEPARATE)

@@ -677,7 +677,12 @@ class Worker(_Worker):
             await asyncio.sleep(tool_s)
         if world.bad(index) and world.about("where", index).random() < 0.5:
             raise RuntimeError("a bad prompt")
-        output = SimpleNamespace(extra_fields=dict(output.extra_fields), turns=turns, reward_score=None)
+        output = SimpleNamespace(
+            extra_fields=dict(output.extra_fields),
+            response_mask=[1] * sum(map(len, turns)),
+            turns=turns,
+            reward_score=None,
+        )
         await self._agent_loop_postprocess(output, False, uid=uid, session_id=session_id, index=index, **prompt)
 
 
