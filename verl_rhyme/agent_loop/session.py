@@ -205,7 +205,7 @@ class Session:
         Of parallel calls the first interrupted one ends the agent loop. Without the tokens of the others the next
         attempt would draw these turns anew, the long ones more often than the short ones.
         """
-        for call in self.calls:
+        for call in list(self.calls):
             call.abort()
         for _ in range(round(_SETTLE_S / _POLL_S)):
             if not self.calls:
@@ -347,7 +347,7 @@ class Session:
             Whether a request is under way; if not, the next request goes to the replica.
         """
         self.assignment = replace(self.assignment, replica=replica, reason=reason)
-        moved = [call for call in self.calls if call.server != replica and call.abort()]
+        moved = [call for call in list(self.calls) if call.server != replica and call.abort()]
         for call in moved:
             call.moving = True
         return bool(moved)

@@ -93,7 +93,7 @@ def _generated_runs(tokens: list[int], mask: list[int]) -> list[Turn]:
     turns = []
     for generated, run in itertools.groupby(zip(mask, tokens, strict=True), key=lambda at: at[0]):
         if generated:
-            turns.append(Turn("", array("i", [token for _, token in run]), complete=True))
+            turns.append(Turn("", array("i", [token for _, token in run]), complete=True, number=len(turns)))
     return turns
 
 

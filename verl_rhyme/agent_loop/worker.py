@@ -309,8 +309,8 @@ def _check_policy_tokens(session: Session, tokens: int) -> None:
     raise ValueError(
         f"{session.deadline.where}: the agent loop returned a trajectory of {tokens} policy tokens (response_mask 1), "
         f"but generated {session.tokens} with its server_manager. The policy version of the others is unknown, "
-        "so they cannot be trained. Generate with server_manager.generate() within run(), not by HTTP and not in another "
-        "sample's task; set response_mask to 0 for tokens that the agent loop adds itself"
+        "so they cannot be trained. Generate with server_manager.generate() within run(), not by HTTP and not in "
+        "another sample's task; set response_mask to 0 for tokens that the agent loop adds itself"
     )
 
 

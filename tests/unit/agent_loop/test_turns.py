@@ -18,7 +18,7 @@ from verl_rhyme.agent_loop.session import Interrupted, Session, Turn
 from verl_rhyme.processes.request import FIELD, RequestMeta
 from verl_rhyme.sampling.noise import draw, key_of
 
-PROMPT, VOCABULARY, LENGTH, SAMPLES = [2, 0, 1], 3, 2, 3000
+PROMPT, VOCABULARY, LENGTH, SAMPLES = [2, 0, 1], 3, 2, 1500
 LOGITS = np.log(np.array([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.35, 0.4, 0.25]], dtype=np.float32))
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -137,10 +138,11 @@ def generate(tokens=2):
 
 
 def kept_turns(met):
-    """An agent loop that notes the tokens of its earlier turns in ``met``, by sample."""
+    """An agent loop that notes in ``met``, by sample, the tokens that its turns continue or draft from."""
 
     async def run(worker, params, session_id, prompt):
-        met[session_id] = [list(turn.tokens) for turn in current().earlier_turns]
+        begun = [current().begin_turn("p" if current().partial else "new") for _ in current().earlier_turns]
+        met[session_id] = [list(turn.tokens) or list(array("i", draft)) for turn, draft in begun]
         raise Interrupted
 
     return run
