@@ -275,7 +275,8 @@ def test_turn_is_continued_for_equal_inputs_only(inputs, same, complete):
     output = asyncio.run(loop(**inputs))
     versions = [round(-100 * p) - 1 for p in output.log_probs]
     budget = (inputs.get("params") or {}).get("max_tokens", 9)
-    assert versions == ([0] * 9 if complete else [0] * 5 + [1] * 4) if same else [1] * budget
+    continued = [0] * 9 if complete else [0] * 5 + [1] * 4
+    assert versions == (continued if same else [1] * budget)
     assert len(client.requests) - requests == 1 + (not same or not complete)
 
 
