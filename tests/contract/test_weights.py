@@ -207,34 +207,6 @@ def test_the_trainer_continues_while_replicas_load(manager: RelayManager) -> Non
     assert served(manager) == [40.0] * 2
 
 
-@pytest.mark.parametrize(
-    ("fault", "named"),
-    [
-        ("old", "worker 0 has loaded version 3 last"),
-        ("skipped", r"layer\.4: it was not loaded; engine\.4 got less"),
-        ("torn", r"layer\.4: worker 0 has 0, the actor 44"),
-    ],
-)
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_replica_with_other_weights_ends_the_run_before_it_serves(
-    manager: RelayManager, fault: str, named: str, waits: bool
-) -> None:
-    manager.waits = waits
-    [worker] = manager.replicas[1].workers
-    ray.get(worker.break_down.remote(fault))
-    with pytest.raises(WeightsError, match=rf"replica 1 does not have the actor's weights of version \d+: {named}"):
-        publish(manager)
-    ray.get(worker.break_down.remote(""))
-    manager._under_way.clear()
-    publish(manager)
-    assert served(manager) == [40.0] * 2
-
-
-def publish(manager: RelayManager, version: int = 4) -> None:
-    manager.update_weights(version)
-    manager.finish_deliveries()
-
-
 def test_missing_room_stops_the_trainer_with_a_remedy(manager: RelayManager) -> None:
     [actor] = manager.actor_wg.ranks
     ray.get(actor.limit_files.remote(1000))
@@ -289,17 +261,46 @@ def owner(folder: str) -> int:
     return next(int(lock[4]) for lock in held if lock[5].endswith(f":{inode}"))
 
 
+@pytest.mark.parametrize(
+    ("fault", "waits", "named"),
+    [
+        ("old", True, r"worker 0 has loaded version \d+ last"),
+        ("skipped", False, r"layer\.4: it was not loaded; engine\.4 got less"),
+        ("torn", False, r"layer\.4: worker 0 has 0, the actor 1\d4"),
+    ],
+)
+def test_a_replica_with_other_weights_ends_the_run_before_it_serves(
+    manager: RelayManager, fault: str, waits: bool, named: str
+) -> None:
+    manager.waits = waits
+    version = manager._newest.version + 1
+    [worker] = manager.replicas[1].workers
+    ray.get(worker.break_down.remote(fault))
+    with pytest.raises(
+        WeightsError, match=f"replica 1 does not have the actor's weights of version {version}: {named}"
+    ):
+        publish(manager, version)
+    ray.get(worker.break_down.remote(""))
+    publish(manager, version + 1)
+    assert served(manager) == [10.0 * (version + 1)] * 2
+
+
+def publish(manager: RelayManager, version: int) -> None:
+    manager.update_weights(version)
+    manager.finish_deliveries()
+
+
 def test_a_late_replica_loads_the_newest_version_without_the_actor(manager: RelayManager) -> None:
     for rank in manager.actor_wg.ranks:
         ray.kill(rank)
     new = Replica(2, "far")
     manager.deliver([new])
-    assert new.serves() == 90.0
+    assert new.serves() == 10.0 * manager._newest.version
 
 
 def test_only_the_relay_has_a_relay_manager() -> None:
     theirs = SimpleNamespace(backend="nixl")
-    assert choose_manager(theirs, WeightsConfig(), {}) is theirs
+    assert choose_manager(theirs, WeightsConfig(), {}).__wrapped__ is theirs
     config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
     theirs = SimpleNamespace(backend="relay", config=config, actor_wg=None, replicas=[])
     register()

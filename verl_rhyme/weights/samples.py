@@ -83,8 +83,6 @@ class Held:
 def compare(replica: int, sent: Sent, workers: Iterable[Held]) -> None:
     """Compare what the workers of a replica hold with what the actor has. Raises WeightsError if they differ."""
     workers = list(workers)
-    for obstacle in {each.obstacle for each in workers if each.obstacle}:
-        return log_uncompared(obstacle)
     if difference := next(_differences(sent, workers), ""):
         raise WeightsError(
             f"replica {replica} does not have the actor's weights of version {sent.version}: {difference}\n"
@@ -101,6 +99,8 @@ def _differences(sent: Sent, workers: list[Held]) -> Iterator[str]:
             yield f"worker {number} has loaded version {worker.version} last"
         for name in worker.blank:
             yield f"{name} of worker {number} got nothing and has random values"
+    for obstacle in {each.obstacle for each in workers if each.obstacle}:
+        return log_uncompared(obstacle)
     stored = {name for worker in workers for name in worker.values}
     altered = {name for worker in workers for name in worker.altered}
     incomplete = next((name for worker in workers for name in worker.incomplete), "")

@@ -122,6 +122,11 @@ FAULTS = {
         r"layers.2.mlp.up_proj.weight: it was not loaded; model.layers.2.mlp.gate_up.weight got less",
     ),
     "a replica that missed a version": (sent(), held(version=VERSION - 1), "worker 0 has loaded version 1 last"),
+    "a quantised replica that missed one": (
+        sent(),
+        Held(VERSION - 1, obstacle="the engines quantise"),
+        "worker 0 has loaded version 1 last",
+    ),
     "a replica with its first weights": (sent(), Held(), "worker 0 has loaded version None last"),
     "other values under this version": (
         sent(),
@@ -177,5 +182,5 @@ def test_engines_that_cannot_be_compared_are_named_once(monkeypatch):
     monkeypatch.setattr(samples.logger, "warning", lambda text, *values: lines.append(text % values))
     samples.log_uncompared.cache_clear()
     for _ in range(3):
-        compare(0, sent(), [Held(1, obstacle="the engines quantise")])
+        compare(0, sent(), [Held(VERSION, obstacle="the engines quantise")])
     assert lines == ["the weights of the engines are not compared with the actor's: the engines quantise"]
