@@ -281,6 +281,7 @@ def test_a_replica_with_other_weights_ends_the_run_before_it_serves(
     ):
         publish(manager, version)
     ray.get(worker.break_down.remote(""))
+    manager._under_way.clear()
     publish(manager, version + 1)
     assert served(manager) == [10.0 * (version + 1)] * 2
 

@@ -81,11 +81,12 @@ class StreamedActor(ActorRolloutRefWorker):
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
         """Send the weights as verl does."""
         assert self.actor is not None, "this worker has no actor"
+        if torch.distributed.get_rank() != 0:
+            return await super().update_weights(global_steps=global_steps, mode=mode)
         self._sent = None
         with SentWeights(self.actor.engine, global_steps) as sent:
             result = await super().update_weights(global_steps=global_steps, mode=mode)
-        if torch.distributed.get_rank() == 0:
-            self._sent = sent.result()
+        self._sent = sent.result()
         return result
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

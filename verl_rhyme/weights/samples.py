@@ -110,9 +110,9 @@ def _differences(sent: Sent, workers: list[Held]) -> Iterator[str]:
         for number, worker in enumerate(workers):
             for dtype, which, held, scale in worker.values.get(name, ()):
                 found.update(which)
-                for i, value in zip(which, held, strict=True):
-                    if not _equal(values[i], value, getattr(torch, dtype), scale):
-                        yield f"{name}: worker {number} has {value:.9g}, the actor {scale * values[i]:.9g}"
+                theirs, ours = torch.tensor(held, dtype=getattr(torch, dtype)), torch.tensor(values)[which]
+                for i in _unequal(ours, theirs, scale):
+                    yield f"{name}: worker {number} has {held[i]:.9g}, the actor {scale * float(ours[i]):.9g}"
         tied = name not in stored and tuple(values) in known - {()}
         if len(found) == len(values) or name in altered or tied:
             continue
@@ -121,10 +121,12 @@ def _differences(sent: Sent, workers: list[Held]) -> Iterator[str]:
             yield f"{name}: {part} loaded" + (f"; {incomplete} got less than it holds" if incomplete else "")
 
 
-def _equal(sent: float, held: float, dtype: torch.dtype, scale: float) -> bool:
-    theirs, ours = torch.tensor(held, dtype=dtype), torch.tensor(sent, dtype=torch.float32)
-    rounded = (ours.to(via).to(dtype) * scale for via in (torch.float32, *_ROUNDED))
-    return any(torch.allclose(each, theirs, rtol=0, atol=0, equal_nan=True) for each in rounded)
+def _unequal(sent: torch.Tensor, held: torch.Tensor, scale: float) -> list[int]:
+    """Return where values differ; a transfer may have rounded those that were sent."""
+    same = torch.zeros(len(held), dtype=torch.bool)
+    for dtype in (torch.float32, *_ROUNDED):
+        same |= torch.isclose(sent.to(dtype).to(held.dtype) * scale, held, rtol=0, atol=0, equal_nan=True)
+    return torch.nonzero(~same).flatten().tolist()
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from verl_rhyme.weights.samples import points
 
 _ATEN = torch.ops.aten
 #: Operations whose result holds the elements of their first argument, in its order.
-_COPIES = {_ATEN._to_copy.default, _ATEN.clone.default, _ATEN._pin_memory.default}
+_COPIES = {_ATEN._to_copy, _ATEN.to, _ATEN.clone, _ATEN.contiguous, _ATEN._pin_memory, _ATEN.pin_memory}
 _SCALINGS = {_ATEN.mul_.Tensor, _ATEN.mul_.Scalar}
 
 
@@ -61,7 +61,7 @@ class Trace(TorchDispatchMode):
     """Context in which a loader is called. Its results are there at its end; it keeps no tensor then.
 
     Args:
-        tensors: Contiguous tensors that the loader gets, by name.
+        tensors: Tensors that the loader gets, by name.
         version: Policy version, which chooses the compared elements.
     """
 
@@ -75,7 +75,8 @@ class Trace(TorchDispatchMode):
         self._sources: list[tuple[int, int, int, _Elements]] = []  # by the memory of their tensors, with a number
         self._longest = 0  # bytes of a source
         self._kept: list[torch.Tensor] = []  # memory that must not be used for other tensors
-        self._stored = defaultdict[int, list[tuple[_Elements, torch.Tensor, tuple[Any, ...]]]](list)  # by storage
+        #: Elements in parameters, with their memory, by storage.
+        self._stored = defaultdict[int, list[tuple[int, int, _Elements, torch.Tensor, tuple[Any, ...]]]](list)
         self._names = list[str]()
         #: Tensors from which the loader computed something, so that they cannot be followed.
         self.altered = set[str]()
@@ -86,8 +87,9 @@ class Trace(TorchDispatchMode):
         for name, tensor in tensors:
             self._names.append(name)
             where = points(tensor.numel(), version).numpy()
-            addresses = tensor.data_ptr() + where * tensor.element_size()
-            self._follow(_Elements(name, np.arange(len(where)), addresses, tensor.element_size(), 1.0), tensor)
+            index = np.unravel_index(where, tensor.shape) if tensor.ndim else ()
+            elements = _Elements(name, np.arange(len(where)), where, 0, 1.0)
+            self._follow(elements.at(tensor, index), tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -101,9 +103,10 @@ class Trace(TorchDispatchMode):
     def _note(self, func: Any, out: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if func is _ATEN.copy_.default:
             self._copy(args[0], args[1])
-        elif func in _COPIES:
-            for each, index in self._inside(args[0]):
-                self._follow(each.at(out, index), out)
+        elif func.overloadpacket in _COPIES:
+            if out.data_ptr() != args[0].data_ptr():
+                for each, index in list(self._inside(args[0])):
+                    self._follow(each.at(out, index), out)
         elif func in _SCALINGS and (not isinstance(args[1], torch.Tensor) or args[1].ndim == 0):
             self._scale(args[0], float(args[1]))
         elif func._schema.is_mutable:
@@ -115,7 +118,7 @@ class Trace(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.values = {}
-        for each, view, index in chain.from_iterable(self._stored.values()):
+        for *_, each, view, index in () if self.error else chain.from_iterable(self._stored.values()):
             values = view[tuple(map(torch.from_numpy, index))] if index else view.reshape(1)
             dtype = str(view.dtype).removeprefix("torch.")
             piece = dtype, each.which.tolist(), values.tolist(), each.scale
@@ -152,7 +155,7 @@ class Trace(TorchDispatchMode):
         if source.shape != target.shape:
             return self._alter((source,))
         stored = self._stored[target.untyped_storage().data_ptr()]
-        stored += [(each, target, index) for each, index in self._inside(source)]
+        stored += [(*_memory(target), each, target, index) for each, index in self._inside(source)]
 
     def _scale(self, tensor: torch.Tensor, factor: float) -> None:
         if not (found := list(self._over(tensor))):
@@ -168,15 +171,12 @@ class Trace(TorchDispatchMode):
         """Note a write: what was stored there is not the sent value any more."""
         storage = target.untyped_storage().data_ptr()
         self.written[storage] += target.numel()
-        kept = []
-        for each in self._stored.pop(storage, ()):
-            elements, view, index = each
+        start, end = _memory(target)
+        for each in [each for each in self._stored[storage] if each[0] < end and start < each[1]]:
+            _, _, elements, view, index = each
             if len(elements.at(view, index).inside(target)[0].which):
                 self.altered.add(elements.name)
-            else:
-                kept.append(each)
-        if kept:
-            self._stored[storage] = kept
+                self._stored[storage] = [other for other in self._stored[storage] if other is not each]
 
     def _alter(self, arguments: Iterable[Any]) -> None:
         for each in arguments:

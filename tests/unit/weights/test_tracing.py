@@ -15,7 +15,7 @@ def sent(*shape, dtype=torch.float32):
 
 def followed(tensor, load):
     """Return the elements that are found after ``load(tensor)``: values by number, and the trace."""
-    with torch.no_grad(), Trace([("a", tensor)], VERSION) as trace:
+    with torch.inference_mode(), Trace([("a", tensor)], VERSION) as trace:
         load(tensor)
     assert not trace.error
     pieces = trace.values.get("a", [])
@@ -51,6 +51,12 @@ def test_elements_are_found_where_a_loader_puts_them(load):
     assert not trace.unused
     assert not trace.altered
     assert trace.written[parameter.untyped_storage().data_ptr()] == tensor.numel()
+
+
+def test_a_tensor_need_not_be_contiguous():
+    tensor, parameter = sent(40, 32).t(), torch.zeros(32, 40)
+    assert not tensor.is_contiguous()
+    assert followed(tensor, lambda w: parameter.copy_(w))[0] == expected(tensor)
 
 
 def test_values_are_the_parameters_of_its_dtype():
