@@ -1,4 +1,5 @@
-"""The weight relay among real actors: a version is written once, fetched by the other node's relay, and loaded there.
+"""The weight relay among real actors: a version is written once, fetched by the other node's relay, loaded there, and
+compared with what the actor sent.
 
 The nodes are two names for one machine; each has a relay and a folder of its own.
 """
@@ -20,12 +21,15 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayError
 
+from verl_rhyme.actor.sent_weights import SentWeights
 from verl_rhyme.config import WeightsConfig
 from verl_rhyme.weights import manager as managers
 from verl_rhyme.weights import relay
 from verl_rhyme.weights.engine import RelayCheckpointEngine, register
 from verl_rhyme.weights.folder import Folder, WeightsError
 from verl_rhyme.weights.manager import RelayManager, choose_manager
+from verl_rhyme.weights.samples import Held, Sent
+from verl_rhyme.weights.tracing import Trace
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
@@ -46,17 +50,45 @@ class Actor:
         self.node = node
         self.engine = RelayCheckpointEngine(8000, is_master=master)
         self.loaded: dict[str, torch.Tensor] = {}
+        self.sent: Sent | None = None
+        self.held: Held | None = None
+        self.fault = ""
 
     async def execute_checkpoint_engine(self, method: str, **kwargs: Any) -> Any:
         result = getattr(self.engine, method)(**kwargs)
         return {"node": self.node} if method == "prepare" else result
 
     async def send(self, version: int) -> dict[str, Any]:
-        await self.engine.send_weights(iter(weights(version).items()), global_steps=version)
+        engine = SimpleNamespace(get_per_tensor_param=lambda: (weights(version).items(), None), module=None)
+        with SentWeights(engine, version) as sent:
+            await self.engine.send_weights(engine.get_per_tensor_param()[0], global_steps=version)
+        self.sent = sent.result()
         return {}
 
+    async def sent_weights(self) -> Sent | None:
+        return self.sent
+
     async def update_weights(self, global_steps: int) -> None:
-        self.loaded = {name: tensor async for name, tensor in self.engine.receive_weights(global_steps)}
+        """Load as an engine does: into parameters, with a trace."""
+        if self.fault == "old" and self.held is not None:
+            self.held.version = global_steps - 1
+            return
+        received = {name: tensor async for name, tensor in self.engine.receive_weights(global_steps)}
+        self.loaded = {name: torch.zeros_like(tensor) for name, tensor in received.items()}
+        with Trace(received.items(), global_steps) as trace:
+            for name, tensor in received.items():
+                if (name, self.fault) != ("layer.4", "skipped"):
+                    self.loaded[name].copy_(tensor)
+        self.held = Held(global_steps, trace.values, unused=trace.unused)
+        self.held.incomplete = ["engine.4"] if self.fault == "skipped" else []
+        if self.fault == "torn":
+            self.held.values["layer.4"][0][2][-1] = 0.0
+
+    async def held_weights(self) -> list[dict[str, Any]]:
+        return [vars(self.held or Held())]
+
+    async def break_down(self, fault: str) -> None:
+        self.fault = fault
 
     async def first(self) -> float:
         return float(self.loaded["layer.0"][0])
@@ -91,6 +123,9 @@ class ActorGroup:
     def update_weights(self, global_steps: int, mode: str) -> list[Any]:
         assert mode == "relay"
         return [rank.send.remote(global_steps) for rank in self.ranks]
+
+    def sent_weights(self) -> list[Sent | None]:
+        return ray.get([rank.sent_weights.remote() for rank in self.ranks])
 
 
 class Replica:
@@ -226,17 +261,47 @@ def owner(folder: str) -> int:
     return next(int(lock[4]) for lock in held if lock[5].endswith(f":{inode}"))
 
 
+@pytest.mark.parametrize(
+    ("fault", "waits", "named"),
+    [
+        ("old", True, r"worker 0 has loaded version \d+ last"),
+        ("skipped", False, r"layer\.4: it was not loaded; engine\.4 got less"),
+        ("torn", False, r"layer\.4: worker 0 has 0, the actor 1\d4"),
+    ],
+)
+def test_a_replica_with_other_weights_ends_the_run_before_it_serves(
+    manager: RelayManager, fault: str, waits: bool, named: str
+) -> None:
+    manager.waits = waits
+    version = manager._newest.version + 1
+    [worker] = manager.replicas[1].workers
+    ray.get(worker.break_down.remote(fault))
+    with pytest.raises(
+        WeightsError, match=f"replica 1 does not have the actor's weights of version {version}: {named}"
+    ):
+        publish(manager, version)
+    ray.get(worker.break_down.remote(""))
+    manager._under_way.clear()
+    publish(manager, version + 1)
+    assert served(manager) == [10.0 * (version + 1)] * 2
+
+
+def publish(manager: RelayManager, version: int) -> None:
+    manager.update_weights(version)
+    manager.finish_deliveries()
+
+
 def test_a_late_replica_loads_the_newest_version_without_the_actor(manager: RelayManager) -> None:
     for rank in manager.actor_wg.ranks:
         ray.kill(rank)
     new = Replica(2, "far")
     manager.deliver([new])
-    assert new.serves() == 90.0
+    assert new.serves() == 10.0 * manager._newest.version
 
 
 def test_only_the_relay_has_a_relay_manager() -> None:
     theirs = SimpleNamespace(backend="nixl")
-    assert choose_manager(theirs, WeightsConfig(), {}) is theirs
+    assert choose_manager(theirs, WeightsConfig(), {}).__wrapped__ is theirs
     config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
     theirs = SimpleNamespace(backend="relay", config=config, actor_wg=None, replicas=[])
     register()

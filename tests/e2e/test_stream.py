@@ -22,6 +22,8 @@ SMALL = (
     "trainer.save_freq=-1",
 )
 
+LORA = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=32")
+
 
 @pytest.mark.parametrize(
     ("preset", "staleness", "engine"),
@@ -59,10 +61,11 @@ def test_batches_are_trained_in_parts(tmp_path, preset, staleness, engine):
 def test_all_parts_work_together(tmp_path):
     """Of each what it does is counted, in one run. Decoding takes its time: where the engines are ahead of the trainer,
     batches are whole before it asks for them. HistoPipe's placement is the one that moves samples: each moves once.
+    The adapters must reach the engines: a difference of their weights ends the run.
     """
     run = {"epochs": EPOCHS, "RHYME": "full", "STALENESS": "2", "MODE": "separate_async", "REPLICAS": "2"}
     run |= whole_run.steady("100", "eager_moves")
-    placed = (f"{RHYME}.placement.policy=histopipe", *MOVES)
+    placed = (f"{RHYME}.placement.policy=histopipe", *MOVES, *LORA)
     whole_run.finish(whole_run.start(tmp_path, *SMALL, *placed, **run), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["run"] == "full-k2-histopipe-groups_2-tail_1"
@@ -83,6 +86,7 @@ def test_all_parts_work_together(tmp_path):
         "replicas take weights themselves"
     )
     assert all(metrics["training/rollout_actor_probs_pearson_corr"] > 0.95 for metrics in steps)
+    assert "are not compared" not in (tmp_path / "train.log").read_text(), "weights of the engines and the actor"
     late, requests = trained_once(tmp_path)
     assert {0, 1} <= {*late} <= {0, 1, 2}, "what runs at a new version goes on, and nothing is older"
     assert {*requests["replica"]} == {0, 1}

@@ -1,4 +1,5 @@
-"""verl's actor worker with training steps in parts (:mod:`verl_rhyme.actor.streamed_update`).
+"""verl's actor worker with training steps in parts (:mod:`verl_rhyme.actor.streamed_update`), and with samples of the
+weights that it sends (:mod:`verl_rhyme.actor.sent_weights`).
 
 :func:`streamed` puts the mixin before verl's ``ActorRolloutRefWorker``, ``DetachActorWorker`` or a class derived from
 them. ``update_actor`` is unchanged, unless the data are marked as a part (:data:`PART`): then it accumulates gradients,
@@ -20,16 +21,19 @@ from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_rhyme.actor.held_rows import ROWS
+from verl_rhyme.actor.sent_weights import SentWeights
 from verl_rhyme.actor.streamed_update import BY_TOKENS, StreamedUpdate, find_unsupported_engine_option
+from verl_rhyme.weights.samples import Sent
 
 #: Key in the data of ``update_actor``: they are a part of a mini-batch.
 PART = "rhyme_part"
 
 
 class StreamedActor(ActorRolloutRefWorker):
-    """Mixin that accumulates gradients of parts."""
+    """Mixin that accumulates gradients of parts, and samples the weights that it sends."""
 
     _update: StreamedUpdate | None = None
+    _sent: Sent | None = None
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
@@ -72,6 +76,23 @@ class StreamedActor(ActorRolloutRefWorker):
         if not self.actor.engine.is_mp_src_rank_with_outputs():
             return None
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": {"mfu": [0.0]}}).cpu()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
+        """Send the weights as verl does."""
+        assert self.actor is not None, "this worker has no actor"
+        if torch.distributed.get_rank() != 0:
+            return await super().update_weights(global_steps=global_steps, mode=mode)
+        self._sent = None
+        with SentWeights(self.actor.engine, global_steps) as sent:
+            result = await super().update_weights(global_steps=global_steps, mode=mode)
+        self._sent = sent.result()
+        return result
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sent_weights(self) -> Sent | None:
+        """Return samples of the weights that this worker has sent last; ``None`` on other ranks than the first."""
+        return self._sent
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def find_unsupported_feature(self) -> str | None:

@@ -19,7 +19,7 @@ from verl_rhyme.observability.errors import last_line
 from verl_rhyme.processes import background
 from verl_rhyme.processes.deaths import ReplicaDied, dead, watched
 from verl_rhyme.weights.folder import WeightsError
-from verl_rhyme.weights.manager import RelayManager
+from verl_rhyme.weights.manager import RelayManager, compare_replicas
 from verl_rhyme.weights.process_group import ProcessGroupManager
 
 logger = logging.getLogger(__name__)
@@ -302,6 +302,9 @@ class SpareReplicas:
                     self._weights.send([new], version)
                 else:
                     CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
+                compare_replicas(self._weights.actor_wg, [new])
+        except WeightsError:
+            raise
         except Exception as error:
             raise ReplicaDied(
                 f"rollout replica {new.replica_rank} did not get its weights before it served: {error}\n"

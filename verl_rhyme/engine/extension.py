@@ -6,11 +6,15 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
+import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_rhyme.engine.proposer import HistoryProposer
+from verl_rhyme.weights.samples import Held, is_compared
+from verl_rhyme.weights.tracing import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +93,54 @@ def _exit_on_error(load: Callable[..., None], whole: bool = True) -> Callable[..
 
 
 class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
-    """verl's worker extension with our methods."""
+    """verl's worker extension with our methods; it samples the weights that it loads."""
 
-    update_weights_from_ipc = _exit_on_error(vLLMColocateWorkerExtension.update_weights_from_ipc)
+    _held: Held
+
+    def held_weights(self) -> dict[str, Any]:
+        """Return :class:`Held` as a dict."""
+        return asdict(getattr(self, "_held", None) or Held())
+
+    @_exit_on_error
+    def update_weights_from_ipc(
+        self, peft_config: dict | None = None, base_sync_done: bool = False, version: int | None = None, **kwargs: Any
+    ) -> None:
+        before = getattr(self, "_held", None)
+        if not (peft_config and base_sync_done and before and before.version == version):  # adapters follow their base
+            obstacle = "the engines quantise" if self.model_runner.vllm_config.quant_config else ""
+            self._held = Held(version, obstacle=obstacle)
+        parameters = self.model_runner.model.named_parameters()
+        self._missing = {each.untyped_storage().data_ptr(): [name, each.numel()] for name, each in parameters}
+        self._trace_all = before is None
+        super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, **kwargs)
+        if self._held.obstacle or (peft_config and base_sync_done):
+            return
+        left = [(name, count) for name, count in self._missing.values() if count > 0]
+        self._held.incomplete = [name for name, _ in left if is_compared(name, version)]
+        if self._trace_all and self.model_runner.vllm_config.load_config.load_format == "dummy":
+            sizes = dict(self.model_runner.model.named_parameters())
+            self._held.blank = [name for name, count in left if count == sizes[name].numel()]
+
     update_verl_delta_weights = _exit_on_error(vLLMColocateWorkerExtension.update_verl_delta_weights, whole=False)
+
+    def _update_weights(
+        self, weights: list[tuple[str, torch.Tensor]], peft_config: dict | None, base_sync_done: bool
+    ) -> None:
+        """Load a bucket as verl does; trace the tensors that are compared."""
+        held = self._held
+        every = self._trace_all or bool(peft_config and base_sync_done)  # adapters are loaded all at once
+        traced = [each for each in weights if not held.obstacle and (every or is_compared(each[0], held.version))]
+        names = {name for name, _ in traced}
+        if others := [each for each in weights if each[0] not in names]:
+            super()._update_weights(others, peft_config, base_sync_done)
+        if not traced:
+            return
+        with Trace(traced, held.version) as trace:
+            super()._update_weights(traced, peft_config, base_sync_done)
+        held.obstacle = trace.error
+        held.values |= trace.values
+        held.altered += sorted(trace.altered)
+        held.unused += trace.unused
+        for storage, count in trace.written.items():
+            if storage in self._missing:
+                self._missing[storage][1] -= count

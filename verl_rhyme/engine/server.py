@@ -230,6 +230,10 @@ class RhymeHttpServer(vLLMHttpServer):
         await super().set_global_steps(global_steps)
         await self._gate.open(global_steps)
 
+    async def held_weights(self) -> list[dict[str, Any]]:
+        """Return samples of the weights of each worker (:class:`verl_rhyme.weights.samples.Held`)."""
+        return await self.engine.collective_rpc("held_weights")
+
     async def idle(self) -> None:
         """Wait until no request runs; requests that wait for newer weights do not count."""
         await self._gate.wait_until_idle()

@@ -14,9 +14,11 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from verl_rhyme.actor.actor import streamed
 from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.config import config_tree
 from verl_rhyme.config.run_name import run_name
@@ -91,6 +93,8 @@ class RhymeTrainerMixin(PPOTrainer):
             rhyme = self._rhyme = config_tree.from_verl(config)
         self._event_log = EventLog(rhyme.events.dir or run_dir / "events") if rhyme.events.enable else None
         router_file.use(config, rhyme.placement)
+        if isinstance(self, PPOTrainerSeparateAsync):
+            _merge_adapters(config.actor_rollout_ref.model)
         super().__init__(config)
         self.replay_buffer.poll_interval = min(self.replay_buffer.poll_interval, _POLL_INTERVAL_S)
         self._watch_validation()
@@ -111,6 +115,15 @@ class RhymeTrainerMixin(PPOTrainer):
             log_responses=self._rhyme.events.responses,
         )
         self.observers: list[Observer] = [self._recorder]
+
+    @_hook
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy} & set(
+            self.role_worker_mapping
+        ):
+            theirs = self.role_worker_mapping[role].__ray_actor_class__
+            self.role_worker_mapping[role] = ray.remote(streamed(theirs))
 
     @_hook
     def _setup(self) -> None:
@@ -313,3 +326,12 @@ class RhymeTrainerMixin(PPOTrainer):
     def _stop_servers(self) -> None:
         servers = [server for replica in self._launched() for server in replica.servers]
         ray.wait([s.stop_engine.remote() for s in servers], num_returns=len(servers), timeout=_STOP_TIMEOUT_S)
+
+
+def _merge_adapters(model: DictConfig) -> None:
+    """Have verl send LoRA adapters merged into the weights: to separate engines it would not send them at all."""
+    lora = model.get("lora") or {}
+    if (lora.get("rank", 0) > 0 or model.get("lora_rank", 0) > 0) and not lora.get("merge", False):
+        logger.warning("separate engines receive LoRA adapters merged: actor_rollout_ref.model.lora.merge=true")
+        with open_dict(model):
+            model.lora = {**lora, "merge": True}

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import transfer_queue as tq
 from tensordict.tensorclass import NonTensorData
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.utils import Role, need_reward_model
+from verl.trainer.ppo.utils import need_reward_model
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -31,7 +30,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from verl_rhyme.actor.actor import streamed
 from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
@@ -186,11 +184,6 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
                 raise ConfigError(problem)
             template = self.config.data.get("apply_chat_template_kwargs") or {}
             self.observers.append(Ranking(ranker, self.tokenizer, template))
-        if self._stages.updates:
-            roles = {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy}
-            for role in roles & set(self.role_worker_mapping):
-                theirs = self.role_worker_mapping[role].__ray_actor_class__
-                self.role_worker_mapping[role] = ray.remote(streamed(theirs))
 
     def get_llm_client(self) -> Any:
         return rhymed(self.topology.servers().get_client(), interruptible=True)

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from verl_rhyme.weights.folder import WeightsError
+from verl_rhyme.weights.samples import Held, Sent, compare
 
 #: Seconds that an engine has to load a version from its node.
 _LOAD_S = 1800.0
@@ -32,10 +33,11 @@ class Target:
     async def wait_idle(self) -> None:
         await self.servers[0].idle.remote()
 
-    async def load(self, version: int) -> None:
+    async def load(self, version: int, sent: Sent | None) -> None:
         """Abort running requests and load a version, in the order of verl's manager and of vLLM's replica.
 
-        A replica whose load fails is killed: its engine may hold half of the version.
+        A replica whose load fails is killed: its engine may hold half of the version. One that does not hold what the
+        actor has ``sent`` serves no more; raises WeightsError.
         """
         await self._all("abort_all_requests")
         await self._all("release_kv_cache")
@@ -45,6 +47,8 @@ class Target:
         except Exception:
             self.kill()
             raise
+        if sent is not None:
+            compare(self.rank, sent, [Held(**each) for each in await self.servers[0].held_weights.remote()])
         await self._all("resume_kv_cache")
         await self.servers[0].resume_engine_generation.remote()
         await self._all("open_submission_gate")
@@ -69,8 +73,9 @@ class Delivery:
         self._on_node = on_node
         self._lock, self._hurry = asyncio.Lock(), asyncio.Event()
         self._wanted = self._urgent = self._loaded = -1
+        self._sent: dict[int, Sent | None] = {}
 
-    async def update(self, replica: Target, version: int, patient: bool) -> None:
+    async def update(self, replica: Target, version: int, patient: bool, sent: Sent | None = None) -> None:
         """Load a version, or a newer one that was requested meanwhile.
 
         Args:
@@ -78,12 +83,14 @@ class Delivery:
             version: Policy version; the server reports it with each response.
             patient: Whether to wait until requests of older versions have finished, unless an impatient call comes;
                 else running requests are aborted.
+            sent: Samples of the actor's weights of this version.
 
         Raises:
-            WeightsError: The newest requested version did not reach the node.
+            WeightsError: The newest requested version did not reach the node, or the replica holds other weights.
             RayError, TimeoutError: The load failed.
         """
         self._wanted = max(self._wanted, version)
+        self._sent = {known: each for known, each in self._sent.items() if known >= self._loaded} | {version: sent}
         if not patient:
             self._urgent = max(self._urgent, version)
             self._hurry.set()
@@ -94,7 +101,7 @@ class Delivery:
                 newest = self._wanted
                 try:
                     async with self._on_node(newest):
-                        await replica.load(newest)
+                        await replica.load(newest, self._sent[newest])
                         self._loaded = newest
                 except WeightsError:
                     if newest == self._wanted:

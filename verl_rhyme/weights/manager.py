@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
+import wrapt
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from verl.checkpoint_engine import CheckpointEngineManager
 
@@ -22,6 +23,7 @@ from verl_rhyme.weights import BACKEND, relay
 from verl_rhyme.weights.delivery import Target
 from verl_rhyme.weights.folder import UnsentError, WeightsError
 from verl_rhyme.weights.process_group import ProcessGroupManager
+from verl_rhyme.weights.samples import Held, Sent, compare, log_uncompared
 from verl_rhyme.weights.sites import tree
 
 #: Seconds that relays have to remove their files when the run ends.
@@ -42,11 +44,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Published(NamedTuple):
-    """The newest version, its identity, and the actor's node, which has it."""
+    """The newest version, its identity, samples of it, and the actor's node, which has it."""
 
     node: str
     version: int
     identity: str
+    sent: Sent | None
 
 
 class RelayManager(CheckpointEngineManager):
@@ -231,7 +234,8 @@ class RelayManager(CheckpointEngineManager):
             ray.get(self.actor_wg.execute_checkpoint_engine(method=["init_process_group"] * ranks, **arguments))
             self._actor_arguments = arguments
         ray.get(self.actor_wg.update_weights(global_steps=version, mode=BACKEND))
-        self._published = _Published(node, version, self._ask(source.publish.remote(version), node))
+        sent = sent_by(self.actor_wg)
+        self._published = _Published(node, version, self._ask(source.publish.remote(version), node), sent)
 
     def _distribute(self, replicas: list[Any]) -> dict[Any, Any]:
         """Send the newest version to all nodes and return the deliveries by replica. Runs in the background."""
@@ -285,7 +289,7 @@ class RelayManager(CheckpointEngineManager):
 
     def _start_fetches(self) -> None:
         """Have all nodes fetch the newest version along the tree: to each other site it crosses the link once."""
-        source, version, identity = self._newest
+        source, version, identity, _ = self._newest
         needed = {node for nodes in self._nodes.values() for node in nodes}
         if not {source, *needed} <= self._sites.keys():
             self._sites = sites_of({source, *needed}, self._options.site_label)
@@ -300,7 +304,8 @@ class RelayManager(CheckpointEngineManager):
     def _deliver(self, replica: Any, patient: bool = False) -> Any:
         """Start a delivery of the newest version by the relay of the replica's first worker."""
         relay = self._relay(self._nodes[replica][0])
-        return relay.deliver.remote(Target.of(replica), self._newest.version, patient, self._newest.identity)
+        newest = self._newest
+        return relay.deliver.remote(Target.of(replica), newest.version, patient, newest.identity, newest.sent)
 
     def _deliver_again(self, replica: Any) -> None:
         """Start a delivery in the background, unless the replica's workers are out of reach."""
@@ -401,7 +406,7 @@ class RelayManager(CheckpointEngineManager):
 
     def _recover(self) -> bool:
         """Start a new relay on the actor's node; return whether it finds the newest version intact."""
-        node, version, identity = self._newest
+        node, version, identity, _ = self._newest
         for _ in range(_DEATHS):
             try:
                 return self._ask(self._relay(node).recover.remote(version, identity), node)
@@ -427,8 +432,38 @@ def choose_manager(theirs: CheckpointEngineManager, options: WeightsConfig, roll
     if theirs.backend == BACKEND:
         return RelayManager(theirs.config, theirs.actor_wg, theirs.replicas, options, transfer_dtype(rollout))
     if theirs.backend == "nccl" and not (theirs.config.engine_kwargs.get("nccl") or {}).get("rebuild_group"):
-        return ProcessGroupManager(theirs.config, theirs.actor_wg, theirs.replicas)
-    return theirs
+        theirs = ProcessGroupManager(theirs.config, theirs.actor_wg, theirs.replicas)
+    return ComparingManager(theirs)
+
+
+class ComparingManager(wrapt.ObjectProxy):
+    """Proxy of a checkpoint manager that compares the engines' weights with the actor's after each sync."""
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """Send the weights. Raises WeightsError if a replica does not have them then."""
+        metrics = self.__wrapped__.update_weights(*args, **kwargs)
+        compare_replicas(self.actor_wg, self.replicas)
+        return metrics
+
+
+def sent_by(actor: Any) -> Sent | None:
+    """Return the samples that an actor's workers took when they sent their weights; ``None`` if they took none."""
+    take: Any = getattr(actor, "sent_weights", None)  # a method of our workers
+    for sent in () if take is None else take():
+        if sent is not None and (sent.values or sent.unsent):
+            return sent
+    log_uncompared("the actor's worker or its backend sends them in another way than verl's")
+    return None
+
+
+def compare_replicas(actor: Any, replicas: Iterable[Any]) -> None:
+    """Compare the weights of replicas with those that the actor has sent. Raises WeightsError if they differ."""
+    if (sent := sent_by(actor)) is None:
+        return
+    replicas = list(replicas)
+    held = ray.get([replica.servers[0].held_weights.remote() for replica in replicas])
+    for replica, workers in zip(replicas, held, strict=True):
+        compare(replica.replica_rank, sent, [Held(**each) for each in workers])
 
 
 def transfer_dtype(rollout: Any) -> str | None:

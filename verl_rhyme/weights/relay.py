@@ -33,6 +33,7 @@ from verl_rhyme.weights.receiving import (
     request_parts,
     start_transfer,
 )
+from verl_rhyme.weights.samples import Sent
 from verl_rhyme.weights.sending import Base, Sender
 from verl_rhyme.weights.transfer import Chunk, Part, all_chunks, identity
 
@@ -238,7 +239,14 @@ class Relay:
 
     # ---- replicas ----
 
-    async def deliver(self, replica: Target, version: int, patient: bool = False, wanted: str | None = None) -> None:
+    async def deliver(
+        self,
+        replica: Target,
+        version: int,
+        patient: bool = False,
+        wanted: str | None = None,
+        sent: Sent | None = None,
+    ) -> None:
         """Have a replica of this node load a version, once it is here; as :meth:`Delivery.update`.
 
         ``wanted`` is the identity of the version; ``None`` if it is known here.
@@ -246,7 +254,7 @@ class Relay:
         if wanted is not None:
             self._expect_identity(version, wanted)
         delivery = self._deliveries.setdefault(replica.rank, Delivery(self._hold))
-        await delivery.update(replica, version, patient)
+        await delivery.update(replica, version, patient, sent)
 
     async def forget_replica(self, rank: int) -> None:
         """Forget a replica that is about to rest: when it returns it loads a version in any case."""

@@ -1,10 +1,14 @@
 """verl's methods in a vLLM worker with our extension."""
 
+import asyncio
 import subprocess
 import sys
 import textwrap
+import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 
 @pytest.mark.slow
@@ -41,3 +45,45 @@ def test_both_weight_loaders_exit_on_error():
 
     for name in ("update_weights_from_ipc", "update_verl_delta_weights"):
         assert getattr(RhymeWorkerExtension, name).__wrapped__.__name__ == name
+
+
+def test_quantised_engines_load_whole_buckets_by_verls_way(monkeypatch):
+    """``quantization=fp8`` needs kernels that a CPU lacks: here verl's calls are recorded (verl#5459, #7136)."""
+    from verl.utils.vllm import vllm_quant_utils
+    from verl.workers.rollout.vllm_rollout import utils
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    from verl_rhyme.engine.extension import RhymeWorkerExtension
+
+    calls = []
+    monkeypatch.setenv("VERL_RAY_JOB_ID", "quantised")
+    monkeypatch.setattr(vllm_quant_utils, "prepare_quanted_weights_for_loading", lambda m: calls.append("prepare") or m)
+    monkeypatch.setattr(vllm_quant_utils, "process_quanted_weights_after_loading", lambda *_: calls.append("process"))
+    monkeypatch.setattr(
+        utils,
+        "load_quanted_weights",
+        lambda weights, runner: calls.append({name: tensor.dtype for name, tensor in weights}) or [],
+    )
+    worker = object.__new__(RhymeWorkerExtension)
+    worker.device, worker.local_rank, worker._is_qat_model, worker._is_modelopt_qat = (
+        torch.device("cpu"),
+        0,
+        False,
+        False,
+    )
+    worker.model_runner = SimpleNamespace(
+        model=torch.nn.Linear(2, 2),
+        vllm_config=SimpleNamespace(quant_config=Fp8Config(), speculative_config=None),
+    )
+    weights = {f"model.layers.{n}.mlp.up_proj.weight": torch.ones(200, 1000) for n in range(3)}  # two in a bucket
+    sender = BucketedWeightSender(worker._get_zmq_handle(), bucket_size_mb=2, use_shm=True)
+    sending = threading.Thread(target=lambda: asyncio.run(sender.async_send_weights(iter(weights.items()))))
+    sending.start()
+    worker.update_weights_from_ipc(use_shm=True, version=4)
+    sending.join()
+    first, second, third = weights
+    assert calls == ["prepare", dict.fromkeys([first, second], torch.float32), {third: torch.float32}, "process"]
+    held = worker.held_weights()
+    assert (held["version"], held["values"]) == (4, {})
+    assert "quantise" in held["obstacle"]

@@ -537,7 +537,7 @@ class Replica:
     async def wait_idle(self):
         await self._engine.idle.remote()
 
-    async def load(self, version):
+    async def load(self, version, sent):
         await self._engine.stop.remote(False)
         await asyncio.sleep(self._world.random.choice([0.0, 1.0, 10.0]))
         await self._engine.update.remote(version)

@@ -89,10 +89,15 @@ class Replica:
         after = ("resume_kv_cache", "resume_engine_generation", "open_submission_gate")
         self.server = SimpleNamespace(**{name: logged(self.calls, name) for name in (*before, *after)}, ended=False)
         self.server.idle = SimpleNamespace(remote=idle)
+        self.held = []  # what its engine reports
+        self.server.held_weights = logged([], "held_weights", self._report)
         self.worker = SimpleNamespace(update_weights=logged(self.calls, "update_weights", self._update))
         self._engine = RelayCheckpointEngine(1 << 20)
         self._engine.init_process_group(str(relay._folder.path))
         self.target = Ended(0, (self.server,), (self.worker,))
+
+    async def _report(self):
+        return self.held
 
     async def _update(self, global_steps):
         if self.fails:

@@ -1,0 +1,186 @@
+"""Which elements are compared after a weight sync, and which differences end the run."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from verl_rhyme.weights import samples
+from verl_rhyme.weights.folder import WeightsError
+from verl_rhyme.weights.samples import POINTS, Held, Sent, compare, is_compared, points, take
+
+VERSION = 2
+WEIGHTS = {
+    "model.embed_tokens.weight": torch.randn(40, 16),
+    "model.layers.2.mlp.up_proj.weight": torch.randn(24, 16),
+    "model.norm.weight": torch.randn(16),
+}
+WEIGHTS["lm_head.weight"] = WEIGHTS["model.embed_tokens.weight"]  # tied: the engine stores it once
+ADAPTER = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
+
+
+def sent(weights=WEIGHTS, version=VERSION, **more):
+    return Sent(version, {name: take(tensor, version).tolist() for name, tensor in weights.items()}, **more)
+
+
+def held(weights=WEIGHTS, version=VERSION, dtype="bfloat16", scale=1.0, **more):
+    """What an engine reports that has stored these weights."""
+    values = {
+        name: [
+            (
+                dtype,
+                list(range(min(POINTS, tensor.numel()))),
+                (take(tensor, version).to(getattr(torch, dtype)) * scale).tolist(),
+                scale,
+            )
+        ]
+        for name, tensor in weights.items()
+        if name != "lm_head.weight"
+    }
+    return Held(version, values, **more)
+
+
+def changed(**tensors):
+    return {**WEIGHTS, **{name.replace("__", "."): tensor for name, tensor in tensors.items()}}
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 1280, 4096, 152_064 * 3584])
+def test_points_are_distinct_and_change_with_the_version(count):
+    first, second = points(count, 0), points(count, 1)
+    for each in (first, second, points(count, 10**6), points(count, None)):
+        assert len(set(each.tolist())) == len(each) == min(count, POINTS)
+        assert 0 <= each.min() <= each.max() < count
+    assert count <= POINTS or first.tolist() != second.tolist()
+    assert torch.equal(points(count, None), first)
+
+
+def test_points_lie_in_all_shards():
+    """Of a matrix that is sharded by columns, and of one that is sharded by rows."""
+    rows, columns = 128, 256
+    where = points(rows * columns, 5)
+    assert (
+        {*(where % columns // (columns // 8)).tolist()} == {*(where // columns // (rows // 8)).tolist()} == {*range(8)}
+    )
+
+
+def test_every_tensor_is_compared_in_turn():
+    names = ["lm_head.weight", *(f"model.layers.{n}.self_attn.q_proj.weight" for n in range(30))]
+    names += [f"model.layers.{n}.mlp.experts.{m}.up_proj.weight" for n in range(30) for m in range(64)]
+    seen = [{name for name in names if is_compared(name, version)} for version in range(64)]
+    assert set().union(*seen) == set(names)
+    assert all("lm_head.weight" in each for each in seen)
+    assert max(map(len, seen)) < len(names) / 20
+    assert not {name for name in seen[3] if ".q_proj" in name} & {name for name in seen[4] if ".q_proj" in name}
+
+
+def test_equal_weights_pass():
+    compare(0, sent(), [held()])
+    compare(0, sent(), [held(dtype="float32")])
+    compare(0, sent(version=None), [held(version=None)])
+    wide = {name: tensor.to(torch.bfloat16).float() for name, tensor in WEIGHTS.items()}
+    compare(0, sent(), [held(wide, dtype="float32")])  # rounded on the way, held in float32
+    nothing = changed(model__norm__weight=torch.full((16,), math.nan))
+    compare(0, sent(nothing), [held(nothing)])
+    adapter = {ADAPTER: torch.randn(24, 8)}
+    compare(0, sent(adapter), [held(adapter, scale=2.5)])
+
+
+def test_two_workers_have_each_a_part():
+    whole, first, second = held(), held(), held()
+    for name, [(dtype, which, values, scale)] in whole.values.items():
+        first.values[name] = [(dtype, which[::2], values[::2], scale)]
+        second.values[name] = [(dtype, which[1::2], values[1::2], scale)]
+    second.incomplete = ["layers.2.mlp.gate_up_proj.weight"]
+    compare(0, sent(), [first, second])
+    with pytest.raises(WeightsError, match=r"embed_tokens.weight: a part of it was loaded; layers.2.mlp.gate_up_proj"):
+        compare(0, sent(), [first, Held(VERSION, incomplete=second.incomplete)])
+
+
+OLD = torch.randn(24, 16)
+FAULTS = {
+    "dropped adapters": (
+        sent(unsent=["model.layers.2.mlp.up_proj"]),
+        held(),
+        r"model.layers.2.mlp.up_proj was neither sent nor merged; set .*lora.merge=true",
+    ),
+    "an adapter that no module takes": (
+        sent({ADAPTER: OLD}),
+        Held(VERSION, unused=[ADAPTER]),
+        rf"{re.escape(ADAPTER)}: it was not loaded",
+    ),
+    "an adapter without its scale": (
+        sent({ADAPTER: OLD}),
+        Held(VERSION, {ADAPTER: [("float32", [0], [float(take(OLD, VERSION)[0])], 2.0)]}),
+        "the actor",
+    ),
+    "a tensor that the loader skips": (
+        sent(),
+        held(
+            {k: v for k, v in WEIGHTS.items() if "up_proj" not in k}, incomplete=["model.layers.2.mlp.gate_up.weight"]
+        ),
+        r"layers.2.mlp.up_proj.weight: it was not loaded; model.layers.2.mlp.gate_up.weight got less",
+    ),
+    "a replica that missed a version": (sent(), held(version=VERSION - 1), "worker 0 has loaded version 1 last"),
+    "a quantised replica that missed one": (
+        sent(),
+        Held(VERSION - 1, obstacle="the engines quantise"),
+        "worker 0 has loaded version 1 last",
+    ),
+    "a replica with its first weights": (sent(), Held(), "worker 0 has loaded version None last"),
+    "other values under this version": (
+        sent(),
+        held(changed(model__layers__2__mlp__up_proj__weight=OLD)),
+        r"layers.2.mlp.up_proj.weight: worker 0 has .* the actor",
+    ),
+    "a part of zeros": (
+        sent(),
+        held(
+            {
+                name: tensor * (torch.arange(len(tensor)) < len(tensor) // 2).view(-1, *[1] * (tensor.ndim - 1))
+                for name, tensor in WEIGHTS.items()
+            }
+        ),
+        r"has -?0, the actor",
+    ),
+    "a tied embedding that was not updated": (
+        sent({"lm_head.weight": WEIGHTS["lm_head.weight"]}),
+        Held(VERSION, unused=["lm_head.weight"], incomplete=["model.embed_tokens.weight"]),
+        r"lm_head.weight: it was not loaded; model.embed_tokens.weight got less",
+    ),
+    "a parameter with random values": (sent(), held(blank=["model.bias"]), r"model.bias of worker 0 got nothing"),
+    "less than the least difference": (
+        sent(),
+        held(
+            changed(model__norm__weight=torch.nextafter(WEIGHTS["model.norm.weight"], torch.tensor(9.0))),
+            dtype="float32",
+        ),
+        r"model.norm.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize(("actors", "engines", "named"), FAULTS.values(), ids=FAULTS)
+def test_a_difference_names_replica_version_and_tensor(actors, engines, named):
+    with pytest.raises(WeightsError, match=rf"(?s)replica 7 .* version {VERSION}: .*{named}.*last checkpoint"):
+        compare(7, actors, [engines])
+
+
+def test_what_an_engine_has_no_use_for_is_no_difference():
+    """Layers that only training has, or names that the loader drops."""
+    more = changed(mtp__layers__2__norm__weight=torch.randn(16))
+    compare(0, sent(more), [held(unused=["mtp.layers.2.norm.weight"])])
+
+
+def test_what_a_loader_computes_is_not_compared():
+    name = "model.layers.2.mixer.A_log"
+    compare(0, sent({name: torch.randn(16)}), [Held(VERSION, altered=[name], incomplete=["model.layers.2.mixer.A"])])
+
+
+def test_engines_that_cannot_be_compared_are_named_once(monkeypatch):
+    lines = []
+    monkeypatch.setattr(samples.logger, "warning", lambda text, *values: lines.append(text % values))
+    samples.log_uncompared.cache_clear()
+    for _ in range(3):
+        compare(0, sent(), [Held(VERSION, obstacle="the engines quantise")])
+    assert lines == ["the weights of the engines are not compared with the actor's: the engines quantise"]
