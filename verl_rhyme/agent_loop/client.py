@@ -247,6 +247,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         session = current()
         assert session is not None
         conversation = session.conversation(request_id, prompt_ids)
+        session.noise = session.noise or uuid4().hex[:16]  # else each regeneration would favour a shorter text
         while True:
             output = await _Requests.generate(self, request_id, prompt_ids=prompt_ids, **kwargs)
             version = output.extra_fields.get("global_steps")
