@@ -48,7 +48,7 @@ from verl_rhyme.config.presets import tree
 from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
 from verl_rhyme.planning.planner import plan
 from verl_rhyme.scheduling.batch import Collected
-from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules, Unit, of_options
+from verl_rhyme.scheduling.rules import Rules, Unit, of_options
 from verl_rhyme.simulation import cluster_file, plan_file
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Step, Streaming
@@ -143,7 +143,7 @@ ARMS = [
     LAMINAR,
 ]
 #: The schedule of ``full`` without drafts.
-TAIL_BATCHING = Arm("tail batching", "full", 0, separate=False, options={"scheduling.put_off": TAIL_SHARE}, drafts=True)
+TAIL_BATCHING = Arm("tail batching", "full", 0, separate=False, options={"scheduling.put_off": 0.25}, drafts=True)
 ARMS = [*(replace(arm, drafts=drafts) for drafts in (True, False) for arm in ARMS), TAIL_BATCHING]
 
 #: Other models and recipes: cluster file, the planner's profile of a replica, and the unit of a batch.

@@ -32,7 +32,6 @@ from benchmarks.real_run import Cell, Kept, faults, short
 from benchmarks.tiny_run import ROLLOUT
 from verl_rhyme.observability import metrics, steps
 from verl_rhyme.observability.report import SUMMARY_FILE
-from verl_rhyme.scheduling.rules import TAIL_SHARE
 from verl_rhyme.simulation import recorded
 
 DEVICES, BATCH, SAMPLES, SLOTS, LIMIT, STEPS_AN_EPOCH = 3, 9, 4, 6, 384, 4
@@ -79,7 +78,7 @@ class Arm:
 ARMS = {
     "sync, drafts": Arm("histospec", 0, separate=False),
     "full, staleness 0": Arm("full", 0, separate=False),
-    "tail batching": Arm("full", 0, separate=False, put_off=TAIL_SHARE),
+    "tail batching": Arm("full", 0, separate=False, put_off=0.25),
     "sorted, staleness 0": Arm("sorted", 0, separate=False),
     "separate_async, drafts": Arm("histospec", VERLS),
     "full, staleness 1": Arm("full", 1),

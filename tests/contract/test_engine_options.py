@@ -46,7 +46,7 @@ CLASSES = {
         block_size enable_prefix_caching prefix_caching_hash_algo disable_sliding_window disable_cascade_attn
         offload_backend cpu_offload_gb cpu_offload_params offload_group_size offload_num_in_group
         offload_prefetch_step offload_params gpu_memory_utilization kv_cache_memory_bytes max_num_batched_tokens
-        max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold max_logprobs logprobs_mode
+        max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold max_logprobs
         use_fp64_gumbel aggregate_engine_logging enforce_eager disable_custom_all_reduce language_model_only
         limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs
         mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_encoder_only

@@ -164,7 +164,7 @@ def test_log_probabilities_of_each_mode_are_vllms(plain, stock, mode, monkeypatc
         monkeypatch.setattr(runner.sampler, "logprobs_mode", mode)
         monkeypatch.setattr(runner.sampler.topk_topp_sampler, "logprobs_mode", mode)
         if hasattr(runner.sampler, "drawer"):
-            monkeypatch.setattr(runner.sampler.drawer, "_mode", mode)
+            monkeypatch.setattr(runner.sampler.drawer, "mode", mode)
     for logprobs in (0, 3):
         ours, theirs = (generate(e, options, [None] * 8, length=1, logprobs=logprobs) for e in (plain, stock))
         for one, other in zip(ours, theirs, strict=True):
@@ -174,3 +174,62 @@ def test_log_probabilities_of_each_mode_are_vllms(plain, stock, mode, monkeypatc
             for token in shared:
                 assert mine[token].logprob == pytest.approx(its[token].logprob, abs=1e-4)
                 assert mine[token].rank == its[token].rank
+
+
+#: Options that change the distribution, at two temperatures; the model has 12 tokens.
+CHANGED = {
+    f"{name}, T={temperature}": Option(
+        {**option.settings, "temperature": temperature}, [] if name != "all" else option.bad_words
+    )
+    for temperature in (1.0, 0.7)
+    for name, option in {
+        "none": PLAIN,
+        "top-p": Option({"top_p": 0.8}),
+        "top-k": Option({"top_k": 3}),
+        "min-p": OPTIONS["min-p"],
+        "all": OPTIONS["all"],
+    }.items()
+}
+
+
+@pytest.fixture
+def actor(small_model):
+    """``actor(tokens, temperature)``: log-probabilities as verl's actor computes them, over the whole vocabulary."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
+
+    @torch.no_grad()
+    def log_probs(tokens, temperature):
+        logits = model(torch.tensor([PROMPT + tokens[:-1]])).logits[0, len(PROMPT) - 1 :] / temperature
+        return logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()
+
+    return log_probs
+
+
+@pytest.mark.parametrize("way", ["plain", "drafting", "vllm's sampler"])
+def test_importance_weights_of_an_unmoved_policy_are_one(drafting, plain, actor, way, monkeypatch):
+    """Rollout log-probabilities have the actor's support, whatever a request asks of its sampling (trl#6789)."""
+    from verl_rhyme.config.presets import POLICY_LOGPROBS
+    from verl_rhyme.engine import sampler
+
+    if way == "vllm's sampler":
+        monkeypatch.setattr(sampler, "_unsupported", lambda metadata: True)
+    engine = plain if way == "plain" else drafting
+    drawer = engine.llm_engine.model_executor.driver_worker.worker.model_runner.sampler.drawer
+    found = {}
+    for mode in ("processed_logprobs", POLICY_LOGPROBS):
+        monkeypatch.setattr(drawer, "mode", mode)
+        for name, option in CHANGED.items():
+            outputs = generate(engine, [option, PLAIN] * 24, [None] * 48, length=16, logprobs=0)[::2]
+            weights = []
+            for output in outputs:
+                rollout = [each[token].logprob for each, token in zip(output.logprobs, output.token_ids, strict=True)]
+                weights.append(np.exp(actor(list(output.token_ids), option.settings["temperature"]) - rollout))
+            found[mode, name] = np.concatenate(weights)
+            print(mode, name, "mean weight", found[mode, name].mean().round(3))
+    for name in CHANGED:
+        np.testing.assert_allclose(found[POLICY_LOGPROBS, name], 1, atol=5e-3)
+        if not name.startswith("none"):
+            assert found["processed_logprobs", name].mean() < 0.97, "what the test would notice"

@@ -115,8 +115,9 @@ def check_each_prompt_once(run_dir, epochs):
 @pytest.mark.xdist_group("sorted-partial")
 def test_partial_with_reference_and_validation(tmp_path):
     """Single trajectories, each token with the log-probability it was made with; on Megatron (FSDP's reference wants
-    pinned memory)."""
+    pinned memory). Without drafts, and with top-p: rhyme's sampler draws, and weights have the actor's support."""
     overrides = (
+        *("actor_rollout_ref.rollout.custom.rhyme.drafting.enable=false", "actor_rollout_ref.rollout.top_p=0.8"),
         *("model_engine=megatron", "algorithm.adv_estimator=reinforce_plus_plus"),
         "actor_rollout_ref.actor.use_kl_loss=true",
         *("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16", "trainer.test_freq=4"),
@@ -128,6 +129,8 @@ def test_partial_with_reference_and_validation(tmp_path):
         assert "actor/kl_loss" in metrics
         assert metrics["training/off_policy/trajectory_staleness_worst/max"] <= 1
         assert metrics["training/sorted/discarded_tokens"] == 0
+        assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.99
+        assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.02)
     assert any(key.startswith("val-") for key in steps[-1][1])
     assert max(metrics["training/staleness/tokens/max"] for _, metrics in steps) == 1, "nothing was continued"
     requests = requests_of(tmp_path)

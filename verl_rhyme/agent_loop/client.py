@@ -74,7 +74,7 @@ class _Requests(LLMServerClient):
             assignment=assignment,
             name=session.name,
             queued_at=time.time(),
-            noise="" if call.turn is None else session.noise_of(call.turn),
+            noise=call.noise,
             earlier_text=call.earlier_text[_TOKEN_BYTES * generated :],
             resumed_tokens=generated,
         )
@@ -219,7 +219,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         **media: Any,
     ) -> TokenOutput:
         turn, call.earlier_text = session.begin_turn(turn_key(prompt_ids, {"options": sampling_params, **media}))
-        call.turn = turn
+        call.turn, call.noise = turn, session.noise_of(turn)
         budget, options = self._budget(prompt_ids, sampling_params), restart_options(sampling_params)
         if options and not turn.complete and 0 < len(turn.tokens) < budget:
             call.earlier_text = _dropped(turn, options)
@@ -261,6 +261,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         """Replace verl's resume loop for a response that cannot be continued: an aborted request is sent again, with
         its text as the draft."""
         call = _CALL.get()
+        call.noise = call.noise or uuid4().hex[:16]  # else each regeneration would favour a shorter text
         while True:
             output = await _Requests.generate(self, request_id, prompt_ids=prompt_ids, **kwargs)
             version = output.extra_fields.get("global_steps")

@@ -111,6 +111,7 @@ class Call:
         conversation: Its conversation.
         prompt_tokens: Number of tokens before its turn.
         turn: Its turn, of a dispatched attempt.
+        noise: Key in hex of the noise that its tokens are drawn with; empty for separate noise per request.
         earlier_text: int32 bytes that an earlier attempt or request generated in the turn, to draft from.
         moving: Whether its request was aborted to continue on another replica.
         server: Address of the server; ``None`` before the router chose one.
@@ -121,6 +122,7 @@ class Call:
     conversation: Conversation
     prompt_tokens: int = 0
     turn: Turn | None = None
+    noise: str = ""
     earlier_text: bytes = b""
     moving: bool = False
     server: str | None = None

@@ -50,7 +50,7 @@ class _RhymeWorker(_AgentLoopWorker):
         super().__init__(*args, **kwargs)
         rhyme = config_tree.from_rollout(self.config.actor_rollout_ref.rollout)
         assert rhyme is not None, "verl's worker runs without rhyme"
-        self._coupled, self._tool_timeout = rhyme.coupled, rhyme.scheduling.tool_timeout
+        self._tool_timeout = rhyme.scheduling.tool_timeout
 
     async def _run_prompt(self, prompt: dict, *args: Any, **kwargs: Any) -> None:
         set_current(self._prompt_session(prompt))
@@ -210,12 +210,11 @@ class SessionAgentLoopWorker(_RhymeWorker):
 
     def _session(self, start: Start, left: StoredTurns | None) -> Session:
         uid, number = sample_of(start.name)
-        session = Session(start.partial, start.assignment, start.name, sample=number)
+        noise = f"{key_of(self._seed, uid, number):016x}"  # the same in every attempt: what is regenerated repeats
+        session = Session(start.partial, start.assignment, start.name, sample=number, noise=noise)
         if left is not None:
             session.earlier_turns = left.turns
             session.records = left.records if session.partial else []
-        if self._coupled:
-            session.noise = f"{key_of(self._seed, uid, number):016x}"
         return session
 
     async def _run_session(

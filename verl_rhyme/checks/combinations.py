@@ -23,7 +23,7 @@ from verl_rhyme.config import (
     TOPOLOGIES,
     RhymeConfig,
 )
-from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
+from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER, POLICY_LOGPROBS
 from verl_rhyme.drafting import recurrent
 from verl_rhyme.scheduling.rules import Rules, of_config
 
@@ -48,6 +48,7 @@ VERL_ROLLOUT_KEYS = {
     "data_parallel_size": "data_parallel_size",
     "max_num_seqs": "max_num_seqs",
     "scheduling_policy": "scheduling_policy",
+    "logprobs_mode": "logprobs_mode",
 }
 
 #: Values of ``algorithm.adv_estimator`` that are defined for on-policy samples only: OPO (arXiv:2505.23585: "exact
@@ -170,8 +171,7 @@ def _recurrent(path: Any, run: Run) -> bool:
         return False
 
 
-def _coupled_without_regeneration(coupled: bool | None, run: Run) -> bool:
-    return bool(coupled) and not (run.rules.redrafts if run.rules else run.pipeline)
+_POLICY_LOGPROBS = Option(f"{_ROLLOUT}.logprobs_mode", lambda mode, run: mode == POLICY_LOGPROBS)
 
 
 def _splits_groups(unit: str | None, run: Run) -> bool:
@@ -217,15 +217,22 @@ TABLE = (
                 lambda mtp, run: bool(mtp and run.value(f"{_ROLLOUT}.mtp.enable")),
                 f"set actor_rollout_ref.model.mtp.enable_rollout=false, or {_NO_DRAFTING}",
             ),
-            *_engine("async_scheduling", "scheduler_cls", "logits_processors", "enable_dbo"),
+            *_engine("async_scheduling", "scheduler_cls", "enable_dbo"),
             Option(f"{_ENGINE}.ubatch_size", lambda size, run: int(size or 0) > 1),
-            *_engine("diffusion_config"),
         ),
         lambda run: run.drafting,
         "rhyme drafts token by token in vLLM's synchronous scheduler and verifies whole batches in its own sampler; "
         "this option replaces one of them",
         f"drop the first option, or set {_NO_DRAFTING}",
         (_DRAFTING,),
+    ),
+    Row(
+        _engine("logits_processors", "diffusion_config"),
+        lambda run: run.rhyme is not None and run.rhyme.draws,
+        "rhyme's own sampler draws the tokens, one by one, with noise that repeats where a response is regenerated; "
+        "this option replaces it",
+        f"drop the first option, or use +rhyme=histospec with {_NO_DRAFTING}",
+        (_DRAFTING, _BOUND),
     ),
     Row(
         tuple(
@@ -257,14 +264,6 @@ TABLE = (
         f"set {_ROLLOUT}.data_parallel_size=1 (verl then starts more replicas on the same GPUs), or "
         f"{CONFIG_PATH}.enable=false if a mixture-of-experts model requires data parallelism",
         (_DRAFTING,),
-    ),
-    Row(
-        (Option("rhyme.sampling.coupled", _coupled_without_regeneration),),
-        _rhyme,
-        "coupled sampling applies to responses that are regenerated with their own text as the draft, and this run has "
-        "none",
-        "drop it: null couples the samples where responses are regenerated",
-        (_DRAFTING, _BOUND),
     ),
     Row(
         (
@@ -395,9 +394,17 @@ TABLE = (
         f"drop the first option, or set {CONFIG_PATH}.placement.policy=null",
     ),
     Row(
+        (_POLICY_LOGPROBS,),
+        lambda run: run.rhyme is not None and not run.rhyme.draws,
+        "only rhyme's sampler knows this value, and without drafts or the pipeline vLLM's draws the tokens",
+        f"drop the override of {_ROLLOUT}.logprobs_mode",
+        (_DRAFTING,),
+    ),
+    Row(
         (
             Option(MANAGER, lambda manager, run: manager == PIPELINE_MANAGER),
             Option(_BACKEND, lambda backend, run: backend == "relay"),
+            _POLICY_LOGPROBS,
         ),
         lambda run: run.rhyme is None,
         f"this setting requires {CONFIG_PATH}.enable=true, which all presets except off set",

@@ -6,6 +6,12 @@ loss by min(pi_old / pi_rollout, ``rollout_is_threshold``), where pi_rollout is 
 truncated importance sampling (IMPALA, arXiv:1802.01561, section 4; Yao et al., 2025, "Your Efficient RL Framework
 Secretly Brings You Off-Policy RL Training"). It also corrects numerical differences between engine and actor.
 
+Support: an importance weight divides the actor's probability, over the whole vocabulary at ``rollout.temperature``, by
+the rollout's. vLLM's ``processed_logprobs`` are of the distribution after top-p, top-k, min-p and penalties, so that a
+weight of an unmoved policy is the share of probability that was kept. ``raw_logprobs`` are before the temperature. The
+presets set ``policy_logprobs`` (:mod:`verl_rhyme.engine.drawer`). Options that an agent loop gives to single requests
+are not seen here.
+
 Loss averages: verl averages the loss of an optimizer step in one of several ways (``actor.loss_agg_mode``; ``agg_loss``
 in its ``trainer/ppo/core_algos.py``). Some divide by the tokens of the step or by its longest response, so that the
 weight of a token depends on the other responses of the step. That hardly matters for batches of mixed lengths, but
@@ -22,17 +28,28 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks.combinations import Refusal
 from verl_rhyme.config import CONFIG_PATH
+from verl_rhyme.config.presets import POLICY_LOGPROBS
 from verl_rhyme.scheduling.rules import Rules
 
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_NORM = "seq-mean-token-sum-norm"
+
+#: What a loss average does to the mean length of the response that a token of the gradient belongs to, against equal
+#: weights: with one batch at a time, as in verl; with several, on-policy or loaded together; with stale tokens. Figures
+#: of ``python -m benchmarks.selection``, whose table is in docs/pipeline.md.
+SHIFTS = {"token-mean": (-0.04, -0.21, -0.09), _NORM: (-0.27, -0.33, -0.30)}
 
 
 def warnings(config: Any, rules: Rules | None) -> Iterator[Refusal]:
     """Yield each problem of the loss of a run with these rules (``None`` without a pipeline), with its remedy."""
+    correction = OmegaConf.select(config, _CORRECTION) or {}
+    if _corrects(correction):
+        yield from _other_support(config)
     if rules is None:
         return
-    if rules.max_staleness and not _corrects(OmegaConf.select(config, _CORRECTION) or {}):
+    if rules.max_staleness and not _corrects(correction):
         versions = f"{rules.max_staleness} version{'s' if rules.max_staleness > 1 else ''}"
         yield Refusal(
             f"tokens are up to {versions} behind the policy, and without importance weights "
@@ -43,18 +60,50 @@ def warnings(config: Any, rules: Rules | None) -> Iterator[Refusal]:
         return
     average = OmegaConf.select(config, f"{_ACTOR}.loss_agg_mode")
     horizon = f"{_ACTOR}.loss_scale_factor={OmegaConf.select(config, 'data.max_response_length')}"
+    if average not in SHIFTS:
+        return
+    one, together, rolling = SHIFTS[average]
+    shift = rolling if rules.max_staleness > 0 and rules.refill == "always" else together
+    size = (
+        f". The mean length behind a token of the gradient shifts by {shift:+.0%} ({one:+.0%} with verl's schedule; "
+        "simulation of docs/pipeline.md)"
+    )
     if average == "token-mean":
         yield Refusal(
             f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.scheduling.take=finished: tokens of short responses "
-            "weigh more, since the loss of a batch of short responses is divided by fewer tokens",
-            f"set {_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm and {horizon}: all tokens then weigh the same",
+            f"weigh more, since the loss of a batch of short responses is divided by fewer tokens{size}",
+            f"set {_ACTOR}.loss_agg_mode={_NORM} and {horizon}: all tokens then weigh the same",
         )
-    if average == "seq-mean-token-sum-norm" and OmegaConf.select(config, f"{_ACTOR}.loss_scale_factor") is None:
+    if average == _NORM and OmegaConf.select(config, f"{_ACTOR}.loss_scale_factor") is None:
         yield Refusal(
             f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm without {_ACTOR}.loss_scale_factor: the loss of each "
-            "micro-batch is divided by its longest response, which varies between sorted micro-batches",
+            f"micro-batch is divided by its longest response{size}",
             f"set {horizon}",
         )
+
+
+def _other_support(config: Any) -> Iterator[Refusal]:
+    """Yield where rollout and actor take log-probabilities of different distributions."""
+
+    def rollout(name: str, default: Any) -> Any:
+        value = OmegaConf.select(config, f"{_ROLLOUT}.{name}")
+        return default if value is None else value
+
+    defaults = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    changed = [f"{name}={value}" for name in defaults if (value := rollout(name, defaults[name])) != defaults[name]]
+    mode, temperature = str(rollout("logprobs_mode", "processed_logprobs")), rollout("temperature", 1.0)
+    if mode == POLICY_LOGPROBS or not rollout("calculate_log_probs", True):
+        return
+    if (mode == "processed_logprobs" and not changed) or (mode == "raw_logprobs" and temperature == 1):
+        return
+    given = " and ".join(changed) or f"temperature={temperature}"
+    yield Refusal(
+        f"{_ROLLOUT}.logprobs_mode={mode} with {given}: importance weights divide the actor's probabilities by those "
+        "of another distribution. Those of an unmoved policy are not 1 (0.86 on average at top_p=0.8, 0.83 at top_k=3, "
+        "12 tokens)",
+        f"set {_ROLLOUT}.logprobs_mode={POLICY_LOGPROBS}, which needs rhyme's sampler (a preset with drafting or the "
+        "pipeline)",
+    )
 
 
 def _corrects(correction: Any) -> bool:

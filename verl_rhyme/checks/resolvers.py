@@ -8,6 +8,8 @@
     A divided by B, rounded down.
 ``${rhyme.rollout_is:}``
     ``token`` where the run trains stale tokens, else ``null``.
+``${rhyme.logprobs_mode:}``
+    ``policy_logprobs`` where rhyme's sampler draws the tokens, else verl's ``processed_logprobs``.
 
 The resolvers import the config late, because few processes resolve one.
 """
@@ -21,7 +23,7 @@ from omegaconf import OmegaConf
 
 def register() -> None:
     """Let YAML of this process interpolate ``${rhyme.NAME:...}``."""
-    for resolver in (if_separate, preset, quotient, rollout_is):
+    for resolver in (if_separate, logprobs_mode, preset, quotient, rollout_is):
         OmegaConf.register_new_resolver(f"rhyme.{resolver.__name__}", resolver, replace=True)
 
 
@@ -40,6 +42,16 @@ def preset(*, _root_: Any) -> str:
 
 def quotient(whole: Any, part: Any) -> int:
     return int(whole) // max(1, int(part))
+
+
+def logprobs_mode(*, _root_: Any) -> str:
+    from verl_rhyme.config import config_tree, presets
+
+    try:
+        rhyme = config_tree.from_verl(_root_)
+    except ValueError:  # start-up and preflight report it
+        return "processed_logprobs"
+    return presets.POLICY_LOGPROBS if rhyme is not None and rhyme.draws else "processed_logprobs"
 
 
 def rollout_is(*, _root_: Any) -> str | None:

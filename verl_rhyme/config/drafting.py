@@ -1,4 +1,4 @@
-"""Options of the history, of drafting, and of the verification of drafts."""
+"""Options of the history and of drafting."""
 
 from __future__ import annotations
 
@@ -100,14 +100,3 @@ class DraftingConfig:
         check(1 << 10 <= self.live_tokens <= 1 << 30, "live_tokens", "from 2**10 to 2**30")
         check(self.head != "", "head", "null, new, or a file")
         check(self.head is None or self.policy == "adaptive", "head", "null with drafting.policy=paper")
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """Sampling of tokens while drafting is enabled."""
-
-    coupled: bool | None = option(
-        None,
-        "Key the sampling noise by sample and position. A regenerated response then repeats its tokens where the "
-        "policy did not change. null: true if max_staleness=0 and drafting is enabled.",
-    )

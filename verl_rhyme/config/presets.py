@@ -41,9 +41,21 @@ def tree(preset: str, changes: Mapping[str, Any] | None = None) -> dict[str, Any
 #: Presets that run the pipeline.
 PIPELINES = tuple(name for name, options in PRESETS.items() if "max_staleness" in options)
 
+#: Value of ``rollout.logprobs_mode`` that only rhyme's sampler knows (:mod:`verl_rhyme.engine.drawer`).
+POLICY_LOGPROBS = "policy_logprobs"
+
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 DRAFTING_MANAGER = "verl_rhyme.agent_loop.agent_loop.RhymeAgentLoopManager"
 PIPELINE_MANAGER = "verl_rhyme.agent_loop.agent_loop.SessionAgentLoopManager"
+
+_LOGPROBS: Mapping[str, tuple[Any, str]] = {
+    "actor_rollout_ref.rollout.logprobs_mode": (
+        "${rhyme.logprobs_mode:}",
+        "policy_logprobs: rollout_log_probs are the policy's over the whole vocabulary, as the actor computes them, "
+        "also with top_p, top_k, min_p and penalties. Importance weights of an unmoved policy are then 1. "
+        "processed_logprobs, verl's default, where rhyme does not draw the tokens",
+    )
+}
 
 #: The keys of verl that pipeline presets set: value and reason.
 _PIPELINE_KEYS: Mapping[str, tuple[Any, str]] = {
@@ -76,6 +88,6 @@ def verl_keys(preset: str) -> Mapping[str, tuple[Any, str]]:
     if preset == "off":
         return {}
     if preset == "histospec":
-        return {MANAGER: (DRAFTING_MANAGER, "")}
+        return {MANAGER: (DRAFTING_MANAGER, ""), **_LOGPROBS}
     own = {"trainer.v1.trainer_mode": ("separate_async", "engines and trainer on separate GPUs")}
-    return {**_PIPELINE_KEYS, **(own if preset == "stream" else {})}
+    return {**_PIPELINE_KEYS, **_LOGPROBS, **(own if preset == "stream" else {})}

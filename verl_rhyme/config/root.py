@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, option, require
-from verl_rhyme.config.drafting import DraftingConfig, HistoryConfig, SamplingConfig
+from verl_rhyme.config.drafting import DraftingConfig, HistoryConfig
 from verl_rhyme.config.placement import LengthsConfig, PlacementConfig
 from verl_rhyme.config.scheduling import SchedulingConfig, StreamingConfig
 
@@ -52,7 +52,6 @@ class RhymeConfig:
     )
     history: HistoryConfig = field(default_factory=HistoryConfig)
     drafting: DraftingConfig = field(default_factory=DraftingConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     streaming: StreamingConfig = field(default_factory=StreamingConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -77,11 +76,9 @@ class RhymeConfig:
         return self.max_staleness is not None
 
     @property
-    def coupled(self) -> bool:
-        """Value of ``sampling.coupled``; ``None`` means true for the on-policy pipeline with drafting."""
-        if self.sampling.coupled is not None:
-            return self.sampling.coupled
-        return self.max_staleness == 0 and self.drafting.enable
+    def draws(self) -> bool:
+        """Whether engines draw tokens with rhyme's sampler: to verify drafts, and to regenerate with the same noise."""
+        return self.pipeline or self.drafting.enable
 
     def to_dict(self) -> dict[str, Any]:
         """Return a nested dict; :func:`verl_rhyme.config.config_tree.parse` reads it back."""

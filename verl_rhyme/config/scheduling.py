@@ -36,10 +36,10 @@ class SchedulingConfig:
         "or max_staleness + 1 with take=loaded. With max_staleness=0: 3 with refill=when_empty, 1.125 with put_off, "
         "else 1.",
     )
-    put_off: float | None = option(
-        None,
+    put_off: float = option(
+        0.0,
         "Tail batching (max_staleness=0): share of prompts that wait for a separate batch, those with the longest "
-        "expected responses. null: 0, or 0.25 without drafting or coupled sampling.",
+        "expected responses.",
     )
     take: Literal["finished", "loaded"] = option(
         "finished", "Order of training: the groups that finish first, or the prompts that started first (loaded)."
@@ -47,8 +47,7 @@ class SchedulingConfig:
     refill: Literal["always", "when_empty"] | None = option(
         None,
         "When new prompts start: at every policy version, or when all prompts in flight are trained. null: always. "
-        "With max_staleness=0: when_empty, but always with put_off, take=loaded, or without drafting or coupled "
-        "sampling.",
+        "With max_staleness=0: when_empty, but always with put_off or take=loaded.",
     )
     at_version: Literal["continue", "finish", "regenerate"] | None = option(
         None,
@@ -76,8 +75,7 @@ class SchedulingConfig:
         require(
             self.in_flight is None or self.in_flight >= 1, "scheduling.in_flight", self.in_flight, "null, or at least 1"
         )
-        allowed = "null, or at least 0 and below 1"
-        require(self.put_off is None or 0 <= self.put_off < 1, "scheduling.put_off", self.put_off, allowed)
+        require(0 <= self.put_off < 1, "scheduling.put_off", self.put_off, "at least 0 and below 1")
         require(self.order in (None, 0, 1), "scheduling.order", self.order, "null, 0 or 1")
         for name in ("lost_after", "tool_timeout"):
             require(getattr(self, name) > 0, f"scheduling.{name}", getattr(self, name), "above 0 (seconds)")

@@ -4,6 +4,9 @@ The noise is keyed by request and position (:mod:`verl_rhyme.sampling.noise`). A
 uses the same noise when it is regenerated (``docs/studies/coupling.md``). A request with a ``seed`` is keyed by it, any
 other by its id. Sampling options other than the temperature go through vLLM's processors first, a few rows at a time.
 
+Log-probabilities are those of vLLM's ``logprobs_mode``, or with :data:`POLICY_LOGPROBS` the policy's: over the whole
+vocabulary at the request's temperature, as verl's actor computes them, before any option that masks or shifts logits.
+
 This module is for vLLM's V1 model runner. A row's ``num_tokens_no_spec`` there counts its prompt and the tokens sampled
 so far, hence it is the position of the next token. ``InputBatch.add_request`` sets it for new and resumed requests, and
 ``_bookkeeping_sync`` advances it. While a prompt is prefilled in chunks, the draw is discarded. Asynchronous scheduling
@@ -26,6 +29,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 
+from verl_rhyme.config.presets import POLICY_LOGPROBS
 from verl_rhyme.engine import draw
 from verl_rhyme.engine.draw import Rows
 from verl_rhyme.processes.request import RequestMeta
@@ -105,9 +109,9 @@ class Drawn:
 class Drawer:
     """Draws a token for each row of logits under its request's sampling options."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, logprobs_mode: str | None = None) -> None:
         self._noise = BatchNoise(runner)
-        self._mode: str = runner.sampler.logprobs_mode
+        self.mode: str = logprobs_mode or runner.sampler.logprobs_mode
         self._processors = RejectionSampler(runner.sampler)  # vLLM's logits processors at drafted positions
         self._scratch = torch.empty(0)
 
@@ -121,9 +125,9 @@ class Drawer:
         """
         rows = self._noise.rows(counts)
         wanted = metadata.max_num_logprobs
-        plain = not (_positional(metadata) or _masked(metadata) or wanted) and not self._mode.endswith("logits")
+        plain = not (_changed(metadata) or wanted) and not self.mode.endswith("logits")
         if plain and logits.device.type == "cuda":
-            tokens, logprobs = draw.draw_on_gpu(logits, rows, scaled=False, raw=self._mode.startswith("raw"))
+            tokens, logprobs = draw.draw_on_gpu(logits, rows, scaled=False, raw=self.mode.startswith("raw"))
             if wanted is None:
                 return Drawn(tokens, None)
             from verl_rhyme.engine import draw_kernel
@@ -140,10 +144,11 @@ class Drawer:
 
     def _draw_some(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> Drawn:
         raw = logits.float().contiguous()
-        target = self._target(raw, rows, metadata, requests)
-        base = raw if self._mode.startswith("raw") else target
-        wanted, as_logits = metadata.max_num_logprobs, self._mode.endswith("logits")
-        quick = wanted == 0 and base is target and not as_logits
+        policy = _scaled(raw, rows)
+        target = self._target(raw, policy, rows, metadata, requests) if _changed(metadata) else policy
+        base = raw if self.mode.startswith("raw") else policy if self.mode == POLICY_LOGPROBS else target
+        wanted = metadata.max_num_logprobs
+        quick = wanted == 0 and base is target and not self.mode.endswith("logits")
         if logits.device.type == "cuda":
             tokens, logprobs = draw.draw_on_gpu(target, rows, scaled=True, raw=False)
         else:
@@ -155,23 +160,35 @@ class Drawer:
         if quick:
             assert logprobs is not None
             return Drawn(tokens, _table_of_one(tokens, logprobs, ranks(base, tokens)))
-        table = base if as_logits else base.log_softmax(dim=-1)
+        return Drawn(tokens, self._table(base, tokens, wanted))
+
+    def policy_table(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> LogprobsTensors:
+        """Return the policy's log-probabilities of tokens (int64 [B]) that vLLM's sampler drew from logits [B, V]."""
+        return self._table(_scaled(logits, self._noise.rows(np.ones(len(logits), dtype=np.int64))), tokens, wanted)
+
+    def _table(self, base: torch.Tensor, tokens: torch.Tensor, wanted: int) -> LogprobsTensors:
+        if wanted == 0 and not self.mode.endswith("logits"):
+            logprobs = base.gather(1, tokens[:, None])[:, 0] - base.logsumexp(dim=-1)
+            return _table_of_one(tokens, logprobs, ranks(base, tokens))
+        table = base if self.mode.endswith("logits") else base.log_softmax(dim=-1)
         values, ids = table.topk(wanted, dim=-1)
         ids = torch.cat([tokens[:, None], ids], dim=1).to(torch.int32)
         values = torch.cat([table.gather(1, tokens[:, None]), values], dim=1)
-        return Drawn(tokens, LogprobsTensors(ids, values, ranks(base, tokens)))
+        return LogprobsTensors(ids, values, ranks(base, tokens))
 
-    def _target(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> torch.Tensor:
-        """Return new logits (float32 [n, V]) with all sampling options of the requests applied."""
-        target = logits
+    def _target(
+        self, raw: torch.Tensor, policy: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int
+    ) -> torch.Tensor:
+        """Return new logits (float32 [n, V]) with all sampling options of the requests applied.
+
+        ``raw`` are the model's logits, ``policy`` the same divided by the temperatures.
+        """
         if _positional(metadata):
-            target = self._processed(target.clone(), rows, metadata, requests)
-        if (divisors := rows.divisors) is not None:
-            target = target / torch.from_numpy(divisors).to(target.device, non_blocking=True)[:, None]
+            target = _scaled(self._processed(raw.clone(), rows, metadata, requests), rows)
+        else:
+            target = policy.clone()
         if not _masked(metadata):
             return target.contiguous()
-        if target is logits:
-            target = target.clone()
         request = torch.from_numpy(rows.request).to(target.device, non_blocking=True)
         for processor in metadata.logitsprocs.argmax_invariant:
             if processor.min_p_count:
@@ -202,8 +219,20 @@ class Drawer:
         )
 
 
+def _scaled(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return the logits divided by the rows' temperatures; the same tensor if all are 1."""
+    if (divisors := rows.divisors) is None:
+        return logits
+    return logits / torch.from_numpy(divisors).to(logits.device, non_blocking=True)[:, None]
+
+
 def _table_of_one(tokens: torch.Tensor, logprobs: torch.Tensor, ranked: torch.Tensor) -> LogprobsTensors:
     return LogprobsTensors(tokens.to(torch.int32)[:, None], logprobs[:, None], ranked)
+
+
+def _changed(metadata: SamplingMetadata) -> bool:
+    """Whether a request draws from another distribution than the policy's at its temperature."""
+    return _positional(metadata) or _masked(metadata)
 
 
 def _positional(metadata: SamplingMetadata) -> bool:

@@ -43,7 +43,7 @@ class RhymeWorkerMethods:
         proposer.attach(self.model_runner)
         return True
 
-    def install_sampler(self) -> str:
+    def install_sampler(self, logprobs_mode: str | None = None) -> str:
         """Make this worker draw tokens and verify drafts with :mod:`verl_rhyme.engine.sampler`.
 
         Returns:
@@ -51,7 +51,7 @@ class RhymeWorkerMethods:
         """
         from verl_rhyme.engine import sampler  # imports vLLM's samplers
 
-        return sampler.install(self.model_runner)
+        return sampler.install(self.model_runner, logprobs_mode)
 
     def refused_patches(self) -> list[str]:
         """Return the refused patches of this worker, with reasons."""

@@ -1,4 +1,4 @@
-"""Sampler for vLLM's V1 model runner that verifies drafts by sampling from the target.
+"""Sampler for vLLM's V1 model runner: it verifies drafts by sampling from the target, with noise keyed by position.
 
 It samples a token from the target's distribution at every drafted position. Sampled tokens count up to the first that
 differs from the draft. For drafts without probabilities (one-hot) this *is* rejection sampling (Leviathan et al., 2023,
@@ -29,6 +29,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from verl_rhyme.config.presets import POLICY_LOGPROBS
 from verl_rhyme.engine import draw
 from verl_rhyme.engine.draw import Rows
 from verl_rhyme.engine.drawer import Drawer, ranks
@@ -50,7 +51,14 @@ class DrawingSampler(Sampler):
     ) -> SamplerOutput:
         """Sample a token for each request: ``sampled_token_ids`` is int32 [B, 1]."""
         if predict_bonus_token or logprobs_mode_override is not None or _unsupported(sampling_metadata):
-            return super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
+            wanted = sampling_metadata.max_num_logprobs
+            policy = self.drawer.mode == POLICY_LOGPROBS and wanted is not None
+            kept = logits.float().clone() if policy else None  # vLLM's sampler changes logits in place
+            output = super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
+            if kept is None or sampling_metadata.logprob_token_ids:
+                return output
+            table = self.drawer.policy_table(kept, output.sampled_token_ids[:, 0].long(), wanted)
+            return replace(output, logprobs_tensors=table)
         drawn = self.drawer.draw(logits, sampling_metadata, np.ones(len(logits), dtype=np.int64))
         return SamplerOutput(drawn.tokens.to(torch.int32)[:, None], drawn.logprobs)
 
@@ -123,8 +131,12 @@ def _unsupported(metadata: SamplingMetadata) -> bool:
     )
 
 
-def install(runner: Any) -> str:
+def install(runner: Any, logprobs_mode: str | None = None) -> str:
     """Install our samplers in a V1 model runner.
+
+    Args:
+        runner: vLLM's model runner.
+        logprobs_mode: :data:`POLICY_LOGPROBS`, or ``None`` for the engine's.
 
     Returns:
         Reason for a refusal, after which nothing has changed; empty on success.
@@ -139,7 +151,7 @@ def install(runner: Any) -> str:
         return "simulated acceptance is not supported; unset speculative_config.rejection_sample_method=synthetic"
     if is_installed(runner):
         return ""
-    drawing = DrawingSampler(Drawer(runner), sampler.logprobs_mode, sampler.use_fp64_gumbel)
+    drawing = DrawingSampler(Drawer(runner, logprobs_mode), sampler.logprobs_mode, sampler.use_fp64_gumbel)
     runner.sampler = drawing
     if verifier is not None:
         runner.rejection_sampler = DrawingVerifier(drawing, runner.speculative_config, runner.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme import patches
 from verl_rhyme.config import config_tree
+from verl_rhyme.config.presets import POLICY_LOGPROBS
 from verl_rhyme.drafting import recurrent
 from verl_rhyme.engine import cuda_graphs, earlier_text, sampler, weight_socket
 from verl_rhyme.engine.gate import Gate
@@ -86,6 +88,12 @@ class RhymeHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         # vLLM reports the times of scheduling and of the first token with its statistics only.
         engine_kwargs.setdefault("disable_log_stats", False)
+        if self._rhyme.draws:
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the engine's processes inherit it
+            if any(name.startswith("spec") for name in engine_kwargs) or (self.config.mtp and self.config.mtp.enable):
+                engine_kwargs.setdefault("async_scheduling", False)  # positions with vLLM's own drafts
+        if self.config.logprobs_mode == POLICY_LOGPROBS:  # the sampler's, unknown to vLLM
+            engine_kwargs["logprobs_mode"] = "processed_logprobs"
         if not self._rhyme.drafting.enable:
             return
         # The driver may not have the model's config.json; an error here is shorter than the engine's.
@@ -129,10 +137,12 @@ class RhymeHttpServer(vLLMHttpServer):
                 f"vLLM runs without the verl-rhyme proposer (attached on each worker: {attached}); "
                 "run `verl-rhyme doctor`"
             )
-        if self._rhyme.drafting.enable:
-            if reasons := sorted(filter(None, set(await self.engine.collective_rpc("install_sampler")))):
-                raise RuntimeError(f"cannot verify drafts on this engine: {'; '.join(reasons)}")
+        if self._rhyme.draws:
+            mode = POLICY_LOGPROBS if self.config.logprobs_mode == POLICY_LOGPROBS else None
+            if reasons := sorted(filter(None, set(await self.engine.collective_rpc("install_sampler", args=(mode,))))):
+                raise RuntimeError(f"cannot draw tokens on this engine: {'; '.join(reasons)}")
             sampler.allow_all_options(self.engine)
+        if self._rhyme.drafting.enable:
             self._histories.start()
         # A request's last output carries its times; verl's generate() keeps only the tokens.
         self._engine_generate = self.engine.generate
@@ -286,7 +296,7 @@ class RhymeHttpServer(vLLMHttpServer):
         if self._rhyme.drafting.enable:
             key = bytes.fromhex(meta.key) if meta.key else prompt_key(prompt_ids)
             meta.history_requested_ns = self._histories.ask(key)
-        params = continued_options(sampling_params, meta.resumed_tokens, noise_by_position=self._rhyme.drafting.enable)
+        params = continued_options(sampling_params, meta.resumed_tokens, noise_by_position=self._rhyme.draws)
         try:
             output = await super().generate(prompt_ids, meta.put(params), request_id, **kwargs)
         finally:

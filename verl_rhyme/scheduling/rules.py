@@ -30,11 +30,11 @@ Refill = Literal["always", "when_empty"]
 #: with its text at most as a draft.
 AtVersion = Literal["continue", "finish", "regenerate"]
 
-#: On-policy default: batches that are loaded together, as in SortedRL. It requires that an interrupted response drafts
-#: from its text with the same noise: regeneration is then cheap, and the response keeps its length.
+#: On-policy default: batches that are loaded together, as in SortedRL. What is interrupted is regenerated with the same
+#: noise (:mod:`verl_rhyme.sampling.noise`), so that it keeps its length.
 LOADED_BATCHES = 3.0
-#: On-policy default otherwise, tail batching (RollPacker, NSDI'26): batches in flight, share of prompts put off.
-TAIL_BATCHES, TAIL_SHARE = 1.125, 0.25
+#: Tail batching (RollPacker, NSDI'26): batches in flight.
+TAIL_BATCHES = 1.125
 
 #: Seconds for which stopped engines wait for samples that are busy elsewhere (a tool, a judge), and for which an update
 #: batch waits for rewards.
@@ -222,7 +222,6 @@ def of_options(
     unit: Unit = "group",
     relayed: bool = False,
     drafts: bool = True,
-    coupled: bool = True,
 ) -> Rules:
     """Return the rules of a run's options.
 
@@ -232,27 +231,22 @@ def of_options(
         samples: Samples of a prompt.
         unit: Resolved ``options.unit``.
         relayed: Whether weights go through the relay.
-        coupled: Whether coupled sampling is on. At ``max_staleness=0`` many interruptions without it shorten trained
-            responses.
 
     Raises:
         ValueError: Contradictory rules.
     """
-    in_flight, put_off, refill = options.in_flight, options.put_off, options.refill
-    if max_staleness == 0 and options.take == "finished":
-        if drafts and coupled and not put_off:
-            whole = (in_flight or LOADED_BATCHES) % 1 == 0  # whole batches are loaded together
-            refill = refill or ("when_empty" if whole else "always")
-            if in_flight is None and refill == "when_empty":
-                in_flight = LOADED_BATCHES
-        elif (in_flight, put_off, refill) == (None, None, None):
-            put_off = TAIL_SHARE
+    in_flight, refill = options.in_flight, options.refill
+    if max_staleness == 0 and options.take == "finished" and not options.put_off:
+        whole = (in_flight or LOADED_BATCHES) % 1 == 0  # whole batches are loaded together
+        refill = refill or ("when_empty" if whole else "always")
+        if in_flight is None and refill == "when_empty":
+            in_flight = LOADED_BATCHES
     return Rules(
         batch_prompts=batch_prompts,
         batch_samples=batch_prompts * samples,
         max_staleness=max_staleness,
         in_flight=in_flight,
-        put_off=put_off or 0.0,
+        put_off=options.put_off,
         unit=unit,
         take=options.take,
         refill=refill or "always",
@@ -285,5 +279,4 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
         unit=trained_unit(rhyme.scheduling.unit, str(OmegaConf.select(config, "algorithm.adv_estimator"))),
         relayed=OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend") == "relay",
         drafts=rhyme.drafting.enable and rhyme.drafting.policy == "adaptive",
-        coupled=rhyme.coupled,
     )

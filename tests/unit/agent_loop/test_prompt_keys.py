@@ -82,7 +82,7 @@ def answered(worker_class, prompt, validate=False):
             self.llm_client.keys = []
             self.tokenizer, self.processor = SimpleNamespace(chat_template="{{ messages }}"), None
             self.hf_model_type = self.dataset_cls = self.tools = self._filter_metric = None
-            self._coupled, self._attempts, self._sessions, self._reports = False, {}, {}, self
+            self._seed, self._attempts, self._sessions, self._reports = 0, {}, {}, self
             self._tool_timeout = 60.0
 
         async def send(self, ended, left=None):

@@ -410,10 +410,12 @@ def test_resuming_client_starts_over_with_unresumable_options(monkeypatch, dispa
 
     monkeypatch.setattr("verl_rhyme.agent_loop.client.asyncio.sleep", no_wait)
     client = Client([5, 3], resumes=True, interruptible=dispatched)
-    session = sample(partial=True) if dispatched else Session()
+    session = sample(partial=True, noise="1f") if dispatched else Session()
     output = attempt(client, session, params={**PENALTY, "max_tokens": 10})
     assert [(prompt, budget) for prompt, budget, *_ in client.requests] == [(PROMPT, 10)] * 3
     assert drafts(client) == [[], [*range(100, 105)], [*range(100, 105)]]
+    (noise,) = {meta.noise for _, _, meta, _ in client.requests}
+    assert noise, "else each regeneration would favour a shorter text"
     assert output.token_ids == [*range(100, 110)]
     assert output.log_probs == pytest.approx([-0.03] * 10), "all by the policy that ended it"
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (2, 2)

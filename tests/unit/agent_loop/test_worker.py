@@ -35,7 +35,7 @@ class Worker(_Worker):
 
     def __init__(self, run):
         self.run, self.reported, self.broken, self.fetched = run, [], False, []
-        self._coupled, self._seed, self._filter_metric, self._tool_timeout = False, 0, None, 60.0
+        self._seed, self._filter_metric, self._tool_timeout = 0, None, 60.0
         self._attempts, self._sessions = {}, {}
         self.background_tasks = set()
         self._reports = self
@@ -146,6 +146,23 @@ def kept_turns(met):
         raise Interrupted
 
     return run
+
+
+async def test_every_attempt_at_a_sample_draws_with_the_same_noise():
+    """With or without drafts, at any staleness: otherwise what is regenerated would be shorter."""
+    met = {}
+
+    async def run(worker, params, session_id, prompt):
+        met.setdefault(session_id, set()).add(current().noise)
+        raise Interrupted
+
+    worker = Worker(run)
+    for attempt in range(3):
+        await worker.start(*(Start(Attempt("a", number, attempt).name) for number in range(2)))
+    (one,), (other,) = met[0], met[1]
+    assert one != other
+    assert int(one, 16)
+    assert int(other, 16)
 
 
 async def test_attempt_is_listed_until_it_has_been_reported():

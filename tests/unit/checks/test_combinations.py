@@ -54,15 +54,16 @@ CASES = [
     ),
     ("histospec", [f"{E}.async_scheduling=true"], ["async_scheduling=true with", "synchronous scheduler"]),
     ("stream", [f"{E}.scheduler_cls=my.Scheduler", SEPARATE], ["scheduler_cls=my.Scheduler with"]),
-    ("histospec", [f"{E}.logits_processors=[my.Processor]"], ["logits_processors with", "own sampler"]),
     ("histospec", [f"{E}.enable_dbo=true"], ["enable_dbo=true with", "whole batches"]),
     ("histospec", [f"{E}.ubatch_size=2"], ["ubatch_size=2 with", "whole batches"]),
-    ("histospec", [f"{E}.diffusion_config={{canvas_length: 8}}"], ["diffusion_config with", "token by token"]),
+    ("full", [f"{E}.logits_processors=[my.Processor]", NO_DRAFTS], ["logits_processors with", "own sampler"]),
+    ("histospec", [f"{E}.diffusion_config={{canvas_length: 8}}"], ["diffusion_config with", "one by one"]),
     ("sorted", [f"{E}.tensor_parallel_size=2"], ["vllm.tensor_parallel_size=2 with", "tensor_model_parallel_size"]),
     ("full", [f"{E}.pipeline_parallel_size=2"], ["vllm.pipeline_parallel_size=2 with", "pipeline_model_parallel_size"]),
     ("full", [f"{E}.data_parallel_size=2"], ["vllm.data_parallel_size=2 with", f"set {R}.data_parallel_size"]),
     ("sorted", [f"{E}.max_num_seqs=64"], ["vllm.max_num_seqs=64 with", f"set {R}.max_num_seqs instead"]),
     ("sorted", [f"{E}.scheduling_policy=fcfs"], ["vllm.scheduling_policy=fcfs with", "scheduling_policy=priority"]),
+    ("full", [f"{E}.logprobs_mode=raw_logprobs"], ["logprobs_mode=policy_logprobs", f"set {R}.logprobs_mode"]),
     (
         "full",
         [f"actor_rollout_ref.model.path={MODELS}/qwen3_next"],
@@ -72,11 +73,6 @@ CASES = [
         "sorted",
         [f"{R}.data_parallel_size=2"],
         [f"{R}.data_parallel_size=2 with {CONFIG_PATH}.drafting.enable=true", "data_parallel_size=1", "replicas"],
-    ),
-    (
-        "full",
-        [f"{CONFIG_PATH}.sampling.coupled=true"],
-        ["sampling.coupled=true with", "max_staleness=1: coupled sampling applies to", "drop it"],
     ),
     ("full", ["trainer.v1.trainer_mode=my_async"], ["trainer_mode=my_async with", "to one of sync, colocate_async"]),
     (
@@ -141,11 +137,17 @@ CASES = [
     ),
     ("full", [f"{R}.full_determinism=true"], ["full_determinism=true with", "placement.policy=null"]),
     (
+        "histospec",
+        [NO_DRAFTS, f"{R}.logprobs_mode=policy_logprobs"],
+        ["logprobs_mode=policy_logprobs with", "drafting.enable=false", "only rhyme's sampler", "drop the override"],
+    ),
+    (
         "full",
         [f"{CONFIG_PATH}.enable=false", f"{BACKEND}=naive"],
         ["agent_loop_manager_class=", f"requires {CONFIG_PATH}.enable=true", "+rhyme=off"],
     ),
     ("off", [SEPARATE, f"{BACKEND}=relay"], ["backend=relay: this setting requires", "drop the override"]),
+    ("off", [f"{R}.logprobs_mode=policy_logprobs"], ["policy_logprobs: this setting requires", "drop the override"]),
 ]
 OPTIONS = [(row, option) for row in combinations.TABLE for option in row.options]
 
@@ -196,7 +198,6 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
         # on-policy: every token is the current policy's
         ("sorted", [f"{R}.enable_rollout_routing_replay=true", f"{R}.calculate_log_probs=false"]),
         ("full", [f"{K}=0", "algorithm.adv_estimator=opo", f"{LOSS}=gpg"]),
-        ("full", [f"{K}=0", f"{CONFIG_PATH}.sampling.coupled=true"]),
         ("full", [f"{K}=0", SEPARATE, f"{BACKEND}=nccl"]),
         # earlier policies' tokens, corrected
         ("full", [f"{LOSS}=gpg"]),

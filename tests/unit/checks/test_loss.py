@@ -66,6 +66,52 @@ def test_stale_tokens_without_a_correction_are_reported(preset, overrides, repor
     assert [words in warning for warning in warnings(preset, *overrides)] == [True] * reported
 
 
+R = "actor_rollout_ref.rollout"
+MODE = f"{R}.logprobs_mode"
+BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+NO_DRAFTS = f"{CONFIG_PATH}.drafting.enable=false"
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "mode"),
+    [
+        ("histospec", [], "policy_logprobs"),
+        ("histospec", [NO_DRAFTS], "processed_logprobs"),  # vLLM's sampler
+        ("full", [], "policy_logprobs"),
+        ("full", [NO_DRAFTS], "policy_logprobs"),
+        ("full", [f"{CONFIG_PATH}.enable=false"], "processed_logprobs"),
+        ("stream", [f"{MODE}=raw_logprobs"], "raw_logprobs"),  # an override wins
+    ],
+)
+def test_rollout_log_probabilities_are_the_policys_where_rhyme_draws_the_tokens(preset, overrides, mode):
+    assert OmegaConf.select(verl_config(preset, *overrides), MODE) == mode
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "words"),
+    [
+        ("full", [f"{R}.top_p=0.8", f"{R}.top_k=20"], ""),
+        ("full", [f"{MODE}=processed_logprobs"], ""),
+        ("full", [f"{MODE}=processed_logprobs", f"{R}.top_p=0.8", f"{R}.top_k=20"], "with top_p=0.8 and top_k=20: "),
+        ("full", [f"{MODE}=processed_logprobs", f"{R}.min_p=0.1"], "with min_p=0.1: "),
+        ("full", [f"{MODE}=processed_logprobs", f"{R}.repetition_penalty=1.1"], "with repetition_penalty=1.1: "),
+        ("full", [f"{MODE}=processed_logprobs", f"{R}.top_p=0.8", f"{CONFIG_PATH}.max_staleness=0"], ""),  # no weights
+        ("histospec", [f"{R}.top_p=0.8", BYPASS], ""),
+        ("histospec", [f"{R}.top_p=0.8", NO_DRAFTS], ""),
+        ("histospec", [f"{R}.top_p=0.8", NO_DRAFTS, BYPASS], "logprobs_mode=processed_logprobs with top_p=0.8: "),
+        ("full", [f"{MODE}=raw_logprobs", f"{R}.top_p=0.8"], ""),
+        ("full", [f"{MODE}=raw_logprobs", f"{R}.temperature=0.7"], "raw_logprobs with temperature=0.7: "),
+    ],
+)
+def test_weights_of_another_support_are_reported_with_their_size(preset, overrides, words):
+    found = [line for line in warnings(preset, *overrides) if "another distribution" in line]
+    assert len(found) == bool(words)
+    for line in found:
+        assert words in line
+        assert "0.86 on average at top_p=0.8" in line
+        assert f"set {MODE}=policy_logprobs" in line
+
+
 @pytest.mark.parametrize("stale", [0, 1])
 @pytest.mark.parametrize("preset", ["full", "sorted"])
 def test_averages_of_batches_that_finish_first(preset, stale):
@@ -73,6 +119,7 @@ def test_averages_of_batches_that_finish_first(preset, stale):
     (line,) = warnings(*run, *average("token-mean"))
     assert "scheduling.take=finished" in line
     assert "loss_scale_factor=384" in line
+    assert f"shifts by {-9 if stale and preset == 'full' else -21}% (-4% with verl's schedule" in line
     (line,) = warnings(*run, *average(NORM))
     assert "set actor_rollout_ref.actor.loss_scale_factor=384" in line
     assert not warnings(*run, *average(NORM, horizon=384))

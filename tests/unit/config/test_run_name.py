@@ -35,7 +35,7 @@ def test_an_unchanged_preset_gives_its_name(preset):
             {"placement__policy": "histopipe", "placement__options": {"groups": 2}},
             *["histospec-histopipe-groups_2"] * 2,
         ),
-        ("sorted", {"sampling__coupled": False}, "sorted-no_coupled", "sorted"),
+        ("sorted", {"drafting__wait_for_history": True}, "sorted-wait_for_history", "sorted"),
         # folders and waiting times are left out
         ("full", {"history__dir": "/x", "events__enable": False, "scheduling__lost_after": 60.0}, *["full"] * 2),
         # options of another preset give that preset's name

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 from collections import defaultdict, deque
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from verl_rhyme.config import ConfigError, DraftingConfig, RhymeConfig, config_tree
+from verl_rhyme.config.presets import POLICY_LOGPROBS
 from verl_rhyme.engine import server as servers
 from verl_rhyme.engine.gate import Gate
 from verl_rhyme.engine.server import RhymeHttpServer
@@ -357,17 +359,36 @@ async def test_server_without_engine_is_healthy(server):
 # ---- engine options ----
 
 
-def options(server, model_type, drafting):
+def options(server, model_type, drafting, mode="processed_logprobs", given=(), **rhyme):
     """Return ``engine_kwargs`` as the server completes them."""
-    server._rhyme = config_tree.parse({"drafting": {"enable": drafting}, "history": {"dir": "/history"}})
+    server._rhyme = config_tree.parse({"drafting": {"enable": drafting}, "history": {"dir": "/history"}, **rhyme})
     server.config = SimpleNamespace(
-        checkpoint_engine=None, cudagraph_capture_sizes=None, max_num_seqs=8, max_num_batched_tokens=256
+        checkpoint_engine=None,
+        cudagraph_capture_sizes=None,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        logprobs_mode=mode,
+        mtp=None,
     )
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0}, name_or_path="t")
     server.model_config = SimpleNamespace(hf_config=CONFIG_MAPPING[model_type](), tokenizer=tokenizer)
-    engine_kwargs = {}
+    engine_kwargs = dict(given)
     server._preprocess_engine_kwargs(engine_kwargs)
     return engine_kwargs
+
+
+def test_without_drafts_the_pipeline_draws_with_rhymes_sampler(server, monkeypatch):
+    """It regenerates with the same noise, on the model runner that the sampler knows, and returns the policy's
+    log-probabilities."""
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert "async_scheduling" not in options(server, "qwen3", drafting=False)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ, "histospec without drafts is vLLM's"
+    found = options(server, "qwen3", drafting=False, mode=POLICY_LOGPROBS, max_staleness=0)
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert found["logprobs_mode"] == "processed_logprobs", "vLLM does not know the other"
+    assert not {"speculative_config", "async_scheduling"} & set(found)
+    mtp = {"speculative_config": {"method": "mtp"}}
+    assert options(server, "qwen3", drafting=False, given=mtp, max_staleness=0)["async_scheduling"] is False
 
 
 def test_server_drafts_for_no_recurrent_model(server):

@@ -43,21 +43,18 @@ def test_batches_in_flight_follow_from_the_bound(rules, batches):
 
 
 @pytest.mark.parametrize(
-    ("options", "given", "batches", "refill", "put_off"),
+    ("options", "batches", "refill", "put_off"),
     [
-        ({}, {}, 3, "when_empty", 0),
-        ({}, {"drafts": False}, 1.125, "always", 0.25),
-        ({}, {"coupled": False}, 1.125, "always", 0.25),
-        ({"put_off": 0.25}, {}, 1.125, "always", 0.25),
-        ({"put_off": 0.0}, {}, 3, "when_empty", 0),
-        ({"put_off": 0.0}, {"drafts": False}, 1, "always", 0),
-        ({"in_flight": 2.0}, {}, 2, "when_empty", 0),
-        ({"in_flight": 2.0}, {"drafts": False}, 2, "always", 0),
-        ({"refill": "when_empty"}, {}, 3, "when_empty", 0),
-        ({"refill": "always"}, {}, 1, "always", 0),
-        ({"take": "loaded"}, {}, 1, "always", 0),
+        ({}, 3, "when_empty", 0),
+        ({"put_off": 0.25}, 1.125, "always", 0.25),
+        ({"in_flight": 2.0}, 2, "when_empty", 0),
+        ({"in_flight": 1.5}, 1.5, "always", 0),
+        ({"refill": "when_empty"}, 3, "when_empty", 0),
+        ({"refill": "always"}, 1, "always", 0),
+        ({"take": "loaded"}, 1, "always", 0),
     ],
 )
-def test_on_policy_more_batches_are_loaded_with_drafting(options, given, batches, refill, put_off):
-    found = of_options(SchedulingConfig(**options), 0, separate=False, **given)
+@pytest.mark.parametrize("drafts", [True, False])
+def test_on_policy_whole_batches_are_loaded_together_with_and_without_drafts(options, batches, refill, put_off, drafts):
+    found = of_options(SchedulingConfig(**options), 0, separate=False, drafts=drafts)
     assert (found.batches, found.refill, found.put_off) == (batches, refill, put_off)

@@ -641,7 +641,7 @@ class Worker(_Worker):
 
     def __init__(self, world):
         self.world = world
-        self._coupled, self._seed, self._tool_timeout = False, 0, 3600.0
+        self._seed, self._tool_timeout = 0, 3600.0
         self._attempts, self._sessions = {}, {}
         self._filter_metric = "reward" if world.filters else None
         self.background_tasks = set()

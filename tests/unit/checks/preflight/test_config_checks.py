@@ -105,7 +105,7 @@ def test_backends_are_the_registered_ones():
         ("full", RELAY, "max_staleness 1, in_flight 2, put_off 0, take finished, refill always, at_version continue"),
         (
             "full",
-            [f"{R}.custom.rhyme.max_staleness=0", f"{R}.custom.rhyme.sampling.coupled=false"],
+            [f"{R}.custom.rhyme.max_staleness=0", f"{R}.custom.rhyme.scheduling.put_off=0.25"],
             "max_staleness 0, in_flight 1.125, put_off 0.25, take finished, refill always, at_version regenerate",
         ),
     ],
