@@ -1,4 +1,5 @@
-"""An agent loop as they are: slow tools, workers that die, attempts nobody hears of again, canned answers, and none."""
+"""An agent loop as they are: slow tools, tools that raise, workers that die, attempts nobody hears of again, canned
+answers, and none."""
 
 import asyncio
 import os
@@ -52,4 +53,7 @@ class UnreliableLoop(SingleTurnAgentLoop):
         if first_attempt and (index % 4, sample) == (2, 2):
             asyncio.current_task().cancel()
             await asyncio.sleep(0)
-        return await super().run(sampling_params, **kwargs)
+        output = await super().run(sampling_params, **kwargs)
+        if first_attempt and (index % 4, sample) == (1, 2):
+            raise ConnectionError("the sandbox is away")
+        return output
