@@ -159,6 +159,7 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
     assert (tmp_path / "died").exists()
     assert sum(metrics["training/sorted/abandoned"] for metrics in steps) > 0
     assert sum(metrics["training/sorted/dropped_prompts"] for metrics in steps) == 0
+    assert sum(metrics["training/sorted/failed_attempts"] for metrics in steps) >= PROMPTS // 4
     for metrics in steps:
         assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 0
         assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999

@@ -1,4 +1,5 @@
-"""An agent loop as they are: slow tools, workers that die, attempts nobody hears of again, canned answers, and none."""
+"""An agent loop as they are: slow tools, tools that raise, workers that die, attempts nobody hears of again, canned
+answers, and none."""
 
 import asyncio
 import os
@@ -9,6 +10,7 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 
 from verl_rhyme.agent_loop.session import current
 from verl_rhyme.scheduling.attempts import Attempt
+from verl_rhyme.scheduling.rollout import _ATTEMPTS as ATTEMPTS
 
 #: A tool takes so long that a step that waits for it fails the test.
 HANGS_S = 3600.0
@@ -27,9 +29,9 @@ def without_trajectory(index, sample):
 
 class UnreliableLoop(SingleTurnAgentLoop):
     async def run(self, sampling_params, **kwargs):
-        uid, sample, index = kwargs["uid"], kwargs["session_id"], int(kwargs["index"])
+        sample, index = kwargs["session_id"], int(kwargs["index"])
         session = current()
-        first_attempt = session is not None and session.name == Attempt(uid, sample).name
+        first_attempt = bool(session and session.name) and Attempt.named(session.name).attempt % ATTEMPTS == 0
         if canned(index, sample):
             prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
             return AgentLoopOutput(
@@ -52,4 +54,7 @@ class UnreliableLoop(SingleTurnAgentLoop):
         if first_attempt and (index % 4, sample) == (2, 2):
             asyncio.current_task().cancel()
             await asyncio.sleep(0)
-        return await super().run(sampling_params, **kwargs)
+        output = await super().run(sampling_params, **kwargs)
+        if first_attempt and (index % 4, sample) == (1, 2):
+            raise ConnectionError("the sandbox is away")
+        return output

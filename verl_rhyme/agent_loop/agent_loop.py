@@ -13,6 +13,7 @@ from verl.utils.ray_utils import auto_await
 
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker
 from verl_rhyme.config import config_tree
+from verl_rhyme.processes.waiting import insist_blocking, waiting_for
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
     def resend_validation(self) -> None:
         """Send unfinished validation prompts of dead workers to others."""
         sent, self._sent = self._sent, []
-        tags = (tq.kv_list() or {}).get("val", {})  # verl has cleared earlier validations
+        listing = insist_blocking(tq.kv_list, "listing TransferQueue") or {}
+        tags = listing.get("val", {})  # verl has cleared earlier validations
         unfinished = {uid for uid, tag in tags.items() if tag.get("is_prompt") and tag.get("status") in _OPEN}
         for worker, chunk in sent:
             if rows := [row for row, uid in enumerate(chunk["uid"]) if str(uid) in unfinished]:
@@ -89,7 +91,8 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         """Wait without a timeout: imports from a cold shared filesystem may exceed a running worker's patience."""
         for worker in [worker for worker in self.agent_loop_workers if worker not in self._ready]:
             try:
-                ray.get(worker.__ray_ready__.remote())
+                with waiting_for("an agent loop worker to start"):
+                    ray.get(worker.__ray_ready__.remote())
             except ray.exceptions.RayActorError as error:
                 if len(self.agent_loop_workers) == 1:
                     raise  # no worker can start

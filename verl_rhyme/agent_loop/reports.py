@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,15 +11,13 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme.agent_loop.session import SESSIONS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
+from verl_rhyme.processes.waiting import insist
 from verl_rhyme.scheduling.attempts import Ended
-
-logger = logging.getLogger(__name__)
 
 #: Seconds that a report waits for others to be sent with it.
 _DELAY_S = 0.01
-#: Seconds that a receiver has for a report, and pauses between tries, in which a dead coordinator restarts.
+#: Seconds that a receiver has for a report.
 _TIMEOUT_S = 30.0
-_RETRIES_S = (0.5, 2.0, 8.0, 15.0, 30.0, 60.0)
 
 
 class NotReported(RuntimeError):
@@ -95,17 +92,13 @@ class _Lane:
         await self._insist(lambda: self.coordinator.report_ended.remote(reports), "the coordinator", len(reports))
 
     async def _insist(self, send: Callable[[], Awaitable[Any]], whom: str, count: int) -> None:
-        for retry_s in (*_RETRIES_S, None):
-            try:
-                await asyncio.wait_for(send(), _TIMEOUT_S)
-                return
-            except Exception as error:
-                if retry_s is None:
-                    raise NotReported(f"{whom} does not accept reports: {error!r}") from error
-                logger.warning("%d reports did not reach %s (%r): trying again", count, whom, error)
-                await asyncio.sleep(retry_s)
+        try:
+            await insist(send, f"{count} reports to {whom}", _TIMEOUT_S, permanent=())
+        except Exception as error:
+            raise NotReported(f"{whom} does not accept reports: {error!r}") from error
 
 
 def _tag(ended: Ended) -> dict[str, Any]:
     """Return the tag of an entry. It does not record whether trajectories are stored: their keys show that."""
-    return {"status": ended.status, "tokens": ended.tokens, "first_version": ended.first_version}
+    status = "interrupted" if ended.status == "failed" else ended.status  # its turns are as good
+    return {"status": status, "tokens": ended.tokens, "first_version": ended.first_version}

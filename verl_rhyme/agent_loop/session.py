@@ -158,6 +158,7 @@ class Session:
             key of its first turn's token ids.
         no_trajectory: At the end, whether the agent loop returned no trajectory.
         interrupted: Whether the attempt was interrupted, even if the agent loop continues.
+        generated: Whether its complete response was reported.
         deadline: Deadline of its tools and its reward.
         drafts: Texts of the attempt before, of turns that begin over, by turn number.
     """
@@ -177,6 +178,7 @@ class Session:
     key: str = ""
     no_trajectory: bool = False
     interrupted: bool = False
+    generated: bool = False
     deadline: Deadline = field(default_factory=Deadline)
     drafts: dict[int, array[int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)

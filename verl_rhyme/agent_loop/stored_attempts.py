@@ -7,11 +7,13 @@ import itertools
 import logging
 from array import array
 from collections import Counter, defaultdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import transfer_queue as tq
 
 from verl_rhyme.agent_loop.session import SESSIONS, Turn
+from verl_rhyme.processes.waiting import PERMANENT, insist
 from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.recovery import Evidence
 
@@ -61,7 +63,7 @@ async def clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -
     for partition, keys in gone.items():
         if keys:
             try:
-                await tq.async_kv_clear(keys=keys, partition_id=partition)
+                await insist(partial(tq.async_kv_clear, keys=keys, partition_id=partition), "clearing TransferQueue")
             except Exception:
                 logger.warning("could not clear %d keys of partition %s", len(keys), partition, exc_info=True)
 
@@ -122,20 +124,28 @@ async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> di
     return found
 
 
-async def _fetch(keys: list[str], partition: str, fields: list[str]) -> dict[str, tuple[Any, ...]]:
-    """Return fields by key; entries with missing data are left out. On an error it halves the request."""
+async def _fetch(
+    keys: list[str], partition: str, fields: list[str], patient: bool = True
+) -> dict[str, tuple[Any, ...]]:
+    """Return fields by key; entries with missing data are left out.
+
+    On an error it halves the request; an error of the queue itself is waited out once before (``patient``).
+    """
     if not keys:
         return {}
     try:
-        data = await tq.async_kv_batch_get(keys=keys, partition_id=partition, select_fields=fields)
+        get = partial(tq.async_kv_batch_get, keys=keys, partition_id=partition, select_fields=fields)
+        data = await (insist(get, "fetching from TransferQueue") if patient else get())
         columns = []
         for column in (data[name] for name in fields):
             values = column.unbind() if hasattr(column, "unbind") else column  # a tensor, or a list
             columns.append([getattr(value, "data", value) for value in values])
         return dict(zip(keys, zip(*columns, strict=True), strict=True))  # the answer leaves out missing keys
-    except Exception:
+    except Exception as error:
+        patient = patient and isinstance(error, PERMANENT)
         if len(keys) == 1:
             logger.debug("%s of partition %s cannot be fetched", keys[0], partition, exc_info=True)
             return {}
         half = len(keys) // 2
-        return {**await _fetch(keys[:half], partition, fields), **await _fetch(keys[half:], partition, fields)}
+        halves = [await _fetch(some, partition, fields, patient) for some in (keys[:half], keys[half:])]
+        return {**halves[0], **halves[1]}

@@ -25,17 +25,18 @@ from verl_rhyme.agent_loop.session import PROMPTS, STARTS, Interrupted, Session,
 from verl_rhyme.agent_loop.stored_attempts import REPORT, StoredTurns, fetch_finished_turns, fetch_turns
 from verl_rhyme.config import config_tree
 from verl_rhyme.history.keys import data_key, template_label
+from verl_rhyme.observability.errors import BROKEN, is_broken
 from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.placement import Move
-from verl_rhyme.processes.deadline import Deadline
+from verl_rhyme.processes.deadline import Deadline, NoAnswer
 from verl_rhyme.processes.request import FIELD
+from verl_rhyme.processes.waiting import insist
 from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
+from verl_rhyme.scheduling.retries import HANG_TRIES
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before samples whose data could not be fetched are reported as lost.
-_RETRY_S = 1.0
 #: Characters reported of an error's text, from its end: a remote error has its traceback before its message.
 _ERROR_CHARS = 1000
 
@@ -171,7 +172,6 @@ class SessionAgentLoopWorker(_RhymeWorker):
                 return
             await self._not_begun(starts, "failed", f"its prompt's data are missing: {error}")
         except Exception as error:
-            await asyncio.sleep(_RETRY_S)  # do not query a failing queue again at once
             await self._not_begun(starts, "lost", repr(error)[-_ERROR_CHARS:])
 
     async def _not_begun(self, starts: list[Start], status: Literal["failed", "lost"], error: str) -> None:
@@ -235,9 +235,11 @@ class SessionAgentLoopWorker(_RhymeWorker):
                 return
             if not isinstance(error, Exception):
                 raise
-            logger.exception("attempt %s failed; its prompt is replaced", session.name)
+            logger.exception("attempt %s failed", session.name)
             text = "".join(traceback.format_exception_only(error)).strip()
-            await self._reports.send(Ended(session.name, "failed", error=text[-_ERROR_CHARS:]))
+            tries = HANG_TRIES if isinstance(error, NoAnswer) else 1
+            failure = {"error": text[-_ERROR_CHARS:], "broken": is_broken(error), "tries": tries}
+            await self._report(session, "failed", **failure)
         else:
             tokens, scores, empty = session.tokens, session.scores, session.no_trajectory
             await self._reports.send(
@@ -245,8 +247,9 @@ class SessionAgentLoopWorker(_RhymeWorker):
             )
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        if trajectory["validate"]:
-            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        if trajectory["validate"]:  # verl leaves out the samples that fail
+            run = partial(super()._run_agent_loop, sampling_params, trajectory, **kwargs)
+            return await insist(run, "a validation sample", limit_s=None, permanent=BROKEN)
         return await _AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory, **kwargs)  # has its session
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
@@ -294,11 +297,14 @@ class SessionAgentLoopWorker(_RhymeWorker):
         if self._filter_metric is not None:
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
 
-    async def _report(self, session: Session, status: Status) -> None:
+    async def _report(self, session: Session, status: Status, **failure: Any) -> None:
         """Report to the coordinator; store in TransferQueue what the next attempt may begin with."""
-        records = _records(session)
-        left = {"turns": [turn.to_dict() for turn in session.carried_over], "records": records}
-        await self._reports.send(Ended(session.name, status, session.tokens, session.first_version, records), left)
+        records, left = _records(session), None
+        if status != "failed" or (session.tokens and not session.generated):
+            left = {"turns": [turn.to_dict() for turn in session.carried_over], "records": records}
+        ended = Ended(session.name, status, session.tokens, session.first_version, records, **failure)
+        await self._reports.send(ended, left)
+        session.generated |= status == "generated"
 
 
 def _check_policy_tokens(session: Session, tokens: int) -> None:

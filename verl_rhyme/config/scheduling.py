@@ -71,13 +71,19 @@ class SchedulingConfig:
         "replicas restart its samples.",
     )
 
+    outage_timeout: float = option(
+        900.0,
+        "Seconds without a successful sample after which the run ends, if tools or rewards raise. Until then failed "
+        "samples start again, and no prompt is replaced.",
+    )
+
     def __post_init__(self) -> None:
         require(
             self.in_flight is None or self.in_flight >= 1, "scheduling.in_flight", self.in_flight, "null, or at least 1"
         )
         require(0 <= self.put_off < 1, "scheduling.put_off", self.put_off, "at least 0 and below 1")
         require(self.order in (None, 0, 1), "scheduling.order", self.order, "null, 0 or 1")
-        for name in ("lost_after", "tool_timeout"):
+        for name in ("lost_after", "tool_timeout", "outage_timeout"):
             require(getattr(self, name) > 0, f"scheduling.{name}", getattr(self, name), "above 0 (seconds)")
 
 

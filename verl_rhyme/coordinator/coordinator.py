@@ -27,17 +27,17 @@ from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN, evidence, trajectories
 from verl_rhyme.coordinator.cleanup import Cleanup
 from verl_rhyme.coordinator.migrations import Migrations
-from verl_rhyme.coordinator.worker_pool import WorkerPool
+from verl_rhyme.coordinator.worker_pool import START_S, WorkerPool
 from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.batches import batch_metrics, forecast_metrics, placement_metrics, replica_paces
 from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.placement import Move, Placement
 from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
+from verl_rhyme.processes.waiting import insist
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
-from verl_rhyme.scheduling.lost_starts import LOSING_S, LostStarts
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import STOP_WAIT_S
 from verl_rhyme.scheduling.samples import State
@@ -82,8 +82,10 @@ class Coordinator:
         self._dispatching = False
         self._error: Exception | None = None
         self._complained_at: float | None = None  # time of the last log line about what a batch waits for
+        self._logged_at: float | None = None  # time of the last log line about a failed attempt
         self._without_workers = 0  # consecutive times that no worker started
         self._changed = asyncio.Event()  # set, and replaced, at each change
+        self._waking: asyncio.TimerHandle | None = None  # next start of a failed sample
 
     # ---- called by the trainer ----
 
@@ -105,21 +107,22 @@ class Coordinator:
             self._opened.pool.close()
             self._opened.migrations.close()
             self._opened = None  # later reports are for the new rollout
-        rollout = Rollout(setting.rules, setting.filters, resume.generation)
+        rollout = Rollout(setting.rules, setting.filters, resume.generation, setting.outage_s)
         self._expectations = expectations = Expectations(setting.response_limit)
         if resume.lengths is not None:
             expectations.load_state_dict(resume.lengths)
         rollout.scheduler.version = resume.version
         pool = self._new_pool(setting)
-        running = await pool.join(workers)
-        listing = await tq.async_kv_list() or {}
+        # Workers of an earlier coordinator have started: one that does not answer hangs.
+        running = await pool.join(workers, START_S if fresh else setting.lost_after)
+        listing = await _listing()
         self._still(opening, pool)
         if resume.state is not None:
             known, prompts = await evidence(listing, set(running)), set(listing.get(PROMPTS, ()))
             self._still(opening, pool)
             now = resume.version, resume.batches_left
             added = [prompt[:2] for prompt in resume.prompts]
-            for uid in rollout.restore(resume.state, *now, known, prompts, added):
+            for uid in rollout.restore(resume.state, *now, known, prompts, added, _clock()):
                 logger.warning("the data of prompt %s are missing from TransferQueue: another prompt is loaded", uid)
             known_prompts = resume.state.get("expectations", {})
             rollout.expect(expectations.restore_prompts(known_prompts, rollout.needs_prompt))
@@ -136,7 +139,7 @@ class Coordinator:
         migrations.start()
         self._capacity = Capacity(setting.limit, setting.room, (resume.state or {}).get("capacity"))
         self._capacity.share = resume.share
-        self._cleanup, self._lost_starts = Cleanup(), LostStarts()
+        self._cleanup = Cleanup()
         pool.abandon([name for name in running if not rollout.may_train(name)])
         if fresh:
             # Awaited: a trainer that dies before it is done opens the coordinator as fresh again.
@@ -153,7 +156,7 @@ class Coordinator:
         opened, opening = self._open, self._openings
         opened.pool.close()
         pool = self._new_pool(opened.setting)
-        await pool.join(workers)
+        await pool.join(workers, START_S)
         self._still(opening, pool)
         self._without_workers = 0 if len(pool) else self._without_workers + 1
         if self._without_workers == _OPENINGS:
@@ -236,7 +239,7 @@ class Coordinator:
             if any(work := await self.pending_work()):
                 return work
             if part is not None and (names := rollout.part(part)):
-                return TrainerWork(part=_stored(names, await tq.async_kv_list() or {}))
+                return TrainerWork(part=_stored(names, await _listing()))
             self._complained_at = self._complain(self._complained_at, "an update batch")
             await self._change(_LOOK_S)
             self._still(opening)
@@ -276,7 +279,7 @@ class Coordinator:
         answered = self._expectations.retain(rollout.needs_prompt)
         self._dispatch.retain(rollout.needs_prompt)
         state = self._state()
-        listing = await tq.async_kv_list() or {}  # after take(): later, shorter samples must not join the batch
+        listing = await _listing()  # after take(): later, shorter samples must not join the batch
         self._still(opening)
         keys, tags = _stored(batch.attempts, listing)
         dropped = self._cleanup.find_dropped(rollout, listing, set(batch.attempts))
@@ -318,12 +321,11 @@ class Coordinator:
             return
         rollout, pool = self._opened.rollout, self._opened.pool
         for report in reports:
-            self._watch_starts(report)
             if report.status != "generated":
                 pool.ended(report.name)
             self._dispatch.ended(report.name, report.tokens if report.status == "generated" else None)
             try:
-                records = rollout.ended(report)
+                records = rollout.ended(report, _clock())
                 if report.status == "generated" and rollout.may_train(report.name):
                     self._expectations.generated(*Attempt.named(report.name).sample, report.tokens)
                 if records and not records[0]["attempt"]:  # prompts of later requests include earlier responses
@@ -332,6 +334,10 @@ class Coordinator:
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:
                 self._fail(error)
+            if report.status in ("failed", "lost"):
+                self._log_failure(report)
+        for warning in rollout.pop_warnings():
+            logger.warning("%s", warning)
         self._cleanup.delete_reports(rollout.pop_obsolete())
         self._go()
 
@@ -368,14 +374,27 @@ class Coordinator:
                 if self._dispatching and len(pool):
                     limit = self._capacity.limit
                     min_starts = max(1, setting.min_starts * limit // setting.limit)
-                    starts = self._dispatch.fill(limit, min_starts)
+                    starts = self._dispatch.fill(limit, min_starts, _clock())
                     self._open.migrations.report_errors()
                     pool.start(starts, rollout.scheduler.version + 1)
+                    self._wake_at(rollout.next_start())
                 self._abandon()
             except Exception as error:
                 self._fail(error)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _wake_at(self, start: float | None) -> None:
+        """Call :meth:`_go` when a failed sample may start again."""
+        if self._waking is not None:
+            self._waking.cancel()
+        self._waking = None
+        if start is not None:
+            self._waking = asyncio.get_running_loop().call_at(max(start, _clock() + _TICK_S), self._wake)
+
+    def _wake(self) -> None:
+        if self._opened is not None:
+            self._go()
 
     def _move(self, moves: list[Move]) -> None:
         """Carry out moves, then start the samples that waited for the progress of others."""
@@ -392,12 +411,11 @@ class Coordinator:
     def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         return self._expectations.lengths([uid for uid, _ in samples], had)
 
-    def _watch_starts(self, report: Ended) -> None:
-        lost = report.status == "lost"
-        if lost:
-            logger.warning("attempt %s could not start, and starts again: %s", report.name, report.error)
-        if self._lost_starts.ended(lost, asyncio.get_running_loop().time()):
-            self._fail(RuntimeError(f"no sample could be started for {LOSING_S:.0f} s; the last error: {report.error}"))
+    def _log_failure(self, report: Ended) -> None:
+        """Log a failed attempt; in an outage of thousands, one a minute."""
+        if self._logged_at is None or _clock() - self._logged_at >= _PATIENCE_S:
+            self._logged_at = _clock()
+            logger.warning("attempt %s failed, and its sample starts again: %s", report.name, report.error)
 
     def _lost(self, names: list[str], why: str) -> None:
         if self._opened is None:
@@ -430,8 +448,18 @@ class Coordinator:
         dropped = ""
         if filtered := rollout.filtered:
             dropped = f"; filter_groups dropped {sum(filtered.values())} groups; number by score: {filtered}"
-        logger.warning("waiting for %s; samples by state: %s%s", what, counts, dropped)
+        outage = rollout.outage(now)
+        logger.warning("waiting for %s; samples by state: %s%s%s", what, counts, dropped, outage and f"; {outage}")
         return now
+
+
+async def _listing() -> dict[str, Any]:
+    """Return the tags of all keys in TransferQueue, by partition."""
+    return await insist(tq.async_kv_list, "listing TransferQueue") or {}
+
+
+def _clock() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _stored(attempts: Iterable[str], listing: dict[str, Any]) -> Part:

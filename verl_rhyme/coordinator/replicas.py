@@ -18,6 +18,7 @@ from verl_rhyme.coordinator.replica_start import ReplicaStart, kill_replica
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.processes import background
 from verl_rhyme.processes.deaths import ReplicaDied, dead, watched
+from verl_rhyme.processes.waiting import waiting_for
 from verl_rhyme.weights.folder import WeightsError
 from verl_rhyme.weights.manager import RelayManager, compare_replicas
 from verl_rhyme.weights.process_group import ProcessGroupManager
@@ -38,7 +39,8 @@ _NONE_LEFT_S, _PAUSE_S, _LONGEST_PAUSE_S = 300.0, 2.0, 600.0
 def readmit(servers: Any) -> None:
     """Return living replicas of verl's ``LLMServerManager`` to service that a client had reported as dead."""
     router = servers.global_load_balancer
-    known = set(ray.get(router.get_all_servers.remote()))
+    with waiting_for("the router"):
+        known = set(ray.get(router.get_all_servers.remote()))
     all_of_them = zip(servers.server_addresses, servers.server_handles, strict=True)
     if missing := {address: handle for address, handle in all_of_them if address not in known}:
         _admit(router, missing)
@@ -46,7 +48,8 @@ def readmit(servers: Any) -> None:
 
 def _admit(router: Any, servers: dict[str, Any]) -> None:
     """Add servers to the router; report their KV cache capacity to a ``PlacementRouter``."""
-    ray.get(router.add_servers.remote(servers))
+    with waiting_for("the router"):
+        ray.get(router.add_servers.remote(servers))
     report: Any = getattr(router, "report_capacity", None)
     for address, server in servers.items() if report else ():
         with suppress(RayError):  # a server that just died is detected by the next check
@@ -131,7 +134,8 @@ class SpareReplicas:
                     "The same command continues from the last checkpoint."
                 )
             router = manager.global_load_balancer
-            ray.get(router.remove_servers.remote([replica._server_address for replica in gone]))
+            with waiting_for("the router"):
+                ray.get(router.remove_servers.remote([replica._server_address for replica in gone]))
             self._set([replica for replica in manager.rollout_replicas if replica not in gone])
             _let_go(gone)
             for replica in gone:
@@ -141,7 +145,8 @@ class SpareReplicas:
         if gone:
             self._retry_at = 0.0  # their devices are free now
         if self.missing:
-            self._fill(version)
+            with waiting_for("a rollout replica to serve"):
+                self._fill(version)
         return len(gone)
 
     def _seen(self) -> dict[Any, str]:
@@ -166,7 +171,8 @@ class SpareReplicas:
         address = replica._server_address
         self._set([each for each in manager.rollout_replicas if each is not replica])
         self.resting.append(replica)
-        ray.get(manager.global_load_balancer.remove_servers.remote([address]))
+        with waiting_for("the router"):
+            ray.get(manager.global_load_balancer.remove_servers.remote([address]))
         moved = drain(address)
         try:
             if isinstance(self._weights, RelayManager):
@@ -293,11 +299,11 @@ class SpareReplicas:
     def _send(self, new: Any, version: int) -> None:
         """Send the actor's weights once: after a failure the actor may still be sending."""
         if isinstance(self._weights, RelayManager):  # not sent by the actor: after a failure another can start
-            with watched([new]):
+            with watched([new]), waiting_for("the weights to reach a new replica"):
                 self._weights.deliver([new])
             return
         try:
-            with watched([new]):
+            with watched([new]), waiting_for("the weights to reach a new replica"):
                 if isinstance(self._weights, ProcessGroupManager):
                     self._weights.send([new], version)
                 else:

@@ -13,12 +13,15 @@ from ray.exceptions import RayActorError
 
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.placement import Move
+from verl_rhyme.processes.waiting import waiting_for
 from verl_rhyme.scheduling.attempts import Attempt, Start
 
 logger = logging.getLogger(__name__)
 
 #: Seconds between two queries for the attempts of a worker.
 _ROLL_CALL_S = 10.0
+#: Seconds that a new worker has to start: imports from a cold shared filesystem take longer than an answer.
+START_S = 1800.0
 
 
 class WorkerPool:
@@ -46,13 +49,18 @@ class WorkerPool:
     def __len__(self) -> int:
         return len(self._about)
 
-    async def join(self, workers: Iterable[Any]) -> dict[str, str]:
+    async def join(self, workers: Iterable[Any], limit_s: float) -> dict[str, str]:
         """Wait until ``SessionAgentLoopWorker`` actors have started, and use them.
+
+        A worker without an answer for ``limit_s`` is given up.
 
         Returns:
             The attempts that they run, with the address of each one's replica; empty where it is unknown.
         """
-        found = await asyncio.gather(*(self._join(worker) for worker in workers))
+        workers = list(workers)
+        missing = lambda: f"{len(workers) - len(self)} of {len(workers)} agent loop workers to start or answer"  # noqa: E731
+        with waiting_for(missing):
+            found = await asyncio.gather(*(self._join(worker, limit_s) for worker in workers))
         return {name: replica for about in found for name, replica in about.items()}
 
     def start(self, starts: list[Start], step: int) -> None:
@@ -117,12 +125,13 @@ class WorkerPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _join(self, worker: Any) -> dict[str, str]:
-        try:  # no timeout: imports from a cold shared filesystem may take longer than a running worker's patience
-            about = await worker.attach.remote(self._coordinator)
-        except RayActorError as error:
-            logger.warning("an agent loop worker did not start: %s", first_line(error))
-            self.start_error = str(error)
+    async def _join(self, worker: Any, limit_s: float) -> dict[str, str]:
+        try:
+            about = await asyncio.wait_for(worker.attach.remote(self._coordinator), limit_s)
+        except (RayActorError, asyncio.TimeoutError) as error:
+            self.start_error = str(error) or f"no answer for {limit_s:.0f} s"
+            logger.warning("an agent loop worker is given up: %s", self.start_error.strip().splitlines()[0])
+            ray.kill(worker)  # one that only hangs must not return after its attempts have started elsewhere
             return {}
         self._about[worker] = set(about)
         self._worker.update(dict.fromkeys(about, worker))

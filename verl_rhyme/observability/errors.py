@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass, field
@@ -12,6 +13,12 @@ TAIL_BYTES = 4 << 20
 
 #: Lines shown from the end of a traceback.
 SHOWN_LINES = 16
+
+#: Errors of wrong code.
+BROKEN = (
+    *(ImportError, SyntaxError, NameError, AttributeError, TypeError, LookupError, ValueError),
+    *(AssertionError, ArithmeticError, NotImplementedError),
+)
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _ORIGIN = re.compile(r"^\(([^()\n]*pid=\d+[^()\n]*)\) ?")
@@ -38,6 +45,11 @@ def first_line(error: BaseException) -> str:
 def last_line(error: BaseException) -> str:
     """Return the last line of an error's message; errors of other processes begin with a traceback."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def is_broken(error: BaseException) -> bool:
+    """Return whether an error is one of wrong code, which raises again; Ray's errors inherit from their causes."""
+    return isinstance(error, BROKEN) and not isinstance(error, OSError | UnicodeError | json.JSONDecodeError)
 
 
 def _type_of(exception: str) -> str:

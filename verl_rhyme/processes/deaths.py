@@ -14,6 +14,7 @@ import wrapt
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from verl_rhyme.observability.errors import last_line
+from verl_rhyme.processes.waiting import waiting_for
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ def _watch(replicas: list[Any], over: threading.Event, deaths: dict[Any, str]) -
 
 def _watched_call(name: str) -> Callable[..., Any]:
     def call(self: WatchedCheckpointManager, *args: Any, **kwargs: Any) -> Any:
-        with watched(self.replicas):
+        with watched(self.replicas), waiting_for(f"the replicas ({name})"):
             return getattr(self.__wrapped__, name)(*args, **kwargs)
 
     return call
@@ -158,7 +159,7 @@ class WatchedCheckpointManager(wrapt.ObjectProxy):
         Raises:
             ReplicaDied: A replica died. The actor may still be sending, so the sync cannot be repeated.
         """
-        with watched(self.replicas) as deaths:
+        with watched(self.replicas) as deaths, waiting_for("the weights to reach the replicas"):
             try:
                 return self.__wrapped__.update_weights(*args, **kwargs)
             except Exception as error:

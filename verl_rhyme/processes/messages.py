@@ -58,6 +58,7 @@ class RunSettings:
         cost: Cost model and slots of a replica, for the coordinator's plans.
         response_limit: Most tokens of a response.
         part_samples: Samples in a part of the next batch that the trainer preprocesses.
+        outage_s: Seconds without a successful sample after which the run ends.
     """
 
     rules: Rules
@@ -72,6 +73,7 @@ class RunSettings:
     cost: ReplicaCost = TYPICAL
     response_limit: int = 1 << 20
     part_samples: int = 1
+    outage_s: float = 900.0
 
 
 class LoadedPrompt(NamedTuple):

@@ -81,6 +81,8 @@ class Ended(NamedTuple):
         records: Servers' records of its requests, one mapping each (``processes.request.RequestRecord``).
         scores: ``finished``: scores of its trajectories by which groups are filtered; empty without a filter.
         error: ``failed``, ``lost``: the reason.
+        broken: ``failed``: whether the error is one of wrong code.
+        tries: ``failed``: number of failures that it counts as.
         empty: ``finished``: whether the agent loop returned no trajectory; the group is trained without it.
     """
 
@@ -92,6 +94,8 @@ class Ended(NamedTuple):
     scores: list[float] = []  # noqa: RUF012
     error: str = ""
     empty: bool = False
+    broken: bool = False
+    tries: int = 1
 
 
 @dataclass

@@ -49,6 +49,7 @@ class StepCounts:
         interrupted: Running samples that were interrupted.
         stale: Samples, finished or (where they span versions) running, that became too stale and are regenerated.
         abandoned: Attempts that were lost, or abandoned since they kept the others waiting.
+        failed: Attempts of which the agent loop, a tool or the reward raised.
         wasted_tokens: Generated tokens that will not be trained.
     """
 
@@ -57,6 +58,7 @@ class StepCounts:
     interrupted: int = 0
     stale: int = 0
     abandoned: int = 0
+    failed: int = 0
     wasted_tokens: int = 0
 
 

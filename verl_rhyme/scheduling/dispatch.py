@@ -65,9 +65,9 @@ class Dispatch:
         for name, room in rooms.items():
             self.placement.fleet.add(name, room)
 
-    def fill(self, limit: int | None = None, min_starts: int = 1) -> list[Start]:
+    def fill(self, limit: int | None = None, min_starts: int = 1, now: float = 0.0) -> list[Start]:
         """Return the starts of :meth:`Rollout.fill` with forecasts and replicas."""
-        starts = self.rollout.fill(limit, min_starts)
+        starts = self.rollout.fill(limit, min_starts, now)
         if not starts:  # as after most events
             return starts
         samples = [sample_of(start.name) for start in starts]

@@ -15,8 +15,9 @@ from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.scheduling.admission import priority
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Reported, Start, sample_of
 from verl_rhyme.scheduling.batch import Batch, Record, StepCounts
-from verl_rhyme.scheduling.group_filter import GroupFilter, RolloutError
+from verl_rhyme.scheduling.group_filter import GroupFilter
 from verl_rhyme.scheduling.recovery import Evidence, Recovery
+from verl_rhyme.scheduling.retries import TRIES, Retries, RolloutError
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import IN_PROGRESS, Prompt, Sample, State
 from verl_rhyme.scheduling.scheduler import Scheduler
@@ -38,13 +39,17 @@ class Rollout:
         rules: Rules of the scheduler.
         filters: Metric of the :class:`GroupFilter`; ``None``: no group is dropped.
         generation: Number of this rollout among those that resume one another; it keeps attempt names unique.
+        outage_s: Seconds without a successful sample after which the run ends (:mod:`.retries`).
     """
 
-    def __init__(self, rules: Rules, filters: str | None = None, generation: int = 0) -> None:
+    def __init__(
+        self, rules: Rules, filters: str | None = None, generation: int = 0, outage_s: float = math.inf
+    ) -> None:
         self.scheduler = Scheduler(rules)
         self.scheduler.first_attempt = generation * _ATTEMPTS
         self._generation = generation
-        self._filter = GroupFilter(filters, rules.batch_prompts)
+        self._filter = GroupFilter(filters)
+        self._retries = Retries(outage_s)
         self._stock: dict[str, int] = {}  # number of samples by prompt that waits to be loaded, in order
         self._expected: dict[str, float] = {}  # expected tokens by waiting prompt, where known
         self._reported: dict[tuple[str, int], Reported] = {}  # by untrained sample
@@ -53,6 +58,7 @@ class Rollout:
         self._obsolete: list[str] = []  # attempts whose reports are no longer needed
         self._wasted: list[Record] = []
         self._failed = 0
+        self._warnings: list[str] = []
         # Number of samples by finished prompt that was in no streamed part yet, in the order of finishing.
         self._finished_groups: dict[str, int] = {}
         self._new_part = False  # whether a new streamed part is possible
@@ -106,11 +112,12 @@ class Rollout:
         samples = (sample for state in states for sample in self.scheduler.ledger.samples(state))
         return [Attempt(prompt.uid, number, sample.attempt) for prompt, number, sample in samples]
 
-    def fill(self, limit: int | None = None, min_starts: int = 1) -> list[Start]:
+    def fill(self, limit: int | None = None, min_starts: int = 1, now: float = 0.0) -> list[Start]:
         """Load waiting prompts and start samples, as far as the scheduler allows (:meth:`Scheduler.dispatch`)."""
         self.load_prompts()
+        self._retries.release(now)
         starts = []
-        for uid, number in self.scheduler.dispatch(limit, min_starts):
+        for uid, number in self.scheduler.dispatch(limit, min_starts, self._retries.waiting.keys()):
             before, name = self._predecessor(uid, number), self._latest(uid, number).name
             predecessor = None if before is None else Attempt(uid, number, before).name
             stored = self._report((uid, number)).stored
@@ -118,6 +125,10 @@ class Rollout:
             assignment = Assignment(oldest_version=self.scheduler.oldest_version(uid), priority=place)
             starts.append(Start(name, predecessor, self.rules.continues, stored, assignment))
         return starts
+
+    def next_start(self) -> float | None:
+        """Return the time at which a failed sample may start again; ``None`` if none waits."""
+        return self._retries.next_start()
 
     def load_prompts(self) -> None:
         """Load waiting prompts, as far as the scheduler allows."""
@@ -138,15 +149,15 @@ class Rollout:
             return None
         return self._report((uid, number)).attempt
 
-    def ended(self, report: Ended) -> list[Record]:
-        """Record the report of an attempt's end; a report that no caller waits for changes nothing.
+    def ended(self, report: Ended, now: float = 0.0) -> list[Record]:
+        """Record the report of an attempt's end at ``now``; a report that no caller waits for changes nothing.
 
         Returns:
             Records of requests that were not reported before. A report repeats the records of attempts it continued
             from.
 
         Raises:
-            RolloutError: Too many consecutive prompts failed, or the filter dropped too many consecutive groups.
+            RolloutError: No sample succeeds, or the filter dropped too many consecutive groups.
             RuntimeError: Its tokens come from a policy version that is not allowed.
         """
         attempt = Attempt.named(report.name)
@@ -154,18 +165,23 @@ class Rollout:
         sample = self._sample(attempt)
         if sample is None or sample.state not in IN_PROGRESS:
             return []
-        if report.status == "failed":
-            self._fail(uid, f"sample {number} of prompt {uid}: {report.error}")
-        elif report.status == "lost":
-            self.scheduler.abandon(uid, number)
+        if report.status == "failed" and not self._try_again(
+            uid, number, report.error, now, report.broken, report.tries
+        ):
+            return []
+        if report.status == "lost":
+            self._try_again(uid, number, f"it could not start: {report.error}", now, tries=0)
+        if report.status in ("failed", "lost") and (sample.state == "generated" or not report.tokens):
+            self.scheduler.abandon(uid, number)  # what it left before remains
         elif report.status == "finished":
             if sample.state == "generated":
                 reported = self._reported[uid, number]
                 reported.scores, reported.empty, reported.stored = report.scores, report.empty, not report.empty
                 if not report.empty:
                     self._obsolete.append(report.name)
-                self.scheduler.finish(uid, number, bool(self._stored(self.scheduler.ledger.prompt(uid))))
-                self._check_finished(uid)
+                    self._retries.succeeded(attempt.sample, now)
+                self.scheduler.finish(uid, number)
+                self._check_finished(uid, now)
         elif sample.state == "running":
             before = self._report(attempt.sample)
             if before.attempt is not None:
@@ -202,6 +218,16 @@ class Rollout:
         """Return the attempts, since the last call, that are to end without a report."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
+
+    def pop_warnings(self) -> list[str]:
+        """Return the lines to be logged since the last call."""
+        warnings, self._warnings = self._warnings + self._filter.warnings, []
+        self._filter.warnings = []
+        return warnings
+
+    def outage(self, now: float) -> str:
+        """Return what failed since the latest success, in one line; empty if nothing did."""
+        return self._retries.summary(now)
 
     def pop_obsolete(self) -> list[str]:
         """Return the attempts, since the last call, whose reports are no longer needed.
@@ -243,6 +269,7 @@ class Rollout:
         """
         finished = {attempt.sample: attempt.name for attempt in self.attempts(("finished",))}
         collected = self.scheduler.collect()
+        self._retries.trained()
         for staleness in collected.staleness:  # a last check before training
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
@@ -309,6 +336,8 @@ class Rollout:
             "generation": self._generation,
             "failed": self._failed,
             "filtered": list(self.filtered.items()),
+            "filter": self._filter.state_dict(),
+            "failures": self._retries.state_dict(),
         }
 
     def restore(
@@ -319,6 +348,7 @@ class Rollout:
         evidence: Mapping[str, Evidence],
         prompts: set[str],
         added: Iterable[tuple[str, int]] = (),
+        now: float = 0.0,
     ) -> list[str]:
         """Restore the rollout from a saved state and from the evidence that is newer.
 
@@ -328,13 +358,15 @@ class Rollout:
             evidence: All known attempts, by name.
             prompts: Ids of prompts whose data are available.
             added: Prompts that were passed to :meth:`add_prompts` since the state was saved.
+            now: Time.
 
         Returns:
             Ids of prompts whose data are lost; other prompts replace them.
         """
         self.scheduler.load_state_dict(state)
         self._failed = state["failed"]
-        self._filter.dropped.update(dict(state["filtered"]))
+        self._filter.load_state_dict(state.get("filter", {}), state["filtered"])
+        self._retries.load_state_dict(state.get("failures", []))
         self._stock = dict([*state["stock"], *added])
         self.scheduler.batches_left = batches_left
         prompt_limit = self._whole_updates(self.scheduler.prompt_limit())  # nothing was trained since
@@ -356,7 +388,7 @@ class Rollout:
         for name in filter(self.may_train, state["empty"]):
             self._reported.setdefault(sample_of(name), Reported()).empty = True
         for prompt in list(self.scheduler.ledger):
-            self._check_finished(prompt.uid)
+            self._check_finished(prompt.uid, now)
         self.scheduler.set_prompt_limit(prompt_limit)
         return gone
 
@@ -404,25 +436,30 @@ class Rollout:
         """Forget the reports of a sample and return its records."""
         return self._reported.pop(sample, Reported()).records
 
-    def _fail(self, uid: str, error: str) -> None:
-        self._drop(uid, failed=True)
-        if count := self.scheduler.consecutive_failures():
-            raise RolloutError(
-                f"{count} prompts in a row failed, and no prompt finished. The latest failure: {error}\nThe agent loop "
-                "workers logged the traceback. Fix the code that raised it: the reward function "
-                "(reward.custom_reward_function), the agent loop (actor_rollout_ref.rollout.agent) or the tool "
-                "(actor_rollout_ref.rollout.multi_turn). Then start the same command: it resumes from the last "
-                "checkpoint."
-            )
+    def _try_again(self, uid: str, number: int, error: str, now: float, broken: bool = False, tries: int = 1) -> bool:
+        """Record a failed sample; if it failed too often, drop its prompt and return ``False``."""
+        self.scheduler.step.failed += tries > 0
+        others = self.scheduler.in_progress - (self.scheduler.ledger.prompt(uid).samples[number].state in IN_PROGRESS)
+        error = f"sample {number} of prompt {uid}: {error}"
+        if self._retries.failed((uid, number), error, now, others, broken, tries):
+            return True
+        self._warnings.append(f"another prompt replaces one that failed {TRIES} times, while others succeed: {error}")
+        self._drop(uid)
+        self._failed += 1
+        return False
 
-    def _check_finished(self, uid: str) -> None:
-        """Offer a finished group for a part, or drop it: without a trajectory, or by the filter."""
+    def _check_finished(self, uid: str, now: float) -> None:
+        """Offer a finished group for a part; start it again without a trajectory; or drop it, by the filter."""
         prompt = self.scheduler.ledger.prompt(uid)
         if not prompt.complete("finished"):
             return
         stored = self._stored(prompt)
         if not stored:
-            self._fail(uid, f"prompt {uid}: the agent loop returned no trajectory for any of its samples")
+            error = "the agent loop returned no trajectory for any sample of the prompt"
+            if self._try_again(uid, 0, error, now, broken=True):
+                for number in range(len(prompt.samples)):
+                    self._reported[uid, number].empty = False
+                    self.scheduler.abandon(uid, number)
         elif not self._filter.keeps([self._report(sample).scores for sample in stored]):
             self._drop(uid)
         else:
@@ -433,15 +470,16 @@ class Rollout:
         samples = [(prompt.uid, number) for number in range(len(prompt.samples))]
         return [sample for sample in samples if not self._report(sample).empty]
 
-    def _drop(self, uid: str, failed: bool = False) -> None:
-        self._failed += failed
+    def _drop(self, uid: str) -> None:
         self._finished_groups.pop(uid, None)
         self._new_part = True  # another prompt moves up to the next batch
-        for number, sample in enumerate(self.scheduler.ledger.prompt(uid).samples):
+        samples = self.scheduler.ledger.prompt(uid).samples
+        self._retries.forget((uid, number) for number in range(len(samples)))
+        for number, sample in enumerate(samples):
             self._wasted += self._forget((uid, number))
             if sample.state in IN_PROGRESS:
                 self._abandoned.append(Attempt(uid, number, sample.attempt).name)
-        (self.scheduler.fail if failed else self.scheduler.drop)(uid)
+        self.scheduler.drop(uid)
 
 
 def _lagging(staleness: int, rules: Rules) -> RuntimeError:

@@ -15,7 +15,7 @@ be put off (:mod:`.tail_batching`).
 
 An attempt can be lost with its worker or its report. It can also be busy outside the engine (a tool, a judge) when the
 engine stops. The scheduler abandons an attempt that no process runs any more, or that has kept the others waiting for
-too long. The sample then starts again as a new attempt.
+too long. The sample then starts again as a new attempt. So does a failed one, later (:mod:`.retries`).
 
 The scheduler is a pure state machine: events are method calls, and time is an argument.
 """
@@ -23,7 +23,7 @@ The scheduler is a pure state machine: events are method calls, and time is an a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import Any
 
@@ -35,9 +35,6 @@ from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
 from verl_rhyme.scheduling.samples import IN_PROGRESS, State
 from verl_rhyme.scheduling.tail_batching import TailBatching
 
-#: Minimum number of consecutive failures that ends a run, however small an update batch is.
-_FAILURES = 16
-
 
 class Scheduler:
     """The scheduler's state machine; see the module. The order of calls in a training step::
@@ -45,7 +42,7 @@ class Scheduler:
         begin(version) -> stale samples             the policy is new
         loadable() -> load(uid, n) ...              until it returns 0; also between the events below
         dispatch() -> samples to start
-        generate(...), finish(...), drop(...) ...   until has_batch(); abandon(...) if lost, fail(...)
+        generate(...), finish(...), drop(...) ...   until has_batch(); abandon(...) if lost
         interrupt(...), finish(...) ...             once the engines were stopped, until has_settled()
         abandon(...) ...                            what still runs
         collect()                                   the update batch, if ready(); else continue with dispatch()
@@ -70,7 +67,6 @@ class Scheduler:
         self._replacements = 0  # replacements still to be loaded; negative: so many dropped prompts are not replaced
         self._reserved: dict[str, None] = {}  # prompts reserved for streamed parts, in order
         self._tail = TailBatching(rules, self.ledger)
-        self._failed: set[int] = set()  # numbers of prompts that failed since one finished, or since the last batch
 
     # ---- loading ----
 
@@ -110,15 +106,19 @@ class Scheduler:
             self.ledger.prompt(uid).expected = tokens
             self._tail.expect(uid, tokens, self.batches_left)
 
-    def dispatch(self, limit: int | None = None, min_starts: int = 1) -> list[tuple[str, int]]:
+    def dispatch(
+        self, limit: int | None = None, min_starts: int = 1, waiting: Collection[tuple[str, int]] = ()
+    ) -> list[tuple[str, int]]:
         """Start pending samples, in the order in which the engine should take them (:mod:`.admission`).
 
-        At most ``limit`` samples run then. At least ``min_starts`` start at once, since each call costs a message.
+        At most ``limit`` samples run then. At least ``min_starts`` start at once, since each call costs a message. The
+        pending samples that are ``waiting`` do not start.
         """
         room = None if limit is None else limit - self.running
-        if (room is not None and room < min_starts) or not self.ledger.tally.samples["pending"]:
+        if (room is not None and room < min_starts) or self.ledger.tally.samples["pending"] <= len(waiting):
             return []
-        started = list(islice(startable(self.rules, self.ledger, self._training), room))
+        pending = startable(self.rules, self.ledger, self._training)
+        started = list(islice((sample for sample in pending if sample not in waiting), room))
         for uid, number in started:
             sample = self.ledger.move(uid, number, "running")
             sample.attempt = max(sample.attempt + 1, self.first_attempt)
@@ -146,6 +146,12 @@ class Scheduler:
         """Number of samples that have started and whose end is not reported."""
         return self.ledger.tally.samples["running"]
 
+    @property
+    def in_progress(self) -> float:
+        """Number of samples that may still succeed; unlimited during training, in which engines may stand still."""
+        samples = self.ledger.tally.samples
+        return math.inf if self._training else sum(samples[state] for state in IN_PROGRESS)
+
     # ---- events, of loaded prompts ----
 
     def generate(self, uid: str, number: int, tokens: int, first_version: int | None) -> bool:
@@ -162,11 +168,9 @@ class Scheduler:
         sample.tokens, sample.first_version = tokens, oldest
         return not self._regenerate_stale(uid, number)
 
-    def finish(self, uid: str, number: int, good: bool = True) -> None:
-        """Record the reward of a generated response; ``good``: its prompt counts as a success once all are rewarded."""
+    def finish(self, uid: str, number: int) -> None:
+        """Record the reward of a generated response."""
         self.ledger.move(uid, number, "finished")
-        if good and self._failed and self.ledger.prompt(uid).complete("finished", "trained"):
-            self._failed.clear()
 
     def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> bool:
         """Record that a response was interrupted after ``tokens``.
@@ -185,7 +189,7 @@ class Scheduler:
         return goes_on
 
     def abandon(self, uid: str, number: int) -> None:
-        """Abandon an attempt that no process runs any more and whose end was not reported."""
+        """Abandon an attempt that failed, or that no process runs any more and whose end was not reported."""
         self.ledger.move(uid, number, "pending")
         self.step.abandoned += 1
         if not self.rules.continues:
@@ -198,25 +202,6 @@ class Scheduler:
         self.ledger.drop(uid)
         self._reserved.pop(uid, None)
         self._replacements += 1
-
-    def fail(self, uid: str) -> None:
-        """Drop a prompt of which a sample failed."""
-        self._failed.add(self.ledger.prompt(uid).number)
-        self.drop(uid)
-
-    def consecutive_failures(self) -> int:
-        """Return the length of a run of failed prompts that is long enough to end training, or 0.
-
-        The prompts must be consecutive in loading order, at least a batch of them, and no prompt may finish meanwhile.
-        The order of failures is not enough: bad prompts may all fail before the first good one finishes, or be the last
-        ones left.
-        """
-        enough, run = max(self.rules.batch_prompts, _FAILURES), 0
-        for number in sorted(self._failed):
-            run = run + 1 if number - 1 in self._failed else 1
-            if run == enough:
-                return run
-        return 0
 
     # ---- collection ----
 
@@ -298,7 +283,6 @@ class Scheduler:
         if self.batches_left is not None:
             self.batches_left -= 1
         self._tail.choose_round(self.batches_left)
-        self._failed.clear()
         return collected
 
     def begin(self, version: int, batches_left: int | None = None) -> list[tuple[str, int]]:

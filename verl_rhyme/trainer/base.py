@@ -28,6 +28,7 @@ from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.observability.metrics import fillable_slots
 from verl_rhyme.processes.deaths import WatchedCheckpointManager
+from verl_rhyme.processes.waiting import waiting_for
 from verl_rhyme.router import router_file
 from verl_rhyme.trainer import checkpoints
 from verl_rhyme.trainer.draft_counts import DraftCounts
@@ -167,7 +168,9 @@ class RhymeTrainerMixin(PPOTrainer):
         """Return the KV cache capacity in tokens of each replica by address; 0 if the engine does not report it."""
         servers = self._serving()
         first = [replica.servers[0] for replica in servers.get_replicas()]
-        return dict(zip(servers.server_addresses, ray.get([s.cache_tokens.remote() for s in first]), strict=True))
+        with waiting_for("the replicas to report their capacity"):
+            tokens = ray.get([server.cache_tokens.remote() for server in first])
+        return dict(zip(servers.server_addresses, tokens, strict=True))
 
     @_hook
     def get_llm_client(self) -> Any:
@@ -237,7 +240,8 @@ class RhymeTrainerMixin(PPOTrainer):
         sample = self.replay_buffer.sample
 
         def watched(*args: Any, partition_id: str, **kwargs: Any) -> Any:
-            sampled = sample(*args, partition_id=partition_id, **kwargs)
+            with waiting_for("validation" if partition_id == "val" else "samples of an update batch"):
+                sampled = sample(*args, partition_id=partition_id, **kwargs)
             if partition_id == "val":
                 self._recorder.log_validation(sampled[0], step=self.global_steps, epoch=self._epoch())
             return sampled

@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError
 from verl_rhyme.coordinator import coordinator
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
+from verl_rhyme.processes.waiting import waiting_for
 from verl_rhyme.trainer.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,8 @@ class Driver:
     def _ask(self, method: str, *arguments: Any) -> Any:
         for _ in range(_REOPENINGS):
             try:
-                return ray.get(getattr(self.coordinator, method).remote(*arguments))
+                with waiting_for(f"the coordinator ({method})"):
+                    return ray.get(getattr(self.coordinator, method).remote(*arguments))
             except (RayActorError, NotOpen) as error:
                 logger.warning("the coordinator died and is opened again (%s)", first_line(error))
                 self.reopened += 1
@@ -160,7 +162,8 @@ class Driver:
             now = self._version, self._batches_left, self._generation
             resume = ResumeState(self._state, list(self._handed), *now, self._lengths, self._share)
             try:
-                return ray.get(self.coordinator.open.remote(self._setting, self._workers, resume, fresh))
+                with waiting_for("the coordinator to open, with its agent loop workers"):
+                    return ray.get(self.coordinator.open.remote(self._setting, self._workers, resume, fresh))
             except RayActorError as error:
                 if error.actor_init_failed or time.monotonic() - began > _START_S:
                     raise RuntimeError(

@@ -9,6 +9,7 @@ actor.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -38,7 +39,11 @@ from verl_rhyme.coordinator.ranker_service import missing_requirement
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import LoadedPrompt, Reply, RunSettings
+from verl_rhyme.processes.stored_samples import StoredSamples
+from verl_rhyme.processes.waiting import insist_blocking
 from verl_rhyme.router import router_file
+from verl_rhyme.scheduling.attempts import sample_of
+from verl_rhyme.scheduling.retries import RolloutError
 from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.checkpoints import STATE_FILE
@@ -91,6 +96,21 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if self.config.trainer.critic_warmup <= self.global_steps:
             with marked_timer("update_actor", timing_raw, color="red"):
                 batch = self._update_actor(batch, metrics=metrics)
+        return batch
+
+    def _compute_reward_colocate(self, batch: KVBatchMeta, metrics: dict | None = None) -> KVBatchMeta:
+        batch = super()._compute_reward_colocate(batch, metrics)
+        if batch.partition_id == TRAIN:  # agent loop workers check the rewards that they compute
+            lengths = np.array([tag["response_len"] for tag in batch.tags])
+            rewards = StoredSamples(TRAIN, batch.keys, lengths).rewards()
+            if len(wrong := np.flatnonzero(~np.isfinite(rewards))):
+                uid, number = sample_of(batch.keys[wrong[0]].rpartition("_")[0])
+                raise RolloutError(
+                    f"the reward model returned {rewards[wrong[0]]} for sample {number} of prompt {uid}, and "
+                    f"{len(wrong)} of {len(rewards)} rewards are not finite, but training needs finite numbers: check "
+                    "the reward model (reward.reward_model). Then start the same command: it resumes from the last "
+                    "checkpoint."
+                )
         return batch
 
     def on_step_end(self) -> None:
@@ -213,6 +233,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             min_starts=max(1, (limit - slots) // 2),  # half of the requests that queue at the engines
             slots=self.fillable_slots,
             lost_after=self._rhyme.scheduling.lost_after,
+            outage_s=self._rhyme.scheduling.outage_timeout,
             room=int(OVERSUBSCRIPTION * sum(tokens)) if all(tokens) else None,  # also for queued samples
             router=self._router(),
             placement=None if placement.policy is None else (placement.policy, dict(placement.options)),
@@ -248,7 +269,9 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         batch = self._next_train_batch(-(-count // chunk) * chunk)
         uids = [str(uid) for uid in batch["uid"]]
         columns = [key for key, column in batch.items() if not isinstance(column, NonTensorData)]
-        tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
+        fields = {"fields": batch.select(*columns), "tags": [{}] * len(uids)}
+        put = functools.partial(tq.kv_batch_put, keys=uids, partition_id=PROMPTS, **fields)
+        insist_blocking(put, "storing prompts in TransferQueue")
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         keys = self._prompt_keys(batch, columns)

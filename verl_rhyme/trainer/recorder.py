@@ -35,6 +35,7 @@ from verl_rhyme.observability.metrics import DRAFTER, drafter_metrics, step_metr
 from verl_rhyme.processes.messages import Reply
 from verl_rhyme.processes.request import FIELD
 from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
+from verl_rhyme.processes.waiting import insist_blocking, waiting_for
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.observers import Observer, Step
@@ -116,7 +117,8 @@ class Recorder(Observer):
         """Save a snapshot of the history, after pending recordings."""
         self.join()
         try:
-            self._executor.submit(self._history.snapshot, folder).result()
+            with waiting_for("the history's snapshot"):
+                self._executor.submit(self._history.snapshot, folder).result()
         except Exception:
             logger.warning(
                 "the history could not be saved in %s; training continues, but a run that resumes there starts without "
@@ -162,19 +164,22 @@ class Recorder(Observer):
 
     def join(self) -> None:
         """Wait until everything started is in the event log, and fetched by the writer."""
-        while self._pending:
-            self._pending.pop().result()
+        with waiting_for("the event log and the history writer to take a step's samples"):
+            while self._pending:
+                self._pending.pop().result()
 
     def drain(self) -> None:
         """Wait until the history has everything started."""
         self.join()
-        while self._executor.submit(len, self._backlog).result():
-            pass
+        with waiting_for("the history writer to record the samples"):
+            while self._executor.submit(len, self._backlog).result():
+                pass
 
     def close(self) -> None:
         """Close after the current piece; the history leaves out the others."""
         self._closing = True
-        self._executor.shutdown(wait=True)
+        with waiting_for("the history writer to record its last samples"):
+            self._executor.shutdown(wait=True)
 
     def _submit(self, method: Callable[..., None], *args: Any) -> None:
         self._pending.append(self._executor.submit(method, *args))
@@ -270,7 +275,8 @@ class Recorder(Observer):
             self._with_counts(samples.rows(validate=False)[0])
             self._untrained += len(stored.keys)
         finally:
-            tq.kv_clear(keys=stored.keys, partition_id=stored.partition)
+            clear = functools.partial(tq.kv_clear, keys=stored.keys, partition_id=stored.partition)
+            insist_blocking(clear, "clearing TransferQueue")
 
     def _rewards(self, stored: StoredSamples) -> np.ndarray:
         try:

@@ -11,6 +11,7 @@ that compare trajectories of the whole batch (:func:`find_unsupported_option`). 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from verl_rhyme.actor.streamed_update import BY_TOKENS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import Part
+from verl_rhyme.processes.waiting import insist_blocking
 from verl_rhyme.scheduling.training_order import arrange
 from verl_rhyme.trainer.fetching import Fetching
 
@@ -132,7 +134,8 @@ class Stages:
                 self._trainer.actor_rollout_wg.drop_update()
             rows = (row for each in self._batches for row in zip(each.keys, each.tags, strict=True))
             if padding := [key for key, tag in rows if tag.get("is_padding", False)]:
-                tq.kv_clear(keys=padding, partition_id=TRAIN)
+                clear = functools.partial(tq.kv_clear, keys=padding, partition_id=TRAIN)
+                insist_blocking(clear, "clearing TransferQueue")
             self._begin()
             early = 0
         self._run(batch.keys, batch.tags, last=True)

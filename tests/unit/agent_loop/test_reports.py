@@ -6,6 +6,7 @@ import pytest
 
 from verl_rhyme.agent_loop import reports as module
 from verl_rhyme.agent_loop.reports import Reports
+from verl_rhyme.processes import waiting
 from verl_rhyme.scheduling.attempts import Ended
 
 
@@ -39,7 +40,7 @@ class Queue:
 def queue(monkeypatch):
     queue = Queue()
     monkeypatch.setattr(module.tq, "async_kv_batch_put", queue.put)
-    monkeypatch.setattr(module, "_RETRIES_S", (0.001, 0.001))
+    monkeypatch.setattr(waiting, "RETRIES_S", (0.001, 0.001))
     return queue
 
 

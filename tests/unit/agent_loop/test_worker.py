@@ -1,17 +1,20 @@
 """Attempts of an agent loop worker: how they run, end and are reported."""
 
 import asyncio
+import contextlib
+import json
 import sys
 from array import array
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
 from verl_rhyme.agent_loop import worker as workers
-from verl_rhyme.agent_loop.reports import NotReported
+from verl_rhyme.agent_loop.reports import NotReported, _tag
 from verl_rhyme.agent_loop.session import (
     PROMPTS,
     SESSIONS,
@@ -24,8 +27,10 @@ from verl_rhyme.agent_loop.session import (
 )
 from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker
+from verl_rhyme.processes import waiting
 from verl_rhyme.processes.deadline import NoAnswer
 from verl_rhyme.scheduling.attempts import Attempt, Start, sample_of
+from verl_rhyme.scheduling.retries import HANG_TRIES
 
 _Worker = SessionAgentLoopWorker.__ray_metadata__.modified_class
 
@@ -35,6 +40,7 @@ class Worker(_Worker):
 
     def __init__(self, run):
         self.run, self.reported, self.broken, self.fetched = run, [], False, []
+        self.left = {}
         self._seed, self._filter_metric, self._tool_timeout = 0, None, 60.0
         self._attempts, self._sessions = {}, {}
         self.background_tasks = set()
@@ -43,7 +49,11 @@ class Worker(_Worker):
     async def send(self, ended, left=None):
         if self.broken:
             raise NotReported("gone")
-        assert (left is not None) == (ended.status in ("generated", "interrupted"))
+        again = [each.status for each in self.reported if each.name == ended.name]
+        leaves = ended.status in ("generated", "interrupted")
+        leaves |= ended.status == "failed" and ended.tokens and "generated" not in again
+        assert (left is not None) == bool(leaves)
+        self.left[ended.name] = left
         self.reported.append(ended)
 
     @property
@@ -270,7 +280,6 @@ async def test_attempts_without_prompt_data_are_reported(monkeypatch):
         raise ConnectionError("no queue")
 
     monkeypatch.setattr(workers.tq, "async_kv_batch_get", gone)
-    monkeypatch.setattr(workers, "_RETRY_S", 0.001)
     worker = Worker(None)
     await worker.start(first(0), first(1))
     assert {key: (report.status, report.error) for key, report in worker.reports.items()} == dict.fromkeys(
@@ -410,6 +419,53 @@ async def test_failure_report_has_the_end_of_the_error_text():
     assert len(report.error) <= 1000
 
 
+@pytest.mark.parametrize(
+    ("error", "broken"),
+    [
+        *((error, True) for error in (NameError("x"), KeyError("x"), TypeError("x"), ModuleNotFoundError("x"))),
+        *((error, True) for error in (ZeroDivisionError(), ValueError("x"), AssertionError())),
+        *((error, False) for error in (ConnectionError(), TimeoutError(), RuntimeError("502"), OSError(28, "full"))),
+        (json.JSONDecodeError("a page of a proxy", "<html>", 0), False),
+        (RayTaskError("score", "traceback", TypeError("x")).as_instanceof_cause(), True),
+        (RayTaskError("score", "traceback", ConnectionError("x")).as_instanceof_cause(), False),
+    ],
+    ids=repr,
+)
+async def test_failed_attempt_leaves_its_turns_to_the_next(error, broken):
+    """Its text is sound: the next attempt calls the tool again."""
+
+    async def run(worker, params, session_id, prompt):
+        turn = Turn("key", array("i", [4, 5]), first_version=3, version=3, complete=True)
+        current().turns.append(turn)
+        raise error
+
+    worker = Worker(run)
+    await worker.start(first(0))
+    [report] = worker.reported
+    assert (report.status, report.tokens, report.first_version, report.tries) == ("failed", 2, 3, 1)
+    assert report.broken == broken
+    assert [Turn.from_dict(turn).tokens.tolist() for turn in worker.left["a_0"]["turns"]] == [[4, 5]]
+    assert _tag(report)["status"] == "interrupted", "a restarted coordinator finds it as such"
+
+
+@pytest.mark.parametrize(("error", "calls"), [(ConnectionError, 3), (KeyError, 1)])
+async def test_validation_samples_are_tried_again(monkeypatch, error, calls):
+    """verl leaves out the samples that fail: the score would be of the others."""
+    ran = []
+
+    async def run(self, sampling_params, trajectory, **kwargs):
+        ran.append(kwargs["session_id"])
+        if len(ran) < 3:
+            raise error("no judge")
+
+    monkeypatch.setattr(waiting, "RETRIES_S", (0.001, 0.001))
+    monkeypatch.setattr(workers._AgentLoopWorker, "_run_agent_loop", run)
+    work = _Worker._run_agent_loop(Worker(None), {}, {"validate": True}, session_id=0, uid="u")
+    with contextlib.suppress(KeyError):
+        await work
+    assert len(ran) == calls
+
+
 async def test_agent_loop_without_a_trajectory_affects_only_its_sample():
     """verl's worker stores nothing then."""
 
@@ -498,6 +554,7 @@ async def test_tool_or_reward_without_an_answer_fails_only_its_sample(monkeypatc
     statuses = {name: report.status for name, report in worker.reports.items()}
     assert statuses == {"a_0": "failed", "a_1": "failed", "a_2": "interrupted"}
     for number in range(2):
+        assert worker.reports[f"a_{number}"].tries == HANG_TRIES, "an hour each"
         error = worker.reports[f"a_{number}"].error
         assert f"prompt a, sample {number}: no answer from its tool or reward for 0.1 s" in error
         assert "scheduling.tool_timeout" in error

@@ -158,6 +158,7 @@ class Handle:
     def __init__(self, cluster, make, restarts=False):
         self.cluster, self.make, self.restarts, self.number = cluster, make, restarts, id(self)
         self.deaths, self.waiting, self.process = 0, [], None
+        self.hangs = False  # answers no call, and runs on
         _HANDLES[self.number] = self
         cluster.actors.append(self)
         self._start()
@@ -218,6 +219,8 @@ class Handle:
         context = contextvars.Context()
         context.run(_PROCESS.set, process)
         process.calls.add(result)
+        if self.hangs:
+            return
         self.cluster.clock.create_task(self._serve(process, method, message, result), context=context)
 
     async def _serve(self, process, method, message, result):

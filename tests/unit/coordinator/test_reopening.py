@@ -19,7 +19,7 @@ class WorkerPool:
         self.closed = False
         self.made.append(self)
 
-    async def join(self, workers):
+    async def join(self, workers, limit_s):
         workers[0]._openings += 1
         return {}
 
@@ -43,7 +43,7 @@ def opened(monkeypatch):
     return Coordinator()
 
 
-SETTING = SimpleNamespace(rules=None, filters=None, response_limit=1, lost_after=1.0)
+SETTING = SimpleNamespace(rules=None, filters=None, response_limit=1, lost_after=1.0, outage_s=900.0)
 
 
 async def test_pool_of_an_outdated_opening_is_closed(opened):

@@ -1,11 +1,13 @@
 """A pool reports attempts as lost that their worker does not know."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from verl_rhyme.coordinator import worker_pool as pools
 from verl_rhyme.coordinator.worker_pool import WorkerPool
+from verl_rhyme.processes import waiting
 from verl_rhyme.scheduling.attempts import Start
 
 
@@ -38,7 +40,7 @@ async def test_only_attempts_unknown_to_their_worker_are_lost(monkeypatch, slow_
     monkeypatch.setattr(pools, "_ROLL_CALL_S", 0.01)
     worker, lost = Worker(slow_s), []
     pool = WorkerPool(None, 5.0, lambda names, why: lost.extend(names))
-    await pool.join([worker])
+    await pool.join([worker], 5.0)
     pool.start([Start("a_0"), Start("a_1")], 1)
     await asyncio.sleep(0.1)
     worker.about = [name for name in worker.about if name not in forgotten]
@@ -46,3 +48,19 @@ async def test_only_attempts_unknown_to_their_worker_are_lost(monkeypatch, slow_
     pool.close()
     assert lost == forgotten
     assert len(pool) == 1
+
+
+async def test_worker_that_hangs_is_given_up_by_a_coordinator_that_joins_it(monkeypatch, caplog):
+    """As after a restart of the coordinator: its attempts are unknown, and start again elsewhere."""
+    killed = []
+    monkeypatch.setattr(pools, "ray", SimpleNamespace(kill=killed.append))
+    monkeypatch.setattr(waiting, "EVERY_S", 0.02)
+    hung, sound = Worker(0.0), Worker(0.0)
+    hung.attach = _Method(lambda _: asyncio.sleep(3600))
+    pool = WorkerPool(None, 5.0, lambda names, why: None)
+    assert await pool.join([hung, sound], 0.1) == {}
+    pool.close()
+    assert len(pool) == 1
+    assert killed == [hung]
+    assert "no answer for 0 s" in pool.start_error
+    assert "waiting for 1 of 2 agent loop workers to start or answer" in caplog.text

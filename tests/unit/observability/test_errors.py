@@ -70,10 +70,10 @@ def test_last_error_shows_exceptions_of_any_name(tmp_path: Path) -> None:
         "ray.exceptions.RayTaskError(RolloutError): ray::Coordinator.enough() (pid=7)\n"
         '  File "rollout.py", line 3, in _fail\n'
         "    raise RolloutError(\n"
-        "verl_rhyme.scheduling.group_filter.RolloutError: 8 prompts in a row failed\n"
+        "verl_rhyme.scheduling.retries.RolloutError: no sample succeeds\n"
         "an unrelated line\n"
     )
-    assert last_error(log)[-1] == "verl_rhyme.scheduling.group_filter.RolloutError: 8 prompts in a row failed"
+    assert last_error(log)[-1] == "verl_rhyme.scheduling.retries.RolloutError: no sample succeeds"
 
 
 def test_last_error_untangles_processes(tmp_path: Path) -> None:

@@ -1,11 +1,19 @@
 """Groups of which all trajectories have one score."""
 
 import itertools
+import json
 import math
+import random
 
 import pytest
 
-from verl_rhyme.scheduling.group_filter import GroupFilter, RolloutError
+from verl_rhyme.scheduling.group_filter import COSTLY, NONE_KEPT, ONE_SCORE, WINDOW, GroupFilter, RolloutError
+
+SPREAD = [[0.0], [1.0]]
+
+
+def same(score):
+    return [[score], [score]]
 
 
 @pytest.mark.parametrize(
@@ -21,21 +29,69 @@ from verl_rhyme.scheduling.group_filter import GroupFilter, RolloutError
     ],
 )
 def test_groups_with_one_score_are_dropped_and_counted(scores, kept):
-    groups = GroupFilter("acc", 1)
+    groups = GroupFilter("acc")
     assert groups.keeps(scores) == kept
     assert groups.dropped == ({} if kept else {1.0: 1})
-    assert GroupFilter(None, 1).keeps(scores)
+    assert GroupFilter(None).keeps(scores)
 
 
-@pytest.mark.parametrize(("batch_prompts", "most"), [(1, 128), (64, 128), (100, 200)])
-def test_the_run_ends_with_the_scores_where_every_group_is_dropped(batch_prompts, most):
-    groups = GroupFilter("acc", batch_prompts)
-    for _ in range(3):
-        for _ in range(most - 1):
-            assert not groups.keeps([[0.0], [0.0]])
-        assert groups.keeps([[0.0], [1.0]])
-    for number in range(most - 1):
-        groups.keeps([[0.0 if number < most - 28 else 1.0]] * 2)
-    words = rf"filter_groups dropped all {most} groups .*metric acc\).*: 0.0 in {most - 28}, 1.0 in 28.*reward"
-    with pytest.raises(RolloutError, match=words):
-        groups.keeps([[1.0], [1.0]])
+def until_the_end(groups, scores):
+    """Return the number of groups, and the error."""
+    for number, score in enumerate(scores, 1):
+        try:
+            groups.keeps(same(score))
+        except RolloutError as error:
+            return number, str(error)
+    raise AssertionError("no end")
+
+
+def test_a_broken_reward_ends_the_run_after_a_number_that_its_warnings_and_error_name():
+    groups = GroupFilter("acc")
+    number, error = until_the_end(groups, itertools.repeat(0.0))
+    assert number == ONE_SCORE
+    assert f"dropped all {ONE_SCORE} groups since it last kept one (metric acc, limit {ONE_SCORE})" in error
+    assert f"0.0 in {ONE_SCORE}" in error
+    assert f"dropped the last {WINDOW} groups: 0.0 in {WINDOW}. The run ends after {ONE_SCORE}" in groups.warnings[0]
+    assert len(groups.warnings) == ONE_SCORE // WINDOW
+
+
+@pytest.mark.parametrize("first", [[same(1.0)], [SPREAD]], ids=["two scores", "one was kept"])
+def test_a_reward_that_has_told_samples_apart_ends_it_later(first):
+    groups = GroupFilter("acc")
+    for scores in first:
+        groups.keeps(scores)
+    number, error = until_the_end(groups, itertools.repeat(0.0))
+    assert number + (first != [SPREAD]) == NONE_KEPT
+    assert f"limit {NONE_KEPT}" in error
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.03, 0.05, 0.3])
+def test_hard_data_do_not_end_a_run(rate):
+    """By the union bound: a run of drops begins after a kept group, or at the start."""
+    steps, batch = 5000, 1024
+    starts = steps * batch  # kept groups
+    assert (1 - rate) ** ONE_SCORE + starts * (1 - rate) ** NONE_KEPT < 1e-4
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.05, 0.3])
+def test_a_low_keep_rate_is_a_warning_with_its_cost(rate):
+    chance, groups = random.Random(3), GroupFilter("acc")
+    for _ in range(20_000):
+        groups.keeps(SPREAD if chance.random() < rate else same(0.0))
+    costly = [warning for warning in groups.warnings if "kept" in warning]
+    assert len(costly) <= 5
+    assert bool(costly) == (rate <= COSTLY)
+    assert all("prompts are generated for each trained one" in warning for warning in costly)
+
+
+@pytest.mark.parametrize("saved_at", [1, 255, 300, 1023])
+def test_the_count_goes_on_after_a_restart(saved_at):
+    """A run that resumes again and again ends as well, and no sooner."""
+    groups = GroupFilter("acc")
+    for _ in range(saved_at):
+        groups.keeps(same(0.0))
+    state = json.loads(json.dumps({**groups.state_dict(), "dropped": list(groups.dropped.items())}))
+    again = GroupFilter("acc")
+    again.load_state_dict(state, state["dropped"])
+    assert again.dropped == groups.dropped
+    assert until_the_end(again, itertools.repeat(0.0))[0] == ONE_SCORE - saved_at

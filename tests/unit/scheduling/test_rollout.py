@@ -123,25 +123,6 @@ def test_a_server_without_the_latest_weights_stops_the_run():
         tell(made, generated("a_0", version=0))
 
 
-def test_the_error_names_the_last_failure_where_every_prompt_fails():
-    made = rollout(prompts=[(f"p{n}", 2) for n in range(64)], in_flight=64)
-    failures = [Ended(f"p{n}_1", "failed", error="ValueError: no such column") for n in range(64)]
-    with pytest.raises(
-        RolloutError, match=r"16 prompts.* sample 1 of prompt p15: ValueError: no such column"
-    ) as raised:
-        tell(made, *failures)
-    assert "reward.custom_reward_function" in str(raised.value)
-
-
-def test_a_failed_prompt_is_replaced_and_its_other_attempts_end():
-    made = rollout()
-    tell(made, generated("a_1"), Ended("a_0", "failed", error="no"))
-    assert "a" not in made.scheduler.ledger
-    assert made.pop_abandoned() == ["a_0", "a_1"]
-    assert made.missing_prompts() == 4  # nothing is left: a whole group
-    assert not made.needs_prompt("a")
-
-
 def test_a_group_with_one_score_is_replaced_and_counted():
     made = rollout(prompts=[("a", 2), ("b", 2)], filters="acc", in_flight=2)
     for session, score in (("a_0", 0.0), ("a_1", 0.0), ("b_0", 0.0), ("b_1", 1.0)):
@@ -222,13 +203,6 @@ def test_a_sample_that_is_regenerated_may_leave_a_trajectory_this_time():
     assert sorted(made.take().attempts) == sorted(names["a", number] for number in range(2))
 
 
-def test_where_no_agent_loop_gives_a_trajectory_the_run_ends():
-    made = Rollout(Rules(4, 8, **ON_POLICY))
-    made.publish(0, None)
-    with pytest.raises(RolloutError, match=r"16 prompts in a row .* the agent loop returned no trajectory"):
-        leave_nothing(made, 16)
-
-
 def test_an_update_without_any_trajectory_ends_the_run():
     """Where samples are trained one by one, the others of their groups may still run."""
     rules = Rules(2, 4, unit="trajectory", **ON_POLICY)
@@ -240,16 +214,6 @@ def test_an_update_without_any_trajectory_ends_the_run():
             tell(made, Ended(start.name, "generated"), Ended(start.name, "finished", empty=True))
     with pytest.raises(RolloutError, match="no trajectory for any of the 4 samples of a batch"):
         made.take()
-
-
-def leave_nothing(made, groups):
-    """Groups of which no sample leaves a trajectory."""
-    for _ in range(groups):
-        uid = f"g{made.scheduler.ledger.loaded}"
-        made.add_prompts([(uid, 2)])
-        made.fill()
-        for name in (f"{uid}_0", f"{uid}_1"):
-            tell(made, Ended(name, "generated"), Ended(name, "finished", empty=True))
 
 
 def test_a_part_omits_samples_without_a_trajectory():

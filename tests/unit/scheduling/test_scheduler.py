@@ -63,10 +63,10 @@ def test_a_dropped_prompt_wastes_its_trainable_tokens_once():
     assert built.step.wasted_tokens == 130
     built.begin(1)
     built.dispatch()
-    built.fail("p0")
+    built.drop("p0")
     assert built.step.wasted_tokens == 130, "they were counted at the interruption"
     built.generate("p2", 0, 7, 1), built.finish("p2", 0), built.generate("p2", 1, 9, 1)
-    built.fail("p2")
+    built.drop("p2")
     assert built.step.wasted_tokens == 146
 
 
@@ -79,74 +79,6 @@ def test_a_dropped_prompt_is_replaced():
     built.load("p3", 2)
     assert built.loadable() == 0
     assert built.dispatch() == [("p3", 0), ("p3", 1)]
-
-
-FAILURES = 16  # of a small batch
-
-
-def replaced(built, failing):
-    """Load and start what may be, and fail the prompts whose number ``failing`` holds."""
-    for _ in range(built.loadable()):
-        built.load(f"p{built.ledger.loaded}", 2)
-    built.dispatch()
-    for prompt in list(built.ledger):
-        if failing(prompt.number):
-            built.fail(prompt.uid)
-
-
-def test_a_batch_of_consecutive_failures_is_hopeless():
-    for batch, failures in ((1, FAILURES), (20, 20)):
-        built = scheduler(batch)
-        failed = 0
-        while not built.consecutive_failures():
-            built.fail(next(iter(built.ledger)).uid)
-            failed += 1
-            replaced(built, lambda number: False)
-        assert failed == failures == built.consecutive_failures()
-
-
-def test_a_prompt_that_hangs_does_not_hide_that_all_others_fail():
-    built = scheduler()
-    for _ in range(2 * FAILURES):
-        replaced(built, lambda number: number != 7)
-    assert "p7" in built.ledger
-    assert built.consecutive_failures()
-
-
-def test_it_is_not_hopeless_while_other_prompts_finish():
-    built = scheduler(20, in_flight=4)
-    for round in range(4):
-        replaced(built, lambda number: number % 2 == 0)  # at once, and those of the same age run on
-        assert not built.consecutive_failures(), round
-    built = scheduler()
-    for number in range(FAILURES - 1):
-        replaced(built, lambda failing, number=number: failing == number)
-    finish(built, f"p{FAILURES}", 5, 5)
-    built.fail(f"p{FAILURES - 1}")
-    assert not built.consecutive_failures(), "one finished meanwhile"
-
-
-def test_samples_that_finish_in_prompts_that_fail_are_no_success():
-    built = scheduler()
-    for number in range(FAILURES):
-        finish(built, f"p{number}", 5)
-        assert not built.consecutive_failures()
-        built.fail(f"p{number}")
-        replaced(built, lambda number: False)
-    assert built.consecutive_failures()
-
-
-def test_training_single_trajectories_of_failing_prompts_continues():
-    built = scheduler(unit="trajectory")
-    for number in range(0, 3 * FAILURES, 2):
-        finish(built, f"p{number}", 5)
-        finish(built, f"p{number + 1}", 5)
-        built.collect()
-        built.begin(0)
-        built.fail(f"p{number}")
-        built.fail(f"p{number + 1}")
-        replaced(built, lambda number: False)
-        assert not built.consecutive_failures()
 
 
 @pytest.mark.parametrize(

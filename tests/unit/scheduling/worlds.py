@@ -115,7 +115,7 @@ class World:
             self.scheduler.abandon(uid, number)  # the next attempt continues from earlier reports
         elif self.random.random() < self.mishaps:
             self.dropped.add(uid)
-            self.scheduler.fail(uid)
+            self.scheduler.drop(uid)
             self.forget(uid)
         else:
             self.scheduler.finish(uid, number)
@@ -321,7 +321,7 @@ class Stopping:
         self.unrewarded.remove(sample)
         if self.random.random() < self.mishaps:
             self.dropped.add(uid)
-            self.scheduler.fail(uid)
+            self.scheduler.drop(uid)
             self.forget(uid)
         else:
             self.scheduler.finish(uid, number)

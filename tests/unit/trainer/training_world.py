@@ -105,9 +105,10 @@ class World:
         mode: Name in :data:`MODES`.
         seed: Seed of all random events.
         kills: Maximum number of deaths.
+        troubles: Whether the judge and TransferQueue fail now and then, and a worker hangs as the coordinator dies.
     """
 
-    def __init__(self, mode, seed, kills):
+    def __init__(self, mode, seed, kills, troubles=False):
         self.cluster = Cluster(seed)
         self.random = random.Random(seed + 1)
         self.queue = Queue(self.cluster)
@@ -132,6 +133,9 @@ class World:
         self.streams = self.separate and seed % 4 != 1
         self.setting = replace(self.setting, part_samples=random.Random(seed).choice([1, SAMPLES, 2 * SAMPLES]))
         self.save_every = self.random.choice([1, 2, 3])
+        self.troubles, self.luck = troubles, random.Random(seed + 2)
+        self.away = [(self.luck.uniform(0, 60), self.luck.choice([0.0, 5.0, 300.0])) for _ in range(2)] * troubles
+        self.replaced = set()
         self.kills_left, self.deaths, self.died_at = kills, [], {}
         self.salt = self.random.getrandbits(60)
         self.tokens: dict[int, Token] = {}
@@ -153,6 +157,9 @@ class World:
     def bad(self, row):
         """Whether its reward or its agent loop raises."""
         return self.about("bad", row).random() < 0.06
+
+    def judge_is_away(self):
+        return any(began <= self.cluster.clock.time() <= began + seconds for began, seconds in self.away)
 
     def flat(self, row):
         """Whether all its samples have one score."""
@@ -329,9 +336,12 @@ class World:
             return
         self.kills_left -= 1
         whom = self.random.choice(["coordinator", "unreachable", "worker", "workers", "replica", "run"])
+        if self.troubles:
+            whom = "hung worker"
         self.deaths.append(whom)
         self.died_at[whom] = self.cluster.clock.time()
-        if whom == "coordinator":
+        if whom in ("coordinator", "hung worker"):
+            self.random.choice(self.workers).hangs = whom == "hung worker"
             self.coordinator.die()
         elif whom == "unreachable":
             self.coordinator.lose_touch()
@@ -402,8 +412,12 @@ class World:
                 gone += 1
             elif trained < SAMPLES and self.bad(row):
                 gone += 1  # some samples were trained before one failed
+            elif trained < SAMPLES and self.troubles:
+                self.replaced.add(row)  # an outage costs so small a run a few
+                gone += 1
             else:
                 assert trained == SAMPLES, f"lost: prompt {row} has {trained} trained samples"
+        assert len(self.replaced) <= 2 * len(self.away)
         untold = state["failed"] + sum(count for _, count in state["filtered"])  # since the last batch
         assert gone == self.gone + untold, f"{gone} prompts dropped, {self.gone} reported, {untold} to be reported"
         self.check_queue({*waiting, *left}, untold)
@@ -417,7 +431,7 @@ class World:
                 row = self.index[key if partition == PROMPTS else Attempt.named(session).uid]
                 # Written since the last batch, or to be cleared by a process that died.
                 late = max(self.queue.written[partition, key], self.died_at.get("coordinator", 0.0)) >= self.taken_at
-                if self.bad(row) or (self.filters and self.flat(row)):
+                if self.bad(row) or row in self.replaced or (self.filters and self.flat(row)):
                     dropped |= {row} if not late and row not in needed else set()
                 else:
                     assert late or row in needed, f"{partition}: {key} is not needed"
@@ -692,7 +706,7 @@ async def store(self, output, validate, **kwargs):
     row = kwargs["index"]
     if output.reward_score is None:
         await asyncio.sleep(world.about("judge", row, number).choice([0.0, 0.1, 5.0]))
-        if world.bad(row):
+        if world.bad(row) or world.judge_is_away():
             raise RuntimeError("no reward")
         output.reward_score = world.score(row, number)
     key = f"{uid}_{kwargs['session_id']}_0"
@@ -706,14 +720,24 @@ def install(world, monkeypatch):
     """Install the cluster in the modules that use Ray and TransferQueue."""
     queue, cluster = world.queue, world.cluster
     monkeypatch.setattr(gc, "freeze", lambda: None)  # all processes are this one: every world would be kept
+
+    def flaky(call):
+        async def called(*args, **kwargs):
+            if world.troubles and world.luck.random() < 0.1:
+                raise RuntimeError("Error in TransferQueue")
+            return await call(*args, **kwargs)
+
+        return called
+
     tq = SimpleNamespace(
         init=lambda: None,
-        async_kv_batch_put=queue.put,
-        async_kv_batch_get=queue.fetch,
-        async_kv_list=queue.list,
-        async_kv_clear=queue.clear,
+        async_kv_batch_put=flaky(queue.put),
+        async_kv_batch_get=flaky(queue.fetch),
+        async_kv_list=flaky(queue.list),
+        async_kv_clear=flaky(queue.clear),
     )
 
+    @flaky
     async def tensors(keys, partition_id, select_fields=None):
         data = await queue.fetch(keys, partition_id, select_fields)
         from verl.utils import tensordict_utils as tu
@@ -751,9 +775,9 @@ def most_entries(rules):
     return (rules.batches + 1 + 2 * rules.rounds) * (samples + rules.batch_prompts)
 
 
-def simulate(mode, seed, kills, monkeypatch):
+def simulate(mode, seed, kills, monkeypatch, troubles=False):
     """Run a world, and return it."""
-    world = World(mode, seed, kills)
+    world = World(mode, seed, kills, troubles)
     world.open_turns = {}
     with monkeypatch.context() as patch:
         install(world, patch)

@@ -1,0 +1,286 @@
+"""Tools and rewards that raise: outages, broken prompts, flaky services; in virtual time, over the real state machines.
+
+The service of :class:`World` answers a sample after its generation. What it does is each test's.
+"""
+
+import heapq
+import itertools
+import json
+import math
+import random
+
+import pytest
+
+from tests.unit.scheduling.reports import finished, generated, rollout, states, tell
+from verl_rhyme.scheduling.attempts import Attempt, Ended
+from verl_rhyme.scheduling.retries import BROKEN_S, HANG_TRIES, LONGEST_PAUSE_S, PAUSE_S, REPLACE_S, TRIES, RolloutError
+from verl_rhyme.scheduling.rollout import Rollout
+from verl_rhyme.scheduling.rules import Rules
+
+OUTAGE_S = 900.0
+SAMPLES = 4
+#: Seconds from the first failure of a sample to its last, if others succeed.
+ALL_TRIES_S = PAUSE_S * (2 ** (TRIES - 1) - 1)
+
+
+class World:
+    """Engines, a trainer and a service: ``service(uid, number, now)`` returns an error or ``None``."""
+
+    def __init__(self, service, batch=16, seconds=(1.0, 5.0), seed=0, broken=False, **rules):
+        self.service, self.batch, self.seconds, self.broken = service, batch, seconds, broken
+        self.random, self.now, self.steps, self.attempts = random.Random(seed), 0.0, 0, 0
+        self.rollout = Rollout(Rules(batch, batch * SAMPLES, **rules), outage_s=OUTAGE_S)
+        self.rollout.publish(0, None)
+        self.wakes = -1.0
+        self.data, self.failed, self.trained, self.steps_at = itertools.count(), 0, [], []
+        self.events, self.order, self.running = [], itertools.count(), set()
+
+    @property
+    def loaded(self):
+        return self.rollout.scheduler.ledger.loaded
+
+    def later(self, seconds, call, *arguments):
+        heapq.heappush(self.events, (self.now + seconds, next(self.order), call, arguments))
+
+    def go(self):
+        made = self.rollout
+        made.add_prompts((f"p{next(self.data)}", SAMPLES) for _ in range(made.missing_prompts()))
+        for start in made.fill(None, 1, self.now):
+            self.attempts += 1
+            self.running.add(start.name)
+            self.later(self.random.uniform(*self.seconds), self.generated, start.name)
+        if (at := made.next_start()) is not None and not self.now < self.wakes <= at:
+            self.wakes = max(at, self.now + 0.05)
+            self.later(self.wakes - self.now, lambda: None)
+        if made.scheduler.ready():
+            batch = made.take()
+            self.failed += batch.failed
+            self.trained += batch.collected.samples
+            self.steps += 1
+            self.steps_at.append(self.now)
+            made.publish(self.steps, None)
+            for name in made.pop_abandoned():
+                self.running.discard(name)
+            self.go()
+
+    def generated(self, name):
+        if name in self.running:
+            self.rollout.ended(generated(name, version=self.steps), self.now)
+            self.later(0.1, self.answered, name)
+
+    def answered(self, name):
+        if name not in self.running:
+            return
+        self.running.discard(name)
+        error = self.service(*Attempt.named(name).sample, self.now)
+        if error is None:
+            return self.rollout.ended(finished(name), self.now)
+        self.rollout.ended(Ended(name, "failed", 5, 0, error=error, broken=self.broken), self.now)
+        for other in self.rollout.pop_abandoned():
+            self.running.discard(other)
+
+    def run(self, seconds=math.inf, steps=math.inf):
+        end = self.now + seconds
+        self.go()
+        while self.steps < steps:
+            at = self.events[0][0]
+            if at > end:
+                self.now = end
+                break
+            self.now, _, call, arguments = heapq.heappop(self.events)
+            call(*arguments)
+            self.go()
+        assert len(set(self.trained)) == len(self.trained), "trained twice"
+        return self
+
+
+def outage(begin, seconds):
+    return lambda uid, number, now: "ConnectionError: refused" if begin <= now < begin + seconds else None
+
+
+@pytest.mark.parametrize("batch", [16, 64, 256])
+@pytest.mark.parametrize("seconds", [5.0, 300.0])
+def test_an_outage_pauses_the_run_and_costs_no_prompt(batch, seconds):
+    world = World(outage(7.0, seconds), batch, max_staleness=1).run(7.0 + seconds)
+    in_flight = math.ceil(world.rollout.rules.batches) * batch
+    assert world.loaded <= (world.steps + 2) * batch <= 2 * in_flight + 2 * batch, "the data are consumed"
+    probes = world.attempts
+    world.run(LONGEST_PAUSE_S + 40.0)
+    assert world.steps_at[-1] > 7.0 + seconds, "it does not go on"
+    assert world.failed == 0
+    assert probes <= world.loaded * SAMPLES + 12 * seconds
+
+
+def test_pauses_grow_and_few_samples_probe_an_outage():
+    world = World(outage(0.0, math.inf), 256, max_staleness=1).run(120.0)
+    began = world.attempts
+    world.run(600.0)
+    assert 10 * 8 <= world.attempts - began <= 60 * 8
+    assert world.loaded == 2 * 256
+
+
+@pytest.mark.parametrize("batch", [1, 16, 256])
+def test_an_outage_without_an_end_ends_the_run_after_its_limit(batch):
+    world = World(outage(100.0, math.inf), batch, max_staleness=1)
+    words = r"no sample succeeds: \d+ samples failed in the last 1[56] min, and the latest success was 1[56] min ago"
+    with pytest.raises(RolloutError, match=words) as raised:
+        world.run(4000.0)
+    assert "The first failure: sample " in str(raised.value)
+    assert "ConnectionError: refused" in str(raised.value)
+    assert "scheduling.outage_timeout" in str(raised.value)
+    assert 100.0 + OUTAGE_S <= world.now <= 105.0 + OUTAGE_S + 2 * LONGEST_PAUSE_S
+
+
+@pytest.mark.parametrize(("broken", "limit"), [(True, BROKEN_S), (False, OUTAGE_S)])
+def test_wrong_code_ends_a_run_soon_if_nothing_ever_succeeded(broken, limit):
+    """A judge that still loads raises too, but other errors."""
+    world = World(lambda *_: "NameError: scoer", broken=broken)
+    with pytest.raises(RolloutError, match=r"and no sample has succeeded since the start\. .*NameError: scoer"):
+        world.run(4000.0)
+    assert limit <= world.now <= limit + 5.0 + 2 * LONGEST_PAUSE_S
+    assert world.loaded == 2 * 16
+
+
+def test_errors_of_wrong_code_after_a_success_may_be_those_of_an_outage():
+    """A judge that is away may answer with a page that the reward cannot read."""
+    world = World(outage(20.0, 600.0), broken=True).run(800.0)
+    assert world.steps_at[-1] > 620.0
+
+
+@pytest.mark.parametrize("rules", [{}, {"max_staleness": 1}, {"max_staleness": 0, "drafts": False}], ids=str)
+def test_a_broken_prompt_is_replaced_and_delays_no_batch_for_long(rules):
+    world = World(lambda uid, number, now: "ValueError: no answer" if (uid, number) == ("p3", 1) else None, **rules)
+    world.run(steps=6)
+    assert world.failed == 1
+    assert not any(uid == "p3" for uid, _ in world.trained)
+    assert "p3" not in world.rollout.scheduler.ledger
+    # Where a batch needs every prompt, nothing else succeeds in the end.
+    assert world.steps_at[-1] < 6 * 6.0 + max(REPLACE_S, ALL_TRIES_S) + TRIES * 6.0
+    [warning] = world.rollout.pop_warnings()
+    assert "another prompt replaces" in warning
+    assert "sample 1 of prompt p3: ValueError: no answer" in warning
+
+
+def test_broken_prompts_that_are_left_alone_do_not_block_the_batch():
+    """Nothing else is in progress, so that nothing succeeds: is it an outage? Prompts that replace them show it."""
+    broken = {"p1", "p2", "p3"}
+    world = World(lambda uid, number, now: "no" if uid in broken else None, batch=4, max_staleness=0, in_flight=1)
+    world.run(steps=3)
+    assert world.failed == 3
+    assert world.now < 3 * REPLACE_S + 2 * ALL_TRIES_S + 60.0
+
+
+def test_an_outage_costs_a_tiny_run_few_prompts():
+    world = World(outage(20.0, 600.0), batch=1, max_staleness=0).run(700.0)
+    assert world.failed <= 3
+    assert world.steps_at[-1] > 620.0
+
+
+def test_a_reward_that_fails_now_and_then_costs_few_prompts():
+    chance = random.Random(1)
+    world = World(lambda *_: "TimeoutError" if chance.random() < 0.3 else None, 64, max_staleness=1)
+    world.run(steps=40)
+    assert world.failed <= 0.02 * world.loaded
+    assert world.attempts < 2 * world.loaded * SAMPLES
+
+
+def test_a_poisoned_sample_does_not_end_a_run_whose_others_are_slow():
+    world = World(lambda uid, number, now: "KeyError" if uid == "p3" and now < 1300 else None, broken=True)
+    world.seconds = (1200.0, 1500.0)
+    world.go()
+    for name in [name for name in world.running if name.startswith("p3_")]:
+        world.rollout.ended(generated(name), 0.0)
+        world.answered(name)
+    world.run(steps=1)
+    assert world.failed == 0
+
+
+def test_training_is_no_outage():
+    """On the same devices nothing succeeds while the actor trains; rewards that come then may fail."""
+    made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
+    made._retries._outage_s = OUTAGE_S
+    tell(made, generated("a_0"), finished("a_0"), generated("a_1"), finished("a_1"), generated("b_0"), generated("b_1"))
+    made.take()
+    made.ended(Ended("b_0", "failed", 5, 0, error="late"), 10.0)
+    made.ended(Ended("b_1", "failed", 5, 0, error="late"), 2000.0)
+    made.publish(1, None)
+    assert len(made.fill(now=2001.0)) >= 1
+
+
+def test_a_prompt_of_a_tool_that_hangs_is_replaced_sooner():
+    """Each try takes an hour (``scheduling.tool_timeout``)."""
+    made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
+    for hour in (1, 2):
+        [name] = [attempt.name for attempt in made.attempts() if attempt.sample == ("a", 0)]
+        made._retries.succeeded(("b", 0), 3600.0 * hour - 1.0)
+        made.ended(Ended(name, "failed", error="no answer", tries=HANG_TRIES), 3600.0 * hour)
+        made.fill(now=3600.0 * hour + 60.0)
+    assert "a" not in made.scheduler.ledger
+
+
+def test_a_failed_sample_continues_from_its_text():
+    made = rollout(mode={"max_staleness": 1}, prompts=[("a", 2)])
+    made.ended(Ended("a_0", "failed", 3, 0, [{"id": "x", "response_tokens": 3}], error="no sandbox"), 0.0)
+    tell(made, generated("a_1"))
+    made.ended(Ended("a_1", "failed", 5, 0, error="no judge"), 0.0)
+    assert states(made) == ["pending", "pending"]
+    assert made.fill(now=0.5) == []
+    assert made.next_start() == PAUSE_S
+    starts = made.fill(now=PAUSE_S)
+    assert [(start.predecessor, start.partial) for start in starts] == [("a_1", True), ("a_0", True)]
+    assert (made.kept_tokens("a", 0), made.kept_tokens("a", 1)) == (3, 5)
+
+
+def test_a_sample_that_cannot_start_is_no_fault_of_its_prompt():
+    made, now = rollout(mode={"max_staleness": 1}, prompts=[("a", 2), ("b", 2)]), 0.0
+    for _ in range(3 * TRIES):
+        tell(made, *(Ended(attempt.name, "lost", error="TransferQueue") for attempt in made.attempts()))
+        now += 2 * LONGEST_PAUSE_S
+        assert made.fill(now=now)
+    assert "a" in made.scheduler.ledger
+
+
+def test_groups_without_a_trajectory_start_again_and_are_replaced_at_last():
+    made, now = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2), 0.0
+    for _ in range(TRIES):
+        assert "a" in made.scheduler.ledger
+        for name in [attempt.name for attempt in made.attempts() if attempt.uid == "a"]:
+            made.ended(Ended(name, "generated"), now)
+            made.ended(Ended(name, "finished", empty=True), now)
+        made._retries.succeeded(("b", 0), now)
+        now += 2 * ALL_TRIES_S
+        made.fill(now=now)
+    assert "a" not in made.scheduler.ledger
+    assert made.state_dict()["failed"] == 1
+
+
+def test_where_no_agent_loop_gives_a_trajectory_the_run_ends():
+    made = Rollout(Rules(4, 8), outage_s=OUTAGE_S)
+    made.publish(0, None)
+    made.add_prompts([(f"p{number}", 2) for number in range(8)])
+
+    def finish_all(now):
+        for start in made.fill(now=now):
+            made.ended(Ended(start.name, "generated"), now)
+            made.ended(Ended(start.name, "finished", empty=True), now)
+
+    for now in range(0, int(BROKEN_S), 5):
+        finish_all(now)
+    with pytest.raises(RolloutError, match="the agent loop returned no trajectory"):
+        list(map(finish_all, range(int(BROKEN_S), int(BROKEN_S + LONGEST_PAUSE_S), 5)))
+
+
+def test_failures_of_a_sample_are_counted_over_a_restart():
+    made, now = rollout(prompts=[("a", 2), ("b", 2)], mode={"max_staleness": 1}, in_flight=2), 0.0
+    for tries in range(1, TRIES):
+        [name] = [attempt.name for attempt in made.attempts() if attempt.sample == ("a", 0)]
+        made.ended(Ended(name, "failed", error="no"), now)
+        state = json.loads(json.dumps(made.state_dict()))
+        assert state["failures"] == [["a", 0, tries]]
+        made = Rollout(made.rules, generation=tries)
+        assert made.restore(state, 0, 9, {}, {"a", "b"}) == []
+        now += 100.0
+        made.fill(now=now)
+    [name] = [attempt.name for attempt in made.attempts() if attempt.sample == ("a", 0)]
+    made.ended(Ended(name, "failed", error="no"), now)
+    assert "a" not in made.scheduler.ledger
