@@ -156,7 +156,7 @@ class Coordinator:
         opened, opening = self._open, self._openings
         opened.pool.close()
         pool = self._new_pool(opened.setting)
-        await pool.join(workers, START_S)
+        await pool.join(workers)
         self._still(opening, pool)
         self._without_workers = 0 if len(pool) else self._without_workers + 1
         if self._without_workers == _OPENINGS:

@@ -49,7 +49,7 @@ class WorkerPool:
     def __len__(self) -> int:
         return len(self._about)
 
-    async def join(self, workers: Iterable[Any], limit_s: float) -> dict[str, str]:
+    async def join(self, workers: Iterable[Any], limit_s: float = START_S) -> dict[str, str]:
         """Wait until ``SessionAgentLoopWorker`` actors have started, and use them.
 
         A worker without an answer for ``limit_s`` is given up.

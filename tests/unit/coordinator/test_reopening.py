@@ -19,7 +19,7 @@ class WorkerPool:
         self.closed = False
         self.made.append(self)
 
-    async def join(self, workers, limit_s):
+    async def join(self, workers, limit_s=None):
         workers[0]._openings += 1
         return {}
 
