@@ -155,6 +155,7 @@ launch() { # launch [hydra overrides]
     }
   fi
   local status=0
+  open_lock "$CKPT"
   verl-rhyme claim -- "${args[@]}" || status=$?
   case "$status" in
     0) ;;

@@ -112,6 +112,7 @@ run() { # run DIRECTORY [overrides]
     return
   fi
   local status=0
+  open_lock "$RUN_DIR/checkpoints"
   verl-rhyme claim --check "${notes[@]}" -- "${args[@]}" || status=$?
   case "$status" in
     0)

@@ -29,6 +29,11 @@ plain_path() { # plain_path VARIABLE [MEANING]: hydra's grammar needs quotes aro
     "letters a-z and A-Z, digits, spaces and . _ - + @ %"
 }
 
+open_lock() { # open_lock CHECKPOINTS: `verl-rhyme claim` locks it, and the run holds it to its end
+  { mkdir -p "$1" && exec 9<> "$1/run.lock"; } 2> /dev/null || return 0 # claim reports it
+  export VERL_RHYME_RUN_LOCK=9
+}
+
 check_preset() { # check RHYME, STALENESS and MODE; set PRESET_ARGS, their hydra overrides
   local presets
   RHYME=${RHYME:-histospec}

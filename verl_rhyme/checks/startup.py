@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from packaging.version import Version
 
-from verl_rhyme.checks import combinations, loss
+from verl_rhyme.checks import combinations, loss, run_lock
 from verl_rhyme.checks.combinations import Refusal
 from verl_rhyme.checks.preflight.plan import data_files
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
@@ -51,6 +52,23 @@ def check(config: Any) -> None:
     _check_shared_memory()
     for problem in loss.warnings(config, of_config(config, rhyme)):
         logger.warning("%s", problem)
+
+
+def hold_folder(config: Any) -> None:
+    """Lock the checkpoint folder of a run with a rhyme tree until this process ends.
+
+    Raises:
+        ConfigError: Another run uses the folder.
+    """
+    folder = str(config.trainer.default_local_dir)
+    if config_tree.from_verl(config) is None or "://" in folder:
+        return
+    try:
+        run_lock.hold(Path(folder).absolute())
+    except run_lock.FolderInUse as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:  # the trainer may run on another machine, which has the disk
+        logger.warning("%s cannot be locked on this machine: %s", folder, error)
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:

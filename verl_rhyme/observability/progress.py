@@ -122,8 +122,8 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
     """Run ``command`` to its end (see the module) and return its exit status."""
     metrics_file.parent.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
-    aside = steps.set_aside(metrics_file)
     follower = MetricsFollower(metrics_file)
+    follower.poll()  # steps of earlier starts
     log_begin = log.stat().st_size if log.exists() else 0
     child = Supervised(command, log, {**os.environ, LOGGER_VARIABLE: str(metrics_file.resolve())})
     columns = (
@@ -143,8 +143,6 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
     with child, bar:
         task = bar.add_task("starting", total=total_steps)
         show(f"starting verl, Ray and vLLM (about a minute); log: {log}")
-        if aside:
-            show(f"metrics of the previous run were moved to {aside}")
         while child.wait(POLL_S) is None:
             show_steps()
             if child.notice:

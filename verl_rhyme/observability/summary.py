@@ -1,7 +1,7 @@
 """Summary of a run, and comparison of two runs.
 
-Both runs of a comparison are read from verl's metrics; the event log adds what verl does not log. Rollout seconds are
-verl's ``timing_s/gen``, except in stock ``separate_async``, which generates throughout: there they are whole steps.
+The event log has all metrics of a run; a stock run has those of verl's ``file`` logger only. Rollout seconds are verl's
+``timing_s/gen``, except in stock ``separate_async``, which generates throughout: there they are whole steps.
 Unknown values are null, never estimates.
 """
 
@@ -109,7 +109,7 @@ def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple
     if not metrics_path.exists() and (above := folder.parent / steps.METRICS_FILE).exists():
         warnings.warn(f"{above} is not read: give {folder.parent} for rewards and times", stacklevel=2)
     log = events.read_log(events_path)
-    by_step = steps.merge(steps.from_metrics(metrics_path), steps.from_log(log))
+    by_step = steps.merge(steps.from_metrics(metrics_path), steps.from_log(log), log)
     if not by_step:
         raise ReportError(
             f"{folder}: no finished training step in {metrics_path} or {events_path}; did the training start, with "

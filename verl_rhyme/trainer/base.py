@@ -80,6 +80,7 @@ class RhymeTrainerMixin(PPOTrainer):
             super().__init__(config)
             return
         add_log_handler()
+        checkpoints.continue_metrics(config)
         rhyme = self._rhyme
         run_dir = Path(config.trainer.default_local_dir).absolute()
         if rhyme.history.dir is None:
@@ -214,7 +215,10 @@ class RhymeTrainerMixin(PPOTrainer):
         step = self._step_that_ended(timing_raw)
         for observer in self.observers:
             metrics.update(observer.on_step(step))
+        if step.reply is not None:
+            metrics.update(step.reply.metrics)
         self._recorder.log_stages(self.timing_raw.stages, global_steps, self._epoch())
+        self._recorder.log_metrics(metrics, global_steps, self._epoch())
 
     def _step_that_ended(self, timing_raw: dict) -> Step:
         return Step(self.global_steps, timing_raw["step"], timing_raw.get(self._rollout_stage, 0.0))

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -159,6 +159,12 @@ class Recorder(Observer):
         if self._events is not None:
             names, started, seconds = zip(*stages, strict=True)
             self._events.append_stages(step, epoch, {"stage": names, "started_at": started, "duration_s": seconds})
+
+    @_guarded
+    def log_metrics(self, metrics: Mapping[str, Any], step: int, epoch: int) -> None:
+        """Log the metrics of a finished step."""
+        if self._events is not None:
+            self._events.append_metrics(step, epoch, metrics)
 
     def join(self) -> None:
         """Wait until everything started is in the event log, and fetched by the writer."""

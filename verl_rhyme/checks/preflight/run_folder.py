@@ -16,14 +16,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from verl_rhyme.checks.doctor import Check, verdict
+from verl_rhyme.checks import run_lock
+from verl_rhyme.checks.doctor import WARN, Check, verdict
 from verl_rhyme.checks.preflight.plan import data_files
 from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.run_name import run_name
-from verl_rhyme.observability import steps
-from verl_rhyme.observability.progress import LOGGER_VARIABLE
 
 #: File in the checkpoint folder; not the event log's ``events/run.json`` (``observability.events.INFO_FILE``).
 MARKER = "run.json"
@@ -92,7 +89,7 @@ def refusal(config: Any, notes: Mapping[str, str] | None = None) -> str | None:
 
 
 def check(config: Any, notes: Mapping[str, str] | None = None) -> Iterator[Check]:
-    """Check that the run folder does not belong to another run."""
+    """Check that the run folder does not belong to another run, and whether a run uses it now."""
     try:
         problem = refusal(config, notes)
     except ConfigError:  # the check of the rhyme tree reports it
@@ -100,30 +97,31 @@ def check(config: Any, notes: Mapping[str, str] | None = None) -> Iterator[Check
     except ForeignFolder as error:
         problem = str(error)
     yield verdict("run folder", not problem, problem or str(folder(config)), REMEDY)
+    if (user := run_lock.user(folder(config))) is not None:
+        yield Check("run folder", WARN, user, "a start is refused until then")
 
 
 def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
-    """Mark the folder as this run's, unless it is already marked so.
+    """Lock the folder and mark it as this run's, unless it is already marked so.
+
+    The lock outlives this process if the caller passed its descriptor (:mod:`.run_lock`).
 
     Raises:
         ForeignFolder: The folder belongs to another run; it is left unchanged.
+        FolderInUse: A run uses the folder now.
         OSError: The folder cannot be written.
     """
     if problem := refusal(config, notes):
         raise ForeignFolder(problem)
     marker = folder(config) / MARKER
-    if not marker.exists():
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        new = marker.with_suffix(f".{os.getpid()}.tmp")
-        new.write_text(json.dumps(describe(config, notes), indent=2) + "\n")
-        new.replace(marker)
-
-
-def rename_earlier_metrics(config: Any) -> None:
-    """Rename the metrics file of an earlier start, if the config sets the file of verl's logger."""
-    path = OmegaConf.select(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{LOGGER_VARIABLE}")
-    if path:
-        steps.set_aside(str(path))
+    lock = run_lock.take(marker.parent, os.getppid())
+    try:
+        if not marker.exists():
+            new = marker.with_suffix(f".{os.getpid()}.tmp")
+            new.write_text(json.dumps(describe(config, notes), indent=2) + "\n")
+            new.replace(marker)
+    finally:
+        os.close(lock)  # the caller's copy, if any, keeps it locked
 
 
 def latest_step(checkpoints: Path) -> int | None:
