@@ -16,6 +16,8 @@ from verl_rhyme.checks.combinations import Refusal
 from verl_rhyme.checks.preflight.plan import data_files
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
+from verl_rhyme.history import history_folder
+from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.patches.core import installed_version
 from verl_rhyme.router import router_file
 from verl_rhyme.scheduling.rules import of_config
@@ -49,6 +51,11 @@ def check(config: Any) -> None:
         return
     check_agent_loops(config, rhyme)
     _check_files(config)
+    if rhyme.history.dir is not None:
+        try:
+            history_folder.check(rhyme.history.dir)
+        except HistoryError as error:
+            raise ConfigError(str(error)) from None
     _check_shared_memory()
     for problem in loss.warnings(config, of_config(config, rhyme)):
         logger.warning("%s", problem)

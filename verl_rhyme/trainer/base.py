@@ -20,7 +20,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.config import config_tree
 from verl_rhyme.config.run_name import run_name
-from verl_rhyme.history.ownership import user_folder
+from verl_rhyme.history import history_folder
 from verl_rhyme.history_writer.history_service import HistoryService, tokenizer_namespace
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.log_handler import add_log_handler
@@ -88,8 +88,10 @@ class RhymeTrainerMixin(PPOTrainer):
             name = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
             with open_dict(config):
                 tree = config.actor_rollout_ref.rollout.custom.rhyme
-                tree.history = {**(tree.get("history") or {}), "dir": str(user_folder() / name)}
+                tree.history = {**(tree.get("history") or {}), "dir": str(history_folder.place() / name)}
             rhyme = self._rhyme = config_tree.from_verl(config)
+        else:
+            history_folder.check(rhyme.history.dir)
         self._event_log = EventLog(rhyme.events.dir or run_dir / "events") if rhyme.events.enable else None
         router_file.use(config, rhyme.placement)
         super().__init__(config)

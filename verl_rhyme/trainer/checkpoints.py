@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.tracking import FileLogger
 
@@ -25,9 +26,8 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 def continue_metrics(config: Any) -> None:
     """Make verl's file logger continue the metrics of a run that resumes (``patches/verl_continue_metrics.py``)."""
-    trainer = config.trainer
-    found = trainer.resume_mode == "auto" and find_latest_ckpt_path(trainer.default_local_dir) is not None
-    FileLogger.resumed = found or trainer.resume_mode == "resume_path"
+    mode, folder = (OmegaConf.select(config, f"trainer.{key}") for key in ("resume_mode", "default_local_dir"))
+    FileLogger.resumed = mode == "resume_path" or (mode == "auto" and find_latest_ckpt_path(folder) is not None)
 
 
 def remove_orphans(folder: Path, step: int) -> None:
