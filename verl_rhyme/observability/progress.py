@@ -92,6 +92,8 @@ def _dropped(value: Value) -> list[str]:
         parts.append(f"{groups:.0f} group{'s' if groups > 1 else ''} dropped: {why}")
     if failed := value(metrics.FAILED_PROMPTS):
         parts.append(f"{failed:.0f} prompt{'s' if failed > 1 else ''} failed")
+    if lost := value(metrics.HISTORY_LOST):
+        parts.append(f"history lost {lost:.0f} step{'s' if lost > 1 else ''}")
     return parts
 
 

@@ -50,6 +50,7 @@ GROUPS = {m.STALENESS_MEAN: 0.96, m.STALENESS_MAX: 2.0}
         ({"val-core/knights/acc/mean@1": 0.25}, "validation knights/acc/mean@1 0.25"),
         ({m.SPEC_ACCEPT_LENGTH: 2.0, m.SPEC_ACCEPT_RATE: 0.5}, "2.0 tokens/step, 50% accepted"),
         (COLD, ""),
+        ({m.HISTORY_LOST: 2.0}, "history lost 2 steps"),
         ({m.BUBBLE_RATIO: 0.2}, ""),
         ({**TRAJECTORIES, **GROUPS}, "staleness 1.0 (max 2)"),
         ({**GROUPS, m.STALENESS_MAX: 0.0, **TRAJECTORIES}, ""),

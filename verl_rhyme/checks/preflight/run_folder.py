@@ -101,6 +101,22 @@ def check(config: Any, notes: Mapping[str, str] | None = None) -> Iterator[Check
         yield Check("run folder", WARN, user, "a start is refused until then")
 
 
+def resume(config: Any) -> Iterator[Check]:
+    """Warn of checkpoints that a resume restores in part, or that a kill can leave none of."""
+    trainer, parts = config.trainer, config.actor_rollout_ref.actor.checkpoint.load_contents
+    if trainer.resume_mode == "disable" or trainer.save_freq <= 0:
+        return
+    if missing := [part for part in ("optimizer", "extra") if part not in parts]:
+        lost = {"optimizer": "the state of the optimizer", "extra": "random states and, with FSDP, the learning rate"}
+        detail = f"actor.checkpoint.load_contents={list(parts)}: a resumed run begins anew with "
+        yield Check("resume", WARN, detail + " and ".join(lost[part] for part in missing), f"add {', '.join(missing)}")
+    if trainer.max_actor_ckpt_to_keep == 1:
+        detail = (
+            "trainer.max_actor_ckpt_to_keep=1: verl removes the previous checkpoint before it marks the new one, so "
+        )
+        yield Check("resume", WARN, detail + "a kill in between leaves none to resume from", "keep 2")
+
+
 def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
     """Lock the folder and mark it as this run's, unless it is already marked so.
 

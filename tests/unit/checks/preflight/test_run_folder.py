@@ -151,6 +151,20 @@ def test_steps(world, tmp_path):
     assert run_folder.total_steps(compose([*world, "data.train_files=/nowhere.parquet"])) is None
 
 
+def test_what_a_resume_does_not_restore_is_a_warning(tmp_path):
+    config = run_in(tmp_path, "histospec")
+    config.trainer.save_freq = 4
+    assert list(run_folder.resume(config)) == []
+    for key, value, words in (
+        ("actor_rollout_ref.actor.checkpoint.load_contents", ["model"], "optimizer and random states"),
+        ("trainer.max_actor_ckpt_to_keep", 1, "a kill in between leaves none"),
+    ):
+        OmegaConf.update(config, key, value)
+        assert words in list(run_folder.resume(config))[-1].detail
+    config.trainer.save_freq = -1
+    assert list(run_folder.resume(config)) == []
+
+
 def test_the_command_names_a_run(world):
     for changes, notes, name in (
         ([], [], "off-qwen2-fsdp-sync"),
