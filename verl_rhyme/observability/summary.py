@@ -106,14 +106,14 @@ def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple
         raise ReportError(f"no such folder: {folder}; give a run folder that contains metrics.jsonl or checkpoints")
     metrics_path = folder / steps.METRICS_FILE
     events_path = Path(events_folder or _find_events(folder))
-    if not metrics_path.exists() and (above := folder.parent / steps.METRICS_FILE).exists():
-        warnings.warn(f"{above} is not read: give {folder.parent} for rewards and times", stacklevel=2)
     log = events.read_log(events_path)
+    if not (log.metrics or metrics_path.exists()) and (above := folder.parent / steps.METRICS_FILE).exists():
+        warnings.warn(f"{above} is not read: give {folder.parent} for rewards and times", stacklevel=2)
     by_step = steps.merge(steps.from_metrics(metrics_path), steps.from_log(log), log)
     if not by_step:
         raise ReportError(
-            f"{folder}: no finished training step in {metrics_path} or {events_path}; did the training start, with "
-            "'file' in trainer.logger? See its log"
+            f"{folder}: no finished training step in {metrics_path} or {events_path}; did the training start, and has "
+            "a stock run 'file' in trainer.logger? See its log"
         )
     if not any(metrics.ROLLOUT_S in data for data in by_step.values()) and _runs_on(folder):
         for data in by_step.values():

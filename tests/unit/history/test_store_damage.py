@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import examples
-from tests.unit.history.stores import NAMESPACE, key, open_store, responses, trajectory
+from tests.unit.history.stores import NAMESPACE, key, kill, open_store, responses, trajectory
 from verl_rhyme.history import environment, history_folder, ownership
 from verl_rhyme.history.retention import place
 from verl_rhyme.history.store import HistoryError, HistoryReader
@@ -411,7 +411,7 @@ def test_an_environment_with_the_inode_of_a_deleted_one_is_another_one(tmp_path)
 def test_files_that_a_cleaner_deleted_are_written_again(tmp_path, gone, caplog):
     """The map holds all of the history, also after its files are gone; readers continue and follow."""
     path = tmp_path / "base" / "h"
-    store, reader = open_store(path), HistoryReader(path, NAMESPACE, refresh_interval=0.0)
+    store, reader = open_store(path, run="run"), HistoryReader(path, NAMESPACE, refresh_interval=0.0)
     store.append([trajectory(i, [i, 1]) for i in range(5)], step=1)
     assert responses(reader.get(key(3))) == [[3, 1]]
     for step in (2, 3):
@@ -427,8 +427,8 @@ def test_files_that_a_cleaner_deleted_are_written_again(tmp_path, gone, caplog):
     assert finish(newcomer) == "3\n"
     with pytest.raises(HistoryError, match="another process writes"):
         history_folder.acquire(path, None, timeout=0)
-    store.close()
-    with open_store(path) as again:
+    kill(store)
+    with open_store(path, run="run") as again:
         assert again.stats()["responses"] == 7
 
 
