@@ -155,13 +155,13 @@ launch() { # launch [hydra overrides]
     }
   fi
   local status=0
-  open_lock "$CKPT"
   verl-rhyme claim -- "${args[@]}" || status=$?
   case "$status" in
     0) ;;
     3) return 0 ;; # the run is already finished; claim printed that
     *) return "$status" ;;
   esac
+  hold_lock "$CKPT"
   mkdir -p "$RUN_DIR"
   _train "${args[@]}"
   echo "$RECIPE: finished. $RUN_DIR/metrics.jsonl has timing_s/gen, timing_s/step, perf/throughput," \

@@ -18,7 +18,7 @@ LENGTHS = (20, 13, 30, 25, 9, 31, 16, 22)
 MICRO_BATCH = 4
 
 
-def build(engine, model, tp, pp, lr, options=None, checkpoint=None, warmup=0, lora=0):
+def build(engine, model, tp, pp, lr, options=None, checkpoint=None, warmup=0, lora=0, schedule=False):
     import verl.workers.engine.fsdp
     import verl.workers.engine.megatron  # noqa: F401  (both register their engines)
     from verl.trainer.config import CheckpointConfig
@@ -34,7 +34,13 @@ def build(engine, model, tp, pp, lr, options=None, checkpoint=None, warmup=0, lo
             **batch,
             **(options or {}),
         )
-        optimizer = config.McoreOptimizerConfig(lr=lr, clip_grad=1.0, lr_decay_steps=100, lr_warmup_steps=warmup)
+        optimizer = config.McoreOptimizerConfig(
+            lr=lr,
+            clip_grad=1.0,
+            lr_decay_steps=100,
+            lr_warmup_steps=warmup,
+            use_checkpoint_opt_param_scheduler=schedule,
+        )
     else:
         full = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
         settings = config.FSDPEngineConfig(

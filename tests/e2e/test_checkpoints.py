@@ -13,29 +13,34 @@ pytestmark = pytest.mark.xdist_group("megatron_engine")
 ALL = ["model", "optimizer", "extra"]
 #: Saved and loaded contents, further options, and whether all is restored, the weights alone or nothing.
 CASES = [
-    (ALL, ALL, {}, "all"),
-    ([*ALL, "hf_model"], [*ALL, "hf_model"], {}, "all"),
     (["model"], ["model"], {}, "weights"),
     (ALL, ["model"], {}, "weights"),
     (["model"], ALL, {}, "nothing"),
     (["optimizer", "extra"], ["optimizer", "extra"], {}, "nothing"),
 ]
 FSDP = [  # one checkpoint manager for FSDP and FSDP2; FSDP needs a GPU
+    (ALL, ALL, {}, "all"),
+    ([*ALL, "hf_model"], [*ALL, "hf_model"], {}, "all"),
     (["hf_model"], ["hf_model"], {}, "nothing"),
     (ALL, ALL, {"lora": 4}, "all"),
     (ALL, ALL, {"lora": 4, "save_lora_only": True}, "all"),
     (ALL, ALL, {"async_save": True}, "all"),  # but verl's trainer does not mark it as the latest
 ]
 MEGATRON = [  # LoRA needs Megatron-Bridge
+    (ALL, ALL, {"schedule": True}, "all"),
+    ([*ALL, "hf_model"], [*ALL, "hf_model"], {"schedule": True}, "all"),
+    (ALL, ALL, {}, "weights"),  # its optimizer too, but not the schedule of the learning rate
     (["hf_model"], ["hf_model"], {}, "weights"),
     (["hf_model"], ["model"], {}, "weights"),
     (ALL, ALL, {"async_save": True}, "nothing"),
 ]
+#: Options of the engine; the others are those of the checkpoint.
+ENGINE = ("lora", "schedule")
 ENGINES = {"fsdp2": [*CASES, *FSDP], "megatron": [*CASES, *MEGATRON]}
 
 
 def refused(engine, save, load, options):
-    kept = {name: value for name, value in options.items() if name != "lora"}
+    kept = {name: value for name, value in options.items() if name not in ENGINE}
     checkpoint = {"save_contents": save, "load_contents": load, **kept}
     changes = [f"actor_rollout_ref.actor.checkpoint.{name}={value}" for name, value in checkpoint.items()]
     config = verl_config(
@@ -60,8 +65,8 @@ def test_an_engine_starts_from_what_was_saved_or_is_refused(engine, tmp_path):
         {
             "save": save,
             "load": load,
-            "options": {name: value for name, value in options.items() if name == "lora"},
-            "checkpoint": {name: value for name, value in options.items() if name != "lora"},
+            "options": {name: value for name, value in options.items() if name in ENGINE},
+            "checkpoint": {name: value for name, value in options.items() if name not in ENGINE},
         }
         for save, load, options, _ in ENGINES[engine]
     ]

@@ -1,8 +1,8 @@
 """Lock of a checkpoint folder: one run at a time, from its script's first check to the end of its training process.
 
-A run script opens ``run.lock`` and names the descriptor in :data:`VARIABLE`. ``verl-rhyme claim`` locks it, and the
-training process inherits it. The training process of an own command opens the file itself, before Ray starts. The lock
-ends with the last of these processes, however it ends.
+``verl-rhyme claim`` locks ``run.lock``. The run script keeps that lock, and its training process inherits the
+descriptor in :data:`VARIABLE`. The training process of an own command opens the file itself, before Ray starts. The
+lock ends with the last of these processes, however it ends.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def hold(folder: Path) -> None:
 
 def user(folder: Path) -> str | None:
     """Return a message that names the run that uses a folder; ``None`` if there is none, or no lock can show it."""
-    with suppress(FileNotFoundError), open(folder / LOCK_FILE, "rb") as file:
-        try:
+    try:
+        with open(folder / LOCK_FILE, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return _in_use(folder)
-        except OSError:
-            return None
+    except BlockingIOError:
+        return _in_use(folder)
+    except OSError:
+        pass
     return None
 
 

@@ -42,9 +42,10 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path, training):
 
 
 SCRIPT = """
-source "$0"; open_lock "$1/checkpoints"
+source "$0"; NAME=test
 python -c 'import os, pathlib, sys; from verl_rhyme.checks import run_lock
 os.close(run_lock.take(pathlib.Path(sys.argv[1]), os.getppid()))' "$1/checkpoints"
+hold_lock "$1/checkpoints"
 echo claimed; read -r
 exec python -c "$2; print('training', flush=True); time.sleep(600)" "$1/checkpoints"
 """
@@ -67,6 +68,10 @@ def test_the_run_script_passes_its_lock_to_the_training(tmp_path):
             with pytest.raises(run_lock.FolderInUse):
                 run_lock.take(tmp_path / "checkpoints", os.getpid())
             if said == "claimed\n":
+                late = f"source {settings}; NAME=late; hold_lock {tmp_path}/checkpoints"
+                refused = subprocess.run(["bash", "-c", late], capture_output=True, text=True)
+                told = f"late: {tmp_path}/checkpoints is in use by another start; set another RUN_DIR\n"
+                assert (refused.returncode, refused.stderr) == (2, told)
                 process.stdin.write("\n")
                 process.stdin.flush()
     finally:

@@ -110,6 +110,13 @@ def resume(config: Any) -> Iterator[Check]:
         lost = {"optimizer": "the state of the optimizer", "extra": "random states and, with FSDP, the learning rate"}
         detail = f"actor.checkpoint.load_contents={list(parts)}: a resumed run begins anew with "
         yield Check("resume", WARN, detail + " and ".join(lost[part] for part in missing), f"add {', '.join(missing)}")
+    actor, varies = config.actor_rollout_ref.actor, "lr_warmup_steps lr_warmup_steps_ratio"
+    schedule = actor.optim.get("lr_decay_style", "constant") != "constant" or any(
+        (actor.optim.get(name) or 0) > 0 for name in varies.split()
+    )
+    if str(actor.strategy) == "megatron" and schedule and not actor.optim.use_checkpoint_opt_param_scheduler:
+        detail = "Megatron: a resumed run begins the learning rate's schedule anew"
+        yield Check("resume", WARN, detail, "set actor.optim.use_checkpoint_opt_param_scheduler=true")
     if trainer.max_actor_ckpt_to_keep == 1:
         detail = (
             "trainer.max_actor_ckpt_to_keep=1: verl removes the previous checkpoint before it marks the new one, so "
@@ -119,8 +126,6 @@ def resume(config: Any) -> Iterator[Check]:
 
 def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
     """Lock the folder and mark it as this run's, unless it is already marked so.
-
-    The lock outlives this process if the caller passed its descriptor (:mod:`.run_lock`).
 
     Raises:
         ForeignFolder: The folder belongs to another run; it is left unchanged.
@@ -137,7 +142,7 @@ def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
             new.write_text(json.dumps(describe(config, notes), indent=2) + "\n")
             new.replace(marker)
     finally:
-        os.close(lock)  # the caller's copy, if any, keeps it locked
+        os.close(lock)  # the run script locks it next
 
 
 def latest_step(checkpoints: Path) -> int | None:

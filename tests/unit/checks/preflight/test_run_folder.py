@@ -163,6 +163,13 @@ def test_what_a_resume_does_not_restore_is_a_warning(tmp_path):
         assert words in list(run_folder.resume(config))[-1].detail
     config.trainer.save_freq = -1
     assert list(run_folder.resume(config)) == []
+    megatron = run_in(tmp_path, "engine")
+    megatron.trainer.save_freq, optim = 4, megatron.actor_rollout_ref.actor.optim
+    assert list(run_folder.resume(megatron)) == [], "a constant learning rate"
+    optim.lr_warmup_steps = 10
+    assert "schedule anew" in next(run_folder.resume(megatron)).detail
+    optim.use_checkpoint_opt_param_scheduler = True
+    assert list(run_folder.resume(megatron)) == []
 
 
 def test_the_command_names_a_run(world):
