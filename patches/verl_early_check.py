@@ -1,4 +1,4 @@
-"""Check the rhyme configuration before verl starts Ray: verl has no plugin hook there."""
+"""Check the rhyme configuration and lock the run folder before verl starts Ray: verl has no plugin hook there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def _check_rhyme_first(original: Any, config: Any, *args: Any, **kwargs: Any) ->
 
     ours = OmegaConf.select(config, CONFIG_PATH) is not None
     if ours or any(config_tree.find_misplaced(config)):
-        from verl_rhyme.checks.startup import check
+        from verl_rhyme.checks.startup import check, hold_folder
 
         try:
             check(config)
+            hold_folder(config)
         except ConfigError as error:
             if ray.is_initialized():  # SystemExit would kill a worker
                 raise

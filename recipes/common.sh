@@ -161,6 +161,7 @@ launch() { # launch [hydra overrides]
     3) return 0 ;; # the run is already finished; claim printed that
     *) return "$status" ;;
   esac
+  hold_lock "$CKPT"
   mkdir -p "$RUN_DIR"
   _train "${args[@]}"
   echo "$RECIPE: finished. $RUN_DIR/metrics.jsonl has timing_s/gen, timing_s/step, perf/throughput," \

@@ -115,6 +115,7 @@ run() { # run DIRECTORY [overrides]
   verl-rhyme claim --check "${notes[@]}" -- "${args[@]}" || status=$?
   case "$status" in
     0)
+      hold_lock "$RUN_DIR/checkpoints"
       [ -e "$DATA/train.parquet" ] || python -m "examples.$WORLD.data" --out "$DATA" "${tasks[@]}"
       export VERL_FILE_LOGGER_PATH="$RUN_DIR/metrics.jsonl"
       python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \

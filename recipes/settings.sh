@@ -29,6 +29,15 @@ plain_path() { # plain_path VARIABLE [MEANING]: hydra's grammar needs quotes aro
     "letters a-z and A-Z, digits, spaces and . _ - + @ %"
 }
 
+hold_lock() { # hold_lock CHECKPOINTS: keep the lock of `verl-rhyme claim` to the end of the run, which inherits it
+  [ -e "$1/run.lock" ] || return 0 # trainer.default_local_dir is overridden: the training process locks it
+  local status=0
+  exec 9<> "$1/run.lock"
+  flock -n -E 3 9 || status=$? # any other: no locks there, as claim has reported
+  [ "$status" != 3 ] || refuse "$1 is in use by another start; set another RUN_DIR"
+  export VERL_RHYME_RUN_LOCK=9
+}
+
 check_preset() { # check RHYME, STALENESS and MODE; set PRESET_ARGS, their hydra overrides
   local presets
   RHYME=${RHYME:-histospec}

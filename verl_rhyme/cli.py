@@ -163,14 +163,14 @@ def claim(
 ) -> None:
     """Claim the checkpoint folder of a run before it starts; the run scripts call this command.
 
-    Metrics of an earlier start are renamed, because verl's logger would truncate their file.
-
-    Exits 1 with an error if the folder belongs to another run or cannot be written, and 3 if the run is finished.
+    Exits 1 with an error if the folder belongs to another run, is in use or cannot be written, and 3 if the run is
+    finished.
     """
     from verl_rhyme.checks.preflight import run_folder
     from verl_rhyme.checks.preflight.checks import examine
     from verl_rhyme.checks.preflight.compose import compose
     from verl_rhyme.checks.preflight.plan import check_numbers
+    from verl_rhyme.checks.run_lock import FolderInUse
     from verl_rhyme.config import ConfigError
 
     def refuse(problem: str) -> typer.Exit:
@@ -195,10 +195,9 @@ def claim(
             raise typer.Exit(FINISHED)
         if step is not None:
             print(f"resuming after step {step}" + (f" of {total}" if total else ""))
-        run_folder.rename_earlier_metrics(config)
     except run_folder.ForeignFolder as error:
         raise refuse(f"{error} -> {run_folder.REMEDY}") from error
-    except ConfigError as error:
+    except (ConfigError, FolderInUse) as error:
         raise refuse(str(error)) from error
     except OSError as error:
         raise refuse(f"cannot write to {folder} ({error.strerror}): free space, or choose another RUN_DIR") from error

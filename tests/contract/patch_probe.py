@@ -113,6 +113,21 @@ def log_with_flush() -> str:
     return seen[0]
 
 
+def resume_metrics(resumed: bool) -> list[int]:
+    """Return the steps in the metrics file after a second start."""
+    from verl.utils.tracking import FileLogger
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.environ["VERL_FILE_LOGGER_PATH"] = f"{folder}/metrics.jsonl"
+        for step in (1, 2):
+            FileLogger.resumed = resumed
+            logger = FileLogger("project", "experiment")
+            logger.log({"loss": 0.5}, step)
+            logger.finish()
+        with open(path) as file:
+            return [json.loads(line)["step"] for line in file]
+
+
 def validate(tree: dict[str, Any]) -> str:
     from omegaconf import OmegaConf
     from verl.trainer.main_ppo import validate_config  # the name that verl's entry point imports
@@ -158,6 +173,7 @@ def behave() -> dict[str, Any]:
         "validate_misspelt": validate({"rhyme": {"enabel": True}}),
         "validate_stock": validate({}),
         "log": attempt(log_with_flush),
+        "metrics": [attempt(lambda: resume_metrics(True)), attempt(lambda: resume_metrics(False))],
         "process_group": attempt(join_process_group),
     }
     result["statuses"] = {patch.name: patches.status(patch).state.value for patch in patches.ALL}

@@ -82,6 +82,11 @@ def test_logger_accepts_flush(probe):
     assert "TypeError" in probe("unpatched")["log"]
 
 
+def test_a_resumed_run_continues_its_metrics(probe):
+    assert probe("patched")["metrics"] == [[1, 2], [2]]
+    assert probe("unpatched")["metrics"] == [[2], [2]]
+
+
 def test_rhyme_options_are_checked_before_verls(probe):
     assert "did you mean" in probe("patched")["validate_misspelt"]
     assert probe("patched")["validate_stock"] == probe("unpatched")["validate_stock"]

@@ -1,12 +1,13 @@
 """Bad input: one clear error before anything heavy starts."""
 
+import os
 import shutil
 import sys
 
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks import startup
+from verl_rhyme.checks import run_lock, startup
 from verl_rhyme.config import ConfigError
 
 RHYME = "actor_rollout_ref.rollout.custom.rhyme"
@@ -84,6 +85,26 @@ def test_bad_input_is_one_line_before_ray_starts(tmp_path, key, value, words):
     assert words in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert not ray.is_initialized()
+
+
+def test_a_folder_in_use_is_refused_before_ray_starts(tmp_path):
+    import ray
+    from verl.utils.config import validate_config
+
+    tree = config(tmp_path)
+    tree.trainer.default_local_dir = str(tmp_path / "checkpoints")
+    other = run_lock.take(tmp_path / "checkpoints", 123)
+    with pytest.raises(SystemExit, match=r"checkpoints is in use by process 123 on .* set another folder"):
+        validate_config(tree, use_reference_policy=False, use_critic=False)
+    assert not ray.is_initialized()
+    for theirs in ({"enable": False}, None):  # stock verl locks nothing
+        tree.actor_rollout_ref.rollout.custom = {"rhyme": theirs} if theirs else {}
+        startup.hold_folder(tree)
+    os.close(other)
+    tree.actor_rollout_ref.rollout.custom = {"rhyme": {}}
+    for _ in range(2):
+        startup.hold_folder(tree)
+    assert run_lock.user(tmp_path / "checkpoints")
 
 
 def test_no_shared_memory(tmp_path, monkeypatch):

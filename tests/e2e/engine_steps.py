@@ -18,7 +18,7 @@ LENGTHS = (20, 13, 30, 25, 9, 31, 16, 22)
 MICRO_BATCH = 4
 
 
-def build(engine, model, tp, pp, lr, options=None):
+def build(engine, model, tp, pp, lr, options=None, checkpoint=None, warmup=0, lora=0, schedule=False):
     import verl.workers.engine.fsdp
     import verl.workers.engine.megatron  # noqa: F401  (both register their engines)
     from verl.trainer.config import CheckpointConfig
@@ -34,17 +34,27 @@ def build(engine, model, tp, pp, lr, options=None):
             **batch,
             **(options or {}),
         )
-        optimizer = config.McoreOptimizerConfig(lr=lr, clip_grad=1.0, lr_decay_steps=100)
+        optimizer = config.McoreOptimizerConfig(
+            lr=lr,
+            clip_grad=1.0,
+            lr_decay_steps=100,
+            lr_warmup_steps=warmup,
+            use_checkpoint_opt_param_scheduler=schedule,
+        )
     else:
         full = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
         settings = config.FSDPEngineConfig(
-            strategy="fsdp2", use_remove_padding=False, use_torch_compile=False, mixed_precision=full, **batch
+            strategy=engine, use_remove_padding=False, use_torch_compile=False, mixed_precision=full, **batch
         )
-        optimizer = config.FSDPOptimizerConfig(lr=lr, clip_grad=1.0, total_training_steps=100)
+        optimizer = config.FSDPOptimizerConfig(lr=lr, clip_grad=1.0, total_training_steps=100, lr_warmup_steps=warmup)
     described = config.HFModelConfig(
-        path=model, use_remove_padding=False, override_config={"attn_implementation": "sdpa"}
+        path=model,
+        use_remove_padding=False,
+        override_config={"attn_implementation": "sdpa"},
+        **({"lora_rank": lora} if engine != "megatron" else {"lora": {"rank": lora}} if lora else {}),
     )
-    built = EngineRegistry.new("language_model", settings.strategy, described, settings, optimizer, CheckpointConfig())
+    saved = CheckpointConfig(**(checkpoint or {}))
+    built = EngineRegistry.new("language_model", settings.strategy, described, settings, optimizer, saved)
     built.initialize()
     return built
 
@@ -109,7 +119,7 @@ def main(engine, model, steps, port, tp=1, pp=1, lr=1e-3, checkpoint=None):
     """Print ``{"log_probs", "losses", "grad_norms", "weights", "resumed"}`` on the rank that has them.
 
     Args:
-        engine: "megatron" or "fsdp2".
+        engine: "megatron", "fsdp" or "fsdp2".
         model: A model folder.
         steps: Training steps.
         port: Of the rendezvous on this machine.

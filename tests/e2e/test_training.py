@@ -1,6 +1,7 @@
 """The one command, as a user runs it: real verl, Ray, vLLM; killed and resumed."""
 
 import json
+import shutil
 import subprocess
 
 import numpy as np
@@ -10,6 +11,7 @@ from whole_run import MOSTLY, finish, kill_all, steps_of, wait_for_step
 
 from tests.conftest import ONLY_SLOW
 from verl_rhyme.observability import events
+from verl_rhyme.observability.summary import read
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
 #: 16 prompts x 4 samples, two steps an epoch.
@@ -50,9 +52,14 @@ LAST_STEP = EPOCHS * STEPS_AN_EPOCH
 
 @pytest.fixture(scope="module")
 def trained(engine, tmp_path_factory):
-    """A run that is killed one step after its checkpoint of step 2, and resumed to its end."""
+    """A run that is killed one step after its checkpoint of step 2, and resumed to its end. Meanwhile, a second start
+    in its folder is refused."""
     run_dir = tmp_path_factory.mktemp("run")
     process = engine(run_dir, epochs=EPOCHS)
+    wait_for_step(process, run_dir, 1)
+    second = engine(run_dir, epochs=EPOCHS)
+    refused, _ = second.communicate(timeout=120)
+    assert (second.returncode, "is in use by process" in refused) == (1, True), refused
     wait_for_step(process, run_dir, 3)
     kill_all(process)
     return run_dir, finish(engine(run_dir, epochs=EPOCHS), run_dir)
@@ -92,6 +99,14 @@ def test_trains_drafts_and_reports(trained):
     assert "Replicas over time" in (run_dir / "report.html").read_text()
     assert f"step {LAST_STEP}/{LAST_STEP}" in output
     assert "resuming after step " in output
+
+
+def test_the_event_log_alone_has_the_report(trained, tmp_path):
+    run_dir, _ = trained
+    shutil.copytree(run_dir / "checkpoints" / "events", tmp_path / "checkpoints" / "events")
+    lost, whole = read(tmp_path), read(run_dir)
+    assert lost.summary == whole.summary
+    np.testing.assert_equal(lost.steps, whole.steps)
 
 
 def test_every_request_and_stage_is_logged(trained):
@@ -145,7 +160,7 @@ def test_resumes_where_it_was_killed(trained):
     history = steps_of(run_dir)
     # Step 3 and perhaps 4 ran twice, from the same weights; what the killed run did of them is part of no checkpoint.
     assert [step for step, _ in history][-2:] == [3, 4]
-    assert len(history) > LAST_STEP
+    assert len(history) > LAST_STEP, "the metrics file lost the steps before the kill"
     assert history[-2][1]["rollout/history/hit_rate"] >= MOSTLY, "the history was not restored"
     assert history[-2][1]["rollout/history/errors"] == 0
     check_nothing_twice(run_dir, last_step=LAST_STEP)

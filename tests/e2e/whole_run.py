@@ -59,9 +59,10 @@ def _story(run_dir):
 
 
 def steps_of(run_dir):
-    """(step, metrics) in the order they were logged, over all files that resumes have left."""
-    files = sorted(run_dir.glob("metrics*.jsonl"), key=lambda path: path.stat().st_mtime)
-    return [(line["step"], line["data"]) for file in files for line in map(json.loads, file.read_text().splitlines())]
+    """(step, metrics) in the order they were logged, also before resumes."""
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [(line["step"], line["data"]) for line in map(json.loads, lines)]
 
 
 def wait_for_step(process, run_dir, step, timeout=800):

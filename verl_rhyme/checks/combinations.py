@@ -27,6 +27,8 @@ from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGE
 from verl_rhyme.drafting import recurrent
 from verl_rhyme.scheduling.rules import Rules, of_config
 
+_ACTOR = "actor_rollout_ref.actor"
+_CRITIC = "critic.checkpoint"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 _BACKEND = f"{_ROLLOUT}.checkpoint_engine.backend"
@@ -38,6 +40,7 @@ _FILTER = "algorithm.filter_groups.enable"
 _LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 _DRAFTING = "rhyme.drafting.enable"
 _BOUND = "rhyme.max_staleness"
+_RESUME = "trainer.resume_mode"
 _QUEUE = "transfer_queue.backend"
 _PLACEMENT = "rhyme.placement.policy"
 
@@ -88,6 +91,17 @@ class Run:
     def topology(self) -> str | None:
         """``"colocated"``, ``"separate"``, or ``None`` for a user's own trainer."""
         return TOPOLOGIES.get(str(self.value(_MODE)))
+
+    @property
+    def megatron(self) -> bool:
+        """Whether Megatron trains the actor."""
+        return str(self.value(f"{_ACTOR}.strategy")) == "megatron"
+
+    @property
+    def critic(self) -> bool:
+        """Whether a critic is trained, by verl's rule."""
+        enabled = self.value("critic.enable")
+        return self.value(_ESTIMATOR) == "gae" if enabled is None else bool(enabled)
 
     @property
     def drafting(self) -> bool:
@@ -186,6 +200,27 @@ def _uncorrected(loss: str | None, run: Run) -> bool:
         return own.get("loss_type") == "reinforce" and not (own.get("rollout_is") or own.get("rollout_rs"))
     kinds = [run.value(f"{_CORRECTION}.{name}") for name in ("rollout_is", "rollout_rs")]
     return loss in RATIO_FREE_LOSSES and (bool(run.value(f"{_CORRECTION}.bypass_mode")) or not any(kinds))
+
+
+def _resumes(run: Run) -> bool:
+    return run.rhyme is not None and run.value(_RESUME) in ("auto", "resume_path")
+
+
+def _loads_no_weights(parts: Any, run: Run) -> bool:
+    """Whether a resume leaves the weights out; only Megatron loads ``hf_model``."""
+    return parts is not None and "model" not in parts and not (run.megatron and "hf_model" in parts)
+
+
+def _loads_unsaved(checkpoint: str) -> Callable[[Any, Run], bool]:
+    """Whether a resume loads parts that are not saved: ``hf_model`` is ``model`` to Megatron, and nothing to FSDP."""
+
+    def loads(parts: Any, run: Run) -> bool:
+        saved = run.value(f"{checkpoint}.save_contents")
+        same = {"hf_model": "model"} if run.megatron else {}
+        wanted, found = ({same.get(part, part) for part in each or ()} for each in (parts, saved))
+        return saved is not None and bool(wanted - found - {"hf_model"})
+
+    return loads
 
 
 def _elastic(run: Run) -> bool:
@@ -338,6 +373,54 @@ TABLE = (
         "the expert routing of a response that several policies or replicas generated cannot be replayed",
         f"set it to false, or {CONFIG_PATH}.scheduling.at_version=regenerate",
         (_BOUND,),
+    ),
+    Row(
+        (
+            Option(f"{_ACTOR}.checkpoint.async_save"),
+            Option(f"{_CRITIC}.async_save", lambda on, run: bool(on) and run.critic, named_with=(_ESTIMATOR,)),
+        ),
+        _rhyme,
+        "verl's V1 trainer never completes an asynchronous checkpoint nor marks it as the latest: the next start would "
+        "begin at step 0",
+        "set it to false; FSDP saves synchronously in any case",
+    ),
+    Row(
+        (
+            Option(f"{_ACTOR}.checkpoint.load_contents", _loads_no_weights),
+            Option(f"{_CRITIC}.load_contents", lambda parts, run: run.critic and _loads_no_weights(parts, run)),
+        ),
+        _resumes,
+        "a resumed run would continue the steps with the weights of the model folder",
+        "add model to save_contents and load_contents",
+        (_RESUME,),
+    ),
+    Row(
+        (
+            Option(f"{_ACTOR}.checkpoint.load_contents", _loads_unsaved(_ACTOR + ".checkpoint")),
+            Option(
+                f"{_CRITIC}.load_contents",
+                lambda parts, run: run.critic and _loads_unsaved(_CRITIC)(parts, run),
+            ),
+        ),
+        lambda run: _resumes(run) and run.value(_RESUME) == "auto",
+        "a resumed run would not find these parts in its own checkpoints",
+        "drop load_contents (it follows save_contents), or save the same parts",
+        (_RESUME,),
+    ),
+    Row(
+        (
+            Option(
+                "trainer.default_hdfs_dir",
+                lambda folder, run: folder is not None and not run.megatron,
+                "drop it, and set trainer.default_local_dir to storage that outlives this machine",
+            ),
+            Option("trainer.default_local_dir", lambda folder, run: "://" in str(folder)),
+        ),
+        _rhyme,
+        "verl's V1 trainer saves and resumes below a mounted trainer.default_local_dir only, except that Megatron also "
+        "copies its checkpoints to default_hdfs_dir",
+        "set a folder on mounted storage",
+        (f"{_ACTOR}.strategy",),
     ),
     Row(
         (Option("rhyme.scheduling.unit", _splits_groups),),

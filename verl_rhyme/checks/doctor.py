@@ -25,7 +25,8 @@ from verl_rhyme.checks.seam_check import check as check_seam
 from verl_rhyme.checks.seams import SEAMS
 from verl_rhyme.checks.startup import SHM_BYTES, SUPPORTED
 from verl_rhyme.config import HistoryConfig
-from verl_rhyme.history.ownership import is_own_folder, is_user_folder, user_folder
+from verl_rhyme.history import history_folder as folders
+from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.share import available_memory
 from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 from verl_rhyme.patches.core import installed_version
@@ -79,7 +80,7 @@ def examine(history: Path | None = None, engines: bool = True) -> list[Check]:
         "seams": _seams,
         "patches": _patches,
         "plugin": _plugin_failures,  # registrations wait for modules that the checks above import
-        "history folder": lambda: history_folder(history or user_folder()),
+        "history folder": lambda: history_folder(history or folders.place()),
         "shared memory": _shared_memory,
     }
     if engines and not vllm_runs_on_cpu():
@@ -226,17 +227,14 @@ def _engines() -> Iterator[Check]:
 
 
 def history_folder(folder: Path) -> Iterator[Check]:
-    """Check owner, access and free disk space of a history folder, which may not exist yet."""
-    if is_user_folder(folder) and os.path.lexists(folder) and not is_own_folder(folder):
-        detail = f"{folder} is a symbolic link or belongs to another user"
-        yield Check("history folder", FAIL, detail, "remove it, or set history.dir to a folder of your own")
-        return
-    existing, free = free_disk(folder)
+    """Check owner, access, file locks and free disk space of a history folder, which may not exist yet."""
     try:
-        write_into(existing)
-    except OSError as error:
-        yield Check("history folder", FAIL, f"{folder}: {error}", "set history.dir to a writable folder")
+        folders.check(folder)
+    except HistoryError as error:
+        detail, _, remedy = str(error).rpartition(": ")
+        yield Check("history folder", FAIL, detail, remedy)
         return
+    _, free = free_disk(folder)
     remedy = "free disk space, or set history.dir to a folder on another disk"
     bound = gib(HistoryConfig().bound(free, available_memory()))
     detail = (

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from packaging.version import Version
 
-from verl_rhyme.checks import combinations, loss
+from verl_rhyme.checks import combinations, loss, run_lock
 from verl_rhyme.checks.combinations import Refusal
 from verl_rhyme.checks.preflight.plan import data_files
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
+from verl_rhyme.history import history_folder
+from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.patches.core import installed_version
 from verl_rhyme.router import router_file
 from verl_rhyme.scheduling.rules import of_config
@@ -48,9 +51,31 @@ def check(config: Any) -> None:
         return
     check_agent_loops(config, rhyme)
     _check_files(config)
+    if rhyme.history.dir is not None:
+        try:
+            history_folder.check(rhyme.history.dir)
+        except HistoryError as error:
+            raise ConfigError(str(error)) from None
     _check_shared_memory()
     for problem in loss.warnings(config, of_config(config, rhyme)):
         logger.warning("%s", problem)
+
+
+def hold_folder(config: Any) -> None:
+    """Lock the checkpoint folder of a run with a rhyme tree until this process ends.
+
+    Raises:
+        ConfigError: Another run uses the folder.
+    """
+    folder = str(config.trainer.default_local_dir)
+    if config_tree.from_verl(config) is None or "://" in folder:
+        return
+    try:
+        run_lock.hold(Path(folder).absolute())
+    except run_lock.FolderInUse as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:  # the trainer may run on another machine, which has the disk
+        logger.warning("%s cannot be locked on this machine: %s", folder, error)
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:

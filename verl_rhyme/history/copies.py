@@ -54,11 +54,14 @@ class Copies:
         self._path = Path(path)
         self._known: OrderedDict[bytes, _Copy] = OrderedDict()  # least recently used first
         self._bytes = 0
-        self._lock: int | None = history_folder.acquire(self._path, uuid.uuid4().hex, _LOCK_TIMEOUT_S)
+        self._run = uuid.uuid4().hex
+        self._lock: int | None = history_folder.acquire(self._path, self._run, _LOCK_TIMEOUT_S)
         self._bound = max_bytes or share.automatic(self._path)
 
     def outdated(self, asked: Mapping[bytes, int]) -> dict[bytes, bytes]:
         """Return the prompts whose copy may be older than the given time, with its version (empty: no copy)."""
+        for key in [key for key in asked if key in self._known and not self._file(key).exists()]:
+            self._bytes -= self._known.pop(key).size  # deleted, as by a cleaner of temporary folders
         known = {key: self._known.get(key, _NONE) for key in asked}
         return {key: known[key].version for key, time in asked.items() if known[key].time < time}
 
@@ -104,6 +107,7 @@ class Copies:
             self._bytes -= gone.size
             self._file(oldest).unlink(missing_ok=True)
         part = self._path / f".{key.hex()}"
+        self._restore_folder()
         try:
             part.write_bytes(value)  # type: ignore[arg-type]  # any buffer
             os.utime(part, ns=(time, time))
@@ -119,6 +123,12 @@ class Copies:
         if self._lock is not None:
             history_folder.release(self._path, self._lock, delete=True)
             self._lock = None
+
+    def _restore_folder(self) -> None:
+        if self._lock is not None and not history_folder.is_intact(self._path, self._lock):
+            os.close(self._lock)
+            self._lock = None
+            self._lock = history_folder.acquire(self._path, self._run, _LOCK_TIMEOUT_S)
 
     def _file(self, key: bytes) -> Path:
         return self._path / key.hex()

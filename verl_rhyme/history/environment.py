@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import struct
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,9 +28,12 @@ import lmdb
 import msgpack
 from lmdb import verify
 
+from verl_rhyme.history.ownership import lock
+
 #: Format of the environment; any other format counts as damaged.
 FORMAT = 5
 DATA_FILE = "data.mdb"
+_LOCK_FILE = "lock.mdb"
 #: Other users must not read responses and rewards.
 FILE_MODE = 0o600
 _CURRENT = "current"
@@ -66,6 +70,7 @@ class Environment:
         seen: Database, prompt key -> msgpack of :class:`verl_rhyme.history.retention.Entry`, including evicted prompts.
         meta: Database, ``b"meta"`` -> msgpack ``{"format", "namespace"}``.
         pid: Id of the process that opened it.
+        files: Device and inode of each of its files.
         users: Number of users in the process.
     """
 
@@ -76,6 +81,21 @@ class Environment:
     meta: Any
     pid: int = field(default_factory=os.getpid)
     users: int = 1
+
+    def __post_init__(self) -> None:
+        self.files = _inodes(self.folder)
+
+    def is_on_disk(self) -> bool:
+        """Return whether its files still exist; without them, it is readable and writable until it is closed."""
+        try:
+            return _inodes(self.folder) == self.files
+        except OSError:
+            return False
+
+    @property
+    def bytes(self) -> int:
+        """Size of the data file."""
+        return int((self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"])
 
     def namespace(self) -> str:
         """Return the fingerprint of the vocabulary that the environment was recorded with.
@@ -95,9 +115,13 @@ class Environment:
 
     def fill_up(self) -> None:
         """Extend the file to its declared size: LMDB does not write pages that a transaction took and freed."""
-        size = (self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"]
-        if os.stat(self.folder / DATA_FILE).st_size < size:
-            os.truncate(self.folder / DATA_FILE, size)
+        if os.stat(self.folder / DATA_FILE).st_size < self.bytes:
+            os.truncate(self.folder / DATA_FILE, self.bytes)
+
+
+def _inodes(folder: Path) -> list[tuple[int, int]]:
+    found = [os.stat(folder / name) for name in (DATA_FILE, _LOCK_FILE) if (folder / name).exists()]
+    return [(status.st_dev, status.st_ino) for status in found]
 
 
 _open: dict[Path, Environment] = {}
@@ -197,7 +221,7 @@ def open_to_inspect(folder: Path) -> Iterator[Environment]:
     Raises:
         CorruptEnvironment: The environment is damaged.
     """
-    if (folder / "lock.mdb").exists():
+    if (folder / _LOCK_FILE).exists():
         opened = _acquire(folder, 0, create=False)
         try:
             yield opened
@@ -275,7 +299,25 @@ def publish(path: Path, folder: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
-def new_folder(path: Path) -> Path:
-    """Return the path of a new environment, with a higher number than all others."""
-    numbers = [int(folder.name[4:]) for folder in path.glob("env-[0-9]*")]
+def new_folder(path: Path, *others: Path) -> Path:
+    """Return the path of a new environment, with a higher number than all others, also those in memory only."""
+    numbers = [int(folder.name[4:]) for folder in (*others, *path.glob("env-[0-9]*"))]
     return path / f"env-{max(numbers, default=0) + 1:04d}"
+
+
+def probe(folder: Path) -> None:
+    """Try what a store needs of a folder, which may not exist yet: files, locks of files, a shared memory map.
+
+    Raises:
+        OSError: The folder cannot hold a store; the message has the reason.
+    """
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".verl_rhyme-", dir=existing) as name:
+            descriptor = lock(Path(name, "lock"), create=True)
+            if descriptor is not None:
+                os.close(descriptor)
+            with lmdb.open(name, map_size=1 << 20, metasync=False) as env, env.begin(write=True) as txn:
+                txn.put(b"key", b"value")
+    except lmdb.Error as error:
+        raise OSError(str(error)) from error

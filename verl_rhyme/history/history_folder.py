@@ -10,14 +10,24 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from verl_rhyme.history.environment import HistoryError
-from verl_rhyme.history.ownership import OWNER_FILE, NotOwned, Owner, is_own_folder, is_user_folder, lock, make_private
+from verl_rhyme.history.environment import HistoryError, probe
+from verl_rhyme.history.ownership import (
+    OWNER_FILE,
+    NotOwned,
+    Owner,
+    is_own_folder,
+    is_user_folder,
+    lock,
+    make_private,
+    user_folder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +68,43 @@ def acquire(path: Path, run: str | None, timeout: float) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def is_intact(path: Path, descriptor: int) -> bool:
+    """Return whether the files of :func:`acquire` still exist."""
+    return _is_at(descriptor, path / _LOCK) and all((path / name).exists() for name in (OWNER_FILE, _IN_USE))
+
+
+def place() -> Path:
+    """Return the folder of this user's runs without ``history.dir``: on the first disk here that can hold a store.
+
+    If none can, it is the first one, so that a check shows why.
+    """
+    places = [user_folder(base) for base in (tempfile.gettempdir(), "/dev/shm", "/var/tmp")]
+    for folder in places:
+        with suppress(HistoryError):
+            check(folder)
+            return folder
+    return places[0]
+
+
+def check(folder: str | os.PathLike[str]) -> None:
+    """Check that a folder, which may not exist yet, can hold a store on this machine.
+
+    Raises:
+        HistoryError: It cannot; the message has the reason and the remedy.
+    """
+    path = Path(folder)
+    base = next((parent for parent in (path, *path.parents) if is_user_folder(parent)), None)
+    try:
+        if base is not None and os.path.lexists(base) and not is_own_folder(base):
+            raise NotOwned(f"{base} is a link or belongs to another user")
+        probe(path)
+    except OSError as error:
+        raise HistoryError(
+            f"the history cannot be kept in {folder} ({error.strerror or error}): set history.dir to a folder on a "
+            "local disk that you can write to and that has file locks"
+        ) from error
 
 
 def _lock_writer(path: Path, timeout: float) -> int:

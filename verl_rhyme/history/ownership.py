@@ -76,9 +76,9 @@ class Owner:
         return f"process {self.pid} on {self.host} (boot {self.boot[:8]}), of run {self.run!r}"
 
 
-def user_folder() -> Path:
-    """Return the folder of this user's runs on a node; it may not exist yet."""
-    return Path(tempfile.gettempdir(), f"verl_rhyme-{os.geteuid()}")
+def user_folder(base: str) -> Path:
+    """Return the folder of this user's runs below a place that users share; it may not exist yet."""
+    return Path(base, f"verl_rhyme-{os.geteuid()}")
 
 
 def is_user_folder(path: Path) -> bool:

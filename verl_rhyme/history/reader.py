@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 class HistoryReader:
     """Reader of a :class:`~verl_rhyme.history.store.HistoryStore` through its memory map.
 
-    The store may not exist yet, and a restore or clear may replace it at any time; the reader follows. Unusable data
+    The store may not exist yet, and a restore or clear may replace it at any time; the reader follows. Files that were
+    deleted stay readable until the store has written them again. Unusable data
     never raise: they are logged once, counted in :attr:`errors`, and read as no history. After a fork, the reader opens
     a new environment in the child process.
 
@@ -88,7 +89,7 @@ class HistoryReader:
         self._next_look = time.monotonic() + self._interval
         identity = environment.identity(self._path)
         forked = self._environment is not None and self._environment.pid != os.getpid()
-        if identity == self._identity and not forked:
+        if not forked and (identity == self._identity or (identity is None and self._environment is not None)):
             return
         self.close()
         self._identity = identity

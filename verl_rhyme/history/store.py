@@ -45,6 +45,7 @@ class AppendStats:
 
     Attributes:
         prompts, trajectories: Recorded prompts and trajectories.
+        lost_steps: 1 if the step, or a part of it, could not be recorded.
         dropped: Trajectories that could not be recorded (full disk, too large, bad tokens).
         unkept: Trajectories of prompts above the level, which are not kept.
         evicted: Prompts evicted for the byte bound.
@@ -53,6 +54,7 @@ class AppendStats:
 
     prompts: int = 0
     trajectories: int = 0
+    lost_steps: int = 0
     dropped: int = 0
     unkept: int = 0
     evicted: int = 0
@@ -62,10 +64,10 @@ class AppendStats:
 class HistoryStore:
     """Writer of a history folder, one per folder; any number of :class:`HistoryReader` may read it at the same time.
 
-    An append is one transaction: a killed writer leaves complete appends. After damage the
-    history starts empty, with a warning. Values stay within 0.7 of ``max_bytes``, and the file within
-    ``max_bytes``; :mod:`verl_rhyme.history.retention` decides which values go. Methods may be called from several
-    threads.
+    An append is one transaction: a killed writer leaves complete appends. Files that were deleted, as by a cleaner of
+    temporary folders, are written again by the next append. After damage the history starts empty, with a warning.
+    Values stay within 0.7 of ``max_bytes``, and the file within ``max_bytes``; :mod:`verl_rhyme.history.retention`
+    decides which values go. Methods may be called from several threads.
 
     Args:
         path: Node-local folder, created if missing.
@@ -96,6 +98,7 @@ class HistoryStore:
         self._path = Path(path)
         self._namespace = namespace
         self._epochs = epochs
+        self._run = run
         self._threads = threads or min(max(1, len(os.sched_getaffinity(0)) // 4), _MAX_THREADS)
         self._warned: set[str] = set()
         self._mutex = threading.RLock()
@@ -134,6 +137,10 @@ class HistoryStore:
         if not groups:
             return AppendStats(dropped=bad)
         with self._mutex:
+            try:
+                self._restore_files()
+            except (HistoryError, lmdb.Error, OSError) as error:
+                return self._lose(groups, error, bad)
             before, kept = self._values.ledger.prompts, {key for key in groups if key in self._values.ledger}
             stats = self._append(groups, step)
             ledger = self._values.ledger
@@ -169,11 +176,35 @@ class HistoryStore:
                 error = failure
                 if copied:
                     break  # else a smaller copy may fit
+        stats = self._lose(groups, error)
+        stats.shed_epochs = lost
+        return stats
+
+    def _lose(self, groups: dict[bytes, list[Trajectory]], error: Exception | None, bad: int = 0) -> AppendStats:
         self._warn(
             f"a step is not recorded, and the history stays as it was: {error} (LMDB's input/output error may be "
             "a full disk): free disk space, or set history.dir to another disk"
         )
-        return AppendStats(dropped=sum(map(len, groups.values())), shed_epochs=lost)
+        return AppendStats(lost_steps=1, dropped=bad + sum(map(len, groups.values())))
+
+    def _restore_files(self) -> None:
+        """Write files again that another process deleted, from the map, which outlives them.
+
+        Raises:
+            HistoryError, lmdb.Error, OSError: They cannot be written.
+        """
+        if self._lock is None:
+            return
+        if not history_folder.is_intact(self._path, self._lock):
+            os.close(self._lock)
+            self._lock = None
+            self._lock = history_folder.acquire(self._path, self._run, _LOCK_TIMEOUT_S)
+        opened = self._values.opened
+        if not opened.is_on_disk():
+            logger.warning("the files of the history in %s were deleted; they are written again", self._path)
+            self._rewrite(self._values.ledger.total("bytes"))
+        elif environment.current(self._path) != opened.folder:
+            environment.publish(self._path, opened.folder)
 
     def _write(self, groups: dict[bytes, list[Trajectory]], step: int) -> AppendStats:
         """Append in one transaction; after an error the history and its ledger are as before."""
@@ -273,8 +304,9 @@ class HistoryStore:
         """
         source = Path(src_dir)
         with self._mutex:
-            folder = environment.new_folder(self._path)
+            folder = environment.new_folder(self._path, self._values.opened.folder)
             try:
+                self._restore_files()
                 folder.mkdir(mode=0o700)
                 shutil.copyfile(source / environment.DATA_FILE, folder / environment.DATA_FILE)
                 (folder / environment.DATA_FILE).chmod(environment.FILE_MODE)
@@ -307,7 +339,7 @@ class HistoryStore:
             return {
                 "prompts": ledger.prompts,
                 **{column: ledger.total(column) for column in ("responses", "tokens", "bytes")},
-                "file_bytes": os.stat(self._values.opened.folder / environment.DATA_FILE).st_size,
+                "file_bytes": self._values.opened.bytes,
                 "epochs": ledger.most_visits,
                 "kept_share": ledger.kept_share,
             }
@@ -347,7 +379,8 @@ class HistoryStore:
         return values
 
     def _create(self) -> Environment:
-        return environment.create(environment.new_folder(self._path), self._namespace, self.max_bytes)
+        others = (self._values.opened.folder,) if hasattr(self, "_values") else ()
+        return environment.create(environment.new_folder(self._path, *others), self._namespace, self.max_bytes)
 
     def _open_checked(self, folder: Path) -> Environment:
         environment.check(folder)

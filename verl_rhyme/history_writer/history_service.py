@@ -30,7 +30,7 @@ from verl_rhyme.history_writer.history_writer import (
     node_history_dir,
     writer_name,
 )
-from verl_rhyme.observability.errors import first_line
+from verl_rhyme.observability.errors import first_line, last_line
 from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class HistoryService:
         self._opening: Any = None
         self._in_use: int | None = None
         self._failures, self._retry_at = 0, 0.0  # failures since the last answer
+        self._problem = ""  # of the latest failure
         self._bytes = 0
         #: Number of writers started to replace a failed one.
         self.restarts = 0
@@ -128,7 +129,11 @@ class HistoryService:
         except HistoryError:
             raise
         except Exception as error:
-            logger.warning("the history writer failed to start; training continues without a history: %s", error)
+            logger.warning(
+                "the history writer failed to start in %s; training continues without a history: %s: set history.dir "
+                "to another folder",
+                *(self._folder, last_line(error)),
+            )
 
     def rewards(self, stored: StoredSamples) -> np.ndarray:
         """Return each sample's reward, float64[N]. The writer sums the token rewards, so they are not sent here.
@@ -231,7 +236,7 @@ class HistoryService:
             if self._writer is not None:
                 with suppress(HistoryUnavailable):
                     return self._answer(call(self._writer), timeout)
-        raise HistoryUnavailable("the history writer does not record now; see the warnings above")
+        raise HistoryUnavailable(f"the history in {self._folder} is not recorded now: its writer {self._problem}")
 
     def _answer(self, call: Any, timeout: float) -> Any:
         """Return the writer's answer. A writer without an answer is killed; :meth:`_start` starts the next one.
@@ -260,7 +265,7 @@ class HistoryService:
             f"after {pause:.0f} s" if pause else "at once",
             self._folder,
         )
-        writer, self._writer = self._writer, None
+        writer, self._writer, self._problem = self._writer, None, what
         with suppress(Exception):  # the process may be gone; a stopped process would hold the folder's lock
             ray.kill(writer)
         raise HistoryUnavailable(f"the history writer {what}")

@@ -25,7 +25,7 @@ from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
 #: Highest niceness; Ray starts its processes with 15.
 _NICENESS = 19
 #: Counts per append, in addition to the store's statistics.
-STORE_COUNTS = ("dropped", "unkept", "evicted", "shed_epochs", "sent_bytes")
+STORE_COUNTS = ("lost_steps", "dropped", "unkept", "evicted", "shed_epochs", "sent_bytes")
 #: Counts per append for ``rollout/entropy`` (:class:`~verl_rhyme.trainer.recorder.Recorder`).
 TOKEN_COUNTS = ("sampled", "nats")
 
@@ -137,6 +137,7 @@ class HistoryWriter:
             known = [t.logprobs for t in trajectories if t.logprobs is not None]
             counts["sampled"] += sum(map(len, known))
             counts["nats"] -= sum(float(logprobs.sum(dtype=np.float64)) for logprobs in known)
+        counts["lost_steps"] = min(1, counts["lost_steps"])  # of one step, whatever number of pieces
         with self._reading:
             counts["sent_bytes"], self._sent = self._sent, 0
         return {**counts, **self._store.stats()}

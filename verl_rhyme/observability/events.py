@@ -1,5 +1,5 @@
-"""Event log: Arrow files in the run folder, with a row per request, a row per stage of a step and optionally a row per
-response with its tokens.
+"""Event log: Arrow files in the run folder, with a row per request, per stage of a step and per metric of a step, and
+optionally a row per response with its tokens.
 
 Each flush writes one small file under a temporary name and renames it, so a killed run leaves earlier files intact.
 Every opened log is a new session, numbered in the file names. If a later session begins at step k (it resumed from the
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import numbers
 import os
 import re
 import warnings
@@ -62,6 +63,9 @@ STAGES = pa.schema(
     ]
 )
 
+#: One row per metric of a step, as the trainer passes them to verl's loggers.
+METRICS = pa.schema([("step", pa.int64()), ("epoch", pa.int64()), ("name", pa.string()), ("value", pa.float64())])
+
 #: One row per trained response, for replays of the run (``benchmarks/``). Off by default.
 RESPONSES = pa.schema(
     [
@@ -77,10 +81,10 @@ RESPONSES = pa.schema(
     ]
 )
 
-_SCHEMAS = {"requests": REQUESTS, "stages": STAGES, "responses": RESPONSES}
+_SCHEMAS = {"requests": REQUESTS, "stages": STAGES, "metrics": METRICS, "responses": RESPONSES}
 #: Names of the run, engine and slots, for the report. Not the ``run.json`` of the checkpoint folder.
 INFO_FILE = "run.json"
-_FILE = re.compile(r"(requests|validation|stages|responses)-(\d+)-(\d+)-(\d+)\.arrow")
+_FILE = re.compile(r"(requests|validation|stages|metrics|responses)-(\d+)-(\d+)-(\d+)\.arrow")
 
 
 class EventLog:
@@ -124,6 +128,11 @@ class EventLog:
     def append_stages(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
         """Log stages of one step, with the columns of :data:`STAGES`; see :meth:`append_requests`."""
         self._append("stages", step, epoch, columns)
+
+    def append_metrics(self, step: int, epoch: int, metrics: Mapping[str, Any]) -> None:
+        """Log the metrics of one finished step, with their values; those that are not numbers are left out."""
+        values = {name: float(value) for name, value in metrics.items() if _is_number(value)}
+        self._append("metrics", step, epoch, {"name": [*values], "value": [*values.values()]})
 
     def append_responses(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
         """Log responses of one step, with the columns of :data:`RESPONSES`; see :meth:`append_requests`."""
@@ -185,6 +194,15 @@ def read_stages(folder: str | os.PathLike[str]) -> pa.Table:
     return _read(Path(folder), "stages")
 
 
+def read_metrics(folder: str | os.PathLike[str]) -> dict[int, dict[str, float]]:
+    """Read the metrics of all finished steps, by step and name."""
+    table = _read(Path(folder), "metrics")
+    steps: dict[int, dict[str, float]] = {}
+    for step, name, value in zip(*(table[column].to_pylist() for column in ("step", "name", "value")), strict=True):
+        steps.setdefault(step, {})[name] = value
+    return steps
+
+
 def read_responses(folder: str | os.PathLike[str]) -> pa.Table:
     return _read(Path(folder), "responses")
 
@@ -206,6 +224,7 @@ class Log:
         folder: Folder of the log.
         requests: Columns of :data:`REQUESTS` (:func:`to_numpy`), and ``group`` (:func:`groups_of`).
         stages: Columns of :data:`STAGES`.
+        metrics: Result of :func:`read_metrics`.
         info: Result of :func:`read_info`.
         versioned: Whether requests have policy versions.
     """
@@ -213,6 +232,7 @@ class Log:
     folder: Path
     requests: dict[str, np.ndarray]
     stages: dict[str, np.ndarray]
+    metrics: dict[int, dict[str, float]]
     info: dict[str, Any]
     versioned: bool
 
@@ -223,7 +243,7 @@ def read_log(folder: str | os.PathLike[str]) -> Log:
     table = read_requests(path)
     requests = {**to_numpy(table), "group": groups_of(table)}
     versioned = table["policy_version_end"].null_count < table.num_rows
-    return Log(path, requests, to_numpy(read_stages(path)), read_info(path), versioned)
+    return Log(path, requests, to_numpy(read_stages(path)), read_metrics(path), read_info(path), versioned)
 
 
 def runs_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
@@ -278,6 +298,10 @@ def _record_batch(schema: pa.Schema, columns: Mapping[str, Any]) -> pa.RecordBat
         except (pa.ArrowException, TypeError) as error:
             raise ValueError(f"event log: column {field.name!r} must hold {field.type}: {error}") from error
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real | np.bool_) or (isinstance(value, np.ndarray) and value.ndim == 0)
 
 
 def _is_column(value: Any) -> bool:

@@ -74,6 +74,7 @@ ENTROPY = "rollout/entropy"  # nats per token: minus the mean log-prob of the sa
 VERL_ENTROPY = "actor/entropy"  # aggregated by loss_agg_mode: per token with token-mean, verl's default
 HISTORY = "rollout/history"  # prefix of the history store's statistics
 HISTORY_ERRORS = "rollout/history/errors"
+HISTORY_LOST = "rollout/history/lost_steps"
 HISTORY_UNTRAINED = "rollout/history/untrained"
 HISTORY_HIT_RATE = "rollout/history/hit_rate"
 HISTORY_RESTARTS = "rollout/history/writer_restarts"

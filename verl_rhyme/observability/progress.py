@@ -92,6 +92,8 @@ def _dropped(value: Value) -> list[str]:
         parts.append(f"{groups:.0f} group{'s' if groups > 1 else ''} dropped: {why}")
     if failed := value(metrics.FAILED_PROMPTS):
         parts.append(f"{failed:.0f} prompt{'s' if failed > 1 else ''} failed")
+    if lost := value(metrics.HISTORY_LOST):
+        parts.append(f"history lost {lost:.0f} step{'s' if lost > 1 else ''}")
     return parts
 
 
@@ -122,8 +124,8 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
     """Run ``command`` to its end (see the module) and return its exit status."""
     metrics_file.parent.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
-    aside = steps.set_aside(metrics_file)
     follower = MetricsFollower(metrics_file)
+    follower.poll()  # steps of earlier starts
     log_begin = log.stat().st_size if log.exists() else 0
     child = Supervised(command, log, {**os.environ, LOGGER_VARIABLE: str(metrics_file.resolve())})
     columns = (
@@ -143,8 +145,6 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
     with child, bar:
         task = bar.add_task("starting", total=total_steps)
         show(f"starting verl, Ray and vLLM (about a minute); log: {log}")
-        if aside:
-            show(f"metrics of the previous run were moved to {aside}")
         while child.wait(POLL_S) is None:
             show_steps()
             if child.notice:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,41 +37,19 @@ def parse_lines(lines: Iterable[bytes | str], source: object) -> Iterator[tuple[
             warnings.warn(f"{source}, line {number} is not a line of metrics and is skipped ({error})", stacklevel=2)
 
 
-def metric_files(path: str | os.PathLike[str]) -> list[Path]:
-    """List ``metrics.jsonl`` and the earlier files renamed by :func:`set_aside`, oldest first."""
-    current = Path(path)
-    name = re.compile(re.escape(current.stem) + r"-(\d+)" + re.escape(current.suffix))
-    siblings = sorted(current.parent.iterdir()) if current.parent.is_dir() else []
-    old = [(int(match[1]), file) for file in siblings if (match := name.fullmatch(file.name))]
-    return [file for _, file in sorted(old)] + ([current] if current.is_file() else [])
-
-
-def set_aside(path: str | os.PathLike[str]) -> Path | None:
-    """Rename an earlier run's metrics and return the new path: verl's logger truncates the file on resume."""
-    current = Path(path)
-    if not current.is_file() or current.stat().st_size == 0:
-        return None
-    taken = [int(file.stem.rsplit("-", 1)[1]) for file in metric_files(current) if file != current]
-    aside = current.with_name(f"{current.stem}-{max(taken, default=0) + 1:03d}{current.suffix}")
-    current.rename(aside)
-    return aside
-
-
 def from_metrics(path: str | os.PathLike[str]) -> Steps:
-    """Read the training steps of verl's metrics file and the renamed earlier files.
+    """Read the training steps of verl's metrics file.
 
-    A later file that begins at step k replaces steps from k on in earlier files.
+    A resumed run appends to the file; its steps replace earlier ones from its first step on.
     """
     steps: Steps = {}
-    for file in metric_files(path):
-        rows = [
-            (step, data) for step, data in parse_lines(file.read_bytes().splitlines(), file) if metrics.EPOCH in data
-        ]
-        begin = min((step for step, _ in rows), default=0)
-        if rows:
-            steps = {step: data for step, data in steps.items() if step < begin}
-        for step, data in rows:
-            steps.setdefault(step, {}).update(data)
+    file = Path(path)
+    for step, data in parse_lines(file.read_bytes().splitlines() if file.is_file() else (), file):
+        if metrics.EPOCH not in data:  # of a validation
+            continue
+        while steps and next(reversed(steps)) > step:
+            steps.popitem()
+        steps.setdefault(step, {}).update(data)
     return steps
 
 
@@ -123,11 +100,13 @@ def _staleness(version: int, rows: dict[str, Any], trained: Any) -> dict[str, fl
     return metrics.staleness_metrics(oldest, stale, rows["response_tokens"][trained])
 
 
-def merge(logged: Steps, computed: Steps) -> Steps:
-    """Merge verl's metrics with those of the event log; verl's take precedence.
+def merge(logged: Steps, computed: Steps, log: events.Log) -> Steps:
+    """Merge verl's metrics, of its file and of the event log, with those computed from requests and stages.
 
-    Steps that only the event log has are unfinished, so they are dropped unless verl logged nothing at all.
+    Logged metrics take precedence, those of the event log first. Steps without any are unfinished, so they are dropped
+    unless no step has them.
     """
-    if not logged:
+    finished = {step: {**logged.get(step, {}), **log.metrics.get(step, {})} for step in {*logged, *log.metrics}}
+    if not finished:
         return dict(sorted(computed.items()))
-    return {step: {**computed.get(step, {}), **data} for step, data in sorted(logged.items())}
+    return {step: {**computed.get(step, {}), **data} for step, data in sorted(finished.items())}

@@ -1,7 +1,7 @@
 """Summary of a run, and comparison of two runs.
 
-Both runs of a comparison are read from verl's metrics; the event log adds what verl does not log. Rollout seconds are
-verl's ``timing_s/gen``, except in stock ``separate_async``, which generates throughout: there they are whole steps.
+The event log has all metrics of a run; a stock run has those of verl's ``file`` logger only. Rollout seconds are verl's
+``timing_s/gen``, except in stock ``separate_async``, which generates throughout: there they are whole steps.
 Unknown values are null, never estimates.
 """
 
@@ -106,14 +106,14 @@ def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple
         raise ReportError(f"no such folder: {folder}; give a run folder that contains metrics.jsonl or checkpoints")
     metrics_path = folder / steps.METRICS_FILE
     events_path = Path(events_folder or _find_events(folder))
-    if not metrics_path.exists() and (above := folder.parent / steps.METRICS_FILE).exists():
-        warnings.warn(f"{above} is not read: give {folder.parent} for rewards and times", stacklevel=2)
     log = events.read_log(events_path)
-    by_step = steps.merge(steps.from_metrics(metrics_path), steps.from_log(log))
+    if not (log.metrics or metrics_path.exists()) and (above := folder.parent / steps.METRICS_FILE).exists():
+        warnings.warn(f"{above} is not read: give {folder.parent} for rewards and times", stacklevel=2)
+    by_step = steps.merge(steps.from_metrics(metrics_path), steps.from_log(log), log)
     if not by_step:
         raise ReportError(
-            f"{folder}: no finished training step in {metrics_path} or {events_path}; did the training start, with "
-            "'file' in trainer.logger? See its log"
+            f"{folder}: no finished training step in {metrics_path} or {events_path}; did the training start, and has "
+            "a stock run 'file' in trainer.logger? See its log"
         )
     if not any(metrics.ROLLOUT_S in data for data in by_step.values()) and _runs_on(folder):
         for data in by_step.values():

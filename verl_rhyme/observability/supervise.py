@@ -53,6 +53,7 @@ class Supervised:
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 start_new_session=True,
+                close_fds=False,  # the lock of the run folder (checks/run_lock.py)
                 preexec_fn=_child_setup(),
             )
         self._before: dict[int, Any] = {}

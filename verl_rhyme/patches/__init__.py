@@ -28,6 +28,7 @@ def _load(*names: str) -> tuple[Patch, ...]:
 
 #: Applied in every process that imports verl (``verl.plugins`` entry point).
 VERL = _load(
+    "verl_continue_metrics",
     "verl_early_check",
     "verl_gloo_backend",
     "verl_logger_flush",

@@ -22,7 +22,7 @@ from verl_rhyme.actor.actor import streamed
 from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.config import config_tree
 from verl_rhyme.config.run_name import run_name
-from verl_rhyme.history.ownership import user_folder
+from verl_rhyme.history import history_folder
 from verl_rhyme.history_writer.history_service import HistoryService, tokenizer_namespace
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.log_handler import add_log_handler
@@ -83,6 +83,7 @@ class RhymeTrainerMixin(PPOTrainer):
             super().__init__(config)
             return
         add_log_handler()
+        checkpoints.continue_metrics(config)
         rhyme = self._rhyme
         run_dir = Path(config.trainer.default_local_dir).absolute()
         if rhyme.history.dir is None:
@@ -90,8 +91,10 @@ class RhymeTrainerMixin(PPOTrainer):
             name = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
             with open_dict(config):
                 tree = config.actor_rollout_ref.rollout.custom.rhyme
-                tree.history = {**(tree.get("history") or {}), "dir": str(user_folder() / name)}
+                tree.history = {**(tree.get("history") or {}), "dir": str(history_folder.place() / name)}
             rhyme = self._rhyme = config_tree.from_verl(config)
+        else:
+            history_folder.check(rhyme.history.dir)
         self._event_log = EventLog(rhyme.events.dir or run_dir / "events") if rhyme.events.enable else None
         router_file.use(config, rhyme.placement)
         if isinstance(self, PPOTrainerSeparateAsync):
@@ -230,7 +233,10 @@ class RhymeTrainerMixin(PPOTrainer):
         step = self._step_that_ended(timing_raw)
         for observer in self.observers:
             metrics.update(observer.on_step(step))
+        if step.reply is not None:
+            metrics.update(step.reply.metrics)
         self._recorder.log_stages(self.timing_raw.stages, global_steps, self._epoch())
+        self._recorder.log_metrics(metrics, global_steps, self._epoch())
 
     def _step_that_ended(self, timing_raw: dict) -> Step:
         return Step(self.global_steps, timing_raw["step"], timing_raw.get(self._rollout_stage, 0.0))

@@ -1,4 +1,4 @@
-"""This package's files in verl's checkpoint folders ``global_step_N``; removed once verl has removed the weights."""
+"""verl's checkpoint folders ``global_step_N``: whether a run resumes, and this package's files in them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+from verl.utils.tracking import FileLogger
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +22,12 @@ STATE_FILE = "rhyme_sorted.json"
 OURS = ("history", ".history.old", ".history.new", "ranker", STATE_FILE)
 _STEP = re.compile(r"global_step_(\d+)")
 _TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def continue_metrics(config: Any) -> None:
+    """Make verl's file logger continue the metrics of a run that resumes (``patches/verl_continue_metrics.py``)."""
+    mode, folder = (OmegaConf.select(config, f"trainer.{key}") for key in ("resume_mode", "default_local_dir"))
+    FileLogger.resumed = mode == "resume_path" or (mode == "auto" and find_latest_ckpt_path(folder) is not None)
 
 
 def remove_orphans(folder: Path, step: int) -> None:

@@ -158,12 +158,6 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             reply=self._reply,
         )
 
-    def _compute_metrics(
-        self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
-    ) -> None:
-        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
-        metrics.update(self._reply.metrics)
-
     @property
     def _rollout_stage(self) -> str:
         return "step" if self.rules.starts_through_training else "gen"

@@ -1,6 +1,7 @@
 """Records finished trajectories in history and event log, in a thread, while training runs.
 
-Errors are counted in ``rollout/history/errors``, and the first is logged; training continues. A step ends once the
+Errors are counted in ``rollout/history/errors``, and the first is logged; training continues. Steps that the history
+misses are counted in ``rollout/history/lost_steps``. A step ends once the
 history writer has fetched its samples, so that verl may clear them. They are recorded piece by piece and in order while
 the next steps train. If recording falls more than :data:`MAX_LAG` steps behind, the history leaves out whole batches
 (``rollout/history/dropped``).
@@ -16,8 +17,9 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ from verl_rhyme.history_writer.history_service import HistoryService, HistoryUna
 from verl_rhyme.history_writer.history_writer import STORE_COUNTS, TOKEN_COUNTS
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.alarms import AcceptanceAlarm
+from verl_rhyme.observability.errors import last_line
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import DRAFTER, drafter_metrics, step_metrics
 from verl_rhyme.processes.messages import Reply
@@ -119,12 +122,12 @@ class Recorder(Observer):
         try:
             with waiting_for("the history's snapshot"):
                 self._executor.submit(self._history.snapshot, folder).result()
-        except Exception:
+        except Exception as error:
             logger.warning(
                 "the history could not be saved in %s; training continues, but a run that resumes there starts without "
-                "it: free disk space",
+                "it: %s",
                 folder,
-                exc_info=True,
+                last_line(error),
             )
 
     def load(self, folder: str) -> None:
@@ -161,6 +164,12 @@ class Recorder(Observer):
         if self._events is not None:
             names, started, seconds = zip(*stages, strict=True)
             self._events.append_stages(step, epoch, {"stage": names, "started_at": started, "duration_s": seconds})
+
+    @_guarded
+    def log_metrics(self, metrics: Mapping[str, Any], step: int, epoch: int) -> None:
+        """Log the metrics of a finished step."""
+        if self._events is not None:
+            self._events.append_metrics(step, epoch, metrics)
 
     def join(self) -> None:
         """Wait until everything started is in the event log, and fetched by the writer."""
@@ -232,7 +241,8 @@ class Recorder(Observer):
             self._drop(batch)
             return
         for piece in batch.pieces():
-            self._history.fetch(piece)
+            with self._counting_losses():
+                self._history.fetch(piece)
             self._backlog.append((piece, step, self._steps))
             if len(self._backlog) == 1:
                 self._executor.submit(self._record_next)
@@ -247,14 +257,25 @@ class Recorder(Observer):
 
     @_guarded
     def _append(self, batch: TrainedBatch, step: int) -> None:
-        stats = self._history.append(batch, step=step)
+        with self._counting_losses():
+            stats = self._history.append(batch, step=step)
         with self._lock:
             self._tokens.update({name: stats.pop(name, 0) for name in TOKEN_COUNTS})
             self._store = {**stats, **{name: self._store.get(name, 0) + stats[name] for name in STORE_COUNTS}}
 
+    @contextmanager
+    def _counting_losses(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            with self._lock:
+                self._store["lost_steps"] = self._store.get("lost_steps", 0) + 1
+            raise
+
     def _drop(self, batch: TrainedBatch) -> None:
         with self._lock:
-            self._store["dropped"] = self._store.get("dropped", 0) + len(batch.prompts)
+            for name, lost in (("dropped", len(batch.prompts)), ("lost_steps", 1)):
+                self._store[name] = self._store.get(name, 0) + lost
         if not self._late:
             self._late = True
             logger.warning(

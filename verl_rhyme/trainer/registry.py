@@ -13,6 +13,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.config import config_tree
 from verl_rhyme.trainer.base import RhymeTrainerMixin
+from verl_rhyme.trainer.checkpoints import continue_metrics
 from verl_rhyme.trainer.pipeline import RhymePipelineColocated, RhymePipelineSeparate
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, check_while_waiting
 
@@ -57,6 +58,8 @@ def _chosen(stock: type, schedule: type, pipeline: type) -> Callable[[DictConfig
 
     def trainer(config: DictConfig) -> Any:
         rhyme = config_tree.from_verl(config)
+        if rhyme is None:
+            continue_metrics(config)
         chosen = stock if rhyme is None else pipeline if rhyme.pipeline else schedule
         return chosen(config)
 

@@ -30,6 +30,10 @@ LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 OWN = "actor_rollout_ref.actor.policy_loss.rollout_correction"
 IS = "algorithm.rollout_correction.rollout_is"
 QUEUE = "transfer_queue.backend.SimpleStorage.total_storage_size"
+A = "actor_rollout_ref.actor.checkpoint"
+C = "critic.enable=true"
+RESUME = "trainer.resume_mode=auto"
+STRATEGY = "actor_rollout_ref.actor.strategy"
 NO_DRAFTS = f"{CONFIG_PATH}.drafting.enable=false"
 #: For each option of each row, in table order: preset, overrides that only this option refuses, words of the refusal.
 CASES = [
@@ -111,6 +115,38 @@ CASES = [
         "full",
         [f"{R}.enable_rollout_routing_replay=true"],
         ["enable_rollout_routing_replay=true with", "expert routing", "at_version=regenerate"],
+    ),
+    ("histospec", [f"{A}.async_save=true"], [f"{A}.async_save=true: ", "never completes", "set it to false"]),
+    ("full", [C, "critic.checkpoint.async_save=true"], ["critic.checkpoint.async_save=true with", "at step 0"]),
+    (
+        "histospec",
+        [RESUME, f"{A}.load_contents=[hf_model]", f"{A}.save_contents=[hf_model]"],
+        [f"{A}.load_contents with {RESUME}: ", "weights of the model folder", "add model to save_contents"],
+    ),
+    (
+        "full",
+        [C, RESUME, "critic.checkpoint.load_contents=[optimizer]", "critic.checkpoint.save_contents=[optimizer]"],
+        ["critic.checkpoint.load_contents with", "add model"],
+    ),
+    (
+        "histospec",
+        [RESUME, f"{A}.load_contents=[model,optimizer]", f"{A}.save_contents=[model]"],
+        [f"{A}.load_contents with {RESUME}: ", "would not find these parts", "drop load_contents"],
+    ),
+    (
+        "full",
+        [C, RESUME, "critic.checkpoint.load_contents=[model,extra]", "critic.checkpoint.save_contents=[model]"],
+        ["critic.checkpoint.load_contents with", "save the same parts"],
+    ),
+    (
+        "histospec",
+        ["trainer.default_hdfs_dir=hdfs://a/b", f"{STRATEGY}=fsdp2"],
+        ["default_hdfs_dir=hdfs://a/b with actor_rollout_ref.actor.strategy=fsdp2: ", "outlives this machine"],
+    ),
+    (
+        "histospec",
+        ["trainer.default_local_dir=hdfs://a/b", f"{STRATEGY}=megatron"],
+        ["default_local_dir=hdfs://a/b with", "set a folder on mounted storage"],
     ),
     (
         "sorted",
@@ -211,6 +247,13 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
         ("full", [SEPARATE, f"{CONFIG_PATH}.scheduling.at_version=finish"]),
         ("full", [f"{CONFIG_PATH}.placement.policy=null", "data.gen_batch_size=1"]),
         ("full", ["actor_rollout_ref.model.path=no/folder"]),
+        ("full", ["critic.checkpoint.async_save=true"]),  # no critic
+        ("full", [f"{A}.load_contents=[hf_model]", "trainer.resume_mode=disable"]),
+        ("full", [f"{A}.load_contents=[hf_model]", f"{A}.save_contents=[model]", RESUME, f"{STRATEGY}=megatron"]),
+        ("full", [f"{A}.load_contents=[model,hf_model]", f"{A}.save_contents=[model]", RESUME]),
+        ("full", [f"{A}.load_contents=[model,extra]", f"{A}.save_contents=[model]", "trainer.resume_mode=resume_path"]),
+        ("full", ["trainer.default_hdfs_dir=hdfs://a/b", f"{STRATEGY}=megatron"]),
+        ("off", [f"{A}.async_save=true"]),
         ("sorted", [f"{E}.scheduling_policy=priority", f"{E}.ubatch_size=1", f"{E}.scheduler_cls=null"]),
         *((preset, [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", NO_DRAFTS]) for preset in PIPELINES),
     ],

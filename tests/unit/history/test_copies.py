@@ -2,10 +2,12 @@
 
 import logging
 import os
+import shutil
 
 import numpy as np
 import pytest
 
+from verl_rhyme.history import history_folder
 from verl_rhyme.history.copies import Copies, CopyReader
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.record import PromptHistory, Trajectory, version_of
@@ -67,10 +69,25 @@ def test_least_recently_used_copies_go_first_and_the_bound_holds(copies, reader,
 def test_a_copy_removed_from_tmp_is_fetched_again(copies, tmp_path):
     copies.put(KEYS[0], value(9), 1)
     (tmp_path / "c" / KEYS[0].hex()).unlink()
+    assert copies.outdated({KEYS[0]: 1}) == {KEYS[0]: b""}
+    assert copies._bytes == 0
+    copies.put(KEYS[0], value(9), 1)
+    (tmp_path / "c" / KEYS[0].hex()).unlink()  # after it was found to be the latest
     with pytest.raises(FileNotFoundError):
         copies.confirm(KEYS[0], 2)
-    assert copies.outdated({KEYS[0]: 2}) == {KEYS[0]: b""}
     assert copies._bytes == 0
+
+
+def test_a_folder_removed_from_tmp_is_made_again(copies, reader, tmp_path):
+    for time in (1, 2):
+        copies.put(KEYS[0], value(9), time)
+        assert reader.get(KEYS[0]) is not None
+        shutil.rmtree(tmp_path / "c")
+    assert copies.outdated({KEYS[0]: 2}) == {KEYS[0]: b""}
+    copies.put(KEYS[0], value(9), 3)
+    assert copies.outdated({KEYS[0]: 3}) == {}
+    with pytest.raises(HistoryError, match="another process writes"):
+        history_folder.acquire(tmp_path / "c", None, timeout=0)
 
 
 def test_a_value_larger_than_the_bound_counts_as_no_history(copies, reader, caplog):

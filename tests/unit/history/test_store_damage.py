@@ -1,22 +1,27 @@
 """The store with a damaged file, a full disk, a killed writer, and concurrent readers in other processes."""
 
+import errno
+import fcntl
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import examples
-from tests.unit.history.stores import NAMESPACE, key, open_store, responses, trajectory
-from verl_rhyme.history import environment
+from tests.unit.history.stores import NAMESPACE, key, kill, open_store, responses, trajectory
+from verl_rhyme.history import environment, history_folder, ownership
 from verl_rhyme.history.retention import place
-from verl_rhyme.history.store import HistoryReader
+from verl_rhyme.history.store import HistoryError, HistoryReader
 
 pytestmark = pytest.mark.slow  # one process per damage
 
@@ -400,3 +405,81 @@ def test_an_environment_with_the_inode_of_a_deleted_one_is_another_one(tmp_path)
     after = environment.identity(tmp_path / "h")
     assert before[1:] == after[1:]
     assert before != after
+
+
+@pytest.mark.parametrize("gone", ["", "*", "env-*", "env-*/data.mdb", "env-*/lock.mdb", "current", "*.lock", "owner*"])
+def test_files_that_a_cleaner_deleted_are_written_again(tmp_path, gone, caplog):
+    """The map holds all of the history, also after its files are gone; readers continue and follow."""
+    path = tmp_path / "base" / "h"
+    store, reader = open_store(path, run="run"), HistoryReader(path, NAMESPACE, refresh_interval=0.0)
+    store.append([trajectory(i, [i, 1]) for i in range(5)], step=1)
+    assert responses(reader.get(key(3))) == [[3, 1]]
+    for step in (2, 3):
+        for entry in sorted(path.glob(gone)) if gone else [path.parent]:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        assert responses(reader.get(key(3)))[0] == [3, 1], "from the map"
+        assert store.stats()["prompts"] == 5
+        stats = store.append([trajectory(3, [3, step])], step=step)
+        assert (stats.lost_steps, stats.dropped, stats.trajectories) == (0, 0, 1)
+        assert responses(reader.get(key(3))) == [[3, 1], [3, 2], [3, 3]][:step]
+        assert reader.errors == 0
+    newcomer = python("print(len(HistoryReader(path, 'tokenizer-a').get(bytes(15) + bytes([3]))))", path)
+    assert finish(newcomer) == "3\n"
+    with pytest.raises(HistoryError, match="another process writes"):
+        history_folder.acquire(path, None, timeout=0)
+    kill(store)
+    with open_store(path, run="run") as again:
+        assert again.stats()["responses"] == 7
+
+
+def test_a_folder_that_cannot_be_written_again_loses_each_step_with_a_count(tmp_path, caplog):
+    path = tmp_path / "base" / "h"
+    store = open_store(path)
+    store.append([trajectory(1, [1])], step=1)
+    shutil.rmtree(path.parent)
+    path.parent.write_text("")
+    for step in (2, 3):
+        stats = store.append([trajectory(1, [step])], step=step)
+        assert (stats.lost_steps, stats.dropped) == (1, 1)
+    assert caplog.text.count("a step is not recorded") == 1
+    path.parent.unlink()
+    assert store.append([trajectory(1, [4])], step=4).lost_steps == 0
+    assert store.stats()["responses"] == 2
+    store.close()
+
+
+class NoLocks:
+    """fcntl of a file system without locks, which this machine does not have."""
+
+    def __getattr__(self, name):
+        return getattr(fcntl, name)
+
+    def flock(self, descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_locks_are_tried_where_the_folder_is_chosen(tmp_path, monkeypatch):
+    environment.probe(tmp_path / "not" / "there")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="/proc"):
+        environment.probe(Path("/proc/nope"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ownership, "fcntl", NoLocks())
+        with pytest.raises(OSError, match="No locks available"):
+            environment.probe(tmp_path)
+
+
+def test_an_automatic_folder_is_one_that_works(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = ownership.user_folder(str(tmp_path))
+    assert history_folder.place() == own
+    own.symlink_to("/")
+    with pytest.raises(HistoryError, match="is a link or belongs to another user"):
+        history_folder.check(own / "run")
+    assert history_folder.place().is_relative_to("/dev/shm")
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    assert history_folder.place().is_relative_to("/dev/shm")
+    monkeypatch.setattr(ownership, "fcntl", NoLocks())
+    assert history_folder.place().is_relative_to("/proc")
+    with pytest.raises(HistoryError, match=r"in /dev/shm/run \(No locks available\): set history.dir to a folder on a"):
+        history_folder.check("/dev/shm/run")

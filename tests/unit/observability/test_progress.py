@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 import subprocess
@@ -51,6 +50,7 @@ GROUPS = {m.STALENESS_MEAN: 0.96, m.STALENESS_MAX: 2.0}
         ({"val-core/knights/acc/mean@1": 0.25}, "validation knights/acc/mean@1 0.25"),
         ({m.SPEC_ACCEPT_LENGTH: 2.0, m.SPEC_ACCEPT_RATE: 0.5}, "2.0 tokens/step, 50% accepted"),
         (COLD, ""),
+        ({m.HISTORY_LOST: 2.0}, "history lost 2 steps"),
         ({m.BUBBLE_RATIO: 0.2}, ""),
         ({**TRAJECTORIES, **GROUPS}, "staleness 1.0 (max 2)"),
         ({**GROUPS, m.STALENESS_MAX: 0.0, **TRAJECTORIES}, ""),
@@ -132,12 +132,15 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start(tmp_path: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
-    def call(script: str, total: int = 2, hangup: Any = signal.SIG_DFL) -> subprocess.Popen[str]:
+    def call(
+        script: str, total: int = 2, hangup: Any = signal.SIG_DFL, inherits: tuple[int, ...] = ()
+    ) -> subprocess.Popen[str]:
         files = ["--metrics", str(tmp_path / "run" / "metrics.jsonl"), "--log", str(tmp_path / "run" / "train.log")]
         command = [sys.executable, "-c", IMPATIENT, *files, "--total-steps", str(total)]
         command += ["--", sys.executable, "-c", script]
         before = signal.signal(signal.SIGHUP, hangup)  # inherited; the tests themselves may run under nohup
-        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        running.append(subprocess.Popen(command, pass_fds=inherits, **output))
         signal.signal(signal.SIGHUP, before)
         return running[-1]
 
@@ -207,11 +210,22 @@ def test_failure_passes_status_and_shows_the_error_of_this_run(start: Start, tmp
     assert "first run" not in output
 
 
-def test_metrics_of_the_previous_run_are_kept(start: Start, tmp_path: Path) -> None:
-    for _ in range(2):
-        assert start(f"{PRELUDE}\nlog(1, a=1)").wait(60) == 0
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
-    assert json.loads((tmp_path / "run" / "metrics-001.jsonl").read_text())["step"] == 1
+def test_steps_of_earlier_starts_are_not_shown_again(start: Start, tmp_path: Path) -> None:
+    process = start(f"{PRELUDE}\nlog(1, a=1)")
+    assert "step 1" in process.communicate(timeout=60)[0]
+    process = start(f"{PRELUDE}\nlog(2, a=1)")
+    output, _ = process.communicate(timeout=60)
+    assert "step 2" in output
+    assert "step 1" not in output
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_command_inherits_the_lock_of_the_run_folder(start: Start, tmp_path: Path) -> None:
+    """The run script passes its descriptor by number (``checks/run_lock.py``)."""
+    with open(tmp_path / "run.lock", "w") as lock:
+        process = start(f"import os; os.write({lock.fileno()}, b'held')", inherits=(lock.fileno(),))
+        assert process.wait(60) == 0
+    assert (tmp_path / "run.lock").read_text() == "held"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

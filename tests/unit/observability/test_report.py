@@ -146,18 +146,47 @@ def test_events_alone_without_validation(tmp_path: Path) -> None:
 
 def test_resumed_run_counts_no_step_twice(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write_metrics(path, [stock(step, 0, **{m.GEN_S: 1.0}) for step in (1, 2, 3, 4)])
-    assert steps.set_aside(path) == tmp_path / "metrics-001.jsonl"
-    # Resumed from step 2; killed while writing a line.
-    write_metrics(path, [{"step": 2, "data": {"val-core/x": 1.0}}, stock(3, 0, **{m.GEN_S: 10.0})])
-    with path.open("a") as file:
+    resumed = [{"step": 2, "data": {"val-core/x": 1.0}}, stock(3, 0, **{m.GEN_S: 10.0})]
+    write_metrics(path, [*(stock(step, 0, **{m.GEN_S: 1.0}) for step in (1, 2, 3, 4)), *resumed])
+    with path.open("a") as file:  # killed while writing a line
         file.write('{"step": 4, "data": {"timing_s/')
-    assert steps.set_aside(path) == tmp_path / "metrics-002.jsonl"
-    path.touch()  # a run without steps
     run = read(tmp_path)
-    assert "metrics-002.jsonl, line 3" in run.problems[0]
+    assert "metrics.jsonl, line 7" in run.problems[0]
     (epoch,) = run.summary["epochs"]
     assert epoch["rollout_s"] == 1.0 + 1.0 + 10.0
+
+
+def everything(folder: Path, capfd: pytest.CaptureFixture[str]) -> tuple[str, str, str]:
+    """Return table, summary and page of a run's report."""
+    assert main([str(folder), "--out", str(folder)]) == 0
+    return capfd.readouterr().out, *((folder / name).read_text() for name in ("summary.json", "report.html"))
+
+
+@pytest.mark.parametrize("left", [None, "", "half a li"])
+def test_a_lost_metrics_file_loses_nothing(on: Path, capfd, left: str | None) -> None:
+    log = EventLog(on / "checkpoints" / "events")
+    metrics = on / "metrics.jsonl"
+    for line in map(json.loads, metrics.read_text().splitlines()):
+        measured = {m.BUBBLE_RATIO: np.float32(0.25), m.ENTROPY: np.array(1.5), "actor/grad_norm": None, "x": "text"}
+        log.append_metrics(line["step"], line["data"][m.EPOCH], line["data"] | measured)
+    before = everything(on, capfd)
+    assert '"entropy": 1.5' in before[1]
+    metrics.unlink()
+    if left is not None:
+        metrics.write_text(left)
+    table, summary, page = everything(on, capfd)
+    assert (table, json.loads(summary)) == (before[0], json.loads(before[1]))
+    if left != "half a li":  # the page reports the line
+        assert page == before[2]
+
+
+def test_metrics_of_a_resumed_run_replace_later_steps(on: Path) -> None:
+    for steps_, seconds in ((range(1, 9), 1.0), (range(3, 6), 10.0)):
+        log = EventLog(on / "checkpoints" / "events")
+        for step in steps_:
+            log.append_metrics(step, (step - 1) // 2, stock(step, (step - 1) // 2, **{m.GEN_S: seconds})["data"])
+    (on / "metrics.jsonl").unlink()
+    assert [row["rollout_s"] for row in read(on).summary["epochs"]] == [2.0, 20.0, 10.0]
 
 
 def test_unknown_values_are_null(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Recording of trained and untrained samples."""
 
+import shutil
 import threading
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from transfer_queue import KVBatchMeta
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.store import HistoryReader
+from verl_rhyme.history_writer.history_service import HistoryUnavailable
 from verl_rhyme.history_writer.history_writer import HistoryWriter
 from verl_rhyme.observability import metrics
 from verl_rhyme.observability.events import REQUESTS
@@ -148,11 +150,43 @@ def test_slow_recording_drops_whole_batches_and_warns_once(slow, caplog):
     assert [metrics["rollout/history/errors"] for metrics in measured] == [0] * len(measured)
     dropped = [metrics.get("rollout/history/dropped", 0) for metrics in measured]
     assert dropped == [0] * (MAX_LAG + 1) + [2 * PROMPTS] * 2
+    assert [metrics.get("rollout/history/lost_steps", 0) for metrics in measured] == [0] * (MAX_LAG + 1) + [1] * 2
     assert caplog.text.count("steps behind training") == 1
     history.permits.release(1000)
     recorder.drain()
     assert recorder.on_step(Step(1, 1.0, 1.0))["rollout/history/dropped"] == 0
     assert step_of(recorder, queue, history, 9)["rollout/history/dropped"] == 0, "recording has not caught up"
+
+
+def test_steps_that_the_history_misses_are_counted_each(slow, tmp_path, monkeypatch):
+    """A writer without an answer, before or after it has fetched, and a store that cannot be written."""
+    recorder, queue, history = slow
+    history.permits.release(1000)
+
+    def away(*arguments, **named):
+        raise HistoryUnavailable("the history in /local is not recorded now: its writer died")
+
+    def measured(step):
+        during = step_of(recorder, queue, history, step)
+        recorder.drain()
+        after = recorder.on_step(Step(step, 1.0, 1.0))
+        lost = sum(each.get("rollout/history/lost_steps", 0) for each in (during, after))
+        return after["rollout/history/errors"], lost
+
+    assert measured(1) == (0, 0)
+    for call in ("fetch", "append"):
+        with monkeypatch.context() as patch:
+            patch.setattr(history, call, away)
+            errors, lost = measured(2)
+            assert errors > 0
+            assert lost > 0
+    errors, lost = measured(3)
+    assert lost == 0
+    shutil.rmtree(tmp_path / "h")
+    (tmp_path / "h").write_text("")
+    assert measured(4)[1] > 0
+    (tmp_path / "h").unlink()
+    assert measured(5) == (errors, 0)
 
 
 def test_end_of_run_does_not_wait_for_pending_recordings(slow):

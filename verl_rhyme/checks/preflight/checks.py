@@ -92,6 +92,7 @@ def examine(
         *config_checks.load(config, plan),
         *config_checks.rollout(config, plan),
         *run_folder.check(config, notes),
+        *run_folder.resume(config),
         *on_machine,
     ]
     if not found and model:

@@ -20,7 +20,7 @@ from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
 from verl_rhyme.checks.preflight.machine import Machine, free_disk
 from verl_rhyme.checks.preflight.plan import Plan, data_files
 from verl_rhyme.coordinator.ranker_service import missing_requirement
-from verl_rhyme.history.ownership import user_folder
+from verl_rhyme.history import history_folder
 from verl_rhyme.weights import BACKEND as RELAY
 from verl_rhyme.weights.claims import SHARED_MEMORY
 
@@ -320,6 +320,6 @@ def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
 
 
 def history_dir(plan: Plan) -> Path:
-    """Return ``history.dir``, or the user's folder of all histories."""
+    """Return ``history.dir``, or the folder of the user's histories."""
     folder = None if plan.rhyme is None else plan.rhyme.history.dir
-    return user_folder() if folder is None else Path(folder).expanduser()
+    return history_folder.place() if folder is None else Path(folder).expanduser()

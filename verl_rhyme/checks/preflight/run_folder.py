@@ -16,14 +16,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from verl_rhyme.checks.doctor import Check, verdict
+from verl_rhyme.checks import run_lock
+from verl_rhyme.checks.doctor import WARN, Check, verdict
 from verl_rhyme.checks.preflight.plan import data_files
 from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.run_name import run_name
-from verl_rhyme.observability import steps
-from verl_rhyme.observability.progress import LOGGER_VARIABLE
 
 #: File in the checkpoint folder; not the event log's ``events/run.json`` (``observability.events.INFO_FILE``).
 MARKER = "run.json"
@@ -92,7 +89,7 @@ def refusal(config: Any, notes: Mapping[str, str] | None = None) -> str | None:
 
 
 def check(config: Any, notes: Mapping[str, str] | None = None) -> Iterator[Check]:
-    """Check that the run folder does not belong to another run."""
+    """Check that the run folder does not belong to another run, and whether a run uses it now."""
     try:
         problem = refusal(config, notes)
     except ConfigError:  # the check of the rhyme tree reports it
@@ -100,30 +97,52 @@ def check(config: Any, notes: Mapping[str, str] | None = None) -> Iterator[Check
     except ForeignFolder as error:
         problem = str(error)
     yield verdict("run folder", not problem, problem or str(folder(config)), REMEDY)
+    if (user := run_lock.user(folder(config))) is not None:
+        yield Check("run folder", WARN, user, "a start is refused until then")
+
+
+def resume(config: Any) -> Iterator[Check]:
+    """Warn of checkpoints that a resume restores in part, or that a kill can leave none of."""
+    trainer, parts = config.trainer, config.actor_rollout_ref.actor.checkpoint.load_contents
+    if trainer.resume_mode == "disable" or trainer.save_freq <= 0:
+        return
+    if missing := [part for part in ("optimizer", "extra") if part not in parts]:
+        lost = {"optimizer": "the state of the optimizer", "extra": "random states and, with FSDP, the learning rate"}
+        detail = f"actor.checkpoint.load_contents={list(parts)}: a resumed run begins anew with "
+        yield Check("resume", WARN, detail + " and ".join(lost[part] for part in missing), f"add {', '.join(missing)}")
+    actor, varies = config.actor_rollout_ref.actor, "lr_warmup_steps lr_warmup_steps_ratio"
+    schedule = actor.optim.get("lr_decay_style", "constant") != "constant" or any(
+        (actor.optim.get(name) or 0) > 0 for name in varies.split()
+    )
+    if str(actor.strategy) == "megatron" and schedule and not actor.optim.use_checkpoint_opt_param_scheduler:
+        detail = "Megatron: a resumed run begins the learning rate's schedule anew"
+        yield Check("resume", WARN, detail, "set actor.optim.use_checkpoint_opt_param_scheduler=true")
+    if trainer.max_actor_ckpt_to_keep == 1:
+        detail = (
+            "trainer.max_actor_ckpt_to_keep=1: verl removes the previous checkpoint before it marks the new one, so "
+        )
+        yield Check("resume", WARN, detail + "a kill in between leaves none to resume from", "keep 2")
 
 
 def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
-    """Mark the folder as this run's, unless it is already marked so.
+    """Lock the folder and mark it as this run's, unless it is already marked so.
 
     Raises:
         ForeignFolder: The folder belongs to another run; it is left unchanged.
+        FolderInUse: A run uses the folder now.
         OSError: The folder cannot be written.
     """
     if problem := refusal(config, notes):
         raise ForeignFolder(problem)
     marker = folder(config) / MARKER
-    if not marker.exists():
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        new = marker.with_suffix(f".{os.getpid()}.tmp")
-        new.write_text(json.dumps(describe(config, notes), indent=2) + "\n")
-        new.replace(marker)
-
-
-def rename_earlier_metrics(config: Any) -> None:
-    """Rename the metrics file of an earlier start, if the config sets the file of verl's logger."""
-    path = OmegaConf.select(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{LOGGER_VARIABLE}")
-    if path:
-        steps.set_aside(str(path))
+    lock = run_lock.take(marker.parent, os.getppid())
+    try:
+        if not marker.exists():
+            new = marker.with_suffix(f".{os.getpid()}.tmp")
+            new.write_text(json.dumps(describe(config, notes), indent=2) + "\n")
+            new.replace(marker)
+    finally:
+        os.close(lock)  # the run script locks it next
 
 
 def latest_step(checkpoints: Path) -> int | None:

@@ -77,6 +77,7 @@ def test_a_folder_belongs_to_one_run(tmp_path, first, other):
     config, second = run_in(folder, first), run_in(folder, other)
     run_folder.claim(config)
     checkpoint(folder, 2)
+    (folder / "run.lock").unlink()  # its content has a time
     before = contents(folder)
     run_folder.claim(config)
     assert [check.status for check in run_folder.check(config)] == ["ok"]
@@ -90,6 +91,7 @@ def test_a_folder_belongs_to_one_run(tmp_path, first, other):
         [check] = run_folder.check(second)
         assert check.status == "fail"
         assert "RUN_DIR" in check.remedy
+    (folder / "run.lock").unlink()
     assert contents(folder) == before
 
 
@@ -149,6 +151,27 @@ def test_steps(world, tmp_path):
     assert run_folder.total_steps(compose([*world, "data.train_files=/nowhere.parquet"])) is None
 
 
+def test_what_a_resume_does_not_restore_is_a_warning(tmp_path):
+    config = run_in(tmp_path, "histospec")
+    config.trainer.save_freq = 4
+    assert list(run_folder.resume(config)) == []
+    for key, value, words in (
+        ("actor_rollout_ref.actor.checkpoint.load_contents", ["model"], "optimizer and random states"),
+        ("trainer.max_actor_ckpt_to_keep", 1, "a kill in between leaves none"),
+    ):
+        OmegaConf.update(config, key, value)
+        assert words in list(run_folder.resume(config))[-1].detail
+    config.trainer.save_freq = -1
+    assert list(run_folder.resume(config)) == []
+    megatron = run_in(tmp_path, "engine")
+    megatron.trainer.save_freq, optim = 4, megatron.actor_rollout_ref.actor.optim
+    assert list(run_folder.resume(megatron)) == [], "a constant learning rate"
+    optim.lr_warmup_steps = 10
+    assert "schedule anew" in next(run_folder.resume(megatron)).detail
+    optim.use_checkpoint_opt_param_scheduler = True
+    assert list(run_folder.resume(megatron)) == []
+
+
 def test_the_command_names_a_run(world):
     for changes, notes, name in (
         ([], [], "off-qwen2-fsdp-sync"),
@@ -201,19 +224,3 @@ def test_the_command_refuses_in_one_line(world, tmp_path):
         assert len(found.stderr.splitlines()) == 1
     found = CliRunner().invoke(app, ["claim", "--check", "--", *world, "data.train_batch_size=6"])
     assert (found.exit_code, "batches: data.train_batch_size=6 is not" in found.stderr) == (1, True)
-
-
-def test_metrics_of_an_earlier_start_are_renamed(world, tmp_path):
-    """verl's logger would truncate the file; the report reads both files."""
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    logged = f"+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH={metrics}"
-    claim = ["claim", "--", *world, logged]
-    assert CliRunner().invoke(app, claim).exit_code == 0
-    checkpoint(tmp_path / "run" / "checkpoints", 2)
-    metrics.write_text("earlier")
-    assert CliRunner().invoke(app, claim).exit_code == 0
-    assert (metrics.exists(), (metrics.parent / "metrics-001.jsonl").read_text()) == (False, "earlier")
-    checkpoint(tmp_path / "run" / "checkpoints", 6)
-    metrics.write_text("of the finished run")
-    assert CliRunner().invoke(app, claim).exit_code == FINISHED
-    assert metrics.read_text() == "of the finished run"

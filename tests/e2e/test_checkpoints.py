@@ -1,0 +1,77 @@
+"""An engine starts from what another one has saved, or the combination of options is refused before the run."""
+
+import numpy as np
+import pytest
+from test_megatron import MODELS, run
+
+from tests.unit.configs import verl_config
+from verl_rhyme.checks import combinations
+from verl_rhyme.config import config_tree
+
+pytestmark = pytest.mark.xdist_group("megatron_engine")
+
+ALL = ["model", "optimizer", "extra"]
+#: Saved and loaded contents, further options, and whether all is restored, the weights alone or nothing.
+CASES = [
+    (["model"], ["model"], {}, "weights"),
+    (ALL, ["model"], {}, "weights"),
+    (["model"], ALL, {}, "nothing"),
+    (["optimizer", "extra"], ["optimizer", "extra"], {}, "nothing"),
+]
+FSDP = [  # one checkpoint manager for FSDP and FSDP2; FSDP needs a GPU
+    (ALL, ALL, {}, "all"),
+    ([*ALL, "hf_model"], [*ALL, "hf_model"], {}, "all"),
+    (["hf_model"], ["hf_model"], {}, "nothing"),
+    (ALL, ALL, {"lora": 4}, "all"),
+    (ALL, ALL, {"lora": 4, "save_lora_only": True}, "all"),
+    (ALL, ALL, {"async_save": True}, "all"),  # but verl's trainer does not mark it as the latest
+]
+MEGATRON = [  # LoRA needs Megatron-Bridge
+    (ALL, ALL, {"schedule": True}, "all"),
+    ([*ALL, "hf_model"], [*ALL, "hf_model"], {"schedule": True}, "all"),
+    (ALL, ALL, {}, "weights"),  # its optimizer too, but not the schedule of the learning rate
+    (["hf_model"], ["hf_model"], {}, "weights"),
+    (["hf_model"], ["model"], {}, "weights"),
+    (ALL, ALL, {"async_save": True}, "nothing"),
+]
+#: Options of the engine; the others are those of the checkpoint.
+ENGINE = ("lora", "schedule")
+ENGINES = {"fsdp2": [*CASES, *FSDP], "megatron": [*CASES, *MEGATRON]}
+
+
+def refused(engine, save, load, options):
+    kept = {name: value for name, value in options.items() if name not in ENGINE}
+    checkpoint = {"save_contents": save, "load_contents": load, **kept}
+    changes = [f"actor_rollout_ref.actor.checkpoint.{name}={value}" for name, value in checkpoint.items()]
+    config = verl_config(
+        "histospec", f"actor_rollout_ref.actor.strategy={engine}", "trainer.resume_mode=auto", *changes
+    )
+    return bool(list(combinations.refusals(config, config_tree.from_verl(config))))
+
+
+def restored(saved, loaded, new):
+    """Two steps (loss, gradient norm, learning rate) after saving, after loading, and of a new engine."""
+    if isinstance(loaded, str):  # an error
+        return "nothing"
+    if np.allclose(saved, loaded, rtol=1e-4):
+        return "all"
+    losses = [steps[0][0] for steps in (saved, loaded, new)]
+    return "weights" if np.isclose(losses[1], losses[0], rtol=1e-4) and losses[1] != losses[2] else "nothing"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_starts_from_what_was_saved_or_is_refused(engine, tmp_path):
+    cases = [
+        {
+            "save": save,
+            "load": load,
+            "options": {name: value for name, value in options.items() if name in ENGINE},
+            "checkpoint": {name: value for name, value in options.items() if name not in ENGINE},
+        }
+        for save, load, options, _ in ENGINES[engine]
+    ]
+    told = run(1, "saved_steps", engine=engine, model=str(MODELS / "qwen2"), folder=str(tmp_path), cases=cases)
+    found = [restored(*each) for each in told]
+    assert found == [expected for *_, expected in ENGINES[engine]], told
+    for (save, load, options, _), what in zip(ENGINES[engine], found, strict=True):
+        assert refused(engine, save, load, options) == (what == "nothing" or "async_save" in options), (save, load)

@@ -1,0 +1,102 @@
+"""Lock of a checkpoint folder: one run at a time, from its script's first check to the end of its training process.
+
+``verl-rhyme claim`` locks ``run.lock``. The run script keeps that lock, and its training process inherits the
+descriptor in :data:`VARIABLE`. The training process of an own command opens the file itself, before Ray starts. The
+lock ends with the last of these processes, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+LOCK_FILE = "run.lock"
+#: Environment variable with the number of the inherited descriptor.
+VARIABLE = "VERL_RHYME_RUN_LOCK"
+
+#: Descriptors of this process until its end, by folder.
+_held: dict[Path, int] = {}
+
+
+class FolderInUse(ValueError):
+    """Another run uses the folder; the message names its process and the remedy."""
+
+
+def take(folder: Path, pid: int) -> int:
+    """Lock a folder, created if missing, until the returned descriptor and its copies are closed.
+
+    A file system without locks is reported on standard error; there, a second run is not noticed.
+
+    Args:
+        folder: Checkpoint folder.
+        pid: Process that a refusal names.
+
+    Raises:
+        FolderInUse: Another run holds the lock.
+        OSError: The folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / LOCK_FILE
+    descriptor = _inherited(file)
+    if descriptor is None:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise FolderInUse(_in_use(folder)) from None
+    except OSError as error:
+        print(
+            f"verl-rhyme: {folder} is on a file system without locks ({error.strerror}): a second run that starts "
+            "there meanwhile is not noticed; set another folder, or start only one",
+            file=sys.stderr,
+        )
+    record = {"pid": pid, "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{json.dumps(record)}\n".encode(), 0)
+    return descriptor
+
+
+def hold(folder: Path) -> None:
+    """Lock a folder until this process ends; a second call does nothing. Raises like :func:`take`."""
+    if folder not in _held:
+        _held[folder] = take(folder, os.getpid())
+        os.set_inheritable(_held[folder], False)
+
+
+def user(folder: Path) -> str | None:
+    """Return a message that names the run that uses a folder; ``None`` if there is none, or no lock can show it."""
+    try:
+        with open(folder / LOCK_FILE, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _in_use(folder)
+    except OSError:
+        pass
+    return None
+
+
+def _inherited(file: Path) -> int | None:
+    """Return the descriptor of :data:`VARIABLE` if it is of this file."""
+    with suppress(KeyError, ValueError, OSError):
+        descriptor = int(os.environ[VARIABLE])
+        if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+            return descriptor
+    return None
+
+
+def _in_use(folder: Path) -> str:
+    who = "another process"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads((folder / LOCK_FILE).read_text())
+        who = f"process {record['pid']} on {record['host']} since {record['started']}"
+    return (
+        f"{folder} is in use by {who}: end that run first, or set another folder (RUN_DIR=... of the recipes, "
+        "trainer.default_local_dir=... of verl)"
+    )
