@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 from verl_rhyme.scheduling.ledger import Ledger
@@ -65,21 +65,30 @@ def reservable(
     All samples of such a prompt are finished. The batch has room for them in addition to earlier reservations and to
     the samples that must be trained in this batch.
     """
-    finished = [p for uid in uids if uid in ledger and (p := ledger.prompt(uid)).complete("finished")]
+    tally = ledger.tally
+    waiting = [ledger.prompt(uid) for uid in uids if uid in ledger and uid not in reserved]
+    finished = [(p, part.rewarded) for p in waiting if (part := tally.part(p)).finished == len(p.samples)]
     if rules.take == "loaded":
-        return [prompt.uid for prompt in finished if ledger.place(prompt) < rules.batch_prompts]
+        return [prompt.uid for prompt, _ in finished if ledger.place(prompt) < rules.batch_prompts]
+    taken: Counter[int] = Counter()  # reserved samples by version
+    for uid in reserved:
+        for oldest, count in tally.part(ledger.prompt(uid)).rewarded.items():
+            taken[oldest] += count
     # per stage: room for samples without a token of its version or older, next to those that must be trained
-    room = [(last, rules.batch_samples - due) for last, due in _must_train(rules, version, ledger.tally.held)]
-    room.append((-1, rules.batch_samples))
+    stages = [(-1, 0), *_must_train(rules, version, tally.held)]
+    room = [(last, rules.batch_samples - due - _after(taken, last)) for last, due in stages]
     found: list[str] = []
-    for prompt in [ledger.prompt(uid) for uid in reserved] + finished:
-        whole = list(range(len(prompt.samples)))
-        oldest = [_oldest(prompt, whole if rules.unit == "group" else [number]) for number in whole]
-        less = [(last, left - sum(version > last for version in oldest)) for last, left in room]
-        if prompt.uid in reserved or all(left >= 0 for _, left in less):
+    refused: dict[int, int] = {}
+    for prompt, versions in finished:
+        if versions == refused:  # the room does not grow
+            continue
+        less = [(last, left - _after(versions, last)) for last, left in room]
+        if min(left for _, left in less) >= 0:
             room = less
             found.append(prompt.uid)
-    return [uid for uid in found if uid not in reserved]
+        else:
+            refused = versions
+    return found
 
 
 def batch(
@@ -97,9 +106,10 @@ def batch(
             if sample.state in states
         ]
     bundles = sorted(_bundles(rules, ledger, *states), key=lambda b: (b[0].uid not in reserved, b[0].number, b[1]))
+    oldest = [min(prompt.samples[number].known_version for number in numbers) for prompt, numbers in bundles]
     stages: dict[int, int] = {}
     for stage, (last, due) in enumerate(_must_train(rules, version, ledger.tally.held)):
-        old = [i for i, bundle in enumerate(bundles) if _oldest(*bundle) <= last]
+        old = [i for i in range(len(bundles)) if oldest[i] <= last]
         due -= sum(len(bundles[i][1]) for i in old if i in stages)
         for i in old:
             if due > 0 and i not in stages:
@@ -117,12 +127,10 @@ def _bundles(rules: Rules, ledger: Ledger, *states: State) -> list[_Bundle]:
     """Return the trainable whole groups, or single trajectories, in these states."""
     if rules.unit == "trajectory":
         return [(prompt, [number]) for state in states for prompt, number, _ in ledger.samples(state)]
-    found = {prompt.number: prompt for state in states for prompt in ledger.tally.prompts(state)}
-    return [(prompt, list(range(len(prompt.samples)))) for prompt in found.values() if prompt.complete(*states)]
-
-
-def _oldest(prompt: Prompt, numbers: list[int]) -> int:
-    return min(prompt.samples[number].known_version for number in numbers)
+    tally, wanted = ledger.tally, {*states}
+    found = {prompt.number: prompt for state in states for prompt in tally.prompts(state)}
+    whole = [prompt for prompt in found.values() if tally.part(prompt).samples.keys() <= wanted]
+    return [(prompt, list(range(len(prompt.samples)))) for prompt in whole]
 
 
 def _must_train(rules: Rules, version: int, held: Counter[int]) -> list[tuple[int, int]]:
@@ -138,5 +146,9 @@ def _must_train(rules: Rules, version: int, held: Counter[int]) -> list[tuple[in
     return due
 
 
-def _until(samples: Counter[int], last: int) -> int:
+def _until(samples: Mapping[int, int], last: int) -> int:
     return sum(count for version, count in samples.items() if version <= last)
+
+
+def _after(samples: Mapping[int, int], last: int) -> int:
+    return sum(count for version, count in samples.items() if version > last)
