@@ -107,7 +107,9 @@ class StreamedStopping(Streamed, Stopping):
 )
 def test_reservations_follow_their_definition(k, batch_prompts, unit, take, separate, uneven, seed):
     unit = "group" if take == "loaded" else unit
-    rules = Rules(batch_prompts, batch_prompts * SAMPLES, max_staleness=k, unit=unit, take=take, separate=separate and k > 0)
+    rules = Rules(
+        batch_prompts, batch_prompts * SAMPLES, max_staleness=k, unit=unit, take=take, separate=separate and k > 0
+    )
     if rules.separate:
         world = StreamedSeparate(rules, seed, uneven=uneven, mishaps=0.02, losses=0.05, updates=8)
         world.run()
