@@ -296,14 +296,14 @@ class Coordinator:
             state=state,
             dropped=dropped,
             dropped_tags=[listing[TRAIN][key] for key in dropped],
-            lengths=self._expectations.changed_state(),
+            lengths=self._expectations.pop_changes(),
             answered=answered,
             paces=replica_paces(batch.ran),
         )
 
     async def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON."""
-        return {**self._state(), "lengths": self._expectations.state_dict()}
+        """Return the state for a checkpoint, as JSON, with the lengths learnt since the last batch."""
+        return {**self._state(), "lengths": self._expectations.pop_changes()}
 
     async def pending_work(self) -> TrainerWork:
         """Return the work for the trainer, without waiting."""
