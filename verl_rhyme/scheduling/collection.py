@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 
 from verl_rhyme.scheduling.ledger import Ledger
@@ -30,7 +30,7 @@ from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import Prompt, State
 
 #: Samples that are trained together: prompt and numbers in the group.
-_Bundle = tuple[Prompt, list[int]]
+_Bundle = tuple[Prompt, range]
 
 
 def fills_batch(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool:
@@ -98,39 +98,65 @@ def batch(
 
     The order is: samples that must be trained in this batch, reserved samples, then loading order.
     """
+    taken = _taken(rules, ledger, version, *states, reserved=reserved)
+    return [
+        (prompt, number) for prompt, numbers in taken for number in numbers if prompt.samples[number].state in states
+    ]
+
+
+def is_rewarded(rules: Rules, ledger: Ledger, version: int, reserved: Collection[str] = ()) -> bool:
+    """Return whether the update batch of generated and finished samples (:func:`batch`) has only finished ones."""
+    tally = ledger.tally
+    return all(
+        "generated" not in tally.part(prompt).samples
+        if len(numbers) == len(prompt.samples)
+        else prompt.samples[numbers.start].state == "finished"
+        for prompt, numbers in _taken(rules, ledger, version, "generated", "finished", reserved=reserved)
+    )
+
+
+def _taken(
+    rules: Rules, ledger: Ledger, version: int, *states: State, reserved: Collection[str] = ()
+) -> Iterator[_Bundle]:
+    """Yield the content of :func:`batch`; where it is taken in loading order, whole prompts."""
     if rules.take == "loaded":
-        return [
-            (prompt, number)
-            for prompt in islice(ledger, rules.batch_prompts)
-            for number, sample in enumerate(prompt.samples)
-            if sample.state in states
-        ]
-    bundles = sorted(_bundles(rules, ledger, *states), key=lambda b: (b[0].uid not in reserved, b[0].number, b[1]))
-    oldest = [min(prompt.samples[number].known_version for number in numbers) for prompt, numbers in bundles]
+        yield from ((prompt, range(len(prompt.samples))) for prompt in islice(ledger, rules.batch_prompts))
+        return
+    bundles = _bundles(rules, ledger, *states)
+    bundles.sort(key=lambda b: (b[0].uid not in reserved, b[0].number, b[1].start))
     stages: dict[int, int] = {}
     for stage, (last, due) in enumerate(_must_train(rules, version, ledger.tally.held)):
-        old = [i for i in range(len(bundles)) if oldest[i] <= last]
+        if due <= 0:
+            continue
+        old = [i for i, (prompt, numbers) in enumerate(bundles) if _oldest(rules, ledger, prompt, numbers) <= last]
         due -= sum(len(bundles[i][1]) for i in old if i in stages)
         for i in old:
             if due > 0 and i not in stages:
                 stages[i] = stage
                 due -= len(bundles[i][1])
-    taken: list[tuple[Prompt, int]] = []
+    left = rules.batch_samples
     for i in sorted(range(len(bundles)), key=lambda i: (stages.get(i, rules.max_staleness), i)):
         prompt, numbers = bundles[i]
-        if len(taken) + len(numbers) <= rules.batch_samples or not taken:
-            taken += [(prompt, number) for number in numbers]
-    return taken
+        if len(numbers) <= left or left == rules.batch_samples:
+            left -= len(numbers)
+            yield prompt, numbers
 
 
 def _bundles(rules: Rules, ledger: Ledger, *states: State) -> list[_Bundle]:
     """Return the trainable whole groups, or single trajectories, in these states."""
     if rules.unit == "trajectory":
-        return [(prompt, [number]) for state in states for prompt, number, _ in ledger.samples(state)]
+        return [(prompt, range(number, number + 1)) for state in states for prompt, number, _ in ledger.samples(state)]
     tally, wanted = ledger.tally, {*states}
     found = {prompt.number: prompt for state in states for prompt in tally.prompts(state)}
     whole = [prompt for prompt in found.values() if tally.part(prompt).samples.keys() <= wanted]
-    return [(prompt, list(range(len(prompt.samples)))) for prompt in whole]
+    return [(prompt, range(len(prompt.samples))) for prompt in whole]
+
+
+def _oldest(rules: Rules, ledger: Ledger, prompt: Prompt, numbers: range) -> int:
+    """Return the version of the oldest token of a bundle."""
+    if rules.unit == "group":
+        return min(ledger.tally.part(prompt).trainable)
+    return prompt.samples[numbers.start].known_version
 
 
 def _must_train(rules: Rules, version: int, held: Counter[int]) -> list[tuple[int, int]]:

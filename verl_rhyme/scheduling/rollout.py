@@ -164,7 +164,8 @@ class Rollout:
                 reported.scores, reported.empty, reported.stored = report.scores, report.empty, not report.empty
                 if not report.empty:
                     self._obsolete.append(report.name)
-                self.scheduler.finish(uid, number, bool(self._stored(self.scheduler.ledger.prompt(uid))))
+                good = not report.empty or bool(self._stored(self.scheduler.ledger.prompt(uid)))
+                self.scheduler.finish(uid, number, good)
                 self._check_finished(uid)
         elif sample.state == "running":
             before = self._report(attempt.sample)

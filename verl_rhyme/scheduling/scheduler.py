@@ -29,7 +29,7 @@ from typing import Any
 
 from verl_rhyme.scheduling.admission import startable
 from verl_rhyme.scheduling.batch import Collected, StepCounts
-from verl_rhyme.scheduling.collection import batch, fills_batch, lacks_due, reservable
+from verl_rhyme.scheduling.collection import batch, fills_batch, is_rewarded, lacks_due, reservable
 from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
 from verl_rhyme.scheduling.samples import IN_PROGRESS, State
@@ -249,8 +249,7 @@ class Scheduler:
             return False
         if not self.ledger.tally.samples["generated"]:
             return True
-        taken = batch(self.rules, self.ledger, self.version, "generated", "finished", reserved=self._reserved)
-        return all(prompt.samples[number].state == "finished" for prompt, number in taken)
+        return is_rewarded(self.rules, self.ledger, self.version, self._reserved)
 
     def reserve(self, uids: Iterable[str], samples: int = 1) -> list[str]:
         """Reserve finished prompts for streamed parts of the next batch, which then contains them in any case.
