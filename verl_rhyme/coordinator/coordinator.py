@@ -15,8 +15,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -83,7 +82,7 @@ class Coordinator:
         self._error: Exception | None = None
         self._complained_at: float | None = None  # time of the last log line about what a batch waits for
         self._without_workers = 0  # consecutive times that no worker started
-        self._changed = asyncio.Event()  # set, and replaced, at each change
+        self._waiting: set[asyncio.Future[None]] = set()  # calls that wait for the next change
 
     # ---- called by the trainer ----
 
@@ -146,6 +145,7 @@ class Coordinator:
         await self.report_ended(early)
         unknown = [a.name for a in rollout.attempts() if not pool.has_attempt(a.name)]
         self._lost(unknown, "their worker died in the meantime")
+        gc.freeze()  # also the lengths of all known prompts
         return self._state()
 
     async def add_workers(self, workers: list[Any]) -> None:
@@ -374,8 +374,8 @@ class Coordinator:
                 self._abandon()
             except Exception as error:
                 self._fail(error)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        for waiter in self._waiting:
+            _wake(waiter)
 
     def _move(self, moves: list[Move]) -> None:
         """Carry out moves, then start the samples that waited for the progress of others."""
@@ -418,8 +418,16 @@ class Coordinator:
             raise self._error
 
     async def _change(self, timeout: float) -> None:
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout)
+        """Wait for the next change, at most ``timeout`` seconds."""
+        loop = asyncio.get_running_loop()  # not wait_for(): it makes a task, after each report of a response
+        waiter = loop.create_future()
+        timer = loop.call_later(timeout, _wake, waiter)
+        self._waiting.add(waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiting.discard(waiter)
 
     def _complain(self, complained_at: float, what: str) -> float:
         now = asyncio.get_running_loop().time()
@@ -434,9 +442,15 @@ class Coordinator:
         return now
 
 
-def _stored(attempts: Iterable[str], listing: dict[str, Any]) -> Part:
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _stored(attempts: Sequence[str], listing: dict[str, Any]) -> Part:
     """Return the keys and tags of the trajectories that attempts wrote to partition ``train`` of TransferQueue."""
-    stored = trajectories(listing.get(TRAIN, {}))
+    wanted = {*attempts}
+    stored = trajectories({key: tag for key, tag in listing[TRAIN].items() if key.rpartition("_")[0] in wanted})
     keys = [key for name in attempts for key in stored[name]]
     return Part(keys, [listing[TRAIN][key] for key in keys])
 

@@ -135,7 +135,8 @@ def _taken(
                 stages[i] = stage
                 due -= len(bundles[i][1])
     left = rules.batch_samples
-    for i in sorted(range(len(bundles)), key=lambda i: (stages.get(i, rules.max_staleness), i)):
+    rest = (i for i in range(len(bundles)) if i not in stages)
+    for i in (*sorted(stages, key=lambda i: (stages[i], i)), *rest):
         prompt, numbers = bundles[i]
         if len(numbers) <= left or left == rules.batch_samples:
             left -= len(numbers)

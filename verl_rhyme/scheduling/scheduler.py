@@ -314,9 +314,15 @@ class Scheduler:
         self.version, self._training, self._reserved = version, False, {}
         self.batches_left = batches_left
         self._tail.release_for_the_last(batches_left)  # a resumed run may have other rules, or fewer steps left
+        if not self.has_stale(version):
+            return []
         states: tuple[State, ...] = (*IN_PROGRESS, "finished", "pending")
         samples = [(prompt.uid, number) for state in states for prompt, number, _ in self.ledger.samples(state)]
         return [sample for sample in samples if self._regenerate_stale(*sample)]
+
+    def has_stale(self, version: int) -> bool:
+        """Return whether the text of a sample is too stale to be trained by the policy ``version``."""
+        return min(self.ledger.tally.held, default=version) < version - self.rules.max_staleness
 
     # ---- checkpoints ----
 
