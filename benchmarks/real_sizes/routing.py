@@ -57,11 +57,11 @@ def _lengths(prompts: int, epoch: int) -> np.ndarray:
     return np.clip(drawn / np.exp(0.7**2 / 2 + 0.4**2 / 2) * MEAN_TOKENS, 1, MOST_TOKENS).astype(int)
 
 
-def drive(arm: str, replicas: int, batch: int, steps: int, epochs: int) -> World:
+def drive(arm: str, replicas: int, batch: int, steps: int, epochs: int, staleness: int, known: int) -> World:
     """Run epochs of ``steps`` training steps."""
     policy, options = ARMS[arm]
     lengths = np.stack([_lengths(steps * batch, epoch) for epoch in range(epochs)])
-    world = World(policy, options, replicas, profile(PROFILE)[0], lengths, batch, REPLICAS_A_NODE)
+    world = World(policy, options, replicas, profile(PROFILE)[0], lengths, batch, REPLICAS_A_NODE, staleness, known)
     world.run(epochs * steps)
     return world
 
@@ -162,6 +162,8 @@ def main(
     arm: Annotated[list[str] | None, typer.Option(help="repeat for several; default: all")] = None,
     steps: Annotated[int, typer.Option(help="training steps of each epoch", min=1)] = 4,
     epochs: Annotated[int, typer.Option(min=2)] = 2,
+    staleness: Annotated[int, typer.Option(help="0: engines stop while the actor trains; else separate, in parts")] = 0,
+    known: Annotated[int, typer.Option(help="prompts with known lengths")] = 0,
 ) -> None:
     """Run each arm with each number of replicas, and print a row for each."""
     if unknown := sorted(set(arm or ()) - set(ARMS)):
@@ -171,12 +173,14 @@ def main(
     about = {"benchmark": "real_sizes", "part": "routing", "machine": describe(), "commit": commit()}
     for count in replicas or ([16] if quick else [32, 128]):
         for name in arm or ARMS:
-            world = drive(name, count, batch, steps, epochs)
+            world = drive(name, count, batch, steps, epochs, staleness, known)
             first, second = world.steps[:steps], world.steps[steps : 2 * steps]
             row = {
                 "arm": name,
                 "replicas": count,
                 "in_flight": batch * world.samples,
+                "staleness": staleness,
+                "known": known,
                 "epochs": epochs,
                 "steps": epochs * steps,
                 **routed(world, world.steps),

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.real_sizes.virtual import Actor, Clock, Queue
 from verl_rhyme.agent_loop import stored_attempts
 from verl_rhyme.agent_loop.reports import Reports
-from verl_rhyme.agent_loop.session import PROMPTS
+from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import PLACEMENTS
 from verl_rhyme.coordinator import coordinator, worker_pool
@@ -35,6 +35,7 @@ from verl_rhyme.processes.messages import LoadedPrompt, ResumeState, RunSettings
 from verl_rhyme.processes.request import FIELD
 from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
+from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.engine import Engine, Request
 
@@ -82,7 +83,7 @@ class Replica:
         return await answer
 
     def leave(self, name: str) -> None:
-        """Withdraw a request that moves to another replica; ignore an unknown one."""
+        """Withdraw a request that moves to another replica or is interrupted; ignore an unknown one."""
         if name in self._answers:
             _, emitted = self.engine.withdraw(name, asyncio.get_running_loop().time())
             self._end(name, emitted)
@@ -120,6 +121,8 @@ class Worker:
         self._world = world
         self._at: dict[str, str] = {}  # running attempts and their replicas
         self._planned: dict[str, str] = {}
+        self._generating: set[str] = set()
+        self._interrupted: set[str] = set()
         self._reports = Reports()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -149,10 +152,18 @@ class Worker:
                 self._planned[move.id] = move.replica
                 self._world.replicas[at].object.leave(move.id)
 
+    def interrupt(self) -> None:
+        """Interrupt the attempts that generate: their replicas take new weights."""
+        for name, at in self._at.items():
+            if name in self._generating:
+                self._interrupted.add(name)
+                self._world.replicas[at].object.leave(name)
+
     async def _run(self, start: Start) -> None:
         world, clock = self._world, asyncio.get_running_loop()
         uid, number, _ = Attempt.named(start.name)
-        wanted, emitted, request, records = float(world.length(uid, number)), 0.0, 0, []
+        wanted, request = float(world.length(uid, number)), 0
+        emitted, first_version, records = world.kept.pop((uid, number), (0.0, world.version, []))
         while emitted < wanted:
             known = {
                 "key": world.key(uid),
@@ -164,14 +175,25 @@ class Worker:
             queued = clock.time()
             at, replica = await world.router.acquire_server.remote(start.name, **{FIELD: asked})
             self._at[start.name], began, had = at, clock.time(), emitted
+            self._generating.add(start.name)
             emitted = await replica.object.generate(
                 Request(start.name, uid, PROMPT_TOKENS, wanted, emitted, priority=start.assignment.priority)
             )
+            self._generating.discard(start.name)
             world.router.release_server.remote(at, request_id=start.name)
             world.ran(uid, replica.object.number, began, emitted - had)
             records.append(self._record(known, replica.object.number, queued, int(emitted - had)))
             request += 1
-        await self._reports.send(Ended(start.name, "generated", int(wanted), world.version, records))
+            if emitted < wanted and start.name in self._interrupted:
+                self._interrupted.discard(start.name)
+                world.kept[uid, number] = emitted, first_version, records
+                world.queue.partitions[SESSIONS][start.name] = {"status": "interrupted"}
+                await self._reports.send(Ended(start.name, "interrupted", int(emitted), first_version, records))
+                self._at.pop(start.name)
+                return
+        self._interrupted.discard(start.name)
+        world.queue.partitions[SESSIONS][start.name] = {"status": "generated"}
+        await self._reports.send(Ended(start.name, "generated", int(wanted), first_version, records))
         await asyncio.sleep(REWARD_S)
         world.queue.partitions[TRAIN][f"{start.name}_0"] = {"status": "success", "seq_len": int(wanted)}
         await self._reports.send(Ended(start.name, "finished"))
@@ -180,7 +202,7 @@ class Worker:
     def _record(self, known: dict[str, Any], replica: int, queued: float, made: int) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
         return RequestRecord(
-            id=f"{known['key']}{known['sample']:08x}",
+            id=f"{known['key']}{known['sample']:08x}{int(1000 * now):x}",
             prompt_key=known["key"],
             sample=known["sample"],
             attempt=known["attempt"],
@@ -209,6 +231,9 @@ class World:
         lengths: int [epochs, prompts, samples], tokens.
         batch: Prompts of a training batch.
         replicas_a_node: Replicas that share a history.
+        max_staleness: 0: engines stop while the actor trains. Else they are separate, and the trainer takes parts of a
+            quarter of a batch.
+        known: Prompts whose lengths are known from earlier epochs, 64 each.
     """
 
     def __init__(
@@ -220,7 +245,11 @@ class World:
         lengths: np.ndarray,
         batch: int,
         replicas_a_node: int = 8,
+        max_staleness: int = 0,
+        known: int = 0,
     ) -> None:
+        self.max_staleness, self.known = max_staleness, known
+        self.kept: dict[tuple[str, int], tuple[float, int, list[Any]]] = {}  # by interrupted sample
         self.policy, self.options, self.cost = policy, options, cost
         self.lengths, self.batch, self.samples = lengths, batch, lengths.shape[2]
         self.replicas_a_node = replicas_a_node
@@ -288,7 +317,8 @@ class World:
     async def _train(self, steps: int) -> None:
         handle, count = self.coordinator, len(self.replicas)
         planned = self.policy in PLACEMENTS
-        rules = Rules(self.batch, self.batch * self.samples, max_staleness=0)
+        k = self.max_staleness
+        rules = Rules(self.batch, self.batch * self.samples, max_staleness=k, separate=k > 0)
         slots = count * self.cost.slots
         finite = math.isfinite(self.cost.room)
         room = int(count * self.cost.room) if finite else None
@@ -309,7 +339,7 @@ class World:
             response_limit=MOST_TOKENS,
         )
         workers = [Actor(lambda: Worker(self)) for _ in range(WORKERS)]
-        await handle.open.remote(setting, workers, ResumeState(None, [], 0, steps, 1), True)
+        await handle.open.remote(setting, workers, ResumeState(None, [], 0, steps, 1, self._lengths()), True)
         work = await handle.publish.remote(0, steps)
         for step in range(steps):
             began = self.clock.time()
@@ -318,26 +348,44 @@ class World:
             while work is not None:
                 if work.prompts:
                     await handle.add_prompts.remote(self._load(work.prompts))
-                work = await handle.wait_for_batch.remote(False, True, None)
+                part = rules.batch_samples // 4 if k else None
+                work = await handle.wait_for_batch.remote(False, rules.stops, part)
             reply = await handle.take_batch.remote()
             if reply is None:
                 raise RuntimeError(f"step {step}: the batch was not ready though all samples had their rewards")
             self.steps[-1].seconds = self.clock.time() - began
             looking.cancel()
-            await handle.pause.remote()
-            await asyncio.sleep(TRAIN_S)
-            await self.queue.async_kv_clear(reply.keys, TRAIN)
+            if k:
+                work = await handle.pending_work.remote()
+                await handle.add_prompts.remote(self._load(work.prompts))
+                await asyncio.sleep(TRAIN_S)
+                await handle.pause.remote()
+                for worker in workers:
+                    worker.object.interrupt()
+                await asyncio.sleep(REWARD_S)
+            else:
+                await handle.pause.remote()
+                await asyncio.sleep(TRAIN_S)
+            await self.queue.async_kv_clear([*reply.keys, *reply.dropped], TRAIN)
             self.version += 1
             for replica in self.replicas.values():
                 replica.object.engine.forget()
             work = await handle.publish.remote(self.version, steps - self.version)
+
+    def _lengths(self) -> dict[str, Any] | None:
+        if not self.known:
+            return None
+        expectations = Expectations(MOST_TOKENS)
+        for prompt, lengths in enumerate(np.random.default_rng(3).integers(1, MOST_TOKENS, (self.known, 64)).tolist()):
+            expectations.predictor.learn(_key(prompt), lengths)
+        return expectations.state_dict()
 
     def _load(self, count: int) -> list[LoadedPrompt]:
         handed = []
         for epoch, prompt in (next(self._order) for _ in range(count)):
             uid = f"{epoch * self.lengths.shape[1] + prompt:032x}"
             self._of[uid] = epoch, prompt
-            self._keys[uid] = hashlib.blake2b(b"%d" % prompt, digest_size=16).hexdigest()
+            self._keys[uid] = _key(prompt)
             self.queue.partitions[PROMPTS][uid] = {}
             handed.append(LoadedPrompt(uid, self.samples, self._keys[uid]))
         return handed
@@ -349,6 +397,10 @@ class World:
             await asyncio.sleep(LOOK_S)
             step.running.append([engine.running for engine in engines])
             step.cached.append([engine.cached for engine in engines])
+
+
+def _key(prompt: int) -> str:
+    return hashlib.blake2b(b"%d" % prompt, digest_size=16).hexdigest()
 
 
 def tokens_by(step: Ran, replicas: int) -> np.ndarray:

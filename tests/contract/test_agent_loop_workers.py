@@ -209,6 +209,8 @@ def test_accepted_validation_prompts_of_a_dead_worker_go_to_others(monkeypatch):
             ray.get(dead.__ray_ready__.remote(), timeout=60)
     manager.resend_validation()
     assert ray.get(kept.taken.remote()) == [0, 1, 2, 3, 5]
+    manager.generate_sequences(prompts)
+    assert sum(map(len, (sent for _, sent in manager._sent))) == len(prompts), "earlier validations stay in memory"
     status.clear()  # as verl does with a validation that is done
     ray.kill(kept)
     manager.resend_validation()

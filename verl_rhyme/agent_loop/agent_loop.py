@@ -52,15 +52,13 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         self._sent: list[tuple[Any, TensorDict]] = []  # workers with the validation prompts that each accepted
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """Send prompts to the workers, without waiting for their samples."""
-        self._await_start()
-        chunks = prompts.chunk(len(self.agent_loop_workers))
-        sent = [
-            (worker, chunk, worker.generate_sequences.remote(chunk))
-            for worker, chunk in zip(self.agent_loop_workers, chunks, strict=False)
-        ]
-        for worker, chunk, accepted in sent:
-            self._await_answer(worker, accepted, chunk)
+        """Send validation prompts to the workers, without waiting for their samples; verl has those of earlier ones."""
+        self.forget_validation()
+        self._send(prompts)
+
+    def forget_validation(self) -> None:
+        """Free the prompts of validations that are done."""
+        self._sent.clear()
 
     def resend_validation(self) -> None:
         """Send unfinished validation prompts of dead workers to others."""
@@ -77,13 +75,23 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         auto_await(self._init_agent_loop_workers)()
         return self.agent_loop_workers
 
+    def _send(self, prompts: TensorDict) -> None:
+        self._await_start()
+        chunks = prompts.chunk(len(self.agent_loop_workers))
+        sent = [
+            (worker, chunk, worker.generate_sequences.remote(chunk))
+            for worker, chunk in zip(self.agent_loop_workers, chunks, strict=False)
+        ]
+        for worker, chunk, accepted in sent:
+            self._await_answer(worker, accepted, chunk)
+
     def _await_answer(self, worker: Any, answer: Any, prompts: TensorDict) -> None:
         """Wait for a worker's answer; if it died or hangs, send its prompts to others."""
         try:
             ray.get(answer, timeout=self._patience_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             self._give_up(worker, error)
-            self.generate_sequences(prompts)
+            self._send(prompts)
         else:
             self._sent.append((worker, prompts))
 

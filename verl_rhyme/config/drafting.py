@@ -78,6 +78,11 @@ class DraftingConfig:
         "Let the engine wait until a prompt's history is read. false: another thread reads the history. Drafts then "
         "depend on timing, but the generated tokens do not.",
     )
+    history_memory: int = option(
+        4 << 30,
+        "Bytes of decoded histories per engine, 12 to 16 per token. A prompt beyond them drafts from other texts until "
+        "others are done.",
+    )
     live_tokens: int = option(
         1 << 22, "Running and recent tokens per engine in the index, 20 to 32 bytes each (policy=adaptive)."
     )
@@ -96,6 +101,7 @@ class DraftingConfig:
         check(self.max_batch_tokens is None or self.max_batch_tokens >= 0, "max_batch_tokens", "null or at least 0")
         check(self.plan_threads is None or self.plan_threads >= 1, "plan_threads", "null or at least 1")
         check(self.logits_memory >= 1 << 20, "logits_memory", "at least 1048576 (1 MiB)")
+        check(self.history_memory >= 1 << 20, "history_memory", "at least 1048576 (1 MiB)")
         check(0 < self.floor < 1, "floor", "above 0 and below 1")
         check(1 << 10 <= self.live_tokens <= 1 << 30, "live_tokens", "from 2**10 to 2**30")
         check(self.head != "", "head", "null, new, or a file")

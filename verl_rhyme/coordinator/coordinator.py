@@ -15,8 +15,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -84,8 +83,8 @@ class Coordinator:
         self._complained_at: float | None = None  # time of the last log line about what a batch waits for
         self._logged_at: float | None = None  # time of the last log line about a failed attempt
         self._without_workers = 0  # consecutive times that no worker started
-        self._changed = asyncio.Event()  # set, and replaced, at each change
         self._waking: asyncio.TimerHandle | None = None  # next start of a failed sample
+        self._waiting: set[asyncio.Future[None]] = set()  # calls that wait for the next change
 
     # ---- called by the trainer ----
 
@@ -149,6 +148,7 @@ class Coordinator:
         await self.report_ended(early)
         unknown = [a.name for a in rollout.attempts() if not pool.has_attempt(a.name)]
         self._lost(unknown, "their worker died in the meantime")
+        gc.freeze()  # also the lengths of all known prompts
         return self._state()
 
     async def add_workers(self, workers: list[Any]) -> None:
@@ -299,14 +299,14 @@ class Coordinator:
             state=state,
             dropped=dropped,
             dropped_tags=[listing[TRAIN][key] for key in dropped],
-            lengths=self._expectations.changed_state(),
+            lengths=self._expectations.pop_changes(),
             answered=answered,
             paces=replica_paces(batch.ran),
         )
 
     async def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON."""
-        return {**self._state(), "lengths": self._expectations.state_dict()}
+        """Return the state for a checkpoint, as JSON, with the lengths learnt since the last batch."""
+        return {**self._state(), "lengths": self._expectations.pop_changes()}
 
     async def pending_work(self) -> TrainerWork:
         """Return the work for the trainer, without waiting."""
@@ -381,8 +381,8 @@ class Coordinator:
                 self._abandon()
             except Exception as error:
                 self._fail(error)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        for waiter in self._waiting:
+            _release(waiter)
 
     def _wake_at(self, start: float | None) -> None:
         """Call :meth:`_go` when a failed sample may start again."""
@@ -436,8 +436,16 @@ class Coordinator:
             raise self._error
 
     async def _change(self, timeout: float) -> None:
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout)
+        """Wait for the next change, at most ``timeout`` seconds."""
+        loop = asyncio.get_running_loop()  # not wait_for(): it makes a task, after each report of a response
+        waiter = loop.create_future()
+        timer = loop.call_later(timeout, _release, waiter)
+        self._waiting.add(waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiting.discard(waiter)
 
     def _complain(self, complained_at: float, what: str) -> float:
         now = asyncio.get_running_loop().time()
@@ -462,9 +470,15 @@ def _clock() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _stored(attempts: Iterable[str], listing: dict[str, Any]) -> Part:
+def _release(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _stored(attempts: Sequence[str], listing: dict[str, Any]) -> Part:
     """Return the keys and tags of the trajectories that attempts wrote to partition ``train`` of TransferQueue."""
-    stored = trajectories(listing.get(TRAIN, {}))
+    wanted = {*attempts}
+    stored = trajectories({key: tag for key, tag in listing.get(TRAIN, {}).items() if key.rpartition("_")[0] in wanted})
     keys = [key for name in attempts for key in stored[name]]
     return Part(keys, [listing[TRAIN][key] for key in keys])
 

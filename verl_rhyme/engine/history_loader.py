@@ -3,6 +3,9 @@
 A history of 500k tokens takes 4.5 MB. Copying it out of the store (possibly from disk), checking and preparing it takes
 several milliseconds, mostly without the GIL. The thread frees its memory as well. On a node that does not record, a
 history is read once its copy has arrived (:mod:`verl_rhyme.history.copies`), for as long as a request needs it.
+
+All histories in memory have a bound: 16 responses of 32k tokens in each of 4 visits take 24 MiB when decoded. A prompt
+beyond it waits until others are released; its requests draft from other texts meanwhile.
 """
 
 from __future__ import annotations
@@ -32,18 +35,24 @@ class HistoryLoader:
 
     Args:
         reader: Reader of the local history store.
-        wait: Whether to read in the caller's thread, so that drafts do not depend on timing.
+        wait: Whether to read in the caller's thread, so that drafts do not depend on timing. A prompt beyond the bound
+            then has no history.
         copies: Reader of histories copied from another node.
+        max_bytes: Bytes of decoded histories from which no other is read.
     """
 
-    def __init__(self, reader: HistoryReader, wait: bool = False, copies: CopyReader | None = None) -> None:
+    def __init__(
+        self, reader: HistoryReader, wait: bool = False, copies: CopyReader | None = None, max_bytes: int = 1 << 62
+    ) -> None:
         self._own, self._copies = reader, copies
         self._pool = None if wait else ThreadPoolExecutor(1, "rhyme-history")
         self._asked: dict[bytes, int] = {}
-        self._due: dict[bytes, int] = {}  # prompts whose copy has not arrived
-        self._reading: dict[bytes, Future[PromptHistory | None]] = {}
+        self._due: dict[bytes, int] = {}  # prompts whose copy has not arrived, or that do not fit
+        self._reading: dict[bytes, Future[PromptHistory | Pending | None]] = {}
         self._looked_at = -math.inf
         self._failed = 0
+        self._max_bytes, self._warned = max_bytes, False
+        self._held: dict[bytes, int] = {}  # bytes of decoded histories; both threads change it
 
     @property
     def errors(self) -> int:
@@ -67,7 +76,8 @@ class HistoryLoader:
             end = time.monotonic() + _COPY_TIMEOUT_S
             while not self._arrived(key, asked) and time.monotonic() < end:
                 time.sleep(_POLL_S)
-            return self._read(key, asked)
+            history = self._read(key, asked)
+            return None if history is PENDING else history
         if self._arrived(key, asked):
             self._begin(key, asked)
         else:
@@ -78,18 +88,22 @@ class HistoryLoader:
         """Return the prompts read since the last call with their histories; ``None`` for a prompt without one."""
         if self._due and (now := time.monotonic()) >= self._looked_at + _POLL_S:
             self._looked_at = now
-            for key, asked in [due for due in self._due.items() if self._arrived(*due)]:
+            full = sum(self._held.values()) >= self._max_bytes
+            for key, asked in [due for due in self._due.items() if not full and self._arrived(*due)]:
                 self._begin(key, asked)
                 del self._due[key]
-        read = [key for key, reading in self._reading.items() if reading.done()]
-        return [(key, self._reading.pop(key).result()) for key in read]
+        done = [key for key, reading in self._reading.items() if reading.done()]
+        read = [(key, self._reading.pop(key).result()) for key in done]
+        self._due |= {key: self._asked.get(key, 0) for key, history in read if history is PENDING}
+        return [(key, history) for key, history in read if not isinstance(history, Pending)]
 
     def release(self, key: bytes, history: PromptHistory | None) -> None:
         """Free the history of a prompt without live requests, in the loader's thread."""
         self._asked.pop(key, None)
         self._due.pop(key, None)
-        if (reading := self._reading.pop(key, None)) is not None:
-            reading.cancel()
+        self._held.pop(key, None)
+        if (reading := self._reading.pop(key, None)) is not None and not reading.cancel():
+            reading.add_done_callback(lambda _: self._held.pop(key, None))
         if history is not None and self._pool is not None:
             with suppress(RuntimeError):  # no thread can start
                 # This is the last reference: the drafter drops its own before it calls this.
@@ -106,11 +120,22 @@ class HistoryLoader:
     def _arrived(self, key: bytes, asked: int) -> bool:
         return not asked or self._copies is None or self._copies.arrived(key, asked)
 
-    def _read(self, key: bytes, asked: int) -> PromptHistory | None:
+    def _read(self, key: bytes, asked: int) -> PromptHistory | Pending | None:
+        """Read and decode a history; return :data:`PENDING` if it must wait for others to be released."""
+        if sum(list(self._held.values())) >= self._max_bytes:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "decoded histories take %d bytes (drafting.history_memory): further prompts draft without theirs "
+                    "until others are done (logged once)",
+                    self._max_bytes,
+                )
+            return PENDING
         try:
             history = self._copies.get(key) if asked and self._copies is not None else self._own.get(key)
             if history is not None:
                 history.first_tokens  # noqa: B018 - a cached property, computed here so that no step waits for it
+                self._held[key] = history.nbytes
             return history
         except Exception:
             self._failed += 1

@@ -68,7 +68,7 @@ class HistoryProposer:
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         reader = HistoryReader(settings["history_dir"], settings["namespace"])
         copies = CopyReader(settings["copies_dir"]) if settings.get("copies_dir") else None
-        self._history = HistoryLoader(reader, self._config.wait_for_history, copies)
+        self._history = HistoryLoader(reader, self._config.wait_for_history, copies, self._config.history_memory)
         self._drafter: DraftPolicy | None = None  # only on the rank whose drafts are used
         self._head: EngineHead | None = None
         self._folder = settings["history_dir"]

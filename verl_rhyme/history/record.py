@@ -157,6 +157,11 @@ class PromptHistory:
         """Table of :func:`verl_rhyme.history.suffix_index.first_tokens`, int32[2**k, 3]; computed on first use."""
         return suffix_index.first_tokens(self.tokens)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(array.nbytes for array in vars(self).values())
+
     def __len__(self) -> int:
         """Return the number of responses."""
         return len(self.reward)
@@ -244,9 +249,7 @@ class PromptHistory:
 
     @classmethod
     def decode(cls, value: bytes | bytearray | memoryview | np.ndarray) -> PromptHistory:
-        """Decode a value: tokens and suffixes are unpacked, the other arrays are views.
-
-        The views are over the value, or over one copy of it if it is neither a bytearray nor an array of bytes.
+        """Decode a value. No array is a view: it would keep the value in memory, half as large as the history.
 
         Raises:
             CorruptRecord: The value is truncated, altered, or of another format.
@@ -274,4 +277,5 @@ class PromptHistory:
         bounds, reward = take("<i4", m + 1), take("<f4", m)
         visit, version, sample, step = (take("<i4", m) for _ in _PER_RESPONSE)
         tokens, suffixes = packed(n, token_bits, -1), packed(n - m - 1, suffix_bits, 0)
-        return cls(tokens, bounds, suffixes, reward, visit, version, sample, step, take("<u1", n))
+        columns = [each.copy() for each in (reward, visit, version, sample, step, take("<u1", n))]
+        return cls(tokens, bounds.copy(), suffixes, *columns)

@@ -6,15 +6,17 @@ with the earlier responses longer than e: it is expected to add the mean of thei
 If it is longer than all of them, it is expected to add half of its tokens: the mean excess of a Pareto tail with
 index 3.
 
-A state machine without a clock. 17,000 prompts with 16 responses take 5 MB of memory, and the same of JSON.
+A state machine without a clock. 100,000 prompts with 64 responses take 60 MB of memory, and 18 MB of JSON.
 """
 
 from __future__ import annotations
 
+import base64
 import math
+import zlib
 from array import array
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,11 +49,13 @@ class LengthPredictor:
 
     Args:
         limit: Maximum tokens of a response (``data.max_response_length``).
+        most: Maximum number of prompts with a history; the one visited longest ago goes first.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._known: dict[str, array[int]] = {}  # lengths by prompt, oldest first
+    def __init__(self, limit: int, most: int = 1 << 18) -> None:
+        self.limit, self._most = limit, most
+        self._known: OrderedDict[str, array[int]] = OrderedDict()  # lengths by prompt, oldest first
+        self._changed: dict[str, None] = {}  # prompts learnt from since the last pop_changes(), in this order
         self._all: deque[int] = deque([max(1, limit // 4)], _ALL)
         self._rankings: dict[str, float] = {}  # a ranker's log lengths of prompts without responses
         self._ranker, self._bias = 0, 0.0
@@ -86,13 +90,16 @@ class LengthPredictor:
             return
         if (location := self._rankings.pop(prompt, None)) is not None:
             self._bias += _NEW * (float(np.log(np.maximum(lengths, 1)).mean()) - location - self._bias)
-        known = self._known.setdefault(prompt, array("i"))
+        known = self._known.pop(prompt, array("i"))
         if known:
             ratio = max(1.0, sum(lengths) / len(lengths)) / max(1.0, sum(known) / len(known))
             self._growth += _GROWING * (math.log(ratio) - self._growth)
         known.extend(lengths)
         del known[:-_LATEST]
         self._all.extend(lengths)
+        self._keep(prompt, known)
+        self._changed.pop(prompt, None)
+        self._changed[prompt] = None
 
     def forecast(
         self, prompts: Sequence[str], emitted: npt.ArrayLike = 0, ended: Mapping[str, Sequence[int]] | None = None
@@ -136,10 +143,10 @@ class LengthPredictor:
         count = min(_LATEST, len(ranked))
         return [ranked[(2 * i + 1) * len(ranked) // (2 * count)] for i in range(count)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values for JSON."""
-        return {
-            "lengths": {prompt: known.tolist() for prompt, known in self._known.items()},
+    def pop_changes(self) -> dict[str, Any]:
+        """Return what changed since the last call, or since :meth:`load_state_dict`, as plain values for JSON."""
+        changed, self._changed = self._changed, {}
+        return {"lengths": {prompt: self._known[prompt].tolist() for prompt in changed if prompt in self._known}} | {
             "all": [*self._all],
             "ranked": self._rankings,
             "ranker": self._ranker,
@@ -147,17 +154,73 @@ class LengthPredictor:
             "growth": self._growth,
         }
 
+    def update(self, changes: Mapping[str, Any]) -> None:
+        """Take over the changes (:meth:`pop_changes`) of another predictor that was equal to this one.
+
+        Raises:
+            KeyError, TypeError, ValueError: They are invalid or incomplete.
+        """
+        known = {prompt: array("i", lengths) for prompt, lengths in changes["lengths"].items()}
+        every = deque(map(int, changes["all"]), _ALL)
+        self._rankings, self._ranker = dict(changes["ranked"]), int(changes["ranker"])
+        self._bias, self._growth = float(changes["bias"]), float(changes["growth"])
+        self._all = every
+        for prompt, lengths in known.items():
+            self._known.pop(prompt, None)
+            self._keep(prompt, lengths)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values for JSON, lengths as one text (:func:`_packed`)."""
+        lengths = {"prompts": [*self._known], "packed": _packed(self._known.values())}
+        return {**self.pop_changes(), "lengths": lengths}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a :meth:`state_dict`.
+        """Restore a :meth:`state_dict`. (Those of version 0.1 have lists of lengths by prompt.)
 
         Raises:
             KeyError, TypeError, ValueError: The state is invalid or incomplete.
         """
-        known = {prompt: array("i", lengths) for prompt, lengths in state["lengths"].items()}
-        every = deque(map(int, state["all"]), _ALL)
-        self._rankings, self._ranker, self._bias = dict(state["ranked"]), int(state["ranker"]), float(state["bias"])
-        self._growth = float(state["growth"])
-        self._known, self._all = known, every
+        lengths = state["lengths"]
+        if "packed" in lengths:
+            lengths = dict(zip(lengths["prompts"], _unpacked(lengths["packed"]), strict=True))
+        before, self._known = self._known, OrderedDict()
+        try:
+            self.update({**state, "lengths": lengths})
+        except Exception:
+            self._known = before
+            raise
+        self._changed = {}
+
+    def _keep(self, prompt: str, lengths: array[int]) -> None:
+        """Add a prompt as the latest one."""
+        self._known[prompt] = lengths
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+
+def _packed(lengths: Iterable[array[int]]) -> str:
+    """Return lists of int32 as text: their sizes, then their values, byte planes compressed together."""
+    lists = [*lengths]
+    flat = array("i", [len(lists), *map(len, lists)])
+    for each in lists:
+        flat.extend(each)
+    planes = np.frombuffer(flat, np.uint8).reshape(-1, flat.itemsize).T.tobytes()
+    return base64.b64encode(zlib.compress(planes, 1)).decode()
+
+
+def _unpacked(text: str) -> list[array[int]]:
+    """Return the lists of :func:`_packed`.
+
+    Raises:
+        ValueError: The text is damaged.
+    """
+    try:
+        planes = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
+    except zlib.error as error:
+        raise ValueError(f"packed lengths are damaged: {error}") from error
+    flat = array("i", planes.reshape(4, -1).T.tobytes())
+    ends = np.cumsum(flat[: 1 + flat[0]]) + 1
+    return [flat[start:end] for start, end in zip(ends.tolist(), ends[1:].tolist(), strict=False)]
 
 
 def _remaining(earlier: npt.NDArray[np.int32], counts: npt.NDArray, emitted: npt.NDArray) -> npt.NDArray[np.float64]:

@@ -17,6 +17,7 @@ class PromptLengths:
         self._most = most
         self._tokens: OrderedDict[str, int] = OrderedDict()
         self._sum = 0
+        self._changed: dict[str, None] = {}  # recorded since the last pop_changes(), in this order
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -25,6 +26,8 @@ class PromptLengths:
         """Set the tokens of a prompt."""
         self._sum += tokens - self._tokens.pop(prompt, 0)
         self._tokens[prompt] = tokens
+        self._changed.pop(prompt, None)
+        self._changed[prompt] = None
         if len(self._tokens) > self._most:
             self._sum -= self._tokens.popitem(last=False)[1]
 
@@ -33,6 +36,17 @@ class PromptLengths:
         tokens = self._tokens.get(prompt)
         return round(self._sum / max(1, len(self._tokens))) if tokens is None else tokens
 
+    def pop_changes(self) -> dict[str, int]:
+        """Return the tokens recorded since the last call, or since :meth:`load_state_dict`, for JSON."""
+        changed, self._changed = self._changed, {}
+        return {prompt: self._tokens[prompt] for prompt in changed if prompt in self._tokens}
+
+    def update(self, changes: Mapping[str, int]) -> None:
+        """Take over the :meth:`pop_changes` of an object that was equal to this one."""
+        for prompt, tokens in changes.items():
+            self.record(prompt, int(tokens))
+        self._changed = {}
+
     def state_dict(self) -> dict[str, int]:
         """Return the tokens by prompt, for JSON."""
         return dict(self._tokens)
@@ -40,5 +54,4 @@ class PromptLengths:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Replace the state by a :meth:`state_dict`."""
         self._tokens, self._sum = OrderedDict(), 0
-        for prompt, tokens in state.items():
-            self.record(prompt, int(tokens))
+        self.update(state)

@@ -100,7 +100,7 @@ class ResumeState:
         version: Version of the current policy.
         batches_left: Training batches until training ends.
         generation: Number of the coordinator, above that of all earlier ones (:class:`Rollout`).
-        lengths: Last reported statistics of response lengths; ``None``: none yet.
+        lengths: Known lengths (:meth:`Expectations.state_dict`); ``None``: none yet.
         share: Share of the replicas that serve.
     """
 
@@ -126,7 +126,7 @@ class Reply:
         dropped, dropped_tags: Keys and tags, in TransferQueue's ``train``, of finished trajectories that will not be
             trained: filtered groups and siblings of failed samples. The receiver of the batch clears them.
         state: State to open the coordinator with again.
-        lengths: Statistics of response lengths if they changed, else ``None``.
+        lengths: Lengths learnt since the last batch or checkpoint (:meth:`Expectations.pop_changes`).
         answered: Response tokens of the prompts that left since the last batch, by prompt key.
         paces: Seconds per token of a request since the last batch, by replica rank.
     """
@@ -140,6 +140,6 @@ class Reply:
     state: dict[str, Any]
     dropped: list[str] = field(default_factory=list)
     dropped_tags: list[dict[str, Any]] = field(default_factory=list)
-    lengths: dict[str, Any] | None = None
+    lengths: dict[str, Any] = field(default_factory=dict)
     answered: dict[str, list[int]] = field(default_factory=dict)
     paces: dict[int, float] = field(default_factory=dict)

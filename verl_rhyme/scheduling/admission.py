@@ -45,7 +45,7 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
         if room <= 0 and not awaited(prompt):
             break
         numbers = _longest_first(prompt)
-        if not tally.has_begun(prompt):
+        if not tally.part(prompt).begun:
             room -= len(numbers)
         for number in numbers:
             yield prompt.uid, number

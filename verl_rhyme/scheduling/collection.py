@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 
 from verl_rhyme.scheduling.ledger import Ledger
@@ -30,7 +30,7 @@ from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import Prompt, State
 
 #: Samples that are trained together: prompt and numbers in the group.
-_Bundle = tuple[Prompt, list[int]]
+_Bundle = tuple[Prompt, range]
 
 
 def fills_batch(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool:
@@ -65,21 +65,30 @@ def reservable(
     All samples of such a prompt are finished. The batch has room for them in addition to earlier reservations and to
     the samples that must be trained in this batch.
     """
-    finished = [p for uid in uids if uid in ledger and (p := ledger.prompt(uid)).complete("finished")]
+    tally = ledger.tally
+    waiting = [ledger.prompt(uid) for uid in uids if uid in ledger and uid not in reserved]
+    finished = [(p, part.rewarded) for p in waiting if (part := tally.part(p)).finished == len(p.samples)]
     if rules.take == "loaded":
-        return [prompt.uid for prompt in finished if ledger.place(prompt) < rules.batch_prompts]
+        return [prompt.uid for prompt, _ in finished if ledger.place(prompt) < rules.batch_prompts]
+    taken: Counter[int] = Counter()  # reserved samples by version
+    for uid in reserved:
+        for oldest, count in tally.part(ledger.prompt(uid)).rewarded.items():
+            taken[oldest] += count
     # per stage: room for samples without a token of its version or older, next to those that must be trained
-    room = [(last, rules.batch_samples - due) for last, due in _must_train(rules, version, ledger.tally.held)]
-    room.append((-1, rules.batch_samples))
+    stages = [(-1, 0), *_must_train(rules, version, tally.held)]
+    room = [(last, rules.batch_samples - due - _after(taken, last)) for last, due in stages]
     found: list[str] = []
-    for prompt in [ledger.prompt(uid) for uid in reserved] + finished:
-        whole = list(range(len(prompt.samples)))
-        oldest = [_oldest(prompt, whole if rules.unit == "group" else [number]) for number in whole]
-        less = [(last, left - sum(version > last for version in oldest)) for last, left in room]
-        if prompt.uid in reserved or all(left >= 0 for _, left in less):
+    refused: dict[int, int] = {}
+    for prompt, versions in finished:
+        if versions == refused:  # the room does not grow
+            continue
+        less = [(last, left - _after(versions, last)) for last, left in room]
+        if min(left for _, left in less) >= 0:
             room = less
             found.append(prompt.uid)
-    return [uid for uid in found if uid not in reserved]
+        else:
+            refused = versions
+    return found
 
 
 def batch(
@@ -89,40 +98,66 @@ def batch(
 
     The order is: samples that must be trained in this batch, reserved samples, then loading order.
     """
+    taken = _taken(rules, ledger, version, *states, reserved=reserved)
+    return [
+        (prompt, number) for prompt, numbers in taken for number in numbers if prompt.samples[number].state in states
+    ]
+
+
+def is_rewarded(rules: Rules, ledger: Ledger, version: int, reserved: Collection[str] = ()) -> bool:
+    """Return whether the update batch of generated and finished samples (:func:`batch`) has only finished ones."""
+    tally = ledger.tally
+    return all(
+        "generated" not in tally.part(prompt).samples
+        if len(numbers) == len(prompt.samples)
+        else prompt.samples[numbers.start].state == "finished"
+        for prompt, numbers in _taken(rules, ledger, version, "generated", "finished", reserved=reserved)
+    )
+
+
+def _taken(
+    rules: Rules, ledger: Ledger, version: int, *states: State, reserved: Collection[str] = ()
+) -> Iterator[_Bundle]:
+    """Yield the content of :func:`batch`; where it is taken in loading order, whole prompts."""
     if rules.take == "loaded":
-        return [
-            (prompt, number)
-            for prompt in islice(ledger, rules.batch_prompts)
-            for number, sample in enumerate(prompt.samples)
-            if sample.state in states
-        ]
-    bundles = sorted(_bundles(rules, ledger, *states), key=lambda b: (b[0].uid not in reserved, b[0].number, b[1]))
+        yield from ((prompt, range(len(prompt.samples))) for prompt in islice(ledger, rules.batch_prompts))
+        return
+    bundles = _bundles(rules, ledger, *states)
+    bundles.sort(key=lambda b: (b[0].uid not in reserved, b[0].number, b[1].start))
     stages: dict[int, int] = {}
     for stage, (last, due) in enumerate(_must_train(rules, version, ledger.tally.held)):
-        old = [i for i, bundle in enumerate(bundles) if _oldest(*bundle) <= last]
+        if due <= 0:
+            continue
+        old = [i for i, (prompt, numbers) in enumerate(bundles) if _oldest(rules, ledger, prompt, numbers) <= last]
         due -= sum(len(bundles[i][1]) for i in old if i in stages)
         for i in old:
             if due > 0 and i not in stages:
                 stages[i] = stage
                 due -= len(bundles[i][1])
-    taken: list[tuple[Prompt, int]] = []
-    for i in sorted(range(len(bundles)), key=lambda i: (stages.get(i, rules.max_staleness), i)):
+    left = rules.batch_samples
+    rest = (i for i in range(len(bundles)) if i not in stages)
+    for i in (*sorted(stages, key=lambda i: (stages[i], i)), *rest):
         prompt, numbers = bundles[i]
-        if len(taken) + len(numbers) <= rules.batch_samples or not taken:
-            taken += [(prompt, number) for number in numbers]
-    return taken
+        if len(numbers) <= left or left == rules.batch_samples:
+            left -= len(numbers)
+            yield prompt, numbers
 
 
 def _bundles(rules: Rules, ledger: Ledger, *states: State) -> list[_Bundle]:
     """Return the trainable whole groups, or single trajectories, in these states."""
     if rules.unit == "trajectory":
-        return [(prompt, [number]) for state in states for prompt, number, _ in ledger.samples(state)]
-    found = {prompt.number: prompt for state in states for prompt in ledger.tally.prompts(state)}
-    return [(prompt, list(range(len(prompt.samples)))) for prompt in found.values() if prompt.complete(*states)]
+        return [(prompt, range(number, number + 1)) for state in states for prompt, number, _ in ledger.samples(state)]
+    tally, wanted = ledger.tally, {*states}
+    found = {prompt.number: prompt for state in states for prompt in tally.prompts(state)}
+    whole = [prompt for prompt in found.values() if tally.part(prompt).samples.keys() <= wanted]
+    return [(prompt, range(len(prompt.samples))) for prompt in whole]
 
 
-def _oldest(prompt: Prompt, numbers: list[int]) -> int:
-    return min(prompt.samples[number].known_version for number in numbers)
+def _oldest(rules: Rules, ledger: Ledger, prompt: Prompt, numbers: range) -> int:
+    """Return the version of the oldest token of a bundle."""
+    if rules.unit == "group":
+        return min(ledger.tally.part(prompt).trainable)
+    return prompt.samples[numbers.start].known_version
 
 
 def _must_train(rules: Rules, version: int, held: Counter[int]) -> list[tuple[int, int]]:
@@ -138,5 +173,9 @@ def _must_train(rules: Rules, version: int, held: Counter[int]) -> list[tuple[in
     return due
 
 
-def _until(samples: Counter[int], last: int) -> int:
+def _until(samples: Mapping[int, int], last: int) -> int:
     return sum(count for version, count in samples.items() if version <= last)
+
+
+def _after(samples: Mapping[int, int], last: int) -> int:
+    return sum(count for version, count in samples.items() if version > last)

@@ -15,8 +15,6 @@ from verl_rhyme.lengths.predictor import Forecast, LengthPredictor
 from verl_rhyme.lengths.prompts import PromptLengths
 from verl_rhyme.lengths.quality import Quality
 
-#: Share of changed prompts from which the state is sent again; sending costs time in proportion to all prompts.
-_SENT_AGAIN = 1 / 16
 #: Key of prompts without a key; no history is kept for it.
 _NO_KEY = ""
 
@@ -41,7 +39,6 @@ class Expectations:
         self._quality = Quality()
         self._keys: dict[str, str] = {}
         self._lengths: dict[str, dict[int, int]] = {}
-        self._unsent = 0  # prompts learnt from since the state was sent
 
     def add_prompts(self, keys: Mapping[str, str]) -> dict[str, float]:
         """Add prompts, by uid their key (empty without one); return their expected response tokens."""
@@ -131,18 +128,26 @@ class Expectations:
             return expected
         return {}
 
+    def pop_changes(self) -> dict[str, Any]:
+        """Return the lengths learnt since the last call, as plain values for JSON, for :meth:`update` elsewhere."""
+        with self._errors_counted():
+            return {**self.predictor.pop_changes(), "prompt_tokens": self.prompts.pop_changes()}
+        return {}
+
+    def update(self, changes: Mapping[str, Any]) -> None:
+        """Take over the :meth:`pop_changes` of an object that was equal to this one; unreadable parts are ignored."""
+        with self._errors_counted():
+            self.predictor.update(changes)
+        with self._errors_counted():
+            self.prompts.update(changes.get("prompt_tokens", {}))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the known lengths as plain values for JSON, without the present prompts."""
-        self._unsent = 0
         with self._errors_counted():
             return {**self.predictor.state_dict(), "prompt_tokens": self.prompts.state_dict()}
         return {}
 
-    def changed_state(self) -> dict[str, Any] | None:
-        """Return :meth:`state_dict` if much was learnt since its last call, else ``None``."""
-        return self.state_dict() if self._unsent > _SENT_AGAIN * len(self.predictor) else None
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a :meth:`state_dict`; unreadable parts are ignored."""
         with self._errors_counted():
             self.predictor.load_state_dict(state)
@@ -163,7 +168,6 @@ class Expectations:
         expected = float(predictor.forecast([key]).expected[0])
         self._quality.add(expected, tokens, predictor.knows(key), predictor.ranked(key))
         predictor.learn(key, tokens)
-        self._unsent += 1
 
     @contextmanager
     def _errors_counted(self) -> Iterator[None]:

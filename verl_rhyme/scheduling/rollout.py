@@ -98,7 +98,8 @@ class Rollout:
 
     def publish(self, version: int, batches_left: int | None) -> None:
         """Make the policy ``version`` the current one (:meth:`Scheduler.begin`); stale samples are regenerated."""
-        in_progress = {attempt.sample: attempt.name for attempt in self.attempts()}
+        attempts = self.attempts() if self.scheduler.has_stale(version) else []
+        in_progress = {attempt.sample: attempt.name for attempt in attempts}
         for sample in self.scheduler.begin(version, batches_left):
             self._waste(sample)
             if sample in in_progress:  # some still wait for a reward

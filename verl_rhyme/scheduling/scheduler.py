@@ -29,7 +29,7 @@ from typing import Any
 
 from verl_rhyme.scheduling.admission import startable
 from verl_rhyme.scheduling.batch import Collected, StepCounts
-from verl_rhyme.scheduling.collection import batch, fills_batch, lacks_due, reservable
+from verl_rhyme.scheduling.collection import batch, fills_batch, is_rewarded, lacks_due, reservable
 from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
 from verl_rhyme.scheduling.samples import IN_PROGRESS, State
@@ -235,8 +235,7 @@ class Scheduler:
             return False
         if not self.ledger.tally.samples["generated"]:
             return True
-        taken = batch(self.rules, self.ledger, self.version, "generated", "finished", reserved=self._reserved)
-        return all(prompt.samples[number].state == "finished" for prompt, number in taken)
+        return is_rewarded(self.rules, self.ledger, self.version, self._reserved)
 
     def reserve(self, uids: Iterable[str], samples: int = 1) -> list[str]:
         """Reserve finished prompts for streamed parts of the next batch, which then contains them in any case.
@@ -300,9 +299,15 @@ class Scheduler:
         self.version, self._training, self._reserved = version, False, {}
         self.batches_left = batches_left
         self._tail.release_for_the_last(batches_left)  # a resumed run may have other rules, or fewer steps left
+        if not self.has_stale(version):
+            return []
         states: tuple[State, ...] = (*IN_PROGRESS, "finished", "pending")
         samples = [(prompt.uid, number) for state in states for prompt, number, _ in self.ledger.samples(state)]
         return [sample for sample in samples if self._regenerate_stale(*sample)]
+
+    def has_stale(self, version: int) -> bool:
+        """Return whether the text of a sample is too stale to be trained by the policy ``version``."""
+        return min(self.ledger.tally.held, default=version) < version - self.rules.max_staleness
 
     # ---- checkpoints ----
 

@@ -45,6 +45,11 @@ class Part:
     begun: int
 
     @property
+    def finished(self) -> int:
+        """Number of finished samples."""
+        return self.samples.get("finished", 0)
+
+    @property
     def having(self) -> set[Having]:
         return {*self.samples, "begun"} if self.begun and "pending" in self.samples else {*self.samples}
 
@@ -123,8 +128,9 @@ class Tally:
         """Number of loaded samples that are not trained."""
         return sum(self.samples.values()) - self.samples["trained"]
 
-    def has_begun(self, prompt: Prompt) -> bool:
-        return self._parts[prompt.number].begun > 0
+    def part(self, prompt: Prompt) -> Part:
+        """Return the counts of a prompt."""
+        return self._parts[prompt.number]
 
     def _replace(self, number: int, new: Part) -> None:
         old = self._parts.pop(number, _NOTHING)

@@ -14,6 +14,7 @@ from verl_rhyme.coordinator import coordinator
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
 from verl_rhyme.processes.waiting import waiting_for
+from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Driver:
         self._workers: list[Any] = []
         self._state: dict[str, Any] | None = None  # state at the last batch
         self._handed: list[LoadedPrompt] = []  # prompts passed since the last batch
-        self._lengths: dict[str, Any] | None = None  # latest lengths from the coordinator
+        self._lengths = Expectations(setting.response_limit)  # response lengths, as the coordinator knows them
         self._share = 1.0
         self._version = 0
         self._batches_left = 0
@@ -57,7 +58,14 @@ class Driver:
         """Open the coordinator; ``state`` is from a checkpoint, or ``None``."""
         self._workers, self._state, self._version = workers, state, version
         if state is not None:
-            self._generation, self._lengths = state.get("generation", 0), state.get("lengths")
+            self._generation = state.get("generation", 0)
+            if lengths := state.get("lengths"):
+                self._lengths.load_state_dict(lengths)
+            if self._lengths.errors:
+                logger.warning(
+                    "the response lengths in the checkpoint cannot be read (%s): they are learnt again",
+                    self._lengths.last_error,
+                )
         self._state = self._opened(fresh=True)
 
     def publish(self, version: int, batches_left: int) -> None:
@@ -107,7 +115,7 @@ class Driver:
                 topology.resume()
             rewarded = True
         self._state, self._handed = reply.state, []
-        self._lengths = reply.lengths or self._lengths
+        self._lengths.update(reply.lengths)
         self._batches_left -= 1
         return reply
 
@@ -118,8 +126,8 @@ class Driver:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
         state = self._ask("state")
-        self._lengths = state.get("lengths")
-        return state
+        self._lengths.update(state["lengths"])
+        return {**state, "lengths": self._lengths.state_dict()}
 
     def close(self) -> None:
         ray.kill(self.coordinator)
@@ -160,7 +168,7 @@ class Driver:
         while True:
             self._generation += 1
             now = self._version, self._batches_left, self._generation
-            resume = ResumeState(self._state, list(self._handed), *now, self._lengths, self._share)
+            resume = ResumeState(self._state, list(self._handed), *now, self._lengths.state_dict(), self._share)
             try:
                 with waiting_for("the coordinator to open, with its agent loop workers"):
                     return ray.get(self.coordinator.open.remote(self._setting, self._workers, resume, fresh))

@@ -256,6 +256,10 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         self.topology.sync_weights()
         super().on_validate_begin()
 
+    def on_validate_end(self) -> None:
+        super().on_validate_end()
+        self.agent_loop_manager.forget_validation()
+
     # ---- prompts ----
 
     def _fetch_prompts(self, count: int) -> list[LoadedPrompt]:

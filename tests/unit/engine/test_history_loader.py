@@ -111,6 +111,37 @@ def test_error_gives_no_history_a_count_and_one_warning(caplog):
     assert sum("cannot read a prompt's history" in record.message for record in caplog.records) == 1
 
 
+def test_prompts_beyond_the_memory_wait_until_others_are_released(folder, caplog):
+    loader = HistoryLoader(HistoryReader(folder, NAMESPACE), max_bytes=3000)
+    for key in KEYS[:9]:
+        loader.get(key)
+    live, read = {}, []
+    while len(read) < 9:
+        for key, history in wait_for(loader):
+            live[key] = history.nbytes
+            read.append(key)
+        time.sleep(0.05)
+        found = dict(loader.ready())
+        live |= {key: history.nbytes for key, history in found.items()}
+        read += found
+        assert sum(live.values()) < 3000 + max(live.values())
+        key = next(iter(live))
+        loader.release(key, None)
+        del live[key]
+    assert sorted(read) == KEYS[:9]
+    assert loader.pending == 0
+    assert sum("decoded histories take" in record.message for record in caplog.records) == 1
+
+
+def test_a_released_prompt_holds_no_memory_even_while_it_is_read(folder):
+    loader = HistoryLoader(HistoryReader(folder, NAMESPACE), max_bytes=1)
+    for _ in range(50):
+        loader.get(KEYS[0])
+        loader.release(KEYS[0], None)
+    loader.get(KEYS[1])
+    assert [key for key, history in wait_for(loader) if history is not None] == [KEYS[1]]
+
+
 def test_blocking_mode_returns_the_history(folder):
     loader = HistoryLoader(HistoryReader(folder, NAMESPACE), wait=True)
     assert len(loader.get(KEYS[0]).response(0)) == 50

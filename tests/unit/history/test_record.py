@@ -1,5 +1,7 @@
 """A prompt's history: the kept responses, and their encoding."""
 
+import weakref
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,6 +32,18 @@ def test_encode_and_decode(tokens):
     assert same(history, decoded)
     assert [decoded.response(i).tolist() for i in range(len(decoded))] == tokens
     assert decoded.step.tolist() == [7] * len(tokens)
+
+
+def test_a_decoded_history_does_not_keep_its_value_in_memory():
+    tokens = [np.arange(500, dtype=np.int32)] * 4
+    value = np.frombuffer(PromptHistory.build([trajectory(each) for each in tokens]).encode(), np.uint8).copy()
+    kept, tokens_bytes = weakref.ref(value), 500 * 4
+    history = PromptHistory.decode(value)
+    del value
+    assert kept() is None
+    assert 9 * tokens_bytes < history.nbytes < 10 * tokens_bytes
+    history.first_tokens  # noqa: B018 - counts too
+    assert history.nbytes > 12 * tokens_bytes
 
 
 def test_bytes_per_token():

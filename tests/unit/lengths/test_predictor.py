@@ -138,9 +138,47 @@ def test_it_survives_a_restart():
         assert ours.tolist() == theirs.tolist()
     assert again.state_dict() == predictor.state_dict()
     before = again.state_dict()
-    for torn in ({"prompts": ["a"]}, {**before, "lengths": {"a": ["x"]}}, {**before, "bias": None}):
+    cut = {**before["lengths"], "packed": before["lengths"]["packed"][:-9]}
+    for torn in (
+        {"prompts": ["a"]},
+        {**before, "lengths": {"a": ["x"]}},
+        {**before, "bias": None},
+        {**before, "lengths": cut},
+    ):
         with pytest.raises((KeyError, TypeError, ValueError)):
             again.load_state_dict(torn)
+    assert again.forecast(asked).expected.tolist() == predictor.forecast(asked).expected.tolist()
+
+
+def test_a_state_of_an_earlier_version_is_readable():
+    predictor = LengthPredictor(LIMIT)
+    predictor.learn("p", [500, 700])
+    old = {**predictor.state_dict(), "lengths": {"p": [500, 700]}}
+    again = LengthPredictor(LIMIT)
+    again.load_state_dict(json.loads(json.dumps(old)))
+    assert again.state_dict() == predictor.state_dict()
+
+
+visits = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 1 << 20), max_size=70)), max_size=12)
+
+
+@settings(max_examples=100)
+@given(st.lists(visits, min_size=1, max_size=6), st.integers(0, 5))
+def test_changes_make_another_predictor_equal(steps, restarted):
+    """Prompts beyond the most go in the order of their visits, in both; a state that is packed keeps that order."""
+    predictor, mirror = LengthPredictor(LIMIT, most=4), LengthPredictor(LIMIT, most=4)
+    for number, step in enumerate(steps):
+        for prompt, lengths in step:
+            predictor.rank(f"ranked {prompt}", 5.0)
+            predictor.learn(str(prompt), lengths)
+        mirror.update(json.loads(json.dumps(predictor.pop_changes())))
+        if number == restarted:
+            predictor = LengthPredictor(LIMIT, most=4)
+            predictor.load_state_dict(json.loads(json.dumps(mirror.state_dict())))
+        assert len(predictor) <= 4
+        assert mirror.state_dict() == predictor.state_dict()
+    visited = [str(prompt) for step in steps for prompt, lengths in step if lengths]
+    assert [*mirror._known] == [*dict.fromkeys(reversed(visited))][3::-1]
 
 
 def test_nothing_is_learnt_of_nothing():
@@ -155,7 +193,7 @@ def test_a_prompts_latest_lengths_are_kept():
     predictor = LengthPredictor(LIMIT)
     for visit in range(9):
         predictor.learn("p", [1000 + visit] * 16)
-    assert predictor.state_dict()["lengths"]["p"] == [1000 + visit for visit in range(5, 9) for _ in range(16)]
+    assert predictor.pop_changes()["lengths"]["p"] == [1000 + visit for visit in range(5, 9) for _ in range(16)]
 
 
 def test_an_epoch_of_dapo_is_learnt_and_a_large_step_forecast_in_time():

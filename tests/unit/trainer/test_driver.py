@@ -6,8 +6,12 @@ import pytest
 from ray.exceptions import RayActorError
 
 from verl_rhyme.processes.messages import LoadedPrompt, TrainerWork
+from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer import driver as module
 from verl_rhyme.trainer.driver import Driver
+
+#: Lengths that a coordinator learnt since the last batch.
+LEARNT = {"lengths": {"key": [9]}, "all": [9], "ranked": {}, "ranker": 0, "bias": 0.0, "growth": 0.0}
 
 
 class Coordinator:
@@ -21,7 +25,10 @@ class Coordinator:
             self.calls.append((method, arguments))
             if len(self.calls) in self.dies:
                 return RayActorError()
-            return {"state": {"generation": 7}, "open": {"generation": 7}, "publish": TrainerWork(3)}.get(method)
+            lengths = {"lengths": LEARNT}
+            return {"state": {"generation": 7} | lengths, "open": {"generation": 7}, "publish": TrainerWork(3)}.get(
+                method
+            )
 
         return SimpleNamespace(remote=remote)
 
@@ -39,7 +46,9 @@ def driver(monkeypatch):
     def make(dies):
         actor = Coordinator(dies)
         monkeypatch.setattr(module.coordinator, "start", lambda: actor)
-        return Driver(None, lambda count: [LoadedPrompt(f"p{i}", 2) for i in range(count)], list), actor
+        return Driver(
+            SimpleNamespace(response_limit=100), lambda count: [LoadedPrompt(f"p{i}", 2) for i in range(count)], list
+        ), actor
 
     return make
 
@@ -57,6 +66,22 @@ def test_coordinator_is_reopened_with_its_state_and_starts_nothing(driver):
     assert made.reopened == 1
 
 
+def test_checkpoint_and_reopened_coordinator_have_all_lengths_that_were_sent_by_change(driver, caplog):
+    made, actor = driver(dies={3})
+    made.open([], None, version=0)
+    saved = made.state()
+    made.pause()
+    again = Expectations(100)
+    for state in (saved["lengths"], actor.calls[3][1][2].lengths):
+        again.load_state_dict(state)
+        assert again.predictor.forecast(["key"]).expected.tolist() == [9]
+    resumed, actor = driver(dies=())
+    resumed.open([], saved, version=1)
+    assert actor.calls[0][1][2].lengths == saved["lengths"]
+    resumed.open([], {"lengths": {"torn": 1}}, version=1)
+    assert "the response lengths in the checkpoint cannot be read (KeyError" in caplog.text
+
+
 def test_call_that_always_kills_the_coordinator_ends_the_run(driver):
     made, _ = driver(dies=range(2, 100, 2))
     made.open([], None, version=0)
@@ -68,7 +93,7 @@ def test_slow_start_of_the_coordinator_is_awaited(driver, monkeypatch):
     """Ray fails calls to an actor that is still starting."""
     made, actor = driver(dies=range(2, 60))
     made.open([], None, version=0)
-    assert made.state() == {"generation": 7}
+    assert made.state()["generation"] == 7
     assert made.reopened == 1
     monkeypatch.setattr(module, "_START_S", -1.0)
     actor.dies = set(range(1000))

@@ -21,7 +21,7 @@ class Estimate:
         phases: Bytes on a GPU in each phase: "update", "optimizer step", "old log-probs", "rollout" (colocated) and
             "rollout pool" (separate engines).
         serving: Split of vLLM's share.
-        host: Bytes on one node by component: offloaded states, reference and the model during loading.
+        host: Bytes on one node by component: offloaded states, reference, the model during loading, texts for drafts.
         checkpoint: Bytes of one checkpoint of the actor.
         left_out: Components that the estimate leaves out.
     """
@@ -84,6 +84,9 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None
         # the first rank reads the whole model before it is split
         "model while loading": (4 if training.engine != "megatron" else 2) * model.parameters,
     }
+    pool = plan.train_gpus if plan.colocated else plan.rollout_gpus
+    engines = max(1, min(plan.gpus_per_node, pool) // plan.replica_gpus)
+    host["texts for drafts"] = engines * plan.rollout.text_bytes
     left_out = [name for name, present in (("the critic", plan.critic), ("LoRA's savings", plan.lora > 0)) if present]
     return Estimate(model.parameters, gpu_bytes, phases, serving, host, memory.checkpoint_bytes(model), tuple(left_out))
 

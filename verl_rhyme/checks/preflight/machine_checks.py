@@ -251,17 +251,19 @@ def _lighter(phase: str, plan: Plan) -> str:
 
 
 def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Check]:
-    """Check offloaded states, the model during loading and Ray's object store against free host memory."""
+    """Check offloaded states, model loading, texts for drafts and Ray's object store against free host memory."""
     store = OmegaConf.select(config, "ray_kwargs.ray_init.object_store_memory")
     # Ray's default: 30 % of the memory, 200 GB at most
     ray = int(store) if store else min(int(0.3 * machine.host_bytes), 200_000_000_000)
     needed = sum(found.host.values()) + ray
     ok = needed <= machine.host_free
     detail = (
-        f"{gib(needed)} needed, {gib(machine.host_free)} free: offloaded states, model loading and Ray's object store "
-        f"({gib(ray)})"
+        f"{gib(needed)} needed, {gib(machine.host_free)} free: offloaded states, model loading, texts for drafts "
+        f"({gib(found.host['texts for drafts'])}) and Ray's object store ({gib(ray)})"
     )
-    remedy = "offload less, lower +ray_kwargs.ray_init.object_store_memory, or use a larger node"
+    remedy = (
+        "offload less, lower +ray_kwargs.ray_init.object_store_memory or drafting.history_memory, or use a larger node"
+    )
     # a warning only if it fits without the object store, which Ray fills on demand
     yield verdict("host memory", ok, detail, remedy, otherwise=FAIL if needed - ray > machine.host_free else WARN)
 

@@ -93,6 +93,7 @@ class Rollout:
         weight_bytes, cache_bytes: Bytes per element of the weights and of the KV cache.
         draft_bytes: Bytes for the logits of draft tokens, in addition to vLLM's profiled peak.
         draft_head: Whether rhyme's draft head is on.
+        text_bytes: Bytes of decoded histories and of live texts in a replica's host memory.
     """
 
     tp: int = 1
@@ -106,6 +107,7 @@ class Rollout:
     cache_bytes: int = 2
     draft_bytes: int = 0
     draft_head: bool = False
+    text_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
+#: Most bytes of a decoded history token (``history/record.py``: token, suffix, confidence, table of first tokens), and
+#: of a live token in the drafter's index.
+DECODED_BYTES, LIVE_BYTES = 16, 32
 #: Keys that must be whole numbers, by section.
 _WHOLE = {
     "data": ("train_batch_size", "max_prompt_length", "max_response_length"),
@@ -276,7 +279,16 @@ def _rollout(config: Any, rhyme: RhymeConfig | None, max_positions: int | None) 
         cache_bytes=weight if cache == "auto" else _size(cache),
         draft_bytes=rhyme.drafting.logits_memory if rhyme and rhyme.drafting.enable else 0,
         draft_head=bool(rhyme and rhyme.drafting.enable and rhyme.drafting.head),
+        text_bytes=_text_bytes(config, rhyme) if rhyme and rhyme.drafting.enable else 0,
     )
+
+
+def _text_bytes(config: Any, rhyme: RhymeConfig) -> int:
+    """Return the most bytes of texts for drafts in the memory of one engine: each slot with a prompt of its own."""
+    rollout = config.actor_rollout_ref.rollout
+    history = int(rollout.n) * rhyme.history.epochs * int(config.data.max_response_length) * DECODED_BYTES
+    decoded = min(rhyme.drafting.history_memory, int(rollout.max_num_seqs) * history)
+    return decoded + rhyme.drafting.live_tokens * LIVE_BYTES
 
 
 def _sent(rollout: Any, training: Training | None) -> int:

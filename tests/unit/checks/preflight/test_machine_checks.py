@@ -193,6 +193,17 @@ def test_little_memory_and_disk(world, monkeypatch):
     assert "fail" not in {status for _, status in complaints(dry)}, "these problems are of this machine only"
 
 
+def test_host_memory_counts_decoded_histories_and_live_texts(world):
+    """16 x 4 x 32k tokens of each of 256 prompts take 8 GiB an engine without the bound; there are eight of them."""
+    long = ["data.max_response_length=32768", f"{R}.n=16", f"{R}.max_num_seqs=256", f"{R}.tensor_model_parallel_size=1"]
+    drafting = f"{R}.custom.rhyme.drafting"
+    for more, size in (([], 8 * 4 + 1), ([f"{drafting}.history_memory={1 << 30}"], 8 + 1)):
+        text = only(preflight(world, *long, *more), "host memory").detail
+        assert f"texts for drafts ({size:.1f} GiB)" in text
+    text = only(preflight(world, *long, f"{drafting}.enable=false"), "host memory").detail
+    assert "texts for drafts (0.0 MiB)" in text
+
+
 def test_gpu_memory_is_set_detected_or_assumed(monkeypatch):
     monkeypatch.setattr(machine, "_nvidia_smi", lambda: [])
     monkeypatch.delenv("GPU_MEMORY_GB", raising=False)
