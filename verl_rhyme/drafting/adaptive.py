@@ -28,8 +28,8 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels
 from verl_rhyme.drafting.arrays import Batch, Plans, SlotArrays
-from verl_rhyme.drafting.budget import FREE, lowest_profitable, select_tokens
-from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
+from verl_rhyme.drafting.budget import FREE, Rest, lowest_profitable, select_tokens
+from verl_rhyme.drafting.cost import StepCost, width_of
 from verl_rhyme.drafting.head_interface import Head, HeadGate, Proposals
 from verl_rhyme.drafting.histories import PENDING, Get, Histories, Source
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, MAX_OCCURRENCES, N_INPUTS
@@ -40,9 +40,10 @@ from verl_rhyme.drafting.threads import Threads
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
 
-#: After ``REST_AFTER`` unprofitable steps in a row, only one in ``REST_EVERY`` steps is planned, because planning has a
-#: cost. Plans from a previous text are nearly free and continue.
-REST_AFTER, REST_EVERY = 32, 16
+#: Longest interval between two experiments of a width, in its steps; the first are at 2, 4, 8, ... An experiment verifies
+#: more than is profitable (up to one token a row, or the longest draft if that is more) or nothing, so that the price of
+#: drafting becomes and stays known.
+EXPLORE_EVERY = 128
 #: Fewest rows that a thread plans: waking a thread costs as much as planning a few rows.
 ROWS_A_THREAD = 32
 #: Prompts whose history's latest step is remembered.
@@ -89,9 +90,11 @@ class AdaptiveDrafter:
         self._regrowth = Regrowth(slots)
         self._model = confidence.prior()
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
-        self.cost = StepCost()
+        self.cost, self.rest = StepCost(), Rest()
         self._steps = 0
-        self._unprofitable = 0  # unprofitable steps in a row
+        self.planned = False  # whether the last step was planned
+        self._explored = False  # whether it was an experiment
+        self._experiments = 0
         self._free = list(range(slots))[::-1]
         self._requests: dict[str, _Request] = {}
         self._batch: tuple[tuple[str, ...], np.ndarray] | None = None  # the last step's requests and their slots
@@ -137,10 +140,6 @@ class AdaptiveDrafter:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
         rows = len(done.requests)
         drafted, accepted = np.asarray(done.drafted, dtype=np.int64), np.asarray(done.accepted, dtype=np.int64)
-        if done.seconds is not None:
-            self.cost.observe(rows, int(drafted.sum()), done.seconds)
-            if self._head is not None:
-                self._gate.observe(rows, self._headed, rows + int(accepted.sum()), done.seconds)
         budget = max(0, done.budget)
         batch = Batch(
             ids=self._slots_of(tuple(done.requests)),
@@ -151,11 +150,17 @@ class AdaptiveDrafter:
         )
         verified = drafted > 0
         kept = np.where(verified, accepted, 0)
+        if done.seconds is not None:
+            self._weigh(done, batch, drafted, kept)
         self._slots.counts[batch.ids] += np.stack([drafted, kept, verified], axis=1)
         self._steps += 1
         sampled = kernels.observe(self._live.arrays, self._slots, self._model, batch, drafted, kept)
         weigh = self._config.weigh_cost and self.cost.ready
-        explores = weigh and self._steps % EXPLORE_EVERY == 0
+        prices, most, more = FREE, budget, None
+        if weigh:
+            most = min(budget, self.cost.room(rows))
+            prices = self.cost.prices(rows, min(most, int(batch.limits.sum())))
+            more = self._experiment(rows) if done.seconds is not None else None
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
         plans = Plans(
             draft=np.empty((rows, longest), dtype=np.int32),
@@ -164,28 +169,51 @@ class AdaptiveDrafter:
         )
         floor = self._config.floor
         self._headed = False
-        if not (self._unprofitable >= REST_AFTER and self._steps % REST_EVERY):
-            least = lowest_profitable(self.cost.coefficients, rows) if weigh and not explores else 0.0
+        self._explored = more is not None
+        self.planned = more != 0 and (not weigh or bool(more) or self.rest.plans(rows))
+        if self.planned:
+            least = lowest_profitable(prices, rows) if more is None else 0.0
             within = batch._replace(limits=self._within(budget, batch))
             if self._head is not None and self._head.steps:
                 self._headed = not self._config.weigh_cost or self._gate.use_head(rows)
             plan = self._plan_with_head if self._headed else self._plan
             plan(within, plans, max(floor, least))
-        promising = plans.reach[:, 0] >= floor
         regrown = self._regrowth.plan(batch, plans, 1 + accepted, floor, self._vocabulary)
         self._slots.source[batch.ids[regrown]] = kernels.PREVIOUS
         reach, planned = plans.reach, plans.planned
-        granted = select_tokens(reach, planned, budget, self.cost.coefficients if weigh else FREE)
-        if explores:
-            # Several sizes, so that the fit can separate the cost of drafting from the cost per token.
-            more = max(rows, self._config.max_tokens) >> self._steps // EXPLORE_EVERY % 3
-            granted = select_tokens(reach, planned, min(budget, int(granted.sum()) + more), FREE)
-        elif weigh and promising[~regrown].any():
-            self._unprofitable = 0 if granted[~regrown].any() else self._unprofitable + 1
+        granted = select_tokens(reach, planned, most, prices)
+        if more is not None:
+            granted = select_tokens(reach, planned, min(most, int(granted.sum()) + more) if more else 0, FREE)
         self._last = reach, granted
         self._threads.defer(partial(kernels.count, self._live.arrays.counts, *sampled))
         flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
+
+    def _weigh(self, done: DecodeStep, batch: Batch, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Learn a step's price, and what its plan gained."""
+        assert done.seconds is not None
+        rows, size = len(drafted), int(drafted.sum())
+        self.cost.observe(rows, size, done.seconds, done.prefilled)
+        if self._head is not None:
+            self._gate.observe(rows, self._headed, rows + int(accepted.sum()), done.planning + done.seconds)
+        if not self._explored:
+            prices = self.cost.prices(rows, size)
+            own = self._slots.source[batch.ids, 0] != kernels.PREVIOUS  # a previous text needs no plan
+            spent = prices[size] - prices[size - int(drafted[own].sum())]
+            gain = float(accepted[own].sum() * prices[0] / rows - spent)
+            self.rest.observe(rows, self.planned, done.planning, gain, float(prices[0]))
+
+    def _experiment(self, rows: int) -> int | None:
+        """Return the draft tokens that the next step tries beyond the profitable ones; ``None``: no experiment.
+
+        0 is a step without drafts.
+        """
+        steps = self.cost.steps[width_of(rows)]
+        if steps < 2 or (steps & (steps - 1) if steps < EXPLORE_EVERY else steps % EXPLORE_EVERY):
+            return None
+        self._experiments += 1
+        kind = self._experiments % 4
+        return max(rows, self._config.max_tokens) >> (3 - kind) if kind else 0
 
     def _slots_of(self, requests: tuple[str, ...]) -> np.ndarray:
         """Return the slots of the requests, int32[B]; the result of the last step is reused for the same requests."""
