@@ -29,7 +29,7 @@ from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels
 from verl_rhyme.drafting.arrays import Batch, Plans, SlotArrays
 from verl_rhyme.drafting.budget import FREE, Rest, lowest_profitable, select_tokens
-from verl_rhyme.drafting.cost import StepCost, width_of
+from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
 from verl_rhyme.drafting.head_interface import Head, HeadGate, Proposals
 from verl_rhyme.drafting.histories import PENDING, Get, Histories, Source
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, MAX_OCCURRENCES, N_INPUTS
@@ -40,10 +40,12 @@ from verl_rhyme.drafting.threads import Threads
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
 
-#: Longest interval between two experiments of a width, in its steps; the first are at 2, 4, 8, ... An experiment verifies
-#: more than is profitable (up to one token a row, or the longest draft if that is more) or nothing, so that the price of
+#: Longest interval between two experiments of a width, in its steps; the first are at 2, 4, 8, ... An experiment
+#: verifies more than is profitable (up to one token a row, or the longest draft if that is more), so that the price of
 #: drafting becomes and stays known.
 EXPLORE_EVERY = 128
+#: Share of the time that may be lost by steps that omit profitable drafts.
+OMITTED = 1 / 200
 #: Fewest rows that a thread plans: waking a thread costs as much as planning a few rows.
 ROWS_A_THREAD = 32
 #: Prompts whose history's latest step is remembered.
@@ -95,6 +97,7 @@ class AdaptiveDrafter:
         self.planned = False  # whether the last step was planned
         self._explored = False  # whether it was an experiment
         self._experiments = 0
+        self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
         self._free = list(range(slots))[::-1]
         self._requests: dict[str, _Request] = {}
         self._batch: tuple[tuple[str, ...], np.ndarray] | None = None  # the last step's requests and their slots
@@ -156,11 +159,11 @@ class AdaptiveDrafter:
         self._steps += 1
         sampled = kernels.observe(self._live.arrays, self._slots, self._model, batch, drafted, kept)
         weigh = self._config.weigh_cost and self.cost.ready
-        prices, most, more = FREE, budget, None
+        prices, most, more = FREE, budget, 0
         if weigh:
             most = min(budget, self.cost.room(rows))
             prices = self.cost.prices(rows, min(most, int(batch.limits.sum())))
-            more = self._experiment(rows) if done.seconds is not None else None
+            more = self._experiment(rows) if done.seconds is not None else 0
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
         plans = Plans(
             draft=np.empty((rows, longest), dtype=np.int32),
@@ -169,10 +172,10 @@ class AdaptiveDrafter:
         )
         floor = self._config.floor
         self._headed = False
-        self._explored = more is not None
-        self.planned = more != 0 and (not weigh or bool(more) or self.rest.plans(rows))
+        self._explored = more > 0
+        self.planned = not weigh or self._explored or self.rest.plans(rows)
         if self.planned:
-            least = lowest_profitable(prices, rows) if more is None else 0.0
+            least = lowest_profitable(prices, rows) if not more else 0.0
             within = batch._replace(limits=self._within(budget, batch))
             if self._head is not None and self._head.steps:
                 self._headed = not self._config.weigh_cost or self._gate.use_head(rows)
@@ -182,8 +185,10 @@ class AdaptiveDrafter:
         self._slots.source[batch.ids[regrown]] = kernels.PREVIOUS
         reach, planned = plans.reach, plans.planned
         granted = select_tokens(reach, planned, most, prices)
-        if more is not None:
-            granted = select_tokens(reach, planned, min(most, int(granted.sum()) + more) if more else 0, FREE)
+        if more:
+            granted = self._tried(reach, planned, granted, min(most, int(granted.sum()) + more), prices)
+        elif weigh and self._omits(rows, granted, reach, prices):
+            granted[:] = 0
         self._last = reach, granted
         self._threads.defer(partial(kernels.count, self._live.arrays.counts, *sampled))
         flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
@@ -203,17 +208,41 @@ class AdaptiveDrafter:
             gain = float(accepted[own].sum() * prices[0] / rows - spent)
             self.rest.observe(rows, self.planned, done.planning, gain, float(prices[0]))
 
-    def _experiment(self, rows: int) -> int | None:
-        """Return the draft tokens that the next step tries beyond the profitable ones; ``None``: no experiment.
-
-        0 is a step without drafts.
-        """
+    def _experiment(self, rows: int) -> int:
+        """Return the draft tokens that the next step verifies in addition to the profitable ones; mostly 0."""
         steps = self.cost.steps[width_of(rows)]
         if steps < 2 or (steps & (steps - 1) if steps < EXPLORE_EVERY else steps % EXPLORE_EVERY):
-            return None
+            return 0
         self._experiments += 1
-        kind = self._experiments % 4
-        return max(rows, self._config.max_tokens) >> (3 - kind) if kind else 0
+        return max(rows, self._config.max_tokens) >> -self._experiments % 3
+
+    def _tried(
+        self, reach: np.ndarray, planned: np.ndarray, granted: np.ndarray, most: int, prices: np.ndarray
+    ) -> np.ndarray:
+        """Return the grants of an experiment: ``most`` tokens, if they can be worth their price at all."""
+        tried = select_tokens(reach, planned, most, FREE)
+        chosen = np.arange(reach.shape[1]) < planned[:, None]
+        size = min(int(tried.sum()), len(prices) - 1)
+        price = (prices[size] - prices[int(granted.sum())]) / 2  # a price that is not known yet may be far lower
+        worth = reach[chosen].sum() * prices[0] / len(planned) >= price
+        return tried if worth or self.cost.steps[width_of(len(planned))] >= EXPLORE_EVERY else granted
+
+    def _omits(self, rows: int, granted: np.ndarray, reach: np.ndarray, prices: np.ndarray) -> bool:
+        """Return whether the next step omits its drafts, so that the price without drafts stays known.
+
+        The less drafts gain, the more exact it must be, and the less is lost: :data:`OMITTED` of the time.
+        """
+        size = int(granted.sum())
+        if not size:
+            return False
+        values = reach[np.arange(reach.shape[1]) < granted[:, None]].sum()
+        gain = (1 + float(values) / rows) * prices[0] / prices[size] - 1
+        width = width_of(rows)
+        self._owed[width] += OMITTED
+        omits = bool(self._owed[width] >= max(gain, 8 * OMITTED))
+        if omits:
+            self._owed[width] = 0
+        return omits
 
     def _slots_of(self, requests: tuple[str, ...]) -> np.ndarray:
         """Return the slots of the requests, int32[B]; the result of the last step is reused for the same requests."""

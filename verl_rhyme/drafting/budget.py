@@ -68,7 +68,9 @@ def lowest_profitable(prices: np.ndarray, rows: int) -> float:
     At the optimum the last granted token is worth its time at the rate without drafts. Prices are convex, so no token
     takes less time than the second.
     """
-    return _ROUNDING * float(prices[2] - prices[1]) * rows / float(prices[0]) if len(prices) > 2 else 0.0
+    if len(prices) < 3 or prices[0] <= 0:
+        return 0.0
+    return _ROUNDING * float(prices[2] - prices[1]) * rows / float(prices[0])
 
 
 class Rest:
@@ -78,8 +80,8 @@ class Rest:
     because a rest misses the first steps of text that repeats.
     """
 
-    #: Planned steps before a rest, and those whose gain is remembered; longest interval between probes (steps).
-    ENOUGH, MEMORY, SELDOM = 8, 32, 64
+    #: Planned rows and steps before a rest; planned steps whose gain is remembered; longest interval between probes.
+    ROWS, ENOUGH, MEMORY, SELDOM = 256, 4, 32, 64
     #: Share of a step that a plan may always take.
     NEGLIGIBLE = 1 / 200
 
@@ -124,5 +126,5 @@ class Rest:
         took = self._planning[width, 1] - self._planning[width, 0] - self.NEGLIGIBLE * seconds
         if self._gain[width] >= took:
             self._interval[width] = 0
-        elif self._interval[width] or self._count[width] >= self.ENOUGH:
+        elif self._interval[width] or self._count[width] >= max(self.ENOUGH, min(self.MEMORY, self.ROWS // rows)):
             self._interval[width] = min(max(2, 2 * self._interval[width]), self.SELDOM)

@@ -7,8 +7,8 @@ A step of B rows that verifies D draft tokens and computes P prompt tokens takes
 f is convex and made of lines: flat while the step is bound by memory, a knee, then proportional. No coefficient is
 negative; d is the fixed cost of verifying any draft. Batch widths (powers of two) have sums of their own, which forget
 old steps of that width only. A fit takes the sums of the other widths as few observations, and a guess
-(:data:`MEMORY_BOUND`) as fewer; beyond the sizes that were ever verified the price is only a guess, and :meth:`StepCost.known`
-limits what may be tried next.
+(:data:`MEMORY_BOUND`) as fewer. Beyond the largest step so far the price is only a guess: :meth:`StepCost.room` limits
+the next step.
 
 The fit minimises ``(1 - predicted / seconds)**2``. The relative error suits noise that grows with a step's length,
 and gives little weight to outliers (a pause of the machine, a compilation). :mod:`verl_rhyme.drafting.budget` grants
@@ -134,18 +134,16 @@ def _fit(all_xx, all_xy, shares, fit, width, rows):
             xx[i, j] += _GUESS * u * v / typical**2
     for k in range(len(_KNOTS)):
         xx[_TOKEN + 1 + k, _TOKEN + 1 + k] += _STRAIGHT * (_KNOTS[k] / typical) ** 2
-    # Steps of this width and wider ones have no knot below its least rows.
-    free = [i for i in range(_FEATURES) if xx[i, i] > 0 and (i <= _TOKEN or _KNOTS[i - _TOKEN - 1] > 2.0 ** (width - 1))]
-    for i in range(_FEATURES):
-        if i not in free:
-            fit[i] = 0.0
+    least = 2.0 ** (width - 1)  # rows; a step of this width has no fewer tokens, and needs no knot among fewer
+    free = [i for i in range(_FEATURES) if i <= _TOKEN or _KNOTS[i - _TOKEN - 1] > least]
+    fit[_TOKEN + 1 : _TOKEN + 1 + _FEATURES - len(free)] = 0.0
     for _ in range(_PASSES):
         change = 0.0
         for i in free:
             gradient = -xy[i]
             for j in free:
                 gradient += xx[i, j] * fit[j]
-            value = max(0.0, fit[i] - gradient / xx[i, i])
+            value = max(0.0, fit[i] - gradient / xx[i, i]) if xx[i, i] > 0 else 0.0
             change = max(change, abs(value - fit[i]) * np.sqrt(xx[i, i] / xx[0, 0]))
             fit[i] = value
         if change < _CLOSE * typical:

@@ -71,8 +71,9 @@ class Log:
     planned: list[bool] = field(default_factory=list)
 
     def gain(self, begin=0, end=None, wider=0):
-        """Return tokens per second over those of the same steps without drafts, of steps with more than ``wider`` rows."""
-        rows, emitted, seconds, stock = (np.array(x[begin:end]) for x in (self.rows, self.emitted, self.seconds, self.stock))
+        """Return tokens per second over those of the same steps without drafts; of steps of more than ``wider`` rows."""
+        columns = self.rows, self.emitted, self.seconds, self.stock
+        rows, emitted, seconds, stock = (np.array(column[begin:end]) for column in columns)
         wide = rows > wider
         return float(emitted[wide].sum() / seconds[wide].sum() / (rows[wide].sum() / stock[wide].sum()))
 
@@ -102,7 +103,8 @@ class VirtualEngine:
                     break
                 number = next(self._names)
                 names[row], prompt = f"{number}", number // SAMPLES
-                whole = wholes[row] = np.concatenate([PROMPT * number + np.arange(PROMPT), self.texts.sample(prompt, size)])
+                text = self.texts.sample(prompt, size)
+                whole = wholes[row] = np.concatenate([PROMPT * number + np.arange(PROMPT), text])
                 tokens[row, :PROMPT], length[row], ends[row] = whole[:PROMPT], PROMPT, len(whole)
                 drafted[row] = accepted[row] = 0
                 admitted.append(row)
@@ -126,12 +128,19 @@ class VirtualEngine:
             self.log.emitted.append(int(new.sum()))
             self.log.seconds.append(seconds + planning)
             self.log.stock.append(self.machine.seconds(len(live), 0, prompt, text) * noise)
-            limits = np.minimum(32, ends[live] - length[live] - 1).clip(0)
-            timed = self._ended and len(admitted) < len(live)
             done = DecodeStep(
-                [names[row] for row in live.tolist()], live, tokens, length[live], drafted[live], accepted[live], limits,
-                4096 if self._ended else 0, seconds if timed else None, planning, prompt,
-            )  # fmt: skip
+                requests=[names[row] for row in live.tolist()],
+                rows=live,
+                tokens=tokens,
+                lengths=length[live],
+                drafted=drafted[live],
+                accepted=accepted[live],
+                limits=np.minimum(32, ends[live] - length[live] - 1).clip(0),
+                budget=4096 if self._ended else 0,
+                seconds=seconds if self._ended and len(admitted) < len(live) else None,
+                planning=planning,
+                prefilled=prompt,
+            )
             drafts = self.drafter.step(done)
             self._ended = True
             planning = self.machine.plan * self.drafter.planned
