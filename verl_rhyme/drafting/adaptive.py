@@ -97,6 +97,7 @@ class AdaptiveDrafter:
         self.planned = False  # whether the last step was planned
         self._explored = False  # whether it was an experiment
         self._experiments = 0
+        self._curious = False  # whether drafts would gain if they were cheap, and their price is not known
         self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
         self._free = list(range(slots))[::-1]
         self._requests: dict[str, _Request] = {}
@@ -175,7 +176,7 @@ class AdaptiveDrafter:
         self._explored = more > 0
         self.planned = not weigh or self._explored or self.rest.plans(rows)
         if self.planned:
-            least = lowest_profitable(prices, rows) if not more else 0.0
+            least = 0.0 if more or self.rest.asleep(rows) else lowest_profitable(prices, rows)
             within = batch._replace(limits=self._within(budget, batch))
             if self._head is not None and self._head.steps:
                 self._headed = not self._config.weigh_cost or self._gate.use_head(rows)
@@ -199,19 +200,29 @@ class AdaptiveDrafter:
         assert done.seconds is not None
         rows, size = len(drafted), int(drafted.sum())
         self.cost.observe(rows, size, done.seconds, done.prefilled)
-        if self._head is not None:
+        if self._head is not None and not done.prefilled:
             self._gate.observe(rows, self._headed, rows + int(accepted.sum()), done.planning + done.seconds)
-        if not self._explored:
-            prices = self.cost.prices(rows, size)
-            own = self._slots.source[batch.ids, 0] != kernels.PREVIOUS  # a previous text needs no plan
-            spent = prices[size] - prices[size - int(drafted[own].sum())]
-            gain = float(accepted[own].sum() * prices[0] / rows - spent)
-            self.rest.observe(rows, self.planned, done.planning, gain, float(prices[0]))
+        slots, ids = self._slots, batch.ids
+        prices = self.cost.prices(rows, max(rows, size))
+        row = float(prices[0]) / rows  # seconds of a token without drafts
+        own = slots.source[ids, 0] != kernels.PREVIOUS  # a previous text needs no plan
+        gain = row * accepted[own].sum() - (prices[size] - prices[size - int(drafted[own].sum())])
+        if accepted.any() or not size:
+            # What the first planned token of each row would have gained: the confidence may lag behind the text.
+            first = (slots.planned[ids] > 0) & (slots.planned_at[ids] == slots.length[ids])
+            hits = row * (first & (slots.draft[ids, 0] == done.tokens[batch.rows, slots.length[ids]])).sum()
+            gain = max(gain, hits - (prices[first.sum()] - prices[0]))
+            unknown = rows + int(first.sum()) > self.cost.largest and (gain > 0 or not self._explored)
+            self._curious = unknown and self.rest.asleep(rows) and self.rest.pays(rows, hits, row * rows)
+        if not self._explored or gain > 0:
+            self.rest.observe(rows, self.planned, done.planning, float(gain), row * rows)
 
     def _experiment(self, rows: int) -> int:
         """Return the draft tokens that the next step verifies in addition to the profitable ones; mostly 0."""
         steps = self.cost.steps[width_of(rows)]
-        if steps < 2 or (steps & (steps - 1) if steps < EXPLORE_EVERY else steps % EXPLORE_EVERY):
+        regular = steps > 1 and not (steps & (steps - 1) if steps < EXPLORE_EVERY else steps % EXPLORE_EVERY)
+        curious, self._curious = self._curious, False
+        if not regular and not curious:
             return 0
         self._experiments += 1
         return max(rows, self._config.max_tokens) >> -self._experiments % 3
@@ -219,12 +230,13 @@ class AdaptiveDrafter:
     def _tried(
         self, reach: np.ndarray, planned: np.ndarray, granted: np.ndarray, most: int, prices: np.ndarray
     ) -> np.ndarray:
-        """Return the grants of an experiment: ``most`` tokens, if they can be worth their price at all."""
+        """Return the grants of an experiment: up to ``most`` tokens that take no more than a step's time, if at all."""
+        size = int(granted.sum())
+        most = min(most, max(1, int(np.searchsorted(prices, prices[size] + prices[0], side="right")) - 1))
         tried = select_tokens(reach, planned, most, FREE)
-        chosen = np.arange(reach.shape[1]) < planned[:, None]
-        size = min(int(tried.sum()), len(prices) - 1)
-        price = (prices[size] - prices[int(granted.sum())]) / 2  # a price that is not known yet may be far lower
-        worth = reach[chosen].sum() * prices[0] / len(planned) >= price
+        value = reach[np.arange(reach.shape[1]) < planned[:, None]].sum() * prices[0] / len(planned)
+        # A price that is hardly known may be half.
+        worth = value >= (prices[tried.sum()] - prices[size]) / 2
         return tried if worth or self.cost.steps[width_of(len(planned))] >= EXPLORE_EVERY else granted
 
     def _omits(self, rows: int, granted: np.ndarray, reach: np.ndarray, prices: np.ndarray) -> bool:

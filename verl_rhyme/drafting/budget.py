@@ -98,9 +98,14 @@ class Rest:
         self._waited[width] += 1
         return bool(self._waited[width] > self._interval[width])
 
-    def resting(self, rows: int) -> bool:
-        """Return whether only some steps of ``rows`` rows are planned."""
-        return bool(self._interval[width_of(rows)])
+    def asleep(self, rows: int) -> bool:
+        """Return whether the drafter has long rested with ``rows`` rows."""
+        return bool(self._interval[width_of(rows)] == self.SELDOM)
+
+    def pays(self, rows: int, gain: float, seconds: float) -> bool:
+        """Return whether plans that gain so many seconds are worth their time; ``seconds``: a step without drafts."""
+        resting, planned = self._planning[width_of(rows)]
+        return bool(gain >= planned - resting - self.NEGLIGIBLE * seconds)
 
     def observe(self, rows: int, planned: bool, planning: float, gain: float, seconds: float) -> None:
         """Take in a finished step.
@@ -123,8 +128,7 @@ class Rest:
             self._count[width] = 0  # only the probe counts
         self._count[width] = min(self._count[width] + 1, self.MEMORY)
         self._gain[width] += (gain - self._gain[width]) / self._count[width]
-        took = self._planning[width, 1] - self._planning[width, 0] - self.NEGLIGIBLE * seconds
-        if self._gain[width] >= took:
+        if self.pays(rows, self._gain[width], seconds):
             self._interval[width] = 0
         elif self._interval[width] or self._count[width] >= max(self.ENOUGH, min(self.MEMORY, self.ROWS // rows)):
             self._interval[width] = min(max(2, 2 * self._interval[width]), self.SELDOM)

@@ -50,13 +50,13 @@ class StepCost:
         self._weight = np.zeros(WIDTHS)  # observations, decayed as the sums
         self._fits = np.zeros((WIDTHS, _FEATURES))
         self._next = np.zeros(WIDTHS, dtype=np.int64)  # steps of the width at its next fit
-        self._largest = 0  # tokens of the largest step
+        self.largest = 0  # tokens of the largest step, without prompts
         self.steps = np.zeros(WIDTHS, dtype=np.int64)
 
     @property
     def ready(self) -> bool:
         """Whether a step was observed."""
-        return self._largest > 0
+        return self.largest > 0
 
     def observe(self, rows: int, drafted: int, seconds: float, prefilled: int = 0) -> None:
         """Take in one step.
@@ -72,12 +72,12 @@ class StepCost:
         width = width_of(rows)
         self.steps[width] += 1
         self._weight[width] = self._decay * self._weight[width] + 1
-        self._largest = max(self._largest, rows + drafted)
+        self.largest = max(self.largest, rows + drafted)
         _add(self._xx[width], self._xy[width], self._decay, rows, drafted, prefilled, 1 / seconds)
 
     def room(self, rows: int) -> int:
         """Return the most draft tokens whose price is more than a guess: twice as many as a step ever verified."""
-        return max(4, rows // 4, 2 * (self._largest - rows))
+        return max(4, rows // 4, 2 * (self.largest - rows))
 
     def prices(self, rows: int, most: int) -> np.ndarray:
         """Return the seconds of a step of ``rows`` rows with 0 to ``most`` draft tokens, float64[most + 1]."""
@@ -152,8 +152,19 @@ def _fit(all_xx, all_xy, shares, fit, width, rows):
 
 @njit(cache=True, nogil=True)
 def _prices(fit, rows, most):
-    prices, x = np.empty(most + 1), np.empty(_FEATURES)
-    for drafted in range(most + 1):
-        _features(x, rows, drafted, 0)
-        prices[drafted] = (x * fit).sum()
+    prices = np.empty(most + 1)
+    price = fit[_BASE] + fit[_ROW] * rows + fit[_TOKEN] * rows
+    slope, knot = fit[_TOKEN], 0
+    while knot < len(_KNOTS) and _KNOTS[knot] <= rows:
+        price += fit[_TOKEN + 1 + knot] * (rows - _KNOTS[knot])
+        slope += fit[_TOKEN + 1 + knot]
+        knot += 1
+    prices[0] = price
+    price += fit[_DRAFTING]
+    for drafted in range(1, most + 1):
+        price += slope
+        prices[drafted] = price
+        if knot < len(_KNOTS) and _KNOTS[knot] <= rows + drafted:
+            slope += fit[_TOKEN + 1 + knot]
+            knot += 1
     return prices

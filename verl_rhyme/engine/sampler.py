@@ -7,7 +7,7 @@ residual. No residual and no table of log-probabilities is computed: one pass ov
 tokens in all) gives each row's token and log-probability.
 
 :mod:`verl_rhyme.engine.drawer` draws the tokens. Sampling options that it does not support at drafted positions go to
-vLLM's sampler, and the drafts of that step are dropped.
+vLLM's sampler, and the drafts of that step are dropped; the proposer then drafts nothing (:func:`unsupported`).
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Log:
     planned: list[bool] = field(default_factory=list)
 
     def gain(self, begin=0, end=None, wider=0):
-        """Return tokens per second over those of the same steps without drafts; of steps of more than ``wider`` rows."""
+        """Return tokens per second over those of the same steps without drafts; ``wider``: of steps with more rows."""
         columns = self.rows, self.emitted, self.seconds, self.stock
         rows, emitted, seconds, stock = (np.array(column[begin:end]) for column in columns)
         wide = rows > wider

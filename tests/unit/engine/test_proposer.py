@@ -365,7 +365,7 @@ def test_drafts_use_a_history_as_soon_as_it_is_read(tmp_path, wait, copied):
     else:
         with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 22, epochs=2) as store:
             store.append(recorded, 0)
-    proposer = proposer_for(tmp_path / "h", wait_for_history=wait)
+    proposer = proposer_for(tmp_path / "h", wait_for_history=wait, weigh_cost=False)
     names = ["gone", "a", "b"]
     admit(proposer, names, prompt, history_requested_ns=5 if copied else 0)
     tokens, lengths = np.zeros((ROWS, LENGTH), np.int32), np.full(ROWS, 3, np.int32)
