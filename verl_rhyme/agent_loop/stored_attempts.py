@@ -92,7 +92,7 @@ async def fetch_finished_turns(names: list[str]) -> dict[str | None, StoredTurns
 
 def _generated_runs(tokens: list[int], mask: list[int]) -> list[Turn]:
     """Return a trajectory's runs of generated tokens (``mask`` is 1)."""
-    turns = []
+    turns: list[Turn] = []
     for generated, run in itertools.groupby(zip(mask, tokens, strict=True), key=lambda at: at[0]):
         if generated:
             turns.append(Turn("", array("i", [token for _, token in run]), complete=True, number=len(turns)))
