@@ -90,7 +90,7 @@ class RhymeHttpServer(vLLMHttpServer):
         engine_kwargs.setdefault("disable_log_stats", False)
         if self._rhyme.draws:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the engine's processes inherit it
-            if any(name.startswith("spec") for name in engine_kwargs) or (self.config.mtp and self.config.mtp.enable):
+            if any(name.startswith("spec") for name in engine_kwargs) or (self.config.mtp and self.config.mtp.enable_rollout):
                 engine_kwargs.setdefault("async_scheduling", False)  # positions with vLLM's own drafts
         if self.config.logprobs_mode == POLICY_LOGPROBS:  # the sampler's, unknown to vLLM
             engine_kwargs["logprobs_mode"] = "processed_logprobs"
