@@ -90,8 +90,9 @@ class RhymeHttpServer(vLLMHttpServer):
         engine_kwargs.setdefault("disable_log_stats", False)
         if self._rhyme.draws:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the engine's processes inherit it
-            if any(name.startswith("spec") for name in engine_kwargs) or (self.config.mtp and self.config.mtp.enable):
-                engine_kwargs.setdefault("async_scheduling", False)  # positions with vLLM's own drafts
+            mtp = self.config.mtp is not None and self.config.mtp.enable and self.config.mtp.enable_rollout
+            if mtp or any(name.startswith("spec") for name in engine_kwargs):
+                engine_kwargs.setdefault("async_scheduling", False)  # with vLLM's own drafts it tracks no positions
         if self.config.logprobs_mode == POLICY_LOGPROBS:  # the sampler's, unknown to vLLM
             engine_kwargs["logprobs_mode"] = "processed_logprobs"
         if not self._rhyme.drafting.enable:
