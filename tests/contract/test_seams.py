@@ -34,7 +34,7 @@ BREAKAGES = {
     ),
     "another original": (
         "import verl.utils.config as m; m.validate_config = lambda config, **_: None",
-        "patch verl_early_check",
+        "patch hydra_run",
     ),
 }
 

@@ -358,11 +358,7 @@ TABLE = (
         (_BOUND,),
     ),
     Row(
-        (
-            Option(
-                f"{_SEPARATE}.hybrid_rollout.enable_switch", lambda on, run: run.topology == "separate" and bool(on)
-            ),
-        ),
+        (Option(f"{_SEPARATE}.hybrid_rollout.enable_switch", lambda on, run: run.topology == "separate" and bool(on)),),
         _pipeline,
         "the pipeline decides which engines generate",
         f"set {_SEPARATE}.hybrid_rollout.enable_switch=false, or {_VERLS_SCHEDULE}",
