@@ -27,7 +27,7 @@ PREPARED = {
 }
 
 #: Values of ``reward.reward_manager.name`` of verl 0.9.1; all read ``data_source`` and ``reward_model.ground_truth``.
-REWARD_MANAGERS = ("naive", "dapo", "remote", "gdpo")
+REWARD_MANAGERS = ("naive", "dapo", "remote", "gdpo", "rate_limited")
 
 _JSON = (".json", ".jsonl")
 #: JSON rows whose types are compared.
