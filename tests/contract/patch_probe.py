@@ -120,6 +120,10 @@ def run_command(*overrides: str) -> Any:
     from hydra._internal.utils import create_config_search_path
     from hydra.core.global_hydra import GlobalHydra
 
+    if MODE != "patched":  # hydra's search path applies it for releases of verl without plugins
+        from verl_rhyme import patches
+
+        patches.apply = lambda patch: patches.status(patch)
     search = create_config_search_path(f"{next(iter(verl.trainer.__path__))}/config")
     hydra = Hydra.create_main_hydra2("probe", search)
     folder = f"hydra.run.dir={tempfile.mkdtemp()}"

@@ -118,7 +118,7 @@ def choices(config: Any) -> Iterator[Check]:
         config, "actor_rollout_ref.model.external_lib"
     )
     for key, known in CHOICES.items():
-        value = str(OmegaConf.select(config, key))
+        value = str(OmegaConf.select(config, key, default=known[0]))
         registered = key == "reward.reward_manager.name" and config.reward.reward_manager.source != "register"
         if value not in known and not registered:
             detail = f"{key}={value} is not one of {', '.join(known)}{nearest(value, known)}"

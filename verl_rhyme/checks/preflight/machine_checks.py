@@ -21,8 +21,8 @@ from verl_rhyme.history.ownership import user_folder
 from verl_rhyme.weights import BACKEND as RELAY
 from verl_rhyme.weights.claims import SHARED_MEMORY
 
-#: Share of a GPU's memory above which an estimate with an error of 15 % may not fit.
-TIGHT = 0.87
+#: Shares of a GPU's memory above which an estimate with an error of 15 % may not fit, and does not.
+TIGHT, ABOVE = 0.87, 1.15
 
 _R = "actor_rollout_ref.rollout"
 
@@ -146,7 +146,7 @@ def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
     share = peak / found.gpu_bytes
     detail = f"{phase}: {gib(peak)} of {gib(found.gpu_bytes)} ({share:.0%}), estimated"
     if plan.device != "cpu":
-        status = FAIL if share > 1 else WARN
+        status = FAIL if share > ABOVE else WARN
         yield verdict("GPU memory", share <= TIGHT, detail, _lighter(phase, plan), otherwise=status)
     serving = found.serving
     if serving.cache <= 0:
