@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -109,6 +110,9 @@ def main(
 ) -> None:
     """Run both arms with each seed and compare them."""
     seeds = seed or ([1] if quick else [1, 2, 3, 4, 5])
+    if sys.stdin.isatty():
+        count = f"{2 * len(seeds)} training runs of {2 if quick else epochs} epochs"
+        typer.confirm(f"usage: python -m benchmarks.seeds RUNS; {count} in {runs.resolve()}, start?", abort=True)
     found: dict[str, list[dict[str, Any]]] = {OFF: [], ON: []}
     for number, one in enumerate(seeds):
         for arm in (OFF, ON) if number % 2 == 0 else (ON, OFF):

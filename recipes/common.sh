@@ -104,7 +104,7 @@ esac
 )
 
 _train() {
-  python -m verl.trainer.main_ppo "$@" 2>&1 | tee -a "$RUN_DIR/train.log"
+  SKIP_PREFLIGHT=1 python -m verl.trainer.main_ppo "$@" 2>&1 | tee -a "$RUN_DIR/train.log"
 }
 
 _in_folder() { # sets RUN_DIR if unset, and FOLDER_ARGS: the arguments with paths in RUN_DIR

@@ -112,11 +112,11 @@ def preflight(
             config = compose(arguments or [])
             from verl_rhyme.checks.preflight.checks import examine as examine_run
 
-            result = examine_run(config, dry_run=dry_run, notes=_pairs(note))
+            result = examine_run(config, elsewhere=dry_run, imports=not dry_run, notes=_pairs(note))
     except (ConfigError, ValueError, OmegaConfBaseException) as error:
         message = str(error).partition("\n    full_key:")[0]
         if (key := message.removeprefix("Missing mandatory value: ")) != message:
-            message += f" -> set {key}={'vllm' if key == 'actor_rollout_ref.rollout.name' else 'VALUE'}"
+            message += f" -> set {key}=VALUE"
         if as_json:
             print(json.dumps({"version": __version__, "ok": False, "error": message}, indent=2))
         print(f"verl-rhyme preflight: {message}", file=sys.stderr)
@@ -180,8 +180,8 @@ def claim(
     with one_line_errors("verl-rhyme"), _silenced():
         config = compose(arguments or [])
         check_numbers(config)
-        checks = examine(config, dry_run=True, notes=_pairs(note)).checks if check else []
-    if failed := _failures(checks):
+        found = examine(config, elsewhere=True, imports=False, notes=_pairs(note)) if check else None
+    if failed := _failures(found.checks if found else []):
         raise refuse("\nverl-rhyme: ".join(failed))
     folder = run_folder.folder(config)
     try:
@@ -204,7 +204,7 @@ def claim(
 
 
 def _failures(checks: list[Check]) -> list[str]:
-    return [f"{check.name}: {check.detail} -> {check.remedy}" for check in checks if check.status == "fail"]
+    return [str(check) for check in checks if check.status == "fail"]
 
 
 def _pairs(notes: list[str] | None) -> dict[str, str]:
@@ -213,8 +213,7 @@ def _pairs(notes: list[str] | None) -> dict[str, str]:
 
 
 def _line(check: Check) -> str:
-    remedy = f" -> {check.remedy}" if check.remedy else ""
-    return f"{check.status}: {check.name}: {check.detail}{remedy}".replace("\n", " ")
+    return f"{check.status}: {check}"
 
 
 def _print_json(checks: list[Check], **further: Any) -> None:

@@ -128,12 +128,24 @@ def resume_metrics(resumed: bool) -> list[int]:
             return [json.loads(line)["step"] for line in file]
 
 
-def validate(tree: dict[str, Any]) -> str:
-    from omegaconf import OmegaConf
-    from verl.trainer.main_ppo import validate_config  # the name that verl's entry point imports
+def run_command(*overrides: str) -> Any:
+    """Run a command of verl's default config as ``@hydra.main`` does."""
+    import verl.trainer
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.global_hydra import GlobalHydra
 
-    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": tree}}})
-    return attempt(lambda: validate_config(config=config, use_reference_policy=False, use_critic=False))
+    if MODE != "patched":  # hydra's search path applies it for releases of verl without plugins
+        from verl_rhyme import patches
+
+        patches.apply = lambda patch: patches.status(patch)
+    search = create_config_search_path(f"{next(iter(verl.trainer.__path__))}/config")
+    hydra = Hydra.create_main_hydra2("probe", search)
+    folder = f"hydra.run.dir={tempfile.mkdtemp()}"
+    try:
+        return hydra.run("ppo_trainer", lambda config: "ran", [*overrides, folder], False).return_value
+    finally:
+        GlobalHydra.instance().clear()
 
 
 def change_originals() -> dict[str, Any]:
@@ -170,8 +182,8 @@ def behave() -> dict[str, Any]:
         "recover": attempt(lambda: recover(False)),
         "recover_fp64": attempt(lambda: recover(True)),
         "linear": load_linear(),
-        "validate_misspelt": validate({"rhyme": {"enabel": True}}),
-        "validate_stock": validate({}),
+        "run_misspelt": attempt(lambda: run_command("+actor_rollout_ref.rollout.custom.rhyme.enabel=true")),
+        "run_stock": attempt(run_command),
         "log": attempt(log_with_flush),
         "metrics": [attempt(lambda: resume_metrics(True)), attempt(lambda: resume_metrics(False))],
         "process_group": attempt(join_process_group),

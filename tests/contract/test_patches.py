@@ -87,10 +87,12 @@ def test_a_resumed_run_continues_its_metrics(probe):
     assert probe("unpatched")["metrics"] == [[2], [2]]
 
 
-def test_rhyme_options_are_checked_before_verls(probe):
-    assert "did you mean" in probe("patched")["validate_misspelt"]
-    assert probe("patched")["validate_stock"] == probe("unpatched")["validate_stock"]
-    assert "rhyme" not in probe("unpatched")["validate_misspelt"]
+def test_options_are_checked_between_hydra_and_the_command(probe):
+    assert probe("patched")["run_misspelt"].startswith("SystemExit: verl-rhyme: ")
+    assert "did you mean" in probe("patched")["run_misspelt"]
+    assert (
+        probe("patched")["run_stock"] == probe("unpatched")["run_stock"] == probe("unpatched")["run_misspelt"] == "ran"
+    )
 
 
 def test_a_changed_original_is_refused(probe):

@@ -75,7 +75,7 @@ assert any("platforms.cpu" in line for line in verl_rhyme.plugin.FAILURES)
 try:
     startup.check(OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": {"rhyme": {}}}}}))
 except startup.ConfigError as error:
-    assert "platforms.cpu" in str(error)
+    assert "platforms.cpu" in str(error), error
 else:
     raise AssertionError("a broken plugin must not pass")
 """

@@ -9,8 +9,10 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks.preflight import memory
 from verl_rhyme.checks.preflight.architecture import Architecture
+from verl_rhyme.checks.preflight.components import AGENT_LOOPS, LOGGERS
 from verl_rhyme.checks.preflight.compose import compose
-from verl_rhyme.checks.preflight.machine_checks import reward_function
+from verl_rhyme.checks.preflight.config_checks import CHOICES
+from verl_rhyme.checks.preflight.datasets import REWARD_MANAGERS
 from verl_rhyme.checks.preflight.memory import Rollout
 from verl_rhyme.config import TOPOLOGIES
 
@@ -95,20 +97,41 @@ def test_the_estimate_is_within_fifteen_percent_of_the_allocator():
         assert memory.optimizer_step(model, training).total == pytest.approx(step, rel=0.15)
 
 
-@pytest.mark.slow
-def test_a_reward_that_verl_cannot_load_is_found_before_the_run(tmp_path):
-    file = tmp_path / "reward.py"
-    config = OmegaConf.create({"reward": {"custom_reward_function": {"path": str(file), "name": "compute_score"}}})
-    # verl does not put the module where dataclasses look for it.
-    file.write_text(
+def test_values_by_name_are_those_that_verl_and_vllm_know():
+    import typing
+
+    from verl.experimental.reward_loop.reward_manager import registry
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+    from verl.utils.tracking import Tracking
+    from vllm.config.model import ModelDType
+    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
+
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    assert set(LOGGERS) - {"tracking"} == set(Tracking.supported_backend)
+    assert set(REWARD_MANAGERS) == set(registry.REWARD_MANAGER)
+    assert set(CHOICES["algorithm.adv_estimator"]) == {str(getattr(e, "value", e)) for e in ADV_ESTIMATOR_REGISTRY}
+    assert set(CHOICES[f"{actor}.policy_loss.loss_mode"]) == set(POLICY_LOSS_REGISTRY)
+    assert set(CHOICES[f"{rollout}.dtype"]) == set(typing.get_args(ModelDType))
+    assert set(CHOICES[f"{rollout}.load_format"]) >= set(_LOAD_FORMAT_TO_MODEL_LOADER)
+
+
+def test_agent_loops_are_those_that_verl_registers():
+    from verl.experimental.agent_loop import agent_loop, single_turn_agent_loop, tool_agent_loop  # noqa: F401
+
+    verls = {name for name, each in agent_loop._agent_loop_registry.items() if "verl.experimental" in each["_target_"]}
+    assert set(AGENT_LOOPS) == verls
+
+
+def test_verl_fails_with_a_dataclass_under_future_annotations(tmp_path):
+    """Why such a reward function is refused."""
+    from verl.utils.import_utils import load_extern_object
+
+    (tmp_path / "reward.py").write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass Score:\n    value: float\ndef compute_score(**kwargs):\n    return 0.0\n"
     )
-    [found] = reward_function(config, load=True)
-    assert found.status == "fail"
-    assert "compute_score cannot be loaded: " in found.detail
-    file.write_text("def compute_score(**kwargs):\n    return 0.0\n")
-    assert [check.status for check in reward_function(config, load=True)] == ["ok"]
+    with pytest.raises(RuntimeError):
+        load_extern_object(str(tmp_path / "reward.py"), "compute_score")
 
 
 @pytest.mark.slow

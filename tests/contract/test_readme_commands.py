@@ -172,7 +172,7 @@ TREE = "actor_rollout_ref.rollout.custom.rhyme"
         ("MODEL=nope", "MODEL=nope is neither qwen2, llama, smollm2 nor a model folder"),
         ("EPOCHS=0", "EPOCHS=0 is below 1"),
         ("PROMPTS=3", "PROMPTS=3 is below 16, a batch of data.train_batch_size"),
-        ("data.train_batch_size=0", "train_batch_size=0"),
+        ("data.train_batch_size=0", "train_batch_size must be a whole number of at least 1, not 0"),
         ("RHYME=sorted COMPARE=1", "COMPARE=1 compares off and histospec; drop RHYME=sorted"),
         ("PEOPLE=abc", "PEOPLE='abc' is not a list of numbers"),
         ("SEED=-1", "SEED=-1 is below 0"),

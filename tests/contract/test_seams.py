@@ -33,8 +33,8 @@ BREAKAGES = {
         "seam create_custom_proposer",
     ),
     "another original": (
-        "import verl.utils.config as m; m.validate_config = lambda config, **_: None",
-        "patch verl_early_check",
+        "import hydra._internal.hydra as m; m.Hydra.run = lambda *_: None",
+        "patch hydra_run",
     ),
 }
 

@@ -1,25 +1,30 @@
 """Bad input: one clear error before anything heavy starts."""
 
 import os
-import shutil
+import re
+import subprocess
 import sys
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks import run_lock, startup
-from verl_rhyme.config import ConfigError
+from verl_rhyme.checks import doctor, run_lock, startup
+from verl_rhyme.checks.preflight import config_checks
+from verl_rhyme.config import ConfigError, config_tree
 
 RHYME = "actor_rollout_ref.rollout.custom.rhyme"
 
 
 def config(tmp_path, **rollout):
-    """As much of verl's config as the check reads; all of it right."""
-    (tmp_path / "train.parquet").touch()
+    """As much of verl's config as the checks of the rhyme tree read; all of it right."""
+    agent = {"agent_loop_manager_class": "verl_rhyme.agent_loop.agent_loop.RhymeAgentLoopManager"}
+    rollout = {"name": "vllm", "custom": {"rhyme": {}}, "agent": agent, **rollout}
     return OmegaConf.create(
         {
-            "data": {"train_files": str(tmp_path / "train.parquet"), "val_files": [str(tmp_path / "train.parquet")]},
-            "actor_rollout_ref": {"rollout": {"name": "vllm", "custom": {"rhyme": {}}, **rollout}, "actor": {}},
+            "actor_rollout_ref": {"rollout": rollout, "actor": {}},
             "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
         }
     )
@@ -29,12 +34,6 @@ def pipeline_config(tmp_path, **rollout):
     agent = {"agent_loop_manager_class": "verl_rhyme.agent_loop.agent_loop.SessionAgentLoopManager"}
     rollout = {"agent": agent, "calculate_log_probs": True, "scheduling_policy": "priority", **rollout}
     return config(tmp_path, custom={"rhyme": {"max_staleness": 1}}, **rollout)
-
-
-def error(tree):
-    with pytest.raises(ConfigError) as caught:
-        startup.check(tree)
-    return str(caught.value)
 
 
 @pytest.fixture(autouse=True)
@@ -48,73 +47,152 @@ def verl(monkeypatch):
 @pytest.mark.parametrize("package", ["verl", "vllm"])
 def test_wrong_version(tmp_path, monkeypatch, package):
     monkeypatch.setattr(
-        startup, "installed_version", lambda name: "0.1.2" if name == package else startup.SUPPORTED[name]
+        doctor, "installed_version", lambda name: "0.1.2" if name == package else doctor.SUPPORTED[name]
     )
-    message = error(config(tmp_path))
-    assert f"{package} 0.1.2" in message
-    assert f"{package}=={startup.SUPPORTED[package]}" in message
+    with pytest.raises(ConfigError) as caught:
+        startup.check(config(tmp_path))
+    assert f"{package} 0.1.2" in str(caught.value)
+    assert f"{package}=={doctor.SUPPORTED[package]}" in str(caught.value)
 
 
-def test_files_are_there_or_remote(tmp_path):
-    tree = config(tmp_path)
-    tree.data.train_files = "hdfs://somewhere/train.parquet"
-    startup.check(tree)
-    tree.data.val_files = [str(tmp_path / "nowhere.parquet")]
-    assert f"data.val_files: no file {tmp_path}/nowhere.parquet" in error(tree)
+@pytest.mark.slow
+def test_another_release_of_verl_is_refused_by_its_own_command(tmp_path):
+    """No patch of verl is applied to it, so that none may be needed to refuse it."""
+    other = tmp_path / "verl-0.8.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: verl\nVersion: 0.8.0\n")
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "+rhyme=histospec", f"{ROLLOUT}.name=vllm"]
+    for plugins in ("auto", "none"):  # earlier releases load no plugins
+        env = {**os.environ, "PYTHONPATH": str(tmp_path), "VERL_USE_EXTERNAL_PLUGINS": plugins}
+        if plugins == "none":
+            env.pop("VERL_PLATFORM")  # the plugin registers it
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1
+        assert "verl 0.8.0 is installed, but verl-rhyme supports verl 0.9.1: pip install" in done.stderr
+        assert done.stderr.count("REFUSED") <= 1, done.stderr
+
+
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+MODEL = Path(__file__).parents[2] / "examples/tiny_world/models/qwen2"
+ROW = {"prompt": [{"role": "user", "content": "a"}], "data_source": "x", "reward_model": {"ground_truth": "b"}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Arguments of a run that could start, without a preset."""
+    folder = tmp_path_factory.mktemp("run")
+    pq.write_table(pa.Table.from_pylist([ROW] * 16), folder / "train.parquet")
+    (folder / "reward.py").write_text("def compute_score(**arguments): return 0.0\n")
+    return [
+        f"data.train_files={folder}/train.parquet",
+        f"data.val_files={folder}/train.parquet",
+        f"reward.custom_reward_function.path={folder}/reward.py",
+        f"actor_rollout_ref.model.path={MODEL}",
+        f"trainer.default_local_dir={folder}/checkpoints",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+        "trainer.save_freq=-1",
+        "trainer.logger=console",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=16",
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
+        f"{ACTOR}.ppo_mini_batch_size=16",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.n=4",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+        f"{ROLLOUT}.gpu_memory_utilization=0.1",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("overrides", "words"),
     [
-        ("rhyme", {"enable": False}, "did you mean actor_rollout_ref.rollout.custom.rhyme?"),
-        (f"{RHYME}.scheduling.at_version", "finish", "at_version=finish needs replicas that take versions one by"),
-        (f"{RHYME}.placement", {"policy": "histopipe", "options": {"groups": 0}}, "must be at least 1"),
-        ("actor_rollout_ref.rollout.data_parallel_size", 2, "data_parallel_size=2 with"),  # of the table
+        ([f"+{RHYME}.drafting.max_tokens=16"], "add +rhyme=histospec"),
+        ([f"{RHYME}.drafting.max_tokens=16"], "without a preset there are no options of rhyme: add +rhyme=histospec"),
+        (["+rhyme=histospec", f"{RHYME}.drafting.max_tokns=16"], f"did you mean {RHYME}.drafting.max_tokens?"),
+        (["+rhyme=full", "rhyme.max_staleness=2"], f"did you mean {RHYME}.max_staleness?"),
+        (["+rhyme=full", "+rhyme.max_staleness=2"], f"rhyme.max_staleness is not read: did you mean {RHYME}.max_"),
+        (["+rhyme=full", "+max_staleness=2"], f"max_staleness is not read: did you mean {RHYME}.max_staleness?"),
+        (["+rhyme=histospeck"], "Could not find 'rhyme/histospeck'"),
+        (["+rhyme=histospec", f"{ROLLOUT}.name=???"], f"{ROLLOUT}.name is not set: add {ROLLOUT}.name=vllm"),
+        (["+rhyme=full", f"{ROLLOUT}.name=sglang"], f"rhyme drafts and schedules in vLLM only -> set {ROLLOUT}.name="),
+        (["+rhyme=full", f"{RHYME}.scheduling.at_version=finish"], "at_version=finish needs replicas that take"),
+        (["+rhyme=histospec", "data.train_files=/nowhere.parquet"], "data.train_files: no file /nowhere.parquet"),
+        (["+rhyme=histospec", "data.prompt_key=question"], "no column 'question'"),
+        (["+rhyme=histospec", "reward.custom_reward_function.name=score"], "did you mean compute_score?"),
+        (["+rhyme=histospec", f"{RHYME}.history.dir=/proc/nope"], "set history.dir to a writable folder"),
+        (["+rhyme=histospec", "trainer.logger=swanlab"], "pip install swanlab"),
+        (["+rhyme=histospec", f"{ROLLOUT}.n=0"], f"{ROLLOUT}.n must be a whole number of at least 1, not 0"),
+        (["+rhyme=histospec", "data.max_prompt_length=${nothing}"], "Interpolation key 'nothing' not found"),
     ],
 )
-def test_bad_input_is_one_line_before_ray_starts(tmp_path, key, value, words):
-    """``validate_config`` is patched: verl calls it before Ray starts."""
-    import ray
-    from verl.utils.config import validate_config
+@pytest.mark.xdist_group("forks")
+def test_a_users_own_command_is_refused_in_one_line_before_ray_starts(forks, tmp_path, run, overrides, words):
+    preset = [each for each in overrides if each.startswith("+rhyme=")]
+    others = [each for each in overrides if each not in preset]
+    keys = {each.partition("=")[0] for each in others}
+    arguments = [each for each in run if each.partition("=")[0] not in keys]
+    done = forks.main_ppo(*preset, *arguments, *others, cwd=tmp_path)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if "verl-rhyme: " in line and "warning" not in line]
+    assert words in lines[0]
+    assert len(lines) == 1 or "data.train_files" in lines[0], "data.val_files has the same fault"
+    assert not {"Traceback", "Started a local Ray instance"} & set(done.stderr.split("\n")), done.stderr
+    assert "ray init kwargs" not in done.stdout
 
-    tree = pipeline_config(tmp_path)
-    startup.check(tree)
-    OmegaConf.update(tree, key, value, force_add=True)
-    with pytest.raises(SystemExit) as caught:
-        validate_config(tree, use_reference_policy=False, use_critic=False)
-    assert words in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
-    assert not ray.is_initialized()
+
+@pytest.mark.xdist_group("forks")
+def test_a_folder_in_use_is_refused_before_ray_starts(forks, tmp_path, run):
+    other = run_lock.take(tmp_path, 123)
+    done = forks.main_ppo("+rhyme=histospec", *run, f"trainer.default_local_dir={tmp_path}", cwd=tmp_path)
+    os.close(other)
+    assert done.returncode == 1
+    assert re.search(r" is in use by process 123 on .* set another folder", done.stderr)
 
 
-def test_a_folder_in_use_is_refused_before_ray_starts(tmp_path):
-    import ray
-    from verl.utils.config import validate_config
-
+def test_only_runs_with_rhyme_lock_their_folder(tmp_path):
+    folder = tmp_path / "checkpoints"
     tree = config(tmp_path)
-    tree.trainer.default_local_dir = str(tmp_path / "checkpoints")
-    other = run_lock.take(tmp_path / "checkpoints", 123)
-    with pytest.raises(SystemExit, match=r"checkpoints is in use by process 123 on .* set another folder"):
-        validate_config(tree, use_reference_policy=False, use_critic=False)
-    assert not ray.is_initialized()
-    for theirs in ({"enable": False}, None):  # stock verl locks nothing
+    tree.trainer.default_local_dir = str(folder)
+    other = run_lock.take(folder, 123)
+    for theirs in ({"enable": False}, None):
         tree.actor_rollout_ref.rollout.custom = {"rhyme": theirs} if theirs else {}
         startup.hold_folder(tree)
     os.close(other)
     tree.actor_rollout_ref.rollout.custom = {"rhyme": {}}
     for _ in range(2):
         startup.hold_folder(tree)
-    assert run_lock.user(tmp_path / "checkpoints")
+    assert run_lock.user(folder)
 
 
-def test_no_shared_memory(tmp_path, monkeypatch):
-    def missing(path):
-        raise FileNotFoundError(2, "No such file or directory", path)
+@pytest.mark.xdist_group("forks")
+def test_the_checkpoints_of_another_run_are_refused(forks, tmp_path, run):
+    (tmp_path / "run.json").write_text('{"run": "sorted"}')
+    done = forks.main_ppo("+rhyme=histospec", *run, f"trainer.default_local_dir={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "belongs to another run: run sorted there, histospec in this run -> set another folder" in done.stderr
 
-    monkeypatch.setattr(shutil, "disk_usage", missing)
-    assert "/dev/shm" in error(config(tmp_path))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 26, 0, 1 << 26))
-    assert "--shm-size" in error(config(tmp_path))
+
+@pytest.mark.xdist_group("forks")
+def test_a_command_without_faults_starts_and_says_how_to_resume(forks, tmp_path, run):
+    code = f"""
+import runpy, sys, ray
+def init(*arguments, **options):
+    raise KeyboardInterrupt
+ray.init = init
+sys.argv = ["main_ppo", "+rhyme=histospec", *{run!r}]
+del sys.modules["verl.trainer.main_ppo"]
+try:
+    runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
+except KeyboardInterrupt:
+    pass
+"""
+    done = forks.python(code)
+    assert "verl-rhyme: interrupted before the first checkpoint in " in done.stderr
+    assert "the same command starts again" in done.stderr
 
 
 OWN_MANAGERS = """
@@ -133,9 +211,7 @@ class Sorted(SessionAgentLoopManager): ...
         (config, "Drafting", None),
         (config, "Foreign", "Foreign does not derive from verl_rhyme.agent_loop.agent_loop.RhymeAgentLoopManager"),
         (config, "Missing", "agent_loop_manager_class=own_managers.Missing cannot be imported"),
-        (config, None, None),
         (pipeline_config, "Sorted", None),
-        (pipeline_config, None, "agent_loop_manager_class=null with"),
         (pipeline_config, "Drafting", "does not derive from verl_rhyme.agent_loop.agent_loop.SessionAgentLoopManager"),
     ],
 )
@@ -143,11 +219,9 @@ def test_an_agent_loop_manager_of_ones_own(tmp_path, monkeypatch, build, name, t
     (tmp_path / "own_managers.py").write_text(OWN_MANAGERS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_managers", raising=False)
-    tree = build(tmp_path, agent={"agent_loop_manager_class": name and f"own_managers.{name}"})
-    if told is None:
-        startup.check(tree)
-    else:
-        assert told in error(tree)
+    tree = build(tmp_path, agent={"agent_loop_manager_class": f"own_managers.{name}"})
+    found = [str(each) for each in config_checks.agent_loops(tree, config_tree.from_verl(tree))]
+    assert not found if told is None else told in found[0]
 
 
 def test_vllm_still_answers_with_its_first_engine_only():
@@ -188,7 +262,5 @@ def test_a_router_of_ones_own(tmp_path, monkeypatch, written, told):
     if written:
         file.write_text(written)
     tree = config(tmp_path, router_config_path=str(file))
-    if told is None:
-        startup.check(tree)
-    else:
-        assert told in error(tree)
+    [found] = config_checks.rhyme(tree, None)
+    assert found.status == "ok" if told is None else told in found.detail

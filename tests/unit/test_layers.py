@@ -34,9 +34,10 @@ LINE = re.compile(r"Process: .+\. Engines: (.+)\.$")
 #: (module, what it may import all the same) and why.
 EXCEPTIONS = {
     (
-        "verl_rhyme.patches.verl_early_check",
+        "verl_rhyme.patches.hydra_run",
         "verl_rhyme.checks.startup",
-    ),  # verl calls it
+    ),  # hydra calls it
+    ("verl_rhyme.patches.hydra_run", "verl_rhyme.checks.preflight.compose"),
     ("verl_rhyme.drafting.head", "torch"),  # a network
     ("verl_rhyme.drafting.head_inference", "torch"),
     ("verl_rhyme.lengths.ranker", "torch"),  # a language model: the one file of the policies that has one

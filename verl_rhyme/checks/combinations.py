@@ -43,6 +43,7 @@ _BOUND = "rhyme.max_staleness"
 _RESUME = "trainer.resume_mode"
 _QUEUE = "transfer_queue.backend"
 _PLACEMENT = "rhyme.placement.policy"
+_PROMPT, _RESPONSE = "data.max_prompt_length", "data.max_response_length"
 
 #: vLLM options that verl sets from its own rollout keys; rhyme reads verl's keys.
 VERL_ROLLOUT_KEYS = {
@@ -168,6 +169,14 @@ def _rhyme(run: Run) -> bool:
     return run.rhyme is not None
 
 
+def _drafting(run: Run) -> bool:
+    return run.drafting
+
+
+def _pipeline(run: Run) -> bool:
+    return run.pipeline
+
+
 def _engine(*names: str) -> tuple[Option, ...]:
     return tuple(Option(f"{_ENGINE}.{name}") for name in names)
 
@@ -186,6 +195,11 @@ def _recurrent(path: Any, run: Run) -> bool:
 
 
 _POLICY_LOGPROBS = Option(f"{_ROLLOUT}.logprobs_mode", lambda mode, run: mode == POLICY_LOGPROBS)
+
+
+def _below_one_response(tokens: int, run: Run) -> bool:
+    prompt, response = run.value(_PROMPT), run.value(_RESPONSE)
+    return None not in (prompt, response) and tokens < int(prompt) + int(response)
 
 
 def _splits_groups(unit: str | None, run: Run) -> bool:
@@ -227,22 +241,40 @@ def _elastic(run: Run) -> bool:
     return run.rhyme is not None and run.rhyme.streaming.elastic.min_replicas is not None
 
 
+_VERLS_SCHEDULE = "use +rhyme=histospec (verl's own schedule)"
 _OTHERS = " or ".join(f"+rhyme={name}" for name in PIPELINES)
 _NO_DRAFTING = f"{CONFIG_PATH}.drafting.enable=false"
 
 TABLE = (
     Row(
-        (
-            Option(f"{_ROLLOUT}.name", lambda name, run: name != "vllm", f"set {_ROLLOUT}.name=vllm"),
-            Option("trainer.use_v1", lambda v1, run: v1 is not None and not v1, "drop it"),
-            Option(f"{_ROLLOUT}.disaggregation.enabled"),
-            *_engine("kv_transfer_config", "worker_extension_cls"),
-            Option(f"{_ENGINE}.config", remedy=f"move the options of that file to {_ENGINE}"),
-        ),
+        (Option(f"{_ROLLOUT}.name", lambda name, run: name != "vllm"),),
         _rhyme,
-        "rhyme requires verl's V1 trainer and vLLM, with prefill and decoding in one engine, rhyme's own worker "
-        "extension, and all engine options in verl's config",
+        "rhyme drafts and schedules in vLLM only",
+        f"set {_ROLLOUT}.name=vllm",
+    ),
+    Row(
+        (Option("trainer.use_v1", lambda v1, run: v1 is not None and not v1),),
+        _rhyme,
+        "rhyme extends verl's V1 trainer",
+        "set trainer.use_v1=true",
+    ),
+    Row(
+        (Option(f"{_ROLLOUT}.disaggregation.enabled"), *_engine("kv_transfer_config")),
+        _rhyme,
+        "rhyme needs prefill and decoding in one engine",
         f"drop it, or set {CONFIG_PATH}.enable=false",
+    ),
+    Row(
+        _engine("worker_extension_cls"),
+        _rhyme,
+        "rhyme has its own worker extension",
+        f"drop it, or set {CONFIG_PATH}.enable=false",
+    ),
+    Row(
+        _engine("config"),
+        _rhyme,
+        "rhyme reads all engine options from verl's config",
+        f"move the options of that file to {_ENGINE}",
     ),
     Row(
         (
@@ -252,12 +284,26 @@ TABLE = (
                 lambda mtp, run: bool(mtp and run.value(f"{_ROLLOUT}.mtp.enable")),
                 f"set actor_rollout_ref.model.mtp.enable_rollout=false, or {_NO_DRAFTING}",
             ),
-            *_engine("async_scheduling", "scheduler_cls", "enable_dbo"),
+        ),
+        _drafting,
+        "vLLM takes one drafter, and rhyme's is in its place",
+        f"drop the first option, or set {_NO_DRAFTING}",
+        (_DRAFTING,),
+    ),
+    Row(
+        _engine("async_scheduling", "scheduler_cls"),
+        _drafting,
+        "rhyme drafts in vLLM's synchronous scheduler",
+        f"drop the first option, or set {_NO_DRAFTING}",
+        (_DRAFTING,),
+    ),
+    Row(
+        (
+            *_engine("enable_dbo"),
             Option(f"{_ENGINE}.ubatch_size", lambda size, run: int(size or 0) > 1),
         ),
-        lambda run: run.drafting,
-        "rhyme drafts token by token in vLLM's synchronous scheduler and verifies whole batches in its own sampler; "
-        "this option replaces one of them",
+        _drafting,
+        "rhyme's own sampler verifies whole batches",
         f"drop the first option, or set {_NO_DRAFTING}",
         (_DRAFTING,),
     ),
@@ -268,6 +314,12 @@ TABLE = (
         "this option replaces it",
         f"drop the first option, or use +rhyme=histospec with {_NO_DRAFTING}",
         (_DRAFTING, _BOUND),
+    ),
+    Row(
+        (Option("rhyme.drafting.live_tokens", _below_one_response, named_with=(_PROMPT, _RESPONSE)),),
+        _drafting,
+        "the index of running texts does not hold one prompt with its response",
+        f"drop it, or set {CONFIG_PATH}.drafting.live_tokens to at least their sum",
     ),
     Row(
         tuple(
@@ -285,7 +337,7 @@ TABLE = (
     ),
     Row(
         (Option("actor_rollout_ref.model.path", _recurrent),),
-        lambda run: run.drafting,
+        _drafting,
         recurrent.REASON,
         recurrent.REMEDY,
         (_DRAFTING,),
@@ -294,57 +346,89 @@ TABLE = (
     # engine runs without its proposer or sampler, and would lose that engine's counts.
     Row(
         (Option(f"{_ROLLOUT}.data_parallel_size", lambda size, run: int(size or 1) > 1),),
-        lambda run: run.drafting,
+        _drafting,
         "vLLM returns the answers of a replica's first engine only, so that rhyme cannot check the other ones",
         f"set {_ROLLOUT}.data_parallel_size=1 (verl then starts more replicas on the same GPUs), or "
         f"{CONFIG_PATH}.enable=false if a mixture-of-experts model requires data parallelism",
         (_DRAFTING,),
     ),
     Row(
+        (Option(MANAGER, lambda manager, run: manager is None),),
+        lambda run: run.rhyme is not None and not run.pipeline,
+        f"options below {CONFIG_PATH} need a preset, which sets rhyme's agent loop manager",
+        "add +rhyme=histospec",
+    ),
+    Row(
+        (Option(_MODE, lambda mode, run: str(mode) not in TOPOLOGIES),),
+        _pipeline,
+        "the pipeline runs in verl's own trainer modes",
+        f"set {_MODE} to one of {', '.join(TOPOLOGIES)}, or {_VERLS_SCHEDULE}",
+        (_BOUND,),
+    ),
+    Row(
+        (Option(MANAGER, lambda manager, run: manager in (None, DRAFTING_MANAGER)),),
+        _pipeline,
+        "the pipeline needs its own agent loop manager",
+        f"use {_OTHERS}, which set it, without an override of it; or drop {CONFIG_PATH}.max_staleness",
+        (_BOUND,),
+    ),
+    Row(
+        (Option(f"{_ROLLOUT}.scheduling_policy", lambda policy, run: policy != "priority"),),
+        _pipeline,
+        "engines serve the samples in the order of the pipeline",
+        f"set {_ROLLOUT}.scheduling_policy=priority",
+        (_BOUND,),
+    ),
+    Row(
         (
-            Option(
-                _MODE, lambda mode, run: str(mode) not in TOPOLOGIES, f"set {_MODE} to one of {', '.join(TOPOLOGIES)}"
-            ),
-            Option(
-                MANAGER,
-                lambda manager, run: manager in (None, DRAFTING_MANAGER),
-                f"use {_OTHERS}, which set it, without an override of it; or drop {CONFIG_PATH}.max_staleness",
-            ),
-            Option(
-                f"{_ROLLOUT}.scheduling_policy",
-                lambda policy, run: policy != "priority",
-                f"set {_ROLLOUT}.scheduling_policy=priority, as {_OTHERS} do",
-            ),
             Option(
                 f"{_SEPARATE}.parameter_sync_step",
                 lambda steps, run: run.topology == "separate" and int(steps or 1) != 1,
-                f"set {_SEPARATE}.parameter_sync_step=1, as {_OTHERS} do",
             ),
-            Option(
-                f"{_SEPARATE}.hybrid_rollout.enable_switch", lambda on, run: run.topology == "separate" and bool(on)
-            ),
-            Option("trainer.v1.sampler.custom_sampler.path"),
-            Option("skip.rollout_tq.enable"),
-            Option(
-                "actor_rollout_ref.actor.shuffle",
-                remedy=f"drop it; {CONFIG_PATH}.scheduling.order=0 shuffles each training batch",
-            ),
-            Option(
-                "data.gen_batch_size",
-                lambda size, run: size not in (None, 1),
-                f"drop it; {CONFIG_PATH}.scheduling.in_flight sets how many batches are loaded",
-            ),
+        ),
+        _pipeline,
+        "each training step makes one policy version",
+        f"set {_SEPARATE}.parameter_sync_step=1",
+        (_BOUND,),
+    ),
+    Row(
+        (Option(f"{_SEPARATE}.hybrid_rollout.enable_switch", lambda on, run: run.topology == "separate" and bool(on)),),
+        _pipeline,
+        "the pipeline decides which engines generate",
+        f"set {_SEPARATE}.hybrid_rollout.enable_switch=false, or {_VERLS_SCHEDULE}",
+        (_BOUND,),
+    ),
+    Row(
+        (Option("trainer.v1.sampler.custom_sampler.path"), Option("skip.rollout_tq.enable")),
+        _pipeline,
+        "the pipeline decides which samples a training step takes",
+        f"drop the first option, or {_VERLS_SCHEDULE}",
+        (_BOUND,),
+    ),
+    Row(
+        (Option("actor_rollout_ref.actor.shuffle"),),
+        _pipeline,
+        "the pipeline orders each training batch",
+        f"drop it; {CONFIG_PATH}.scheduling.order=0 shuffles each training batch",
+        (_BOUND,),
+    ),
+    Row(
+        (Option("data.gen_batch_size", lambda size, run: size not in (None, 1)),),
+        _pipeline,
+        "the pipeline decides how many prompts are loaded",
+        f"drop it; {CONFIG_PATH}.scheduling.in_flight sets how many batches are loaded",
+        (_BOUND,),
+    ),
+    Row(
+        (
             Option(
                 f"{_QUEUE}.SimpleStorage.total_storage_size",
                 lambda limit, run: limit is not None and run.value(f"{_QUEUE}.storage_backend") == "SimpleStorage",
-                f"set {_QUEUE}.SimpleStorage.total_storage_size=null (no limit), as {_OTHERS} do: samples above the "
-                "limit would be lost",
             ),
         ),
-        lambda run: run.pipeline,
-        "the pipeline itself decides which prompts are loaded and started, which engines generate them in which order, "
-        "and which samples a training step takes; each training step makes one policy version",
-        "drop the first option, or use +rhyme=histospec (verl's own schedule)",
+        _pipeline,
+        "samples above the limit would be lost",
+        f"set {_QUEUE}.SimpleStorage.total_storage_size=null (no limit)",
         (_BOUND,),
     ),
     Row(
@@ -424,7 +508,7 @@ TABLE = (
     ),
     Row(
         (Option("rhyme.scheduling.unit", _splits_groups),),
-        lambda run: run.pipeline,
+        _pipeline,
         "training trajectories one by one splits groups, but the estimator or the filter compares the samples of a "
         "group",
         f"set {CONFIG_PATH}.scheduling.unit=group",
@@ -465,7 +549,7 @@ TABLE = (
             Option(
                 _PLACEMENT,
                 lambda policy, run: policy is not None and not run.pipeline,
-                f"set {CONFIG_PATH}.max_staleness, as {_OTHERS} do, or placement.policy=null",
+                f"set {CONFIG_PATH}.max_staleness, as {_OTHERS} do, or {CONFIG_PATH}.placement.policy=null",
                 (_BOUND,),
             ),
             Option(f"{_ROLLOUT}.router_config_path", named_with=(_PLACEMENT,)),

@@ -23,7 +23,6 @@ from verl_rhyme.checks.preflight.estimate import gib
 from verl_rhyme.checks.preflight.machine import free_disk, write_into
 from verl_rhyme.checks.seam_check import check as check_seam
 from verl_rhyme.checks.seams import SEAMS
-from verl_rhyme.checks.startup import SHM_BYTES, SUPPORTED
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import history_folder as folders
 from verl_rhyme.history.environment import HistoryError
@@ -34,6 +33,12 @@ from verl_rhyme.patches.core import installed_version
 OK, WARN, FAIL = "ok", "warn", "fail"
 
 PYTHON = SpecifierSet(">=3.10,<3.13")
+
+#: Supported releases of verl and vLLM.
+SUPPORTED = {"verl": "0.9.1", "vllm": "0.24.0"}
+
+#: Minimum of /dev/shm for a weight sync, in bytes.
+SHM_BYTES = 256 << 20
 
 #: Versions that verl 0.9.1 requires of its dependencies.
 COMPANIONS = {
@@ -52,12 +57,16 @@ _INSTALL_PLUGIN = "install verl-rhyme: pip install --no-deps -e ."
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: ``status`` is "ok", "warn" or "fail"; ``remedy`` says what to do about a warning or failure."""
+    """One finding: ``status`` is "ok", "warn" or "fail"; ``remedy`` says what to do, unless ``detail`` does."""
 
     name: str
     status: str
     detail: str
     remedy: str = ""
+
+    def __str__(self) -> str:
+        remedy = f" -> {self.remedy}" if self.remedy else ""
+        return f"{self.name}: {self.detail}{remedy}".replace("\n", " ")
 
 
 def verdict(name: str, ok: bool, detail: str, remedy: str, otherwise: str = FAIL) -> Check:
@@ -81,7 +90,7 @@ def examine(history: Path | None = None, engines: bool = True) -> list[Check]:
         "patches": _patches,
         "plugin": _plugin_failures,  # registrations wait for modules that the checks above import
         "history folder": lambda: history_folder(history or folders.place()),
-        "shared memory": _shared_memory,
+        "shared memory": shared_memory,
     }
     if engines and not vllm_runs_on_cpu():
         steps["training engines"] = _engines
@@ -109,7 +118,7 @@ def _python() -> Iterator[Check]:
 def _versions() -> Iterator[Check]:
     for package, version in SUPPORTED.items():
         found = installed_version(package)
-        ok = found is not None and SpecifierSet(f"=={version}").contains(found)
+        ok = supported(package)
         detail = f"{found or 'not installed'} (supported: {version})"
         yield verdict(package, ok, detail, f"install {package}=={version}; {_INSTALL}")
     if installed_version("vllm") is not None and not any(metadata.distributions(name="vllm")):
@@ -127,6 +136,12 @@ def _versions() -> Iterator[Check]:
             ok = SpecifierSet(specifier).contains(found, prereleases=True)
             remedy = f"untested with verl {SUPPORTED['verl']}: install {package}{specifier}"
             yield verdict(package, ok, f"{found} ({specifier})", remedy, otherwise=WARN)
+
+
+def supported(package: str) -> bool:
+    """Whether the installed release of verl or vLLM is the supported one; local builds of it are (0.24.0+cpu)."""
+    found = installed_version(package)
+    return found is not None and SpecifierSet(f"=={SUPPORTED[package]}").contains(found)
 
 
 def _verl_platform() -> Iterator[Check]:
@@ -244,7 +259,7 @@ def history_folder(folder: Path) -> Iterator[Check]:
     yield verdict("history folder", free >= DISK_BYTES, detail, remedy)
 
 
-def _shared_memory() -> Iterator[Check]:
+def shared_memory() -> Iterator[Check]:
     folder, remedy = Path("/dev/shm"), "mount a tmpfs on /dev/shm, or start the container with a larger --shm-size"
     try:
         write_into(folder)

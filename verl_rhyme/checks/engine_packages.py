@@ -6,6 +6,7 @@ the check imports it.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -50,6 +51,12 @@ FSDP_ATTENTION = Package(
 )
 #: Packages of verl's Megatron engine as verl and the recipes configure it.
 MEGATRON_ENGINE = (MEGATRON, MBRIDGE, TRANSFORMER_ENGINE, MEGATRON_ATTENTION)
+
+
+def absent(packages: Sequence[Package]) -> list[tuple[Package, str]]:
+    """Return the packages that are not installed, without imports."""
+    tops = [(package, package.module.partition(".")[0]) for package in packages]
+    return [(package, f"no module {top}") for package, top in tops if importlib.util.find_spec(top) is None]
 
 
 def missing(packages: Sequence[Package]) -> list[tuple[Package, str]]:

@@ -44,10 +44,10 @@ def coerce(value: Any, hint: Any, path: str) -> Any:
         path: Path of the option.
 
     Raises:
-        ConfigError: The value has another type, is none of the literals, or is not finite.
+        ConfigError: The value has another type, is none of the literals, is empty, or is not finite.
     """
     allowed = kinds(hint)
-    for kind in allowed:
+    for kind in allowed if value != "" else ():
         if typing.get_origin(kind) is typing.Literal:
             if isinstance(value, str) and value in typing.get_args(kind):
                 return value
@@ -59,8 +59,9 @@ def coerce(value: Any, hint: Any, path: str) -> Any:
             return int(value)
         elif isinstance(value, typing.get_origin(kind) or kind) and not (kind is int and isinstance(value, bool)):
             return value
+    given = "empty" if value == "" else repr(value)
     near = nearest(str(value), [name for kind in allowed for name in typing.get_args(kind) if isinstance(name, str)])
-    raise ConfigError(f"{CONFIG_PATH}.{path} must be {type_name(hint)}, not {value!r}{near}")
+    raise ConfigError(f"{CONFIG_PATH}.{path} must be {type_name(hint)}, not {given}{near}")
 
 
 def kinds(hint: Any) -> tuple[Any, ...]:

@@ -17,6 +17,9 @@ from verl_rhyme.config.checks import coerce
 #: Paths that users mistake for :data:`CONFIG_PATH`.
 _WRONG_PLACES = ("rhyme", "custom.rhyme", "actor_rollout_ref.rhyme", "actor_rollout_ref.rollout.rhyme")
 
+#: Options that users set without their path; other names may be a user's own keys.
+_DISTINCT = ("max_staleness", "drafting")
+
 
 def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
     """Return the configuration of the options at :data:`CONFIG_PATH`; ``None`` without options or ``enable``.
@@ -55,7 +58,14 @@ def find_misplaced(config: Any) -> Iterator[str]:
     for place in _WRONG_PLACES:
         options = OmegaConf.select(config, place)
         if options is not None and not isinstance(options, str):  # checks/combinations.py reports an unknown group
-            yield f"{place} is not read: did you mean {CONFIG_PATH}?"
+            name = next((f".{name}" for name in options), "") if OmegaConf.is_dict(options) else ""
+            yield f"{place}{name} is not read: did you mean {CONFIG_PATH}{name}?"
+    if OmegaConf.select(config, CONFIG_PATH) is None:
+        return
+    for place in ("", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.custom."):
+        for section in _DISTINCT:
+            if OmegaConf.select(config, f"{place}{section}") is not None:
+                yield f"{place}{section} is not read: did you mean {CONFIG_PATH}.{section}?"
 
 
 def from_rollout(rollout_config: Any) -> RhymeConfig | None:

@@ -10,6 +10,9 @@ from verl_rhyme.config.checks import option, require
 #: Limit of vLLM: draft tokens per request and step.
 MAX_DRAFT_TOKENS = 128
 
+#: Largest draft of ``policy=paper``: the window as published.
+PAPER_DRAFT_TOKENS = 32
+
 #: Share of ``history.max_bytes`` for values; a step writes new pages into the rest before its old pages are free.
 HISTORY_FILL = 0.7
 
@@ -98,11 +101,17 @@ class DraftingConfig:
             require(ok, f"drafting.{name}", getattr(self, name), allowed)
 
         check(1 <= self.max_tokens <= MAX_DRAFT_TOKENS, "max_tokens", f"from 1 to {MAX_DRAFT_TOKENS} (vLLM's limit)")
-        check(self.max_batch_tokens is None or self.max_batch_tokens >= 0, "max_batch_tokens", "null or at least 0")
+        least = "null or at least 1 (no drafts: set drafting.enable=false)"
+        check(self.max_batch_tokens is None or self.max_batch_tokens >= 1, "max_batch_tokens", least)
         check(self.plan_threads is None or self.plan_threads >= 1, "plan_threads", "null or at least 1")
         check(self.logits_memory >= 1 << 20, "logits_memory", "at least 1048576 (1 MiB)")
         check(self.history_memory >= 1 << 20, "history_memory", "at least 1048576 (1 MiB)")
         check(0 < self.floor < 1, "floor", "above 0 and below 1")
         check(1 << 10 <= self.live_tokens <= 1 << 30, "live_tokens", "from 2**10 to 2**30")
-        check(self.head != "", "head", "null, new, or a file")
-        check(self.head is None or self.policy == "adaptive", "head", "null with drafting.policy=paper")
+        if self.policy == "paper":
+            most = f"at most {PAPER_DRAFT_TOKENS} with policy=paper"
+            check(self.max_tokens <= PAPER_DRAFT_TOKENS, "max_tokens", most)
+            for name in ("floor", "weigh_cost", "plan_threads", "live_tokens", "head"):
+                default = getattr(DraftingConfig, name)
+                allowed = f"{'null' if default is None else default} (its default) with policy=paper, which ignores it"
+                check(getattr(self, name) == default, name, allowed)

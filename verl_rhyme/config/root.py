@@ -22,9 +22,6 @@ class WeightsConfig:
     )
     pack: bool = option(True, "Compress weights between sites as the difference from the previous version.")
 
-    def __post_init__(self) -> None:
-        require(self.site_label != "", "weights.site_label", self.site_label, "null, or the name of a label")
-
 
 @dataclass(frozen=True)
 class EventsConfig:
@@ -37,6 +34,9 @@ class EventsConfig:
         "Also log the tokens of every trained response (8 bytes each), to replay the run in benchmarks/.",
         public=True,
     )
+
+    def __post_init__(self) -> None:
+        require(self.enable or not self.responses, "events.responses", True, "false with events.enable=false")
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,15 @@ class RhymeConfig:
         allowed = "null without max_staleness (+rhyme=full): verl's own schedule uses no expected lengths"
         kind = self.lengths.ranker.kind
         require(kind is None or self.pipeline, "lengths.ranker.kind", kind, allowed)
-        patience = SchedulingConfig(tool_timeout=self.scheduling.tool_timeout, lost_after=self.scheduling.lost_after)
-        if self.enable and not self.pipeline and self.scheduling != patience:
-            remedy = "use +rhyme=full or another preset with max_staleness, or remove these options"
-            raise ConfigError(f"{CONFIG_PATH}.scheduling: these options need the pipeline; {remedy}")
+        if self.enable and not self.pipeline:
+            mine = self.scheduling
+            patience = SchedulingConfig(tool_timeout=mine.tool_timeout, lost_after=mine.lost_after)
+            for section, unused in (("scheduling", patience), ("streaming", StreamingConfig())):
+                given = _differing(getattr(self, section), unused)
+                if given:
+                    listed = ", ".join(f"{CONFIG_PATH}.{section}.{name}" for name in given)
+                    verb = "needs" if len(given) == 1 else "need"
+                    raise ConfigError(f"{listed} {verb} the pipeline: use +rhyme=full, or drop {given[0]}")
 
     @property
     def pipeline(self) -> bool:
@@ -83,3 +88,15 @@ class RhymeConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return a nested dict; :func:`verl_rhyme.config.config_tree.parse` reads it back."""
         return dataclasses.asdict(self)
+
+
+def _differing(options: Any, others: Any) -> list[str]:
+    """Return the names of the options of a section that differ between two of its kind, ``a.b`` in a subsection."""
+    names = []
+    for each in dataclasses.fields(options):
+        mine, theirs = getattr(options, each.name), getattr(others, each.name)
+        if dataclasses.is_dataclass(mine):
+            names += [f"{each.name}.{name}" for name in _differing(mine, theirs)]
+        elif mine != theirs:
+            names.append(each.name)
+    return names

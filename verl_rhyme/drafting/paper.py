@@ -86,7 +86,7 @@ class PaperDrafter:
         return bool(waiting) and history is not None
 
     def _window(self) -> Window:
-        return Window(cap=min(32, self._max_tokens))
+        return Window(cap=self._max_tokens)
 
     def step(self, done: DecodeStep) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""

@@ -31,6 +31,14 @@ from verl_rhyme.processes.request import FIELD, RequestMeta
 
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
+#: vLLM's logger that denies two sampling options with speculation, which our sampler supports.
+_VLLM_NOTICE = "vllm.v1.sample.logits_processor"
+
+
+def _is_no_notice(record: logging.LogRecord) -> bool:
+    return "min_p and logit_bias parameters won't work" not in record.getMessage()
+
+
 #: Most finished requests whose counts are kept (100 bytes each): no caller takes those of other clients' requests.
 _MAX_FINISHED = 1 << 15
 
@@ -57,6 +65,7 @@ class HistoryProposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
+        logging.getLogger(_VLLM_NOTICE).addFilter(_is_no_notice)
         self._vllm_config = vllm_config
         settings = vllm_config.additional_config[FIELD]
         self._config = config_tree.parse({"drafting": settings["drafting"]}).drafting  # type: ignore[union-attr]

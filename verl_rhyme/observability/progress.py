@@ -152,7 +152,7 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
                 child.notice = None
         show_steps()
     if child.interrupted:
-        show(f"training interrupted; log: {log}")
+        show(f"training interrupted; the same command goes on from the last checkpoint; log: {log}")
     elif child.status:
         why = ", killed: out of memory?" if child.status == 128 + signal.SIGKILL else ""
         show(f"training failed (exit status {child.status}{why}); error from {log}:")

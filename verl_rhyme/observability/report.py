@@ -171,7 +171,8 @@ def _table(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
     stale = any(row["staleness_max"] for run in runs for row in run["epochs"])
     names_shown = (*numbers_shown, *shares_shown, *(["stale\n(max)"] if stale else []))
     for name in ("epoch", *(["run"] if len(runs) > 1 else []), *names_shown):
-        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
+        wraps = name == "run" or name.startswith("stale")
+        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=not wraps, overflow="fold")
     for number in sorted({row["epoch"] for run in runs for row in run["epochs"]}):
         rows = [(name, row) for name, run in zip(names, runs, strict=True) for row in run["epochs"]]
         for at, (name, row) in enumerate((name, row) for name, row in rows if row["epoch"] == number):

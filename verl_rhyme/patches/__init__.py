@@ -28,8 +28,8 @@ def _load(*names: str) -> tuple[Patch, ...]:
 
 #: Applied in every process that imports verl (``verl.plugins`` entry point).
 VERL = _load(
+    "hydra_run",
     "verl_continue_metrics",
-    "verl_early_check",
     "verl_gloo_backend",
     "verl_logger_flush",
     "mbridge_local_spec",
@@ -37,6 +37,9 @@ VERL = _load(
     "megatron_padding_mask",
     "megatron_rng_state",
 )
+
+#: Checks a run before Ray starts.
+BEFORE_RAY = VERL[0]
 
 #: Applied in every vLLM process (``vllm.general_plugins`` entry point).
 VLLM = _load(

@@ -254,7 +254,7 @@ def _holders(original: Any, module: str) -> list[tuple[ModuleType, str]]:
 
 
 def _refuse(patch: Patch, reason: str) -> Status:
-    if patch.name not in _refusals:
+    if reason not in _refusals.values():  # another release of a package is reported once
         logger.error("verl-rhyme: patch %s REFUSED: %s. Without it: %s", patch.name, reason, patch.why)
     _refusals[patch.name] = reason
     return Status(patch, State.REFUSED, reason)

@@ -66,8 +66,10 @@ def profile(name: str, named_in: Path | None = None) -> Profile:
         path = Path(name) if named_in is None else from_folder_of(named_in, name)
     if not path.is_file():
         where, folder = ("", "current folder") if named_in is None else (f"{named_in}: ", f"folder of {named_in.name}")
+        gpus = {*name.split("-")}  # a profile of another GPU is no substitute
+        near = nearest(name, [each for each in known if each.split("-")[-2] in gpus])
         raise ClusterError(
-            f"{where}no profile {name}{nearest(name, known) or '.'} Choose {', '.join(known)}, or a YAML path "
+            f"{where}no profile {name}{near or '.'} Choose {', '.join(known)}, or a YAML path "
             f"relative to the {folder}; {path} is not a file"
         )
     found: ProfileFile = read(ProfileFile, path)

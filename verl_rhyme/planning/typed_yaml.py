@@ -36,7 +36,7 @@ def plain(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         tree = OmegaConf.load(path)
     except Exception as error:  # the YAML parser's have no common name
         if isinstance(error, OSError) and error.strerror:  # else OmegaConf's: a single value
-            raise ClusterError(f"{path} cannot be read: {error.strerror}") from error
+            raise ClusterError(f"{path.absolute()} cannot be read: {error.strerror}") from error
         raise ClusterError(f"{path} is not a YAML mapping: {' '.join(str(error).split())}") from error
     if not OmegaConf.is_dict(tree):
         raise ClusterError(f"{path} is not a YAML mapping of keys to values")

@@ -37,8 +37,8 @@ STRATEGY = "actor_rollout_ref.actor.strategy"
 NO_DRAFTS = f"{CONFIG_PATH}.drafting.enable=false"
 #: For each option of each row, in table order: preset, overrides that only this option refuses, words of the refusal.
 CASES = [
-    ("histospec", [f"{R}.name=sglang"], [f"{R}.name=sglang: ", "V1 trainer and vLLM", f"set {R}.name=vllm"]),
-    ("full", ["trainer.use_v1=false"], ["trainer.use_v1=false: ", "V1 trainer", "drop it"]),
+    ("histospec", [f"{R}.name=sglang"], [f"{R}.name=sglang: ", "in vLLM only", f"set {R}.name=vllm"]),
+    ("full", ["trainer.use_v1=false"], ["trainer.use_v1=false: ", "verl's V1 trainer", "set trainer.use_v1=true"]),
     ("histospec", [f"{R}.disaggregation.enabled=true"], [f"{R}.disaggregation.enabled=true: ", "in one engine"]),
     ("sorted", [f"{E}.kv_transfer_config={{kv_role: kv_both}}"], ["kv_transfer_config: ", "prefill and decoding"]),
     ("full", [f"{E}.worker_extension_cls=my.Extension"], ["worker_extension_cls=my.Extension: ", "own worker exten"]),
@@ -46,7 +46,7 @@ CASES = [
     (
         "histospec",
         [f"{E}.speculative_config={{method: ngram}}"],
-        [f"{E}.speculative_config with {CONFIG_PATH}.drafting.enable=true: ", "replaces one of them", NO_DRAFTS],
+        [f"{E}.speculative_config with {CONFIG_PATH}.drafting.enable=true: ", "takes one drafter", NO_DRAFTS],
     ),
     ("full", [f"{E}.spec_method=ngram"], ["spec_method=ngram with", "drop the first option, or"]),
     ("full", [f"{E}.spec_model=small"], ["spec_model=small with"]),
@@ -62,6 +62,11 @@ CASES = [
     ("histospec", [f"{E}.ubatch_size=2"], ["ubatch_size=2 with", "whole batches"]),
     ("full", [f"{E}.logits_processors=[my.Processor]", NO_DRAFTS], ["logits_processors with", "own sampler"]),
     ("histospec", [f"{E}.diffusion_config={{canvas_length: 8}}"], ["diffusion_config with", "one by one"]),
+    (
+        "full",
+        [f"{CONFIG_PATH}.drafting.live_tokens=1024", "data.max_prompt_length=512", "data.max_response_length=1024"],
+        ["live_tokens=1024 with data.max_prompt_length=512 with", "one prompt with its response", "at least their sum"],
+    ),
     ("sorted", [f"{E}.tensor_parallel_size=2"], ["vllm.tensor_parallel_size=2 with", "tensor_model_parallel_size"]),
     ("full", [f"{E}.pipeline_parallel_size=2"], ["vllm.pipeline_parallel_size=2 with", "pipeline_model_parallel_size"]),
     ("full", [f"{E}.data_parallel_size=2"], ["vllm.data_parallel_size=2 with", f"set {R}.data_parallel_size"]),
@@ -78,13 +83,18 @@ CASES = [
         [f"{R}.data_parallel_size=2"],
         [f"{R}.data_parallel_size=2 with {CONFIG_PATH}.drafting.enable=true", "data_parallel_size=1", "replicas"],
     ),
+    (
+        "histospec",
+        [f"{R}.agent.agent_loop_manager_class=null"],
+        ["agent_loop_manager_class=null: options below", "need a preset", "add +rhyme=histospec"],
+    ),
     ("full", ["trainer.v1.trainer_mode=my_async"], ["trainer_mode=my_async with", "to one of sync, colocate_async"]),
     (
         "sorted",
         [f"{R}.agent.agent_loop_manager_class=null"],
         ["agent_loop_manager_class=null with", "max_staleness=0", "use +rhyme=full or +rhyme=sorted"],
     ),
-    ("full", [f"{R}.scheduling_policy=fcfs"], [f"{R}.scheduling_policy=fcfs with", "in which order", "=priority, as"]),
+    ("full", [f"{R}.scheduling_policy=fcfs"], ["scheduling_policy=fcfs with", "in the order", "_policy=priority"]),
     (
         "full",
         [SEPARATE, f"{STEPS}=4"],
@@ -93,14 +103,14 @@ CASES = [
     (
         "sorted",
         [SEPARATE, "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"],
-        ["enable_switch=true with", "which engines generate them", "drop the first option"],
+        ["enable_switch=true with", "which engines generate", "enable_switch=false"],
     ),
     (
         "full",
         ["trainer.v1.sampler.custom_sampler.path=mine.py"],
         ["custom_sampler.path=mine.py with", "samples a training step takes", "+rhyme=histospec"],
     ),
-    ("sorted", ["skip.rollout_tq.enable=true"], ["skip.rollout_tq.enable=true with", "prompts are loaded and started"]),
+    ("sorted", ["skip.rollout_tq.enable=true"], ["skip.rollout_tq.enable=true with", "drop the first option"]),
     ("full", ["actor_rollout_ref.actor.shuffle=true"], ["actor.shuffle=true with", "scheduling.order=0 shuffles"]),
     ("full", ["data.gen_batch_size=64"], ["data.gen_batch_size=64 with", "scheduling.in_flight"]),
     ("stream", [f"{QUEUE}=1000"], ["SimpleStorage.total_storage_size=1000 with", f"set {QUEUE}=null"]),

@@ -30,7 +30,7 @@ def test_the_dry_run_prints_yaml_on_a_machine_that_lacks_everything(monkeypatch)
     for missing in ("data.train_files: no file", "GPUs: 0 on this machine", "verl: not installed"):
         assert f"# warn: {missing}" in found.stdout
     unset = dry_run(f"{R}.name=???")
-    error = f"verl-rhyme preflight: Missing mandatory value: {R}.name -> set {R}.name=vllm\n"
+    error = f"verl-rhyme preflight: {R}.name is not set: add {R}.name=vllm\n"
     assert (unset.exit_code, unset.stderr) == (1, error)
     broken = dry_run("nonsense=1")
     assert broken.exit_code == 1
@@ -48,11 +48,11 @@ def test_the_dry_run_fails_where_the_run_would():
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("trainer.nnodes=two", "trainer.nnodes must be a whole number, not 'two'"),
-        ("trainer.nnodes=null", "trainer.nnodes must be a whole number, not null"),
-        (f"{R}.max_model_len=long", f"{R}.max_model_len must be a whole number, not 'long'"),
-        (f"{R}.max_num_seqs=[1]", f"{R}.max_num_seqs must be a whole number, not [1]"),
-        (f"{R}.gpu_memory_utilization=high", f"{R}.gpu_memory_utilization must be a number, not 'high'"),
+        ("trainer.nnodes=two", "trainer.nnodes must be a whole number of at least 1, not 'two'"),
+        ("trainer.nnodes=null", "trainer.nnodes must be a whole number of at least 1, not null"),
+        (f"{R}.max_model_len=long", f"{R}.max_model_len must be a whole number of at least 1, not 'long'"),
+        (f"{R}.max_num_seqs=[1]", f"{R}.max_num_seqs must be a whole number of at least 1, not [1]"),
+        (f"{R}.gpu_memory_utilization=high", f"{R}.gpu_memory_utilization must be a number from 0 to 1, not 'high'"),
     ],
 )
 def test_a_size_that_is_not_a_number_is_reported(override, problem):

@@ -81,7 +81,17 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ("lengths.ranker.options.rate", 0.1, "empty without a kind"),
         ("lengths.ranker", {"kind": "model", "options": {"loss": "x"}}, "listwise or margin or regression"),
         ("lengths.ranker", {"kind": "boosting", "model": "x"}, "a folder with lengths.ranker.kind=model"),
-        ("weights.site_label", "", "the name of a label"),
+        ("weights.site_label", "", "must be str or null, not empty"),
+        ("history.dir", "", "must be str or null, not empty"),
+        ("events.dir", "", "must be str or null, not empty"),
+        ("events", {"enable": False, "responses": True}, "events.responses must be false with events.enable=false"),
+        ("drafting.max_batch_tokens", 0, "null or at least 1 .*drafting.enable=false"),
+        ("drafting", {"policy": "paper", "floor": 0.2}, "floor must be 0.05 .its default. with policy=paper"),
+        ("drafting", {"policy": "paper", "max_tokens": 128}, "max_tokens must be at most 32 with policy=paper"),
+        ("drafting", {"policy": "paper", "head": "new"}, "head must be null .its default. with policy=paper"),
+        ("streaming.part", 0.5, r"rhyme.streaming.part needs the pipeline: use \+rhyme=full"),
+        ("scheduling", {"order": 0, "in_flight": 2}, "in_flight, .*scheduling.order need the pipeline"),
+        ("streaming.elastic.min_replicas", 1, "elastic.min_replicas needs the pipeline"),
     ],
 )
 def test_errors_name_the_option_and_the_remedy(path, value, words):

@@ -90,7 +90,7 @@ def test_deferred_counting_does_not_read_the_engines_rows():
 @pytest.mark.parametrize("policy", ["adaptive", "paper"])
 def test_running_requests_draft_from_a_history_that_arrives(policy):
     source, text = Late(), np.random.default_rng(0).permutation(600)
-    drafter = build(DraftingConfig(policy=policy, live_tokens=1 << 12), source, 8, 1 << 30)
+    drafter = build(DraftingConfig(policy=policy), source, 8, 1 << 30)
     engine = Engine(drafter)
     engine.start("a", [1, 2])
     engine.start("b", [1, 2])

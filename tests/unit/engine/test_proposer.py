@@ -71,7 +71,8 @@ def test_any_schedule_gives_no_errors_and_bounded_drafts(tmp_path, policy):
         for prompt in prompts:  # some ids are beyond the vocabulary
             response = rng.integers(0, VOCABULARY + 20, 200).astype(np.int32)
             store.append([Trajectory(prompt_key(prompt), response, 1.0, 0, 0, 0)], 0)
-    proposer = proposer_for(tmp_path / "h", policy=policy, floor=0.02, plan_threads=2)
+    options = {"floor": 0.02, "plan_threads": 2} if policy == "adaptive" else {}
+    proposer = proposer_for(tmp_path / "h", policy=policy, **options)
     if policy == "paper":
         proposer._drafter._match = 1, 4
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)

@@ -236,7 +236,7 @@ def test_signal_ends_the_whole_session(start: Start, tmp_path: Path, number: sig
     process.send_signal(number)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + number
-    assert "training interrupted" in output
+    assert "training interrupted; the same command goes on from the last checkpoint" in output
     assert gone(processes, 1)
     assert session_processes(processes[0]) == []
 

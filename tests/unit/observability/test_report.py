@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from verl_rhyme.cli import app
 from verl_rhyme.drafting.policy import SOURCES
@@ -347,3 +349,18 @@ def test_the_trace_of_one_step(on: Path, capfd) -> None:
     status, lines = run_report(capfd, on, "--perfetto", "--step", "99")
     assert status == 0
     assert "no request of step 99 was logged; steps 1 to 8 are available" in lines[0]
+
+
+def test_the_table_of_two_runs_keeps_its_figures_in_80_columns() -> None:
+    row = {
+        **{"epoch": 1, "reward_mean": 0.123, "rollout_s": 123.4, "tokens": 1234567, "accept_length": 1.23},
+        **{"accept_rate": 0.5, "history_hit_rate": 1.0, "bubble_ratio": 0.25, "staleness_mean": 0.3},
+        "staleness_max": 1,
+    }
+    names = ["full-k2-no_drafting-qwen2-fsdp-separate_async", "off"]
+    console = Console(width=80, file=io.StringIO())
+    console.print(report._table([{"epochs": [row]}] * 2, names))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    assert text.count("(1)") == 2
+    assert max(map(len, text.splitlines())) <= 80

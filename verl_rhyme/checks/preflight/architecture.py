@@ -50,10 +50,10 @@ class Architecture:
             UnknownArchitecture: ``model_type`` is not in :data:`KNOWN`, the model is recurrent, or a size is missing.
         """
         if sign := recurrent(config):
-            raise UnknownArchitecture(f"the memory of recurrent layers ({sign}) and their states is not estimated")
+            raise UnknownArchitecture(f"no memory estimate for this family: recurrent layers ({sign}) and their states")
         kind = config.get("model_type")
         if kind not in KNOWN:
-            raise UnknownArchitecture(f"unknown architecture {kind!r}: not estimated (known: {', '.join(KNOWN)})")
+            raise UnknownArchitecture(f"no memory estimate for this family ({kind}; only for {', '.join(KNOWN)})")
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
             bias = bool(config.get("attention_bias", False))
@@ -73,7 +73,7 @@ class Architecture:
                 qk_norm=kind == "qwen3",
             )
         except KeyError as missing:
-            raise UnknownArchitecture(f"config.json of {kind} has no {missing}: not estimated") from None
+            raise UnknownArchitecture(f"no memory estimate: config.json of {kind} has no {missing}") from None
 
     @property
     def query(self) -> int:

@@ -1,21 +1,23 @@
-"""All checks of a run before it starts; each problem comes with a remedy.
+"""All checks of a run before it starts, for recipes, run scripts and a user's own command; problems have remedies.
 
-:mod:`.config_checks` check the config alone, :mod:`.machine_checks` compare it with this machine. A dry run may be on
-another machine than the run, so its machine checks and versions warn instead of failing. Another run's checkpoints in
-the run folder fail in a dry run as well.
+:mod:`.config_checks` check the config alone, :mod:`.datasets` and :mod:`.components` the files that it names,
+:mod:`.machine_checks` compare it with this machine. Where the run may be on another machine, files, machine checks and
+versions warn instead of failing. Another run's checkpoints in the run folder always fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from verl_rhyme.checks import doctor
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
-from verl_rhyme.checks.preflight import config_checks, history_size, machine_checks, run_folder
+from verl_rhyme.checks.preflight import components, config_checks, datasets, history_size, machine_checks, run_folder
 from verl_rhyme.checks.preflight.estimate import Estimate, estimate
-from verl_rhyme.checks.preflight.machine import Machine, detect_machine
+from verl_rhyme.checks.preflight.machine import ADDRESS, Machine, detect_machine
 from verl_rhyme.checks.preflight.plan import ENGINES, Plan, check_numbers, read
 
 
@@ -37,18 +39,19 @@ class Preflight:
 
 
 def examine(
-    config: Any, dry_run: bool = False, with_doctor: bool = True, notes: Mapping[str, str] | None = None
+    config: Any, elsewhere: bool = False, imports: bool = True, notes: Mapping[str, str] | None = None
 ) -> Preflight:
     """Run all checks of a resolved config on this machine.
 
     Args:
         config: Config from :func:`verl_rhyme.checks.preflight.compose.compose`.
-        dry_run: Whether machine checks warn instead of failing, and the doctor checks versions only.
-        with_doctor: Whether to check Python, packages, plugin and patches; takes 20 to 45 s unless ``dry_run``.
+        elsewhere: Whether the run may be on another machine; checks of this machine then warn.
+        imports: Whether to import verl, vLLM and the training engine to check them, unless a quicker check fails; takes
+            20 to 45 s.
         notes: Notes of :func:`verl_rhyme.checks.preflight.run_folder.describe`.
 
     Raises:
-        ConfigError: A size is not a number.
+        ConfigError: A size is not a number in its range.
         ValueError: ``GPU_MEMORY_GB`` is not a number.
     """
     check_numbers(config)
@@ -57,33 +60,11 @@ def examine(
     plan = read(config, fields.get("max_position_embeddings"))
     memory = machine.host_bytes if plan.device == "cpu" else machine.gpu_bytes
     found = estimate(model, plan, memory) if model else None
-    imports = with_doctor and not dry_run
-    history, copied = history_size.check(config, plan)
-    on_machine: list[Check] = [
-        *machine_checks.datasets(config),
-        *model_check,
-        *machine_checks.reward_function(config, load=imports),
-        *(machine_checks.engine(config, plan) if imports else ()),
-        *machine_checks.gpus(plan, machine),
-        *(machine_checks.gpu_memory(found, plan) if found else ()),
-        *(machine_checks.host_memory(found, config, machine) if found else ()),
-        *machine_checks.disk(config, found, copied),
-        *machine_checks.weights(config, plan, found),
-        *machine_checks.ranker(plan),
-        *history,
-    ]
-    if imports:
-        on_machine += doctor.examine(machine_checks.history_dir(plan), engines=False)
-    elif plan.rhyme is not None:
-        on_machine += doctor.history_folder(machine_checks.history_dir(plan))
-    if dry_run:
-        on_machine += doctor.versions()
-        on_machine = [replace(check, status=WARN) if check.status == FAIL else check for check in on_machine]
     checks = [
         *config_checks.rhyme(config, plan),
         *config_checks.types(config),
+        *config_checks.choices(config),
         *config_checks.trainer_mode(config),
-        *(config_checks.agent_loops(config, plan) if imports else ()),
         *config_checks.loss(config, plan),
         *config_checks.placement(plan),
         *config_checks.weights(config),
@@ -93,10 +74,40 @@ def examine(
         *config_checks.rollout(config, plan),
         *run_folder.check(config, notes),
         *run_folder.resume(config),
-        *on_machine,
     ]
+    history, copied = history_size.check(config, plan)
+    folder = machine_checks.history_dir(plan)
+    checks += _here(
+        [
+            *datasets.check(config),
+            *components.check(config),
+            *model_check,
+            *machine_checks.gpus(plan, machine, OmegaConf.select(config, ADDRESS)),
+            *(machine_checks.gpu_memory(found, plan) if found else ()),
+            *(machine_checks.host_memory(found, config, machine) if found else ()),
+            *machine_checks.disk(config, found, copied),
+            *machine_checks.weights(config, plan, found),
+            *machine_checks.ranker(plan),
+            *history,
+            *(doctor.history_folder(folder) if plan.rhyme is not None and not imports else ()),
+        ],
+        elsewhere,
+    )
     if not found and model:
-        detail = f"the memory of strategy {plan.strategy} is not estimated (known: {', '.join(ENGINES)})"
+        detail = f"no memory estimate for strategy {plan.strategy} (only for {', '.join(ENGINES)})"
         checks.append(Check("memory", WARN, detail, "none needed"))
+    if not imports:
+        installed = (*machine_checks.engine(config, plan, imports=False), *doctor.versions(), *doctor.shared_memory())
+        checks += _here(installed, elsewhere)
+    elif any(check.status == FAIL for check in checks):
+        checks.append(Check("installation", WARN, "not checked because of the failures", "verl-rhyme doctor"))
+    else:
+        checks += config_checks.agent_loops(config, plan.rhyme)
+        checks += machine_checks.engine(config, plan, imports=True)
+        checks += doctor.examine(folder, engines=False)
     checks.sort(key=lambda check: (FAIL, WARN, OK).index(check.status))
     return Preflight(checks, plan, found, machine)
+
+
+def _here(checks: Iterable[Check], elsewhere: bool) -> list[Check]:
+    return [replace(check, status=WARN) if elsewhere and check.status == FAIL else check for check in checks]

@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError
+from verl_rhyme.config import CONFIG_PATH, ConfigError, options
 
 _ABSENT = object()
 #: File of verl's ``@hydra.main``, and the config path and name that it sets.
@@ -71,7 +71,7 @@ def compose(arguments: Sequence[str]) -> DictConfig:
             try:
                 config = hydra.compose_config(name, args.overrides, RunMode.RUN, with_log_configuration=False)
             except HydraException as error:
-                raise ConfigError(_message(error, hydra, name, args.overrides)) from error
+                raise ConfigError(message(error, hydra, name, args.overrides)) from error
         HydraConfig.instance().set_config(config)  # ${hydra:...} reads it
         config = hydra.get_sanitized_cfg(config, "job")
         OmegaConf.resolve(config)
@@ -99,8 +99,8 @@ def defaults(strategy: str) -> dict[str, Any]:
     return OmegaConf.to_container(found, resolve=False)  # type: ignore[return-value]
 
 
-def _message(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[str]) -> str:
-    """Return the error in one line; for an unknown key, with the nearest known key."""
+def message(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[str]) -> str:
+    """Return an error of composition in one line; for an unknown key, with the nearest known key."""
     text = _one_line(error)
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override, text)
@@ -111,15 +111,20 @@ def _message(error: HydraException, hydra: Hydra, name: str, overrides: Sequence
     wrong = [override for override in overrides if re.match(rf"{re.escape(str(key))}[.=@]", override)]
     if not (key and wrong):
         return text
-    place, ours, option = wrong[0].partition("=")[0].partition("rhyme.")
+    given = wrong[0].partition("=")[0]
+    place, ours, option = given.partition("rhyme.")
     if ours and set(place.split(".")) <= {"", *CONFIG_PATH.split(".")} and f"{place}rhyme" != CONFIG_PATH:
         return f"{wrong[0]}: unknown key; did you mean {CONFIG_PATH}.{option}?"
+    if ours and CONFIG_PATH.startswith(str(key)):
+        return f"{wrong[0]}: without a preset there are no options of rhyme: add +rhyme=histospec"
+    if given in {each.name for each in options()}:
+        return f"{wrong[0]}: unknown key; did you mean {CONFIG_PATH}.{given}?"
     parent, _, leaf = str(key).rpartition(".")
     try:
         rest = [override for override in overrides if override not in wrong]
         config = hydra.compose_config(name, rest, RunMode.RUN, with_log_configuration=False)
         known = OmegaConf.select(config, parent) if parent else config
-        near = difflib.get_close_matches(leaf, [str(option) for option in known], n=1, cutoff=0.5)
+        near = difflib.get_close_matches(leaf, [str(name) for name in known], n=1, cutoff=0.5)
         below = re.split("[=@]", wrong[0].removeprefix(str(key)), maxsplit=1)[0]
         if not near or (below and OmegaConf.select(known, near[0] + below, default=_ABSENT) is _ABSENT):
             return text

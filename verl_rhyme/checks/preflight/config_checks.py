@@ -9,42 +9,72 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks import combinations, startup
+from verl_rhyme.checks import combinations
 from verl_rhyme.checks import loss as losses
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight import compose
 from verl_rhyme.checks.preflight.architecture import Architecture
+from verl_rhyme.checks.preflight.datasets import REWARD_MANAGERS
 from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
-from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, config_tree, training_order
+from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, config_tree, training_order
 from verl_rhyme.config.checks import nearest
+from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.config.run_name import run_name
+from verl_rhyme.router import router_file
 from verl_rhyme.weights import BACKEND as RELAY
 
 #: Checkpoint-engine backends of verl 0.9.1 (``rollout.checkpoint_engine.backend``), and rhyme's relay.
 BACKENDS = ("naive", "nccl", "nixl", "mooncake", "kimi_ckpt_engine", "delta_sharded", RELAY)
 
-#: Remedy of a finding whose text contains the remedy.
-_SEE_TEXT = "correct the setting that this message names"
-
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
+#: Estimators of verl 0.9.1 that compare the samples of a prompt, and the other ones.
+_GROUP_ESTIMATORS = (
+    *("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
+    *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
+)
+#: Values that verl 0.9.1 and vLLM know, by key; they check them in their workers.
+CHOICES = {
+    "algorithm.adv_estimator": (*_GROUP_ESTIMATORS, "gae", "reinforce_plus_plus", "remax"),
+    f"{_A}.policy_loss.loss_mode": (
+        *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"),
+        "bypass_mode",
+    ),
+    f"{_A}.loss_agg_mode": (
+        *("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"),
+    ),
+    f"{_A}.strategy": ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel"),
+    f"{_R}.dtype": ("auto", "half", "float16", "bfloat16", "float", "float32"),
+    f"{_R}.load_format": (
+        *("auto", "dummy", "safetensors", "hf", "pt", "mistral", "npcache", "bitsandbytes", "tensorizer"),
+        *("fastsafetensors", "instanttensor", "modelexpress", "runai_streamer", "runai_streamer_sharded"),
+        "sharded_state",
+    ),
+    "data.truncation": ("error", "left", "right", "middle"),
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    "reward.reward_manager.name": REWARD_MANAGERS,
+}
 
-def rhyme(config: Any, plan: Plan) -> Iterator[Check]:
+
+def rhyme(config: Any, plan: Plan | None) -> Iterator[Check]:
     """Check that the rhyme tree parses, and that nothing in the config is refused with it."""
     name = "rhyme"
     if isinstance(config.get("rhyme"), str):
         refusal = combinations.group_not_found(config.rhyme)
         yield Check(name, FAIL, refusal.detail, refusal.remedy)
         return
+    refusals: list[combinations.Refusal] = []
     try:
-        refusals = startup.refusals(config, config_tree.from_verl(config))
+        tree = config_tree.from_verl(config)
+        refusals += combinations.refusals(config, tree)
+        if tree is not None:
+            router_file.check(tree.placement)
+            router_file.check_own(config)
     except ConfigError as error:
-        yield Check(name, FAIL, str(error), _SEE_TEXT)
-        return
-    for refusal in refusals:
-        yield Check(name, FAIL, refusal.detail, refusal.remedy or _SEE_TEXT)
+        refusals.append(combinations.Refusal(str(error)))
+    yield from (Check(name, FAIL, refusal.detail, refusal.remedy) for refusal in refusals)
     if not refusals:
-        yield Check(name, OK, _summary(plan))
+        yield Check(name, OK, _summary(plan) if plan else "")
 
 
 def _summary(plan: Plan) -> str:
@@ -82,6 +112,22 @@ def _mistyped(mine: Any, theirs: Any, path: str) -> Iterator[str]:
                 yield f"{where} must be a number, not {value!r}"
 
 
+def choices(config: Any) -> Iterator[Check]:
+    """Check values that verl's workers look up by name; modules of the user may register further ones."""
+    own = os.environ.get("VERL_USE_EXTERNAL_MODULES") or OmegaConf.select(
+        config, "actor_rollout_ref.model.external_lib"
+    )
+    for key, known in CHOICES.items():
+        value = str(OmegaConf.select(config, key, default=known[0]))
+        registered = key == "reward.reward_manager.name" and config.reward.reward_manager.source != "register"
+        if value not in known and not registered:
+            detail = f"{key}={value} is not one of {', '.join(known)}{nearest(value, known)}"
+            remedy = "set one of them"
+            if own:
+                remedy += f", or make sure that your own modules ({own}) register it"
+            yield Check("values", WARN if own else FAIL, detail, remedy)
+
+
 def _pipeline(config: Any) -> bool:
     """Return whether the config asks for the pipeline, also where :func:`rhyme` refuses its options."""
     bound, enable = (OmegaConf.select(config, f"{CONFIG_PATH}.{key}") for key in ("max_staleness", "enable"))
@@ -102,21 +148,31 @@ def trainer_mode(config: Any) -> Iterator[Check]:
         yield Check("trainer mode", FAIL, detail, remedy)
 
 
-def agent_loops(config: Any, plan: Plan) -> Iterator[Check]:
-    """Check that a user's own agent loop manager derives from rhyme's; imports its class and verl."""
-    if plan.rhyme is None:
+def agent_loops(config: Any, tree: RhymeConfig | None) -> Iterator[Check]:
+    """Check that a user's own agent loop manager derives from rhyme's; imports its class."""
+    name = OmegaConf.select(config, MANAGER)
+    if tree is None or name in (DRAFTING_MANAGER, PIPELINE_MANAGER, None):  # combinations.TABLE refuses wrong ones
         return
+    from verl.utils.import_utils import load_class_from_fqn
+
+    needed = PIPELINE_MANAGER if tree.pipeline else DRAFTING_MANAGER
     try:
-        startup.check_agent_loops(config, plan.rhyme)
-    except ConfigError as error:
-        yield Check("agent loops", FAIL, str(error), _SEE_TEXT)
+        known = issubclass(load_class_from_fqn(name), load_class_from_fqn(needed))
+    except Exception as error:
+        detail = f"{MANAGER}={name} cannot be imported: {error}"
+        yield Check("agent loops", FAIL, detail, "correct the name, or drop the override")
+        return
+    if not known:
+        detail = f"{MANAGER}={name} does not derive from {needed}, which rhyme requires"
+        remedy = "replace verl's manager among its bases with that class, or drop the override"
+        yield Check("agent loops", FAIL, detail, remedy)
 
 
 def load(config: Any, plan: Plan) -> Iterator[Check]:
     """Report the prompts in flight, and whether a training step is one optimizer step."""
     actor, samples = config.actor_rollout_ref.actor, int(config.actor_rollout_ref.rollout.n)
     mini, batch, rules = int(actor.ppo_mini_batch_size), int(config.data.train_batch_size), plan.rules
-    if plan.rhyme is None or rules is None or mini < 1 or batch % mini:  # :func:`batches` reports the last two
+    if plan.rhyme is None or rules is None or batch % mini:  # :func:`batches` reports the last
         return
     slots, steps = plan.replicas * plan.rollout.max_num_seqs, batch // mini
     order = training_order(plan.rhyme.scheduling.order, steps, str(actor.loss_agg_mode), actor.get("loss_scale_factor"))
@@ -253,14 +309,16 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     batch, mini = int(config.data.train_batch_size), int(actor.ppo_mini_batch_size)
     n, dp = int(rollout.n), plan.data_parallel
-    if batch < 1:
-        problems.append((f"data.train_batch_size={batch} must be at least 1", "raise it"))
-    elif mini < 1 or batch % mini:
+    if batch % mini:
         detail = f"data.train_batch_size={batch} is not a multiple of ppo_mini_batch_size={mini}"
         problems.append((detail, _multiples(batch, mini)))
     elif mini * n % dp:
         detail = f"a mini-batch of {mini} x {n} responses is not divisible by {dp} data-parallel ranks"
         problems.append((detail, f"change {_A}.ppo_mini_batch_size or {_R}.n"))
+    estimator = str(config.algorithm.adv_estimator)
+    if n == 1 and estimator in _GROUP_ESTIMATORS:
+        detail = f"{_R}.n=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
+        yield Check("batches", WARN, detail, f"set {_R}.n=8, for example, or another algorithm.adv_estimator")
     if plan.strategy == "megatron" and not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
         remedy = f"set {_A}.ppo_micro_batch_size_per_gpu, or {_A}.use_dynamic_bsz=true"
         problems.append((f"{_A}.ppo_micro_batch_size_per_gpu is null, with which verl's check fails", remedy))
@@ -275,8 +333,6 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
 
 def _multiples(batch: int, mini: int) -> str:
     """Return a remedy with the nearest sizes that divide."""
-    if mini < 1:
-        return f"set {_A}.ppo_mini_batch_size to a divisor of data.train_batch_size"
     near = sorted({max(mini, batch // mini * mini), -(-batch // mini) * mini})
     divisor = max(size for size in range(1, min(batch, mini) + 1) if batch % size == 0)
     return f"set data.train_batch_size={' or '.join(map(str, near))}, or {_A}.ppo_mini_batch_size={divisor}"

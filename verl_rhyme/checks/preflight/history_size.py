@@ -24,7 +24,7 @@ TOKEN_BYTES, RESPONSE_BYTES = 5.75, 27
 PEAK = 1 + HISTORY_FILL
 
 #: Seconds for reading prompts, to find repeated ones.
-_COUNTING_S = 10.0
+_COUNTING_S = 2.0
 
 #: Assumed range of the mean response length, as shares of ``data.max_response_length``; a run has no lengths before it
 #: starts.

@@ -14,6 +14,12 @@ from verl_rhyme.history.share import available_memory
 #: Assumed bytes of a GPU (A100 or H100) where no GPU is found and ``GPU_MEMORY_GB`` is not set.
 ASSUMED_GPU = 80 << 30
 
+#: Key of verl's config with the address of a Ray cluster.
+ADDRESS = "ray_kwargs.ray_init.address"
+
+#: File of a cluster that ``ray start`` made on this machine.
+_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -24,6 +30,7 @@ class Machine:
         gpu_bytes: Bytes of the smallest GPU; without a GPU, of ``GPU_MEMORY_GB`` or :data:`ASSUMED_GPU`.
         gpu_source: Source of ``gpu_bytes``: "nvidia-smi", "GPU_MEMORY_GB" or "assumed".
         host_bytes, host_free: Total and free memory of this process, within its cgroup's limit; bytes.
+        visible: ``CUDA_VISIBLE_DEVICES`` where it hides GPUs.
     """
 
     gpus: int
@@ -31,6 +38,7 @@ class Machine:
     gpu_source: str
     host_bytes: int
     host_free: int
+    visible: str | None = None
 
 
 def detect_machine() -> Machine:
@@ -49,7 +57,17 @@ def detect_machine() -> Machine:
         memory, source = int(float(given) * (1 << 30)), "GPU_MEMORY_GB"
     else:
         memory, source = ASSUMED_GPU, "assumed"
-    return Machine(len(sizes), memory, source, _host_bytes(), available_memory())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = (
+        len(sizes) if visible is None else min(len(sizes), len([each for each in visible.split(",") if each.strip()]))
+    )
+    hides = visible if gpus < len(sizes) else None
+    return Machine(gpus, memory, source, _host_bytes(), available_memory(), hides)
+
+
+def in_cluster(address: str | None) -> bool:
+    """Whether ``ray.init(address)`` connects to a running cluster, whose nodes may differ from this machine."""
+    return bool(address or os.environ.get("RAY_ADDRESS")) or _CLUSTER.exists()
 
 
 def free_disk(folder: Path) -> tuple[Path, int]:

@@ -1,11 +1,8 @@
-"""Checks of a config against this machine: data, model, GPUs, memory, disk."""
+"""Checks of a config against this machine: model, GPUs, memory, disk."""
 
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,77 +14,17 @@ from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight import model_folder
 from verl_rhyme.checks.preflight.architecture import Architecture, UnknownArchitecture
 from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
-from verl_rhyme.checks.preflight.machine import Machine, free_disk
-from verl_rhyme.checks.preflight.plan import Plan, data_files
+from verl_rhyme.checks.preflight.machine import Machine, can_write, free_disk, in_cluster
+from verl_rhyme.checks.preflight.plan import Plan
 from verl_rhyme.coordinator.ranker_service import missing_requirement
 from verl_rhyme.history import history_folder
 from verl_rhyme.weights import BACKEND as RELAY
 from verl_rhyme.weights.claims import SHARED_MEMORY
 
-#: Argument of ``examples.data.prepare`` that creates a file, by the pattern of its name.
-PREPARED = {
-    r"dapo-math-17k": "dapo",
-    r"aime-2024": "aime",
-    r"math-500": "math500",
-    r"gsm8k-.+": "gsm8k",
-    r"amc-2023": "amc",
-    r"minerva": "minerva",
-    r"olympiad-bench": "olympiad",
-    r"kk-.+": "kk",
-}
-
-#: Share of a GPU's memory above which an estimate with an error of 15 % may not fit.
-TIGHT = 0.87
+#: Shares of a GPU's memory above which an estimate with an error of 15 % may not fit, and does not.
+TIGHT, ABOVE = 0.87, 1.15
 
 _R = "actor_rollout_ref.rollout"
-
-
-def datasets(config: Any) -> Iterator[Check]:
-    """Check that verl can read the files of ``data.train_files`` and ``data.val_files`` and finds the prompt column."""
-    column = config.data.get("prompt_key") or "prompt"
-    own = OmegaConf.select(config, "data.custom_cls.path")  # a custom dataset class reads any format
-    for option in ("train_files", "val_files"):
-        for file in data_files(config, option):
-            yield _dataset(f"data.{option}", file, column, own)
-
-
-def _dataset(name: str, file: str, column: str, own: str | None) -> Check:
-    import pyarrow
-    import pyarrow.parquet as pq
-
-    if "://" in file:
-        return Check(name, WARN, f"{file}: remote, not checked", "none needed if verl can read it")
-    path = Path(file).expanduser()
-    if not path.is_file():
-        return Check(name, FAIL, f"no file {path}", _prepare(path))
-    if own:
-        return Check(name, OK, f"{path}: content not checked, data.custom_cls.path={own} reads it")
-    if path.suffix in (".json", ".jsonl"):
-        return Check(name, OK, f"{path}: content not checked")
-    if path.suffix != ".parquet":
-        remedy = "convert it, or set data.custom_cls to a dataset class that reads it"
-        return Check(name, FAIL, f"{path}: verl reads .parquet, .json and .jsonl only", remedy)
-    try:
-        footer = pq.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        detail = f"{path} is not a readable parquet file: {error}"
-        return Check(name, FAIL, detail, f"convert or delete it; {_prepare(path)}")
-    if column not in footer.schema_arrow.names:
-        detail = f"{path} has no column {column!r}, only {', '.join(footer.schema_arrow.names)}"
-        return Check(name, FAIL, detail, "set data.prompt_key, or convert the file")
-    rows = footer.metadata.num_rows
-    return verdict(name, rows > 0, f"{path}: {rows} prompts", _prepare(path))
-
-
-def _prepare(path: Path) -> str:
-    if path.parent.name == "eval":  # all evaluation sets together, with the number of samples per problem
-        return f"python -m examples.data.prepare eval --out {path.parent.parent}"
-    for pattern, argument in PREPARED.items():
-        if re.fullmatch(pattern, path.stem):
-            return f"python -m examples.data.prepare {argument} --out {path.parent}"
-    if "tiny_cpu" in path.parts:
-        return "none needed with recipes/run_tiny_cpu.sh, which creates it; else create or download the dataset"
-    return "create or download the dataset, or correct the path"
 
 
 def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None]:
@@ -96,10 +33,17 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
     Returns:
         The findings, the fields of ``config.json``, and the architecture, ``None`` where it is unknown.
     """
-    name, path = "model", str(config.actor_rollout_ref.model.path)
+    name, key, path = "model", "actor_rollout_ref.model.path", str(config.actor_rollout_ref.model.path)
+    if path.startswith("~") or path.endswith("/"):
+        plain = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path.rstrip("/")
+        return (
+            [Check(name, FAIL, f"{key}={path}: verl accepts no ~ and no / at the end", f"set {key}={plain}")],
+            {},
+            None,
+        )
     file = model_folder.find(path)
     if file is None and not model_folder.is_hub_id(path):
-        remedy = "set actor_rollout_ref.model.path to a folder with config.json, or to a hub id (owner/name)"
+        remedy = f"set {key} to a folder with config.json, or to a hub id (owner/name)"
         return [Check(name, FAIL, f"{path}: no such folder, or no config.json in it", remedy)], {}, None
     if file is None:
         offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
@@ -109,6 +53,8 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
         known = Architecture.read(fields) if fields else None
         if known is not None:
             detail += f"; its published shape has {count(known.parameters)} parameters"
+        else:
+            detail += "; no memory estimate before that"
         return [Check(name, FAIL if offline else WARN, detail, f"hf download {path}")], fields, known
     try:
         fields = model_folder.read(file)
@@ -118,7 +64,9 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
     try:
         shape = Architecture.read(fields)
     except UnknownArchitecture as error:
-        remedy = "none needed if verl and vLLM support the model: only the memory estimate is missing"
+        remedy = (
+            "if verl and vLLM support the model, check its memory by hand: a dense model of that size needs as much"
+        )
         return [*checks, Check(name, WARN, f"{path}: {error}", remedy)], fields, None
     return [*checks, Check(name, OK, f"{path}: {shape.name}, {count(shape.parameters)} parameters")], fields, shape
 
@@ -137,40 +85,16 @@ def _incomplete(config: Any, folder: Path) -> Iterator[Check]:
         yield Check("model", FAIL, f"{folder}: {problem}", "download the model again, or correct the path")
 
 
-def reward_function(config: Any, load: bool) -> Iterator[Check]:
-    """Check that verl can load the reward function; otherwise, a run waits for its reward workers forever.
+def engine(config: Any, plan: Plan, imports: bool) -> Iterator[Check]:
+    """Check the packages of the chosen training engine, unless the run is on a CPU.
 
-    ``load`` lets verl load the function in a subprocess (about 10 s); else only its file is checked.
+    ``imports`` imports them, as an installed package may be broken; takes 15 s.
     """
-    name, key = "reward function", "reward.custom_reward_function"
-    path, function = (str(OmegaConf.select(config, f"{key}.{part}") or "") for part in ("path", "name"))
-    if not path or "://" in path:
-        return
-    if not Path(path).expanduser().is_file():
-        yield Check(name, FAIL, f"no file {path}", f"correct {key}.path")
-        return
-    if load:
-        code = (
-            "import sys; from verl.utils.import_utils import load_extern_object as load\n"
-            "try: load(*sys.argv[1:])\n"
-            "except Exception as e: why = e.__cause__ or e; sys.exit(f'{type(why).__name__}: {why}')"
-        )
-        command = [sys.executable, "-c", code, path, function]
-        loaded = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        if loaded.returncode:
-            error = (loaded.stderr.strip() or f"exit code {loaded.returncode}").splitlines()[-1]
-            yield Check(name, FAIL, f"{path}: {function} cannot be loaded: {error}", f"fix the file, or correct {key}")
-            return
-    yield Check(name, OK, path)
-
-
-def engine(config: Any, plan: Plan) -> Iterator[Check]:
-    """Check that the packages of the chosen training engine can be imported, unless the run is on a CPU; takes 15 s."""
     name = "training engine"
     packages = _engine_packages(config, plan)
     if plan.device == "cpu" or not packages:
         return
-    missing = engine_packages.missing(packages)
+    missing = engine_packages.missing(packages) if imports else engine_packages.absent(packages)
     for package, error in missing:
         yield Check(name, FAIL, f"{package.module}: {error}; used for: {package.used_for}", package.remedy)
     if not missing:
@@ -192,14 +116,18 @@ def _engine_packages(config: Any, plan: Plan) -> list[engine_packages.Package]:
     return []
 
 
-def gpus(plan: Plan, machine: Machine) -> Iterator[Check]:
-    """Check that this machine has the GPUs of one node."""
+def gpus(plan: Plan, machine: Machine, address: str | None) -> Iterator[Check]:
+    """Check that this machine has the GPUs of one node, and that Ray connects several; ``address``: of its cluster."""
     name = "GPUs"
     if plan.device == "cpu":
         yield Check(name, OK, f"trainer.device=cpu: {plan.gpus_per_node} logical")
         return
+    if plan.train_gpus > plan.gpus_per_node and not in_cluster(address):
+        detail = f"trainer.nnodes={plan.train_gpus // plan.gpus_per_node}, but no Ray cluster is found here"
+        yield Check(name, WARN, detail, "connect the nodes first: ray start --head, and ray start --address=HEAD:6379")
     ok = machine.gpus >= plan.gpus_per_node
-    detail = f"{machine.gpus} on this machine, trainer.n_gpus_per_node={plan.gpus_per_node}"
+    visible = f" (CUDA_VISIBLE_DEVICES={machine.visible})" if machine.visible is not None else ""
+    detail = f"{machine.gpus} on this machine{visible}, trainer.n_gpus_per_node={plan.gpus_per_node}"
     remedy = "lower it, or start on a node with that many GPUs"
     if not machine.gpus:
         remedy = "start on a node with that many GPUs; recipes/run_tiny_cpu.sh trains a tiny model without one"
@@ -218,7 +146,7 @@ def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
     share = peak / found.gpu_bytes
     detail = f"{phase}: {gib(peak)} of {gib(found.gpu_bytes)} ({share:.0%}), estimated"
     if plan.device != "cpu":
-        status = FAIL if share > 1 else WARN
+        status = FAIL if share > ABOVE else WARN
         yield verdict("GPU memory", share <= TIGHT, detail, _lighter(phase, plan), otherwise=status)
     serving = found.serving
     if serving.cache <= 0:
@@ -270,10 +198,14 @@ def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Chec
 
 def disk(config: Any, found: Estimate | None, history: tuple[int, int]) -> Iterator[Check]:
     """Check the disk space for checkpoints, each with a copy of the history of minimum and maximum bytes."""
-    trainer = config.trainer
+    trainer, path = config.trainer, Path(str(config.trainer.default_local_dir)).expanduser()
+    if not can_write(path):
+        detail = f"trainer.default_local_dir={path} cannot be written"
+        yield Check("checkpoints", FAIL, detail, "set it to a folder that you can write")
+        return
     if int(trainer.save_freq) <= 0 or found is None:
         return
-    folder, free = free_disk(Path(str(trainer.default_local_dir)).expanduser())
+    folder, free = free_disk(path)
     keep = trainer.get("max_actor_ckpt_to_keep")
     many = int(keep or 1) + 1  # verl writes the new one before it deletes the oldest
     least, needed = (many * (found.checkpoint + copy) for copy in history)

@@ -12,6 +12,7 @@ from verl_rhyme.checks.preflight.memory import Rollout, Training
 from verl_rhyme.config import ConfigError, RhymeConfig, config_tree
 from verl_rhyme.scheduling.rules import Rules, of_config
 
+_ABSENT = object()
 _BYTES = {"fp32": 4, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # all others: 2
 
 #: Engine of the estimate for each of verl's values of ``actor.strategy``.
@@ -25,11 +26,14 @@ _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 DECODED_BYTES, LIVE_BYTES = 16, 32
 #: Keys that must be whole numbers, by section.
 _WHOLE = {
-    "data": ("train_batch_size", "max_prompt_length", "max_response_length"),
+    "data": ("train_batch_size", "max_prompt_length", "max_response_length", "dataloader_num_workers"),
+    "reward": ("num_workers",),
     "trainer": ("nnodes", "n_gpus_per_node", "total_epochs", "save_freq"),
     "trainer.v1.separate_async": ("parameter_sync_step",),
     _ACTOR: ("ppo_mini_batch_size",),
     f"{_ACTOR}.megatron": tuple(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")),
+    f"{_ROLLOUT}.val_kwargs": ("n",),
+    f"{_ROLLOUT}.agent": ("num_workers",),
     _ROLLOUT: (
         *("n", "nnodes", "n_gpus_per_node", "max_num_seqs", "max_num_batched_tokens"),
         *("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"),
@@ -51,7 +55,21 @@ _WHOLE_OR_NULL = {
     ),
 }
 
-_NUMBERS = {_ROLLOUT: ("gpu_memory_utilization",)}
+_NUMBERS = {_ROLLOUT: ("gpu_memory_utilization", "temperature", "top_p"), f"{_ACTOR}.optim": ("lr",)}
+
+#: Least values where they are not 1.
+_LEAST = {
+    "trainer.save_freq": None,
+    "data.train_max_samples": -1,
+    "data.dataloader_num_workers": 0,
+    f"{_ACTOR}.optim.lr": 0,
+    "trainer.max_actor_ckpt_to_keep": 0,
+    f"{_ACTOR}.fsdp_config.fsdp_size": -1,
+    f"{_ROLLOUT}.nnodes": 0,
+    f"{_ROLLOUT}.n_gpus_per_node": 0,
+    **{f"{_ROLLOUT}.{name}": 0 for name in ("gpu_memory_utilization", "temperature", "top_p")},
+}
+_MOST = {f"{_ROLLOUT}.gpu_memory_utilization": 1, f"{_ROLLOUT}.top_p": 1}
 
 
 @dataclass(frozen=True)
@@ -106,22 +124,31 @@ class Plan:
 
 
 def check_numbers(config: Any) -> None:
-    """Check that all sizes are numbers, which verl's config does not check.
+    """Check that the engine is named and all sizes are numbers in their ranges, which verl's config does not check.
 
     Raises:
-        ConfigError: Sizes are not numbers; the message names each of them.
+        ConfigError: The message names each wrong value.
     """
-    kinds = ((_WHOLE, int, "a whole number"), (_WHOLE_OR_NULL, int, "a whole number"), (_NUMBERS, float, "a number"))
-    wrong = []
-    for sections, kind, requirement in kinds:
+    engine = f"{_ROLLOUT}.name"
+    unset = OmegaConf.is_missing(config.actor_rollout_ref.rollout, "name")
+    wrong = [f"{engine} is not set: add {engine}=vllm"] if unset else []
+    for sections, whole in ((_WHOLE, True), (_WHOLE_OR_NULL, True), (_NUMBERS, False)):
         for key in (f"{section}.{name}" for section, names in sections.items() for name in names):
-            value = OmegaConf.select(config, key, default=0)  # keys of other engines are absent
-            if value is None and sections is _WHOLE_OR_NULL:
+            value = OmegaConf.select(config, key, default=_ABSENT)  # keys of other engines are absent
+            if value is _ABSENT or (value is None and sections is _WHOLE_OR_NULL):
                 continue
+            least, most = _LEAST.get(key, 1), _MOST.get(key, math.inf)
+            allowed = "a whole number" if whole else "a number"
+            if least is not None:
+                allowed += f" of at least {least}" if most == math.inf else f" from {least} to {most}"
             try:
-                kind(value)
+                number = float(value)
+                right = (not whole or number.is_integer()) and not isinstance(value, bool)
+                right &= (least is None or number >= least) and number <= most
             except (TypeError, ValueError, OverflowError):
-                wrong.append(f"{key} must be {requirement}, not {'null' if value is None else repr(value)}")
+                right = False
+            if not right:
+                wrong.append(f"{key} must be {allowed}, not {'null' if value is None else repr(value)}")
     if wrong:
         raise ConfigError("; ".join(wrong))
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.checks.preflight.world import HERE, MODEL
+from tests.unit.checks.preflight.world import HERE, MODEL, ROW
 from verl_rhyme.checks.preflight import checks, machine_checks
 
 
@@ -19,11 +19,11 @@ def this_machine(monkeypatch):
 @pytest.fixture
 def world(tmp_path):
     """Arguments of a run, in a folder with a dataset, a model and a reward function."""
-    pq.write_table(pa.table({"prompt": ["a"], "data_source": ["x"]}), tmp_path / "train.parquet")
+    pq.write_table(pa.Table.from_pylist([ROW] * 64), tmp_path / "train.parquet")
     (tmp_path / "model").mkdir()
     for file in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / "model" / file).write_text(json.dumps(MODEL))
-    (tmp_path / "reward.py").write_text("def compute_score(): ...\n")
+    (tmp_path / "reward.py").write_text("def compute_score(**arguments): ...\n")
     return [
         "+rhyme=histospec",
         f"data.train_files={tmp_path}/train.parquet",
@@ -39,6 +39,7 @@ def world(tmp_path):
         "data.max_response_length=1024",
         "actor_rollout_ref.actor.ppo_mini_batch_size=32",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.n=8",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",

@@ -74,8 +74,20 @@ SEPARATE_MODE = "trainer.v1.trainer_mode=separate_async"
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay=/x"], "weights", "takes only folder=PATH"),
         ([MEGATRON, f"{A}.ppo_micro_batch_size_per_gpu=null"], "batches", "or actor_rollout_ref.actor.use_dynamic_bsz"),
         ([f"{R}.enforce_eager=maybe"], "types", f"{R}.enforce_eager must be true or false, not 'maybe'"),
-        ([f"{A}.optim.lr=fast"], "types", f"{A}.optim.lr must be a number, not 'fast'"),
+        (["critic.optim.lr=fast"], "types", "critic.optim.lr must be a number, not 'fast'"),
         ([MEGATRON, f"{A}.megatron.param_offload=some"], "types", "param_offload must be true or false, not 'some'"),
+        (["algorithm.adv_estimator=gprp"], "values", "did you mean grpo?"),
+        ([f"{R}.dtype=bf16"], "values", "did you mean bfloat16?"),
+        ([f"+{R}.engine_kwargs.vllm.max_modle_len=9"], "engine options", "did you mean max_model_len?"),
+        (["trainer.logger=[console,wanbd]"], "loggers", "did you mean wandb?"),
+        (["trainer.logger=swanlab"], "loggers", "pip install swanlab"),
+        (["custom_reward_function.path=/x.py"], "reward", "set reward.custom_reward_function.path instead"),
+        (["reward_model.reward_manager=dapo"], "reward", "set reward.reward_manager.name instead"),
+        ([f"{R}.agent.default_agent_loop=tool_agnt"], "agent loops", "did you mean tool_agent?"),
+        ([f"{R}.agent.agent_loop_config_path=/nowhere.yaml"], "agent loops", "no file /nowhere.yaml"),
+        ([f"{R}.multi_turn.tool_config_path=/nowhere.yaml"], "agent loops", "no file /nowhere.yaml"),
+        ([f"{R}.multi_turn.function_tool_path=/nowhere.py"], f"{R}.multi_turn.function_tool_path", "no file"),
+        (["data.custom_cls.path=/nowhere.py"], "data.custom_cls.path", "no file /nowhere.py"),
         ([f"{R}.max_model_len=1000"], "rollout", "prompt + response = 1536"),
         ([f"{R}.enable_chunked_prefill=false"], "rollout", "chunked prefill"),
         ([f"{R}.max_num_batched_tokens=32"], "rollout", "max_num_seqs=64"),
@@ -182,13 +194,14 @@ def test_the_load_reports_batches_in_flight_and_warns_of_several_mini_batches(wo
 @pytest.mark.parametrize(
     ("key", "place"),
     [
-        ("rhyme.scheduling.take=loaded", "rhyme"),
-        ("custom.rhyme.drafting.max_tokens=4", "custom.rhyme"),
-        ("actor_rollout_ref.rollout.rhyme=false", "actor_rollout_ref.rollout.rhyme"),
+        ("rhyme.scheduling.take=loaded", ("rhyme", ".scheduling")),
+        ("custom.rhyme.drafting.max_tokens=4", ("custom.rhyme", ".drafting")),
+        ("actor_rollout_ref.rollout.rhyme=false", ("actor_rollout_ref.rollout.rhyme", "")),
     ],
 )
 def test_a_rhyme_tree_in_another_place_is_refused(world, key, place):
-    refused = f"{place} is not read: did you mean {R}.custom.rhyme?"
+    place, option = place
+    refused = f"{place}{option} is not read: did you mean {R}.custom.rhyme{option}?"
     for preset in (["+rhyme=sorted"], []):
         assert only(preflight(world[1:], *preset, f"+{key}"), "rhyme").detail == refused
 

@@ -6,8 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.checks.preflight.world import MEGATRON, RELAY, SEPARATE, A, R, complaints, only, preflight
+from tests.unit.checks.preflight.world import MEGATRON, RELAY, ROW, SEPARATE, A, R, complaints, only, preflight
 from verl_rhyme.checks.preflight import checks, machine, machine_checks, model_folder
+from verl_rhyme.checks.preflight.components import REWARD_ARGUMENTS
 from verl_rhyme.checks.preflight.estimate import gib
 from verl_rhyme.checks.preflight.machine import Machine
 
@@ -29,11 +30,14 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         (["data.val_files=[/nowhere/eval/minerva.parquet]"], "data.val_files", "fail", "prepare eval --out /nowhere"),
         (["data.prompt_key=question"], "data.train_files", "fail", "no column 'question'"),
         (["data.train_files=hdfs://far/away.parquet"], "data.train_files", "warn", "remote"),
+        (["actor_rollout_ref.model.path=/tmp/"], "model", "fail", "set actor_rollout_ref.model.path=/tmp"),
+        (["trainer.default_local_dir=/proc/x"], "checkpoints", "fail", "cannot be written"),
+        ([f"{R}.n=1", f"{A}.ppo_mini_batch_size=64"], "batches", "warn", "compares the samples of a prompt"),
         (["actor_rollout_ref.model.path=/nowhere"], "model", "fail", "no such folder"),
         (["reward.custom_reward_function.path=/nowhere.py"], "reward function", "fail", "no file"),
         (["trainer.n_gpus_per_node=16"], "GPUs", "fail", "8 on this machine"),
-        ([f"{A}.ppo_micro_batch_size_per_gpu=256", NO_RECOMPUTE], "GPU memory", "fail", "fewer tokens"),
-        ([f"{R}.gpu_memory_utilization=0.999"], "GPU memory", "fail", "gpu_memory_utilization"),
+        ([f"{A}.ppo_micro_batch_size_per_gpu=256", NO_RECOMPUTE], "GPU memory", "warn", "fewer tokens"),
+        ([f"{R}.gpu_memory_utilization=0.999"], "GPU memory", "warn", "gpu_memory_utilization"),
         ([f"{R}.gpu_memory_utilization=0.001"], "KV cache", "fail", "weights and activations"),
         ([f"{R}.max_model_len=8000000"], "KV cache", "fail", "do not hold one request of 8000000"),
         (["trainer.max_actor_ckpt_to_keep=null"], "checkpoints", "warn", "keeps all checkpoints"),
@@ -102,11 +106,11 @@ def test_an_unknown_architecture_is_reported_and_not_estimated(world, tmp_path):
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
     found = preflight(world)
     assert found.estimate is None
-    assert "unknown architecture 'gpt2': not estimated" in complaints(found)["model", "warn"]
+    assert "no memory estimate for this family (gpt2; only for llama, " in complaints(found)["model", "warn"]
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "mamba_d_state": 16}')
     found = preflight(world)
     assert found.estimate is None
-    assert "recurrent layers (mamba_d_state) and their states is not estimated" in complaints(found)["model", "warn"]
+    assert "no memory estimate for this family: recurrent layers (mamba_d_state)" in complaints(found)["model", "warn"]
     assert "drafting.enable=false" in complaints(found)["rhyme", "fail"]
     (tmp_path / "model" / "config.json").write_text("{")
     assert ("model", "fail") in complaints(preflight(world))
@@ -123,10 +127,94 @@ def test_only_formats_that_verl_reads_pass(world, tmp_path):
     (tmp_path / "train.sh").write_text("echo\n")
     shell = f"data.train_files={tmp_path}/train.sh"
     assert "verl reads .parquet, .json and .jsonl" in complaints(preflight(world, shell))["data.train_files", "fail"]
-    assert not complaints(preflight(world, shell, "data.custom_cls.path=pkg://mine"))
+    assert not complaints(preflight(world, shell, "data.custom_cls.path=pkg://tests.mine"))
     lines = tmp_path / "train.jsonl"
-    lines.touch()
-    assert not complaints(preflight(world, f"data.train_files={lines}"))
+    lines.write_text(json.dumps(ROW) * 1)
+    read = f"data.train_files={lines}"
+    assert "larger than the 1 prompts" in complaints(preflight(world, read))["data.train_files", "fail"]
+    for text in ("\n".join([json.dumps(ROW)] * 64), json.dumps([ROW] * 64)):
+        lines.write_text(text)
+        assert not complaints(preflight(world, read))
+    lines.write_text("a line")
+    assert "not a readable JSON file" in complaints(preflight(world, read))["data.train_files", "fail"]
+    folder = f"data.train_files={tmp_path}"
+    assert (
+        f"[{tmp_path}/train.jsonl,{lines.parent}/train.p"
+        in complaints(preflight(world, folder))["data.train_files", "fail"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "words"),
+    [
+        ({"prompt": "a"}, [], "column 'prompt' has plain text, not a list of messages"),
+        ({"prompt": ["a"]}, [], "column 'prompt' has list<text>, not a list of messages"),
+        ({"prompt": None}, ["data.prompt_key=promt"], "did you mean prompt?"),
+        ({"reward_model": None}, [], ""),
+        ({"reward_model": "b"}, [], "column 'reward_model' has plain text, not {"),
+        ({"reward_model": "b"}, ["reward.reward_manager.source=importlib"], ""),
+        ({"reward_model": "b"}, [f"{R}.agent.agent_loop_config_path=mine.yaml"], ""),
+        (
+            {},
+            ["data.train_batch_size=128"],
+            "data.train_batch_size=128 is larger than the 64 prompts of data.train_files",
+        ),
+        (
+            {},
+            ["data.train_max_samples=8", "data.filter_overlong_prompts=true"],
+            "the 8 prompts of data.train_files (data.train_max_samples=8 of 64 rows), and data.filter_overlong_prompts",
+        ),
+        ({}, ["data.train_files=null"], "names no file"),
+    ],
+)
+def test_columns_have_the_types_that_verl_reads(world, tmp_path, row, overrides, words):
+    pq.write_table(pa.Table.from_pylist([{**ROW, **row}] * 64), tmp_path / "train.parquet")
+    found = complaints(preflight(world, *overrides)).get(("data.train_files", "fail"), "")
+    assert words in found
+    assert bool(words) == bool(found)
+
+
+def test_a_column_that_verls_reward_managers_read_is_missing(world, tmp_path):
+    row = {"prompt": ROW["prompt"], "reward_model": ROW["reward_model"], "source": "x"}
+    pq.write_table(pa.Table.from_pylist([row] * 64), tmp_path / "train.parquet")
+    found = complaints(preflight(world, "data.reward_fn_key=source"))["data.train_files", "fail"]
+    assert "no column 'data_source'; verl's reward manager 'naive' reads it rename column 'source'" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        ("def compute_score(:", "compute_score", "line 1: invalid syntax"),
+        ("def score(**k): ...", "compute_score", "has no compute_score; did you mean score?"),
+        ("def compute_scores(**k): ...", "compute_score", "did you mean compute_scores?"),
+        ("import no_such_module\ndef compute_score(**k): ...", "compute_score", "line 1: no module no_such_module"),
+        ("def compute_score(answer): ...", "compute_score", "has no argument data_source, solution_str, ground_truth"),
+        (
+            f"def compute_score({', '.join(REWARD_ARGUMENTS)}, scale): ...",
+            "compute_score",
+            "requires scale; verl calls",
+        ),
+        (f"async def compute_score({', '.join(REWARD_ARGUMENTS)}, scale=1): ...", "compute_score", ""),
+        (f"def compute_score({', '.join(REWARD_ARGUMENTS)}, *, scale=1): ...", "compute_score", ""),
+        ("from math import *", "compute_score", ""),
+        ("from examples.tiny_world.reward import compute_score as mine", "mine", ""),
+        ("try:\n    import no_such_module\nexcept ImportError: pass\ndef compute_score(**k): ...", "compute_score", ""),
+        ("raise SystemExit  # not run\ncompute_score = print", "compute_score", ""),
+        (
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+            "@dataclass\nclass Score:\n    value: float\ndef compute_score(**k): ...",
+            "compute_score",
+            "a dataclass with `from __future__ import annotations` fails in verl",
+        ),
+    ],
+)
+def test_a_reward_function_is_checked_without_running_it(world, tmp_path, text, name, words):
+    (tmp_path / "reward.py").write_text(text)
+    found = complaints(preflight(world, f"reward.custom_reward_function.name={name}")).get(
+        ("reward function", "fail"), ""
+    )
+    assert words in found
+    assert bool(words) == bool(found), found
 
 
 def test_an_incomplete_model_folder(world, tmp_path):
@@ -146,8 +234,13 @@ def test_an_incomplete_model_folder(world, tmp_path):
         file.unlink()
     found = complaints(preflight(world, own))["model", "fail"]
     assert "no weights (*.safetensors or *.bin)" in found
-    assert ("model", "warn") in complaints(preflight(world, own, dry_run=True))
-    megatron = [MEGATRON, f"{A}.megatron.use_dist_checkpointing=true", f"{A}.megatron.dist_checkpointing_path=/x"]
+    assert ("model", "warn") in complaints(preflight(world, own, elsewhere=True))
+    megatron = [
+        MEGATRON,
+        "trainer.device=cpu",
+        f"{A}.megatron.use_dist_checkpointing=true",
+        f"{A}.megatron.dist_checkpointing_path=/x",
+    ]
     assert not complaints(preflight(world, own, *megatron))
 
 
@@ -175,7 +268,7 @@ def test_the_kv_cache_is_counted_in_requests_of_this_run(world):
 def test_a_history_folder_that_cannot_be_written(world, monkeypatch):
     monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
     nowhere = [f"{R}.custom.rhyme.history.dir=/proc/nope", "trainer.save_freq=-1"]
-    found = complaints(preflight(world, *nowhere, dry_run=True))
+    found = complaints(preflight(world, *nowhere, elsewhere=True))
     assert found["history folder", "warn"].startswith("the history cannot be kept in /proc/nope (No such file")
     assert not [name for name, _ in found if name == "history store"]
 
@@ -189,7 +282,7 @@ def test_little_memory_and_disk(world, monkeypatch):
     assert "history.max_bytes" in found["history store", "warn"]
     assert "GPU_MEMORY_GB" in found["GPU memory", "warn"]
     assert " needed, 1.0 GiB free: " in found["host memory", "fail"]
-    dry = preflight(world, "trainer.n_gpus_per_node=16", "data.train_files=/nowhere.parquet", dry_run=True)
+    dry = preflight(world, "trainer.n_gpus_per_node=16", "data.train_files=/nowhere.parquet", elsewhere=True)
     assert "fail" not in {status for _, status in complaints(dry)}, "these problems are of this machine only"
 
 
