@@ -35,7 +35,7 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
     """
     name, key, path = "model", "actor_rollout_ref.model.path", str(config.actor_rollout_ref.model.path)
     if path.startswith("~") or path.endswith("/"):
-        plain = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path.rstrip("/")
+        plain = Path(path).expanduser() if path.startswith(("~", "/")) else path.rstrip("/")
         return (
             [Check(name, FAIL, f"{key}={path}: verl accepts no ~ and no / at the end", f"set {key}={plain}")],
             {},
