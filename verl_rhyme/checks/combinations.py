@@ -44,6 +44,8 @@ _RESUME = "trainer.resume_mode"
 _QUEUE = "transfer_queue.backend"
 _PLACEMENT = "rhyme.placement.policy"
 _PROMPT, _RESPONSE = "data.max_prompt_length", "data.max_response_length"
+_MERGE = "actor_rollout_ref.model.lora.merge"
+_SLOTS = f"{_ROLLOUT}.max_num_seqs"
 
 #: vLLM options that verl sets from its own rollout keys; rhyme reads verl's keys.
 VERL_ROLLOUT_KEYS = {
@@ -237,6 +239,20 @@ def _loads_unsaved(checkpoint: str) -> Callable[[Any, Run], bool]:
     return loads
 
 
+def _lora(run: Run) -> bool:
+    model = "actor_rollout_ref.model"
+    return any(int(run.value(f"{model}.{key}") or 0) > 0 for key in ("lora_rank", "lora.rank"))
+
+
+def _adapters_in_engines(run: Run) -> bool:
+    return run.topology != "separate" and _lora(run) and not run.value(_MERGE)
+
+
+def _below_drafts(tokens: int | None, run: Run) -> bool:
+    assert run.rhyme is not None
+    return int(tokens or 0) < int(run.value(_SLOTS) or 0) * (run.rhyme.drafting.max_tokens + 1)
+
+
 def _elastic(run: Run) -> bool:
     return run.rhyme is not None and run.rhyme.streaming.elastic.min_replicas is not None
 
@@ -351,6 +367,21 @@ TABLE = (
         f"set {_ROLLOUT}.data_parallel_size=1 (verl then starts more replicas on the same GPUs), or "
         f"{CONFIG_PATH}.enable=false if a mixture-of-experts model requires data parallelism",
         (_DRAFTING,),
+    ),
+    Row(
+        (Option(f"{_ROLLOUT}.max_num_batched_tokens", _below_drafts),),
+        lambda run: run.drafting and _adapters_in_engines(run),
+        "vLLM with LoRA adapters needs room for the draft tokens of all its requests in one step: "
+        "max_num_seqs * (drafting.max_tokens + 1)",
+        f"set {_MERGE}=true, raise the first option, or lower one of the others",
+        (_SLOTS, "rhyme.drafting.max_tokens", _MERGE),
+    ),
+    Row(
+        (Option(_BACKEND, lambda backend, run: backend == "delta_sharded"),),
+        lambda run: run.rhyme is not None and _lora(run),
+        "this backend sends the parameters that changed, and no LoRA adapters",
+        f"set {_BACKEND}=relay or nccl",
+        ("actor_rollout_ref.model.lora_rank",),
     ),
     Row(
         (Option(MANAGER, lambda manager, run: manager is None),),

@@ -85,6 +85,25 @@ CASES = [
     ),
     (
         "histospec",
+        ["actor_rollout_ref.model.lora_rank=8", f"{R}.max_num_seqs=256", f"{R}.max_num_batched_tokens=8192"],
+        [
+            f"{R}.max_num_batched_tokens=8192 with {R}.max_num_seqs=256",
+            "max_tokens=32",
+            "set actor_rollout_ref.model.l",
+        ],
+    ),
+    (
+        "full",
+        [
+            "actor_rollout_ref.model.lora.rank=8",
+            "actor_rollout_ref.model.lora.merge=true",
+            SEPARATE,
+            f"{BACKEND}=delta_sharded",
+        ],
+        [f"{BACKEND}=delta_sharded with", "no LoRA adapters", f"set {BACKEND}=relay or nccl"],
+    ),
+    (
+        "histospec",
         [f"{R}.agent.agent_loop_manager_class=null"],
         ["agent_loop_manager_class=null: options below", "need a preset", "add +rhyme=histospec"],
     ),
@@ -254,6 +273,11 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
         ("full", [f"{CONFIG_PATH}.scheduling.at_version=regenerate", f"{R}.enable_rollout_routing_replay=true"]),
         ("full", ["algorithm.adv_estimator=gae", f"{CONFIG_PATH}.scheduling.unit=trajectory"]),
         ("full", [SEPARATE, ELASTIC]),
+        # LoRA: merged, as separate engines get it; or with room for drafts
+        ("histospec", ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"]),
+        ("full", ["actor_rollout_ref.model.lora_rank=8", SEPARATE]),
+        ("full", ["actor_rollout_ref.model.lora_rank=8", f"{R}.max_num_seqs=64", f"{R}.max_num_batched_tokens=2112"]),
+        ("histospec", ["actor_rollout_ref.model.lora_rank=8", NO_DRAFTS]),
         ("full", [SEPARATE, f"{CONFIG_PATH}.scheduling.at_version=finish"]),
         ("full", [f"{CONFIG_PATH}.placement.policy=null", "data.gen_batch_size=1"]),
         ("full", ["actor_rollout_ref.model.path=no/folder"]),
