@@ -209,7 +209,8 @@ class ReplayWorker(RhymeWorkerMethods):
             counts["errors"] = totals["errors"]
             counts["head"] = {name: round(value, 3) for name, value in totals.items() if name.startswith("head_")}
             cost = getattr(drafter._drafter, "cost", None)
-            counts["cost"] = None if cost is None else cost.coefficients
+            rows = max(1, round(follower.rows / max(1, follower.steps)))
+            counts["cost"] = None if cost is None else cost.prices(rows, 4 * rows)[[0, rows, 4 * rows]].tolist()
         runner.draft_seconds = 0.0
         follower.steps = follower.rows = follower.emitted = follower.drafted = 0
         follower.emissions = {}

@@ -28,8 +28,8 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels
 from verl_rhyme.drafting.arrays import Batch, Plans, SlotArrays
-from verl_rhyme.drafting.budget import FREE, lowest_profitable, select_tokens
-from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
+from verl_rhyme.drafting.budget import FREE, Rest, lowest_profitable, select_tokens
+from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
 from verl_rhyme.drafting.head_interface import Head, HeadGate, Proposals
 from verl_rhyme.drafting.histories import PENDING, Get, Histories, Source
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, MAX_OCCURRENCES, N_INPUTS
@@ -40,9 +40,12 @@ from verl_rhyme.drafting.threads import Threads
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
 
-#: After ``REST_AFTER`` unprofitable steps in a row, only one in ``REST_EVERY`` steps is planned, because planning has a
-#: cost. Plans from a previous text are nearly free and continue.
-REST_AFTER, REST_EVERY = 32, 16
+#: Longest interval between two experiments of a width, in its steps; the first are at 2, 4, 8, ... An experiment
+#: verifies more than is profitable (up to one token a row, or the longest draft if that is more), so that the price of
+#: drafting becomes and stays known.
+EXPLORE_EVERY = 128
+#: Share of the time that may be lost by steps that omit profitable drafts.
+OMITTED = 1 / 200
 #: Fewest rows that a thread plans: waking a thread costs as much as planning a few rows.
 ROWS_A_THREAD = 32
 #: Prompts whose history's latest step is remembered.
@@ -89,9 +92,13 @@ class AdaptiveDrafter:
         self._regrowth = Regrowth(slots)
         self._model = confidence.prior()
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
-        self.cost = StepCost()
+        self.cost, self.rest = StepCost(), Rest()
         self._steps = 0
-        self._unprofitable = 0  # unprofitable steps in a row
+        self.planned = False  # whether the last step was planned
+        self._explored = False  # whether it was an experiment
+        self._experiments = 0
+        self._curious = False  # whether drafts would gain if they were cheap, and their price is not known
+        self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
         self._free = list(range(slots))[::-1]
         self._requests: dict[str, _Request] = {}
         self._batch: tuple[tuple[str, ...], np.ndarray] | None = None  # the last step's requests and their slots
@@ -137,10 +144,6 @@ class AdaptiveDrafter:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
         rows = len(done.requests)
         drafted, accepted = np.asarray(done.drafted, dtype=np.int64), np.asarray(done.accepted, dtype=np.int64)
-        if done.seconds is not None:
-            self.cost.observe(rows, int(drafted.sum()), done.seconds)
-            if self._head is not None:
-                self._gate.observe(rows, self._headed, rows + int(accepted.sum()), done.seconds)
         budget = max(0, done.budget)
         batch = Batch(
             ids=self._slots_of(tuple(done.requests)),
@@ -151,11 +154,17 @@ class AdaptiveDrafter:
         )
         verified = drafted > 0
         kept = np.where(verified, accepted, 0)
+        if done.seconds is not None:
+            self._weigh(done, batch, drafted, kept)
         self._slots.counts[batch.ids] += np.stack([drafted, kept, verified], axis=1)
         self._steps += 1
         sampled = kernels.observe(self._live.arrays, self._slots, self._model, batch, drafted, kept)
         weigh = self._config.weigh_cost and self.cost.ready
-        explores = weigh and self._steps % EXPLORE_EVERY == 0
+        prices, most, more = FREE, budget, 0
+        if weigh:
+            most = min(budget, self.cost.room(rows))
+            prices = self.cost.prices(rows, min(most, int(batch.limits.sum())))
+            more = self._experiment(rows) if done.seconds is not None else 0
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
         plans = Plans(
             draft=np.empty((rows, longest), dtype=np.int32),
@@ -164,28 +173,89 @@ class AdaptiveDrafter:
         )
         floor = self._config.floor
         self._headed = False
-        if not (self._unprofitable >= REST_AFTER and self._steps % REST_EVERY):
-            least = lowest_profitable(self.cost.coefficients, rows) if weigh and not explores else 0.0
+        self._explored = more > 0
+        self.planned = not weigh or self._explored or self.rest.plans(rows)
+        if self.planned:
+            least = 0.0 if more or self.rest.asleep(rows) else lowest_profitable(prices, rows)
             within = batch._replace(limits=self._within(budget, batch))
             if self._head is not None and self._head.steps:
                 self._headed = not self._config.weigh_cost or self._gate.use_head(rows)
             plan = self._plan_with_head if self._headed else self._plan
             plan(within, plans, max(floor, least))
-        promising = plans.reach[:, 0] >= floor
         regrown = self._regrowth.plan(batch, plans, 1 + accepted, floor, self._vocabulary)
         self._slots.source[batch.ids[regrown]] = kernels.PREVIOUS
         reach, planned = plans.reach, plans.planned
-        granted = select_tokens(reach, planned, budget, self.cost.coefficients if weigh else FREE)
-        if explores:
-            # Several sizes, so that the fit can separate the cost of drafting from the cost per token.
-            more = max(rows, self._config.max_tokens) >> self._steps // EXPLORE_EVERY % 3
-            granted = select_tokens(reach, planned, min(budget, int(granted.sum()) + more), FREE)
-        elif weigh and promising[~regrown].any():
-            self._unprofitable = 0 if granted[~regrown].any() else self._unprofitable + 1
+        granted = select_tokens(reach, planned, most, prices)
+        if more:
+            granted = self._tried(reach, planned, granted, min(most, int(granted.sum()) + more), prices)
+        elif weigh and self._omits(rows, granted, reach, prices):
+            granted[:] = 0
         self._last = reach, granted
         self._threads.defer(partial(kernels.count, self._live.arrays.counts, *sampled))
         flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
+
+    def _weigh(self, done: DecodeStep, batch: Batch, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Learn a step's price, and what its plan gained."""
+        assert done.seconds is not None
+        rows, size = len(drafted), int(drafted.sum())
+        self.cost.observe(rows, size, done.seconds, done.prefilled)
+        if self._head is not None and not done.prefilled:
+            self._gate.observe(rows, self._headed, rows + int(accepted.sum()), done.planning + done.seconds)
+        slots, ids = self._slots, batch.ids
+        prices = self.cost.prices(rows, max(rows, size))
+        row = float(prices[0]) / rows  # seconds of a token without drafts
+        own = slots.source[ids, 0] != kernels.PREVIOUS  # a previous text needs no plan
+        gain = row * accepted[own].sum() - (prices[size] - prices[size - int(drafted[own].sum())])
+        if accepted.any() or not size:
+            # What the first planned token of each row would have gained: the confidence may lag behind the text.
+            first = (slots.planned[ids] > 0) & (slots.planned_at[ids] == slots.length[ids])
+            sampled = done.tokens[batch.rows, np.minimum(slots.length[ids], batch.lengths - 1)]
+            hits = row * (first & (slots.draft[ids, 0] == sampled)).sum()
+            gain = max(gain, hits - (prices[first.sum()] - prices[0]))
+            unknown = rows + int(first.sum()) > self.cost.largest and (gain > 0 or not self._explored)
+            self._curious = unknown and self.rest.asleep(rows) and self.rest.pays(rows, hits, row * rows)
+        if not self._explored or gain > 0:
+            self.rest.observe(rows, self.planned, done.planning, float(gain), row * rows)
+
+    def _experiment(self, rows: int) -> int:
+        """Return the draft tokens that the next step verifies in addition to the profitable ones; mostly 0."""
+        steps = self.cost.steps[width_of(rows)]
+        regular = steps > 1 and not (steps & (steps - 1) if steps < EXPLORE_EVERY else steps % EXPLORE_EVERY)
+        curious, self._curious = self._curious, False
+        if not regular and not curious:
+            return 0
+        self._experiments += 1
+        return max(rows, self._config.max_tokens) >> -self._experiments % 3
+
+    def _tried(
+        self, reach: np.ndarray, planned: np.ndarray, granted: np.ndarray, most: int, prices: np.ndarray
+    ) -> np.ndarray:
+        """Return the grants of an experiment: up to ``most`` tokens that take no more than a step's time, if at all."""
+        size = int(granted.sum())
+        most = min(most, max(1, int(np.searchsorted(prices, prices[size] + prices[0], side="right")) - 1))
+        tried = select_tokens(reach, planned, most, FREE)
+        value = reach[np.arange(reach.shape[1]) < planned[:, None]].sum() * prices[0] / len(planned)
+        # A price that is hardly known may be half.
+        worth = value >= (prices[tried.sum()] - prices[size]) / 2
+        return tried if worth or self.cost.steps[width_of(len(planned))] >= EXPLORE_EVERY else granted
+
+    def _omits(self, rows: int, granted: np.ndarray, reach: np.ndarray, prices: np.ndarray) -> bool:
+        """Return whether the next step omits its drafts, so that the price without drafts stays known.
+
+        The less drafts gain, the more exact it must be, and the less is lost: :data:`OMITTED` of the time.
+        """
+        size = int(granted.sum())
+        if not size:
+            return False
+        values = reach[np.arange(reach.shape[1]) < granted[:, None]].sum()
+        gain = (1 + float(values) / rows) * prices[0] / prices[size] - 1
+        width = width_of(rows)
+        self._owed[width] += OMITTED
+        omits = bool(self._owed[width] >= max(gain, 8 * OMITTED))
+        if omits:
+            self._owed[width] = 0
+        return omits
 
     def _slots_of(self, requests: tuple[str, ...]) -> np.ndarray:
         """Return the slots of the requests, int32[B]; the result of the last step is reused for the same requests."""

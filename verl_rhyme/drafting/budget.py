@@ -1,14 +1,13 @@
-"""Selection of the planned draft tokens that a batch verifies.
+"""Selection of the planned draft tokens that a batch verifies, and of the steps that are planned.
 
-The selection maximises the tokens emitted per second under the cost of a step (:mod:`verl_rhyme.drafting.cost`). With
+The selection maximises the tokens emitted per second under the price of a step (:mod:`verl_rhyme.drafting.cost`). With
 the planned tokens of all rows sorted by value, v1 >= v2 >= ..., it grants the first k, for the k that maximises::
 
-    (B + v1 + ... + vk) / (a + b B + c k + d [k > 0])
+    (B + v1 + ... + vk) / price of a step with k draft tokens
 
 A token's value is the probability that it is reached and accepted. If verification is nearly free (decoding bound by
-memory), all tokens are granted. If every token has its cost (a wide batch, a CPU), only likely tokens or none are
-granted, and the drafter then rests (:data:`verl_rhyme.drafting.adaptive.REST_AFTER`). At the optimum the last granted
-token satisfies ``v >= c * rate``, the marginal rule.
+memory), all tokens are granted. If every token has its price (a wide batch, a CPU), only likely tokens or none are
+granted. When the choice is made, the plan has been paid for; :class:`Rest` weighs plans.
 """
 
 from __future__ import annotations
@@ -16,34 +15,32 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-#: Cost of a step whose draft tokens cost nothing: as many are granted as the budget allows.
-FREE = (1.0, 0.0, 0.0, 0.0)
+from verl_rhyme.drafting.cost import WIDTHS, width_of
+
+#: Price of a step whose draft tokens cost nothing: as many are granted as the budget allows.
+FREE = np.ones(1)
 #: Factor that keeps :func:`lowest_profitable` a lower bound under rounding.
 _ROUNDING = 1 - 1e-6
 
 
 @njit(cache=True, nogil=True)
-def select_tokens(
-    reach: np.ndarray, planned: np.ndarray, budget: int, cost: tuple[float, float, float, float]
-) -> np.ndarray:
+def select_tokens(reach: np.ndarray, planned: np.ndarray, budget: int, prices: np.ndarray) -> np.ndarray:
     """Choose the most valuable draft tokens of a batch.
 
     Args:
         reach: float64[B, K], probability that each token is reached and accepted, decreasing along each row.
         planned: int64[B], planned tokens of each row.
         budget: Most draft tokens of the batch.
-        cost: Seconds of a step, of a row, of a draft token, and of drafting at all; only profitable tokens are granted.
+        prices: float64[n], seconds of a step with 0, 1, ... draft tokens; more tokens than that cost nothing more.
 
     Returns:
         int64[B], granted tokens; their sum is at most ``min(budget, sum(planned))``, and equal to it with :data:`FREE`.
     """
-    a, b, c, d = cost
     rows = len(planned)
     granted = np.zeros(rows, dtype=np.int64)
     total = planned.sum()
-    seconds = a + b * rows
-    # A fit to steps that all drafted may give a step without drafts no cost; such a step measures it.
-    if budget <= 0 or total == 0 or seconds <= 0:
+    # A fit to steps that all drafted may give a step without drafts no price; such a step measures it.
+    if budget <= 0 or total == 0 or prices[0] <= 0:
         return granted
     values, row = np.empty(total), np.empty(total, dtype=np.int64)
     n = 0
@@ -54,11 +51,10 @@ def select_tokens(
     # A stable sort keeps the earlier token of a row first, so each row is granted a prefix.
     order = np.argsort(values, kind="mergesort")
     tokens = float(rows)
-    best, most = 0, tokens / seconds
-    seconds += d
+    best, most = 0, tokens / prices[0]
     for k in range(min(total, budget)):
         tokens -= values[order[k]]
-        seconds += c
+        seconds = prices[min(k + 1, len(prices) - 1)]
         if tokens >= most * seconds:
             best, most = k + 1, tokens / seconds
     for k in range(best):
@@ -66,11 +62,73 @@ def select_tokens(
     return granted
 
 
-def lowest_profitable(cost: tuple[float, float, float, float], rows: int) -> float:
+def lowest_profitable(prices: np.ndarray, rows: int) -> float:
     """Return a lower bound of the value of every token that :func:`select_tokens` grants to a batch of ``rows`` rows.
 
-    At the optimum the last granted token satisfies ``v >= c * rate``, and the rate is at least that without drafts.
+    At the optimum the last granted token is worth its time at the rate without drafts. Prices are convex, so no token
+    takes less time than the second.
     """
-    a, b, c, _ = cost
-    seconds = a + b * rows
-    return _ROUNDING * c * rows / seconds if seconds > 0 else 0.0
+    if len(prices) < 3 or prices[0] <= 0:
+        return 0.0
+    return _ROUNDING * float(prices[2] - prices[1]) * rows / float(prices[0])
+
+
+class Rest:
+    """Decides which steps are planned: by width, as long as drafts gain more time than their plans take.
+
+    Otherwise the drafter rests and probes at intervals that double. A plan that takes next to nothing is always made,
+    because a rest misses the first steps of text that repeats.
+    """
+
+    #: Planned rows and steps before a rest; planned steps whose gain is remembered; longest interval between probes.
+    ROWS, ENOUGH, MEMORY, SELDOM = 256, 4, 32, 64
+    #: Share of a step that a plan may always take.
+    NEGLIGIBLE = 1 / 200
+
+    def __init__(self) -> None:
+        self._planning = np.zeros((WIDTHS, 2))  # seconds of the drafter in a resting and in a planned step
+        self._gain = np.zeros(WIDTHS)  # seconds, mean of planned steps
+        self._count = np.zeros(WIDTHS, dtype=np.int64)
+        self._interval = np.zeros(WIDTHS, dtype=np.int64)  # 0: every step is planned
+        self._waited = np.zeros(WIDTHS, dtype=np.int64)
+
+    def plans(self, rows: int) -> bool:
+        """Return whether to plan the next step of ``rows`` rows."""
+        width = width_of(rows)
+        self._waited[width] += 1
+        return bool(self._waited[width] > self._interval[width])
+
+    def asleep(self, rows: int) -> bool:
+        """Return whether the drafter has long rested with ``rows`` rows."""
+        return bool(self._interval[width_of(rows)] == self.SELDOM)
+
+    def pays(self, rows: int, gain: float, seconds: float) -> bool:
+        """Return whether plans that gain so many seconds are worth their time; ``seconds``: a step without drafts."""
+        resting, planned = self._planning[width_of(rows)]
+        return bool(gain >= planned - resting - self.NEGLIGIBLE * seconds)
+
+    def observe(self, rows: int, planned: bool, planning: float, gain: float, seconds: float) -> None:
+        """Take in a finished step.
+
+        Args:
+            rows: Rows of the step.
+            planned: Whether it was planned.
+            planning: Seconds of the drafter for it.
+            gain: Seconds that its drafts saved, less those of their verification.
+            seconds: Price of the step without drafts.
+        """
+        width = width_of(rows)
+        mean = self._planning[width, int(planned)]
+        # A pause of the machine counts as at most twice the mean.
+        self._planning[width, int(planned)] += (min(planning, 2 * mean) - mean) / 16 if mean else planning
+        if not planned:
+            return
+        self._waited[width] = 0
+        if self._interval[width]:
+            self._count[width] = 0  # only the probe counts
+        self._count[width] = min(self._count[width] + 1, self.MEMORY)
+        self._gain[width] += (gain - self._gain[width]) / self._count[width]
+        if self.pays(rows, self._gain[width], seconds):
+            self._interval[width] = 0
+        elif self._interval[width] or self._count[width] >= max(self.ENOUGH, min(self.MEMORY, self.ROWS // rows)):
+            self._interval[width] = min(max(2, 2 * self._interval[width]), self.SELDOM)

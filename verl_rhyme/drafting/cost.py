@@ -1,101 +1,170 @@
-"""Cost of a step, learnt online.
+"""Price of a step, learnt online.
 
-A decode step of B rows that verifies D draft tokens takes::
+A step of B rows that verifies D draft tokens and computes P prompt tokens takes::
 
-    seconds = a + b B + c D + d [D > 0]
+    seconds = a + b B + e P + d [D > 0] + f(B + D)
 
-with no negative coefficient; d is the fixed cost of verifying any draft (the rejection sampler). The fit minimises
-``(1 - predicted / seconds)**2`` and forgets old steps. The relative error suits noise that grows with a step's length,
+f is convex and made of lines: flat while the step is bound by memory, a knee, then proportional. No coefficient is
+negative; d is the fixed cost of verifying any draft. Batch widths (powers of two) have sums of their own, which forget
+old steps of that width only. A fit takes the sums of the other widths as few observations, and a guess
+(:data:`MEMORY_BOUND`) as fewer. Beyond the largest step so far the price is only a guess: :meth:`StepCost.room` limits
+the next step.
+
+The fit minimises ``(1 - predicted / seconds)**2``. The relative error suits noise that grows with a step's length,
 and gives little weight to outliers (a pause of the machine, a compilation). :mod:`verl_rhyme.drafting.budget` grants
-draft tokens by this cost. The module has no clock: times are arguments.
+draft tokens by this price. The module has no clock: times are arguments.
 """
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 from numba import njit
 
-_FEATURES = 4
-#: Steps between two fits.
-REFIT_EVERY = 32
-#: Steps between two experiments. An experiment grants more than is profitable, so that the cost of drafting stays
-#: known: up to one token a row, or the longest draft if that is more.
-EXPLORE_EVERY = 128
+#: Guess before anything was measured: a step costs as much as this many tokens beyond those that it computes.
+MEMORY_BOUND = 8.0
+#: Weight of the guess, in observations of a draft token a row; and of the guess that the slope does not change.
+_GUESS, _STRAIGHT = 0.2, 0.02
+#: Most observations that another width counts as, halved with each doubling between the widths.
+_SHARED = 16.0
+#: Tokens of a step at which the slope of its price may change, besides 0.
+_KNOTS = np.array([m * 2.0**j for j in range(1, 13) for m in (1.0, 1.5)])
+_BASE, _ROW, _PROMPT, _DRAFTING, _TOKEN = range(5)
+_FEATURES = 5 + len(_KNOTS)
+#: Classes of batch widths.
+WIDTHS = 16
+#: Most passes of a fit over the coefficients; it ends where a pass changes the price by less than ``_CLOSE``.
+_PASSES, _CLOSE = 200, 1e-4
 
 
 class StepCost:
-    """Online fit of the cost of a step.
-
-    Before steps without drafts were observed, the fixed cost is shared between a and d. Drafting nothing then looks
-    cheaper than it may be, and is tried as soon as drafting gains little.
+    """Online fit of the price of a step.
 
     Args:
-        memory: Steps after which an observation's weight has fallen to 1/e.
+        memory: Steps of a width after which an observation's weight has fallen to 1/e.
     """
 
     def __init__(self, memory: int = 512):
         self._decay = 1 - 1 / memory
-        self._xx = np.zeros((_FEATURES, _FEATURES))
-        self._xy = np.zeros(_FEATURES)
-        self._coefficients = np.zeros(_FEATURES)
-        self.steps = 0
+        self._xx = np.zeros((WIDTHS, _FEATURES, _FEATURES))
+        self._xy = np.zeros((WIDTHS, _FEATURES))
+        self._weight = np.zeros(WIDTHS)  # observations, decayed as the sums
+        self._fits = np.zeros((WIDTHS, _FEATURES))
+        self._next = np.zeros(WIDTHS, dtype=np.int64)  # steps of the width at its next fit
+        self.largest = 0  # tokens of the largest step, without prompts
+        self.steps = np.zeros(WIDTHS, dtype=np.int64)
 
     @property
     def ready(self) -> bool:
-        """Whether the observed steps vary enough to estimate the cost of a draft token."""
-        if not self._coefficients.any():
-            return False
-        weight, drafted, squares = self._xx[0, 0], self._xx[0, 2], self._xx[2, 2]
-        return squares * weight - drafted**2 > 1e-6 * weight**2  # drafted tokens have varied
+        """Whether a step was observed."""
+        return self.largest > 0
 
-    def observe(self, rows: int, drafted: int, seconds: float) -> None:
-        """Take in one decode step.
+    def observe(self, rows: int, drafted: int, seconds: float, prefilled: int = 0) -> None:
+        """Take in one step.
 
         Args:
             rows: Requests that decoded in the step.
             drafted: Draft tokens that the step verified.
             seconds: Duration of the step.
+            prefilled: Prompt tokens that the step computed.
         """
         if rows <= 0 or not np.isfinite(seconds) or seconds <= 0:
             return
-        self.steps += 1
-        _add(self._xx, self._xy, self._decay, float(rows), float(drafted), 1 / seconds)
-        if self.steps % REFIT_EVERY == 0:
-            self._coefficients = _non_negative_least_squares(self._xx, self._xy)
+        width = width_of(rows)
+        self.steps[width] += 1
+        self._weight[width] = self._decay * self._weight[width] + 1
+        self.largest = max(self.largest, rows + drafted)
+        _add(self._xx[width], self._xy[width], self._decay, rows, drafted, prefilled, 1 / seconds)
 
-    @property
-    def coefficients(self) -> tuple[float, float, float, float]:
-        """Seconds of a step, of each row, of each draft token, and of drafting at all; zeros before the first fit."""
-        a, b, c, d = self._coefficients.tolist()
-        return a, b, c, d
+    def room(self, rows: int) -> int:
+        """Return the most draft tokens whose price is more than a guess: twice as many as a step ever verified."""
+        return max(4, rows // 4, 2 * (self.largest - rows))
+
+    def prices(self, rows: int, most: int) -> np.ndarray:
+        """Return the seconds of a step of ``rows`` rows with 0 to ``most`` draft tokens, float64[most + 1]."""
+        width = width_of(rows)
+        if self.steps[width] >= self._next[width]:  # early steps teach much, later ones little
+            self._next[width] = self.steps[width] + 1 + self.steps[width] // 16
+            shares = np.minimum(1, _SHARED / np.maximum(self._weight, 1e-9)) * 0.5 ** abs(np.arange(WIDTHS) - width)
+            shares[width] = 1
+            _fit(self._xx, self._xy, shares, self._fits[width], width, float(rows))
+        return _prices(self._fits[width], rows, most)
+
+
+def width_of(rows: int) -> int:
+    """Return the class of a batch's width."""
+    return min(rows.bit_length(), WIDTHS - 1)
 
 
 @njit(cache=True, nogil=True)
-def _add(xx, xy, decay, rows, drafted, weight):
-    x = (weight, weight * rows, weight * drafted, weight if drafted > 0 else 0.0)
+def _features(x, rows, drafted, prefilled):
+    x[_BASE], x[_ROW], x[_PROMPT], x[_DRAFTING] = 1.0, rows, prefilled, drafted > 0
+    x[_TOKEN] = rows + drafted
+    for k in range(len(_KNOTS)):
+        x[_TOKEN + 1 + k] = max(0.0, rows + drafted - _KNOTS[k])
+
+
+@njit(cache=True, nogil=True)
+def _add(xx, xy, decay, rows, drafted, prefilled, weight):
+    x = np.empty(_FEATURES)
+    _features(x, rows, drafted, prefilled)
+    x *= weight
     for i in range(_FEATURES):
         for j in range(_FEATURES):
             xx[i, j] = decay * xx[i, j] + x[i] * x[j]
         xy[i] = decay * xy[i] + x[i]
 
 
-def _non_negative_least_squares(xx: np.ndarray, xy: np.ndarray) -> np.ndarray:
-    """Return the best fit without negative coefficients, by solving the normal equations of every support.
+@njit(cache=True, nogil=True)
+def _fit(all_xx, all_xy, shares, fit, width, rows):
+    """Fit the coefficients of a width without negative ones, by coordinate descent from its last fit."""
+    xx, xy = np.zeros((_FEATURES, _FEATURES)), np.zeros(_FEATURES)
+    for other in range(len(shares)):
+        if all_xx[other, 0, 0] > 0:
+            xx += shares[other] * all_xx[other]
+            xy += shares[other] * all_xy[other]
+    if xx[0, 0] <= 0:
+        return
+    typical = xy[0] / xx[0, 0]  # seconds
+    # The guess is the ratio of two prices on one line; their level is not guessed.
+    ratio = (2 * rows + MEMORY_BOUND) / (rows + MEMORY_BOUND)
+    for i, x in ((_BASE, 1.0), (_ROW, rows), (_TOKEN, rows)):
+        for j, y in ((_BASE, 1.0), (_ROW, rows), (_TOKEN, rows)):
+            u = (x + (x if i == _TOKEN else 0.0)) / ratio - x
+            v = (y + (y if j == _TOKEN else 0.0)) / ratio - y
+            xx[i, j] += _GUESS * u * v / typical**2
+    for k in range(len(_KNOTS)):
+        xx[_TOKEN + 1 + k, _TOKEN + 1 + k] += _STRAIGHT * (_KNOTS[k] / typical) ** 2
+    least = 2.0 ** (width - 1)  # rows; a step of this width has no fewer tokens, and needs no knot among fewer
+    free = [i for i in range(_FEATURES) if i <= _TOKEN or _KNOTS[i - _TOKEN - 1] > least]
+    fit[_TOKEN + 1 : _TOKEN + 1 + _FEATURES - len(free)] = 0.0
+    for _ in range(_PASSES):
+        change = 0.0
+        for i in free:
+            gradient = -xy[i]
+            for j in free:
+                gradient += xx[i, j] * fit[j]
+            value = max(0.0, fit[i] - gradient / xx[i, i]) if xx[i, i] > 0 else 0.0
+            change = max(change, abs(value - fit[i]) * np.sqrt(xx[i, i] / xx[0, 0]))
+            fit[i] = value
+        if change < _CLOSE * typical:
+            break
 
-    Of equally good supports the largest wins; indistinguishable columns share their coefficient.
-    """
-    best, least = np.zeros(_FEATURES), np.inf
-    scale = np.sqrt(np.maximum(np.diag(xx), 1e-12))
-    for size in range(_FEATURES, 0, -1):
-        for support in map(list, itertools.combinations(range(_FEATURES), size)):
-            matrix = xx[np.ix_(support, support)] / np.outer(scale[support], scale[support])
-            solved = np.linalg.lstsq(matrix, xy[support] / scale[support], rcond=1e-9)[0] / scale[support]
-            if (solved < 0).any():
-                continue
-            error = solved @ xx[np.ix_(support, support)] @ solved - 2 * solved @ xy[support]
-            if error < least - 1e-9 * abs(least) or least == np.inf:
-                best, least = np.zeros(_FEATURES), error
-                best[support] = solved
-    return best
+
+@njit(cache=True, nogil=True)
+def _prices(fit, rows, most):
+    prices = np.empty(most + 1)
+    price = fit[_BASE] + fit[_ROW] * rows + fit[_TOKEN] * rows
+    slope, knot = fit[_TOKEN], 0
+    while knot < len(_KNOTS) and _KNOTS[knot] <= rows:
+        price += fit[_TOKEN + 1 + knot] * (rows - _KNOTS[knot])
+        slope += fit[_TOKEN + 1 + knot]
+        knot += 1
+    prices[0] = price
+    price += fit[_DRAFTING]
+    for drafted in range(1, most + 1):
+        price += slope
+        prices[drafted] = price
+        if knot < len(_KNOTS) and _KNOTS[knot] <= rows + drafted:
+            slope += fit[_TOKEN + 1 + knot]
+            knot += 1
+    return prices

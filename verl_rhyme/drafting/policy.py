@@ -57,7 +57,9 @@ class DecodeStep:
         drafted, accepted: int[B], drafted and accepted tokens of the step; 0 without a draft.
         limits: int[B], most draft tokens of each request (:func:`verl_rhyme.drafting.bounds.request_limits`).
         budget: Most draft tokens of the batch.
-        seconds: Duration of the step, if it was a plain decode step of exactly these requests.
+        seconds: Duration of the step without its plan; ``None`` after a pause.
+        planning: Seconds of the plan before it.
+        prefilled: Prompt tokens that the step computed.
     """
 
     requests: Sequence[str]
@@ -69,6 +71,8 @@ class DecodeStep:
     limits: np.ndarray
     budget: int
     seconds: float | None = None
+    planning: float = 0.0
+    prefilled: int = 0
 
 
 class DraftPolicy(Protocol):

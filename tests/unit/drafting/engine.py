@@ -35,7 +35,7 @@ class Engine:
         assert all(other == counts for other in others)
         return counts
 
-    def step(self, sampled, limit=32, budget=1 << 20, drafted=None, accepted=None, seconds=None):
+    def step(self, sampled, limit=32, budget=1 << 20, drafted=None, accepted=None, seconds=None, planning=0.0):
         """Give the drafters ``sampled`` (request to its tokens of this step). Returns request to draft."""
         for request, tokens in sampled.items():
             end = self.lengths[request]
@@ -51,6 +51,7 @@ class Engine:
             np.full(len(sampled), limit),
             budget,
             seconds,
+            planning,
         )
         drafts, *others = [drafter.step(done) for drafter in self.drafters]
         assert all(other == drafts for other in others)

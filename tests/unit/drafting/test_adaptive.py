@@ -163,42 +163,21 @@ def test_memory_is_bounded_and_old_text_is_overwritten():
     assert list(map(id, drafter._live.arrays)) == arrays, "no array has grown"
 
 
-def test_rests_while_drafting_is_unprofitable_and_resumes_later(monkeypatch):
-    """Tokens are a guess among six; a drafted token costs twenty steps at first and nothing later."""
-    rng = np.random.default_rng(4)
-    engine = Engine(make({KEY: history(rng.integers(0, 6, 4000))}, slots=16), rows=16)
-    planned = []
-    compiled = kernels.plan
-
-    def watched(*args):
-        planned[-1] = True
-        return compiled(*args)
-
-    monkeypatch.setattr(kernels, "plan", watched)
-    names = [f"{i}" for i in range(16)]
-    for name in names:
-        engine.start(name, [1, 2, 3])
-    drafted, granted = [0] * 16, []
-    for price in [2e-2] * 400 + [0.0] * 800:
-        seconds = 1e-3 * (1 + 0.1 * rng.random()) + price * sum(drafted)
-        planned.append(False)
-        drafts = engine.step({name: [int(rng.integers(0, 6))] for name in names}, drafted=drafted, seconds=seconds)
-        drafted = [len(draft) for draft in drafts.values()]
-        granted.append(sum(drafted) > 0)
-    assert 0 < sum(planned[200:400]) < 60, "some plans must test whether drafting is profitable"
-    assert np.mean(granted[200:400]) < 0.05
-    assert np.mean(granted[-200:]) > 0.9
-
-
-def test_experiment_is_at_most_one_draft_or_a_token_a_row():
-    """Unprofitable drafting is still measured now and then, with few tokens of a wide batch."""
+def test_experiment_takes_at_most_a_step():
+    """Unprofitable drafting is still measured now and then, with few tokens."""
     text = np.random.default_rng(0).permutation(1500)
     drafter = make({KEY: history(text)})
     for drafted in [0, 400] * 32:
-        drafter.cost.observe(8, drafted, 0.01 * (1 + drafted))
-    engine = Engine(drafter)
+        drafter.cost.observe(8, drafted, 0.01 * (1 + drafted / 4))
+    engine, drafted, granted = Engine(drafter), [0] * 8, []
     requests = [f"r{i}" for i in range(8)]
     for request in requests:
         engine.start(request, text[:1])
-    granted = [engine.step(dict.fromkeys(requests, text[i : i + 1])) for i in range(1, 400)]
-    assert [n for drafts in granted if (n := sum(map(len, drafts.values())))] == [16, 8, 32]
+    for i in range(1, 500):
+        seconds = 0.01 * (1 + sum(drafted) / 4)
+        drafts = engine.step(dict.fromkeys(requests, text[i : i + 1]), drafted=drafted, seconds=seconds)
+        drafted = [len(draft) for draft in drafts.values()]
+        granted.append(sum(drafted))
+    experiments = [n for n in granted if n]
+    assert 3 <= len(experiments) <= 6
+    assert max(experiments) <= 6

@@ -5,10 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.drafting.budget import FREE, lowest_profitable, select_tokens
-from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
+from verl_rhyme.drafting.budget import FREE, Rest, lowest_profitable, select_tokens
+from verl_rhyme.drafting.cost import StepCost
 
 CHEAP, DEAR = (8e-3, 1e-5, 0.0, 0.0), (1e-9, 1e-4, 1e-4, 0.0)
+
+
+def priced(rows, cost, most=400):
+    """Return the prices of a step by seconds of a step, of a row, of a draft token, and of drafting at all."""
+    a, b, c, d = cost
+    drafted = np.arange(most + 1)
+    return a + b * rows + c * drafted + d * (drafted > 0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -38,8 +45,9 @@ def test_token_below_the_lower_bound_is_never_granted(data):
     for i, row in enumerate(rows):
         reach[i, : len(row)] = np.cumprod(row)
     planned = np.array([len(row) for row in rows])
-    kept = np.minimum(planned, (reach >= lowest_profitable(cost, len(rows))).sum(1))
-    assert select_tokens(reach, kept, 20, cost).tolist() == select_tokens(reach, planned, 20, cost).tolist()
+    prices = priced(len(rows), cost, 40)
+    kept = np.minimum(planned, (reach >= lowest_profitable(prices, len(rows))).sum(1))
+    assert select_tokens(reach, kept, 20, prices).tolist() == select_tokens(reach, planned, 20, prices).tolist()
 
 
 def spread(values, rows):
@@ -53,13 +61,13 @@ def spread(values, rows):
 
 def test_grants_all_if_verification_is_free_and_little_if_it_is_expensive():
     reach, planned = spread(0.9 ** np.arange(1, 200), 8)
-    assert select_tokens(reach, planned, 1000, CHEAP).sum() == 199
-    assert select_tokens(reach, planned, 1000, DEAR).sum() == 0, (
+    assert select_tokens(reach, planned, 1000, priced(8, CHEAP)).sum() == 199
+    assert select_tokens(reach, planned, 1000, priced(8, DEAR)).sum() == 0, (
         "a draft token costs as much as a row: only a sure one would pay"
     )
-    assert 0 < select_tokens(reach, planned, 1000, (4e-3, 1e-4, 1e-4, 0.0)).sum() < 60
-    assert select_tokens(reach, planned, 7, CHEAP).sum() == 7
-    assert select_tokens(reach, planned, 1000, (8e-3, 1e-5, 0.0, 1e-1)).sum() == 0, (
+    assert 0 < select_tokens(reach, planned, 1000, priced(8, (4e-3, 1e-4, 1e-4, 0.0))).sum() < 60
+    assert select_tokens(reach, planned, 7, priced(8, CHEAP)).sum() == 7
+    assert select_tokens(reach, planned, 1000, priced(8, (8e-3, 1e-5, 0.0, 1e-1))).sum() == 0, (
         "the fixed cost of drafting is too high"
     )
 
@@ -76,39 +84,66 @@ def test_grants_all_if_verification_is_free_and_little_if_it_is_expensive():
 def test_expected_rate_is_never_below_that_without_drafts(a, b, c, drafting, rows, probabilities):
     values = np.sort(probabilities)[::-1]
     reach, planned = spread(values, rows)
-    k = int(select_tokens(reach, planned, 1000, (a, b, c, drafting)).sum())
+    k = int(select_tokens(reach, planned, 1000, priced(rows, (a, b, c, drafting))).sum())
     rates = [(rows + values[:n].sum()) / (a + b * rows + c * n + drafting * (n > 0)) for n in range(len(values) + 1)]
     assert rates[k] == pytest.approx(max(rates))
     assert rates[k] >= rates[0] * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("cost", [(0.0, 0.0, 1e-3, 0.0), (0.0, 0.0, 0.0, 1e-3), (0.0, 0.0, 1e-3, 1e-3), (0.0,) * 4])
-def test_step_without_drafts_is_tried_if_all_steps_drafted(cost):
-    """A fit to steps that all drafted may give a step without drafts no cost; trying one measures it."""
+def test_step_without_drafts_is_tried_if_it_seems_to_cost_nothing(cost):
+    """A fit to steps that all drafted may give a step without drafts no price; trying one measures it."""
     reach = np.full((3, 4), 0.9)
-    assert select_tokens(reach, np.full(3, 4), 100, cost).tolist() == [0, 0, 0]
+    assert select_tokens(reach, np.full(3, 4), 100, priced(3, cost)).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("sizes", [(8, 160), (60, 100), (76, 84)])
 def test_batches_around_the_profitable_size_lose_nothing(sizes):
     """A threshold that batches cross cost more than drafting gains (vllm 49548). Here each size has its best grant."""
-    a, b, c, d = truth = (0.010, 2e-5, 1.2e-4, 2e-3)  # 8 rows gain half by drafting, 76 nothing
+    truth = (0.010, 2e-5, 1.2e-4, 2e-3)  # 8 rows gain half by drafting, 76 nothing
     rng, cost = np.random.default_rng(0), StepCost()
     emitted, seconds = dict.fromkeys(sizes, 0.0), dict.fromkeys(sizes, 0.0)
     for step in range(1200):
         rows = sizes[step % 2]
         reach, planned = np.cumprod(np.full((rows, 8), 0.6), axis=1), np.full(rows, 8)
-        granted = select_tokens(reach, planned, 1 << 20, cost.coefficients if cost.ready else FREE)
-        if step % EXPLORE_EVERY == 0:
+        granted = select_tokens(reach, planned, 1 << 20, cost.prices(rows, 8 * rows) if step > 1 else FREE)
+        if step % 128 < 2:
             granted = np.minimum(planned, 1)
         drafted = int(granted.sum())
-        took = a + b * rows + c * drafted + d * (drafted > 0)
+        took = priced(rows, truth, 8 * rows)[drafted]
         cost.observe(rows, drafted, took * rng.lognormal(0, 0.05))
         if step >= 200:
             emitted[rows] += rows + sum(float(reach[row, :n].sum()) for row, n in enumerate(granted))
             seconds[rows] += took
     for rows in sizes:
-        undrafted = rows / (a + b * rows)
-        best = select_tokens(np.cumprod(np.full((rows, 8), 0.6), axis=1), np.full(rows, 8), 1 << 20, truth).sum()
+        undrafted = rows / priced(rows, truth)[0]
+        prices = priced(rows, truth, 8 * rows)
+        best = select_tokens(np.cumprod(np.full((rows, 8), 0.6), axis=1), np.full(rows, 8), 1 << 20, prices).sum()
         gained = emitted[rows] / seconds[rows] / undrafted
         assert gained > (1.3 if best else 0.98)
+
+
+def plans(rest, rows, steps, gain, planning=2e-3, seconds=1e-2):
+    """Return which of the steps are planned; each plan gains ``gain`` seconds."""
+    planned = [False]
+    for _ in range(steps):
+        planned.append(rest.plans(rows))
+        rest.observe(rows, planned[-1], planning * planned[-1], gain * planned[-1], seconds)
+    return np.array(planned[1:])
+
+
+def test_rests_while_plans_take_more_than_they_gain():
+    rest = Rest()
+    planned = plans(rest, 128, 1000, gain=1e-3)
+    assert planned[:4].all()
+    assert 0 < planned[8:].mean() < 0.03
+    planned = plans(rest, 128, 200, gain=3e-3)
+    assert planned[Rest.SELDOM + 1 :].all(), "the text repeats now"
+    assert plans(rest, 128, 200, gain=1e-3)[64:].mean() < 0.1
+
+
+def test_rests_by_width_and_never_for_a_negligible_plan():
+    rest = Rest()
+    plans(rest, 200, 100, gain=0.0)
+    assert plans(rest, 4, 100, gain=5e-3).all()
+    assert plans(Rest(), 4, 200, gain=0.0, planning=2e-5).all()

@@ -1,70 +1,114 @@
-"""Cost of a step."""
+"""Price of a step."""
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from verl_rhyme.drafting.cost import StepCost
 
 
-def seconds(coefficients, rows, drafted):
-    a, b, c, d = coefficients
-    return a + b * rows + c * drafted + d * (drafted > 0)
+def linear(a, b, c, d=0.0):
+    return lambda rows, drafted, prefilled=0: a + b * rows + c * (drafted + prefilled) + d * (drafted > 0)
 
 
-def predicted(cost, rows, drafted):
-    return seconds(cost.coefficients, rows, drafted)
+def knee(rows, drafted, prefilled=0):
+    return 0.012 * max(1.0, (rows + drafted + prefilled) / 96)
 
 
-def taught(a, b, c, d=0.0, noise=0.0, outliers=0.0, seed=0, steps=600):
+def price(cost, rows, drafted):
+    return cost.prices(rows, drafted)[drafted]
+
+
+def teach(cost, truth, rows, steps, noise=0.02, outliers=0.0, prefilled=lambda rng: 0, most=4, seed=0):
     rng = np.random.default_rng(seed)
-    cost = StepCost()
     for _ in range(steps):
-        rows = int(rng.integers(1, 65))
-        drafted = int(rng.integers(0, 4 * rows)) if rng.random() < 0.9 else 0
-        took = seconds((a, b, c, d), rows, drafted) * (1 + noise * rng.standard_normal())
-        if rng.random() < outliers:
-            took *= 50
-        cost.observe(rows, drafted, took)
+        width = int(rng.integers(rows[0], rows[1] + 1))
+        drafted, prompt = int(rng.integers(0, most * width + 1)) * int(rng.random() < 0.8), prefilled(rng)
+        seconds = truth(width, drafted, prompt) * np.exp(noise * rng.standard_normal())
+        cost.observe(width, drafted, seconds * (50 if rng.random() < outliers else 1), prompt)
     return cost
 
 
-@pytest.mark.parametrize("truth", [(5e-3, 1e-4, 2e-5, 0.0), (1e-3, 2e-4, 2e-4, 1e-3), (8e-3, 0.0, 0.0, 0.0)])
-def test_learns_the_cost_through_noise_and_pauses(truth):
-    cost = taught(*truth, noise=0.1, outliers=0.01)
-    assert cost.ready
+@pytest.mark.parametrize("truth", [(5e-3, 1e-4, 2e-5), (1e-3, 2e-4, 2e-4, 1e-3), (8e-3, 0.0, 0.0), (0.0, 6e-3, 6e-3)])
+def test_learns_lines_through_noise_and_pauses(truth):
+    cost = teach(StepCost(), linear(*truth), (1, 64), 1500, noise=0.1, outliers=0.01)
     for rows, drafted in ((1, 0), (8, 16), (64, 0), (64, 200)):
-        assert predicted(cost, rows, drafted) == pytest.approx(seconds(truth, rows, drafted), rel=0.25)
+        assert price(cost, rows, drafted) == pytest.approx(linear(*truth)(rows, drafted), rel=0.25)
+
+
+def test_learns_the_knee_of_each_width():
+    """One line for all widths undercuts the price of a draft token beyond the knee by half."""
+    cost = teach(StepCost(), knee, (1, 64), 1500)
+    for rows, drafted in ((2, 8), (8, 16), (8, 80), (40, 40), (40, 120), (64, 0), (64, 64), (64, 192)):
+        if drafted <= 4 * rows:
+            assert price(cost, rows, drafted) == pytest.approx(knee(rows, drafted), rel=0.1)
+
+
+def test_narrow_batches_do_not_change_the_price_of_wide_ones():
+    """Thousands of steps of a rollout's tail show that drafts cost nothing, but for four rows."""
+    cost = teach(StepCost(), knee, (60, 64), 40)
+    teach(cost, knee, (1, 4), 5000, most=8)
+    assert price(cost, 64, 128) == pytest.approx(knee(64, 128), rel=0.1)
+    assert price(cost, 4, 16) == pytest.approx(knee(4, 16), rel=0.05)
+
+
+def test_neighbouring_widths_share_what_they_know():
+    cost = teach(StepCost(), knee, (33, 63), 200)
+    for rows in (24, 64):
+        assert price(cost, rows, 96) == pytest.approx(knee(rows, 96), rel=0.15), "this width was never seen"
+
+
+def test_six_steps_are_enough():
+    for truth in (linear(0.004, 0.006, 0.006), linear(0.010, 2e-5, 2e-5), linear(0.036, 0.0032, 0.003)):
+        cost = StepCost()
+        for drafted in (0, 4, 8, 0, 16, 4):
+            cost.observe(16, drafted, truth(16, drafted))
+        for drafted in (0, 4, 16):
+            assert price(cost, 16, drafted) == pytest.approx(truth(16, drafted), rel=0.05)
+
+
+def test_unknown_sizes_are_taken_in_small_steps():
+    cost = teach(StepCost(), knee, (1, 4), 500, most=6)
+    assert cost.room(64) == 16
+    cost.observe(64, 16, knee(64, 16))
+    assert cost.room(64) == 32
+
+
+def test_steps_that_prefill_are_enough():
+    """With short responses every step admits a request."""
+    truth = linear(0.036, 0.0032, 0.003)
+    cost = teach(StepCost(), truth, (14, 16), 60, prefilled=lambda rng: int(rng.integers(1, 300)))
+    for drafted in (0, 16, 48):
+        assert price(cost, 16, drafted) == pytest.approx(truth(16, drafted), rel=0.1)
 
 
 def test_follows_a_change():
-    cost = taught(1e-3, 1e-4, 1e-4)
-    rng = np.random.default_rng(1)
-    for _ in range(3000):
-        rows, drafted = int(rng.integers(1, 65)), int(rng.integers(0, 100))
-        cost.observe(rows, drafted, 2e-3 + 1e-5 * drafted)
-    assert predicted(cost, 32, 50) == pytest.approx(2.5e-3, rel=0.1)
+    """As contexts grow, a row costs more."""
+    cost = teach(StepCost(), linear(1e-3, 1e-4, 1e-4), (1, 64), 600)
+    teach(cost, linear(2e-3, 1e-4, 1e-5), (1, 64), 6000)
+    assert price(cost, 32, 50) == pytest.approx(5.7e-3, rel=0.1)
 
 
-def test_is_not_ready_before_enough_observations():
+def test_nothing_is_known_before_a_step():
     cost = StepCost()
-    for _ in range(500):
-        cost.observe(4, 0, 1e-3)
-    assert not cost.ready, "drafted tokens never varied"
     for bad in ((0, 3, 1.0), (4, 3, float("nan")), (4, 3, 0.0), (4, 3, -1.0)):
         cost.observe(*bad)
     assert not cost.ready
+    cost.observe(4, 0, 1e-3)
+    assert cost.ready
 
 
-def test_step_without_drafts_looks_cheap_until_observed():
-    """It is therefore tried, and then measured."""
-    rng = np.random.default_rng(2)
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 600), st.floats(1e-5, 10.0)), min_size=1, max_size=40))
+def test_price_is_positive_and_convex_whatever_was_observed(steps):
     cost = StepCost()
-    for _ in range(400):
-        rows, drafted = int(rng.integers(1, 33)), int(rng.integers(1, 100))
-        cost.observe(rows, drafted, 4e-3 + 1e-4 * rows + 2e-5 * drafted + 1e-3)
-    assert predicted(cost, 16, 50) == pytest.approx(7.6e-3, rel=0.02)
-    assert predicted(cost, 16, 0) < 5.6e-3, "the observed steps do not determine the cost of one without drafts"
-    for _ in range(32):
-        cost.observe(16, 0, 5.6e-3)
-    assert predicted(cost, 16, 0) == pytest.approx(5.6e-3, rel=0.02)
-    assert predicted(cost, 16, 50) == pytest.approx(7.6e-3, rel=0.02)
+    for rows, drafted, seconds in steps:
+        cost.observe(rows, drafted, seconds)
+    for rows in (1, 7, 64, 300):
+        prices = cost.prices(rows, 500)
+        assert np.isfinite(prices).all()
+        assert (prices >= 0).all()
+        slopes = np.diff(prices[1:])
+        assert (slopes >= -1e-12 * prices[-1]).all()
+        assert (np.diff(slopes) >= -1e-9 * prices[-1]).all(), "the grants stop at the first price that is too high"

@@ -1,0 +1,128 @@
+"""Drafts on machines whose steps have a shape: tokens per second over no drafts, from the first step of a new engine.
+
+Each case was once below stock, or gained less than it could.
+"""
+
+from itertools import repeat
+
+import numpy as np
+import pytest
+
+from tests.unit.drafting.virtual_engine import Machine, Texts, VirtualEngine, knee, linear
+
+pytestmark = pytest.mark.xdist_group("kernels")
+
+COMPUTE = {"base": 0.004, "row": 0.006, "token": 0.006}
+HALF = {"base": 0.050, "row": 0.003, "token": 0.003}
+MEMORY = {"base": 0.010, "row": 2e-5, "token": 2e-5}
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.3])
+@pytest.mark.parametrize(
+    ("machine", "follow", "early", "late"),
+    [
+        (COMPUTE, 0.6, 0.97, 0.985),
+        (COMPUTE, 0.8, 0.97, 0.985),
+        (COMPUTE, 0.9, 0.97, 0.965),
+        (HALF, 0.6, 0.97, 0.98),
+        (HALF, 0.9, 1.2, 1.27),
+        (MEMORY, 0.6, 1.1, 1.17),
+        (MEMORY, 0.9, 2.5, 3.0),
+    ],
+)
+def test_first_steps_of_an_engine_cost_nothing(machine, follow, early, late, noise):
+    """Until 32 steps were seen, every draft token was verified at no price."""
+    log = VirtualEngine(linear(**machine, noise=noise), Texts(follow, 400), 16).run(repeat(400), 400)
+    assert log.gain(0, 60) > early
+    assert log.gain(0, 400) > late
+
+
+@pytest.mark.parametrize("length", [50, 100])
+def test_price_is_learnt_from_steps_that_admit_requests(length):
+    """Slots are refilled at once, and hardly any step admits no request."""
+    log = VirtualEngine(linear(**COMPUTE), Texts(0.8, length), 64).run(repeat(length), 200)
+    assert log.gain(0, 60) > 0.97
+    assert log.gain(0, 200) > 0.985
+
+
+@pytest.mark.parametrize(("follow", "whole"), [(0.5, 1.08), (0.75, 1.55)])
+def test_wide_batch_after_a_narrow_tail(follow, whole):
+    """Rollouts whose rows start together, and end in a long tail of few rows where drafts cost nothing."""
+    rng = np.random.default_rng(0)
+    engine, begin = VirtualEngine(knee(0.012, 48), Texts(follow, 1200), 64), 0
+    for _ in range(3):
+        lengths = np.clip(np.exp(rng.normal(4.6, 0.7, 64)), 20, 1200).astype(int)
+        lengths[:4] = 700, 900, 1000, 1200
+        log = engine.run(lengths)
+        stock = sum(engine.machine.seconds((lengths >= step).sum(), 0, 0, 0) for step in range(1, 1201))
+        assert log.gain(begin, wider=32) > 0.97
+        assert stock / sum(log.seconds[begin:]) > whole
+        begin = len(log.rows)
+
+
+@pytest.mark.parametrize(
+    ("follow", "token", "early", "late"),
+    [(0.15, 2e-5, 0.96, 0.98), (0.3, 8e-6, 0.96, 0.98), (0.5, 8e-6, 0.96, 0.98), (0.8, 8e-6, 1.45, 1.55)],
+)
+def test_plan_of_a_wide_batch_is_worth_its_time(follow, token, early, late):
+    """A plan takes an eighth of a step: rest where drafts gain less, or nothing at all."""
+    log = VirtualEngine(linear(0.012, 0.0, token, plan=0.0015), Texts(follow, 400), 128).run(repeat(400), 200)
+    assert log.gain(0, 60) > early
+    assert log.gain(0, 200) > late
+
+
+@pytest.mark.parametrize(("follow", "early", "late"), [(0.6, 1.15, 1.2), (0.85, 1.6, 1.68)])
+def test_drafts_fill_a_step_up_to_its_knee(follow, early, late):
+    log = VirtualEngine(knee(0.010, 128), Texts(follow, 300), 64).run(repeat(300), 200)
+    assert log.gain(0, 60) > early
+    assert log.gain(0, 200) > late
+
+
+@pytest.mark.parametrize(
+    ("rows", "follow", "early", "late"),
+    [(8, 0.6, 0.97, 0.98), (8, 0.85, 1.5, 1.8), (64, 0.6, 0.97, 0.98), (64, 0.85, 1.3, 1.45), (256, 0.85, 0.93, 0.965)],
+)
+def test_fixed_price_of_drafting(rows, follow, early, late):
+    """A GPU replays its graph of a whole step only without drafts; here that is worth 2 of 5 ms."""
+    machine = Machine(lambda r, d, p, _: 0.005 + 0.002 * (d > 0) + 2.7e-5 * max(0, r + d + p - 185), plan=6e-6 * rows)
+    log = VirtualEngine(machine, Texts(follow, 400), rows).run(repeat(400), 200)
+    assert log.gain(0, 60) > early
+    assert log.gain(0, 200) > late
+
+
+def test_rests_while_drafts_are_expensive_and_resumes_later():
+    """A draft token costs ten rows at first, and nothing later."""
+    engine = VirtualEngine(linear(0.004, 0.001, 0.010, plan=5e-4), Texts(0.9, 400), 16)
+    log = engine.run(repeat(400), 300)
+    assert 0 < np.mean(log.planned[100:]) < 0.1, "some plans must test whether drafting is profitable"
+    assert log.gain(0, 300) > 0.96
+    engine.machine = linear(0.004, 0.001, 1e-5, plan=5e-4)
+    engine.run(repeat(400), 600)
+    assert np.mean(log.planned[-100:]) > 0.9
+    assert log.gain(-100) > 1.8
+
+
+def test_follows_contexts_that_grow():
+    """Rows with long contexts take most of a step; draft tokens do not."""
+    machine = Machine(lambda r, d, p, text: 0.004 + 1e-3 * r + 1e-3 * (d + p) + 4e-6 * text)
+    log = VirtualEngine(machine, Texts(0.9, 1000), 16).run(repeat(1000), 600)
+    assert log.gain(0, 60) > 0.97
+    assert log.gain(300, 600) > 1.0
+
+
+def test_wakes_when_text_repeats():
+    """A batch of 128 rows that hardly repeated does now, which neither the price nor the confidence know."""
+    texts = Texts(0.3, 100)
+    engine = VirtualEngine(linear(0.012, 0.0, 8e-6, plan=0.0015), texts, 128)
+    engine.run(repeat(100, 3 * 128))
+    assert np.mean(engine.log.planned[20:]) < 0.05
+    texts.follow, begin = 0.9, len(engine.log.rows)
+    engine.run(repeat(100, 6 * 128))
+    assert np.mean(engine.log.planned[begin + 100 :]) > 0.9
+    assert engine.log.gain(begin + 100) > 1.5
+
+
+def test_drafts_that_are_never_accepted_end():
+    """An engine that drops all drafts lost a third of its speed for ever."""
+    log = VirtualEngine(linear(**MEMORY, plan=1e-4), Texts(0.9, 400), 16, verifies=False).run(repeat(400), 400)
+    assert log.gain(100, 400) > 0.97

@@ -1,0 +1,158 @@
+"""An engine with a virtual clock: the real drafter, made-up texts, and a machine of which only the prices are known."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from verl_rhyme.config import DraftingConfig
+from verl_rhyme.drafting.adaptive import AdaptiveDrafter
+from verl_rhyme.drafting.policy import DecodeStep
+from verl_rhyme.history.record import PromptHistory, Trajectory
+
+VOCABULARY, PROMPT, SAMPLES = 30_000, 8, 4
+
+
+@dataclass
+class Machine:
+    """Seconds of a step: a number of rows, of draft tokens, of prompt tokens, and of tokens in the rows.
+
+    Attributes:
+        plan: Seconds of the drafter in a planned step.
+        noise: Standard deviation of the logarithm.
+    """
+
+    seconds: Callable[[int, int, int, int], float]
+    plan: float = 0.0
+    noise: float = 0.02
+
+
+def linear(base, row, token, **more):
+    """Return a machine whose steps take time by tokens."""
+    return Machine(lambda rows, drafted, prompt, text: base + row * rows + token * (drafted + prompt), **more)
+
+
+def knee(flat, at, **more):
+    """Return a machine whose steps take the same time up to so many tokens, then a time in proportion."""
+    return Machine(lambda rows, drafted, prompt, text: flat * max(1.0, (rows + drafted + prompt) / at), **more)
+
+
+class Texts:
+    """Prompts of which each sample follows a template with probability ``follow`` a token."""
+
+    def __init__(self, follow, longest, seed=0):
+        self.follow, self._longest, self._rng = follow, longest, np.random.default_rng(seed)
+        self._templates, self._histories = {}, {}
+
+    def sample(self, prompt, length):
+        if prompt not in self._templates:
+            self._templates[prompt] = self._rng.integers(0, VOCABULARY, self._longest).astype(np.int32)
+        own = self._rng.integers(0, VOCABULARY, length).astype(np.int32)
+        follows = self._rng.random(length) < self.follow
+        return np.where(follows, self._templates[prompt][:length], own).astype(np.int32)
+
+    def history(self, key):
+        if key not in self._histories:
+            texts = [self.sample(int.from_bytes(key, "big"), self._longest) for _ in range(SAMPLES)]
+            self._histories[key] = PromptHistory.build([Trajectory(key, t, 0.0, 0, 0, s) for s, t in enumerate(texts)])
+        return self._histories[key]
+
+
+@dataclass
+class Log:
+    """One entry a step."""
+
+    rows: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    stock: list[float] = field(default_factory=list)  # seconds of the step without drafts
+    planned: list[bool] = field(default_factory=list)
+
+    def gain(self, begin=0, end=None, wider=0):
+        """Return tokens per second over those of the same steps without drafts; ``wider``: of steps with more rows."""
+        columns = self.rows, self.emitted, self.seconds, self.stock
+        rows, emitted, seconds, stock = (np.array(column[begin:end]) for column in columns)
+        wide = rows > wider
+        return float(emitted[wide].sum() / seconds[wide].sum() / (rows[wide].sum() / stock[wide].sum()))
+
+
+class VirtualEngine:
+    """An engine of ``slots`` rows. Each response has its length from ``lengths``; four in a row have one prompt."""
+
+    def __init__(self, machine, texts, slots, seed=0, verifies=True, **config):
+        self.machine, self.texts, self._verifies = machine, texts, verifies
+        self.drafter = AdaptiveDrafter(DraftingConfig(**config), texts.history, slots=slots, vocabulary=VOCABULARY)
+        self._rng, self._slots, self._names = np.random.default_rng(seed), slots, count()
+        self._ended = False
+        self.log = Log()
+
+    def run(self, lengths, steps=10**9):
+        """Generate responses of these lengths, at most ``steps`` steps."""
+        lengths, longest = iter(lengths), PROMPT + self.texts._longest + 64
+        tokens, length = np.zeros((self._slots, longest), np.int32), np.zeros(self._slots, np.int64)
+        drafted, accepted = np.zeros(self._slots, np.int64), np.zeros(self._slots, np.int64)
+        ends, names, wholes = np.zeros(self._slots, np.int64), {}, {}
+        planning, started = 0.0, len(self.log.rows)
+        while len(self.log.rows) - started < steps:
+            admitted = []
+            for row in sorted(set(range(self._slots)) - set(names)):
+                size = next(lengths, None)
+                if size is None:
+                    break
+                number = next(self._names)
+                names[row], prompt = f"{number}", number // SAMPLES
+                text = self.texts.sample(prompt, size)
+                whole = wholes[row] = np.concatenate([PROMPT * number + np.arange(PROMPT), text])
+                tokens[row, :PROMPT], length[row], ends[row] = whole[:PROMPT], PROMPT, len(whole)
+                drafted[row] = accepted[row] = 0
+                admitted.append(row)
+                self.drafter.start(names[row], prompt.to_bytes(16, "big"))
+            if not names:
+                break
+            live = np.array(sorted(names))
+            new = np.zeros(len(live), np.int64)
+            for i, row in enumerate(live.tolist()):
+                whole, at = wholes[row], int(length[row])
+                accepted[row] = agreement(self._drafts[row], whole[at:]) if drafted[row] and self._verifies else 0
+                new[i] = min(accepted[row] + 1, ends[row] - at)
+                tokens[row, at : at + new[i]] = whole[at : at + new[i]]
+                length[row] = at + new[i]
+            size, prompt = int(drafted[live].sum()), (PROMPT - 1) * len(admitted)
+            text = int(length[live].sum())
+            noise = np.exp(self.machine.noise * self._rng.standard_normal())
+            seconds = self.machine.seconds(len(live), size, prompt, text) * noise
+            self.log.rows.append(len(live))
+            self.log.drafted.append(size)
+            self.log.emitted.append(int(new.sum()))
+            self.log.seconds.append(seconds + planning)
+            self.log.stock.append(self.machine.seconds(len(live), 0, prompt, text) * noise)
+            done = DecodeStep(
+                requests=[names[row] for row in live.tolist()],
+                rows=live,
+                tokens=tokens,
+                lengths=length[live],
+                drafted=drafted[live],
+                accepted=accepted[live],
+                limits=np.minimum(32, ends[live] - length[live] - 1).clip(0),
+                budget=4096 if self._ended else 0,
+                seconds=seconds if self._ended and len(admitted) < len(live) else None,
+                planning=planning,
+                prefilled=prompt,
+            )
+            drafts = self.drafter.step(done)
+            self._ended = True
+            planning = self.machine.plan * self.drafter.planned
+            self.log.planned.append(self.drafter.planned)
+            self._drafts = dict(zip(live.tolist(), drafts, strict=True))
+            drafted[:] = 0
+            drafted[live] = [len(draft) for draft in drafts]
+            for row in live[length[live] >= ends[live]].tolist():
+                self.drafter.finish(names.pop(row))
+        return self.log
+
+
+def agreement(draft, path):
+    """Return the number of draft tokens that agree with the path."""
+    return next((i for i, (a, b) in enumerate(zip(draft, path, strict=False)) if a != b), min(len(draft), len(path)))
