@@ -22,6 +22,7 @@ from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
 from verl_rhyme.engine.draft_head import TRAINING_TOTALS, EngineHead, all_ranks
 from verl_rhyme.engine.history_loader import HistoryLoader
+from verl_rhyme.engine.sampler import unsupported
 from verl_rhyme.engine.threads import PlanningThreads, thread_count
 from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.keys import prompt_key
@@ -129,6 +130,7 @@ class HistoryProposer:
 
     def _start(self) -> None:
         threads = PlanningThreads(thread_count(self._config.plan_threads))
+        self._ended = 0.0
         self._drafter = build(self._config, self._history, self._slots, self._vocab_size, threads, self._head)
 
     def weights_loaded(self) -> None:
@@ -190,30 +192,36 @@ class HistoryProposer:
         names = tuple(req_ids if len(rows) == count else [req_ids[row] for row in rows.tolist()])
         drafting, known = self._batch, True
         if drafting is None or drafting.req_ids != names:
-            known = all(name in self._requests for name in names)
+            known = any(name in self._requests for name in names)
             drafting = self._batch = self._new_batch(drafter, names)
-        # A step that prefilled or came after a pause does not show the cost of decoding.
-        plain = known and bool(self._ended) and len(rows) == count and not self._paused
+        # Without a request of the step before, the engine was idle before the step. The first step has no price yet.
+        timed, first = known and bool(self._ended) and not self._paused, not self._ended
         self._drafted += int(drafted.sum())
         self._accepted += int(accepted.sum())
         lengths = num_tokens_no_spec[rows]
         budget = self._budget(count, len(rows) < count)
+        if first and self._config.weigh_cost:
+            budget = 0
+        if unsupported(batch.sampling_metadata):  # such steps verify no drafts, and vLLM's sampler has another price
+            budget, timed = 0, False
         generated = lengths - prompt_tokens[rows]
         longest = self._config.max_tokens
         limits = request_limits(lengths, generated, drafting.max_tokens, self._max_model_len, longest)
         if self._head is not None:
             self._head.observe(req_ids, sampled_token_ids, rows)
-        # The engine waits for the plan, so a step's cost includes its plan.
-        seconds = planning + now - self._ended if plain else None
+        seconds = now - self._ended if timed else None
+        prefilled = max(0, int(self._runner.query_start_loc.np[count]) - len(rows) - int(drafted.sum()))
         began = time.perf_counter()
         planned = drafter.step(
-            DecodeStep(names, rows, token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
+            DecodeStep(
+                names, rows, token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds, planning, prefilled
+            )
         )
         self._planning = time.perf_counter() - began
         captured = 0 if self._head is None else self._head.captured
         self._paused, self._captured = captured > self._captured, captured
-        if self._head is not None and plain:
-            self._head.train(now - self._ended)
+        if self._head is not None and seconds is not None and not prefilled:
+            self._head.train(seconds)
         if len(rows) == count:
             return planned
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]

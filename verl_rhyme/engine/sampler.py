@@ -7,7 +7,7 @@ residual. No residual and no table of log-probabilities is computed: one pass ov
 tokens in all) gives each row's token and log-probability.
 
 :mod:`verl_rhyme.engine.drawer` draws the tokens. Sampling options that it does not support at drafted positions go to
-vLLM's sampler, and the drafts of that step are dropped.
+vLLM's sampler, and the drafts of that step are dropped; the proposer then drafts nothing (:func:`unsupported`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DrawingSampler(Sampler):
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
         """Sample a token for each request: ``sampled_token_ids`` is int32 [B, 1]."""
-        if predict_bonus_token or logprobs_mode_override is not None or _unsupported(sampling_metadata):
+        if predict_bonus_token or logprobs_mode_override is not None or unsupported(sampling_metadata):
             return super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
         drawn = self.drawer.draw(logits, sampling_metadata, np.ones(len(logits), dtype=np.int64))
         return SamplerOutput(drawn.tokens.to(torch.int32)[:, None], drawn.logprobs)
@@ -71,7 +71,7 @@ class DrawingVerifier(RejectionSampler):
         """Verify the drafts: ``sampled_token_ids`` is int32 [B, longest draft + 1], -1 after a row's last token."""
         drafted = np.array(metadata.num_draft_tokens, dtype=np.int64)
         counts = drafted + 1
-        if _unsupported(sampling_metadata):  # drop the drafts and sample one token
+        if unsupported(sampling_metadata):  # drop the drafts and sample one token
             first = torch.from_numpy(counts.cumsum() - counts).to(logits.device)
             return self.sampler(logits[first], replace(sampling_metadata, spec_token_ids=None))
         drawn = self.sampler.drawer.draw(logits, sampling_metadata, counts)
@@ -112,7 +112,7 @@ def accepted_tokens(
     return drawn.masked_fill(reached == 0, PLACEHOLDER_TOKEN_ID), where[: len(at)]
 
 
-def _unsupported(metadata: SamplingMetadata) -> bool:
+def unsupported(metadata: SamplingMetadata) -> bool:
     """Whether a request has options that only vLLM's sampler supports."""
     holder = metadata.thinking_budget_state_holder
     supported = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)

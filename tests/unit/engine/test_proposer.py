@@ -9,6 +9,7 @@ import torch
 
 from tests.conftest import examples
 from verl_rhyme.drafting.bounds import logits_budget
+from verl_rhyme.drafting.policy import RequestCounts
 from verl_rhyme.engine.proposer import HistoryProposer
 from verl_rhyme.history.copies import Copies
 from verl_rhyme.history.keys import prompt_key
@@ -37,8 +38,14 @@ def proposer_for(folder, **drafting):
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
     proposer = HistoryProposer(config)
-    batch = SimpleNamespace(req_ids=[], spec_token_ids=[], num_prompt_tokens=np.zeros(ROWS, np.int32))
-    proposer._runner = SimpleNamespace(input_batch=batch, requests={})
+    sampling = SimpleNamespace(
+        logprob_token_ids=None, thinking_budget_state_holder=None, logitsprocs=SimpleNamespace(all=[])
+    )
+    batch = SimpleNamespace(
+        req_ids=[], spec_token_ids=[], num_prompt_tokens=np.zeros(ROWS, np.int32), sampling_metadata=sampling
+    )
+    ends = SimpleNamespace(np=np.zeros(ROWS + 1, np.int32))
+    proposer._runner = SimpleNamespace(input_batch=batch, requests={}, query_start_loc=ends)
     proposer._start()
     return proposer
 
@@ -273,28 +280,78 @@ def test_cached_batch_gives_the_same_drafts(tmp_path):
     assert all(proposer.totals()["errors"] == 0 and proposer.totals()["drafted"] > 1000 for proposer in both)
 
 
-def test_cost_of_a_step_includes_its_plan(tmp_path, monkeypatch):
-    """The time of a step begins with the plan of its drafts and excludes the admission of other requests."""
+def test_time_of_a_step_excludes_its_plan_and_admissions(tmp_path, monkeypatch):
+    """Steps that prefill count as well, with their prompt tokens; those after an idle engine do not."""
     proposer = proposer_for(tmp_path / "h")
-    clock, seconds = [100.0], []
+    clock, seen = [100.0], []
     monkeypatch.setattr("verl_rhyme.engine.proposer.time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     class Planner:
         def start(self, *_):
             clock[0] += 50.0
 
+        def finish(self, *_):
+            return RequestCounts()
+
         def step(self, done):
-            seconds.append(done.seconds)
+            seen.append((done.seconds, done.planning, done.prefilled, done.budget > 0))
             clock[0] += 2.0
             return [[] for _ in done.requests]
 
     proposer._drafter = Planner()
     admit(proposer, ["a", "b"], [1, 2, 3])
-    for sampled in ([[5], [5]], [[5], [5]], [[5], []], [[5], [5]], [[5], [5]]):
+
+    def step(sampled, tokens):
+        proposer._runner.query_start_loc.np[len(sampled)] = tokens
         proposer.propose(sampled, np.full(ROWS, 4, np.int32), np.ones((ROWS, LENGTH), np.int32))
         clock[0] += 0.25  # time of the engine
+
+    step([[5], [5]], 6)
+    step([[5], [5]], 2)
+    step([[5], []], 41)
+    admit(proposer, ["a", "b", "c"], [1, 2, 3])
+    step([[5], [5], [5]], 5)
+    proposer._runner.requests.clear()
+    clock[0] += 1000.0  # idle
+    admit(proposer, ["d"], [1, 2, 3])
+    step([[5]], 3)
+    step([[5]], 1)
     assert proposer.totals()["errors"] == 0
-    assert seconds == [None, 2.25, None, 2.25, 2.25]
+    assert seen == [
+        (None, 0.0, 4, False),  # a step without a price drafts nothing
+        (0.25, 2.0, 0, True),
+        (0.25, 2.0, 40, True),
+        (0.25, 2.0, 2, True),
+        (None, 2.0, 2, True),
+        (0.25, 2.0, 0, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"logprob_token_ids": {0: [1]}},
+        {"thinking_budget_state_holder": SimpleNamespace(has_tracked_requests=lambda: True)},
+        {"logitsprocs": SimpleNamespace(all=[object()])},
+    ],
+    ids=["logprob_token_ids", "thinking budget", "custom logits processor"],
+)
+def test_nothing_is_drafted_while_the_verifier_drops_all_drafts(tmp_path, option):
+    """One such request once cost its batch a third of its speed, with 94,834 drafts and none accepted."""
+    proposer = proposer_for(tmp_path / "h", weigh_cost=False)
+    admit(proposer, ["a", "b"], [1, 2, 3])
+    sampling = proposer._runner.input_batch.sampling_metadata
+    supported, drafted = dict(vars(sampling)), []
+    tokens, lengths = np.tile(np.arange(LENGTH, dtype=np.int32) % 3 + 1, (ROWS, 1)), np.full(ROWS, 3, np.int32)
+    for step in range(60):
+        vars(sampling).update(option if 20 <= step < 40 else supported)
+        lengths += 1
+        drafts = proposer.propose([[int(tokens[0, lengths[0] - 1])]] * 2, lengths, tokens)
+        drafted.append(min(map(len, drafts)))
+    assert all(drafted[10:20])
+    assert not any(drafted[20:40])
+    assert all(drafted[40:])
+    assert proposer.totals()["errors"] == 0
 
 
 @pytest.mark.parametrize("wait", [False, True])
@@ -308,7 +365,7 @@ def test_drafts_use_a_history_as_soon_as_it_is_read(tmp_path, wait, copied):
     else:
         with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 22, epochs=2) as store:
             store.append(recorded, 0)
-    proposer = proposer_for(tmp_path / "h", wait_for_history=wait)
+    proposer = proposer_for(tmp_path / "h", wait_for_history=wait, weigh_cost=False)
     names = ["gone", "a", "b"]
     admit(proposer, names, prompt, history_requested_ns=5 if copied else 0)
     tokens, lengths = np.zeros((ROWS, LENGTH), np.int32), np.full(ROWS, 3, np.int32)
