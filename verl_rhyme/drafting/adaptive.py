@@ -210,7 +210,8 @@ class AdaptiveDrafter:
         if accepted.any() or not size:
             # What the first planned token of each row would have gained: the confidence may lag behind the text.
             first = (slots.planned[ids] > 0) & (slots.planned_at[ids] == slots.length[ids])
-            hits = row * (first & (slots.draft[ids, 0] == done.tokens[batch.rows, slots.length[ids]])).sum()
+            sampled = done.tokens[batch.rows, np.minimum(slots.length[ids], batch.lengths - 1)]
+            hits = row * (first & (slots.draft[ids, 0] == sampled)).sum()
             gain = max(gain, hits - (prices[first.sum()] - prices[0]))
             unknown = rows + int(first.sum()) > self.cost.largest and (gain > 0 or not self._explored)
             self._curious = unknown and self.rest.asleep(rows) and self.rest.pays(rows, hits, row * rows)
