@@ -176,6 +176,8 @@ class Rollout:
             known = {record["id"] for record in before.records}
             new = [record for record in reported.records if record["id"] not in known]
             self._ran += new
+            repeated = {record["id"] for record in reported.records}
+            self._wasted += [record for record in before.records if record["id"] not in repeated]  # its turns were lost
             if report.status == "generated":
                 self._generated(report, uid, number)
             elif not self.scheduler.interrupt(uid, number, report.tokens, report.first_version):

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+from verl_rhyme.agent_loop import stored_attempts
 from verl_rhyme.agent_loop import worker as workers
 from verl_rhyme.agent_loop.reports import NotReported
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, Interrupted, Turn, current
-from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN
+from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN, KeptTurns
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker
 from verl_rhyme.processes.deadline import NoAnswer
 from verl_rhyme.scheduling.attempts import Attempt, Start, sample_of
@@ -26,7 +28,7 @@ class Worker(_Worker):
     def __init__(self, run):
         self.run, self.reported, self.broken, self.fetched = run, [], False, []
         self._coupled, self._seed, self._filter_metric, self._tool_timeout = False, 0, None, 60.0
-        self._attempts, self._sessions = {}, {}
+        self._attempts, self._sessions, self._kept = {}, {}, KeptTurns()
         self.background_tasks = set()
         self._reports = self
 
@@ -228,6 +230,34 @@ async def test_regenerated_response_is_drafted_from_its_trajectory(monkeypatch, 
     again = [Start(Attempt("a", n, 1).name, Attempt("a", n).name, stored=True) for n in range(3)]
     await Worker(kept_turns(met)).start(*again)
     assert met == {0: [[5, 6], [7]], 1: [[8]], 2: []}
+
+
+async def test_interrupted_tokens_stay_in_the_worker_until_a_checkpoint(queue, monkeypatch):
+    """TransferQueue gets the records alone, and a copy is continued: the attempt may be lost with its new tokens."""
+    turn, put, met = Turn("prompt", array("i", [1, 2, 3]), array("f", [0.5, 0.25, 0.125]), 3, 3), [], {}
+
+    async def interrupt(worker, params, session_id, prompt):
+        current().turns = [turn]
+        raise Interrupted
+
+    async def store(keys, partition_id, fields):
+        put.append((partition_id, keys, [list(each) for each in fields["turns"]]))
+
+    worker = Worker(interrupt)
+    await worker.start(first(0), first(1))
+    assert await worker.kept() == ["a_0", "a_1"]
+    turn.tokens.append(9)  # of a task that runs on
+    worker.run = kept_turns(met)
+    await worker.start(Start(Attempt("a", 0, 1).name, "a_0", partial=True))
+    assert met == {0: [[1, 2, 3]]}
+    assert [keys for partition, keys in queue.asked if partition == SESSIONS] == []
+    await worker.forget(["a_0"])
+    monkeypatch.setattr(stored_attempts.tq, "async_kv_batch_put", store)
+    await worker.store_turns()
+    await worker.store_turns()
+    [(partition, keys, turns)] = put
+    assert (partition, keys) == (SESSIONS, ["a_1", Attempt("a", 0, 1).name])
+    assert [Turn.from_dict(each).tokens.tolist() for each in turns[0]] == [[1, 2, 3]]
 
 
 async def test_attempts_without_prompt_data_are_reported(monkeypatch):
