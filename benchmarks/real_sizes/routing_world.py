@@ -130,6 +130,12 @@ class Worker:
         self._reports.attach(coordinator_handle)
         return dict(self._at)
 
+    async def kept(self) -> list[str]:
+        return []
+
+    def forget(self, names: list[str]) -> None:
+        pass
+
     async def start_attempts(self, starts: list[Start], step: int) -> None:
         for start in starts:
             self._at[start.name], self._planned[start.name] = (start.assignment.replica,) * 2

@@ -59,6 +59,9 @@ class Worker:
     async def attach(self, coordinator):
         return dict.fromkeys(self.about, "")
 
+    async def kept(self):
+        return []
+
     async def start_attempts(self, starts, step):
         await asyncio.sleep(0)
         if self.mood == "dies":

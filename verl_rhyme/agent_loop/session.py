@@ -70,6 +70,10 @@ class Turn:
         self.tokens, self.log_probs, self.first_version, self.version = array("i"), None, None, None
         return generated
 
+    def copy(self) -> Turn:
+        """Return a turn with tokens of its own."""
+        return replace(self, tokens=self.tokens[:], log_probs=None if self.log_probs is None else self.log_probs[:])
+
     def to_dict(self) -> dict[str, Any]:
         """Return the stored form, with tokens and log-probs as bytes, because thousands of attempts end at once."""
         log_probs = None if self.log_probs is None else self.log_probs.tobytes()

@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_rhyme.agent_loop.reports import NotReported, Reports
 from verl_rhyme.agent_loop.session import PROMPTS, STARTS, Interrupted, Session, current, set_current
-from verl_rhyme.agent_loop.stored_attempts import REPORT, StoredTurns, fetch_finished_turns, fetch_turns
+from verl_rhyme.agent_loop.stored_attempts import REPORT, KeptTurns, StoredTurns, fetch_finished_turns, fetch_turns
 from verl_rhyme.config import config_tree
 from verl_rhyme.history.keys import data_key, template_label
 from verl_rhyme.observability.errors import BROKEN, is_broken
@@ -111,6 +111,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
         self._reports = Reports()
         self._attempts: dict[str, asyncio.Task[None] | None] = {}  # None: its prompt's data are being fetched
         self._sessions: dict[str, Session] = {}  # sessions of attempts that have begun
+        self._kept = KeptTurns()
 
     # ---- called by the coordinator ----
 
@@ -127,6 +128,18 @@ class SessionAgentLoopWorker(_RhymeWorker):
         """Return the names (``Attempt.name``) of running attempts; all others have been reported."""
         return list(self._attempts)
 
+    async def kept(self) -> list[str]:
+        """Return the names of ended attempts whose turns are here (:class:`KeptTurns`)."""
+        return list(self._kept)
+
+    async def forget(self, names: list[str]) -> None:
+        """Free the turns of these attempts."""
+        self._kept.forget(names)
+
+    async def store_turns(self) -> None:
+        """Store the kept turns in TransferQueue, for a checkpoint."""
+        await self._kept.store()
+
     async def start_attempts(self, starts: list[Start], step: int) -> None:
         """Start samples in the training step ``step``, without waiting for their ends."""
         self._attempts.update(dict.fromkeys(start.name for start in starts))
@@ -136,6 +149,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
 
     async def abandon(self, names: list[str]) -> None:
         """End the attempts among these that run here, without a report."""
+        self._kept.forget(names)  # a report may be under way
         for name in names:
             task = self._attempts.get(name)
             if task is not None:
@@ -161,7 +175,8 @@ class SessionAgentLoopWorker(_RhymeWorker):
             if len(batch) < len(groups):  # the queue leaves out missing prompts
                 raise ValueError(f"TransferQueue has the data of {len(batch)} of {len(groups)} prompts")
             again = [(start.predecessor, start.stored) for start in starts if start.predecessor]
-            left = await fetch_turns([name for name, finished in again if not finished])
+            left = self._kept.find(name for name, finished in again if not finished)
+            left |= await fetch_turns([name for name, finished in again if not finished and name not in left])
             left |= await fetch_finished_turns([name for name, finished in again if finished])
             tu.assign_non_tensor_data(batch, "global_steps", step)
             tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, left) for group in groups.values()])
@@ -298,13 +313,21 @@ class SessionAgentLoopWorker(_RhymeWorker):
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
 
     async def _report(self, session: Session, status: Status, **failure: Any) -> None:
-        """Report to the coordinator; store in TransferQueue what the next attempt may begin with."""
-        records, left = _records(session), None
-        if status != "failed" or (session.tokens and not session.generated):
-            left = {"turns": [turn.to_dict() for turn in session.carried_over], "records": records}
-        ended = Ended(session.name, status, session.tokens, session.first_version, records, **failure)
-        await self._reports.send(ended, left)
-        session.generated |= status == "generated"
+        """Report to the coordinator; keep here, or store in TransferQueue, what the next attempt may begin with."""
+        left = StoredTurns(session.carried_over, _records(session))
+        ended = Ended(session.name, status, session.tokens, session.first_version, left.records, **failure)
+        if status == "generated":
+            await self._reports.send(ended, left.columns())
+            session.generated = True
+        elif status == "failed" and (session.generated or not session.tokens):  # what was left before remains
+            await self._reports.send(ended)
+        else:
+            self._kept.keep(session.name, *left)
+            try:
+                await self._reports.send(ended, {"turns": [], "records": left.records})
+            except NotReported:
+                self._kept.forget([session.name])
+                raise
 
 
 def _check_policy_tokens(session: Session, tokens: int) -> None:

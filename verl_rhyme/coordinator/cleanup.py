@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS
@@ -15,9 +15,14 @@ _TOGETHER_S = 0.5
 
 
 class Cleanup:
-    """Deletes obsolete entries from TransferQueue, one set after another, in the background."""
+    """Deletes obsolete entries from TransferQueue, one set after another, in the background.
 
-    def __init__(self) -> None:
+    Args:
+        forget: Callback that gets the names of attempts whose turns are no longer needed.
+    """
+
+    def __init__(self, forget: Callable[[list[str]], None]) -> None:
+        self._forget = forget
         self._taken: tuple[dict[str, Any], set[str]] | None = None
         self._clearing: asyncio.Task[None] | None = None
         self._dropped = set[str]()  # keys that find_dropped() has returned and that are still stored
@@ -26,6 +31,7 @@ class Cleanup:
 
     def delete_reports(self, obsolete: list[str]) -> None:
         """Delete the reports of these attempts soon, so that each sample has one entry."""
+        self._forget(obsolete)
         self._obsolete += obsolete
         if self._obsolete and (self._sweeping is None or self._sweeping.done()):
             self._sweeping = asyncio.ensure_future(self._sweep())
@@ -86,5 +92,6 @@ class Cleanup:
             partition: [key for key in listing.get(partition, ()) if key not in keep and not wanted(partition, key)]
             for partition in (SESSIONS, PROMPTS, TRAIN)
         }
+        self._forget(gone[SESSIONS])
         self._clearing = asyncio.ensure_future(clear(gone, self._clearing))
         return self._clearing

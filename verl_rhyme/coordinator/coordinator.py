@@ -138,7 +138,7 @@ class Coordinator:
         migrations.start()
         self._capacity = Capacity(setting.limit, setting.room, (resume.state or {}).get("capacity"))
         self._capacity.share = resume.share
-        self._cleanup = Cleanup()
+        self._cleanup = Cleanup(lambda names: self._open.pool.forget(names))
         pool.abandon([name for name in running if not rollout.may_train(name)])
         if fresh:
             # Awaited: a trainer that dies before it is done opens the coordinator as fresh again.
@@ -305,7 +305,13 @@ class Coordinator:
         )
 
     async def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON, with the lengths learnt since the last batch."""
+        """Return the state for a checkpoint, as JSON, with the lengths learnt since the last batch.
+
+        Interrupted responses are in TransferQueue then, whose content verl saves with the checkpoint.
+        """
+        opening = self._openings
+        await self._open.pool.store_turns()
+        self._still(opening)
         return {**self._state(), "lengths": self._expectations.pop_changes()}
 
     async def pending_work(self) -> TrainerWork:
@@ -322,7 +328,8 @@ class Coordinator:
         rollout, pool = self._opened.rollout, self._opened.pool
         for report in reports:
             if report.status != "generated":
-                pool.ended(report.name)
+                kept = report.status == "interrupted" or (report.status == "failed" and report.tokens > 0)
+                pool.ended(report.name, kept)
             self._dispatch.ended(report.name, report.tokens if report.status == "generated" else None)
             try:
                 records = rollout.ended(report, _clock())

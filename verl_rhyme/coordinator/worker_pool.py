@@ -18,6 +18,8 @@ from verl_rhyme.scheduling.attempts import Attempt, Start
 
 logger = logging.getLogger(__name__)
 
+#: Seconds that a worker has to store all turns that it keeps.
+_STORING_S = 300.0
 #: Seconds between two queries for the attempts of a worker.
 _ROLL_CALL_S = 10.0
 #: Seconds that a new worker has to start: imports from a cold shared filesystem take longer than an answer.
@@ -41,6 +43,7 @@ class WorkerPool:
         self._coordinator, self._patience_s, self._lost = coordinator, patience_s, lost
         self._about: dict[Any, set[str]] = {}  # worker -> names of the attempts that it was sent
         self._worker: dict[str, Any] = {}  # name of an attempt -> worker
+        self._kept: dict[str, Any] = {}  # name of an ended attempt -> worker that keeps its turns
         self._unsure: set[str] = set()  # sent, but not acknowledged by the worker
         self._tasks: set[asyncio.Task[Any]] = set()
         #: Error of a worker that did not start; empty if all did.
@@ -64,13 +67,14 @@ class WorkerPool:
         return {name: replica for about in found for name, replica in about.items()}
 
     def start(self, starts: list[Start], step: int) -> None:
-        """Send starts to the workers: those of a prompt together, each group to the worker with the fewest attempts."""
-        groups: dict[str, list[Start]] = defaultdict(list)
+        """Send starts to the workers: to the one that keeps the sample's turns, else a prompt's samples together to the
+        worker with the fewest attempts."""
+        groups: dict[tuple[str, Any], list[Start]] = defaultdict(list)
         for start in starts:
-            groups[Attempt.named(start.name).uid].append(start)
+            groups[Attempt.named(start.name).uid, self._kept.get(start.predecessor or "")].append(start)
         orders: dict[Any, list[Start]] = defaultdict(list)
-        for group in groups.values():
-            worker = min(self._about, key=lambda worker: len(self._about[worker]))
+        for (_, keeper), group in groups.items():
+            worker = keeper or min(self._about, key=lambda worker: len(self._about[worker]))
             orders[worker] += group
             for start in group:
                 self._about[worker].add(start.name)
@@ -83,11 +87,36 @@ class WorkerPool:
         """Return whether an attempt was sent to a worker and has not ended."""
         return name in self._worker
 
-    def ended(self, name: str) -> None:
-        """Forget an attempt that has ended."""
+    def ended(self, name: str, kept: bool = False) -> None:
+        """Forget an attempt that has ended; ``kept``: its worker keeps its turns."""
         worker = self._worker.pop(name, None)
         if worker in self._about:
             self._about[worker].discard(name)
+            if kept:
+                self._kept[name] = worker
+        elif kept and name not in self._kept:  # it was lost or abandoned before its report: its sample starts over
+            for each in self._about:
+                each.forget.remote([name])
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Free the turns of ended attempts. Does not wait."""
+        orders: dict[Any, list[str]] = defaultdict(list)
+        for name in names:
+            if (worker := self._kept.pop(name, None)) is not None:
+                orders[worker].append(name)
+        for worker, order in orders.items():
+            worker.forget.remote(order)
+
+    async def store_turns(self) -> None:
+        """Let the workers store in TransferQueue the turns that they keep, for a checkpoint."""
+        stored = [asyncio.wait_for(worker.store_turns.remote(), _STORING_S) for worker in {*self._kept.values()}]
+        for answer in await asyncio.gather(*stored, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                logger.warning(
+                    "an agent loop worker did not store interrupted responses for the checkpoint (%r): a run that "
+                    "resumes from it regenerates them",
+                    answer,
+                )
 
     def abandon(self, names: list[str]) -> None:
         """End attempts that are no longer needed. Does not wait."""
@@ -127,7 +156,7 @@ class WorkerPool:
 
     async def _join(self, worker: Any, limit_s: float) -> dict[str, str]:
         try:
-            about = await asyncio.wait_for(worker.attach.remote(self._coordinator), limit_s)
+            about, kept = await asyncio.wait_for(self._attach(worker), limit_s)
         except (RayActorError, asyncio.TimeoutError) as error:
             self.start_error = str(error) or f"no answer for {limit_s:.0f} s"
             logger.warning("an agent loop worker is given up: %s", self.start_error.strip().splitlines()[0])
@@ -135,8 +164,14 @@ class WorkerPool:
             return {}
         self._about[worker] = set(about)
         self._worker.update(dict.fromkeys(about, worker))
+        self._kept.update(dict.fromkeys(kept, worker))
         self._run(self._watch(worker))
         return about
+
+    async def _attach(self, worker: Any) -> tuple[dict[str, str], list[str]]:
+        """Return a worker's running attempts, and then those whose turns it keeps, so that none is missed."""
+        about = await worker.attach.remote(self._coordinator)
+        return about, await worker.kept.remote()
 
     async def _send(self, worker: Any, starts: list[Start], step: int) -> None:
         try:
@@ -165,6 +200,7 @@ class WorkerPool:
         about = self._about.pop(worker, None)
         if about is None:
             return  # already given up
+        self._kept = {name: keeper for name, keeper in self._kept.items() if keeper is not worker}
         why = first_line(error) if str(error) else f"no answer for {self._patience_s:.0f} s"
         logger.warning("an agent loop worker is given up (%s); its samples start again on others", why)
         ray.kill(worker)

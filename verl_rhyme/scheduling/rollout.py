@@ -170,8 +170,9 @@ class Rollout:
             uid, number, report.error, now, report.broken, report.tries
         ):
             return []
-        if report.status == "lost":
-            self._try_again(uid, number, f"it could not start: {report.error}", now, tries=0)
+        could_not_start = f"it could not start: {report.error}"
+        if report.status == "lost" and not self._try_again(uid, number, could_not_start, now, tries=0):
+            return []
         if report.status in ("failed", "lost") and (sample.state == "generated" or not report.tokens):
             self.scheduler.abandon(uid, number)  # what it left before remains
         elif report.status == "finished":
@@ -191,6 +192,8 @@ class Rollout:
             known = {record["id"] for record in before.records}
             new = [record for record in reported.records if record["id"] not in known]
             self._ran += new
+            repeated = {record["id"] for record in reported.records}
+            self._wasted += [record for record in before.records if record["id"] not in repeated]  # its turns were lost
             if report.status == "generated":
                 self._generated(report, uid, number)
             elif not self.scheduler.interrupt(uid, number, report.tokens, report.first_version):

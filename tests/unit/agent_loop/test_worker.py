@@ -13,6 +13,7 @@ from ray.exceptions import RayTaskError
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+from verl_rhyme.agent_loop import stored_attempts
 from verl_rhyme.agent_loop import worker as workers
 from verl_rhyme.agent_loop.reports import NotReported, _tag
 from verl_rhyme.agent_loop.session import (
@@ -25,7 +26,7 @@ from verl_rhyme.agent_loop.session import (
     Turn,
     current,
 )
-from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN
+from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN, KeptTurns
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker
 from verl_rhyme.processes import waiting
 from verl_rhyme.processes.deadline import NoAnswer
@@ -42,7 +43,7 @@ class Worker(_Worker):
         self.run, self.reported, self.broken, self.fetched = run, [], False, []
         self.left = {}
         self._seed, self._filter_metric, self._tool_timeout = 0, None, 60.0
-        self._attempts, self._sessions = {}, {}
+        self._attempts, self._sessions, self._kept = {}, {}, KeptTurns()
         self.background_tasks = set()
         self._reports = self
 
@@ -275,6 +276,70 @@ async def test_regenerated_response_is_drafted_from_its_trajectory(monkeypatch, 
     assert met == {0: [[5, 6], [7]], 1: [[8]], 2: []}
 
 
+async def test_interrupted_tokens_stay_in_the_worker_until_a_checkpoint(queue, monkeypatch):
+    """TransferQueue gets the records alone, and a copy is continued: the attempt may be lost with its new tokens."""
+    turn, put, met = Turn("p", array("i", [1, 2, 3]), array("f", [0.5, 0.25, 0.125]), 3, 3), [], {}
+
+    async def interrupt(worker, params, session_id, prompt):
+        current().turns = [turn]
+        raise Interrupted
+
+    async def store(keys, partition_id, fields):
+        put.append((partition_id, keys, [list(each) for each in fields["turns"]]))
+        if len(put) == 1:
+            raise RuntimeError("TransferQueue restarts")
+
+    worker = Worker(interrupt)
+    await worker.start(first(0), first(1))
+    assert await worker.kept() == ["a_0", "a_1"]
+    turn.tokens.append(9)  # of a task that runs on
+    worker.run = kept_turns(met)
+    await worker.start(Start(Attempt("a", 0, 1).name, "a_0", partial=True))
+    assert met == {0: [[1, 2, 3]]}
+    assert [keys for partition, keys in queue.asked if partition == SESSIONS] == []
+    await worker.forget(["a_0"])
+    monkeypatch.setattr(stored_attempts.tq, "async_kv_batch_put", store)
+    monkeypatch.setattr(waiting, "RETRIES_S", (0.001,))
+    await worker.store_turns()
+    await worker.store_turns()
+    _, (partition, keys, turns) = put
+    assert (partition, keys) == (SESSIONS, ["a_1", Attempt("a", 0, 1).name])
+    assert [Turn.from_dict(each).tokens.tolist() for each in turns[0]] == [[1, 2, 3]]
+
+
+async def test_records_of_a_lost_attempt_are_not_repeated(queue):
+    """The attempt after it continues from the same turns, and not from those of the lost one."""
+    met = []
+
+    async def run(worker, params, session_id, prompt):
+        session = current()
+        met.append([record["id"] for record in session.records])
+        session.records.append({"id": str(len(met)), "response_tokens": 3})
+        raise Interrupted
+
+    worker = Worker(run)
+    await worker.start(first(0))
+    for attempt in (1, 2):
+        await worker.start(Start(Attempt("a", 0, attempt).name, "a_0", partial=True))
+    assert met == [[], ["1"], ["1"]]
+
+
+async def test_turns_of_an_attempt_abandoned_while_it_reports_are_freed():
+    worker, sending = Worker(interrupted), asyncio.Event()
+
+    async def send(ended, left=None):
+        sending.set()
+        await asyncio.sleep(3600)
+
+    worker.send = send
+    task = asyncio.create_task(worker.start(first(0)))
+    await sending.wait()
+    assert await worker.kept() == ["a_0"]
+    await worker.abandon(["a_0"])
+    await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 5)
+    assert await worker.kept() == []
+
+
 async def test_attempts_without_prompt_data_are_reported(monkeypatch):
     async def gone(**kwargs):
         raise ConnectionError("no queue")
@@ -444,7 +509,8 @@ async def test_failed_attempt_leaves_its_turns_to_the_next(error, broken):
     [report] = worker.reported
     assert (report.status, report.tokens, report.first_version, report.tries) == ("failed", 2, 3, 1)
     assert report.broken == broken
-    assert [Turn.from_dict(turn).tokens.tolist() for turn in worker.left["a_0"]["turns"]] == [[4, 5]]
+    assert worker.left["a_0"]["turns"] == [], "they stay in the worker"
+    assert [turn.tokens.tolist() for turn in worker._kept.find(["a_0"])["a_0"].turns] == [[4, 5]]
     assert _tag(report)["status"] == "interrupted", "a restarted coordinator finds it as such"
 
 
@@ -501,12 +567,6 @@ async def test_agent_loop_that_continues_after_an_interruption_stores_nothing(po
 
 async def test_tokens_of_parallel_calls_are_reported_with_an_interruption():
     """The first interrupted call ends the agent loop; without the others' tokens long turns would be drawn anew."""
-    left = []
-
-    class Watched(Worker):
-        async def send(self, ended, turns=None):
-            left.append(turns)
-            await super().send(ended, turns)
 
     async def call(tokens):
         turn, _ = current().begin_turn(str(tokens))
@@ -517,11 +577,11 @@ async def test_tokens_of_parallel_calls_are_reported_with_an_interruption():
     async def run(worker, params, session_id, prompt):
         await asyncio.gather(call(5), call(1), call(9))
 
-    worker = Watched(run)
+    worker = Worker(run)
     await worker.start(first(0))
-    [report], [stored] = worker.reported, left
+    [report], kept = worker.reported, worker._kept.find(["a_0"])["a_0"]
     assert (report.status, report.tokens) == ("interrupted", 15)
-    assert sorted(len(turn["tokens"]) // 4 for turn in stored["turns"]) == [1, 5, 9]
+    assert sorted(len(turn.tokens) for turn in kept.turns) == [1, 5, 9]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio has no task groups")

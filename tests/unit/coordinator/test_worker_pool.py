@@ -22,9 +22,20 @@ class Worker:
     def __init__(self, slow_s):
         self.slow_s, self.about = slow_s, []
         self.attach, self.start_attempts, self.attempts = map(_Method, (self._attach, self._begin, self._attempts))
+        self.kept, self.forget, self.store_turns = map(_Method, (self._kept, self._forget, self._store))
+        self.turns, self.stored = [], []
 
     async def _attach(self, _):
         return {}
+
+    async def _kept(self):
+        return list(self.turns)
+
+    async def _forget(self, names):
+        self.turns = [name for name in self.turns if name not in names]
+
+    async def _store(self):
+        self.stored = list(self.turns)
 
     async def _begin(self, starts, _):
         await asyncio.sleep(self.slow_s)
@@ -64,3 +75,38 @@ async def test_worker_that_hangs_is_given_up_by_a_coordinator_that_joins_it(monk
     assert killed == [hung]
     assert "no answer for 0 s" in pool.start_error
     assert "waiting for 1 of 2 agent loop workers to start or answer" in caplog.text
+
+
+async def test_a_sample_continues_on_the_worker_that_keeps_its_turns(monkeypatch):
+    """A restarted coordinator asks the workers; without that worker any other starts the sample over."""
+    monkeypatch.setattr(pools.ray, "kill", lambda worker: None)
+    workers = [Worker(0.0) for _ in range(3)]
+    workers[2].turns = ["a_1"]
+    pool = WorkerPool(None, 5.0, lambda names, why: None)
+    await pool.join(workers)
+    for number in range(3):
+        pool.start([Start(f"{prompt}_{number}") for prompt in "abc"], 1)
+    await asyncio.sleep(0.01)
+    keeper = next(worker for worker in workers if "a_0" in worker.about)
+    keeper.turns.append("a_0")
+    pool.ended("a_0", kept=True)
+    workers[0].turns.append("d_0")  # of an attempt that was lost before its report
+    for name in ("a_0", "d_0"):  # reports may come twice
+        pool.ended(name, kept=True)
+    await asyncio.sleep(0.01)
+    assert "d_0" not in workers[0].turns
+    await pool.store_turns()
+    assert keeper.stored == keeper.turns
+    again = Start("a_65536", "a_0"), Start("a_65537", "a_1")
+    pool.start(list(again), 1)
+    await asyncio.sleep(0.01)
+    assert "a_65536" in keeper.about
+    assert "a_65537" in workers[2].about
+    pool.forget(["a_1"])
+    await asyncio.sleep(0.01)
+    assert "a_1" not in workers[2].turns
+    pool._give_up(keeper, asyncio.TimeoutError())
+    pool.start([Start("a_131072", "a_0")], 1)
+    await asyncio.sleep(0.01)
+    assert "a_131072" in [name for worker in workers if worker is not keeper for name in worker.about]
+    pool.close()

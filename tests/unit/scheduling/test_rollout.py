@@ -67,6 +67,17 @@ def test_a_regenerated_sample_drafts_from_its_text_where_drafts_are_on(drafts, p
     assert made.needs_turns("a_0")
 
 
+def test_tokens_lost_with_their_worker_are_wasted():
+    """The worker kept them; the sample starts over, and its report does not repeat their records."""
+    made = rollout(PARTIAL)
+    tell(made, interrupted("a_0"))
+    [start] = made.fill()
+    tell(made, generated(start.name, 4), finished(start.name), generated("a_1"), finished("a_1"))
+    batch = made.take()
+    assert sorted(r["response_tokens"] for r in batch.trained) == [4, 5]
+    assert [r["response_tokens"] for r in batch.wasted] == [3]
+
+
 def test_a_continued_sample_is_not_wasted_and_its_records_are_reported_once():
     made = rollout(PARTIAL)
     tell(made, interrupted("a_0"))

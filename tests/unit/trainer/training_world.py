@@ -25,7 +25,7 @@ from verl_rhyme.agent_loop import reports, stored_attempts
 from verl_rhyme.agent_loop import worker as worker_module
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, current
-from verl_rhyme.agent_loop.stored_attempts import TRAIN
+from verl_rhyme.agent_loop.stored_attempts import TRAIN, KeptTurns
 from verl_rhyme.config import ElasticConfig, RhymeConfig
 from verl_rhyme.coordinator import coordinator, replica_start, replicas, worker_pool
 from verl_rhyme.coordinator.coordinator import Coordinator
@@ -399,6 +399,9 @@ class World:
         for worker in self.workers:
             if worker.alive:
                 assert worker.process.object._attempts == {}, "an attempt never ended"
+                kept = {sample_of(name) for name in worker.process.object._kept}
+                left = {(prompt["uid"], n) for prompt in state["ledger"]["prompts"] for n in range(SAMPLES)}
+                assert kept <= left, "turns of trained samples stay in memory"
         waiting = {self.index[uid] for uid, _ in state["stock"]}
         left = {self.index[prompt["uid"]]: prompt["samples"] for prompt in state["ledger"]["prompts"]}
         gone = 0
@@ -656,7 +659,7 @@ class Worker(_Worker):
     def __init__(self, world):
         self.world = world
         self._seed, self._tool_timeout = 0, 3600.0
-        self._attempts, self._sessions = {}, {}
+        self._attempts, self._sessions, self._kept = {}, {}, KeptTurns()
         self._filter_metric = "reward" if world.filters else None
         self.background_tasks = set()
         self._reports = reports.Reports()
