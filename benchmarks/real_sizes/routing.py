@@ -17,7 +17,8 @@ that a replica generates in a step over the mean. `prompts_a_node`: share of an 
 replicas serves, the maximum; `history_gib`: the history of that many of 17,398 prompts with 16 responses; `home`: share
 of the second epoch's samples on a node that served their prompt before. `copies_a_prompt`: nodes except the first, the
 trainer's, that fetch a prompt's history in a step; `copied_gib_a_step`: their data for a history of one epoch.
-`rollout_s`: virtual seconds of a step.
+`rollout_s`: virtual seconds of a step. ``--staleness 1``: engines are separate and continue responses under new
+policies, and the trainer takes parts; ``--known``: the coordinator knows the lengths of that many prompts, 64 each.
 
 Times are CPU time of one thread: microseconds of a routing decision and of an attempt's report. `coordinator_still_ms`
 is the longest time that the coordinator's loop is blocked; `coordinator_step_ms` its total per step. Messages are those
