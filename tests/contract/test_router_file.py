@@ -105,8 +105,10 @@ def test_what_replicas_cost_is_read_before_any_starts(tmp_path: Any) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("source: mine\nslots: 6\nroom: 1000\nstep: {base: 0.5}\n")
     assert cost(f"{profile}={mine}").step.base == 0.5
-    with pytest.raises(ConfigError, match=r"placement\.profile: no profile qwen2.5-14b; did you mean qwen2.5-14b-h800"):
-        cost(f"{profile}=qwen2.5-14b")
+    with pytest.raises(ConfigError, match=r"no profile qwen25-14b-h800-tp2; did you mean qwen2.5-14b-h800"):
+        cost(f"{profile}=qwen25-14b-h800-tp2")
+    with pytest.raises(ConfigError, match=r"placement\.profile: no profile qwen2.5-14b-h200-tp2\. Choose"):
+        cost(f"{profile}=qwen2.5-14b-h200-tp2")
     with pytest.raises(ConfigError, match=r"a YAML path relative to the current folder; /nope\.yaml is not a file$"):
         cost(f"{profile}=/nope.yaml")
     mine.write_text("source: mine\nslots: 6\nroom: 1000\nstep: {bas: 0.5}\n")

@@ -123,7 +123,7 @@ def run(tmp_path_factory):
         (["+rhyme=histospec", "data.train_files=/nowhere.parquet"], "data.train_files: no file /nowhere.parquet"),
         (["+rhyme=histospec", "data.prompt_key=question"], "no column 'question'"),
         (["+rhyme=histospec", "reward.custom_reward_function.name=score"], "did you mean compute_score?"),
-        (["+rhyme=histospec", f"{RHYME}.history.dir=/proc/nope"], "set history.dir to a writable folder"),
+        (["+rhyme=histospec", f"{RHYME}.history.dir=/proc/nope"], "the history cannot be kept in /proc/nope"),
         (["+rhyme=histospec", "trainer.logger=swanlab"], "pip install swanlab"),
         (["+rhyme=histospec", f"{ROLLOUT}.n=0"], f"{ROLLOUT}.n must be a whole number of at least 1, not 0"),
         (["+rhyme=histospec", "data.max_prompt_length=${nothing}"], "Interpolation key 'nothing' not found"),

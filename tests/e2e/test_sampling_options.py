@@ -146,7 +146,7 @@ def test_what_only_vllm_can_do_is_left_to_it(drafting, stock, monkeypatch):
     """The step's drafts are dropped then: the distribution is that of the first position."""
     from verl_rhyme.engine import sampler
 
-    monkeypatch.setattr(sampler, "_unsupported", lambda metadata: True)
+    monkeypatch.setattr(sampler, "unsupported", lambda metadata: True)
     before = drafting.collective_rpc("draft_totals")[0]
     ours = counts_of(generate(drafting, [PLAIN] * SAMPLES, [None] * SAMPLES))
     after = drafting.collective_rpc("draft_totals")[0]
@@ -215,7 +215,7 @@ def test_importance_weights_of_an_unmoved_policy_are_one(drafting, plain, actor,
     from verl_rhyme.engine import sampler
 
     if way == "vllm's sampler":
-        monkeypatch.setattr(sampler, "_unsupported", lambda metadata: True)
+        monkeypatch.setattr(sampler, "unsupported", lambda metadata: True)
     engine = plain if way == "plain" else drafting
     drawer = engine.llm_engine.model_executor.driver_worker.worker.model_runner.sampler.drawer
     found = {}

@@ -243,14 +243,15 @@ class SessionAgentLoopWorker(_RhymeWorker):
         except (asyncio.CancelledError, NotReported):
             raise
         except BaseException as error:  # agent loops may wrap an interruption (ExceptionGroup)
-            if session.interrupted or isinstance(error, Interrupted):
+            if not session.generated and (session.interrupted or isinstance(error, Interrupted)):
                 session.interrupted = True
                 await session.settle()
                 await self._report(session, "interrupted")
                 return
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception | Interrupted):
                 raise
             logger.exception("attempt %s failed", session.name)
+            await session.settle()
             text = "".join(traceback.format_exception_only(error)).strip()
             tries = HANG_TRIES if isinstance(error, NoAnswer) else 1
             failure = {"error": text[-_ERROR_CHARS:], "broken": is_broken(error), "tries": tries}
@@ -264,7 +265,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         if trajectory["validate"]:  # verl leaves out the samples that fail
             run = partial(super()._run_agent_loop, sampling_params, trajectory, **kwargs)
-            return await insist(run, "a validation sample", limit_s=None, permanent=BROKEN)
+            return await insist(run, "a validation sample", limit_s=None, permanent=(*BROKEN, NoAnswer))
         return await _AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory, **kwargs)  # has its session
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ class SchedulingConfig:
     outage_timeout: float = option(
         900.0,
         "Seconds without a successful sample after which the run ends, if tools or rewards raise. Until then failed "
-        "samples start again, and no prompt is replaced.",
+        "samples start again, and few prompts are replaced.",
     )
 
     def __post_init__(self) -> None:

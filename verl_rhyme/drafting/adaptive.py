@@ -409,5 +409,5 @@ def warm() -> None:
     drafter.start("", b"", np.array([2, 1], dtype=np.int32))
     tokens = np.array([[1, 2, 1, 2, 1, 2]], dtype=np.int32)
     for length in (5, 6):
-        lengths = np.array([length])
-        drafter.step(DecodeStep([""], np.zeros(1), tokens, lengths, [0], [0], np.ones(1), budget=1))
+        lengths, one = np.array([length]), np.ones(1)
+        drafter.step(DecodeStep([""], np.zeros(1), tokens, lengths, [0], [0], one, budget=1, seconds=1e-3))

@@ -119,8 +119,9 @@ class Rest:
         """
         width = width_of(rows)
         mean = self._planning[width, int(planned)]
-        # A pause of the machine counts as at most twice the mean.
-        self._planning[width, int(planned)] += (min(planning, 2 * mean) - mean) / 16 if mean else planning
+        # A pause of the machine counts as at most twice the mean, or as a step.
+        known = (min(planning, 2 * mean) - mean) / 16 if mean else min(planning, seconds or planning)
+        self._planning[width, int(planned)] += known
         if not planned:
             return
         self._waited[width] = 0

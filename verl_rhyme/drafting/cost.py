@@ -30,6 +30,8 @@ _SHARED = 16.0
 _KNOTS = np.array([m * 2.0**j for j in range(1, 13) for m in (1.0, 1.5)])
 _BASE, _ROW, _PROMPT, _DRAFTING, _TOKEN = range(5)
 _FEATURES = 5 + len(_KNOTS)
+#: Most steps of a width between two fits: the price rises while contexts grow.
+_SELDOM = 32
 #: Classes of batch widths.
 WIDTHS = 16
 #: Most passes of a fit over the coefficients; it ends where a pass changes the price by less than ``_CLOSE``.
@@ -83,7 +85,7 @@ class StepCost:
         """Return the seconds of a step of ``rows`` rows with 0 to ``most`` draft tokens, float64[most + 1]."""
         width = width_of(rows)
         if self.steps[width] >= self._next[width]:  # early steps teach much, later ones little
-            self._next[width] = self.steps[width] + 1 + self.steps[width] // 16
+            self._next[width] = self.steps[width] + 1 + min(self.steps[width] // 16, _SELDOM)
             shares = np.minimum(1, _SHARED / np.maximum(self._weight, 1e-9)) * 0.5 ** abs(np.arange(WIDTHS) - width)
             shares[width] = 1
             _fit(self._xx, self._xy, shares, self._fits[width], width, float(rows))

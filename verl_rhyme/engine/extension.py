@@ -107,7 +107,10 @@ class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
     ) -> None:
         before = getattr(self, "_held", None)
         if not (peft_config and base_sync_done and before and before.version == version):  # adapters follow their base
-            obstacle = "the engines quantise" if self.model_runner.vllm_config.quant_config else ""
+            config = self.model_runner.vllm_config
+            obstacle = "the engines quantise" if config.quant_config else ""
+            if config.parallel_config.data_parallel_size > 1:
+                obstacle = "of data parallel engines only the first answers"
             self._held = Held(version, obstacle=obstacle)
         parameters = self.model_runner.model.named_parameters()
         self._missing = {each.untyped_storage().data_ptr(): [name, each.numel()] for name, each in parameters}
@@ -116,7 +119,8 @@ class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
         if self._held.obstacle or (peft_config and base_sync_done):
             return
         left = [(name, count) for name, count in self._missing.values() if count > 0]
-        self._held.incomplete = [name for name, _ in left if is_compared(name, version)]
+        whole = [name for name, _ in left if self._trace_all or "expert" not in name]  # experts are traced in turn
+        self._held.incomplete = [name for name in whole if is_compared(name, version)]
         if self._trace_all and self.model_runner.vllm_config.load_config.load_format == "dummy":
             sizes = dict(self.model_runner.model.named_parameters())
             self._held.blank = [name for name, count in left if count == sizes[name].numel()]

@@ -81,7 +81,6 @@ class Retries:
             self._since, self._first, self._probe_at = now, error, now
         self._broken &= broken
         self._failed.add(sample)
-        self._end_hopeless(now, in_progress)
         count, more, successes = self._failures.get(sample, (0, 0, -1))
         if tries:
             count, more = (count + tries, 0) if successes < self._successes else (count, more + tries)
@@ -90,6 +89,7 @@ class Retries:
         if count >= TRIES or (count + more >= TRIES and may_replace):
             self._replaced += 1
             return False
+        self._end_hopeless(now, in_progress)
         self.waiting.pop(sample, None)
         self.waiting[sample] = now + min(LONGEST_PAUSE_S, PAUSE_S * 2 ** max(0, count + more - 1))
         return True

@@ -433,6 +433,9 @@ def choose_manager(theirs: CheckpointEngineManager, options: WeightsConfig, roll
         return RelayManager(theirs.config, theirs.actor_wg, theirs.replicas, options, transfer_dtype(rollout))
     if theirs.backend == "nccl" and not (theirs.config.engine_kwargs.get("nccl") or {}).get("rebuild_group"):
         theirs = ProcessGroupManager(theirs.config, theirs.actor_wg, theirs.replicas)
+    if theirs.backend == "delta_sharded":
+        log_uncompared("the backend delta_sharded sends only what changed")
+        return theirs
     return ComparingManager(theirs)
 
 

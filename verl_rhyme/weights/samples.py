@@ -125,7 +125,8 @@ def _unequal(sent: torch.Tensor, held: torch.Tensor, scale: float) -> list[int]:
     """Return where values differ; a transfer may have rounded those that were sent."""
     same = torch.zeros(len(held), dtype=torch.bool)
     for dtype in (torch.float32, *_ROUNDED):
-        same |= torch.isclose(sent.to(dtype).to(held.dtype) * scale, held, rtol=0, atol=0, equal_nan=True)
+        ours = (sent.to(dtype).to(held.dtype) * scale).double()  # an engine's buffers may be integers
+        same |= torch.isclose(ours, held.double(), rtol=0, atol=0, equal_nan=True)
     return torch.nonzero(~same).flatten().tolist()
 
 

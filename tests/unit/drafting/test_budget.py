@@ -147,3 +147,10 @@ def test_rests_by_width_and_never_for_a_negligible_plan():
     plans(rest, 200, 100, gain=0.0)
     assert plans(rest, 4, 100, gain=5e-3).all()
     assert plans(Rest(), 4, 200, gain=0.0, planning=2e-5).all()
+
+
+def test_a_pause_at_the_first_plan_of_a_width_counts_as_a_step():
+    """As when a kernel compiles: else the width would rest for thousands of steps."""
+    rest = Rest()
+    rest.observe(16, True, 3.0, 5e-3, 1e-2)
+    assert plans(rest, 16, 400, gain=5e-3)[200:].all()

@@ -112,3 +112,15 @@ def test_price_is_positive_and_convex_whatever_was_observed(steps):
         slopes = np.diff(prices[1:])
         assert (slopes >= -1e-12 * prices[-1]).all()
         assert (np.diff(slopes) >= -1e-9 * prices[-1]).all(), "the grants stop at the first price that is too high"
+
+
+def test_a_long_run_follows_a_change_as_soon_as_a_short_one():
+    """As from one rollout to the next: contexts begin short again."""
+    cost = StepCost()
+    for _ in range(30_000):
+        cost.observe(16, 0, 0.04)
+        cost.prices(16, 0)
+    for _ in range(1_500):
+        cost.observe(16, 0, 0.01)
+        cost.prices(16, 0)
+    assert cost.prices(16, 0)[0] < 0.015

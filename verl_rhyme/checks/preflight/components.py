@@ -9,6 +9,7 @@ import ast
 import functools
 import importlib.util
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ REWARD_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 #: Keys of Python files that verl loads, each with the key of the object in it, if there is one.
 _PYTHON = {
-    "reward.reward_manager.module.path": "reward.reward_manager.module.name",
+    "reward.reward_manager.module.path": "reward.reward_manager.name",
     "data.custom_cls.path": "data.custom_cls.name",
     "actor_rollout_ref.rollout.multi_turn.function_tool_path": "",
 }
@@ -91,6 +92,8 @@ def reward_function(config: Any) -> Iterator[Check]:
     manager = OmegaConf.select(config, "reward.reward_manager") or {}
     if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list:
         given = {*REWARD_ARGUMENTS, *(OmegaConf.select(config, f"{_REWARD}.reward_kwargs") or {})}
+        if OmegaConf.select(config, "reward.reward_model.enable"):
+            given |= {"reward_router_address", "reward_model_tokenizer"}
         if manager.get("source", "register") == "register" and manager.get("name", "naive") in REWARD_MANAGERS:
             takes = found.args
             named = [each.arg for each in (*takes.args, *takes.kwonlyargs)]
@@ -151,7 +154,7 @@ def _python(config: Any, key: str, path: str, name_key: str, wanted: str) -> Che
         near = nearest(wanted, known)
         listed = f"; it defines {', '.join(known[:6])}" if known and not near else ""
         return Check(check, FAIL, f"{file} has no {wanted}{near}{listed}", f"set {name_key} to one that it defines")
-    if not _adds_packages(config):
+    if not _adds_packages(config) and not re.search(rb"sys\.path|addsitedir", file.read_bytes()):
         for module, line in _imports(tree):
             if not _importable(module):
                 detail = f"{file}, line {line}: no module {module}, which it imports"

@@ -76,14 +76,16 @@ def _file(config: Any, name: str, file: str) -> tuple[list[Check], int | None]:
     path = Path(file).expanduser()
     if "://" in file:
         return [Check(name, WARN, f"{file}: remote, not checked", "none needed if verl can read it")], None
+    if own:
+        return [Check(name, OK, f"{path}: content not checked, data.custom_cls.path={own} reads it")], None
+    if any(each in file for each in "*?["):
+        return [Check(name, WARN, f"{file}: a pattern, not checked", "none needed if it matches files")], None
     if path.is_dir():
         inside = sorted(each.name for each in path.iterdir() if each.suffix in (".parquet", *_JSON))[:3]
         remedy = f"name its files: {name}=[{','.join(str(path / each) for each in inside)}]"
         return [Check(name, FAIL, f"{path} is a folder", remedy if inside else "name a file")], None
     if not path.is_file():
         return [Check(name, FAIL, f"no file {path}", _prepare(path))], None
-    if own:
-        return [Check(name, OK, f"{path}: content not checked, data.custom_cls.path={own} reads it")], None
     if path.suffix not in (".parquet", *_JSON):
         remedy = "convert it, or set data.custom_cls to a dataset class that reads it"
         return [Check(name, FAIL, f"{path}: verl reads .parquet, .json and .jsonl only", remedy)], None
@@ -122,7 +124,18 @@ def _read_json(path: Path) -> tuple[int, Any]:
             rows = len(table) + sum(1 for _ in filled)
     if not all(isinstance(row, dict) for row in table[:_ROWS]):
         raise ValueError("its rows are not JSON objects")
-    return rows, pa.Table.from_pylist(table[:_ROWS]).schema
+    columns = {key: [row.get(key) for row in table[:_ROWS]] for row in table[:_ROWS] for key in row}
+    return rows, pa.schema([(key, _type(values)) for key, values in columns.items()])
+
+
+def _type(values: list[Any]) -> Any:
+    """Return the type of a column; null, which no check refuses, where the rows differ in type."""
+    import pyarrow as pa
+
+    try:
+        return pa.array(values).type
+    except pa.ArrowException:
+        return pa.null()
 
 
 def _columns(config: Any, schema: Any) -> Iterator[tuple[str, str]]:

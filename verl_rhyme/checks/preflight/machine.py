@@ -96,6 +96,11 @@ def can_write(folder: Path) -> bool:
     return True
 
 
+def devices_present() -> bool:
+    """Whether there are accelerators that nvidia-smi may not list: of other makers, or without that program."""
+    return any(next(Path("/dev").glob(pattern), None) for pattern in ("nvidia[0-9]*", "kfd", "davinci[0-9]*"))
+
+
 def _nvidia_smi() -> list[int]:
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:

@@ -14,7 +14,7 @@ from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight import model_folder
 from verl_rhyme.checks.preflight.architecture import Architecture, UnknownArchitecture
 from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
-from verl_rhyme.checks.preflight.machine import Machine, can_write, free_disk, in_cluster
+from verl_rhyme.checks.preflight.machine import Machine, can_write, devices_present, free_disk, in_cluster
 from verl_rhyme.checks.preflight.plan import Plan
 from verl_rhyme.coordinator.ranker_service import missing_requirement
 from verl_rhyme.history import history_folder
@@ -41,6 +41,8 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
             {},
             None,
         )
+    if "://" in path:
+        return [Check(name, WARN, f"{path}: remote, not checked", "none needed if verl can read it")], {}, None
     file = model_folder.find(path)
     if file is None and not model_folder.is_hub_id(path):
         remedy = f"set {key} to a folder with config.json, or to a hub id (owner/name)"
@@ -131,7 +133,8 @@ def gpus(plan: Plan, machine: Machine, address: str | None) -> Iterator[Check]:
     remedy = "lower it, or start on a node with that many GPUs"
     if not machine.gpus:
         remedy = "start on a node with that many GPUs; recipes/run_tiny_cpu.sh trains a tiny model without one"
-    yield verdict(name, ok, detail, remedy)
+    uncounted = not machine.gpus and devices_present()
+    yield verdict(name, ok, detail, remedy, otherwise=WARN if uncounted else FAIL)
     if machine.gpu_source == "assumed":
         detail = f"no GPU found: {gib(machine.gpu_bytes)} per GPU is assumed"
         yield Check("GPU memory", WARN, detail, "set GPU_MEMORY_GB to the memory of the run's GPUs, in GiB")

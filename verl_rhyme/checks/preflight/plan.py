@@ -292,7 +292,7 @@ def _rhyme(config: Any) -> tuple[RhymeConfig | None, Rules | None]:
 def _rollout(config: Any, rhyme: RhymeConfig | None, max_positions: int | None) -> Rollout:
     rollout = config.actor_rollout_ref.rollout
     engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
-    weight = _size(rollout.dtype)
+    weight = 1 if rollout.get("quantization") else _size(rollout.dtype)
     cache = str(engine.get("kv_cache_dtype") or "auto")
     return Rollout(
         tp=int(rollout.tensor_model_parallel_size),
@@ -303,7 +303,7 @@ def _rollout(config: Any, rhyme: RhymeConfig | None, max_positions: int | None) 
         max_num_seqs=int(rollout.max_num_seqs),
         max_num_batched_tokens=int(rollout.max_num_batched_tokens),
         weight_bytes=weight,
-        cache_bytes=weight if cache == "auto" else _size(cache),
+        cache_bytes=_size(rollout.dtype if cache == "auto" else cache),
         draft_bytes=rhyme.drafting.logits_memory if rhyme and rhyme.drafting.enable else 0,
         draft_head=bool(rhyme and rhyme.drafting.enable and rhyme.drafting.head),
         text_bytes=_text_bytes(config, rhyme) if rhyme and rhyme.drafting.enable else 0,
