@@ -74,7 +74,9 @@ def test_quantised_engines_load_whole_buckets_by_verls_way(monkeypatch):
     )
     worker.model_runner = SimpleNamespace(
         model=torch.nn.Linear(2, 2),
-        vllm_config=SimpleNamespace(quant_config=Fp8Config(), speculative_config=None),
+        vllm_config=SimpleNamespace(
+            quant_config=Fp8Config(), speculative_config=None, parallel_config=SimpleNamespace(data_parallel_size=1)
+        ),
     )
     weights = {f"model.layers.{n}.mlp.up_proj.weight": torch.ones(200, 1000) for n in range(3)}  # two in a bucket
     sender = BucketedWeightSender(worker._get_zmq_handle(), bucket_size_mb=2, use_shm=True)
