@@ -207,12 +207,17 @@ def test_training_is_no_outage():
     assert len(made.fill(now=2001.0)) >= 1
 
 
-def test_a_prompt_of_a_tool_that_hangs_is_replaced_sooner():
-    """Each try takes an hour (``scheduling.tool_timeout``)."""
+@pytest.mark.parametrize("others", [True, False])
+def test_a_prompt_of_a_tool_that_hangs_is_replaced_sooner(others):
+    """Each try takes an hour (``scheduling.tool_timeout``), in which other samples succeed or the batch waits."""
     made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
+    made._retries._outage_s = OUTAGE_S
+    if not others:
+        tell(made, *(report(name) for name in ("a_1", "b_0", "b_1") for report in (generated, finished)))
     for hour in (1, 2):
         [name] = [attempt.name for attempt in made.attempts() if attempt.sample == ("a", 0)]
-        made._retries.succeeded(("b", 0), 3600.0 * hour - 1.0)
+        if others:
+            made._retries.succeeded(("b", 0), 3600.0 * hour - 1.0)
         made.ended(Ended(name, "failed", error="no answer", tries=HANG_TRIES), 3600.0 * hour)
         made.fill(now=3600.0 * hour + 60.0)
     assert "a" not in made.scheduler.ledger
