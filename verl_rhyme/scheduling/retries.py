@@ -45,10 +45,11 @@ class Retries:
 
     Attributes:
         waiting: Time from which each failed sample may start again, in the order of their failures.
+        proven: Whether a sample of the run has ever succeeded.
     """
 
     def __init__(self, outage_s: float) -> None:
-        self._outage_s = outage_s
+        self._outage_s, self.proven = outage_s, False
         self.waiting: dict[Sample, float] = {}
         # Failures with another sample's success before each; failures since then; successes until the latest failure.
         self._failures: dict[Sample, tuple[int, int, int]] = {}
@@ -96,7 +97,7 @@ class Retries:
 
     def succeeded(self, sample: Sample, now: float) -> None:
         """Record the reward of a sample."""
-        self._successes, self._succeeded_at = self._successes + 1, now
+        self._successes, self._succeeded_at, self.proven = self._successes + 1, now, True
         self._failures.pop(sample, None)
         self._end_outage()
 
@@ -149,7 +150,7 @@ class Retries:
 
     def _end_hopeless(self, now: float, in_progress: float) -> None:
         assert self._since is not None
-        broken = self._broken and self._succeeded_at is None
+        broken = self._broken and not self.proven
         limit = min(self._outage_s, BROKEN_S) if broken else self._outage_s
         if now - self._since < limit or len(self._failed) <= in_progress:
             return

@@ -98,6 +98,7 @@ class Rollout:
 
     def publish(self, version: int, batches_left: int | None) -> None:
         """Make the policy ``version`` the current one (:meth:`Scheduler.begin`); stale samples are regenerated."""
+        self._retries.proven |= version > 0  # also of a run that resumes
         attempts = self.attempts() if self.scheduler.has_stale(version) else []
         in_progress = {attempt.sample: attempt.name for attempt in attempts}
         for sample in self.scheduler.begin(version, batches_left):

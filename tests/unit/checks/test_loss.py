@@ -112,6 +112,12 @@ def test_weights_of_another_support_are_reported_with_their_size(preset, overrid
         assert f"set {MODE}=policy_logprobs" in line
 
 
+def test_weights_of_a_temperature_that_vllm_raises_are_reported():
+    (line,) = [line for line in warnings("full", f"{R}.temperature=0.005") if "temperature" in line]
+    assert "vLLM samples at 0.01" in line
+    assert not [line for line in warnings("full", f"{R}.temperature=0.01") if "temperature" in line]
+
+
 @pytest.mark.parametrize("stale", [0, 1])
 @pytest.mark.parametrize("preset", ["full", "sorted"])
 def test_averages_of_batches_that_finish_first(preset, stale):

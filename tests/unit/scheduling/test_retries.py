@@ -145,6 +145,9 @@ def test_errors_of_wrong_code_after_a_success_may_be_those_of_an_outage():
     """A judge that is away may answer with a page that the reward cannot read."""
     world = World(outage(20.0, 600.0), broken=True).run(800.0)
     assert world.steps_at[-1] > 620.0
+    resumed = World(lambda *_: "NameError: scoer", broken=True)
+    resumed.rollout.publish(1, None)
+    resumed.run(OUTAGE_S - 1.0)
 
 
 @pytest.mark.parametrize("rules", [{}, {"max_staleness": 1}, {"max_staleness": 0, "drafts": False}], ids=str)
