@@ -45,7 +45,8 @@ def engine(request, build_engine, write_history, tmp_path_factory):
     else:
         folder = tmp_path_factory.mktemp("history") / "node"
         write_history(folder, [])
-        built = build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False, **DRAFTERS[request.param]})
+        every = {} if request.param == "paper" else {"floor": 1e-4, "weigh_cost": False}
+        built = build_engine(folder, drafting={**every, **DRAFTERS[request.param]})
         built.history_folder = folder
     built.drafter = request.param
     yield built

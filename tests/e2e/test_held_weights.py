@@ -72,6 +72,17 @@ def socket_names():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def worker_class():
+    """vLLM's worker class in this process, which takes one extension: without that of other tests' engines."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    before = CPUWorker.__bases__
+    CPUWorker.__bases__ = tuple(each for each in before if not each.__module__.startswith("verl_rhyme"))
+    yield
+    CPUWorker.__bases__ = before
+
+
 @pytest.fixture(scope="module")
 def engine(build_engine, model):
     return Engine(build(build_engine, model, enable_lora=True, max_loras=1, max_lora_rank=8))
