@@ -36,7 +36,7 @@ def main(engine, model, port, folder, cases):
     )
     import verl  # noqa: F401  (loads the plugins)
 
-    told, loss = [], ppo()
+    steps, loss = [], ppo()
     for number, case in enumerate(cases):
         checkpoint = {"save_contents": case["save"], "load_contents": case["load"], **case.get("checkpoint", {})}
         path = str(Path(folder, f"{engine}{number}", "global_step_2", "actor"))
@@ -54,8 +54,8 @@ def main(engine, model, port, folder, cases):
             loaded = [step(loading, loss) for _ in range(2)]
         except Exception as error:
             loaded = repr(error)
-        told.append([saved, loaded, new])
-    print("RESULT" + json.dumps(told))
+        steps.append([saved, loaded, new])
+    print("RESULT" + json.dumps(steps))
     dist.destroy_process_group()
 
 

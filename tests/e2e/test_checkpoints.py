@@ -77,8 +77,8 @@ def test_an_engine_starts_from_what_was_saved_or_is_refused(engine, tmp_path):
         }
         for save, load, options, *_ in ENGINES[engine]
     ]
-    told = run(1, "saved_steps", engine=engine, model=str(MODELS / "qwen2"), folder=str(tmp_path), cases=cases)
-    found = [restored(engine, *each) for each in told]
-    assert found == [expected for *_, expected, _ in ENGINES[engine]], told
+    steps = run(1, "saved_steps", engine=engine, model=str(MODELS / "qwen2"), folder=str(tmp_path), cases=cases)
+    found = [restored(engine, *each) for each in steps]
+    assert found == [expected for *_, expected, _ in ENGINES[engine]], steps
     for save, load, options, _, wanted in ENGINES[engine]:
         assert refused(engine, save, load, options) == wanted, (save, load, options)
