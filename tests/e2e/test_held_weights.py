@@ -60,7 +60,8 @@ def model(tmp_path_factory):
 
 
 def build(build_engine, model, **options):
-    options |= {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": 4, "worker_extension_cls": EXTENSION}
+    options |= {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": 4}
+    options |= {"worker_cls": "tests.e2e.workers.WithExtension", "worker_extension_cls": EXTENSION}
     return build_engine(model=model.folder, **options)
 
 
@@ -70,17 +71,6 @@ def socket_names():
         patch.setenv("VERL_RAY_JOB_ID", "held")
         patch.setenv("VERL_REPLICA_RANK", "3")
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def worker_class():
-    """vLLM's worker class in this process, which takes one extension: without that of other tests' engines."""
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    before = CPUWorker.__bases__
-    CPUWorker.__bases__ = tuple(each for each in before if not each.__module__.startswith("verl_rhyme"))
-    yield
-    CPUWorker.__bases__ = before
 
 
 @pytest.fixture(scope="module")
