@@ -35,8 +35,6 @@ class ReplayProposer(HistoryProposer):
         if history_dir not in loaders:
             loaders[history_dir] = HistoryLoader(HistoryReader(history_dir, namespace), self._config.wait_for_history)
         self._history = loaders[history_dir]
-        if self._head is not None:  # the head of the last round has trained on these responses
-            self._head.begin(str(self._config.head))
         self._start()
         self._requests.clear()
         self._finished.clear()
@@ -205,9 +203,7 @@ class ReplayWorker(RhymeWorkerMethods):
         }
         drafter = getattr(runner, "drafter", None)
         if isinstance(drafter, ReplayProposer):
-            totals = drafter.totals()
-            counts["errors"] = totals["errors"]
-            counts["head"] = {name: round(value, 3) for name, value in totals.items() if name.startswith("head_")}
+            counts["errors"] = drafter.totals()["errors"]
             cost = getattr(drafter._drafter, "cost", None)
             rows = max(1, round(follower.rows / max(1, follower.steps)))
             counts["cost"] = None if cost is None else cost.prices(rows, 4 * rows)[[0, rows, 4 * rows]].tolist()

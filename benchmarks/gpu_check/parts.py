@@ -75,13 +75,6 @@ PARTS: tuple[Part, ...] = (
         quick_environment=(("TRITON_INTERPRET", "1"),),
     ),
     Part(
-        "draft_head",
-        _own("draft_head"),
-        60,
-        "whether the draft head may compute its positions in sequence: no if four take over a tenth of a step; and how "
-        "much training a twentieth of the time allows",
-    ),
-    Part(
         "logits",
         _own("logits"),
         240,

@@ -3,8 +3,6 @@
 Stock is vLLM as shipped, with asynchronous scheduling and either model runner; it generates as many tokens per prompt
 as the trace has. Engines with drafts generate the trace's tokens (:mod:`benchmarks.engine_worker`), which are read back
 in each step. Each engine has a process; three start at once, and measure in turn.
-
-The weights are random, so a draft head learns nothing: its arm shows the cost of a useless head.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ STOCK, V2 = "stock", "stock, V2 runner"
 ARMS: dict[str, dict[str, str]] = {
     STOCK: {"VLLM_USE_V2_MODEL_RUNNER": "0"},
     "rhyme": {},
-    'rhyme {"head": "new"}': {},
     V2: {"VLLM_USE_V2_MODEL_RUNNER": "1"},
     "oracle": {},
 }
@@ -98,7 +95,6 @@ def measure(arm: str, small: bool) -> None:
                 }
                 if run.get("cost"):
                     figures["step_cost_us"] = [round(1e6 * part, 1) for part in run["cost"]]
-                figures |= run.get("head", {})  # since the start
             report(
                 arm=arm,
                 rows=rows,

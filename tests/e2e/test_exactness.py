@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 from exact_distribution import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 
-from verl_rhyme.drafting import head
-from verl_rhyme.engine import draft_head
-
 pytestmark = pytest.mark.xdist_group("exactness")
 
 SAMPLES = 6400
@@ -30,7 +27,6 @@ def sample(engine, params, n):
 DRAFTERS = {
     "adaptive": {},
     "paper": {"policy": "paper"},
-    "head": {"head": "new"},  # trained while it drafts
 }
 #: One drafter is enough for tests of the sampler, which is independent of it.
 ADAPTIVE = pytest.mark.parametrize("engine", ["adaptive"], indirect=True)
@@ -38,19 +34,15 @@ ADAPTIVE = pytest.mark.parametrize("engine", ["adaptive"], indirect=True)
 
 @pytest.fixture(scope="module", params=DRAFTERS)
 def engine(request, build_engine, write_history, tmp_path_factory):
-    before = draft_head.SHARE, head.MIN_UPDATES
-    draft_head.SHARE, head.MIN_UPDATES = 1.0, 0  # the runs are short
     if request.param == "adaptive":
         built = request.getfixturevalue("drafting")
     else:
         folder = tmp_path_factory.mktemp("history") / "node"
         write_history(folder, [])
-        every = {} if request.param == "paper" else {"floor": 1e-4, "weigh_cost": False}
-        built = build_engine(folder, drafting={**every, **DRAFTERS[request.param]})
+        built = build_engine(folder, drafting=DRAFTERS[request.param])
         built.history_folder = folder
     built.drafter = request.param
-    yield built
-    draft_head.SHARE, head.MIN_UPDATES = before
+    return built
 
 
 #: All settings with one drafter, and all drafters at one setting. The product is in test_coupled and
@@ -78,9 +70,6 @@ def test_output_distribution_is_the_targets(engine, write_history, distribution_
     if kind == "adversarial":
         assert drafted - accepted > SAMPLES / 2
     assert p_value(tokens, distribution_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
-    if engine.drafter == "head":
-        assert after["head_updates"] > 0, "the head was trained"
-        assert after["head_guess_seconds"] > before["head_guess_seconds"], "the head was used"
 
 
 @ADAPTIVE

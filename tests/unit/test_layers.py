@@ -38,8 +38,6 @@ EXCEPTIONS = {
         "verl_rhyme.checks.startup",
     ),  # hydra calls it
     ("verl_rhyme.patches.hydra_run", "verl_rhyme.checks.preflight.compose"),
-    ("verl_rhyme.drafting.head", "torch"),  # a network
-    ("verl_rhyme.drafting.head_inference", "torch"),
     ("verl_rhyme.lengths.ranker", "torch"),  # a language model: the one file of the policies that has one
     ("verl_rhyme.lengths.ranker", "transformers"),
 }

@@ -89,12 +89,6 @@ class DraftingConfig:
     live_tokens: int = option(
         1 << 22, "Running and recent tokens per engine in the index, 20 to 32 bytes each (policy=adaptive)."
     )
-    head: str | None = option(
-        None,
-        "Draft head, which predicts from the policy's hidden states and is trained by the engine (policy=adaptive): "
-        "new, or a file with initial weights. null: no draft head. A resumed run loads its own draft head.",
-        public=True,
-    )
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, allowed: str) -> None:
@@ -111,7 +105,7 @@ class DraftingConfig:
         if self.policy == "paper":
             most = f"at most {PAPER_DRAFT_TOKENS} with policy=paper"
             check(self.max_tokens <= PAPER_DRAFT_TOKENS, "max_tokens", most)
-            for name in ("floor", "weigh_cost", "plan_threads", "live_tokens", "head"):
+            for name in ("floor", "weigh_cost", "plan_threads", "live_tokens"):
                 default = getattr(DraftingConfig, name)
                 allowed = f"{'null' if default is None else default} (its default) with policy=paper, which ignores it"
                 check(getattr(self, name) == default, name, allowed)

@@ -1,4 +1,4 @@
-"""Draft policies: draft tokens from text and from a draft head.
+"""Draft policies: draft tokens from text.
 
 Process: vLLM's worker. Engines: none.
 """

@@ -1,7 +1,7 @@
 """The adaptive drafter: several sources, calibrated confidence, drafts that end where they stop being profitable.
 
-The sources are the prompt's history, the live texts of its group, the request's text, counts over all responses
-(:class:`~verl_rhyme.drafting.live_texts.LiveTexts`), and an optional draft head (:mod:`.head_interface`).
+The sources are the prompt's history, the live texts of its group, the request's text, and counts over all responses
+(:class:`~verl_rhyme.drafting.live_texts.LiveTexts`).
 Each draft position takes the token most likely to be accepted (:mod:`~verl_rhyme.drafting.confidence`). The walk ends
 where the probability that a token is reached and accepted falls below ``drafting.floor``. A batch drafts the likeliest
 of all planned tokens, as many as its budget allows and as are worth their verification
@@ -30,9 +30,8 @@ from verl_rhyme.drafting import confidence, kernels
 from verl_rhyme.drafting.arrays import Batch, Plans, SlotArrays
 from verl_rhyme.drafting.budget import FREE, Rest, lowest_profitable, select_tokens
 from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
-from verl_rhyme.drafting.head_interface import Head, HeadGate, Proposals
 from verl_rhyme.drafting.histories import PENDING, Get, Histories, Source
-from verl_rhyme.drafting.kernels import MAX_CANDIDATES, MAX_OCCURRENCES, N_INPUTS
+from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
 from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import SOURCES, DecodeStep, RequestCounts
 from verl_rhyme.drafting.regrowth import Regrowth
@@ -71,7 +70,6 @@ class AdaptiveDrafter:
         slots: Expected number of running requests, at least 1; more of them cost a copy of the state.
         vocabulary: Exclusive upper bound of drafted token ids.
         threads: Threads that plan the rows.
-        head: Draft head that proposes the first draft tokens in addition to the other sources.
     """
 
     def __init__(
@@ -81,12 +79,10 @@ class AdaptiveDrafter:
         slots: int = 256,
         vocabulary: int = 1 << 31,
         threads: Threads | None = None,
-        head: Head | None = None,
     ):
         self._config, self._vocabulary = config, min(vocabulary, (1 << 31) - 1)
         self._shared: Histories[_Request] = Histories(histories)
         self._threads = threads or Threads()
-        self._head, self._gate, self._headed = head, HeadGate(), False
         self._slots = _slot_arrays(slots, config.max_tokens)
         self._live = LiveTexts(config.live_tokens, slots)
         self._regrowth = Regrowth(slots)
@@ -172,16 +168,12 @@ class AdaptiveDrafter:
             planned=np.zeros(rows, dtype=np.int64),
         )
         floor = self._config.floor
-        self._headed = False
         self._explored = more > 0
         self.planned = not weigh or self._explored or self.rest.plans(rows)
         if self.planned:
             least = 0.0 if more or self.rest.asleep(rows) else lowest_profitable(prices, rows)
             within = batch._replace(limits=self._within(budget, batch))
-            if self._head is not None and self._head.steps:
-                self._headed = not self._config.weigh_cost or self._gate.use_head(rows)
-            plan = self._plan_with_head if self._headed else self._plan
-            plan(within, plans, max(floor, least))
+            self._plan(within, plans, max(floor, least))
         regrown = self._regrowth.plan(batch, plans, 1 + accepted, floor, self._vocabulary)
         self._slots.source[batch.ids[regrown]] = kernels.PREVIOUS
         reach, planned = plans.reach, plans.planned
@@ -200,8 +192,6 @@ class AdaptiveDrafter:
         assert done.seconds is not None
         rows, size = len(drafted), int(drafted.sum())
         self.cost.observe(rows, size, done.seconds, done.prefilled)
-        if self._head is not None and not done.prefilled:
-            self._gate.observe(rows, self._headed, rows + int(accepted.sum()), done.planning + done.seconds)
         slots, ids = self._slots, batch.ids
         prices = self.cost.prices(rows, max(rows, size))
         row = float(prices[0]) / rows  # seconds of a token without drafts
@@ -264,33 +254,15 @@ class AdaptiveDrafter:
             self._batch = requests, ids
         return self._batch[1]
 
-    def _plan_with_head(self, batch: Batch, plans: Plans, floor: float) -> None:
-        """Plan all rows: the head's positions one after another, then the rest."""
-        assert self._head is not None
-        position, latest = 0, batch.tokens[batch.rows, batch.lengths - 1]
-        longest = min(self._head.steps, int(batch.limits.max(initial=0)))
-        rows = np.flatnonzero(batch.limits > 0)
-        while position < longest and len(rows):
-            self._plan(batch, plans, floor, position, self._head.propose(position, rows, latest))
-            position += 1
-            rows = np.flatnonzero((plans.planned == position) & (batch.limits > position))
-            latest = plans.draft[:, position - 1]
-        if len(rows):
-            self._plan(batch, plans, floor, position)
-
-    def _plan(
-        self, batch: Batch, plans: Plans, floor: float, position: int = 0, proposals: Proposals | None = None
-    ) -> None:
+    def _plan(self, batch: Batch, plans: Plans, floor: float) -> None:
         """Plan all rows, each thread a part of them; see :func:`verl_rhyme.drafting.kernels.plan`."""
         rows = len(batch.ids)
-        if proposals is None:
-            proposals = np.zeros((rows, 0), dtype=np.int32), np.zeros((rows, 0), dtype=np.float32)
         parts = max(1, min(self._threads.count, rows // ROWS_A_THREAD))
         ends = [rows * part // parts for part in range(parts + 1)]
         state = self._live.arrays, self._slots, self._model
         common = batch, plans, floor, self._vocabulary
         calls = (
-            partial(kernels.plan, *state, scratch, *common, span, position, proposals)
+            partial(kernels.plan, *state, scratch, *common, span)
             for scratch, span in zip(self._scratch, pairwise(ends), strict=False)
         )
         self._threads.run(list(calls))
@@ -395,8 +367,6 @@ def _slot_arrays(slots: int, longest: int) -> SlotArrays:
         candidate_inputs=np.zeros((slots, MAX_CANDIDATES, N_INPUTS), dtype=np.float32),
         source=np.zeros((slots, longest), dtype=np.int8),
         by_source=np.zeros((slots, len(SOURCES) + 1, 2), dtype=np.int32),
-        walkers=np.zeros(slots, dtype=np.int32),
-        walker=np.zeros((slots, MAX_OCCURRENCES, 3), dtype=np.int64),
         counts=np.zeros((slots, 3), dtype=np.int64),
         visited=np.zeros(slots, dtype=np.int64),
     )

@@ -49,9 +49,6 @@ class SlotArrays(NamedTuple):
     candidate_inputs: np.ndarray  # float32[slots, MAX_CANDIDATES, N_INPUTS]
     source: np.ndarray  # int8[slots, K], the first source that proposed the token, see policy.SOURCES
     by_source: np.ndarray  # int32[slots, len(SOURCES) + 1, 2], verified and accepted draft tokens
-    # State of a walk that goes position by position.
-    walkers: np.ndarray  # int32[slots], occurrences that agree with the draft so far
-    walker: np.ndarray  # int64[slots, MAX_OCCURRENCES, 3], position, source and match of each
     # Not read by the compiled core.
     counts: np.ndarray  # int64[slots, 3], drafted tokens, accepted tokens and verify steps
     visited: np.ndarray  # int64[slots], the step at which the slot was last planned

@@ -15,17 +15,13 @@ from __future__ import annotations
 import numpy as np
 
 from verl_rhyme.drafting.arrays import Model
-from verl_rhyme.drafting.kernels import HEAD, N_BINS, N_INPUTS, N_SETS, N_TEXTS, N_TIERS
+from verl_rhyme.drafting.kernels import N_BINS, N_INPUTS, N_SETS, N_TEXTS, N_TIERS
 
 #: Weights of a vote share's logit by match tier, and of a recorded probability's logit.
 _SHARE_PRIOR = (0.15, 0.25, 0.35, 0.45, 0.5)
 _RECORDED_PRIOR = 0.2
 #: Offset if the longest match has one or two tokens, which agree by chance.
 _SHORT_PRIOR = -4.0
-#: Weight of the draft head's logit, and factor of all other weights with a head.
-_HEAD_PRIOR, _BESIDE_HEAD = 0.6, 0.5
-#: Offset of a token that the head does not name.
-_NOT_NAMED_PRIOR = -1.5
 #: Weight of a calibration class's prior, in observations.
 _CALIBRATION_PRIOR = 20.0
 
@@ -35,11 +31,7 @@ def prior() -> Model:
     weights = np.zeros((N_SETS, N_INPUTS))
     weights[:, : N_TEXTS * N_TIERS] = np.tile(_SHARE_PRIOR, N_TEXTS)
     weights[:, N_TEXTS * N_TIERS : N_TEXTS * N_TIERS + N_TIERS] = _RECORDED_PRIOR
-    weights[::N_TIERS, HEAD - 2] = _SHORT_PRIOR
-    with_head = weights[N_SETS // 2 :]
-    with_head *= _BESIDE_HEAD
-    with_head[:, HEAD - 2] = 0  # a short match is no evidence against the head's tokens
-    with_head[:, HEAD], with_head[:, HEAD + 1] = _HEAD_PRIOR, _NOT_NAMED_PRIOR
+    weights[::N_TIERS, N_TEXTS * N_TIERS + N_TIERS] = _SHORT_PRIOR
     return Model(
         weights=weights,
         calibration=np.stack([_CALIBRATION_PRIOR * bin_centres(), np.full(N_BINS, _CALIBRATION_PRIOR)], 1),

@@ -49,20 +49,20 @@ MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP
 _MAX_DISTINCT = 2 * MAX_OCCURRENCES
 
 #: In the order of :data:`verl_rhyme.drafting.policy.SOURCES`; the last is the request's previous text.
-HISTORY, SIBLING, OWN, ALL, HEADS, PREVIOUS = range(6)
-#: Sources that are texts: all but the head and the previous text.
+HISTORY, SIBLING, OWN, ALL, PREVIOUS = range(5)
+#: Sources with votes: all but the previous text.
 N_TEXTS = 4
 #: Match lengths (tokens) at which a new tier begins, besides 1.
 TIERS = (3, 5, 9, 17)
 N_TIERS = len(TIERS) + 1
 _N_VOTES = N_TEXTS * N_TIERS
 #: Inputs of the confidence: vote shares by source and tier, recorded probability by tier, a constant one, recent
-#: acceptance, the draft head's probability, and whether the head does not name the token.
+#: acceptance.
 _ONE = _N_VOTES + N_TIERS
-_RECENT, HEAD, _NOT_NAMED = _ONE + 1, _ONE + 2, _ONE + 3
-N_INPUTS = _ONE + 4
-#: Weight sets: by the longest match, for the first draft token and for later ones, without the draft head and with it.
-N_SETS = 4 * N_TIERS
+_RECENT = _ONE + 1
+N_INPUTS = _ONE + 2
+#: Weight sets: by the longest match, for the first draft token and for later ones.
+N_SETS = 2 * N_TIERS
 #: Most candidates of a first draft token that the confidence learns from.
 MAX_CANDIDATES = 8
 #: Classes of the calibration: half units of the logit from -6 to 10, for the first draft token and for later ones.
@@ -218,8 +218,8 @@ def count(counts, sampled, spans):
 
 
 @njit(cache=True, nogil=True)
-def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span, position, proposals):
-    """Plan the next drafts of rows, either whole or one position at a time with a draft head's tokens.
+def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span):
+    """Plan the next drafts of rows.
 
     Args:
         live, model: State, read only.
@@ -231,20 +231,15 @@ def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span, pos
         floor: Minimum probability that a planned token is reached and accepted.
         vocabulary: Exclusive upper bound of token ids.
         span: First row and end (exclusive) of the rows to plan.
-        position: Draft position to begin at, after calls for all earlier positions.
-        proposals: int32[B, G] and float32[B, G], a draft head's tokens for that position and their probabilities, after
-            which the walk stops; with G = 0 the walk has no head and goes to its end.
     """
     live, slots, model, scratch = _borrowed(live), _borrowed(slots), _borrowed(model), _borrowed(scratch)
-    batch, plans, (proposed, probability) = _borrowed(batch), _borrowed(plans), _borrowed(proposals)
+    batch, plans = _borrowed(batch), _borrowed(plans)
     ids, rows, tokens, lengths, limits = batch
     for b in range(span[0], span[1]):
-        if position == 0 and b + 1 < span[1] and limits[b + 1] > 0:
+        if b + 1 < span[1] and limits[b + 1] > 0:
             _prefetch_row(live, slots, scratch, ids[b + 1], tokens[rows[b + 1]], lengths[b + 1])
-        if min(limits[b], plans.draft.shape[1]) > position and plans.planned[b] == position:
-            plans.planned[b] = _plan(
-                live, slots, model, scratch, batch, plans, b, floor, vocabulary, proposed[b], probability[b]
-            )
+        if limits[b] > 0:
+            plans.planned[b] = _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary)
 
 
 @njit(cache=True, nogil=True)
@@ -578,57 +573,39 @@ def _probability(logit):
 
 
 @njit(cache=True, nogil=True)
-def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary, proposed, probability):
+def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary):
     """Walk from the occurrences of the latest tokens, at each position to the candidate most likely to be accepted.
 
     Returns:
-        Planned tokens of row ``b``; the walk begins after those planned before.
+        Planned tokens of row ``b``.
     """
     slot, text, length = batch.ids[b], batch.tokens[batch.rows[b]], batch.lengths[b]
-    draft, reach, planned = plans.draft[b], plans.reach[b], plans.planned[b]
+    draft, reach, planned = plans.draft[b], plans.reach[b], 0
     limit = min(batch.limits[b], len(draft))
     start = max(0, length - MAX_MATCH)
     end = length - start
     scratch.context[:end] = text[start:length]
     reached = 1.0
-    if planned == 0:
-        own_position = np.int64(-1)
-        if slots.block[slot] >= 0:
-            own_position = np.int64(slots.block[slot]) * BLOCK + live.fill[slots.block[slot]] - 1
-        n = _occurrences(live, slots, scratch, slot, end, own_position)
-    else:
-        scratch.context[end : end + planned] = draft[:planned]
-        end += planned
-        reached = reach[planned - 1]
-        n = slots.walkers[slot]
-        for i in range(n):
-            scratch.position[i] = slots.walker[slot, i, 0]
-            scratch.source[i] = slots.walker[slot, i, 1]
-            scratch.match[i] = slots.walker[slot, i, 2]
+    own_position = np.int64(-1)
+    if slots.block[slot] >= 0:
+        own_position = np.int64(slots.block[slot]) * BLOCK + live.fill[slots.block[slot]] - 1
+    n = _occurrences(live, slots, scratch, slot, end, own_position)
     size = slots.history_size[slot, 0]
     history = carray(pointer(slots.history[slot, 0]), (size,), dtype=np.int32)
     recorded = carray(pointer(slots.history[slot, 2]), (size,), dtype=np.uint8)
     votes, total, mass, known, recent = scratch.votes, scratch.total, scratch.mass, scratch.known, slots.recent[slot]
     active, inputs, candidates = scratch.active, scratch.inputs, scratch.candidate
     candidate_inputs, path_inputs = slots.candidate_inputs[slot], slots.inputs[slot]
-    headed = len(proposed) > 0
-    n_inputs = N_INPUTS if headed else HEAD  # those of the head come last
-    last = planned + 1 if headed else limit
-    while planned < last:
+    while planned < limit:
         n, distinct, longest = _vote(live, scratch, history, recorded, n, vocabulary)
         if planned == 0 or distinct != 1 or longest < _SURE:
             distinct, longest = _vote_counts(live.counts, scratch, end, distinct, longest, vocabulary)
-        of_text = distinct
-        if headed:
-            distinct = _vote_head(scratch, distinct, proposed, vocabulary)
         if distinct == 0:
             break
         weight_set = longest if planned == 0 else N_TIERS + longest
-        if headed:
-            weight_set += 2 * N_TIERS
         weights = model.weights[weight_set]
         active[0] = 1
-        for k in range(n_inputs):
+        for k in range(N_INPUTS):
             inputs[k] = 0
         for k in range(_N_VOTES):
             if total[k]:
@@ -637,29 +614,23 @@ def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary, propo
         best, most = 0, -np.inf
         for j in range(distinct):
             logit = _weigh(votes, total, mass, known, active, weights, j, recent, inputs)
-            if headed:
-                inputs[HEAD], inputs[_NOT_NAMED] = 0.0, 1.0
-                for g in range(len(proposed)):
-                    if proposed[g] == candidates[j]:
-                        inputs[HEAD], inputs[_NOT_NAMED] = _logit(probability[g]), 0.0
-                logit += weights[HEAD] * inputs[HEAD] + weights[_NOT_NAMED] * inputs[_NOT_NAMED]
             if planned == 0 and j < MAX_CANDIDATES:
                 slots.candidate[slot, j] = candidates[j]
-                _copy(inputs, candidate_inputs[j], n_inputs)
+                _copy(inputs, candidate_inputs[j])
                 slots.candidates[slot] = j + 1
             if logit > most:
                 best, most = j, logit
-                _copy(inputs, path_inputs[planned], n_inputs)
+                _copy(inputs, path_inputs[planned])
         if planned == 0 and best >= MAX_CANDIDATES:  # always learn from the drafted candidate
             slots.candidate[slot, MAX_CANDIDATES - 1] = candidates[best]
-            _copy(path_inputs[0], candidate_inputs[MAX_CANDIDATES - 1], n_inputs)
+            _copy(path_inputs[0], candidate_inputs[MAX_CANDIDATES - 1])
         bin = int((min(max(most, -6.0), 9.9) + 6) * 2) + (0 if planned == 0 else _BINS)
         accepted = model.calibration[bin, 0] / model.calibration[bin, 1]
         reached *= 0.5 * (accepted + _probability(most))
         reach[planned] = reached
         token = candidates[best]
         slots.draft[slot, planned] = token
-        slots.source[slot, planned] = HEADS if best >= of_text else _first_source(votes, best)
+        slots.source[slot, planned] = _first_source(votes, best)
         slots.weight_set[slot, planned] = weight_set
         slots.bin[slot, planned] = bin
         slots.planned[slot] = planned + 1
@@ -677,21 +648,14 @@ def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary, propo
                 scratch.match[kept] = scratch.match[i] + 1
                 kept += 1
         lost, n = n > 0 and kept == 0, kept
-        if (lost or (headed and n == 0)) and planned < limit:
-            # Search again after lost occurrences or a token of the head; otherwise counts alone continue.
+        if lost and planned < limit:  # otherwise counts alone continue
             n = _occurrences(live, slots, scratch, slot, end, np.int64(-1))
-    if headed:
-        slots.walkers[slot] = n
-        for i in range(n):
-            slots.walker[slot, i, 0] = scratch.position[i]
-            slots.walker[slot, i, 1] = scratch.source[i]
-            slots.walker[slot, i, 2] = scratch.match[i]
     return planned
 
 
 @njit(cache=True, nogil=True)
-def _copy(inputs, into, count):
-    for k in range(count):
+def _copy(inputs, into):
+    for k in range(N_INPUTS):
         into[k] = inputs[k]
 
 
@@ -702,21 +666,6 @@ def _first_source(votes, j):
         if votes[j, k]:
             return k // N_TIERS
     return ALL
-
-
-@njit(cache=True, nogil=True)
-def _vote_head(scratch, distinct, proposed, vocabulary):
-    """Add the head's tokens to the candidates. Returns the number of candidates."""
-    candidates = scratch.candidate
-    for token in proposed:
-        if token < 0 or token >= vocabulary:
-            continue
-        j = _index(candidates, distinct, token)
-        if j == distinct and distinct < len(candidates):
-            candidates[j] = token
-            _clear(scratch.votes, scratch.mass, scratch.known, j)
-            distinct += 1
-    return distinct
 
 
 @njit(cache=True, nogil=True)
@@ -861,10 +810,9 @@ def _learn(slots, model, slot, sampled):
 @njit(cache=True, nogil=True, fastmath={"reassoc", "nsz", "contract"})
 def _descend(model, weight_set, inputs, hit):
     weights = model.weights[weight_set]
-    n_inputs = N_INPUTS if weight_set >= 2 * N_TIERS else HEAD
     logit = 0.0
-    for k in range(n_inputs):
+    for k in range(N_INPUTS):
         logit += weights[k] * inputs[k]
     error = _LEARNING_RATE * (hit - _probability(logit))
-    for k in range(n_inputs):
+    for k in range(N_INPUTS):
         weights[k] += error * inputs[k]

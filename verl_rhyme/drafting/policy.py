@@ -11,8 +11,8 @@ import numpy as np
 from verl_rhyme.history.record import PromptHistory
 
 #: Sources of draft tokens: earlier responses of the prompt, other samples of its group, the request's own text, other
-#: prompts' texts, the draft head. A token that several sources propose counts for the first of them.
-SOURCES = ("history", "siblings", "own", "others", "head")
+#: prompts' texts. A token that several sources propose counts for the first of them.
+SOURCES = ("history", "siblings", "own", "others")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class RequestCounts:
         verify_steps: Steps that verified a draft; tokens per verify step are ``1 + accepted / verify_steps``.
         history_hit: Its prompt had a history.
         reverified: Accepted tokens that were drafted from the request's previous text.
-        drafted_history, ..., accepted_head: ``drafted`` and ``accepted`` by source (:data:`SOURCES`), without tokens
+        drafted_history, ..., accepted_others: ``drafted`` and ``accepted`` by source (:data:`SOURCES`), without tokens
             from the request's previous text.
     """
 
@@ -37,12 +37,10 @@ class RequestCounts:
     drafted_siblings: int = 0
     drafted_own: int = 0
     drafted_others: int = 0
-    drafted_head: int = 0
     accepted_history: int = 0
     accepted_siblings: int = 0
     accepted_own: int = 0
     accepted_others: int = 0
-    accepted_head: int = 0
 
 
 @dataclass(frozen=True, slots=True)

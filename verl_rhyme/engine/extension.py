@@ -70,7 +70,7 @@ class RhymeWorkerMethods:
         return proposer.totals() if isinstance(proposer, HistoryProposer) else {}
 
 
-def _exit_on_error(load: Callable[..., None], whole: bool = True) -> Callable[..., None]:
+def _exit_on_error(load: Callable[..., None]) -> Callable[..., None]:
     """Wrap a weight loader so that the worker, and its engine with it, exits if loading fails.
 
     The sender (``BucketedWeightSender``) would wait forever for the worker's reply. A dead engine is detected
@@ -81,9 +81,6 @@ def _exit_on_error(load: Callable[..., None], whole: bool = True) -> Callable[..
     def loaded(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             load(self, *args, **kwargs)
-            proposer = getattr(getattr(self, "model_runner", None), "drafter", None)
-            if whole and isinstance(proposer, HistoryProposer):
-                proposer.weights_loaded()
         except BaseException:
             logger.exception("this vLLM worker could not load its weights and exits")
             logging.shutdown()
@@ -125,7 +122,7 @@ class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
             sizes = dict(self.model_runner.model.named_parameters())
             self._held.blank = [name for name, count in left if count == sizes[name].numel()]
 
-    update_verl_delta_weights = _exit_on_error(vLLMColocateWorkerExtension.update_verl_delta_weights, whole=False)
+    update_verl_delta_weights = _exit_on_error(vLLMColocateWorkerExtension.update_verl_delta_weights)
 
     def _update_weights(
         self, weights: list[tuple[str, torch.Tensor]], peft_config: dict | None, base_sync_done: bool

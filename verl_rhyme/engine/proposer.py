@@ -20,7 +20,6 @@ from verl_rhyme.drafting import recurrent
 from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
-from verl_rhyme.engine.draft_head import TRAINING_TOTALS, EngineHead, all_ranks
 from verl_rhyme.engine.history_loader import HistoryLoader
 from verl_rhyme.engine.sampler import unsupported
 from verl_rhyme.engine.threads import PlanningThreads, thread_count
@@ -80,8 +79,6 @@ class HistoryProposer:
         copies = CopyReader(settings["copies_dir"]) if settings.get("copies_dir") else None
         self._history = HistoryLoader(reader, self._config.wait_for_history, copies, self._config.history_memory)
         self._drafter: DraftPolicy | None = None  # only on the rank whose drafts are used
-        self._head: EngineHead | None = None
-        self._folder = settings["history_dir"]
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
         self._batch: _Batch | None = None  # of the last step, unless one of its requests has ended since
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
@@ -89,7 +86,6 @@ class HistoryProposer:
         self._drafted = self._accepted = self._errors = 0
         self._seconds = self._ended = 0.0
         self._planning = 0.0  # seconds of the last plan
-        self._captured, self._paused = 0, False  # graphs of the head; whether the last plan captured one
         self._reported: dict[str, float] = {}  # totals at the last report
         self._calls = 0
 
@@ -114,39 +110,16 @@ class HistoryProposer:
         self._runner = model_runner
         # The scheduler takes the drafts of the first rank only.
         drafts = get_tensor_model_parallel_rank() == 0
-        if self._config.head is not None:
-            self._head = self._new_head(self._config.head, drafts)
         if drafts:
             self._start()
         # vLLM skips the drafter and drafts zeros for all requests once one sequence is within the draft length of
         # max_model_len. The bounds here are per request, so that limit is lifted.
         model_runner.effective_drafter_max_model_len = self._max_model_len + self._config.max_tokens + 1
 
-    def _new_head(self, begin: str, drafts: bool) -> EngineHead | None:
-        """Return the head on all ranks of the engine or on none, because all ranks gather rows together."""
-        head, error = None, None
-        try:
-            head = EngineHead(begin, self._runner, self._folder, drafts)
-        except Exception as failed:
-            error = failed
-        if not all_ranks(error is None):
-            logger.warning(
-                "cannot use a draft head (drafting.head) with this model: %s; drafts come from text alone",
-                error or "see the log of another rank",
-            )
-            return None
-        return head
-
     def _start(self) -> None:
         threads = PlanningThreads(thread_count(self._config.plan_threads))
         self._ended = 0.0
-        self._drafter = build(self._config, self._history, self._slots, self._vocab_size, threads, self._head)
-
-    def weights_loaded(self) -> None:
-        """Update the draft head's rows after the model loaded new weights; called on all ranks of the engine."""
-        if self._head is not None:
-            self._head.gather()
-            self._head.save()
+        self._drafter = build(self._config, self._history, self._slots, self._vocab_size, threads)
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: Any
@@ -204,7 +177,7 @@ class HistoryProposer:
             known = any(name in self._requests for name in names)
             drafting = self._batch = self._new_batch(drafter, names)
         # Without a request of the step before, the engine was idle before the step. The first step has no price yet.
-        timed, first = known and bool(self._ended) and not self._paused, not self._ended
+        timed, first = known and bool(self._ended), not self._ended
         self._drafted += int(drafted.sum())
         self._accepted += int(accepted.sum())
         lengths = num_tokens_no_spec[rows]
@@ -216,8 +189,6 @@ class HistoryProposer:
         generated = lengths - prompt_tokens[rows]
         longest = self._config.max_tokens
         limits = request_limits(lengths, generated, drafting.max_tokens, self._max_model_len, longest)
-        if self._head is not None:
-            self._head.observe(req_ids, sampled_token_ids, rows)
         seconds = now - self._ended if timed else None
         prefilled = max(0, int(self._runner.query_start_loc.np[count]) - len(rows) - int(drafted.sum()))
         began = time.perf_counter()
@@ -227,10 +198,6 @@ class HistoryProposer:
             )
         )
         self._planning = time.perf_counter() - began
-        captured = 0 if self._head is None else self._head.captured
-        self._paused, self._captured = captured > self._captured, captured
-        if self._head is not None and seconds is not None and not prefilled:
-            self._head.train(seconds)
         if len(rows) == count:
             return planned
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
@@ -265,8 +232,6 @@ class HistoryProposer:
         drafter.start(req_id, key, np.frombuffer(meta.earlier_text, np.int32) if meta.earlier_text else None)
         request = _Request(id=meta.id or req_id, max_tokens=params.max_tokens or self._max_model_len)
         self._requests[req_id] = request
-        if self._head is not None:
-            self._head.admit(state.prompt_token_ids, params.temperature)
         return request
 
     def _retire(self, drafter: DraftPolicy) -> None:
@@ -278,8 +243,6 @@ class HistoryProposer:
 
     def _end(self, drafter: DraftPolicy, req_id: str) -> None:
         self._finished[self._requests.pop(req_id).id] = drafter.finish(req_id)
-        if self._head is not None:
-            self._head.forget(req_id)
         self._batch = None
 
     def take_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
@@ -287,8 +250,7 @@ class HistoryProposer:
 
         Returns:
             ``{id: fields of RequestCounts}`` of the requests that this worker drafted for. One of them also has the
-            changes since the last call: ``draft_errors`` (drafter and history), ``draft_seconds`` and
-            :meth:`EngineHead.training`.
+            changes since the last call: ``draft_errors`` (drafter and history) and ``draft_seconds``.
         """
         drafter = self._drafter
         if drafter is None:
@@ -305,7 +267,6 @@ class HistoryProposer:
         if counts:
             totals = self.totals()
             known = {"draft_errors": totals["errors"] + totals["history_errors"], "draft_seconds": totals["seconds"]}
-            known |= {name: totals[name] for name in TRAINING_TOTALS if name in totals}
             first = next(iter(counts.values()))
             first |= {name: value - self._reported.get(name, 0) for name, value in known.items()}
             self._reported = known
@@ -318,7 +279,6 @@ class HistoryProposer:
             "accepted": self._accepted,
             "calls": self._calls,
             "seconds": self._seconds,
-            "errors": self._errors + (0 if self._head is None else self._head.failures),
+            "errors": self._errors,
             "history_errors": self._history.errors,
-            **({} if self._head is None else {**self._head.training(), "head_guess_seconds": self._head.seconds}),
         }

@@ -66,9 +66,6 @@ SPEC_SOURCES = {
 SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"
 SPEC_ERRORS = "rollout/spec/errors"
 SPEC_DRAFT_S = "rollout/spec/draft_s"
-SPEC_HEAD_UPDATES = "rollout/spec/head_updates"
-SPEC_HEAD_LOSS = "rollout/spec/head_loss"
-SPEC_HEAD_S = "rollout/spec/head_s"
 SPEC_ALARM = "rollout/spec/alarm"
 ENTROPY = "rollout/entropy"  # nats per token: minus the mean log-prob of the sampled tokens
 VERL_ENTROPY = "actor/entropy"  # aggregated by loss_agg_mode: per token with token-mean, verl's default
@@ -195,19 +192,12 @@ def accept_length(accepted: npt.ArrayLike, verify_steps: npt.ArrayLike) -> float
 
 
 #: Columns of drafter statistics: those of a whole engine, since the last request that carried them.
-DRAFTER = ("draft_errors", "draft_seconds", "head_updates", "head_loss", "head_seconds")
+DRAFTER = ("draft_errors", "draft_seconds")
 
 
 def drafter_metrics(totals: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics from the sums of the :data:`DRAFTER` columns; the draft head's only if it was trained."""
-    metrics = {SPEC_ERRORS: totals["draft_errors"], SPEC_DRAFT_S: totals["draft_seconds"]}
-    if updates := totals["head_updates"]:
-        metrics |= {
-            SPEC_HEAD_UPDATES: updates,
-            SPEC_HEAD_LOSS: totals["head_loss"] / updates,
-            SPEC_HEAD_S: totals["head_seconds"],
-        }
-    return {name: float(value) for name, value in metrics.items()}
+    """Return metrics from the sums of the :data:`DRAFTER` columns."""
+    return {SPEC_ERRORS: float(totals["draft_errors"]), SPEC_DRAFT_S: float(totals["draft_seconds"])}
 
 
 def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, rollout_s: float) -> dict[str, float]:

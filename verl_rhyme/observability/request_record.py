@@ -14,7 +14,7 @@ class RequestRecord:
     columns of the event log (``events.REQUESTS``), which derives its schema from this class.
 
     Times are in seconds since the Unix epoch, NaN if the event never happened. The drafter's counts, ``drafted_tokens``
-    to ``head_seconds``, arrive after the response, by id (``processes.request.DRAFT_COUNTS``).
+    to ``draft_seconds``, arrive after the response, by id (``processes.request.DRAFT_COUNTS``).
     """
 
     id: str
@@ -42,20 +42,14 @@ class RequestRecord:
     drafted_siblings: int = 0
     drafted_own: int = 0
     drafted_others: int = 0
-    drafted_head: int = 0
     accepted_history: int = 0
     accepted_siblings: int = 0
     accepted_own: int = 0
     accepted_others: int = 0
-    accepted_head: int = 0
     #: Errors of the engine's drafter since its last report; those of all requests are reported with one of them.
     draft_errors: int = 0
     #: Drafting time, reported like ``draft_errors``.
     draft_seconds: float = 0.0
-    #: Training of the draft head, reported like ``draft_errors``: updates, sum of their losses, seconds.
-    head_updates: int = 0
-    head_loss: float = 0.0
-    head_seconds: float = 0.0
     #: Predicted response tokens of this request when it was sent; ``None`` without a prediction.
     predicted_tokens: int | None = None
     #: Short reason why the coordinator placed the request at its replica; empty if the router decided.

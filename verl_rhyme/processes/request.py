@@ -37,9 +37,6 @@ DRAFT_COUNTS = {
     **{f"{kind}_{source}": f"{kind}_{source}" for kind in ("drafted", "accepted") for source in SOURCES},
     "draft_errors": "draft_errors",
     "draft_seconds": "draft_seconds",
-    "head_updates": "head_updates",
-    "head_loss": "head_loss",
-    "head_seconds": "head_seconds",
 }
 
 

@@ -88,7 +88,7 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ("drafting.max_batch_tokens", 0, "null or at least 1 .*drafting.enable=false"),
         ("drafting", {"policy": "paper", "floor": 0.2}, "floor must be 0.05 .its default. with policy=paper"),
         ("drafting", {"policy": "paper", "max_tokens": 128}, "max_tokens must be at most 32 with policy=paper"),
-        ("drafting", {"policy": "paper", "head": "new"}, "head must be null .its default. with policy=paper"),
+        ("drafting", {"policy": "paper", "plan_threads": 2}, "plan_threads must be null .its default. with"),
         ("streaming.part", 0.5, r"rhyme.streaming.part needs the pipeline: use \+rhyme=full"),
         ("scheduling", {"order": 0, "in_flight": 2}, "in_flight, .*scheduling.order need the pipeline"),
         ("streaming.elastic.min_replicas", 1, "elastic.min_replicas needs the pipeline"),

@@ -228,8 +228,8 @@ def test_compare_is_a_ratio_of_medians_with_its_spread() -> None:
 
 def test_the_report_names_the_sources_of_draft_tokens() -> None:
     epoch = {
-        "drafted_by_source": {"history": 300, "siblings": 0, "own": 99, "others": 1, "head": None},
-        "accepted_by_source": {"history": 100, "siblings": 0, "own": 0, "others": 0, "head": 0},
+        "drafted_by_source": {"history": 300, "siblings": 0, "own": 99, "others": 1, "new": None},
+        "accepted_by_source": {"history": 100, "siblings": 0, "own": 0, "others": 0, "new": 0},
     }
     assert report._sources({"epochs": [{}, epoch]}) == (
         "draft tokens of the last epoch: history 75%, own 25%; accepted: history 100%"

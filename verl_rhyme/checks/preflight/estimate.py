@@ -57,10 +57,7 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None
     context = {} if on_cpu else {"context": CONTEXT}
     serving = memory.serve(model, plan.rollout, gpu_bytes)
     served = {"vLLM": serving.share, "drafts": plan.rollout.draft_bytes}
-    head = memory.draft_head(model, plan.rollout)
-    never_freed = {"draft head": head} if head else {}
-    served |= never_freed
-    asleep = served if plan.colocated and not plan.sleeps else never_freed if plan.colocated else {}
+    asleep = served if plan.colocated and not plan.sleeps else {}
     reference = memory.states(model, training)["parameters"] if plan.reference and not plan.lora else 0
     phases = {
         "update": memory.update(model, training),

@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verl_rhyme.checks.preflight.architecture import Architecture
-from verl_rhyme.drafting.head_interface import HEAD_BUFFER, HEAD_POSITIONS, MOST_TOKENS
 
 #: Bytes of CUDA's context, cuBLAS workspaces and NCCL's buffers, a round figure (not measured).
 CONTEXT = 2 << 30
@@ -92,7 +91,6 @@ class Rollout:
         longest: Tokens of the run's longest request, prompt and response.
         weight_bytes, cache_bytes: Bytes per element of the weights and of the KV cache.
         draft_bytes: Bytes for the logits of draft tokens, in addition to vLLM's profiled peak.
-        draft_head: Whether rhyme's draft head is on.
         text_bytes: Bytes of decoded histories and of live texts in a replica's host memory.
     """
 
@@ -106,7 +104,6 @@ class Rollout:
     weight_bytes: int = 2
     cache_bytes: int = 2
     draft_bytes: int = 0
-    draft_head: bool = False
     text_bytes: int = 0
 
 
@@ -340,20 +337,6 @@ def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:
     tokens = max(0, cache) // per_token
     sequences = tokens / rollout.longest if rollout.longest else 0.0
     return Serving(share, weights, max(forward, sampler), cache, per_token, tokens, sequences)
-
-
-def draft_head(model: Architecture, rollout: Rollout) -> int:
-    """Return the bytes of a draft head, which stay on the GPU while vLLM sleeps.
-
-    They are its buffer; float32 parameters, gradients and moments; a bf16 copy; bf16 rows; a copy of these rows or the
-    target distributions of its training; and the buffers of its CUDA graphs for the largest batch.
-    """
-    if not rollout.draft_head:
-        return 0
-    rows = min(model.vocab, MOST_TOKENS)
-    graphs = 16 << max(0, rollout.max_num_seqs - 1).bit_length()
-    transient = max(4 * model.hidden, 16 * HEAD_POSITIONS)
-    return HEAD_BUFFER + 18 * 3 * model.hidden**2 + rows * (4 * model.hidden + transient + graphs)
 
 
 def checkpoint_bytes(model: Architecture) -> int:

@@ -305,7 +305,6 @@ def _rollout(config: Any, rhyme: RhymeConfig | None, max_positions: int | None) 
         weight_bytes=weight,
         cache_bytes=_size(rollout.dtype if cache == "auto" else cache),
         draft_bytes=rhyme.drafting.logits_memory if rhyme and rhyme.drafting.enable else 0,
-        draft_head=bool(rhyme and rhyme.drafting.enable and rhyme.drafting.head),
         text_bytes=_text_bytes(config, rhyme) if rhyme and rhyme.drafting.enable else 0,
     )
 

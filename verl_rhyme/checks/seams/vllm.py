@@ -48,13 +48,6 @@ SEAMS: Shapes = {
             "init_worker": "worker_class.__bases__ = worker_class.__bases__ + (worker_extension_cls,)"
         },
     },
-    "our draft head": {
-        f"{_RUNNER}:GPUModelRunner": {"execute_model": "sample_hidden_states = hidden_states[logits_indices]"},
-        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": {
-            "__init__": ("self.shard_indices = self._get_indices(", "self.tp_size =")
-        },
-        "vllm.model_executor.layers.logits_processor:LogitsProcessor": {"__init__": "self.scale = scale"},
-    },
     "our sampler": {
         f"{_SAMPLE}.sampler:Sampler": {
             "__init__": (

@@ -169,15 +169,3 @@ def test_the_kv_cache_takes_the_rest_of_vllms_share():
     assert serving.sequences == pytest.approx(serving.tokens / 22528)
     assert memory.serve(QWEN_32B, replace(rollout, tp=1), 80 << 30).tokens < serving.tokens / 10
     assert memory.serve(QWEN_32B, replace(rollout, utilization=0.1), 80 << 30).tokens == 0
-
-
-def test_the_estimate_of_a_draft_head_matches_its_tensors():
-    from verl_rhyme.drafting.head import DraftHead
-    from verl_rhyme.drafting.head_interface import HEAD_BUFFER, HEAD_POSITIONS, MOST_TOKENS
-
-    model = architecture("qwen2", 2, 256, 512, 4, 2, 100_000)
-    parameters = sum(parameter.numel() for parameter in DraftHead(256).parameters())
-    rows, distributions = 4 * MOST_TOKENS * 256, 16 * MOST_TOKENS * HEAD_POSITIONS
-    expected = HEAD_BUFFER + 18 * parameters + rows + max(rows, distributions) + 16 * MOST_TOKENS * 256
-    assert memory.draft_head(model, Rollout(draft_head=True)) == pytest.approx(expected, rel=0.01)
-    assert memory.draft_head(model, Rollout()) == 0
