@@ -293,9 +293,9 @@ class AdaptiveDrafter:
             return RequestCounts()
         reverified = self._regrowth.reverified(live.slot)
         drafted, accepted, verified = self._slots.counts[live.slot].tolist()
-        by_source = self._slots.by_source[live.slot, : len(SOURCES)].T.ravel().tolist()
+        by_source = self._slots.by_source[live.slot, : len(SOURCES)].tolist()
         self._forget(request)
-        return RequestCounts(drafted, accepted, verified, live.history_hit, reverified, *by_source)
+        return RequestCounts(drafted, accepted, verified, live.history_hit, reverified, by_source)
 
     def _set_history(self, history: PromptHistory | None, key: bytes, requests: list[_Request]) -> None:
         """Make requests of a prompt draft from its history."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -17,30 +17,18 @@ SOURCES = ("history", "siblings", "own", "others")
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """What drafting did for one request.
+    """What drafting did for one request; columns of its record of the same names.
 
-    Attributes:
-        drafted, accepted: Tokens.
-        verify_steps: Steps that verified a draft; tokens per verify step are ``1 + accepted / verify_steps``.
-        history_hit: Its prompt had a history.
-        reverified: Accepted tokens that were drafted from the request's previous text.
-        drafted_history, ..., accepted_others: ``drafted`` and ``accepted`` by source (:data:`SOURCES`), without tokens
-            from the request's previous text.
+    Tokens per verify step are ``1 + accepted_tokens / verify_steps``.
     """
 
-    drafted: int = 0
-    accepted: int = 0
-    verify_steps: int = 0
-    history_hit: bool = False
-    reverified: int = 0
-    drafted_history: int = 0
-    drafted_siblings: int = 0
-    drafted_own: int = 0
-    drafted_others: int = 0
-    accepted_history: int = 0
-    accepted_siblings: int = 0
-    accepted_own: int = 0
-    accepted_others: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verify_steps: int = 0  # steps that verified a draft
+    history_hit: bool = False  # its prompt had a history
+    reverified_tokens: int = 0  # accepted tokens that were drafted from the request's previous text
+    # [sources, 2]: drafted and accepted tokens by source (SOURCES), without those from the request's previous text.
+    by_source: list[list[int]] = field(default_factory=lambda: [[0, 0] for _ in SOURCES])
 
 
 @dataclass(frozen=True, slots=True)

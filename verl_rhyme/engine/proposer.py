@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -249,8 +249,9 @@ class HistoryProposer:
         """Return and forget the counts of finished requests (``RequestMeta.id``).
 
         Returns:
-            ``{id: fields of RequestCounts}`` of the requests that this worker drafted for. One of them also has the
-            changes since the last call: ``draft_errors`` (drafter and history) and ``draft_seconds``.
+            ``{id: fields of RequestCounts}`` of the requests that this worker drafted for: columns of their records.
+            One of them also has the changes since the last call: ``draft_errors`` (drafter and history) and
+            ``draft_seconds``.
         """
         drafter = self._drafter
         if drafter is None:
@@ -261,9 +262,7 @@ class HistoryProposer:
         for req_id in [req_id for req_id, request in self._requests.items() if request.id in wanted]:
             self._end(drafter, req_id)
         finished = {id: self._finished.pop(id) for id in ids if id in self._finished}
-        counts: dict[str, dict[str, Any]] = {
-            id: {name: getattr(count, name) for name in RequestCounts.__slots__} for id, count in finished.items()
-        }
+        counts = {id: asdict(count) for id, count in finished.items()}
         if counts:
             totals = self.totals()
             known = {"draft_errors": totals["errors"] + totals["history_errors"], "draft_seconds": totals["seconds"]}

@@ -27,7 +27,7 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history_writer.history_copies import HistoryRequests, node_copies_dir
 from verl_rhyme.history_writer.history_service import tokenizer_namespace
 from verl_rhyme.history_writer.history_writer import node_history_dir
-from verl_rhyme.processes.request import DIED, DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
+from verl_rhyme.processes.request import DIED, FIELD, RequestMeta, RequestRecord
 from verl_rhyme.sampling.continuation import continued_options
 
 #: Seconds between two checks whether an engine that does not answer is alive.
@@ -362,11 +362,7 @@ class RhymeHttpServer(vLLMHttpServer):
         ids = list(self._finished)
         self._finished.clear()
         by_worker = await self.engine.collective_rpc("take_request_counts", args=(ids,))
-        columns = {
-            id: {DRAFT_COUNTS[name]: count for name, count in counts.items()}
-            for worker in by_worker
-            for id, counts in worker.items()
-        }
+        columns = {id: counts for worker in by_worker for id, counts in worker.items()}
         for counts in columns.values():
             if "draft_errors" in counts:  # one request carries the errors of all
                 counts["draft_errors"] += self._histories.take_errors()

@@ -25,12 +25,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from verl_rhyme.drafting.policy import SOURCES
 from verl_rhyme.observability.request_record import RequestRecord
 
 logger = logging.getLogger(__name__)
 
 _TYPES = {"str": pa.string(), "int": pa.int32(), "float": pa.float64(), "bool": pa.bool_()}
 _OTHER_TYPES = {"prompt_key": pa.binary(16), "policy_version_start": pa.int64(), "policy_version_end": pa.int64()}
+#: A column of several integers a request: shape [requests, 2 * sources].
+_OTHER_TYPES["by_source"] = pa.list_(pa.int32(), 2 * len(SOURCES))
 
 
 def _type(field: dataclasses.Field) -> pa.DataType:
@@ -265,6 +268,11 @@ def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
             texts = column.dictionary_encode().unify_dictionaries().combine_chunks()
             known = np.append(texts.dictionary.to_numpy(zero_copy_only=False), np.array([None]))
             columns[field.name] = known[texts.indices.fill_null(len(known) - 1).to_numpy()]
+        elif pa.types.is_fixed_size_list(field.type):
+            zeros = [0] * field.type.list_size
+            columns[field.name] = np.array([value or zeros for value in column.to_pylist()]).reshape(
+                len(column), len(zeros) // 2, 2
+            )
         else:
             columns[field.name] = column.to_numpy()
     return columns
@@ -290,6 +298,8 @@ def _record_batch(schema: pa.Schema, columns: Mapping[str, Any]) -> pa.RecordBat
     arrays = []
     for field in schema:
         value = columns.get(field.name)
+        if isinstance(value, np.ndarray) and value.ndim > 1:
+            value = value.reshape(rows, -1).tolist()
         try:
             if field.name in many:
                 arrays.append(pa.array(value, type=field.type, from_pandas=isinstance(value, np.ndarray)))
@@ -306,7 +316,7 @@ def _is_number(value: Any) -> bool:
 
 def _is_column(value: Any) -> bool:
     if isinstance(value, np.ndarray):
-        return value.ndim == 1
+        return value.ndim > 0
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 

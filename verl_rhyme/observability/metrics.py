@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -59,10 +60,8 @@ LENGTHS_MAX = "rollout/lengths/max"
 SPEC_DRAFTED = "rollout/spec/drafted_tokens"
 SPEC_ACCEPTED = "rollout/spec/accepted_tokens"
 SPEC_REVERIFIED = "rollout/spec/reverified_tokens"
-#: Draft tokens that were verified and accepted, by source (``drafting.policy.SOURCES``).
-SPEC_SOURCES = {
-    f"{kind}_{source}": f"rollout/spec/{kind}/{source}" for kind in ("drafted", "accepted") for source in SOURCES
-}
+#: Draft tokens by source, as ``RequestRecord.by_source``: [verified, accepted] of each.
+SPEC_SOURCES = {source: [f"rollout/spec/{kind}/{source}" for kind in ("drafted", "accepted")] for source in SOURCES}
 SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"
 SPEC_ERRORS = "rollout/spec/errors"
 SPEC_DRAFT_S = "rollout/spec/draft_s"
@@ -231,7 +230,7 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
         SPEC_ACCEPT_RATE: accept_rate(drafted, accepted),
         SPEC_ACCEPT_LENGTH: accept_length(accepted, verify),
         SPEC_REVERIFIED: requests["reverified_tokens"].sum(),
-        **{metric: requests[name].sum() for name, metric in SPEC_SOURCES.items()},
+        **dict(zip(chain(*SPEC_SOURCES.values()), requests["by_source"].sum(axis=0).ravel(), strict=True)),
         **drafter_metrics({name: requests[name].sum() for name in DRAFTER}),
         HISTORY_HIT_RATE: requests["history_hit"].astype(bool).mean(),
     }

@@ -20,8 +20,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from verl_rhyme.drafting.policy import SOURCES
-
 from . import metrics, steps
 from .errors import last_error
 from .supervise import Supervised
@@ -71,7 +69,7 @@ def _drafting(value: Value, tokens: float | None) -> list[str]:
     )
     if drafted and verified and accepted is not None:
         parts += [f"{1 + accepted / verified:.1f} tokens/step", f"{accepted / drafted:.0%} accepted"]
-        if shares := metrics.shares({name: value(metrics.SPEC_SOURCES[f"accepted_{name}"]) for name in SOURCES}):
+        if shares := metrics.shares({source: value(names[1]) for source, names in metrics.SPEC_SOURCES.items()}):
             parts[-1] += f" ({shares})"
     elif length := value(metrics.SPEC_ACCEPT_LENGTH):  # of another drafter, as verl logs it
         parts.append(f"{length:.1f} tokens/step")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from verl_rhyme.drafting.policy import SOURCES
 
 
 @dataclass(kw_only=True)
@@ -14,7 +16,7 @@ class RequestRecord:
     columns of the event log (``events.REQUESTS``), which derives its schema from this class.
 
     Times are in seconds since the Unix epoch, NaN if the event never happened. The drafter's counts, ``drafted_tokens``
-    to ``draft_seconds``, arrive after the response, by id (``processes.request.DRAFT_COUNTS``).
+    to ``draft_seconds``, arrive after the response, by id (``HistoryProposer.take_counts``).
     """
 
     id: str
@@ -37,15 +39,8 @@ class RequestRecord:
     history_hit: bool = False
     #: Accepted tokens that an interrupted response had already generated.
     reverified_tokens: int = 0
-    #: Draft tokens and accepted tokens by source (``drafting.policy.SOURCES``).
-    drafted_history: int = 0
-    drafted_siblings: int = 0
-    drafted_own: int = 0
-    drafted_others: int = 0
-    accepted_history: int = 0
-    accepted_siblings: int = 0
-    accepted_own: int = 0
-    accepted_others: int = 0
+    #: [sources, 2]: drafted and accepted tokens by source (``drafting.policy.SOURCES``).
+    by_source: list[list[int]] = field(default_factory=lambda: [[0, 0] for _ in SOURCES])
     #: Errors of the engine's drafter since its last report; those of all requests are reported with one of them.
     draft_errors: int = 0
     #: Drafting time, reported like ``draft_errors``.

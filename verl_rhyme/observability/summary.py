@@ -20,7 +20,6 @@ from typing import Any
 import yaml
 
 from verl_rhyme.config import STOCK
-from verl_rhyme.drafting.policy import SOURCES
 
 from . import events, metrics, steps
 from .page.run import Run, load
@@ -206,7 +205,8 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         **_staleness(rows),
         "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
         "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
-        **{f"{kind}_by_source": _by_source(rows, kind) for kind in ("drafted", "accepted")},
+        "drafted_by_source": {source: _count(rows, names[0]) for source, names in metrics.SPEC_SOURCES.items()},
+        "accepted_by_source": {source: _count(rows, names[1]) for source, names in metrics.SPEC_SOURCES.items()},
         "waiting_max": int(max(waiting)) if waiting else None,
         "migrated": _count(rows, metrics.PLACEMENT_MOVED),
         "length_rank_correlation": _mean(rows, metrics.LENGTH_CORRELATION, weight=metrics.REQUESTS),
@@ -220,10 +220,6 @@ def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
         "staleness_mean": _mean(rows, *_STALENESS_MEAN, weight=metrics.STALENESS_GROUPS),
         "staleness_max": int(max(greatest)) if greatest else None,
     }
-
-
-def _by_source(rows: Sequence[Mapping[str, Any]], kind: str) -> dict[str, int | None]:
-    return {source: _count(rows, metrics.SPEC_SOURCES[f"{kind}_{source}"]) for source in SOURCES}
 
 
 def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int | None:

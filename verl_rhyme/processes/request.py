@@ -14,11 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_rhyme.drafting.policy import SOURCES
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 
-__all__ = ["DIED", "DRAFT_COUNTS", "ENGINE", "FIELD", "RequestMeta", "RequestRecord"]
+__all__ = ["DIED", "ENGINE", "FIELD", "RequestMeta", "RequestRecord"]
 
 #: Keyword of ``generate``, and key in ``extra_args`` and ``extra_fields``.
 FIELD = "rhyme"
@@ -26,18 +25,6 @@ FIELD = "rhyme"
 DIED = "rhyme_died"
 #: Fields for the proposer, the sampler and the engine's front end.
 ENGINE = ("id", "key", "history_requested_ns", "noise", "earlier_text", "resumed_tokens")
-
-#: The drafter's counts of a request (``HistoryProposer.take_counts``), and their columns in its record.
-DRAFT_COUNTS = {
-    "drafted": "drafted_tokens",
-    "accepted": "accepted_tokens",
-    "verify_steps": "verify_steps",
-    "history_hit": "history_hit",
-    "reverified": "reverified_tokens",
-    **{f"{kind}_{source}": f"{kind}_{source}" for kind in ("drafted", "accepted") for source in SOURCES},
-    "draft_errors": "draft_errors",
-    "draft_seconds": "draft_seconds",
-}
 
 
 @dataclass

@@ -10,7 +10,7 @@ from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import kernels
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.kernels import BLOCK
-from verl_rhyme.drafting.policy import RequestCounts
+from verl_rhyme.drafting.policy import SOURCES, RequestCounts
 
 pytestmark = pytest.mark.xdist_group("kernels")  # one process compiles them in a fresh checkout
 
@@ -26,9 +26,13 @@ def test_continues_the_prompts_history():
     assert len(counts) < 40, "200 tokens of the history took too many steps"
     drafted, accepted = map(sum, zip(*counts, strict=True))
     found = engine.finish("a")
-    assert (found.drafted, found.accepted, found.verify_steps) == (drafted, accepted, sum(d > 0 for d, _ in counts))
+    assert (found.drafted_tokens, found.accepted_tokens, found.verify_steps) == (
+        drafted,
+        accepted,
+        sum(d > 0 for d, _ in counts),
+    )
     assert found.history_hit
-    assert (found.drafted_history, found.accepted_history) == (drafted, accepted)
+    assert found.by_source[SOURCES.index("history")] == [drafted, accepted]
     assert engine.drafter.finish("a") == RequestCounts()
 
 
@@ -43,7 +47,7 @@ def test_drafts_from_other_live_requests(key, source):
     assert len(counts) < 60, f"no drafts from {source}"
     found = engine.finish("second")
     assert found.history_hit is False
-    assert getattr(found, f"accepted_{source}") > 0.5 * found.accepted > 0
+    assert found.by_source[SOURCES.index(source)][1] > 0.5 * found.accepted_tokens > 0
 
 
 def test_drafts_from_the_requests_text():

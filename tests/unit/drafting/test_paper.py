@@ -43,7 +43,7 @@ def test_window_follows_the_verification():
     assert one(drafter, [3, 4, 5], last=(2, 2)) == [6, 7, 8, 9]
     assert one(drafter, [5, 6, 7], last=(4, 1)) == [8, 9]
     assert one(drafter, [5, 6, 7]) == [8, 9]
-    assert drafter.finish("a") == RequestCounts(drafted=6, accepted=3, verify_steps=2, history_hit=True)
+    assert drafter.finish("a") == RequestCounts(drafted_tokens=6, accepted_tokens=3, verify_steps=2, history_hit=True)
     assert drafter.finish("a") == RequestCounts()
 
 

@@ -95,8 +95,10 @@ def test_unchanged_text_is_drafted_in_full_windows(longest):
     steps, drafted = engine.run("a", limits=longest)
     counts = engine.finish("a")
     assert steps <= len(text) / (longest + 1) + 3
-    assert counts.drafted == sum(drafted)
-    assert counts.drafted - 1 <= counts.accepted == counts.reverified, "all but the last draft, which no token follows"
+    assert counts.drafted_tokens == sum(drafted)
+    assert counts.drafted_tokens - 1 <= counts.accepted_tokens == counts.reverified_tokens, (
+        "all but the last draft, which no token follows"
+    )
 
 
 @given(seed=st.integers(0, 10**6), edits=st.integers(0, 15), kind=st.sampled_from(["substitute", "insert", "delete"]))
@@ -122,8 +124,8 @@ def test_unrelated_text_is_soon_not_drafted():
     counts = engine.finish("a")
     assert sum(drafted[60:]) < 50, "random tokens sometimes agree"
     assert sum(drafted) < 150
-    assert counts.drafted == sum(drafted)
-    assert counts.reverified == counts.accepted == len(text) - 1 - steps
+    assert counts.drafted_tokens == sum(drafted)
+    assert counts.reverified_tokens == counts.accepted_tokens == len(text) - 1 - steps
 
 
 def test_diverged_text_drafts_little_and_does_not_affect_others():
@@ -137,7 +139,7 @@ def test_diverged_text_drafts_little_and_does_not_affect_others():
         for name, draft in engine.step().items():
             drafted[int(name)] += len(draft)
     counts = [engine.finish(f"{i}") for i in range(8)]
-    assert all(count.reverified > 1400 for count in counts[1::2])
+    assert all(count.reverified_tokens > 1400 for count in counts[1::2])
     assert (drafted[::2] < 250).all()
 
 
@@ -205,7 +207,7 @@ def test_no_draft_is_out_of_bounds(data):
         if rng.random() < 0.3:
             name = rng.choice(list(engine.live))
             counts = engine.finish(name)
-            assert 0 <= counts.reverified <= counts.accepted <= counts.drafted
+            assert 0 <= counts.reverified_tokens <= counts.accepted_tokens <= counts.drafted_tokens
             path = random_text(rng, 150, vocabulary)
             engine.start(f"again {step}", path, path)
 
@@ -251,7 +253,7 @@ def test_nothing_leaks_between_requests_of_a_slot():
     assert counts == RequestCounts()
     engine.start("third", new, new)
     engine.run("third")
-    assert engine.finish("third").reverified > 280
+    assert engine.finish("third").reverified_tokens > 280
 
 
 def test_restart_resets_a_request():
@@ -265,7 +267,7 @@ def test_restart_resets_a_request():
     assert len(engine.drafter) == 1
     steps, _ = engine.run("a")
     assert steps < 15
-    assert engine.finish("a").reverified == 199 - steps
+    assert engine.finish("a").reverified_tokens == 199 - steps
     engine.start("a", first, first)
     engine.start("a", first)  # resumed with its text as prompt, so without a previous text
     assert len(engine.drafter._regrowth) == 0
@@ -279,7 +281,7 @@ def test_more_requests_than_slots():
         engine.start(f"{i}", text, text, key=bytes([i]) * 16)
     for _ in range(20):
         engine.step()
-    assert all(engine.finish(f"{i}").reverified > 180 for i in range(12))
+    assert all(engine.finish(f"{i}").reverified_tokens > 180 for i in range(12))
 
 
 def test_previous_text_is_drafted_while_other_requests_rest():

@@ -177,9 +177,9 @@ def test_regenerated_request_drafts_its_previous_text(tmp_path, policy):
     assert proposer.totals()["errors"] == 0
     if policy == "adaptive":
         assert steps < 10
-        assert counts["reverified"] == counts["accepted"] == 100 - steps
+        assert counts["reverified_tokens"] == counts["accepted_tokens"] == 100 - steps
     else:
-        assert counts["reverified"] == 0
+        assert counts["reverified_tokens"] == 0
 
 
 def test_memory_bounds_the_drafts_of_a_full_batch(tmp_path):

@@ -20,10 +20,11 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 
 from verl_rhyme.config import ConfigError, DraftingConfig, RhymeConfig, config_tree
 from verl_rhyme.config.presets import POLICY_LOGPROBS
+from verl_rhyme.drafting.policy import RequestCounts
 from verl_rhyme.engine import server as servers
 from verl_rhyme.engine.gate import Gate
 from verl_rhyme.engine.server import RhymeHttpServer
-from verl_rhyme.processes.request import DIED, DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
+from verl_rhyme.processes.request import DIED, FIELD, RequestMeta, RequestRecord
 
 
 class Engine:
@@ -50,7 +51,7 @@ class Engine:
     async def collective_rpc(self, method, args):
         self.calls.append((method, list(args[0])))
         await self.turn.wait()
-        return [{id: {"drafted": 9, "history_hit": True} for id in args[0]}, {}]  # rank 0 drafts
+        return [{id: {"drafted_tokens": 9, "history_hit": True} for id in args[0]}, {}]  # rank 0 drafts
 
     async def check_health(self):
         if self.error is not None:
@@ -186,7 +187,7 @@ async def test_request_of_another_client_is_served(server):
 
 
 def test_every_count_has_a_record_column():
-    assert set(DRAFT_COUNTS.values()) <= set(RequestRecord.__dataclass_fields__)
+    assert set(RequestCounts.__slots__) <= set(RequestRecord.__dataclass_fields__)
 
 
 async def test_continued_response_gets_adapted_options(server):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,7 +44,6 @@ def test_bubble_ratio_of_known_cases() -> None:
 
 def columns() -> dict[str, np.ndarray]:
     return {
-        **dict.fromkeys(m.SPEC_SOURCES, np.zeros(3)),
         "queued_at": np.array([0.0, 0.0, 0.0]),
         "started_at": np.array([0.0, 1.0, 2.0]),
         "finished_at": np.array([4.0, 5.0, 10.0]),
@@ -51,8 +52,7 @@ def columns() -> dict[str, np.ndarray]:
         "accepted_tokens": np.array([0, 5, 40]),
         "verify_steps": np.array([0, 5, 10]),
         "reverified_tokens": np.array([0, 3, 7]),
-        "drafted_own": np.array([0, 2, 3]),
-        "accepted_others": np.array([0, 1, 2]),
+        "by_source": np.array([[[0, 0]] * 4, [[0, 0], [0, 0], [2, 0], [9, 1]], [[0, 0], [0, 0], [3, 0], [0, 2]]]),
         "draft_errors": np.array([0, 2, 0]),
         "draft_seconds": np.array([0.0, 0.5, 0.25]),
         "history_hit": np.array([False, True, True]),
@@ -64,7 +64,7 @@ def test_step_metrics() -> None:
     data = m.step_metrics(columns(), slots=2, rollout_s=10.0)
     assert data == pytest.approx(
         {
-            **dict.fromkeys(m.SPEC_SOURCES.values(), 0.0),
+            **dict.fromkeys(chain(*m.SPEC_SOURCES.values()), 0.0),
             m.REQUESTS: 3,
             m.BUBBLE_RATIO: brute_force([(0, 4), (1, 5), (2, 10)], 2),
             m.TRAINED_TOKENS: 30,
@@ -74,6 +74,7 @@ def test_step_metrics() -> None:
             m.SPEC_VERIFY_STEPS: 15,
             m.SPEC_REVERIFIED: 10,
             "rollout/spec/drafted/own": 5,
+            "rollout/spec/drafted/others": 9,
             "rollout/spec/accepted/others": 3,
             m.SPEC_ACCEPT_RATE: (0 + 0.5 + 1.0) / 3,
             m.SPEC_ACCEPT_LENGTH: (0 + 2.0 + 5.0) / 3,

@@ -223,7 +223,12 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(tmp_path, mo
     queue.put_group(3, "zsurplus", [0.0, 1.0])
     queue.tags["zsurplus"]["global_steps"] = 2  # verl takes staler groups first
     request = {**dict.fromkeys(REQUESTS.names, 0), "node": "n", "stop_reason": "completed", "reason": "", "id": "r"}
-    request |= {"prompt_key": prompt_key([1, 1]).hex(), "draft_errors": 2, "draft_seconds": 0.5}
+    request |= {
+        "prompt_key": prompt_key([1, 1]).hex(),
+        "draft_errors": 2,
+        "draft_seconds": 0.5,
+        "by_source": [[0, 0]] * 4,
+    }
     queue.data["filtered_0_0"]["extra_fields"] = {FIELD: [request]}
     queue.data["trained_0_0"]["extra_fields"] = {
         FIELD: [{**request, "prompt_key": prompt_key([2, 2]).hex(), "draft_errors": 1}]
