@@ -14,7 +14,6 @@ from rich.table import Table
 from verl_rhyme.commands.errors import one_line_errors
 
 if TYPE_CHECKING:
-    from verl_rhyme.lengths.boosting import Boosting
     from verl_rhyme.lengths.pairs import Pairs
     from verl_rhyme.lengths.ranker import LengthRanker
 
@@ -41,12 +40,7 @@ def train(
     model: Annotated[
         Path | None, typer.Option(help="Initial language model with the policy's vocabulary; default: a tiny model.")
     ] = None,
-    boosting: Annotated[
-        bool, typer.Option("--boosting", help="Use gradient boosting over features instead of a model.")
-    ] = False,
-    loss: Annotated[str, typer.Option(help="listwise, margin, or regression (as published).")] = "listwise",
     epochs: Annotated[int, typer.Option(help="Most passes over the prompts.")] = 12,
-    batch: Annotated[int, typer.Option(help="Number of prompts compared with each other in a step.")] = 32,
     rate: Annotated[float, typer.Option(help="Learning rate; about 1e-5 for a large model.")] = 1e-3,
     test: Annotated[float, typer.Option(help="Share of the prompts held out for evaluation.")] = 0.2,
     seed: int = 0,
@@ -56,15 +50,12 @@ def train(
     with one_line_errors("verl-rhyme ranker train"):
         if not 0 < test < 1:
             raise ValueError(f"--test {test}: must be a share of the prompts, above 0 and below 1")
-        if model is not None and boosting:
-            raise ValueError("--boosting uses no model: drop --model or --boosting")
         pairs = _read(source, data, tokenizer, column, template)
         if len(pairs) < 16:
             raise ValueError(f"{source}: {len(pairs)} prompts; training and evaluation need at least 16")
         known, held_out = pairs.split(test)
         began = time.monotonic()
-        options = {"loss": loss, "epochs": epochs, "batch": batch, "rate": rate}
-        ranker = _trained(known, model, boosting, seed, options)
+        ranker = _trained(known, model, rate, epochs, seed)
         seconds = time.monotonic() - began
         ranker.save(out)
     training = {"prompts": len(known), "seconds": round(seconds, 1), "out": str(out)}
@@ -104,13 +95,7 @@ def _read(source: Path, data: list[Path] | None, tokenizer: Path | None, column:
     return ranker_data.read(source, data or (), tokenizer, column, options)
 
 
-def _trained(
-    known: Pairs, model: Path | None, boosting: bool, seed: int, options: dict[str, Any]
-) -> LengthRanker | Boosting:
-    if boosting:
-        from verl_rhyme.lengths.boosting import Boosting
-
-        return Boosting.fit(known, seed)
+def _trained(known: Pairs, model: Path | None, rate: float, epochs: int, seed: int) -> LengthRanker:
     from rich.progress import Progress
     from transformers.utils import logging
 
@@ -120,19 +105,15 @@ def _trained(
 
     initial = rankers.tiny_for(known, seed) if model is None else rankers.from_folder(model)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("epochs", total=options["epochs"])
+        task = progress.add_task("epochs", total=epochs)
 
         def report(rank_correlation: float) -> None:
             progress.update(task, advance=1, description=f"rank correlation {rank_correlation:.3f}")
 
-        return rankers.fit(initial, known, **options, seed=seed, report=report)
+        return rankers.fit(initial, known, rate=rate, epochs=epochs, seed=seed, report=report)
 
 
-def _load(folder: Path) -> LengthRanker | Boosting:
-    from verl_rhyme.lengths import boosting
-
-    if (folder / boosting.FILE).is_file():
-        return boosting.Boosting.load(folder)
+def _load(folder: Path) -> LengthRanker:
     from transformers.utils import logging
 
     from verl_rhyme.lengths import ranker
@@ -142,7 +123,7 @@ def _load(folder: Path) -> LengthRanker | Boosting:
 
 
 def _print(
-    tested: Pairs, ranker: LengthRanker | Boosting, training: dict[str, Any], as_json: bool, everything: bool = False
+    tested: Pairs, ranker: LengthRanker, training: dict[str, Any], as_json: bool, everything: bool = False
 ) -> None:
     measures = tested.evaluate(ranker.expected(tested.prompts))
     if as_json:

@@ -23,9 +23,7 @@ from verl_rhyme.config.drafting import (
 from verl_rhyme.config.listing import Option, options
 from verl_rhyme.config.placement import (
     PLACEMENTS,
-    ModelRankerOptions,
     PlacementConfig,
-    RankerConfig,
 )
 from verl_rhyme.config.presets import PIPELINES, PRESETS
 from verl_rhyme.config.root import RhymeConfig, WeightsConfig
@@ -55,10 +53,8 @@ __all__ = [
     "DraftingConfig",
     "ElasticConfig",
     "HistoryConfig",
-    "ModelRankerOptions",
     "Option",
     "PlacementConfig",
-    "RankerConfig",
     "RhymeConfig",
     "SchedulingConfig",
     "StreamingConfig",

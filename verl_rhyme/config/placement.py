@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from verl_rhyme.config.checks import nearest, option, option_metadata, require, typed_options
 
@@ -52,69 +51,11 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True)
-class ModelRankerOptions:
-    """The ``lengths.ranker.options`` for ``lengths.ranker.kind=model``.
-
-    Attributes:
-        loss: ``"listwise"`` or ``"margin"`` (losses on ranks), or ``"regression"`` (StreamRL's loss).
-        rate: Learning rate; about 1e-5 for a large model.
-    """
-
-    loss: Literal["listwise", "margin", "regression"] = "listwise"
-    rate: float = 1e-3
-
-    def __post_init__(self) -> None:
-        require(self.rate > 0, "lengths.ranker.options.rate", self.rate, "above 0")
-
-
-#: Values of ``lengths.ranker.kind``; each with its ``lengths.ranker.options`` and their types.
-RANKERS: Mapping[str, Mapping[str, Any]] = {"boosting": {}, "model": typing.get_type_hints(ModelRankerOptions)}
-
-
-@dataclass(frozen=True)
-class RankerConfig:
-    """Length ranker: predicts response lengths of new prompts, trained alongside the run (StreamRL section 5)."""
-
-    kind: Literal["boosting", "model"] | None = option(
-        None,
-        "Kind of ranker: boosting (gradient boosting on features of the prompt), or model (a small language model). "
-        "Needs the pipeline. It runs in a process of low priority. null: no ranker.",
-    )
-    model: str | None = option(
-        None,
-        "For kind=model: a folder of transformers weights with the policy's vocabulary, or of `verl-rhyme ranker "
-        "train`. null: a tiny model from random weights.",
-    )
-    refresh: int = option(512, "Retrain the ranker after this number of answered prompts.")
-    minutes: float = option(20.0, "For kind=model: time limit of one training in minutes.")
-    options: dict[str, Any] = field(
-        default_factory=dict,
-        metadata=option_metadata(
-            "Options of the kind; add each with +. model: loss=listwise (or margin, regression), rate=0.001."
-        ),
-    )
-
-    def __post_init__(self) -> None:
-        allowed = "null, or a folder with lengths.ranker.kind=model"
-        require(self.model is None or self.kind == "model", "lengths.ranker.model", self.model, allowed)
-        require(self.refresh >= 16, "lengths.ranker.refresh", self.refresh, "at least 16 (prompts)")
-        require(self.minutes > 0, "lengths.ranker.minutes", self.minutes, "above 0")
-        if self.kind is None:
-            allowed = f"empty without a kind ({', '.join(RANKERS)})"
-            require(not self.options, "lengths.ranker.options", self.options, allowed)
-            return
-        object.__setattr__(self, "options", typed_options("lengths.ranker.options", self.kind, RANKERS, self.options))
-        if self.kind == "model":
-            ModelRankerOptions(**self.options)
-
-    @property
-    def training(self) -> ModelRankerOptions:
-        """The ``options`` of ``kind="model"`` with their defaults."""
-        return ModelRankerOptions(**self.options)
-
-
-@dataclass(frozen=True)
 class LengthsConfig:
     """Expected lengths of responses."""
 
-    ranker: RankerConfig = field(default_factory=RankerConfig)
+    ranker: str | None = option(
+        None,
+        "Folder of a length ranker (`verl-rhyme ranker train`): it predicts the lengths of prompts without earlier "
+        "responses. Needs the pipeline. null: no ranker.",
+    )

@@ -63,8 +63,8 @@ class RhymeConfig:
         stale = self.max_staleness
         require(stale is None or stale >= 0, "max_staleness", stale, "null, or at least 0 (policy versions)")
         allowed = "null without max_staleness (+rhyme=full): verl's own schedule uses no expected lengths"
-        kind = self.lengths.ranker.kind
-        require(kind is None or self.pipeline, "lengths.ranker.kind", kind, allowed)
+        ranker = self.lengths.ranker
+        require(ranker is None or self.pipeline, "lengths.ranker", ranker, allowed)
         if self.enable and not self.pipeline:
             mine = self.scheduling
             patience = SchedulingConfig(tool_timeout=mine.tool_timeout, lost_after=mine.lost_after)

@@ -173,9 +173,9 @@ class Coordinator:
         rollout.expect(self._expectations.add_prompts({prompt.uid: prompt.key for prompt in prompts}))
         self._go()
 
-    async def rank(self, locations: dict[str, float], ranker: int) -> None:
-        """Set the expected log lengths of responses, by prompt key, that the ranker of this number predicts."""
-        self._open.rollout.expect(self._expectations.rank(locations, ranker))
+    async def rank(self, locations: dict[str, float]) -> None:
+        """Set the expected log lengths of responses, by prompt key, that the ranker predicts."""
+        self._open.rollout.expect(self._expectations.rank(locations))
 
     async def publish(self, version: int, batches_left: int) -> TrainerWork:
         """Continue under the policy version that the engines have now, for so many update batches."""
@@ -276,7 +276,7 @@ class Coordinator:
         batch = rollout.take()
         for sample, tokens in zip(batch.collected.samples, batch.collected.lengths, strict=True):
             self._expectations.generated(*sample, tokens)  # an earlier coordinator may have received the reports
-        answered = self._expectations.retain(rollout.needs_prompt)
+        self._expectations.retain(rollout.needs_prompt)
         self._dispatch.retain(rollout.needs_prompt)
         state = self._state()
         listing = await _listing()  # after take(): later, shorter samples must not join the batch
@@ -300,7 +300,6 @@ class Coordinator:
             dropped=dropped,
             dropped_tags=[listing[TRAIN][key] for key in dropped],
             lengths=self._expectations.pop_changes(),
-            answered=answered,
             paces=replica_paces(batch.ran),
         )
 

@@ -58,7 +58,7 @@ class LengthPredictor:
         self._changed: dict[str, None] = {}  # prompts learnt from since the last pop_changes(), in this order
         self._all: deque[int] = deque([max(1, limit // 4)], _ALL)
         self._rankings: dict[str, float] = {}  # a ranker's log lengths of prompts without responses
-        self._ranker, self._bias = 0, 0.0
+        self._bias = 0.0
         self._growth = 0.0  # mean log ratio of new lengths to the known ones of their prompt
 
     def __len__(self) -> int:
@@ -73,16 +73,10 @@ class LengthPredictor:
         """Return whether a prompt has only a ranker's forecast."""
         return prompt in self._rankings
 
-    def rank(self, prompt: str, location: float, ranker: int = 0) -> None:
-        """Set a ranker's expected log length of a prompt, used until its first responses are known.
-
-        Another number of the ranker starts without a bias.
-        """
-        if prompt in self._known or not math.isfinite(location):
-            return
-        if ranker != self._ranker:
-            self._ranker, self._bias = ranker, 0.0
-        self._rankings[prompt] = location
+    def rank(self, prompt: str, location: float) -> None:
+        """Set a ranker's expected log length of a prompt, used until its first responses are known."""
+        if prompt not in self._known and math.isfinite(location):
+            self._rankings[prompt] = location
 
     def learn(self, prompt: str, lengths: Sequence[int]) -> None:
         """Record the tokens of a prompt's responses of one visit."""
@@ -149,7 +143,6 @@ class LengthPredictor:
         return {"lengths": {prompt: self._known[prompt].tolist() for prompt in changed if prompt in self._known}} | {
             "all": [*self._all],
             "ranked": self._rankings,
-            "ranker": self._ranker,
             "bias": self._bias,
             "growth": self._growth,
         }
@@ -162,7 +155,7 @@ class LengthPredictor:
         """
         known = {prompt: array("i", lengths) for prompt, lengths in changes["lengths"].items()}
         every = deque(map(int, changes["all"]), _ALL)
-        self._rankings, self._ranker = dict(changes["ranked"]), int(changes["ranker"])
+        self._rankings = dict(changes["ranked"])
         self._bias, self._growth = float(changes["bias"]), float(changes["growth"])
         self._all = every
         for prompt, lengths in known.items():

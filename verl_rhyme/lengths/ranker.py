@@ -1,16 +1,8 @@
-"""A length ranker: a small language model that reads a prompt and scores the expected length of its responses.
+"""A length ranker: a small language model that reads a prompt and predicts the length of its responses.
 
-It serves prompts without a history (StreamRL, arXiv:2504.15930, section 5). Two ways of training:
-
-- ``regression``, as published: supervised on every (prompt, length), here with the squared error of the length as a
-  share of its typical spread;
-- by rank: prompts of a batch are compared with each other, and only order and distances matter. ``listwise``:
-  cross-entropy of the softmax over scores against each prompt's share of the batch's tokens (ListNet's top-one loss,
-  Cao and others, ICML 2007, with lengths as relevance; its optimum is the log of the expected length). ``margin``: of
-  every two prompts the longer one should score higher by the difference of their log lengths (a hinge).
-
-The calibration (:mod:`.calibration`), fitted on held-out prompts, converts scores to tokens. No other module of the
-length predictor imports torch.
+It serves prompts without a history (StreamRL, arXiv:2504.15930, section 5), and is fine-tuned offline on recorded
+responses, as published by regression; here of the mean log length. No other module of the length predictor imports
+torch.
 """
 
 from __future__ import annotations
@@ -18,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +18,16 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from verl_rhyme.lengths.calibration import Calibration, fit_line
 from verl_rhyme.lengths.pairs import Ints, Pairs, identity
 from verl_rhyme.lengths.quality import rank_correlation
 
 Floats = npt.NDArray[np.float64]
 
-LOSSES = ("listwise", "margin", "regression")
-#: Share of the prompts held out for early stopping and calibration.
+#: Share of the prompts held out for early stopping.
 _HELD_OUT = 0.15
 #: Files of a saved ranker, in addition to those of its language model.
 ABOUT, HEAD = "ranker.json", "head.safetensors"
-_FORMAT = 1
+_FORMAT = 2
 #: A randomly initialized ranker for small vocabularies and tasks: maximum number of distinct token ids (others are
 #: folded into them), and its shape.
 _VOCABULARY = 1 << 15
@@ -48,14 +37,14 @@ _SCORED_AT_ONCE = 64
 _MOST_TOKENS = 2048
 #: Tokens of a typical prompt; initial weight of the number of tokens.
 _TYPICAL, _SIZE = 128.0, 8.0
-#: Epochs without a better held-out rank correlation, after which training ends.
-_PATIENCE = 4
+#: Prompts of a training step; epochs without a better held-out rank correlation, after which training ends.
+_BATCH, _PATIENCE = 32, 4
 #: Minimum learning rate of the head: it starts at zero, also on a large model that should change little.
 _HEAD_RATE = 3e-3
 
 
 class LengthRanker(nn.Module):
-    """A length ranker; see the module. :func:`tiny` and :func:`from_folder` make one, :func:`load` reads a saved one.
+    """A length ranker. :func:`tiny_for` and :func:`from_folder` make one, :func:`load` reads a saved one.
 
     Args:
         body: A transformers model without a head (``AutoModel``): token ids to hidden states.
@@ -68,12 +57,11 @@ class LengthRanker(nn.Module):
         self.head = nn.Linear(2 * int(body.config.hidden_size) + 1, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self.calibration: Calibration | None = None
-        #: Prompts it was trained or calibrated on (:func:`~.pairs.identity`).
+        #: Prompts it was trained on (:func:`~.pairs.identity`).
         self.trained: frozenset[int] = frozenset()
 
     def forward(self, prompts: Sequence[Ints]) -> torch.Tensor:
-        """Return float32[B], scores from the last hidden state, the mean of all, and the number of tokens."""
+        """Return float32[B], log lengths by the last hidden state, the mean of all, and the number of tokens."""
         cut = [self._cut(prompt) for prompt in prompts]
         device = self.head.weight.device
         sizes = torch.tensor([len(prompt) for prompt in cut], device=device)
@@ -86,8 +74,8 @@ class LengthRanker(nn.Module):
         return self.head(torch.cat([last, mean, size], -1)).squeeze(-1)
 
     @torch.no_grad()
-    def scores(self, prompts: Sequence[Ints]) -> Floats:
-        """Return float64[B], scores; higher means longer."""
+    def expected(self, prompts: Sequence[Ints]) -> Floats:
+        """Return float64[B], expected log lengths, which the length predictor uses for prompts without a history."""
         self.eval()
         order = np.argsort([len(prompt) for prompt in prompts], kind="stable")  # for little padding
         found = np.zeros(len(prompts))
@@ -96,35 +84,21 @@ class LengthRanker(nn.Module):
             found[rows] = self([prompts[row] for row in rows]).double().cpu().numpy()
         return found
 
-    def expected(self, prompts: Sequence[Ints]) -> Floats:
-        """Return float64[B], expected log lengths, which the length predictor uses for prompts without a history.
-
-        Raises:
-            ValueError: The ranker was not trained.
-        """
-        if self.calibration is None:
-            raise ValueError("this ranker was not trained and has no calibration: call fit first")
-        return self.calibration.location(self.scores(prompts))
-
     def _cut(self, prompt: Ints) -> torch.Tensor:
         ids = np.asarray(prompt, dtype=np.int64)
         if len(ids) > _MOST_TOKENS:
             ids = np.concatenate([ids[: _MOST_TOKENS // 2], ids[-_MOST_TOKENS // 2 :]])
         return torch.from_numpy(ids % self.vocabulary)
 
-    # ---- files ----
-
     def save(self, folder: Path) -> None:
-        """Write language model (safetensors, JSON), head and settings; no tokenizer, since it reads token ids."""
+        """Write language model (safetensors, JSON), head and format; no tokenizer, since it reads token ids."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
         self.body.save_pretrained(folder)
         head = {name: tensor.detach().cpu().contiguous() for name, tensor in self.head.state_dict().items()}
         save_file({**head, "trained": torch.tensor(sorted(self.trained), dtype=torch.int64)}, folder / HEAD)
-        calibration = None if self.calibration is None else asdict(self.calibration)
-        about = {"format": _FORMAT, "calibration": calibration}
-        (folder / ABOUT).write_text(json.dumps(about))
+        (folder / ABOUT).write_text(json.dumps({"format": _FORMAT}))
 
 
 def tiny(vocabulary: int, seed: int = 0, **shape: int) -> LengthRanker:
@@ -175,13 +149,11 @@ def load(folder: Path) -> LengthRanker:
     try:
         about = json.loads((folder / ABOUT).read_text())
         if about["format"] != _FORMAT:
-            raise ValueError(f"it has format {about['format']}, this version reads format {_FORMAT}")
+            raise ValueError(f"it has format {about['format']}, this version reads format {_FORMAT}: train it again")
         ranker = from_folder(folder)
         head = load_file(folder / HEAD)
         ranker.trained = frozenset(head.pop("trained").tolist())
         ranker.head.load_state_dict(head)
-        if about["calibration"] is not None:
-            ranker.calibration = Calibration.from_state(about["calibration"])
     except FileNotFoundError as error:
         raise ValueError(f"{folder}: no length ranker in it ({error.filename} is missing)") from error
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
@@ -193,116 +165,66 @@ def fit(
     ranker: LengthRanker,
     pairs: Pairs,
     *,
-    loss: str = "listwise",
     rate: float = 1e-3,
     epochs: int = 12,
-    batch: int = 32,
     seed: int = 0,
     report: Callable[[float], object] | None = None,
-    gone: Callable[[], float] | None = None,
 ) -> LengthRanker:
-    """Train a ranker in place, keep the weights of the best epoch (or the initial ones), and calibrate it.
+    """Train a ranker in place and keep the weights of the best epoch.
 
-    An untrained ranker starts from a line over the log of a prompt's number of tokens.
+    It starts from a line over the log of a prompt's number of tokens, which on many tasks is as good as what follows.
 
     Args:
         ranker: Ranker to train.
         pairs: At least eight prompts; 15% of them are held out.
-        loss: One of :data:`LOSSES`.
         rate: Peak learning rate (AdamW; it rises over a tenth of the steps and falls to zero).
         epochs: Maximum number of passes over the pairs.
-        batch: Prompts that are compared with each other in a step.
         seed: Random seed of the order.
         report: Callback for each epoch's rank correlation on held-out prompts.
-        gone: Share of the training time that has passed; at 1 training ends, also within an epoch. ``None``: no limit.
 
     Raises:
-        ValueError: An unknown loss, a number out of range, or fewer than eight prompts.
+        ValueError: A number out of range, or fewer than eight prompts.
     """
-    if loss not in LOSSES:
-        raise ValueError(f"loss={loss!r} is unknown: choose one of {', '.join(LOSSES)}")
-    if epochs < 1 or batch < 2 or not rate > 0:
-        raise ValueError("training needs at least one epoch, batches of two prompts and a positive rate")
+    if epochs < 1 or not rate > 0:
+        raise ValueError("training needs at least one epoch and a positive rate")
     if len(pairs) < 8:
         raise ValueError(f"a ranker needs at least eight prompts with known lengths, and {len(pairs)} are known")
     train, aside = pairs.split(_HELD_OUT)
-    loss_of, rng = _LOSSES[loss], np.random.default_rng(seed)
+    rng, targets = np.random.default_rng(seed), train.locations
     parts = (
         {"params": ranker.body.parameters(), "lr": rate},
         {"params": ranker.head.parameters(), "lr": max(rate, _HEAD_RATE)},
     )
     optimizer = torch.optim.AdamW(parts, weight_decay=0.01)
-    steps = epochs * -(-len(train) // batch)
-    rising, done = max(1, steps // 10), 0.0  # in steps, or in time scaled to steps
+    steps = epochs * -(-len(train) // _BATCH)
+    rising = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda _: max(0.0, min((done + 1) / rising, (steps - done) / max(1, steps - rising)))
+        optimizer, lambda done: max(0.0, min((done + 1) / rising, (steps - done) / max(1, steps - rising)))
     )
-    spread = float(np.concatenate(train.lengths).std()) or 1.0
-    targets = {
-        "listwise": train.means,
-        "margin": train.locations,
-        "regression": (train.means - train.means.mean()) / spread,
-    }[loss]
-    if not ranker.head.weight.any():
-        _begin(ranker, train, np.log(train.means) if loss == "listwise" else targets)
-    best, best_at = rank_correlation(ranker.scores(aside.prompts), aside.means), -1
-    kept = copy.deepcopy(ranker.state_dict())
-    for epoch in range(epochs):
+    sizes = _SIZE * np.log2([min(len(prompt), _MOST_TOKENS) / _TYPICAL for prompt in train.prompts])
+    slope, offset = np.polyfit(sizes, targets, 1) if np.ptp(sizes) else (0.0, targets.mean())
+    with torch.no_grad():
+        ranker.head.weight[0, -1], ranker.head.bias[0] = float(slope), float(offset)
+    best, best_at, kept = -np.inf, -1, {}
+    for epoch in range(-1, epochs):  # the first one only measures the line
         ranker.train()
-        order = rng.permutation(len(train))
-        for at in range(0, len(order), batch):
-            rows = order[at : at + batch]
+        order = rng.permutation(len(train)) if epoch >= 0 else ()
+        for at in range(0, len(order), _BATCH):
+            rows = order[at : at + _BATCH]
             wanted = torch.tensor(targets[rows], dtype=torch.float32, device=ranker.head.weight.device)
-            error = loss_of(ranker([train.prompts[row] for row in rows]), wanted)
+            error = (ranker([train.prompts[row] for row in rows]) - wanted).square().mean()
             optimizer.zero_grad(set_to_none=True)
             error.backward()
             nn.utils.clip_grad_norm_(ranker.parameters(), 1.0)
             optimizer.step()
-            done = max(done + 1, 0.0 if gone is None else steps * gone())
             schedule.step()
-            if done >= steps:
-                break
-        found = rank_correlation(ranker.scores(aside.prompts), aside.means)
+        found = rank_correlation(ranker.expected(aside.prompts), aside.means)
         if found > best:
             best, best_at, kept = found, epoch, copy.deepcopy(ranker.state_dict())
-        if report is not None:
+        if report is not None and epoch >= 0:
             report(found)
-        if epoch - best_at >= _PATIENCE or done >= steps:
+        if epoch - best_at >= _PATIENCE:
             break
     ranker.load_state_dict(kept)
-    ranker.calibration = Calibration.fit(ranker.scores(aside.prompts), aside)
     ranker.trained = frozenset(map(identity, pairs.prompts))
     return ranker.eval()
-
-
-@torch.no_grad()
-def _begin(ranker: LengthRanker, train: Pairs, wanted: Floats) -> None:
-    """Fit the head's line over the number of tokens, by least squares."""
-    sizes = _SIZE * np.log2([min(len(prompt), _MOST_TOKENS) / _TYPICAL for prompt in train.prompts])
-    ranker.head.weight[0, -1], ranker.head.bias[0] = fit_line(sizes, wanted, np.ones(len(sizes)))
-
-
-def listwise(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of softmax(scores), float32[B], against shares of mean lengths, less its minimum."""
-    share = lengths / lengths.sum()
-    return -(share * torch.log_softmax(scores, 0)).sum() + (share * share.log()).sum()
-
-
-def margin(scores: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
-    """Return the mean shortfall of score differences below the differences of log lengths, float32[B]."""
-    apart = locations[:, None] - locations[None, :]
-    lacking = torch.relu(apart - (scores[:, None] - scores[None, :]))
-    longer = apart > 0
-    return (lacking * longer).sum() / longer.sum().clamp(min=1)
-
-
-def regression(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error against standardised mean lengths, float32[B]."""
-    return (scores - lengths).square().mean()
-
-
-_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "listwise": listwise,
-    "margin": margin,
-    "regression": regression,
-}

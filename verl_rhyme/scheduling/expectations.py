@@ -47,7 +47,7 @@ class Expectations:
             self._lengths.setdefault(uid, {})
         return self._expected(keys)
 
-    def rank(self, locations: Mapping[str, float], ranker: int) -> dict[str, float]:
+    def rank(self, locations: Mapping[str, float]) -> dict[str, float]:
         """Take in a ranker's forecasts: expected log length of a response, by key.
 
         Returns:
@@ -55,7 +55,7 @@ class Expectations:
         """
         with self._errors_counted():
             for key, location in locations.items():
-                self.predictor.rank(key, location, ranker)
+                self.predictor.rank(key, location)
         return self._expected({uid: key for uid, key in self._keys.items() if key in locations})
 
     def lengths(self, uids: Sequence[str], emitted: Sequence[int]) -> Forecast | None:
@@ -86,22 +86,13 @@ class Expectations:
         if uid in self._lengths and tokens:
             self._lengths[uid][number] = tokens
 
-    def retain(self, needed: Callable[[str], bool]) -> dict[str, list[int]]:
-        """Remove the prompts that are not needed any more, and learn their lengths.
-
-        Returns:
-            Tokens of their finished samples, by key; an empty list for filtered or failed prompts without any.
-        """
-        answered: dict[str, list[int]] = {}
+    def retain(self, needed: Callable[[str], bool]) -> None:
+        """Remove the prompts that are not needed any more, and learn their lengths."""
         for uid in [uid for uid in self._keys if not needed(uid)]:
             key, lengths = self._keys.pop(uid), list(self._lengths.pop(uid).values())
-            if key == _NO_KEY:
-                continue
-            answered.setdefault(key, []).extend(lengths)
-            if lengths:
+            if lengths and key != _NO_KEY:
                 with self._errors_counted():
                     self._learn(key, lengths)
-        return answered
 
     def measures(self) -> dict[str, float]:
         """Return the quality of forecasts for the groups removed since the last call (:class:`Quality`)."""

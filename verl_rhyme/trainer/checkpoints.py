@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 #: File with the prompts in flight, next to verl's ``transfer_queue``.
 STATE_FILE = "rhyme_sorted.json"
-#: Entries of the history (with the temporary names of its replacement), the ranker, and the prompts in flight.
-OURS = ("history", ".history.old", ".history.new", "ranker", STATE_FILE)
+#: Entries of the history (with the temporary names of its replacement), and the prompts in flight.
+OURS = ("history", ".history.old", ".history.new", STATE_FILE)
 _STEP = re.compile(r"global_step_(\d+)")
 _TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -35,7 +35,7 @@ from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import OVERSUBSCRIPTION, ConfigError, training_order
-from verl_rhyme.coordinator.ranker_service import missing_requirement
+from verl_rhyme.coordinator.ranker_service import unusable
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import LoadedPrompt, Reply, RunSettings
@@ -193,8 +193,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         ranker = self._rhyme.lengths.ranker
-        if ranker.kind is not None:  # it starts while models load
-            if problem := missing_requirement(ranker, len(self.tokenizer)):
+        if ranker is not None:  # it starts while models load
+            if problem := unusable(ranker, len(self.tokenizer)):
                 raise ConfigError(problem)
             template = self.config.data.get("apply_chat_template_kwargs") or {}
             self.observers.append(Ranking(ranker, self.tokenizer, template))

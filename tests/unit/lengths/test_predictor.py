@@ -235,9 +235,6 @@ def test_a_rankers_forecast_replaces_a_missing_history():
 def test_the_bias_of_a_ranker_is_learnt(miss: float, bias: float):
     _, predictor = ranked_world(miss, bias)
     assert predictor._bias == pytest.approx(bias, abs=0.25)
-    # of another ranker nothing is known yet
-    predictor.rank("new", 6.0, ranker=1)
-    assert predictor._bias == 0
 
 
 def test_a_rankers_forecast_ends_with_the_first_group_and_changes_no_history():

@@ -11,7 +11,7 @@ from verl_rhyme.trainer import driver as module
 from verl_rhyme.trainer.driver import Driver
 
 #: Lengths that a coordinator learnt since the last batch.
-LEARNT = {"lengths": {"key": [9]}, "all": [9], "ranked": {}, "ranker": 0, "bias": 0.0, "growth": 0.0}
+LEARNT = {"lengths": {"key": [9]}, "all": [9], "ranked": {}, "bias": 0.0, "growth": 0.0}
 
 
 class Coordinator:

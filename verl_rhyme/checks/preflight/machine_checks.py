@@ -16,7 +16,7 @@ from verl_rhyme.checks.preflight.architecture import Architecture, UnknownArchit
 from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
 from verl_rhyme.checks.preflight.machine import Machine, can_write, devices_present, free_disk, in_cluster
 from verl_rhyme.checks.preflight.plan import Plan
-from verl_rhyme.coordinator.ranker_service import missing_requirement
+from verl_rhyme.coordinator.ranker_service import unusable
 from verl_rhyme.history import history_folder
 from verl_rhyme.weights import BACKEND as RELAY
 from verl_rhyme.weights.claims import SHARED_MEMORY
@@ -224,14 +224,14 @@ def disk(config: Any, found: Estimate | None, history: tuple[int, int]) -> Itera
 
 
 def ranker(plan: Plan) -> Iterator[Check]:
-    """Check the package or model that the length ranker requires."""
-    if plan.rhyme is None or plan.rhyme.lengths.ranker.kind is None:
+    """Check the folder of the length ranker."""
+    if plan.rhyme is None or plan.rhyme.lengths.ranker is None:
         return
-    if problem := missing_requirement(plan.rhyme.lengths.ranker, None):
+    if problem := unusable(plan.rhyme.lengths.ranker, None):
         detail, _, remedy = problem.partition(": ")
         yield Check("ranker", FAIL, detail, remedy)
     else:
-        yield Check("ranker", OK, f"{plan.rhyme.lengths.ranker.kind}, trained during the run")
+        yield Check("ranker", OK, plan.rhyme.lengths.ranker)
 
 
 def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:

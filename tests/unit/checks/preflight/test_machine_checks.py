@@ -11,6 +11,7 @@ from verl_rhyme.checks.preflight import checks, machine, machine_checks, model_f
 from verl_rhyme.checks.preflight.components import REWARD_ARGUMENTS
 from verl_rhyme.checks.preflight.estimate import gib
 from verl_rhyme.checks.preflight.machine import Machine
+from verl_rhyme.lengths import ranker
 
 RANKER = f"{R}.custom.rhyme.lengths.ranker"
 NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
@@ -80,18 +81,15 @@ def test_the_relay_holds_weights_in_the_type_of_the_engines(world, overrides, by
     assert preflight(world, *RELAY, *overrides).plan.sent_bytes == bytes_each
 
 
-def test_requirements_of_a_ranker(world, tmp_path, monkeypatch):
-    def finding(*overrides):
-        found = only(preflight(world[1:], "+rhyme=sorted", f"{R}.calculate_log_probs=true", *overrides), "ranker")
-        return found.status, f"{found.detail} {found.remedy}"
+def test_requirements_of_a_ranker(world, tmp_path):
+    def finding(folder):
+        overrides = ("+rhyme=sorted", f"{R}.calculate_log_probs=true", f"{RANKER}={folder}")
+        return only(preflight(world[1:], *overrides), "ranker")
 
-    boosting = f"{RANKER}.kind=boosting"
-    assert finding(boosting) == ("ok", "boosting, trained during the run ")
-    status, words = finding(f"{RANKER}.kind=model", f"{RANKER}.model={tmp_path}/none")
-    assert status == "fail"
-    assert "none is not a folder" in words
-    monkeypatch.setattr(machine_checks, "missing_requirement", lambda *_: "no scikit-learn: install it")
-    assert finding(boosting) == ("fail", "no scikit-learn install it")
+    assert finding(tmp_path / "none").status == "fail"
+    assert "verl-rhyme ranker train" in finding(tmp_path / "none").remedy
+    ranker.tiny(64).save(tmp_path)
+    assert finding(tmp_path).status == "ok"
 
 
 def test_a_hub_id_warns_and_fails_offline(world, monkeypatch):
