@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 #: (module, function of verl-rhyme to call without arguments after the module's import)
 REGISTRATIONS: tuple[tuple[str, str], ...] = (
     ("omegaconf", "verl_rhyme.checks.resolvers:register"),
-    ("verl.plugin.platform.platform_manager", "verl_rhyme.platforms.cpu:register_platform"),
-    ("verl.workers.engine.fsdp.transformer_impl", "verl_rhyme.platforms.cpu:register_fsdp_engines"),
-    ("verl.workers.engine.megatron.transformer_impl", "verl_rhyme.platforms.megatron_cpu:register"),
+    ("verl.plugin.platform.platform_manager", "verl_rhyme.testing.cpu:register_platform"),
+    ("verl.workers.engine.fsdp.transformer_impl", "verl_rhyme.testing.cpu:register_fsdp_engines"),
+    ("verl.workers.engine.megatron.transformer_impl", "verl_rhyme.testing.megatron_cpu:register"),
     ("verl.checkpoint_engine.base", "verl_rhyme.weights.engine:register"),
     ("verl.workers.rollout.replica", "verl_rhyme.engine.registry:register"),
     ("verl.workers.rollout.base", "verl_rhyme.engine.registry:register_adapter"),

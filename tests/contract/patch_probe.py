@@ -82,7 +82,7 @@ def join_process_group() -> str:
     import torch.distributed
     from verl.plugin.platform.platform_manager import set_platform
 
-    from verl_rhyme.platforms.cpu import PlatformCPU
+    from verl_rhyme.testing.cpu import PlatformCPU
 
     if MODE != "patched":
         set_platform(PlatformCPU())

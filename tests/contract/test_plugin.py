@@ -66,16 +66,16 @@ assert all(get_trainer_cls(mode) is trainer for mode, trainer in TRAINERS.items(
 def test_failures_are_printed_and_stop_a_run_with_rhyme():
     code = """
 import sys
-sys.modules["verl_rhyme.platforms.cpu"] = None  # its import fails
+sys.modules["verl_rhyme.testing.cpu"] = None  # its import fails
 import verl
 import verl_rhyme.plugin
 from omegaconf import OmegaConf
 from verl_rhyme.checks import startup
-assert any("platforms.cpu" in line for line in verl_rhyme.plugin.FAILURES)
+assert any("testing.cpu" in line for line in verl_rhyme.plugin.FAILURES)
 try:
     startup.check(OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": {"rhyme": {}}}}}))
 except startup.ConfigError as error:
-    assert "platforms.cpu" in str(error), error
+    assert "testing.cpu" in str(error), error
 else:
     raise AssertionError("a broken plugin must not pass")
 """

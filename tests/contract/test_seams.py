@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ONLY_SLOW
 from verl_rhyme.checks.seam_check import Seam, check
 from verl_rhyme.checks.seams import SEAMS
-from verl_rhyme.patches.conditions import vllm_runs_on_cpu
+from verl_rhyme.testing.conditions import vllm_runs_on_cpu
 
 # The doctor in a separate process, after code that may break something.
 DOCTOR = "{before}\nfrom verl_rhyme.cli import app\napp({arguments!r})"

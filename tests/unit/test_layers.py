@@ -16,7 +16,7 @@ LAYERS = [
     {"placement"},
     {"drafting", "sampling", "scheduling"},
     {"observability"},
-    {"platforms", "patches", "simulation"},
+    {"patches", "simulation"},
     {"processes"},
     {"weights"},
     {"history_writer", "router", "actor"},
@@ -27,7 +27,7 @@ LAYERS = [
     {"commands"},
 ]
 #: ``plugin.py`` names what it registers in strings, and imports none of it.
-ANYWHERE = {"config", "plugin", "__init__"}
+ANYWHERE = {"config", "plugin", "testing", "__init__"}
 ENGINES = {"verl", "vllm", "ray", "torch", "transformers"}
 #: The last line of a package's docstring.
 LINE = re.compile(r"Process: .+\. Engines: (.+)\.$")
@@ -87,7 +87,7 @@ def violations(source, module):
 
 def test_every_package_has_a_layer_and_says_whose_process_runs_it():
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages == {"config"}.union(*LAYERS)
+    assert packages == {"config", "testing"}.union(*LAYERS)
     assert all(engines(package) <= ENGINES for package in packages)
 
 

@@ -21,14 +21,15 @@ from verl_rhyme import patches
 pytestmark = pytest.mark.slow  # each way of installing starts a separate Python
 
 ROOT = Path(__file__).parents[2]
+TESTING = {path.stem for path in (ROOT / "verl_rhyme" / "testing").glob("*.py")}
 SHIPPED = ("verl_rhyme", "hydra_plugins", "patches", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
 
 LOOK = """
-import importlib, json, sys
+import json, sys
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra_plugins.verl_rhyme.search_path import VerlRhymeSearchPath
 from verl_rhyme import patches
-found = {patch.name: importlib.import_module(f"verl_rhyme.patches.{patch.name}") for patch in patches.ALL}
+found = {module.PATCH.name: module for module in list(sys.modules.values()) if hasattr(module, "PATCH")}
 groups = ConfigSearchPathImpl()
 VerlRhymeSearchPath().manipulate_search_path(groups)
 print(json.dumps({
@@ -113,7 +114,10 @@ def test_every_patch_and_group_is_found(way: Callable[[Machine], dict], tmp_path
     package = (machine.checkout if checkout else machine.site) / "verl_rhyme"
     seen = way(machine)
     lie = machine.checkout / "patches" if checkout else package / "patches"
-    assert seen["patches"] == {patch.name: str(lie / f"{patch.name}.py") for patch in patches.ALL}
+    assert seen["patches"] == {
+        patch.name: str((package / "testing" if patch.name in TESTING else lie) / f"{patch.name}.py")
+        for patch in patches.ALL
+    }
     assert seen["searched"] == [str(package / "patches"), *([str(lie)] if checkout else [])]
     assert seen["groups"] == str(package / "conf")
     assert {path.name for path in (package / "observability" / "page").glob("page.*")} == {"page.css", "page.js"}

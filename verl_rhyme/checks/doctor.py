@@ -27,8 +27,8 @@ from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import history_folder as folders
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.share import available_memory
-from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 from verl_rhyme.patches.core import installed_version
+from verl_rhyme.testing.conditions import vllm_runs_on_cpu
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 

@@ -1,6 +1,7 @@
 """Patches for other packages where they offer no extension point: one file per patch, all listed here.
 
-A wheel has the patches in this folder. A checkout has them in its top-level ``patches/``, which is searched too.
+A wheel has the patches in this folder. A checkout has them in its top-level ``patches/``, which is searched too. Those
+that only a CPU needs are in :mod:`verl_rhyme.testing`.
 Importing this package imports none of the patched packages: each patch waits for its target's module.
 ``verl-rhyme doctor`` applies and verifies every patch. ``CONTRIBUTING.md`` explains how to add one.
 
@@ -23,19 +24,19 @@ if (_CHECKOUT / "pyproject.toml").is_file():  # next to an installed package, pa
 
 
 def _load(*names: str) -> tuple[Patch, ...]:
-    return tuple(import_module(f"{__name__}.{name}").PATCH for name in names)
+    return tuple(import_module(f"verl_rhyme.{name}").PATCH for name in names)
 
 
 #: Applied in every process that imports verl (``verl.plugins`` entry point).
 VERL = _load(
-    "hydra_run",
-    "verl_continue_metrics",
-    "verl_gloo_backend",
-    "verl_logger_flush",
-    "mbridge_local_spec",
-    "mbridge_norm_names",
-    "megatron_padding_mask",
-    "megatron_rng_state",
+    "patches.hydra_run",
+    "patches.verl_continue_metrics",
+    "testing.verl_gloo_backend",
+    "patches.verl_logger_flush",
+    "testing.mbridge_local_spec",
+    "testing.mbridge_norm_names",
+    "testing.megatron_padding_mask",
+    "testing.megatron_rng_state",
 )
 
 #: Checks a run before Ray starts.
@@ -43,11 +44,11 @@ BEFORE_RAY = VERL[0]
 
 #: Applied in every vLLM process (``vllm.general_plugins`` entry point).
 VLLM = _load(
-    "vllm_cpu_recovered_tokens",
-    "vllm_cpu_expand",
-    "vllm_cpu_keep_weight",
-    "vllm_stop_strings",
-    "vllm_undrafted_graphs",
+    "testing.vllm_cpu_recovered_tokens",
+    "testing.vllm_cpu_expand",
+    "testing.vllm_cpu_keep_weight",
+    "patches.vllm_stop_strings",
+    "patches.vllm_undrafted_graphs",
 )
 
 ALL = VERL + VLLM

@@ -203,7 +203,7 @@ def _check_source(patch: Patch, module: ModuleType) -> None:
         raise PatchRefusedError(
             f"the source of {patch.module}:{patch.guard or patch.qualname} has changed "
             f"(sha256 {installed}, the patch is for {patch.source_sha256}): "
-            f"install {patch.requires} unmodified, or review patches/{patch.name}.py against the new source"
+            f"install {patch.requires} unmodified, or review the patch against the new source"
         )
 
 
