@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from verl_rhyme import patches
-from verl_rhyme.testing.conditions import vllm_runs_on_cpu
+from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 
 PROBE = Path(__file__).with_name("patch_probe.py")
 EXPANDED = [1, 1, 2, 2, 2, -9, -9]  # 0 becomes 1; the second request has no tokens; the rest stays untouched

@@ -1,4 +1,4 @@
-"""Checks before a run: doctor, start-up, preflight, seams, combinations of options.
+"""Checks before a run: doctor, start-up, preflight, combinations of options.
 
 Process: the command's, and verl's driver at its start. Engines: verl, vllm.
 """

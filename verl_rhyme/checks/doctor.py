@@ -21,14 +21,12 @@ from verl_rhyme import patches
 from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.preflight.estimate import gib
 from verl_rhyme.checks.preflight.machine import free_disk, write_into
-from verl_rhyme.checks.seam_check import check as check_seam
-from verl_rhyme.checks.seams import SEAMS
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import history_folder as folders
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.share import available_memory
+from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 from verl_rhyme.patches.core import installed_version
-from verl_rhyme.testing.conditions import vllm_runs_on_cpu
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 
@@ -86,7 +84,6 @@ def examine(history: Path | None = None, engines: bool = True) -> list[Check]:
         "versions": _versions,
         "platform": _verl_platform,  # first of all imports of verl, which reads the environment once
         "plugins": _plugins,
-        "seams": _seams,
         "patches": _patches,
         "plugin": _plugin_failures,  # registrations wait for modules that the checks above import
         "history folder": lambda: history_folder(history or folders.place()),
@@ -192,20 +189,6 @@ def _plugins() -> Iterator[Check]:
     detail = f"vLLM's plugin loader {'omits' if plugin is None else 'runs'} verl_rhyme"
     remedy = f"unset VLLM_PLUGINS or add verl_rhyme to it; {_INSTALL_PLUGIN}"
     yield verdict("vllm loads the plugin", plugin is not None, detail, remedy)
-
-
-def _seams() -> Iterator[Check]:
-    problems = {seam: problem for seam in SEAMS if (problem := check_seam(seam)) is not None}
-    for seam, problem in problems.items():
-        yield Check(
-            f"seam {seam.name}",
-            FAIL,
-            f"{seam.target}: {problem}",
-            f"used for: {seam.used_for}. Install unmodified verl=={SUPPORTED['verl']} and vllm=={SUPPORTED['vllm']}, "
-            "or adapt verl-rhyme and verl_rhyme/checks/seams/",
-        )
-    if not problems:
-        yield Check("seams", OK, f"all {len(SEAMS)} match the installed verl and vLLM")
 
 
 def _patches() -> Iterator[Check]:

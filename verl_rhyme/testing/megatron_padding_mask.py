@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_rhyme.patches.conditions import megatron_runs_on_cpu
 from verl_rhyme.patches.core import Patch, around
-from verl_rhyme.testing.conditions import megatron_runs_on_cpu
 
 
 def _causal_is_enough(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 from verl_rhyme.patches.core import Patch, around
-from verl_rhyme.testing.conditions import vllm_runs_on_cpu
 
 
 def _keep_weight(original: Any, layer: Any, remove_weight: bool) -> None:

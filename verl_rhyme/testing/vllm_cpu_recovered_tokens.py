@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 from verl_rhyme.patches.core import Patch, around
-from verl_rhyme.testing.conditions import vllm_runs_on_cpu
 
 
 def _accept_fp64_flag(original: Any, *args: Any, USE_FP64_GUMBEL: bool = False, **kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_rhyme.checks.seam_check import Shapes
+from tests.contract.seam_check import Shapes
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SAMPLE = "vllm.v1.sample"

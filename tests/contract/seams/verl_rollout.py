@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_rhyme.checks.seam_check import RAY_CLASS, Shapes
+from tests.contract.seam_check import RAY_CLASS, Shapes
 
 _AGENT = "verl.trainer.ppo.v1.agent_loop_tq"
 _CLIENT = "verl.workers.rollout.llm_server"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_rhyme.checks.seam_check import Shapes
+from tests.contract.seam_check import Shapes
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
 _SEPARATE = "verl.trainer.ppo.v1.trainer_separate_async"
