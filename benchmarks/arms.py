@@ -1,13 +1,10 @@
-"""Drafters to compare: none, vLLM's ngram, arctic-inference, two HistoSpecs, ours, and upper bounds."""
+"""Drafters to compare: none, vLLM's ngram, arctic-inference, two HistoSpecs and ours."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-
-import numpy as np
-from numba import njit
 
 from benchmarks.replay import Arm
 from benchmarks.traces import Response
@@ -147,57 +144,9 @@ def released() -> Rhyme:
     return Rhyme(DraftingConfig(policy="paper"), epochs=1, make=lambda config, lookup, *_: make(config, lookup))
 
 
-class Hindsight(NoDrafts):
-    """Upper bound: the copy (of the prompt's history, live siblings, own text) that is correct longest.
-
-    A copy starts after a match of at least ``least`` tokens. It drafts only tokens that will be accepted.
-    """
-
-    def __init__(self, least: int = 4, epochs: int = 8) -> None:
-        self._least = least
-        self._histories = Histories(epochs)
-        self._texts: dict[bytes, list[np.ndarray]] = {}
-
-    def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
-        live: dict[bytes, list[np.ndarray]] = {}
-        for response, row, length in zip(responses, done.rows, done.lengths, strict=True):
-            live.setdefault(response.key, []).append(done.tokens[row, :length])
-        drafts = []
-        for response, row, length, limit in zip(responses, done.rows, done.lengths, done.limits, strict=True):
-            future = response.tokens[length - len(response.prompt) :]
-            history = self._histories.get(response.key)
-            texts = [*live[response.key], *self._texts.get(response.key, []), *([history.tokens] if history else [])]
-            context = done.tokens[row, length - self._least : length]
-            most = max(_longest_copy(text, context, future, limit) for text in texts)
-            drafts.append(future[:most].tolist())
-        return drafts
-
-    def finish(self, response: Response) -> None:
-        self._texts.setdefault(response.key, []).append(np.concatenate([response.prompt, response.tokens]))
-
-    def end_step(self, responses: Sequence[Response]) -> None:
-        self._histories.record(responses)
-        self._texts.clear()
-
-
-@njit(cache=True)
-def _longest_copy(text, context, future, limit):
-    most = 0
-    for start in range(len(context), len(text)):
-        agrees = True
-        for i in range(1, len(context) + 1):
-            agrees &= text[start - i] == context[len(context) - i]
-        if agrees:
-            n = 0
-            while n < limit and n < len(future) and start + n < len(text) and text[start + n] == future[n]:
-                n += 1
-            most = max(most, n)
-    return most
-
-
-def adaptive(floor: float, epochs: int = 4) -> Rhyme:
+def adaptive(floor: float) -> Rhyme:
     """Return our adaptive drafter with a minimum acceptance probability of ``floor``, without weighing the cost."""
-    return Rhyme(DraftingConfig(floor=floor, weigh_cost=False), epochs)
+    return Rhyme(DraftingConfig(floor=floor, weigh_cost=False))
 
 
 #: Factories of the drafters by name.
@@ -208,7 +157,4 @@ ARMS: dict[str, Callable[[], Arm]] = {
     "released HistoSpec": released,
     "paper HistoSpec": lambda: Rhyme(DraftingConfig(policy="paper")),
     **{f"adaptive floor {floor}": (lambda floor=floor: adaptive(floor)) for floor in (0.6, 0.4, 0.2, 0.1, 0.05, 0.02)},
-    "adaptive floor 0.1, 8 epochs": lambda: adaptive(0.1, epochs=8),
-    "hindsight, match of 4": Hindsight,
-    "hindsight, match of 1": lambda: Hindsight(least=1),
 }

@@ -28,9 +28,7 @@ def frontier(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         groups.setdefault((row["trace"], row["epochs"]), []).append(row)
     for (trace, epochs), group in groups.items():
         ours = sorted(
-            (row["verified_per_token"], row["tokens_per_step"])
-            for row in group
-            if row["arm"].startswith(OURS) and "epochs" not in row["arm"]
+            (row["verified_per_token"], row["tokens_per_step"]) for row in group if row["arm"].startswith(OURS)
         )
         for row in group:
             at = row["verified_per_token"]

@@ -10,7 +10,6 @@ benchmark skips them and prints their names.
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ import typer
 
 from benchmarks import traces
 from benchmarks.arms import ARMS
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 from benchmarks.replay import Tally, replay
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -85,18 +84,12 @@ def main(
 
 
 def report(trace: str, arm: str, epochs: str, figures: dict[str, Any], slots: int, as_json: bool) -> None:
-    if as_json:
-        row = {"benchmark": "draft_quality", "trace": trace, "arm": arm, "epochs": epochs, "slots": slots, **figures}
-        print(json.dumps({**row, "machine": describe(), "commit": commit()}), flush=True)
-        return
+    row = {"benchmark": "draft_quality", "trace": trace, "arm": arm, "epochs": epochs, "slots": slots, **figures}
     spread = (
         f"{figures['tokens_per_step']:.2f} ({figures['tokens_per_step_min']:.2f}-{figures['tokens_per_step_max']:.2f})"
     )
-    print(
-        f"{arm:32} {epochs:>7} {spread:>16} {figures['verified_per_token']:12.2f} {figures['accept_rate']:8.2f}"
-        f" {figures['us_per_request_step']:6.1f}",
-        flush=True,
-    )
+    line = f"{arm:32} {epochs:>7} {spread:>16} {figures['verified_per_token']:12.2f} {figures['accept_rate']:8.2f}"
+    print_row(row, as_json, f"{line} {figures['us_per_request_step']:6.1f}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ long one. Both then count whole.
 
 Each row has a ``fingerprint``: a hash of the ``--quick`` results of all arms with drafts, by the code that made the
 row. ``--table`` fails if rows of ``results/full_scale.jsonl`` have another fingerprint than the current code, or if
-``docs/studies/full_scale.md`` has another table than these rows. To regenerate them:
+``docs/results.md`` has other tables than these rows. To regenerate them:
 
     python -m benchmarks.full_scale --json > benchmarks/results/full_scale.jsonl
     python -m benchmarks.full_scale --table
@@ -30,7 +30,7 @@ import contextlib
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -40,8 +40,7 @@ import numpy as np
 import typer
 from omegaconf import OmegaConf
 
-from benchmarks.full_scale_figures import Row, aims, table
-from benchmarks.machine import commit
+from benchmarks.machine import commit, print_row
 from verl_rhyme.config import RhymeConfig, StreamingConfig
 from verl_rhyme.config.config_tree import parse
 from verl_rhyme.config.presets import tree
@@ -53,6 +52,8 @@ from verl_rhyme.simulation import cluster_file, plan_file
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Step, Streaming
 from verl_rhyme.simulation.workload import Prompt
+
+Row = dict[str, Any]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -69,25 +70,14 @@ DRAFTS = Drafts(acceptance=(1.61, 2.25), overhead=2.77)
 
 @dataclass(frozen=True)
 class Arm:
-    """A schedule.
-
-    Attributes:
-        name: Name in the tables.
-        preset: Preset whose options it has.
-        staleness: Bound, in policy versions.
-        separate: Engines have separate GPUs.
-        options: Options in addition to the preset's.
-        verls: Schedule of a verl trainer mode.
-        drafts: The engines draft.
-        unit: Unit of a training batch.
-    """
+    """A schedule."""
 
     name: str
     preset: str | None
-    staleness: int
-    separate: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    verls: bool = False
+    staleness: int  # bound, in policy versions
+    separate: bool = True  # engines have separate GPUs
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # in addition to the preset's
+    verls: bool = False  # schedule of a verl trainer mode
     drafts: bool = False
     unit: Unit = "group"
 
@@ -169,21 +159,13 @@ MODEL_ARMS = [
 
 @dataclass(frozen=True)
 class Setting:
-    """Model with its recipe, and a slice of so many GPUs.
-
-    Attributes:
-        gpus: Total number of GPUs.
-        parts: Number of equal slices; one is simulated.
-        model: Key of :data:`MODELS`.
-        seed: Seed of the lengths.
-        quick: Use a small batch.
-    """
+    """Model with its recipe, and a slice of so many GPUs."""
 
     gpus: int
-    parts: int
-    model: str = MAIN
+    parts: int  # equal slices; one is simulated
+    model: str = MAIN  # key of MODELS
     seed: int = 0
-    quick: bool = False
+    quick: bool = False  # a small batch
 
     @property
     def tp(self) -> int:
@@ -256,14 +238,8 @@ def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any
     scenario = _scenario(arm, loaded.scenario, _lengths(prompts))
     counted = 8 if arm.staleness else 12
     steps, collections = _run(scenario, prompts, WARM + counted)
-    steps = steps[-counted:]
-    found = _figures(steps, collections[-counted:], at.parts)
-    return {
-        "rollout_gpus": rollout,
-        "train_gpus": training,
-        **found,
-        **_bounds(scenario, at, training, steps),
-    }
+    found = _figures(steps[-counted:], collections[-counted:], at.parts)
+    return {"rollout_gpus": rollout, "train_gpus": training, **found}
 
 
 def _scenario(arm: Arm, like: Scenario, lengths: np.ndarray) -> Scenario:
@@ -339,44 +315,6 @@ def _figures(steps: list[Step], collections: list[Collected], parts: int) -> dic
     }
 
 
-def _bounds(scenario: Scenario, at: Setting, training: int, steps: list[Step]) -> dict[str, Any]:
-    """Return lower bounds of the step time in seconds for these tokens, from the loosest on.
-
-    ``bound_s``: no process ever waits, at any staleness and the best split of GPUs. ``split_s``: the same at this one.
-    ``longest_s`` (separate engines): also the longest response meets its staleness bound. It has ``k + 1`` training
-    steps, minus the seconds from a batch's collection to its policy version.
-    """
-    cost = scenario.replicas[0]
-    if scenario.drafts.acceptance[-1] > 1:
-        cost = cost.drafted(scenario.drafts.acceptance[-1], scenario.drafts.overhead)
-    samples = sum(step.samples for step in steps) / len(steps)
-    tokens = sum(step.tokens for step in steps) / len(steps)
-    # a running response of n tokens holds n / 2 on average, plus its prompt; lengths as trained
-    held = tokens * PROMPT + samples * float(_second_moment(at)) / 2
-    work = float(cost.together(0, tokens, held)) / (at.gpus / at.tp / at.parts)
-    per_token = scenario.training.token * training / at.gpus
-    trained = per_token * (tokens + PROMPT * samples)
-    least = scenario.training.update + scenario.training.blocked_s(True)
-    shares = np.linspace(0.01, 0.99, 981)
-    bound = float(np.maximum(work / shares, trained / (1 - shares) + least).min())
-    found = {"bound_s": round(bound, 1), "bound_tokens_per_s": round(at.parts * tokens / bound)}
-    if scenario.colocated:
-        return found
-    rollout = work * at.gpus / at.tp / at.parts / len(scenario.replicas)
-    trainer = scenario.training.token * (tokens + PROMPT * samples) + scenario.training.update + scenario.blocked_s
-    limit = scenario.response_limit
-    alone = cost.prefill * PROMPT + float(cost.together(limit, limit, limit * (PROMPT + limit / 2)))
-    between = statistics.mean(step.ended - step.collected for step in steps)
-    longest = rollout + (alone + between) / (scenario.rules.max_staleness + 1)
-    split = max(rollout, trainer)
-    return {**found, "split_s": round(split, 1), "longest_s": round(max(split, longest), 1)}
-
-
-@cache
-def _second_moment(at: Setting) -> float:
-    return float(np.mean(_lengths(at.load().prompts).astype(float) ** 2))
-
-
 def compare(
     sizes: Mapping[int, int], named: str = "", seeds: Sequence[int] = (0,), quick: bool = False
 ) -> Iterator[Row]:
@@ -411,55 +349,69 @@ def fingerprint() -> str:
 
 
 def recorded() -> list[Row]:
-    """Return the rows of the arms in :data:`RESULTS`."""
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    return [row for row in rows if row["part"] in ("arms", "models")]
+    """Return the rows in :data:`RESULTS`."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
 
 
-def of_main(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row["model"] == MAIN]
+def tables(rows: Iterable[Row]) -> list[str]:
+    """Return the Markdown tables of the arms by size, and of the models. A cell is the means over the seeds: tokens per
+    second over ``verl, sync``, staleness (mean; maximum) and wasted tokens of those trained, each if above 0.
+    """
+    found: dict[str, dict[tuple[bool, str, int], dict[str, list[Row]]]] = {"arms": {}, "models": {}}
+    for row in rows:
+        size = f"{row['gpus']:,} GPUs{', drafts' * row['drafts']}"
+        arms = found[row["part"]].setdefault((row["separate"], row["arm"], row["max_staleness"]), {})
+        arms.setdefault(size if row["part"] == "arms" else row["model"], []).append(row)
+    return [_table(arms) for arms in found.values()]
+
+
+def _table(arms: Mapping[tuple[bool, str, int], Mapping[str, list[Row]]]) -> str:
+    def mean(of: Sequence[Row], name: str) -> float:
+        return statistics.mean(row[name] for row in of)
+
+    base = arms[False, SYNC.name, 0]
+    lines = [f"| schedule | engines | k | {' | '.join(base)} |", "|---" * (3 + len(base)) + "|"]
+    for (separate, name, k), by_column in sorted(arms.items(), key=lambda arm: arm[0][0]):
+        cells = [f"`{name}`", "separate" if separate else "colocated", str(k)]
+        for column, first in base.items():
+            if of := by_column.get(column):
+                wasted, stale = mean(of, "wasted"), max(row["staleness_max"] for row in of)
+                ratio = mean(of, "tokens_per_s") / mean(first, "tokens_per_s")
+                cell = f"{ratio:.2f}" + (f" ({mean(of, 'staleness_mean'):.1f}; {stale})" if stale else "")
+                cells.append(cell + (f" {wasted:.0%}" if wasted >= 0.005 else ""))
+            else:
+                cells.append("")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 @app.command()
 def main(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
     quick: Annotated[bool, typer.Option(help="64 GPUs, few prompts (ten seconds)")] = False,
-    only: Annotated[str, typer.Option(help="arms, models or aims")] = "",
+    only: Annotated[str, typer.Option(help="arms or models")] = "",
     gpus: Annotated[int, typer.Option(help="128 or 1024; 0: both")] = 0,
     arm: Annotated[str, typer.Option(help="only arms whose label contains this text")] = "",
     seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
     as_table: Annotated[bool, typer.Option("--table", help="print the recorded rows as Markdown (30 s)")] = False,
 ) -> None:
-    """Run all arms, then the other models, then check the aims."""
+    """Run all arms, then the other models."""
     if as_table:
-        print(made_table := table(of_main(recorded())))
+        print("\n\n".join(made := tables(recorded())))
         if old := {row["commit"] for row in recorded() if row["fingerprint"] != fingerprint()}:
             raise SystemExit(f"{RESULTS.name} has rows of other code ({old}): regenerate them")
-        if made_table not in (document := ROOT / "docs" / "studies" / "full_scale.md").read_text():
-            raise SystemExit(f"{document} has another table: replace it with this one")
+        document = ROOT / "docs" / "results.md"
+        if any(table not in document.read_text() for table in made):
+            raise SystemExit(f"{document} has other tables: replace them with these")
         return
     commit()  # before any file changes
     sizes = QUICK if quick else {size: parts for size, parts in GPUS.items() if gpus in (0, size)}
     drawn = range(1 if quick else seeds)
-    made = list[Row]()
-
-    def arms() -> Iterator[Row]:
-        for row in compare(sizes, arm, drawn, quick):
-            made.append(row)
-            yield row
-
-    runs: dict[str, Callable[[], Iterator[Row]]] = {
-        "arms": arms,
-        "models": lambda: models([] if quick else drawn),
-        "aims": lambda: aims(of_main(made or recorded())),
-    }
+    runs = {"arms": compare(sizes, arm, drawn, quick), "models": models([] if quick else drawn)}
     for part in [only] if only else list(runs):
-        for row in runs[part]():
-            about = {"benchmark": "full_scale", "part": part}
-            if as_json:
-                print(json.dumps({**about, **row, "fingerprint": fingerprint(), "commit": commit()}), flush=True)
-            else:
-                print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        for row in runs[part]:
+            origin = {"benchmark": "full_scale", "part": part, "fingerprint": fingerprint(), "commit": commit()}
+            print_row({**origin, **row}, as_json, "  ".join(f"{name} {value}" for name, value in row.items()))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks that need a GPU, in one command: docs/studies/gpu_check.md. A second start resumes with the remaining parts.
+# Checks that need a GPU, in one command. A second start resumes with the remaining parts.
 #   bash benchmarks/gpu_check.sh [--quick] [--only PART] [--again] [--out FOLDER]
 # PYTHON names the interpreter; it needs torch. Each part reports its missing packages.
 set -euo pipefail

@@ -30,6 +30,11 @@ def commit() -> str:
     return result.stdout.strip() or "unknown"
 
 
-def print_row(row: dict[str, Any], as_json: bool) -> None:
-    """Print a row of figures, as JSON with machine and commit."""
-    print(json.dumps({**row, "machine": describe(), "commit": commit()}) if as_json else row, flush=True)
+def about(benchmark: str) -> dict[str, Any]:
+    """Return the fields of every row."""
+    return {"benchmark": benchmark, "machine": describe(), "commit": commit()}
+
+
+def print_row(row: dict[str, Any], as_json: bool, text: str = "") -> None:
+    """Print a row of figures as JSON, with machine and commit if it lacks them, or as text."""
+    print(json.dumps({"machine": describe(), "commit": commit(), **row}) if as_json else text or row, flush=True)

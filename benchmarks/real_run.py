@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,11 @@ class Kept:
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
 
-    def left(self, wanted: Iterable[Cell]) -> list[Cell]:
-        """Return the runs that have no row yet."""
-        done = {cell for cell, _ in self.by_cell()}
-        return [cell for cell in wanted if cell not in done]
-
     def complete(
         self,
         wanted: Sequence[Cell],
         runs: int | None,
-        make: Callable[[Cell], dict[str, Any] | None],
+        make: Callable[[Cell], dict[str, Any]],
         report: Callable[[dict[str, Any]], object],
     ) -> list[dict[str, Any]] | None:
         """Make the missing runs one by one, and store each row at once.
@@ -53,34 +48,24 @@ class Kept:
         Args:
             wanted: Runs.
             runs: Maximum number of new runs; ``None``: all.
-            make: Returns a run's row, or ``None`` if this machine cannot make the run.
+            make: Returns a run's row.
             report: Called with each new row.
 
         Returns:
             Rows of the wanted settings and arms, or ``None`` if runs are missing (with ``runs=0``: the stored rows).
         """
-        left = self.left(wanted)
+        done = {Cell(row["setting"], row["arm"], row["seed"]) for row in self.rows}
+        left = [cell for cell in wanted if cell not in done]
         for cell in left[:runs]:
-            if (row := make(cell)) is not None:
-                self.add(row)
-                report(row)
+            self.rows.append(row := make(cell))
+            with self._file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            report(row)
         if runs and len(left) > runs:
             typer.echo(f"{len(left) - runs} runs are missing", err=True)
             return None
         kinds = {(cell.setting, cell.arm) for cell in wanted}
         return [row for row in self.rows if (row["setting"], row["arm"]) in kinds]
-
-    def by_cell(self) -> list[tuple[Cell, dict[str, Any]]]:
-        return [(Cell(row["setting"], row["arm"], row["seed"]), row) for row in self.rows]
-
-    def replace(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
-        self._file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        with self._file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 def faults(

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks import tiny_run
-from benchmarks.machine import commit, describe
+from benchmarks.machine import about, print_row
 from verl_rhyme.observability.report import SUMMARY_FILE
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -117,7 +117,7 @@ def main(
     for number, one in enumerate(seeds):
         for arm in (OFF, ON) if number % 2 == 0 else (ON, OFF):
             found[arm].append(run(arm, one, 2 if quick else epochs, runs.resolve() / f"{arm}-{one}"))
-    measured = {"benchmark": "seeds", "machine": describe(), "commit": commit()}
+    measured = about("seeds")
     rows: list[dict[str, Any]] = [
         {**measured, "seed": one, "arm": arm, "epochs": summary["epochs"]}
         for arm, summaries in found.items()
@@ -125,7 +125,7 @@ def main(
     ]
     rows += [{**measured, "seeds": seeds, **row} for row in by_epoch(found[OFF], found[ON])]
     for row in rows if as_json else rows[len(seeds) * 2 :]:
-        print(json.dumps(row) if as_json else row, flush=True)
+        print_row(row, as_json)
     if picture is not None:
         draw(found, picture)
 

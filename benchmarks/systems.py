@@ -27,7 +27,7 @@ import numpy as np
 import typer
 
 from benchmarks import tiny_run
-from benchmarks.machine import commit, describe
+from benchmarks.machine import about, print_row
 from benchmarks.real_run import Cell, Kept, faults, short
 from benchmarks.tiny_run import ROLLOUT
 from verl_rhyme.observability import metrics, steps
@@ -185,17 +185,17 @@ def main(
     if quick:
         chosen, arm, repeats = chosen[:1], ["separate_async, drafts", "full, staleness 1"], 1
     wanted = [cell for cell in cells(chosen, repeats) if not arm or cell.arm in arm]
-    about = {"benchmark": "systems", "machine": describe(), "commit": commit()}
+    origin = about("systems")
 
     def make(cell: Cell) -> dict[str, Any]:
         train(cell, out)
-        return {**about, **measure(cell, cell.folder(out))}
+        return {**origin, **measure(cell, cell.folder(out))}
 
     shown = Kept(out).complete(wanted, runs, make, lambda row: as_json or print(_line(row), flush=True))
     if shown is None:
         return
-    for row in [*(shown if as_json else []), *({**about, "median": True, **row} for row in medians(shown))]:
-        print(json.dumps(row) if as_json else _line(row), flush=True)
+    for row in [*(shown if as_json else []), *({**origin, "median": True, **row} for row in medians(shown))]:
+        print_row(row, as_json, _line(row))
 
 
 if __name__ == "__main__":

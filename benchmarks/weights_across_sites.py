@@ -14,7 +14,6 @@ of an unpacked version.
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 import time
 import zlib
@@ -32,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import far_link
 from benchmarks.far_link import TcpSource, Wire, sender, two_sites
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 from examples.tiny_world import puzzles
 from examples.tiny_world.reward import compute_score
 from examples.tiny_world.sampling import encode_prompt, sample
@@ -276,11 +275,7 @@ def main(
     """Measure each part and print its rows."""
 
     def show(row: dict[str, Any]) -> None:
-        named = {"benchmark": "weights_across_sites", **row}
-        if as_json:
-            print(json.dumps({**named, "machine": describe(), "commit": commit()}), flush=True)
-        else:
-            print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+        print_row({"benchmark": "weights_across_sites", **row}, as_json)
 
     versions, held = updates(3 if quick else STEPS)
     for row in coding(versions, held, 3 if quick else 15):

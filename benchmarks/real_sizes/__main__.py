@@ -2,12 +2,11 @@
 
 import typer
 
-from benchmarks.real_sizes import budget, copies, history, planning, routing, sampler
+from benchmarks.real_sizes import budget, copies, history, planning, sampler
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.command("sampler", help=sampler.__doc__)(sampler.main)
 app.command("budget", help=budget.__doc__)(budget.main)
-app.command("routing", help=routing.__doc__)(routing.main)
 app.command("planning", help=planning.__doc__)(planning.main)
 app.command("history", help=history.__doc__)(history.main)
 app.command("copies", help=copies.__doc__)(copies.main)

@@ -10,7 +10,6 @@ case has certain drafts: every request regenerates an earlier response. Nothing 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ import typer
 
 from benchmarks import traces
 from benchmarks.arms import Rhyme
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 from benchmarks.replay import replay
 from benchmarks.traces import Response
 from verl_rhyme.config import DraftingConfig
@@ -150,7 +149,6 @@ def main(
 ) -> None:
     """Print granted tokens per step, and the speed by the cost model, by rows, cost and kind of draft."""
     past, now = responses()
-    machine = {"machine": describe(), "commit": commit()}
     for width in rows or ([8, 64] if quick else [8, 16, 32, 64, 128, 256, 384, 512, 1024]):
         for cost, clock in COSTS.items():
             itemsize = 4 if clock is cpu else 2
@@ -180,4 +178,4 @@ def main(
                         "steps_at_the_budget": figures.bound,
                         "speed_to_no_drafts": round(speeds[name] / plain, 3),
                     }
-                    print(json.dumps(row | machine) if as_json else row, flush=True)
+                    print_row(row, as_json)

@@ -12,7 +12,6 @@ Ray's store; `read_s`: the engine thread's time to read one. Medians.
 from __future__ import annotations
 
 import dataclasses
-import json
 import tempfile
 import time
 import timeit
@@ -22,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 from benchmarks.real_sizes.history import NAMESPACE, key, responses
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.copies import CopyReader
@@ -93,7 +92,7 @@ def main(
         cluster.add_node(**options)
     cluster.wait_for_nodes()
     others = [node["NodeID"] for node in ray.nodes() if node["NodeID"] != here]
-    about = {"benchmark": "real_sizes", "part": "copies", "machine": describe(), "commit": commit()}
+    about = {"benchmark": "real_sizes", "part": "copies"}
     with tempfile.TemporaryDirectory() as folder:
         config = HistoryConfig(dir=folder, max_bytes=4 << 30)
         actor = ray.remote(concurrency_groups={READ: 1})(Writer).options(num_cpus=0, name=writer_name(folder))
@@ -105,8 +104,7 @@ def main(
                 ray.remote(HistoryFetcher).options(num_cpus=0, scheduling_strategy=where).remote(node, config)
             )
         for tokens in (1024,) if quick else (8192, 32768):
-            row = run(tokens, folder, writer, fetchers, others[0])
-            print(json.dumps({**about, **row}) if as_json else row, flush=True)
+            print_row({**about, **run(tokens, folder, writer, fetchers, others[0])}, as_json)
         ray.get([each.close.remote() for each in (*fetchers, writer)])
     ray.shutdown()
     cluster.shutdown()

@@ -2,12 +2,12 @@
 
     python -m benchmarks.real_sizes history [--json] [--quick] [--tokens 8192 ...] [--prompts N] [--threads N]
 
-Measures only the store, without TransferQueue and Ray (``benchmarks.studies.recording`` has both). Epochs of synthetic
-responses are appended, snapshotted, rewritten (kept data is copied into a dense file) and restored into another folder.
-Each operation has a process. Every 5 ms it samples the process's anonymous memory (without mapped files, which the
-kernel can reclaim) and the additional disk space. From the fifth epoch on a prompt's history has constant size: four
-epochs, the oldest evicted. Responses consist of phrases. A prompt's responses share most phrases, as reasoning about
-one problem does; one token in twenty differs.
+Measures only the store, without TransferQueue and Ray. Epochs of synthetic responses are appended, snapshotted,
+rewritten (kept data is copied into a dense file) and restored into another folder. Each operation has a process. Every
+5 ms it samples the process's anonymous memory (without mapped files, which the kernel can reclaim) and the additional
+disk space. From the fifth epoch on a prompt's history has constant size: four epochs, the oldest evicted. Responses
+consist of phrases. A prompt's responses share most phrases, as reasoning about one problem does; one token in twenty
+differs.
 
 Finally one prompt is read: the fastest of many reads from a warm map, and its parts: unpacking, and the checksum.
 
@@ -16,7 +16,6 @@ To measure an earlier commit, copy this file over that commit's.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import resource
 import tempfile
@@ -30,7 +29,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 from verl_rhyme.history import packing
 from verl_rhyme.history.record import PromptHistory, Trajectory
 from verl_rhyme.history.store import HistoryReader, HistoryStore
@@ -232,5 +231,4 @@ def main(
             jobs += [("read", folder)]
             for job in jobs:
                 for found in in_process(*job):
-                    row = {**about, **found, "machine": describe(), "commit": commit()}
-                    print(json.dumps(row) if as_json else row, flush=True)
+                    print_row({**about, **found}, as_json)

@@ -13,7 +13,6 @@ arrays are not included; they have a few bytes per row.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
@@ -24,7 +23,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.machine import commit, describe
+from benchmarks.machine import print_row
 
 VOCABULARY = 151_936
 #: (requests, draft tokens of each)
@@ -177,11 +176,4 @@ def main(
                 "times_vllm_range": [round(min(ratios), 2), round(max(ratios), 2)],
                 "mib_beyond_logits": round(memory[arm] / 2**20, 1),
             }
-            if as_json:
-                print(json.dumps({**row, "machine": describe(), "commit": commit()}), flush=True)
-            else:
-                print(
-                    f"{rows:4d} rows x {drafts} drafts  {arm:11s} {row['ms']:9.2f} ms  {row['times_vllm']:6.2f} times "
-                    f"vLLM's speed  {row['mib_beyond_logits']:8.1f} MiB",
-                    flush=True,
-                )
+            print_row(row, as_json)

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import full_scale
+from verl_rhyme.observability import metrics
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
@@ -50,3 +53,22 @@ def test_files_that_are_named_exist(name, least):
     assert len(found) >= least
     missing = {path for path in found if not any((parent / path).exists() for parent in (PACKAGE, ROOT))}
     assert missing == set()
+
+
+def test_documents_stay_short():
+    words = {name: len((ROOT / name).read_text().split()) for name in DOCUMENTS if name.startswith("docs/")}
+    assert sum(words.values()) <= 19_000
+    assert words["docs/results.md"] <= 3_000
+
+
+def test_every_metric_is_documented():
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    names = {value for name, value in vars(metrics).items() if name.isupper() and isinstance(value, str)}
+    names = {name for name in names - {metrics.EPOCH} if name.startswith(("rollout/", "training/"))}
+    prefixes = {metrics.HISTORY, metrics.LENGTHS}
+    assert {name for name in names - prefixes if f"`{name}`" not in page} == set()
+
+
+def test_the_simulated_tables_are_those_of_the_recorded_rows():
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert [table in page for table in full_scale.tables(full_scale.recorded())] == [True, True]

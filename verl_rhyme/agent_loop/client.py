@@ -38,7 +38,6 @@ _NO_SERVERS = "No available servers in load balancer"
 _SERVER_WAIT_S = 1.0
 #: Seconds before an aborted request is sent again, as in verl's client.
 _RESUME_S = 1.0
-#: Log line that ``benchmarks.faults`` counts.
 MOVED = "a replica died: %s continues on another with %d tokens of its turn; the work of %.1f s is lost (%s)"
 #: Error of a request that belongs to no sample.
 _NO_SESSION = (

@@ -1,11 +1,12 @@
-"""Write the generated files: the YAML groups of ``conf/rhyme`` and ``docs/options.md``.
+"""Write the generated files: the YAML groups of ``conf/rhyme``, ``docs/options.md``, the tables of ``docs/metrics.md``.
 
-Run ``python -m verl_rhyme.config.generate`` in a checkout after a change of an option or a preset; a test compares.
+Run ``python -m verl_rhyme.config.generate`` after a change of an option, a preset or a metric; a test compares.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,12 +18,15 @@ from verl_rhyme.config.presets import PRESETS, SUMMARIES, verl_keys
 
 _WIDTH = 120
 _COMMAND = "python -m verl_rhyme.config.generate"
+_ROOT = Path(__file__).parents[2]
+#: A line of ``observability/metrics.py``: name, unit, meaning.
+_METRIC = re.compile(r'(?:\w+ =|#) "(\w+/[\w/]+)"  # ([^:]+): (.+)')
 
 
 def files() -> dict[str, str]:
     """Return the text of each generated file by its path in the repository."""
     groups = {f"verl_rhyme/conf/rhyme/{preset}.yaml": group(preset) for preset in PRESETS}
-    return {**groups, "docs/options.md": document()}
+    return {**groups, "docs/options.md": document(), "docs/metrics.md": metrics()}
 
 
 # ---- YAML groups ----
@@ -120,6 +124,19 @@ def document() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def metrics() -> str:
+    """Return the text of ``docs/metrics.md`` with new tables between the marks."""
+    begin, end = f"<!-- Generated: {_COMMAND} -->\n\n", "<!-- End -->"
+    before, _, rest = (_ROOT / "docs/metrics.md").read_text().partition(begin)
+    tables = []
+    for section in (_ROOT / "verl_rhyme/observability/metrics.py").read_text().split("\n# -- ")[1:]:
+        title, *lines = section.splitlines()
+        found = [match.groups() for line in lines if (match := _METRIC.fullmatch(line))]
+        rows = [(f"`{name}`", unit, meaning) for name, unit, meaning in found]
+        tables.append(f"## {title}\n\n{_table(('metric', 'unit', 'meaning'), rows)}\n\n")
+    return before + begin + "".join(tables) + end + rest.partition(end)[2]
+
+
 def _set(preset: str) -> str:
     verls = {"trainer.v1.trainer_mode": "separate_async"} if preset == "stream" else {}
     settings = {**PRESETS[preset], **verls}
@@ -132,8 +149,8 @@ def _options(of: Sequence[Option]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+    first, *others = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, *rows))
+    return "\n".join([first, "|---" * len(head) + "|", *others])
 
 
 def _plain(value: Any) -> str:
@@ -142,4 +159,4 @@ def _plain(value: Any) -> str:
 
 if __name__ == "__main__":
     for name, text in files().items():
-        (Path(__file__).parents[2] / name).write_text(text)
+        (_ROOT / name).write_text(text)

@@ -1,7 +1,7 @@
 """Token draws for a batch of logits: noise keys, sampling options, log-probabilities.
 
 The noise is keyed by request and position (:mod:`verl_rhyme.sampling.noise`). A request may carry its key, so that it
-uses the same noise when it is regenerated (``docs/studies/coupling.md``). A request with a ``seed`` is keyed by it, any
+uses the same noise when it is regenerated. A request with a ``seed`` is keyed by it, any
 other by its id. Sampling options other than the temperature go through vLLM's processors first, a few rows at a time.
 
 Log-probabilities are those of vLLM's ``logprobs_mode``, or with :data:`POLICY_LOGPROBS` the policy's: over the whole

@@ -17,90 +17,119 @@ from verl_rhyme.drafting.policy import SOURCES
 EPOCH = "training/epoch"  # counted from 0
 REWARD_MEAN = "critic/score/mean"
 REWARD_MEAN_AFTER_KL = "critic/rewards/mean"
-FILTERED_GROUPS = "training/filter_groups/evicted_samples"  # groups, in spite of the name
-FAILED_PROMPTS = "training/rollout_failure/evicted_samples"  # prompts in verl-rhyme's trainer modes
 TIMING = "timing_s/"
 GEN_S = "timing_s/gen"
-#: Seconds of rollout in a step, where rollout runs longer than the trainer waits for it (otherwise GEN_S).
-ROLLOUT_S = "rollout/seconds"
 STEP_S = "timing_s/step"
-HISTORY_UPDATE_S = "timing_s/history_update"
 GEN_MS_PER_TOKEN = "timing_per_token_ms/gen"
 TOTAL_TOKENS = "perf/total_num_tokens"  # prompts and responses
 PROMPT_LENGTH_MEAN = "prompt_length/mean"
 RESPONSE_LENGTH_MEAN = "response_length/mean"
-#: Staleness of the oldest token of each trajectory, in runs without the pipeline.
-VERL_STALENESS_MEAN = "training/off_policy/trajectory_staleness_worst/mean"
-VERL_STALENESS_MAX = "training/off_policy/trajectory_staleness_worst/max"
-SPEC_ACCEPT_RATE = "rollout/spec_accept_rate"
-SPEC_ACCEPT_LENGTH = "rollout/spec_accept_length"
-
-# Names of verl-rhyme.
-BUBBLE_RATIO = "rollout/bubble_ratio"
-USEFUL_TOKENS_PER_S = "rollout/useful_tokens_per_s"
-REQUESTS = "rollout/requests"
-TRAINED_TOKENS = "rollout/trained_tokens"
-QUEUE_S_MEAN = "rollout/queue_s/mean"
-QUEUE_S_MAX = "rollout/queue_s/max"
-LENGTHS = "rollout/lengths/"
-LENGTH_CORRELATION = LENGTHS + "rank_correlation"
-LENGTH_ERRORS = LENGTHS + "forecast_errors"
-RANKER_FAILURES = LENGTHS + "ranker_failures"
-REPLICAS_BEHIND = "rollout/weights/replicas_behind"
-SLOW_LINK_MB = "rollout/weights/slow_link_mb"
-DAMAGED_CHUNKS = "rollout/weights/damaged_chunks"
-LOST_CHUNKS = "rollout/weights/lost_chunks"
-PLACEMENT_MOVED = "rollout/placement/moved"
-PLACEMENT_ERRORS = "rollout/placement/errors"
-LENGTHS_P50 = "rollout/lengths/p50"
-LENGTHS_P90 = "rollout/lengths/p90"
-LENGTHS_P99 = "rollout/lengths/p99"
-LENGTHS_MAX = "rollout/lengths/max"
-SPEC_DRAFTED = "rollout/spec/drafted_tokens"
-SPEC_ACCEPTED = "rollout/spec/accepted_tokens"
-SPEC_REVERIFIED = "rollout/spec/reverified_tokens"
-#: Draft tokens by source, as ``RequestRecord.by_source``: [verified, accepted] of each.
-SPEC_SOURCES = {source: [f"rollout/spec/{kind}/{source}" for kind in ("drafted", "accepted")] for source in SOURCES}
-SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"
-SPEC_ERRORS = "rollout/spec/errors"
-SPEC_DRAFT_S = "rollout/spec/draft_s"
-SPEC_ALARM = "rollout/spec/alarm"
-ENTROPY = "rollout/entropy"  # nats per token: minus the mean log-prob of the sampled tokens
 VERL_ENTROPY = "actor/entropy"  # aggregated by loss_agg_mode: per token with token-mean, verl's default
-HISTORY = "rollout/history"  # prefix of the history store's statistics
-HISTORY_ERRORS = "rollout/history/errors"
-HISTORY_LOST = "rollout/history/lost_steps"
-HISTORY_UNTRAINED = "rollout/history/untrained"
-HISTORY_HIT_RATE = "rollout/history/hit_rate"
-HISTORY_RESTARTS = "rollout/history/writer_restarts"
 
-STALENESS_MEAN = "training/staleness/mean"
-STALENESS_MAX = "training/staleness/max"
-STALENESS_GROUPS = "training/staleness/groups"
-TOKEN_STALENESS_MEAN = "training/staleness/tokens/mean"
-TOKEN_STALENESS_MAX = "training/staleness/tokens/max"
-SORTED_DISCARDED = "training/sorted/discarded_tokens"
-SORTED_TRAINED = "training/sorted/trained_tokens"
-SORTED_INTERRUPTED = "training/sorted/interrupted"
-SORTED_STALE = "training/sorted/stale"
-SORTED_ABANDONED = "training/sorted/abandoned"
-SORTED_FAILED = "training/sorted/failed_attempts"
-SORTED_LEFT = "training/sorted/finished_left"
-SORTED_LOADED = "training/sorted/loaded_prompts"
-SORTED_DROPPED = "training/sorted/dropped_prompts"
-SORTED_WAITING_MEAN = "training/sorted/waiting/mean"
-SORTED_WAITING_MAX = "training/sorted/waiting/max"
-SORTED_ORDER = "training/sorted/order"
-FILTERED_SCORE = "training/filter_groups/evicted_score/mean"
-STREAM_EARLY = "training/stream/early_share"
-STREAM_PARTS = "training/stream/parts"
-STREAM_AHEAD = "training/stream/ahead_s"
-STREAM_BEHIND = "training/stream/behind_s"
-STREAM_ELASTIC = "training/stream/elastic"
-STREAM_REPLICAS = "training/stream/replicas"
-STREAM_MOVED = "training/stream/moved"
-STREAM_CHANGE = "training/stream/change_s"
-SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
+# Names of verl-rhyme. docs/metrics.md is made of these lines (``config/generate.py``): ``# unit: meaning``. A line
+# without a constant is a metric that is named where it is computed.
+
+# -- Drafts
+SPEC_ACCEPT_RATE = "rollout/spec_accept_rate"  # share: accepted per draft token, mean of requests (verl's)
+SPEC_ACCEPT_LENGTH = "rollout/spec_accept_length"  # tokens: of a verifying step, mean of requests (verl's)
+SPEC_DRAFTED = "rollout/spec/drafted_tokens"  # tokens: drafted in the step
+SPEC_ACCEPTED = "rollout/spec/accepted_tokens"  # tokens: accepted in the step
+SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"  # steps: that verified a draft
+SPEC_REVERIFIED = "rollout/spec/reverified_tokens"  # tokens: accepted, from before an interruption
+# "rollout/spec/drafted/SOURCE"  # tokens: by source: `history`, `siblings`, `own`, `others`; the first that proposes
+# "rollout/spec/accepted/SOURCE"  # tokens: the same; no accepted `history` after epoch 1: see troubleshooting
+#: As ``RequestRecord.by_source``: [verified, accepted] of each source.
+SPEC_SOURCES = {source: [f"rollout/spec/{kind}/{source}" for kind in ("drafted", "accepted")] for source in SOURCES}
+SPEC_ERRORS = "rollout/spec/errors"  # count: failures of drafter and history; read the warning
+SPEC_DRAFT_S = "rollout/spec/draft_s"  # s: engines waited for drafts, summed; lower `drafting.max_tokens`
+SPEC_ALARM = "rollout/spec/alarm"  # 0, 1: the last 4096 draft tokens were all rejected; see troubleshooting
+ENTROPY = "rollout/entropy"  # nats: of the policy, by token; above 1 drafts gain little
+
+# -- History
+HISTORY = "rollout/history"
+HISTORY_HIT_RATE = "rollout/history/hit_rate"  # share: requests whose prompt had a history
+# "rollout/history/prompts"  # count: in the store
+# "rollout/history/responses"  # count: in the store
+# "rollout/history/tokens"  # count: in the store
+# "rollout/history/epochs"  # count: most visits of a prompt
+# "rollout/history/bytes"  # bytes: values of the store
+# "rollout/history/file_bytes"  # bytes: its file
+# "rollout/history/kept_share"  # share: prompts with a history, of those seen; raise `history.max_bytes`
+# "rollout/history/evicted"  # prompts: dropped; raise `history.max_bytes`
+# "rollout/history/shed_epochs"  # visits: dropped; raise `history.max_bytes`
+# "rollout/history/unkept"  # responses: without room; raise `history.max_bytes`
+# "rollout/history/dropped"  # responses: not recorded: full disk, bad tokens, late; free disk or cores
+# "rollout/history/sent_bytes"  # bytes: fetched by other nodes
+HISTORY_LOST = "rollout/history/lost_steps"  # steps, parts: not recorded; read the warnings
+HISTORY_UNTRAINED = "rollout/history/untrained"  # responses: recorded, not trained
+HISTORY_RESTARTS = "rollout/history/writer_restarts"  # count: since the start; read the warnings
+HISTORY_ERRORS = "rollout/history/errors"  # count: since the start; read the warnings
+HISTORY_UPDATE_S = "timing_s/history_update"  # s: recording
+
+# -- Rollout, lengths, placement
+ROLLOUT_S = "rollout/seconds"  # s: `timing_s/gen`, or the step if rollout overlaps training
+REQUESTS = "rollout/requests"  # count: requests of the step
+TRAINED_TOKENS = "rollout/trained_tokens"  # tokens: trained response tokens
+USEFUL_TOKENS_PER_S = "rollout/useful_tokens_per_s"  # tokens/s: trained tokens per second of rollout
+BUBBLE_RATIO = "rollout/bubble_ratio"  # share: idle request slots; not where engines continue during training
+QUEUE_S_MEAN = "rollout/queue_s/mean"  # s: wait for a slot
+QUEUE_S_MAX = "rollout/queue_s/max"  # s: the same, maximum
+LENGTHS = "rollout/lengths/"
+LENGTHS_P50 = "rollout/lengths/p50"  # tokens: of a request's response, median
+LENGTHS_P90 = "rollout/lengths/p90"  # tokens: the same, 90th percentile
+LENGTHS_P99 = "rollout/lengths/p99"  # tokens: the same, 99th percentile
+LENGTHS_MAX = "rollout/lengths/max"  # tokens: the same, maximum
+LENGTH_CORRELATION = "rollout/lengths/rank_correlation"  # -1 to 1: forecast against length
+# "rollout/lengths/mean_ratio"  # ratio: expected over real length
+# "rollout/lengths/seen"  # share: of responses with a forecast
+# "rollout/lengths/ranked"  # share: of responses with a forecast by the ranker only
+LENGTH_ERRORS = "rollout/lengths/forecast_errors"  # count: failed forecasts, logged above 0; report a bug
+RANKER_FAILURES = "rollout/lengths/ranker_failures"  # count: failed calls of it, logged above 0; report a bug
+PLACEMENT_MOVED = "rollout/placement/moved"  # samples: moved to another replica
+PLACEMENT_ERRORS = "rollout/placement/errors"  # count: least loaded replica used instead; report a bug
+
+# -- Weights (relay)
+REPLICAS_BEHIND = "rollout/weights/replicas_behind"  # replicas: lacked the previous version; check the network
+SLOW_LINK_MB = "rollout/weights/slow_link_mb"  # MB: sent between sites; keep `weights.pack=true`
+DAMAGED_CHUNKS = "rollout/weights/damaged_chunks"  # chunks: fetched again; check the link
+LOST_CHUNKS = "rollout/weights/lost_chunks"  # chunks: fetched again; check the link
+
+# -- Staleness
+STALENESS_MEAN = "training/staleness/mean"  # versions: of a group's oldest token
+STALENESS_MAX = "training/staleness/max"  # versions: the same, maximum
+TOKEN_STALENESS_MEAN = "training/staleness/tokens/mean"  # versions: of every trained token
+TOKEN_STALENESS_MAX = "training/staleness/tokens/max"  # versions: the same, maximum
+STALENESS_GROUPS = "training/staleness/groups"  # groups: of the step
+VERL_STALENESS_MEAN = "training/off_policy/trajectory_staleness_worst/mean"  # versions: by trajectory (verl's)
+VERL_STALENESS_MAX = "training/off_policy/trajectory_staleness_worst/max"  # versions: the same, maximum (verl's)
+
+# -- Schedule (the pipeline)
+SORTED_TRAINED = "training/sorted/trained_tokens"  # tokens: of the step
+SORTED_DISCARDED = "training/sorted/discarded_tokens"  # tokens: generated, not trained; lower `scheduling.in_flight`
+SORTED_INTERRUPTED = "training/sorted/interrupted"  # samples: interrupted
+SORTED_STALE = "training/sorted/stale"  # samples: finished, but too stale
+SORTED_ABANDONED = "training/sorted/abandoned"  # attempts: lost, or too late; look for dead workers, slow tools
+SORTED_FAILED = "training/sorted/failed_attempts"  # attempts: tool or reward raised; the sample starts again
+SORTED_WAITING_MEAN = "training/sorted/waiting/mean"  # steps: that passed a prompt by
+SORTED_WAITING_MAX = "training/sorted/waiting/max"  # steps: the same, maximum; lower `scheduling.in_flight`
+SORTED_ORDER = "training/sorted/order"  # -1 to 1: 1 sorted by length, 0 shuffled
+SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"  # ratio: longest to shortest mini-batch
+SORTED_LOADED = "training/sorted/loaded_prompts"  # prompts: loaded
+SORTED_DROPPED = "training/sorted/dropped_prompts"  # prompts: failed or filtered
+SORTED_LEFT = "training/sorted/finished_left"  # samples: finished, for a later step
+FAILED_PROMPTS = "training/rollout_failure/evicted_samples"  # prompts: of which a sample failed; fix reward or tool
+FILTERED_GROUPS = "training/filter_groups/evicted_samples"  # groups: dropped for equal scores; choose other prompts
+FILTERED_SCORE = "training/filter_groups/evicted_score/mean"  # score: of those groups
+
+# -- Streaming (separate engines)
+STREAM_EARLY = "training/stream/early_share"  # share: processed before the batch was complete; lower `streaming.part`
+STREAM_PARTS = "training/stream/parts"  # count: of the batch
+STREAM_AHEAD = "training/stream/ahead_s"  # s: the complete batch waited for the trainer; fewer replicas
+STREAM_BEHIND = "training/stream/behind_s"  # s: rollout slower than training; more replicas
+STREAM_ELASTIC = "training/stream/elastic"  # -1, 0, 1: advice: a replica less or more
+STREAM_REPLICAS = "training/stream/replicas"  # replicas: serving (`streaming.elastic`)
+STREAM_MOVED = "training/stream/moved"  # samples: moved by a change of replicas
+STREAM_CHANGE = "training/stream/change_s"  # s: of such a change
 
 #: Share of the tokens below which drafts are hardly worth their cost.
 LOW_YIELD = 0.1

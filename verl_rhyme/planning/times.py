@@ -1,6 +1,6 @@
 """Time of a training step on replicas and training GPUs, in closed form, for the planner.
 
-Two bounds determine a step (docs/studies/planner.md). With ``max_staleness`` k and T seconds a step:
+Two bounds determine a step. With ``max_staleness`` k and T seconds a step:
 
 - **rollout**: ``T >= W + (L + F) / (k + 1)``. W is the linear work of a batch per replica in seconds (rows, drafts,
   caches, prompts). It does not depend on the order in which responses end, since a decode step of R rows with C cached
@@ -15,8 +15,7 @@ the sum: ``T = sqrt((W + L)^2 + tokens^2) + fixed``. Otherwise it is the larger 
 
 Colocated engines stop while the actor trains, so F is added: ``T = W + L / (k + 1) + F``.
 
-``python -m benchmarks.studies.allocation`` and ``tests/unit/planning/test_times_simulated.py`` compare it with the
-simulator.
+``tests/unit/planning/test_times_simulated.py`` compares it with the simulator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cluster files of ``verl-rhyme simulate``: a YAML file with a cluster and its workload (docs/studies/simulation.md).
+"""Cluster files of ``verl-rhyme simulate``: a YAML file with a cluster and its workload.
 
 The run's options (``max_staleness``, ``scheduling.*``, ...) are those of :mod:`verl_rhyme.config`, read by the same
 code. A replica's profile is a separate file (:mod:`verl_rhyme.planning.profile`).

@@ -84,7 +84,7 @@ def yaml(fitted: Fitted) -> str:
         around["drafts"] = {"acceptance": paces, "overhead": _digits(fitted.drafts.overhead)}
     comment = "".join(f"#   {line}\n" for line in OmegaConf.to_yaml(around).splitlines())
     return (
-        "# Measured by verl-rhyme profile. Costs are in seconds; docs/studies/simulation.md explains the keys.\n"
+        "# Measured by verl-rhyme profile. Costs are in seconds.\n"
         f"# Trainer of the same run, for a cluster file:\n{comment}{OmegaConf.to_yaml(profile)}"
     )
 

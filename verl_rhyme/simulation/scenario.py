@@ -10,7 +10,7 @@ from verl_rhyme.observability.metrics import fillable_slots
 from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 
-#: Tokens per step of text regenerated with itself as draft, verified in long runs (docs/studies/coupling.md).
+#: Tokens per step of text regenerated with itself as draft, verified in long runs.
 AGAIN = 20.0
 
 

@@ -3,7 +3,7 @@
 A training step changes few bf16 numbers, and mostly their last bits. The exclusive or of two versions, as 16-bit
 words, is therefore nearly all zeros. If few words changed, the code lists the gaps between their positions and the
 changed bits. Else it holds all words. High and low bytes of words have little in common: they are split into two
-*planes*. zstandard (RFC 8878) compresses the result. Measurements: docs/studies/weights.md.
+*planes*. zstandard (RFC 8878) compresses the result. Figures: docs/results.md.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _NARROW = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 #: How often relays may die during one request.
 _DEATHS = 3
 _DEFAULT = WeightsConfig()
-#: Log line that ``benchmarks.fault_injection`` counts.
+#: Log line that ``benchmarks.faults`` counts.
 GONE = "the weight relay of node %s died or hangs; a new one replaces it: %s"
 
 logger = logging.getLogger(__name__)

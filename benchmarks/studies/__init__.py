@@ -1,1 +1,0 @@
-"""One-time studies; their reports are in ``docs/studies``."""
