@@ -128,7 +128,6 @@ class Reply:
         state: State to open the coordinator with again.
         lengths: Lengths learnt since the last batch or checkpoint (:meth:`Expectations.pop_changes`).
         answered: Response tokens of the prompts that left since the last batch, by prompt key.
-        paces: Seconds per token of a request since the last batch, by replica rank.
     """
 
     keys: list[str]
@@ -142,4 +141,3 @@ class Reply:
     dropped_tags: list[dict[str, Any]] = field(default_factory=list)
     lengths: dict[str, Any] = field(default_factory=dict)
     answered: dict[str, list[int]] = field(default_factory=dict)
-    paces: dict[int, float] = field(default_factory=dict)
