@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,10 +37,9 @@ import typer
 from benchmarks import far_link, tiny_run
 from benchmarks.fault_injection import KEPT, Injection, Injector, end, redispatched
 from benchmarks.machine import commit, describe
-from benchmarks.real_run import Cell, Kept, faults, short
+from benchmarks.real_run import Cell, Kept, faults, requests_of, short
 from benchmarks.tiny_run import RHYME, ROLLOUT
 from verl_rhyme.observability import metrics, steps
-from verl_rhyme.simulation import recorded
 
 REPLICAS, BATCH, SAMPLES, SLOTS, LIMIT, PROMPTS, EPOCHS = 3, 6, 4, 6, 384, 24, 3
 STEADY_MS, TRAIN_MS, HUNG_S, SAVED = 60.0, 60.0, 20.0, 2
@@ -131,10 +130,9 @@ def last_words(log: Path) -> str:
 def measure(cell: Cell, folder: Path, injected: dict[str, Any], epochs: int) -> dict[str, Any]:
     """Return the row of a run: its samples and its faults."""
     by_step = dict(sorted(steps.from_metrics(folder / "metrics.jsonl").items()))
-    run, samples, wanted = recorded.read(folder), BATCH * SAMPLES, epochs * PROMPTS // BATCH
-    checked = faults(run, by_step, samples, LIMIT, STALE)
-    errors = [*checked["faults"], *not_once(run, wanted, epochs, PROMPTS * SAMPLES)]
-    requests = run.requests
+    requests, samples, wanted = requests_of(folder), BATCH * SAMPLES, epochs * PROMPTS // BATCH
+    checked = faults(requests, by_step, samples, LIMIT, STALE)
+    errors = [*checked["faults"], *not_once(requests, wanted, epochs, PROMPTS * SAMPLES)]
     thrown = ~requests["trained"] & ~requests["validate"]
     correlation = [row["training/rollout_actor_probs_pearson_corr"] for row in by_step.values()]
     return {
@@ -155,16 +153,15 @@ def measure(cell: Cell, folder: Path, injected: dict[str, Any], epochs: int) -> 
     }
 
 
-def not_once(run: recorded.Run, wanted_steps: int, epochs: int, of_epoch: int) -> list[str]:
+def not_once(requests: Mapping[str, np.ndarray], wanted_steps: int, epochs: int, of_epoch: int) -> list[str]:
     """Return messages about samples that are missing or were trained twice.
 
     Args:
-        run: Event log.
+        requests: Columns of the event log's requests.
         wanted_steps: Expected training steps.
         epochs: Expected epochs.
         of_epoch: Samples per epoch.
     """
-    requests = run.requests
     rows, messages = np.flatnonzero(requests["trained"]), []
     if (steps_of := np.unique(requests["step"][rows]).tolist()) != list(range(1, wanted_steps + 1)):
         messages.append(f"steps {sorted({*range(1, wanted_steps + 1)} ^ {*steps_of})} are missing or unexpected")

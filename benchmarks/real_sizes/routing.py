@@ -38,11 +38,12 @@ import typer
 from benchmarks.machine import commit, describe
 from benchmarks.real_sizes.routing_world import MOST_TOKENS, Ran, World, tokens_by
 from verl_rhyme.checks.preflight.history_size import RESPONSE_BYTES, TOKEN_BYTES
-from verl_rhyme.planning.profile import profile
+from verl_rhyme.planning import roofline
+from verl_rhyme.planning.architecture import PUBLISHED, Architecture
 
 PROMPTS, BATCH, SAMPLES, REPLICAS_A_NODE = 17_398, 512, 16, 8
 MEAN_TOKENS = 4000
-PROFILE = "qwen2.5-32b-h800-tp4"
+COST = roofline.replica(Architecture.read(PUBLISHED["Qwen/Qwen2.5-32B"]), roofline.GPUS["H800"], 4)
 #: Placement policy with its options.
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "least_loaded": ("least_loaded", {}),
@@ -62,7 +63,7 @@ def drive(arm: str, replicas: int, batch: int, steps: int, epochs: int, stalenes
     """Run epochs of ``steps`` training steps."""
     policy, options = ARMS[arm]
     lengths = np.stack([_lengths(steps * batch, epoch) for epoch in range(epochs)])
-    world = World(policy, options, replicas, profile(PROFILE)[0], lengths, batch, REPLICAS_A_NODE, staleness, known)
+    world = World(policy, options, replicas, COST, lengths, batch, REPLICAS_A_NODE, staleness, known)
     world.run(epochs * steps)
     return world
 

@@ -38,10 +38,10 @@ from verl_rhyme.config import OVERSUBSCRIPTION, ConfigError, training_order
 from verl_rhyme.coordinator.ranker_service import missing_requirement
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
+from verl_rhyme.planning.cost import TYPICAL
 from verl_rhyme.processes.messages import LoadedPrompt, Reply, RunSettings
 from verl_rhyme.processes.stored_samples import StoredSamples
 from verl_rhyme.processes.waiting import insist_blocking
-from verl_rhyme.router import router_file
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.scheduling.retries import RolloutError
 from verl_rhyme.scheduling.rules import of_config
@@ -220,6 +220,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         limit = max(1, math.ceil(OVERSUBSCRIPTION * slots))
         tokens = self._cache_tokens().values()
         placement = self._rhyme.placement
+        cost = TYPICAL if (known := self._replica_profile()) is None else known.cost
         return RunSettings(
             rules=self.rules,
             filters=self._filters,
@@ -231,7 +232,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             room=int(OVERSUBSCRIPTION * sum(tokens)) if all(tokens) else None,  # also for queued samples
             router=self._router(),
             placement=None if placement.policy is None else (placement.policy, dict(placement.options)),
-            cost=replace(router_file.cost(placement), slots=self.config.actor_rollout_ref.rollout.max_num_seqs),
+            cost=replace(cost, slots=self.config.actor_rollout_ref.rollout.max_num_seqs),
             response_limit=self.config.data.max_response_length,
             part_samples=max(1, int((self._rhyme.streaming.part or 1) * self.rules.batch_samples)),
         )
