@@ -39,11 +39,10 @@ import typer
 
 from benchmarks import tiny_run
 from benchmarks.machine import about, print_row
-from benchmarks.real_run import Cell, Kept, faults, short
+from benchmarks.real_run import Cell, Kept, faults, requests_of, short
 from benchmarks.tiny_run import RHYME, ROLLOUT
 from verl_rhyme.coordinator import replicas
 from verl_rhyme.observability import metrics, steps
-from verl_rhyme.simulation import recorded
 from verl_rhyme.weights import manager
 
 REPLICAS, BATCH, SAMPLES, SLOTS, LIMIT, PROMPTS, EPOCHS = 3, 6, 4, 6, 384, 24, 3
@@ -344,9 +343,8 @@ def last_words(log: Path) -> str:
 def measure(cell: Cell, folder: Path, injected: dict[str, Any], epochs: int) -> dict[str, Any]:
     """Return the row of a run: its samples and its faults."""
     by_step = dict(sorted(steps.from_metrics(folder / "metrics.jsonl").items()))
-    run, samples, wanted = recorded.read(folder), BATCH * SAMPLES, epochs * PROMPTS // BATCH
-    checked = faults(run, by_step, samples, LIMIT, STALE)
-    requests = run.requests
+    requests, samples, wanted = requests_of(folder), BATCH * SAMPLES, epochs * PROMPTS // BATCH
+    checked = faults(requests, by_step, samples, LIMIT, STALE)
     thrown = ~requests["trained"] & ~requests["validate"]
     correlation = [row["training/rollout_actor_probs_pearson_corr"] for row in by_step.values()]
     return {
@@ -362,13 +360,12 @@ def measure(cell: Cell, folder: Path, injected: dict[str, Any], epochs: int) -> 
         "early_share": short(float(np.mean([row.get(metrics.STREAM_EARLY, 0.0) for row in by_step.values()]))),
         "pearson_least": short(float(min(correlation))),
         "spanning": checked["spanning"],
-        "faults": [*checked["faults"], *not_once(run, wanted, epochs, PROMPTS * SAMPLES)],
+        "faults": [*checked["faults"], *not_once(requests, wanted, epochs, PROMPTS * SAMPLES)],
     }
 
 
-def not_once(run: recorded.Run, wanted_steps: int, epochs: int, of_epoch: int) -> list[str]:
+def not_once(requests: Mapping[str, np.ndarray], wanted_steps: int, epochs: int, of_epoch: int) -> list[str]:
     """Return messages about samples that are missing or were trained twice; ``of_epoch`` samples are expected."""
-    requests = run.requests
     rows, messages = np.flatnonzero(requests["trained"]), []
     if (steps_of := np.unique(requests["step"][rows]).tolist()) != list(range(1, wanted_steps + 1)):
         messages.append(f"steps {sorted({*range(1, wanted_steps + 1)} ^ {*steps_of})} are missing or unexpected")

@@ -50,7 +50,7 @@ from verl_rhyme.scheduling.batch import Collected
 from verl_rhyme.scheduling.rules import Rules, Unit, of_options
 from verl_rhyme.simulation import cluster_file, plan_file
 from verl_rhyme.simulation.run import Simulation
-from verl_rhyme.simulation.scenario import Drafts, Scenario, Step, Streaming
+from verl_rhyme.simulation.scenario import Drafts, Scenario, Step
 from verl_rhyme.simulation.workload import Prompt
 
 Row = dict[str, Any]
@@ -136,16 +136,14 @@ ARMS = [
 TAIL_BATCHING = Arm("tail batching", "full", 0, separate=False, options={"scheduling.put_off": 0.25}, drafts=True)
 ARMS = [*(replace(arm, drafts=drafts) for drafts in (True, False) for arm in ARMS), TAIL_BATCHING]
 
-#: Other models and recipes: cluster file, the planner's profile of a replica, and the unit of a batch.
-MODELS: dict[str, tuple[str, str, Unit]] = {
-    "32B, DAPO": ("dapo32b", "qwen2.5-32b-h800-tp4", "group"),
-    "32B, REINFORCE++": ("dapo32b", "qwen2.5-32b-h800-tp4", "trajectory"),
-    "72B, PPO": ("streamrl72b", "qwen2.5-72b-h800-tp8", "trajectory"),
-    "14B, GRPO": ("rhymerl14b", "qwen2.5-14b-h800-tp2", "group"),
+#: Other models and recipes: cluster file, GPUs of a replica and of a copy of the training weights, unit of a batch.
+MODELS: dict[str, tuple[str, int, int, Unit]] = {
+    "32B, DAPO": ("dapo32b", 4, 8, "group"),
+    "32B, REINFORCE++": ("dapo32b", 4, 8, "trajectory"),
+    "72B, PPO": ("streamrl72b", 8, 16, "trajectory"),
+    "14B, GRPO": ("rhymerl14b", 2, 8, "group"),
 }
 MAIN = "32B, DAPO"
-#: Parameters, and GPUs per copy of the training weights, by the size in a profile's name.
-SIZES = {"32b": (32.8e9, 8), "72b": (72.7e9, 16), "14b": (14.8e9, 8)}
 MODEL_ARMS = [
     replace(arm, drafts=True)
     for arm in (
@@ -169,18 +167,21 @@ class Setting:
 
     @property
     def tp(self) -> int:
-        return int(MODELS[self.model][1].rpartition("tp")[2])
+        return MODELS[self.model][1]
 
     def load(self, replicas: int = 1, token: float | None = None) -> cluster_file.Loaded:
         """Return costs and prompts of a slice with so many replicas, which trains a token in so many seconds."""
-        file, profile, _ = MODELS[self.model]
-        path = ROOT / "examples" / "simulate" / f"{file}.yaml"
+        path = _file(self.model)
         batch, samples = _batch(path)
         batch, samples = (16, 4) if self.quick else (batch // self.parts, samples)
         sizes = [f"batch_prompts={batch}", f"workload.samples={samples}", f"workload.prompts={EPOCH * batch}"]
         given = [*sizes, "workload.epochs=8", f"workload.seed={self.seed}", "forecasts=history"]
-        given.append(f"replicas=[{{count: {replicas}, profile: {profile}}}]")
+        given.append(f"replicas.0.count={replicas}")
         return cluster_file.load(path, [*given, *([f"training.token={token}"] if token is not None else [])])
+
+
+def _file(model: str) -> Path:
+    return ROOT / "examples" / "simulate" / f"{MODELS[model][0]}.yaml"
 
 
 @cache
@@ -192,22 +193,26 @@ def _batch(path: Path) -> tuple[int, int]:
 
 
 @cache
+def _token(model: str) -> float:
+    """Return the seconds in which one GPU trains a token."""
+    return cluster_file.load(_file(model)).scenario.training.token * 128  # the files are of 128 GPUs
+
+
+@cache
 def planned(arm: Arm, gpus: int, model: str = MAIN) -> tuple[int, int]:
     """Return the GPUs for rollout and for training, of so many."""
     if not arm.separate:
         return gpus, gpus
-    file, profile, _ = MODELS[model]
-    path = ROOT / "examples" / "simulate" / f"{file}.yaml"
+    path = _file(model)
+    _, tp, copy_gpus, _ = MODELS[model]
     batch, samples = _batch(path)
     cluster = OmegaConf.load(path)
-    parameters, copy_gpus = SIZES[profile.split("-")[1]]
     changes = [
-        *(f"sites.0.gpus={gpus}", f"kinds.0.profiles=[{profile}]", f"max_staleness={arm.staleness}"),
+        *(f"sites.0.gpus={gpus}", f"model={cluster.model}", f"kinds.0.tp=[{tp}]", f"max_staleness={arm.staleness}"),
         *(f"batch.prompts={batch}", f"batch.samples={samples}", f"sync={cluster.training.sync}"),
         f"batch.response_limit={cluster.workload.response_limit}",
         *(f"batch.percentiles.{percent}={tokens}" for percent, tokens in cluster.workload.percentiles.items()),
-        f"kinds.0.training.token={cluster.training.token * 128}",  # the files are of 128 GPUs
-        *(f"model.parameters={parameters}", f"kinds.0.training.copy_gpus={copy_gpus}"),
+        *(f"kinds.0.training.token={_token(model)}", f"kinds.0.training.copy_gpus={copy_gpus}"),
     ]
     if arm.drafts:
         changes += [f"drafts.acceptance={DRAFTS.acceptance[-1]}", f"drafts.overhead={DRAFTS.overhead}"]
@@ -232,8 +237,7 @@ def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any
     if share is not None:
         rollout = round(share * at.gpus / 8) * 8
         training = at.gpus - rollout
-    token = at.load().scenario.training.token * 128 / training * at.parts  # the files are of 128 GPUs
-    loaded = at.load(max(1, round(rollout / at.tp / at.parts)), token)
+    loaded = at.load(max(1, round(rollout / at.tp / at.parts)), _token(at.model) / training * at.parts)
     prompts = list(loaded.prompts)
     scenario = _scenario(arm, loaded.scenario, _lengths(prompts))
     counted = 8 if arm.staleness else 12
@@ -245,16 +249,16 @@ def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any
 def _scenario(arm: Arm, like: Scenario, lengths: np.ndarray) -> Scenario:
     """Return the scenario of an arm on a slice's costs."""
     rules = arm.rules(like.rules.batch_prompts, like.rules.batch_samples // like.rules.batch_prompts)
-    streaming, limit, min_starts = None, None, 1
+    part_samples, limit, min_starts = None, None, 1
     if arm.preset:  # as the pipeline does in training
         fitting = _fitting(like, lengths)
         limit, min_starts = int(OVERSUBSCRIPTION * fitting), max(1, fitting // 2)
         part = StreamingConfig().part
-        streaming = Streaming(max(1, int((part or 1) * rules.batch_samples))) if arm.separate else None
+        part_samples = max(1, int((part or 1) * rules.batch_samples)) if arm.separate else None
     return replace(
         like,
         rules=rules,
-        streaming=streaming,
+        part_samples=part_samples,
         colocated=not arm.separate,
         placement=arm.rhyme.placement.policy or "least_loaded",
         drafts=DRAFTS if arm.drafts else Drafts(),
@@ -333,7 +337,7 @@ def _row(arm: Arm, at: Setting) -> Row:
 
 def models(seeds: Sequence[int] = (0,)) -> Iterator[Row]:
     """Yield the rows of other models and recipes by staleness bound, on 128 GPUs with drafts."""
-    for model, (_, _, unit) in MODELS.items():
+    for model, (*_, unit) in MODELS.items():
         for seed in seeds:
             for arm in MODEL_ARMS:
                 yield _row(replace(arm, unit=unit), Setting(128, GPUS[128], model, seed))

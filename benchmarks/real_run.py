@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import typer
 
-from verl_rhyme.observability import metrics
-from verl_rhyme.simulation import recorded
+from verl_rhyme.observability import events, metrics
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,22 @@ class Kept:
         return [row for row in self.rows if (row["setting"], row["arm"]) in kinds]
 
 
+def requests_of(folder: Path) -> dict[str, np.ndarray]:
+    """Return the columns of the event log's requests of a run."""
+    return events.to_numpy(events.read_requests(folder / "checkpoints" / "events"))
+
+
 def faults(
-    run: recorded.Run, by_step: Mapping[int, dict[str, Any]], samples: int, limit: int, staleness: int
+    request: Mapping[str, np.ndarray],
+    by_step: Mapping[int, dict[str, Any]],
+    samples: int,
+    limit: int,
+    staleness: int,
 ) -> dict[str, Any]:
     """Check the trained responses of a run.
 
     Args:
-        run: Event log.
+        request: Columns of the event log's requests.
         by_step: Metrics of each step. A trainer that is killed between checkpoint and metrics leaves no metrics of that
             step.
         samples: Samples per training step.
@@ -84,7 +92,6 @@ def faults(
     Returns:
         ``spanning``: number of responses generated on several replicas. ``faults``: messages about wrong responses.
     """
-    request = run.requests
     rows = np.flatnonzero(request["trained"])
     attempts: dict[tuple[str, int], list[int]] = {}
     for row in rows[np.lexsort((request["started_at"][rows], request["attempt"][rows]))].tolist():

@@ -28,11 +28,10 @@ import typer
 
 from benchmarks import tiny_run
 from benchmarks.machine import about, print_row
-from benchmarks.real_run import Cell, Kept, faults, short
+from benchmarks.real_run import Cell, Kept, faults, requests_of, short
 from benchmarks.tiny_run import ROLLOUT
 from verl_rhyme.observability import metrics, steps
 from verl_rhyme.observability.report import SUMMARY_FILE
-from verl_rhyme.simulation import recorded
 
 DEVICES, BATCH, SAMPLES, SLOTS, LIMIT, STEPS_AN_EPOCH = 3, 9, 4, 6, 384, 4
 TEMPERATURE = 0.6
@@ -133,7 +132,7 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
         "response_length": [short(epoch["tokens"] / (STEPS_AN_EPOCH * BATCH * SAMPLES)) for epoch in epochs],
         "bubble_ratio": [short(epoch["bubble_ratio"]) for epoch in epochs],
         "acceptance_length": [short(epoch["accept_length"]) for epoch in epochs],
-        **faults(recorded.read(folder), by_step, BATCH * SAMPLES, LIMIT, ARMS[cell.arm].staleness),
+        **faults(requests_of(folder), by_step, BATCH * SAMPLES, LIMIT, ARMS[cell.arm].staleness),
     }
 
 

@@ -21,13 +21,13 @@ from verl_rhyme import __version__
 from verl_rhyme.commands import ranker as ranker_command
 from verl_rhyme.commands.errors import one_line_errors
 from verl_rhyme.commands.plan import plan
-from verl_rhyme.commands.simulate import profile, simulate
+from verl_rhyme.commands.simulate import simulate
 
 if TYPE_CHECKING:
     from verl_rhyme.checks.doctor import Check
 
 app = typer.Typer(help="Faster RL of language models on verl.", no_args_is_help=True, add_completion=False)
-for _command in (simulate, profile, plan):
+for _command in (simulate, plan):
     app.command()(_command)
 app.add_typer(ranker_command.app, name="ranker")
 

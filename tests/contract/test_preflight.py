@@ -8,13 +8,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks.preflight import memory
-from verl_rhyme.checks.preflight.architecture import Architecture
 from verl_rhyme.checks.preflight.components import AGENT_LOOPS, LOGGERS
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.checks.preflight.config_checks import CHOICES
 from verl_rhyme.checks.preflight.datasets import REWARD_MANAGERS
 from verl_rhyme.checks.preflight.memory import Rollout
 from verl_rhyme.config import TOPOLOGIES
+from verl_rhyme.planning.architecture import Architecture
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks.preflight import model_folder
 from verl_rhyme.config import (
     CONFIG_PATH,
     PIPELINES,
@@ -25,6 +24,7 @@ from verl_rhyme.config import (
 )
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER, POLICY_LOGPROBS
 from verl_rhyme.drafting import recurrent
+from verl_rhyme.planning import architecture
 from verl_rhyme.scheduling.rules import Rules, of_config
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -189,9 +189,9 @@ def _differs_from(key: str) -> Callable[[Any, Run], bool]:
 
 def _recurrent(path: Any, run: Run) -> bool:
     """Whether a local ``config.json`` declares recurrent layers; engines check the loaded model's layers as well."""
-    file = model_folder.find(str(path))
+    file = architecture.find(str(path))
     try:
-        return file is not None and bool(recurrent.recurrent(model_folder.read(file)))
+        return file is not None and bool(recurrent.recurrent(architecture.read_json(file)))
     except ValueError:  # the preflight's model check reports it
         return False
 

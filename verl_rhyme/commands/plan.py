@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from verl_rhyme.planning.planner import Plan, Split
     from verl_rhyme.simulation.plan_file import LoadedPlan
 
-#: Most rows of the table.
-_SHOWN = 8
 #: Minimum width of the tables in characters.
 _WIDTH = 104
 #: Most step time of colocated training, as a share of that on separate GPUs, to be recommended.
@@ -161,11 +159,8 @@ def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
     print(f"  trainer  {best.train_gpus} GPUs of {best.train.name}")
     gpus = best.rollout_gpus
     print(f"  rollout  {gpus} GPUs of {best.rollout.name} ({gpus // best.tp} replicas of {best.tp})")
-    for pool in loaded.problem.pools:
-        if pool.name not in (best.train.name, best.rollout.name):
-            print(f"  idle     {pool.gpus} GPUs of {pool.name}: training and rollout use one pool each")
     table = _table("trainer", "rollout", "TP", "step s", "rollout s", "trainer s", "idle", "GPUs", "cost")
-    for split in [best, *chosen.others[: _SHOWN - 1]]:
+    for split in [best, *chosen.others]:
         rollout = f"{split.rollout_gpus} {split.rollout.name}"
         table.add_row(
             escape(f"{split.train_gpus} {split.train.name}"),
@@ -177,8 +172,6 @@ def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
             "" if split.cost is None else f"{1000 * split.cost:.2f}",
         )
     _show(table)
-    if hidden := chosen.others[_SHOWN - 1 :]:
-        print(f"and {len(hidden)} more (all with --json)")
     print("rollout s, trainer s: minimum step seconds by each; idle: share of a step in which the trainer waits")
     print(
         "cost: of 1000 trained samples, in the currency of the prices"

@@ -1,4 +1,4 @@
-"""``verl-rhyme simulate``: a run in virtual time; ``verl-rhyme profile``: step costs of a machine, for simulate."""
+"""``verl-rhyme simulate``: a run in virtual time."""
 
 from __future__ import annotations
 
@@ -62,22 +62,3 @@ def _print_simulated(simulation: Simulation, loaded: Loaded, as_json: bool) -> N
         print(line)
     for source in loaded.sources:
         print(f"source of step costs: {source}")
-
-
-def profile(
-    run: Annotated[Path, typer.Argument(help="Run folder; a short run is enough.")],
-    out: Annotated[Path | None, typer.Option(help="File for the profile; default: RUN/profile.yaml.")] = None,
-) -> None:
-    """Fit a profile of a machine, with its error, to the event log of a run; simulate reads it."""
-    from verl_rhyme.simulation import fitted, recorded
-
-    path = run / "profile.yaml" if out is None else out
-    with one_line_errors("verl-rhyme profile"):
-        fit = fitted.fit(recorded.read(run), run.absolute().name)
-        profile = fitted.yaml(fit)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(profile)
-    print(profile, end="")
-    for note in fit.notes:
-        print(f"verl-rhyme profile: {note}", file=sys.stderr)
-    print(f"\n{path}: set it as the profile of a replica in a cluster file", file=sys.stderr)

@@ -35,8 +35,8 @@ class PlacementConfig:
     )
     profile: str | None = option(
         None,
-        "Cost profile of a replica for the policy: a file of `verl-rhyme profile`, or a name in planning/profiles. "
-        "null: a 32B model on four H800s (only cost ratios matter).",
+        "File of a replica's measured costs (docs/papers/streamrl.md). null: calculated from model, GPU and tensor "
+        "parallel size; of a 32B model on four H800s where these are unknown (only ratios matter).",
     )
 
     def __post_init__(self) -> None:

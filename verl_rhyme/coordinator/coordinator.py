@@ -28,7 +28,7 @@ from verl_rhyme.coordinator.cleanup import Cleanup
 from verl_rhyme.coordinator.migrations import Migrations
 from verl_rhyme.coordinator.worker_pool import START_S, WorkerPool
 from verl_rhyme.lengths.predictor import Forecast
-from verl_rhyme.observability.batches import batch_metrics, forecast_metrics, placement_metrics, replica_paces
+from verl_rhyme.observability.batches import batch_metrics, forecast_metrics, placement_metrics
 from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.placement import Move, Placement
 from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
@@ -300,7 +300,6 @@ class Coordinator:
             dropped=dropped,
             dropped_tags=[listing[TRAIN][key] for key in dropped],
             lengths=self._expectations.pop_changes(),
-            paces=replica_paces(batch.ran),
         )
 
     async def state(self) -> dict[str, Any]:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.scheduling.batch import Batch, Record
+from verl_rhyme.scheduling.batch import Batch
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
-
-#: Minimum response length of a request that measures the speed of its replica.
-_ENOUGH_TOKENS = 8
 
 
 class Occupancy:
@@ -94,13 +89,3 @@ def batch_metrics(batch: Batch, slots: int, taken: float | None = None) -> dict[
     if taken is not None and batch.trained:
         metrics[names.STREAM_AHEAD] = max(0.0, taken - max(record["finished_at"] for record in batch.trained))
     return {name: float(value) for name, value in metrics.items()}
-
-
-def replica_paces(records: Iterable[Record]) -> dict[int, float]:
-    """Return seconds per token of a request by replica: the median over its finished requests."""
-    seconds: dict[int, list[float]] = defaultdict(list)
-    for record in records:
-        span, tokens = record["finished_at"] - record["first_token_at"], record["response_tokens"] - 1
-        if tokens >= _ENOUGH_TOKENS and np.isfinite(span) and span > 0:
-            seconds[record["replica"]].append(span / tokens)
-    return {replica: float(np.median(paces)) for replica, paces in seconds.items()}

@@ -144,6 +144,9 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
             console.print(f"{name}: {low_yield}", highlight=False, markup=False, soft_wrap=True)
         if sources := _sources(run):
             console.print(f"{name}: {sources}", highlight=False, markup=False, soft_wrap=True)
+        if factor := run.get("step_factor"):
+            line = f"decode steps take {factor:.2f} times the {run['step_cost']} (factor={factor:.2f} in plan files)"
+            console.print(f"{name}: {line}", highlight=False, markup=False, soft_wrap=True)
     if "rollout_speedup_warm" in summary:
         console.print(_speedups(summary), highlight=False, markup=False)
 

@@ -140,7 +140,7 @@ class SlotTime:
     def occupied(self, replica: int, edges: Array) -> Array:
         """Return the mean number of running requests of a replica between ``edges`` [k + 1]: float64[k]."""
         mine = self.by_replica[replica]
-        total = _busy_until(self.requests["started"][mine], self.requests["finished"][mine], edges)
+        total = busy_until(self.requests["started"][mine], self.requests["finished"][mine], edges)
         return np.diff(total) / np.maximum(np.diff(edges), 1e-12)
 
 
@@ -312,7 +312,7 @@ def _count_seconds(
     return counted, total / total.sum() if total.sum() > 0 else total
 
 
-def _busy_until(started: Array, finished: Array, at: Array) -> Array:
+def busy_until(started: Array, finished: Array, at: Array) -> Array:
     """Return the request seconds up to each time, float64[k]: exact for bins of any width."""
 
     def passed(times: Array) -> Array:

@@ -20,9 +20,11 @@ from typing import Any
 import yaml
 
 from verl_rhyme.config import STOCK
+from verl_rhyme.planning.cost import StepCost
 
 from . import events, metrics, steps
 from .page.run import Run, load
+from .step_factor import step_factor
 
 EVENTS_FOLDER = "events"
 #: File in a checkpoint folder that names its run (``checks/preflight/run_folder.py``).
@@ -52,6 +54,8 @@ def _summary(folder: Path, name: str | None, info: Mapping[str, Any], by_step: s
     - ``staleness_mean``, ``staleness_max``: Staleness of the oldest token of each trained group, in policy versions,
       over all groups of the run. Without the pipeline and an event log: that of trajectories, as verl logs it.
     - ``bubble_slots``: Slots of the bubble ratios (:func:`~verl_rhyme.observability.metrics.fillable_slots`).
+    - ``step_cost``, ``step_factor``: Source of the calculated seconds of a decode step, and the measured ones over
+      them (:func:`~verl_rhyme.observability.step_factor.step_factor`); absent if model or GPU is unknown.
     - ``engine``, ``versions``: Engine of the run, and versions of the installed packages.
     - ``epochs``: A dictionary per epoch with ``epoch`` (from 1), ``reward_mean``, ``rollout_s`` (sum over its steps),
       ``tokens`` (trained response tokens), ``accept_length`` (1 + accepted/verify steps; 1.0 without drafts),
@@ -94,7 +98,11 @@ def read(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         log, by_step = _logged(folder, events_folder)
-    loaded = load(folder, _summary(folder, name, log.info, by_step), by_step, log)
+    summary = _summary(folder, name, log.info, by_step)
+    if calculated := log.info.get("step_cost"):
+        summary["step_cost"] = calculated["source"]
+        summary["step_factor"] = step_factor(log.requests, StepCost(**calculated["step"]))
+    loaded = load(folder, summary, by_step, log)
     loaded.problems[:0] = dict.fromkeys(str(warning.message) for warning in caught)
     return loaded
 

@@ -1,4 +1,4 @@
-"""Numbers of GPUs for generation and training: cost profiles, step times, the planner, the elastic rule.
+"""Costs of replicas and training by arithmetic, step times, and the planner of GPUs.
 
 Process: the command's and the trainer. Engines: none.
 """

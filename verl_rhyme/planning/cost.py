@@ -46,20 +46,12 @@ class StepCost:
 
 @dataclass(frozen=True)
 class ReplicaCost:
-    """Cost and capacity of one kind of replica.
-
-    Attributes:
-        step: Cost of a decode step.
-        prefill: Seconds of a prompt token.
-        slots: Requests that it decodes at a time (``max_num_seqs``).
-        room: Tokens that fit into its KV cache.
-        gpus: GPUs of the replica.
-    """
+    """Cost and capacity of one kind of replica."""
 
     step: StepCost
-    prefill: float = 0.0
-    slots: int = 256
-    room: float = math.inf
+    prefill: float = 0.0  # seconds of a prompt token
+    slots: int = 256  # requests that it decodes at a time (max_num_seqs)
+    room: float = math.inf  # tokens that fit into its KV cache
     gpus: int = 1
 
     def __post_init__(self) -> None:
@@ -77,12 +69,7 @@ class ReplicaCost:
         return replace(self, step=step, prefill=factor * self.prefill)
 
     def drafted(self, pace: float, overhead: float) -> ReplicaCost:
-        """Return the cost with drafting, per decode step without drafting.
-
-        Args:
-            pace: Tokens per decode step, at least 1.
-            overhead: Draft tokens verified for each gained token.
-        """
+        """Return the cost by token where a step makes ``pace``, with ``overhead`` draft tokens for each gained one."""
         if not (1 <= pace < math.inf and 0 <= overhead < math.inf):
             raise ValueError(f"drafts.acceptance must be at least 1 and drafts.overhead 0, not {pace} and {overhead}")
         if pace == 1:
@@ -98,51 +85,28 @@ class ReplicaCost:
 
         With steps of ``base + row R + cached C`` seconds that is ``base S + row tokens + cached held``. The number of
         steps S is at least that of the longest response, and enough to bring all tokens through the slots and through
-        the cache.
-
-        Args:
-            longest: Tokens of the longest response.
-            tokens: Tokens of all responses.
-            held: Cached tokens, summed over the steps of all responses: ``n (p + n / 2)`` for n tokens after a prompt
-                of p.
-            room: Tokens that fit into the cache; ``None``: this kind's.
-
-        Returns:
-            float64, of the arguments' common shape.
+        the cache. ``held`` are cached tokens, summed over the steps of all responses: ``n (p + n / 2)`` for n tokens
+        after a prompt of p. ``room`` are the tokens that fit into the cache (``None``: this kind's).
         """
         room = self.room if room is None else room
         steps = np.maximum(np.maximum(longest, np.divide(tokens, self.slots)), np.divide(held, room))
         return self.step.base * steps + self.step.row * np.asarray(tokens) + self.step.cached * np.asarray(held)
 
 
-#: Default without measurements: a 32B model in bf16 over four H800s, calculated (``planning/profiles``).
+#: Where model or GPU of a run are unknown: the roofline of a 32B model over four H800s. Only ratios count.
 TYPICAL = ReplicaCost(StepCost(base=10e-3, row=33e-6, cached=26e-9), prefill=33e-6)
 
 
 @dataclass
 class TrainingCost:
-    """Cost of the work between rollouts, on the training GPUs.
+    """Seconds of the work between rollouts, on the training GPUs."""
 
-    Attributes:
-        token: Seconds of a prompt or response token, log-probs and update together.
-        logprobs: Share of that for log-probs (old and reference): two of eight operations a weight and token.
-        update: Further seconds of a training step.
-        part: Further seconds of each part but the last, where a batch's samples come in parts (StreamRL,
-            arXiv:2504.15930, section 4.1).
-        sync: Seconds from a training step's end until its weights are in the engines.
-        copy: Seconds of these that block the trainer where replicas take versions one by one: until the weights
-            are in the relay. ``None``: all; also where all replicas take a version together.
-        reward: Seconds from a response's end to its reward.
-        start: Seconds from the new weights until the first requests are in the engines' slots.
-    """
-
-    token: float = 0.0
-    logprobs: float = 0.25
-    update: float = 0.0
-    part: float = 0.0
-    sync: float = 0.0
-    reward: float = 0.0
-    start: float = 0.0
+    token: float = 0.0  # of a prompt or response token, log-probs and update together
+    update: float = 0.0  # further ones of a training step
+    part: float = 0.0  # further ones of each part of a batch but the last (StreamRL, arXiv:2504.15930, section 4.1)
+    sync: float = 0.0  # from a training step's end until its weights are in the engines
+    reward: float = 0.0  # from a response's end to its reward
+    #: Those of ``sync`` that block the trainer where replicas take versions one by one; ``None``: all.
     copy: float | None = None
 
     def __post_init__(self) -> None:
@@ -150,24 +114,7 @@ class TrainingCost:
             value = getattr(self, field.name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"training.{field.name} must be seconds, at least 0, not {value!r}")
-        if self.logprobs > 1:
-            raise ValueError(f"training.logprobs must be a share, from 0 to 1, not {self.logprobs!r}")
-
-    def seconds(self, tokens: float, early: float = 0.0, gradients: bool = True) -> float:
-        """Return the seconds of a training step once all its samples are present.
-
-        ``early`` of its tokens were processed in parts before; ``gradients``: as in :meth:`part_seconds`.
-        """
-        return self.update + self.token * (tokens - early * self._ahead(gradients))
 
     def blocked_s(self, one_by_one: bool) -> float:
         """Return the seconds for which publication blocks the trainer (``Rules.one_by_one``)."""
         return min(self.copy, self.sync) if one_by_one and self.copy is not None else self.sync
-
-    def part_seconds(self, tokens: float, gradients: bool = True) -> float:
-        """Return the seconds of a part, with gradients or only log-probs."""
-        return self.part + self.token * tokens * self._ahead(gradients)
-
-    def _ahead(self, gradients: bool) -> float:
-        """Return the share of a token's seconds that need not wait for the whole batch."""
-        return 1.0 if gradients else self.logprobs

@@ -1,10 +1,9 @@
 """The planner: which GPUs generate, which train, and which staleness bound is profitable.
 
-It extends Algorithm 1 (StreamRL, arXiv:2504.15930, section 4.2) to sites, GPU kinds, prices, and a pipeline. As
-published: of all ``x + y <= n``, take the least ``max(P_gen(x), P_train(y))``. Here both are the bounds of
-:mod:`~verl_rhyme.planning.times`, which include staleness. Training has a share of one pool of GPUs, rollout a share of
-the same or another pool. Memory and links limit the splits. The objective is the time of a step, or the price of a
-trained sample.
+Algorithm 1 (StreamRL, arXiv:2504.15930, section 4.2) takes, of all ``x + y <= n`` GPUs, the split with the least
+``max(P_gen(x), P_train(y))``. Here both are the bounds of :mod:`~verl_rhyme.planning.times`, which include staleness.
+Training has a share of one pool of GPUs, rollout a share of the same or another pool; memory and links limit the
+splits. The objective is the time of a step, or the price of a trained sample.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from verl_rhyme.config import StreamingConfig
 from verl_rhyme.planning.sites import Links, Model, Pool
-from verl_rhyme.planning.times import Floats, Training, Work, rollout, slots, step
-
-Objective = Literal["time", "cost"]
+from verl_rhyme.planning.times import Floats, Work, rollout, slots, step
 
 #: Relative difference of time (or price) up to which splits count as equal; the one with the fewest GPUs is taken.
 WORTH = 0.01
@@ -38,30 +35,18 @@ class NoSplit(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """An allocation problem.
+    """An allocation problem."""
 
-    Attributes:
-        pools: Available GPUs.
-        model: Trained model.
-        work: An update batch.
-        max_staleness: Maximum number of policy versions between a trained token and the policy it trains (k).
-        weights: Seconds from a training step's end until its weights are available at the training site.
-        copy: Seconds of these that block the trainer, where separate engines run on
-            (:class:`~verl_rhyme.planning.cost.TrainingCost`); ``None``: all.
-        links: Links between sites.
-        objective: ``time``: seconds of a step; ``cost``: price of a trained sample on the used GPUs.
-        slowest: Maximum seconds of a step.
-    """
-
-    pools: Sequence[Pool]
+    pools: Sequence[Pool]  # available GPUs
     model: Model
-    work: Work
+    work: Work  # an update batch
     max_staleness: int = 1
-    weights: float = 0.0
+    weights: float = 0.0  # seconds from a training step's end until its weights are available at the training site
+    #: Seconds of these that block the trainer, where separate engines run on; None: all.
     copy: float | None = None
     links: Links = field(default_factory=Links)
-    objective: Objective = "time"
-    slowest: float = math.inf
+    objective: Literal["time", "cost"] = "time"  # seconds of a step, or price of a trained sample on the used GPUs
+    slowest: float = math.inf  # most seconds of a step
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
@@ -79,31 +64,19 @@ class Problem:
 
 @dataclass(frozen=True)
 class Split:
-    """A split of GPUs and its results.
-
-    Attributes:
-        problem: The problem that it solves.
-        train, train_gpus: Pool and GPUs that train.
-        rollout, rollout_gpus: Pool and GPUs that generate; the same as those that train where they alternate.
-        tp: GPUs of a replica.
-        rolled_out: Minimum seconds of a step because of rollout, with the staleness bound.
-        trained: Minimum seconds of a step because of training: tokens, update, and weights.
-        transfer: Seconds of weights over a link.
-        step: Seconds of the step.
-        colocated: Whether both roles alternate on the same GPUs.
-    """
+    """A split of GPUs and its results."""
 
     problem: Problem
     train: Pool
     train_gpus: int
     rollout: Pool
-    rollout_gpus: int
-    tp: int
-    rolled_out: float
-    trained: float
-    transfer: float
-    step: float
-    colocated: bool = False
+    rollout_gpus: int  # the same as those that train where both alternate
+    tp: int  # GPUs of a replica
+    rolled_out: float  # least seconds of a step because of rollout, with the staleness bound
+    trained: float  # the same of training: tokens, update and weights
+    transfer: float  # seconds of weights over a link
+    step: float  # seconds of the step
+    colocated: bool = False  # both roles alternate on the same GPUs
 
     @property
     def arrangement(self) -> str:
@@ -158,22 +131,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result for one staleness bound.
-
-    Attributes:
-        max_staleness: The bound.
-        best: Best split.
-        others: Alternatives, best first: the best split of each other arrangement, and both roles in turns on the same
-            GPUs, where possible.
-        refused: Reasons why other arrangements are impossible.
-        compared: Number of compared splits.
-    """
+    """The result for one staleness bound."""
 
     max_staleness: int
     best: Split
-    others: list[Split]
-    refused: list[str]
-    compared: int
+    others: list[Split]  # best first: the best of each other arrangement, and both roles in turns on the same GPUs
+    refused: list[str]  # reasons why other arrangements are impossible
+    compared: int  # splits
 
     @property
     def turns(self) -> Split | None:
@@ -201,9 +165,7 @@ def profitable(plans: Sequence[Plan]) -> Plan:
 
 
 def plan(problem: Problem) -> Plan:
-    """Return the plan with the best split.
-
-    Splits within :data:`WORTH` of the best count as equal; of these the one with the fewest GPUs is taken.
+    """Return the plan with the best split; of those within :data:`WORTH` of it, the one with the fewest GPUs.
 
     Raises:
         NoSplit: No split fits, or none takes at most ``slowest`` seconds.
@@ -211,18 +173,21 @@ def plan(problem: Problem) -> Plan:
     refused: list[str] = []
     found: list[Split] = []
     compared, fastest, least = 0, np.inf, np.inf
-    for arrangement in _arrangements(problem, refused):
-        searched = _search(problem, arrangement)
-        compared, fastest = compared + searched.compared, min(fastest, searched.fastest)
-        if searched.best is not None:
-            found.append(searched.best)
-            least = min(least, searched.least)
-        if not searched.compared:
-            train, share, tp, _ = arrangement
+    for train, share, tp in _arrangements(problem, refused):
+        seconds, value, ys, xs = _all_splits(problem, train, share, tp)
+        count = int(np.isfinite(seconds).sum())
+        if not count:
             refused.append(
                 f"training on {train.name}, generation on {share.name} with tensor parallel size {tp}: its "
                 f"{train.gpus} GPUs are too few for both"
             )
+        compared, fastest = compared + count, min(fastest, float(seconds.min(initial=np.inf)))
+        if np.isfinite(value).any():
+            least = min(least, float(value.min()))
+            # of the splits that are nearly the best, the smallest, and the best of these
+            gpus = np.where(value <= (1 + WORTH) * value.min(), np.add.outer(ys, xs), np.inf)
+            y, x = np.unravel_index(np.argmin(np.where(gpus == gpus.min(), value, np.inf)), value.shape)
+            found.append(split(problem, (train, ys[int(y)]), (share, xs[int(x)]), tp))
     if not found:
         if compared:
             refused.insert(
@@ -232,9 +197,9 @@ def plan(problem: Problem) -> Plan:
             )
         raise NoSplit("no split is possible:\n" + "\n".join(f"- {reason}" for reason in dict.fromkeys(refused)))
     enough = (1 + WORTH) * least * (1 + 1e-9)  # rounding
-    best = min((split for split in found if split.value <= enough), key=lambda split: (split.gpus, split.value))
-    others = [split for split in found if split is not best] + _in_turns(problem, best)
-    others.sort(key=lambda split: split.value)
+    best = min((each for each in found if each.value <= enough), key=lambda each: (each.gpus, each.value))
+    others = [each for each in found if each is not best] + _in_turns(problem, best)
+    others.sort(key=lambda each: each.value)
     return Plan(problem.max_staleness, best, others, list(dict.fromkeys(refused)), compared)
 
 
@@ -247,9 +212,10 @@ def split(problem: Problem, train: tuple[Pool, int], rollout_on: tuple[Pool, int
     reasons += ["no link between the sites"] if transfer is None else []
     if reason := "; ".join(filter(None, reasons)):
         raise NoSplit(reason)
-    after = _after(problem, pool.training, np.array(gpus), transfer or 0.0)
-    rolled_out = rollout(other.replicas[tp], share / tp, problem.work, problem.max_staleness, after)
-    return _split(problem, _Arrangement(pool, other, tp, transfer or 0.0), gpus, share, float(rolled_out))
+    seconds, rolled_out = _seconds(problem, pool, other, tp, np.array([gpus]), np.array([share]), transfer or 0.0)
+    trained = float(pool.training.seconds(gpus, problem.work.trained_tokens)) + problem.blocked
+    found = rolled_out.item(), trained, transfer or 0.0, seconds.item()
+    return Split(problem, pool, gpus, other, share, tp, *found)
 
 
 def colocated(problem: Problem, pool: Pool, gpus: int, tp: int) -> Split:
@@ -263,51 +229,25 @@ def colocated(problem: Problem, pool: Pool, gpus: int, tp: int) -> Split:
     return Split(problem, pool, gpus, pool, gpus, tp, rolled_out, trained, 0.0, rolled_out + trained, colocated=True)
 
 
-class _Arrangement(NamedTuple):
-    """Pools of both roles, GPUs of a replica, seconds of weights over a link."""
-
-    train: Pool
-    rollout: Pool
-    tp: int
-    transfer: float
-
-
-class _Searched(NamedTuple):
-    """Best split of an arrangement, number of compared splits, least seconds of these, least value within limits."""
-
-    best: Split | None
-    compared: int
-    fastest: float
-    least: float
+def _seconds(
+    problem: Problem, train: Pool, share: Pool, tp: int, ys: Floats, xs: Floats, transfer: float
+) -> tuple[Floats, Floats]:
+    """Return the seconds of a step and of rollout, float64[ys, xs], by GPUs that train and that generate."""
+    training, work, on_policy = train.training, problem.work, not problem.max_staleness
+    assert training is not None
+    ys = ys[:, None]
+    # from the collection of a batch to engines with its policy: its last part, and fixed costs
+    after = training.seconds(ys, work.trained_tokens, _PART) + problem.weights + transfer
+    rolled_out = rollout(share.replicas[tp], xs / tp, work, problem.max_staleness, 0.0 if on_policy else after)
+    tokens = training.seconds(ys, work.trained_tokens) - training.update
+    fixed = training.update + problem.blocked + transfer * on_policy
+    return np.maximum(step(rolled_out, tokens, fixed, on_policy), transfer), rolled_out
 
 
-def _split(problem: Problem, on: _Arrangement, gpus: int, share: int, rolled_out: float) -> Split:
-    assert on.train.training is not None
-    trained = on.train.training.seconds(gpus, problem.work.trained_tokens)
-    seconds = float(_step(problem, on.train.training, np.array(rolled_out), trained, on.transfer))
-    trained_s = float(trained) + problem.blocked
-    return Split(problem, on.train, gpus, on.rollout, share, on.tp, rolled_out, trained_s, on.transfer, seconds)
-
-
-def _after(problem: Problem, training: Training, gpus: Floats, transfer: float) -> Floats:
-    """Return the seconds from the collection of a batch to engines with its policy: its last part, and fixed costs.
-
-    On-policy these are not part of the rollout bound (:func:`_step`).
+def _arrangements(problem: Problem, refused: list[str]) -> Iterator[tuple[Pool, Pool, int]]:
+    """Yield the pools that can train and generate, and GPUs of a replica; append reasons against others to
+    ``refused``.
     """
-    if not problem.max_staleness:
-        return np.zeros(np.shape(gpus))
-    return training.seconds(gpus, problem.work.trained_tokens, _PART) + problem.weights + transfer
-
-
-def _step(problem: Problem, training: Training, rolled_out: Floats, trained: Floats, transfer: float) -> Floats:
-    """Return the seconds of a step from the bounds of rollout and training."""
-    on_policy, fixed = not problem.max_staleness, training.update + problem.blocked
-    seconds = step(rolled_out, trained - training.update, fixed + transfer * on_policy, on_policy)
-    return np.maximum(seconds, transfer)
-
-
-def _arrangements(problem: Problem, refused: list[str]) -> Iterator[_Arrangement]:
-    """Yield the possible arrangements, and append the reasons against the others to ``refused``."""
     able: list[tuple[int, Pool]] = []
     for pool in problem.pools:
         for tp in sorted(pool.replicas):
@@ -322,44 +262,31 @@ def _arrangements(problem: Problem, refused: list[str]) -> Iterator[_Arrangement
     for train in problem.pools:
         if train.training is None:
             continue
-        sizes = train.shares(train.training.copy_gpus)
-        if reason := train.check_training(problem.model, max(sizes, default=0)):
+        if reason := train.check_training(problem.model, max(train.shares(train.training.copy_gpus), default=0)):
             refused.append(reason)
             continue
         for tp, share in able:
-            transfer = problem.links.seconds(train.site, share.site, problem.model.bytes)
-            if transfer is None:
+            if problem.links.seconds(train.site, share.site, problem.model.bytes) is None:
                 refused.append(f"training at {train.site}, generation at {share.site}: no link between them")
             else:
-                yield _Arrangement(train, share, tp, transfer)
+                yield train, share, tp
 
 
-def _search(problem: Problem, on: _Arrangement) -> _Searched:
-    train, share, tp, transfer = on
+def _all_splits(problem: Problem, train: Pool, share: Pool, tp: int) -> tuple[Floats, Floats, list[int], list[int]]:
+    """Return seconds and value of all splits, float64[ys, xs], and the GPUs ys and xs; infinite where impossible."""
     assert train.training is not None
-    work = problem.work
     ys = [y for y in train.shares(train.training.copy_gpus) if not train.check_training(problem.model, y)]
     xs = share.shares(tp)
-    after = _after(problem, train.training, np.array(ys), transfer)[:, None]
-    rolled_out = rollout(share.replicas[tp], np.array(xs) / tp, work, problem.max_staleness, after)  # [ys, xs]
-    trained = train.training.seconds(ys, work.trained_tokens)[:, None]
-    seconds = _step(problem, train.training, rolled_out, trained, transfer)
+    transfer = problem.links.seconds(train.site, share.site, problem.model.bytes) or 0.0
+    seconds, _ = _seconds(problem, train, share, tp, np.array(ys, float), np.array(xs, float), transfer)
     if share is train:
         seconds = np.where([[train.fits(x, y) for x in xs] for y in ys], seconds, np.inf)
-    compared, fastest = int(np.isfinite(seconds).sum()), float(seconds.min())
     possible = np.isfinite(seconds) & (seconds <= problem.slowest)
-    if not possible.any():
-        return _Searched(None, compared, fastest, np.inf)
-    value = seconds
+    value = np.where(possible, seconds, 0.0)
     if problem.objective == "cost":
         price = np.add.outer(np.array(ys) * (train.price or 0.0), np.array(xs) * (share.price or 0.0))
-        value = np.where(possible, seconds, 0.0) * price / 3600 / work.samples
-    value = np.where(possible, value, np.inf)
-    least = float(value.min())
-    gpus = np.where(value <= (1 + WORTH) * least, np.add.outer(ys, xs), np.inf)
-    at = np.unravel_index(np.argmin(np.where(gpus == gpus.min(), value, np.inf)), value.shape)
-    y, x = ys[int(at[0])], xs[int(at[1])]
-    return _Searched(_split(problem, on, y, x, float(rolled_out[at])), compared, fastest, least)
+        value = value * price / 3600 / problem.work.samples
+    return seconds, np.where(possible, value, np.inf), ys, xs
 
 
 def _in_turns(problem: Problem, best: Split) -> list[Split]:

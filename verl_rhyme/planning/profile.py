@@ -1,19 +1,20 @@
-"""Cost profile of one kind of replica, from YAML: a name in ``profiles/``, or a path (``verl-rhyme profile``)."""
+"""Cost of a replica: calculated from model, GPU, tensor parallel size and dtype, or measured, in a YAML file."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
 from verl_rhyme.config.checks import nearest
+from verl_rhyme.planning import roofline
+from verl_rhyme.planning.architecture import PUBLISHED, Architecture, find, read_json
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
 from verl_rhyme.planning.typed_yaml import ClusterError, from_folder_of, read
-
-PROFILES = Path(__file__).parent / "profiles"
 
 
 @dataclass
@@ -29,10 +30,9 @@ class StepFile:
 
 @dataclass
 class ProfileFile:
-    """:class:`~verl_rhyme.planning.cost.ReplicaCost`, the source of its figures, the model's parameters if known."""
+    """A measured :class:`~verl_rhyme.planning.cost.ReplicaCost`, and the source of its figures."""
 
     source: str = MISSING
-    parameters: float | None = None
     step: StepFile = field(default_factory=StepFile)
     prefill: float = 0.0
     slots: int = 256
@@ -41,41 +41,101 @@ class ProfileFile:
 
 
 class Profile(NamedTuple):
-    """A kind of replica, the source of its figures, its model's parameters (``None``: unknown), and its given name."""
+    """A kind of replica, and the source of its figures."""
 
     cost: ReplicaCost
     source: str
-    parameters: float | None
-    name: str
 
 
-def profile(name: str, named_in: Path | None = None) -> Profile:
-    """Return the profile of a kind of replica.
-
-    Args:
-        name: Name of a file in :data:`PROFILES` without its extension, or a path.
-        named_in: File that names it, whose folder paths are relative to; ``None``: the current folder.
+def measured(name: str, named_in: Path | None = None) -> Profile:
+    """Return the profile in a file; its path is relative to the file that names it, or to the current folder.
 
     Raises:
         ClusterError: The profile is missing or invalid.
     """
-    known = sorted(file.stem for file in PROFILES.glob("*.yaml"))
-    if name in known:
-        path = PROFILES / f"{name}.yaml"
-    else:
-        path = Path(name) if named_in is None else from_folder_of(named_in, name)
-    if not path.is_file():
-        where, folder = ("", "current folder") if named_in is None else (f"{named_in}: ", f"folder of {named_in.name}")
-        gpus = {*name.split("-")}  # a profile of another GPU is no substitute
-        near = nearest(name, [each for each in known if each.split("-")[-2] in gpus])
-        raise ClusterError(
-            f"{where}no profile {name}{near or '.'} Choose {', '.join(known)}, or a YAML path "
-            f"relative to the {folder}; {path} is not a file"
-        )
+    path = Path(name) if named_in is None else from_folder_of(named_in, name)
     found: ProfileFile = read(ProfileFile, path)
     try:
         step = StepCost(**vars(found.step))
-        cost = ReplicaCost(step, found.prefill, found.slots, found.room, found.gpus)
-        return Profile(cost, found.source, found.parameters, name)
+        return Profile(ReplicaCost(step, found.prefill, found.slots, found.room, found.gpus), found.source)
     except ValueError as error:
         raise ClusterError(f"{path}: {error}") from error
+
+
+def model(name: str, named_in: Path) -> Architecture:
+    """Return a model's shape: a name in :data:`PUBLISHED`, or a ``config.json`` or its folder, relative to the file.
+
+    Raises:
+        ClusterError: The model is not found, or of a family without an estimate.
+    """
+    path = from_folder_of(named_in, name)
+    try:
+        if (config := PUBLISHED.get(name)) is None:
+            config = read_json(path / "config.json" if path.is_dir() else path)
+        return Architecture.read(config)
+    except OSError:
+        raise ClusterError(
+            f"{named_in}: no model {name}{nearest(name, PUBLISHED) or '.'} Choose {', '.join(PUBLISHED)}, or a "
+            f"config.json relative to the folder of {named_in.name}; {path} is not a file"
+        ) from None
+    except ValueError as error:
+        raise ClusterError(f"{named_in}: model={name}: {error}; measured profiles need no model") from error
+
+
+def gpu(name: str, where: str) -> roofline.GPU:
+    """Return a GPU's data sheet. Raises ClusterError if it is unknown; ``where``: place of the name, for the error."""
+    if name not in roofline.GPUS:
+        raise ClusterError(
+            f"{where}: no data sheet of {name}{nearest(name, roofline.GPUS) or '.'} Choose "
+            f"{', '.join(roofline.GPUS)}, or set a measured profile"
+        )
+    return roofline.GPUS[name]
+
+
+def calculated(
+    name: str, device: str, tp: int, dtype: str, factor: float, named_in: Path, where: str, **sizes: Any
+) -> Profile:
+    """Return the profile of a model on a GPU of the table; ``where``: place of the kind, for errors.
+
+    Raises:
+        ClusterError: The model, the GPU or their sizes are not known or do not fit together.
+    """
+    shape, sheet = model(name, named_in), gpu(device, f"{where}.gpu")
+    if not 0 < factor < math.inf:
+        raise ClusterError(f"{where}.factor must be above 0 and finite, not {factor}")
+    try:
+        cost = roofline.replica(shape, sheet, tp, dtype, **sizes).slowed(factor)
+    except ValueError as error:
+        raise ClusterError(f"{where}: {error}") from error
+    return Profile(cost, described(Path(name).name, device, tp, dtype, factor))
+
+
+def training_token(name: str, device: str, named_in: Path, where: str) -> float:
+    """Return the seconds in which one GPU trains a token of a model; errors as :func:`calculated`."""
+    return roofline.training_token(model(name, named_in), gpu(device, f"{where}.gpu"))
+
+
+def of_run(path: str, devices: Iterable[str], tp: int, dtype: str) -> Profile | None:
+    """Return the calculated profile of a run's replicas, or ``None`` if its model or GPU is unknown.
+
+    Args:
+        path: Model folder or hub id, on this machine.
+        devices: Names that may contain a GPU's.
+        tp: Tensor parallel size.
+        dtype: Type of the weights; an unknown one counts as bfloat16.
+    """
+    file, device = find(path), roofline.gpu_named(" ".join(devices))
+    if file is None or not device:
+        return None
+    dtype = dtype if dtype in roofline.DTYPES else "bfloat16"
+    try:
+        cost = roofline.replica(Architecture.read(read_json(file)), roofline.GPUS[device], tp, dtype)
+    except (OSError, ValueError):  # another family
+        return None
+    return Profile(cost, described(Path(path).name, device, tp, dtype))
+
+
+def described(model: str, gpu: str, tp: int, dtype: str, factor: float = 1.0) -> str:
+    """Return the source of calculated figures, for people."""
+    times = "" if factor == 1 else f" x {factor:g}"
+    return f"roofline of {model}, {dtype}, on {tp} {gpu}{times}"

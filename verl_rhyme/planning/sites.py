@@ -35,28 +35,18 @@ class Model:
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """GPUs of one kind at one site.
-
-    Attributes:
-        site, kind: Names.
-        gpus: Number of GPUs.
-        node: GPUs of one node.
-        memory: Bytes of one GPU.
-        price: Price of one GPU-hour, in any currency; ``None``: unknown.
-        utilization: Share of the memory that an engine takes (``gpu_memory_utilization``).
-        replicas: Cost of a replica by tensor parallel size (GPUs); empty: the pool does not generate.
-        training: Cost of a training step; ``None``: the pool does not train.
-    """
+    """GPUs of one kind at one site."""
 
     site: str
     kind: str
     gpus: int
-    node: int
-    memory: float
-    price: float | None = None
-    utilization: float = 0.8
+    node: int  # GPUs of one node
+    memory: float  # bytes of one GPU
+    price: float | None = None  # of one GPU-hour, in any currency; None: unknown
+    utilization: float = 0.8  # share of the memory that an engine takes (gpu_memory_utilization)
+    #: Cost of a replica by tensor parallel size (GPUs); empty: the pool does not generate.
     replicas: Mapping[int, ReplicaCost] = field(default_factory=dict)
-    training: Training | None = None
+    training: Training | None = None  # None: the pool does not train
 
     def __post_init__(self) -> None:
         sizes = self.gpus >= 1 and self.node >= 1 and 0 < self.memory < math.inf

@@ -27,10 +27,9 @@ def read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
 
 
 def plain(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the mapping of a file.
+    """Return the mapping of a file. Raises ClusterError if it is unreadable, or not a mapping.
 
-    An override is ``key.in.it=value``; a list's element has its number, from 0, as key. Raises ClusterError if the file
-    is unreadable, or not a mapping.
+    An override is ``key.in.it=value``; a list's element has its number, from 0, as key.
     """
     try:
         tree = OmegaConf.load(path)
@@ -49,8 +48,7 @@ def plain(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def typed(kind: type[Any], tree: Mapping[str, Any], path: Path) -> Any:
     """Return a ``kind``, a dataclass, made of a file's mapping; keys with the default ``MISSING`` are required.
 
-    Raises:
-        ClusterError: The mapping has other keys or types.
+    Raises ClusterError if the mapping has other keys or types.
     """
     made = OmegaConf.structured(kind)
     for key, value in tree.items():

@@ -127,7 +127,6 @@ class Reply:
             trained: filtered groups and siblings of failed samples. The receiver of the batch clears them.
         state: State to open the coordinator with again.
         lengths: Lengths learnt since the last batch or checkpoint (:meth:`Expectations.pop_changes`).
-        paces: Seconds per token of a request since the last batch, by replica rank.
     """
 
     keys: list[str]
@@ -140,4 +139,3 @@ class Reply:
     dropped: list[str] = field(default_factory=list)
     dropped_tags: list[dict[str, Any]] = field(default_factory=list)
     lengths: dict[str, Any] = field(default_factory=dict)
-    paces: dict[int, float] = field(default_factory=dict)

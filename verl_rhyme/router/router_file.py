@@ -13,7 +13,7 @@ from omegaconf import OmegaConf, open_dict
 from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig
 from verl_rhyme.placement import Placement
 from verl_rhyme.planning import profile
-from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
+from verl_rhyme.planning.profile import Profile
 from verl_rhyme.planning.typed_yaml import ClusterError
 
 #: Names the class of the router. This module cannot: it is imported before Ray starts, without verl's engines.
@@ -24,11 +24,11 @@ def check(placement: PlacementConfig) -> None:
     """Check the policy's options now: the policy is made later, in an actor, once all engines run.
 
     Raises:
-        ConfigError: The policy rejects its options.
+        ConfigError: The policy rejects its options, or the profile does not exist or is invalid.
     """
     if placement.policy is None:
         return
-    cost(placement)
+    measured(placement)
     try:
         Placement(placement.policy, placement.options)
     except (TypeError, ValueError) as error:
@@ -67,16 +67,12 @@ def check_own(config: Any) -> None:
         )
 
 
-def cost(placement: PlacementConfig) -> ReplicaCost:
-    """Return the cost model of a replica (:attr:`PlacementConfig.profile`).
-
-    Raises:
-        ConfigError: The profile does not exist or is invalid.
-    """
+def measured(placement: PlacementConfig) -> Profile | None:
+    """Return the measured profile of a replica (:attr:`PlacementConfig.profile`), if there is one."""
     if placement.profile is None:
-        return TYPICAL
+        return None
     try:
-        return profile.profile(placement.profile)[0]
+        return profile.measured(placement.profile)
     except ClusterError as error:
         raise ConfigError(f"{CONFIG_PATH}.placement.profile: {error}") from error
 

@@ -13,15 +13,8 @@ from verl_rhyme.simulation.engine import Engine, Request
 class Cluster:
     """Event loop over engines and calls; events of equal times run in the order in which they were scheduled.
 
-    A caller that changes an engine must call :meth:`reschedule`.
-
-    Args:
-        engines: Engines by name.
-        done: Callback for each finished request, with the engine's name.
-        occupied: Callback for each change of the number of requests in slots, with the time.
-
-    Attributes:
-        now: Seconds.
+    A caller that changes an engine must call :meth:`reschedule`. ``done`` is called for each finished request with the
+    engine's name, ``occupied`` for each change of the number of requests in slots with the time.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""Cluster files of ``verl-rhyme simulate``: a YAML file with a cluster and its workload.
+"""Cluster files of ``verl-rhyme simulate``: a YAML file with a cluster and its workload (docs/papers/streamrl.md).
 
 The run's options (``max_staleness``, ``scheduling.*``, ...) are those of :mod:`verl_rhyme.config`, read by the same
-code. A replica's profile is a separate file (:mod:`verl_rhyme.planning.profile`).
+code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,33 +15,44 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, ConfigError, RhymeConfig, options, presets
+from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, ConfigError, RhymeConfig, presets
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.config.config_tree import parse
 from verl_rhyme.placement import Placement
+from verl_rhyme.planning import profile
 from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
-from verl_rhyme.planning.profile import profile
+from verl_rhyme.planning.profile import Profile
 from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, plain, typed
 from verl_rhyme.scheduling.rules import Rules, of_options
-from verl_rhyme.simulation.scenario import Drafts, Scenario, Streaming
+from verl_rhyme.simulation.scenario import Drafts, Scenario
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
 
 @dataclass
 class ReplicasFile:
-    """``count`` replicas of one kind; ``slots`` and ``room`` override the profile's."""
+    """``count`` replicas of one kind: of the file's model on a GPU of the table, or with a measured profile."""
 
     count: int = MISSING
-    profile: str = MISSING
-    slots: int | None = None
+    gpu: str | None = None
+    tp: int = 1
+    dtype: str = "bfloat16"
+    factor: float = 1.0  # measured over calculated time
+    profile: str | None = None
+    slots: int | None = None  # these two override the profile's
     room: float | None = None
 
 
 @dataclass
-class TrainingFile(TrainingCost):
-    """``gradients``: Whether streamed parts compute gradients, not only log-probabilities."""
+class TrainingFile:
+    """:class:`~verl_rhyme.planning.cost.TrainingCost`; without ``token``, ``gpus`` like the replicas' train."""
 
-    gradients: bool = True
+    token: float | None = None
+    gpus: int | None = None  # None: the replicas', if they are colocated
+    update: float = 0.0
+    part: float = 0.0
+    sync: float = 0.0
+    reward: float = 0.0
+    copy: float | None = None
 
 
 @dataclass
@@ -55,9 +66,7 @@ class WorkloadFile:
     response_limit: int = MISSING
     percentiles: dict[Any, float] = MISSING
     alike: float = 0.6
-    growth: float = 1.0
     wander: float = 0.2
-    unseen: float = 0.0
     seed: int = 0
 
 
@@ -71,8 +80,9 @@ class DraftsFile:
 
 @dataclass
 class ClusterFile:
-    """A cluster file; in addition to these keys it has the options in :data:`OPTIONS`."""
+    """A cluster file; in addition to these keys it has the run's own (:data:`_RUN`)."""
 
+    model: str | None = None
     replicas: list[ReplicasFile] = MISSING
     workload: WorkloadFile = field(default_factory=WorkloadFile)
     batch_prompts: int = MISSING
@@ -81,29 +91,20 @@ class ClusterFile:
     topology: str = "colocated"
     drafts: DraftsFile = field(default_factory=DraftsFile)
     forecasts: str = "history"
-    limit: int | None = None
     updates: int | None = None
 
 
-#: Options of the run that the simulator ignores.
+#: Keys of the run's options, as in :mod:`verl_rhyme.config`, and those of them that the simulator does not know.
+_RUN = ("max_staleness", "scheduling", "placement", "streaming")
 _NOT_SIMULATED = (
     *("scheduling.tool_timeout", "scheduling.order", "scheduling.lost_after", "placement.profile"),
     *("streaming.elastic.min_replicas", "streaming.elastic.max_replicas"),
 )
-#: Options of the run allowed in the file, by their names in :mod:`verl_rhyme.config`.
-OPTIONS = tuple(
-    option
-    for option in options()
-    if option.name.partition(".")[0] in ("max_staleness", "scheduling", "placement", "streaming")
-    and option.name not in _NOT_SIMULATED
-)
-#: Sections of the file with options of the run.
-_SECTIONS = tuple(dict.fromkeys(option.name.partition(".")[0] for option in OPTIONS))
 #: verl's staleness bound in separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
 VERLS_STALENESS = 7
 #: Minimum of integers, by key.
 _LEAST = {
-    **dict.fromkeys(("limit", "updates", "batch_prompts", "workload.prompts", "workload.samples"), 1),
+    **dict.fromkeys(("updates", "training.gpus", "batch_prompts", "workload.prompts", "workload.samples"), 1),
     **{"workload.epochs": 1, "workload.prompt_tokens": 1, "workload.seed": 0},
 }
 
@@ -125,26 +126,17 @@ class Loaded:
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a cluster file, with overrides as of :func:`~verl_rhyme.planning.typed_yaml.plain`. Raises ClusterError."""
     tree = plain(path, overrides)
-    own = {key: value for key, value in tree.items() if key not in _SECTIONS}
-    _check_keys(own, path)
-    config: ClusterFile = typed(ClusterFile, own, path)
+    given = {key: tree.pop(key) for key in _RUN if key in tree}
+    config: ClusterFile = typed(ClusterFile, tree, path)
     try:
         _check_bounds(config, path)
-        return _scenario(config, _run(config, {key: tree[key] for key in tree if key in _SECTIONS}), path)
+        return _scenario(config, _run(config, given), path)
     except ClusterError:
         raise
     except MissingMandatoryValue as error:
         raise ClusterError(f"{path}: {error.full_key or error} is missing") from error
     except (ValueError, TypeError, KeyError) as error:
         raise ClusterError(f"{path}: {str(error).replace(f'{CONFIG_PATH}.', '')}") from error
-
-
-def _check_keys(own: Mapping[str, Any], path: Path) -> None:
-    known = [*(of.name for of in fields(ClusterFile)), *_SECTIONS]
-    for key in own:
-        if key not in known:
-            hint = nearest(key, known) or f"; known keys: {', '.join(known)}"
-            raise ClusterError(f"{path}: unknown key {key}{hint}")
 
 
 def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
@@ -154,11 +146,9 @@ def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
         raise ConfigError(f"preset must be {', '.join(PRESETS)}, not {preset!r}{nearest(preset, PRESETS)}")
     run = parse(OmegaConf.to_container(OmegaConf.merge(presets.tree(preset), tree)))  # type: ignore[arg-type]
     assert run is not None  # a cluster file has no key enable
-    simulated, default = {option.name for option in OPTIONS}, RhymeConfig()
-    for option in options():
-        value = attrgetter(option.name)
-        if option.name not in simulated and value(run) != value(default):
-            raise ConfigError(f"{option.name} is not simulated: drop it")
+    for name in _NOT_SIMULATED:
+        if attrgetter(name)(run) != attrgetter(name)(RhymeConfig()):
+            raise ConfigError(f"{name} is not simulated: drop it")
     if (run.max_staleness is None) != (preset not in PIPELINES):
         bound = "null" if run.max_staleness is None else run.max_staleness
         raise ConfigError(
@@ -184,7 +174,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
     costs: list[ReplicaCost] = []
     sources: dict[str, None] = {}  # in order
     for i, kind in enumerate(config.replicas):
-        cost, source, *_ = profile(kind.profile, path)
+        cost, source = _profile(config, i, path)
         changes = {name: value for name in ("slots", "room") if (value := getattr(kind, name)) is not None}
         cost = replace(cost, **changes)
         costs += [cost] * kind.count
@@ -196,7 +186,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
             )
     for name, value, values in (
         ("topology", config.topology, ("colocated", "separate")),
-        ("forecasts", config.forecasts, ("history", "oracle", "none")),
+        ("forecasts", config.forecasts, ("history", "none")),
     ):
         if value not in values:
             raise ClusterError(f"{path}: {name} must be {', '.join(values)}, not {value!r}")
@@ -210,36 +200,55 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
     updates = updates if config.updates is None else min(updates, config.updates)
     Placement(run.placement.policy or "least_loaded", dict(run.placement.options))  # checks the options early
     drafts = Drafts(tuple(config.drafts.acceptance), config.drafts.overhead)
-    rules, streaming, min_starts = _rules(config, run), None, 1
+    rules, part_samples = _rules(config, run), None
     if run.pipeline and config.topology == "separate" and run.streaming.part is not None:
-        streaming = Streaming(max(1, int(run.streaming.part * rules.batch_samples)), config.training.gradients)
-    if config.limit is not None:  # as in training
-        min_starts = max(1, (config.limit - sum(cost.slots for cost in costs)) // 2)
+        part_samples = max(1, int(run.streaming.part * rules.batch_samples))
     scenario = Scenario(
         replicas=tuple(costs),
         rules=rules,
-        training=config.training,
-        streaming=streaming,
+        training=_training(config, sum(cost.gpus for cost in costs), path),
+        part_samples=part_samples,
         colocated=config.topology == "colocated",
         placement=run.placement.policy or "least_loaded",  # verl's router
         options=dict(run.placement.options),
         drafts=drafts,
-        limit=config.limit,
-        min_starts=min_starts,
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
     )
     return Loaded(scenario, prompts, updates, list(sources), total)
 
 
+def _profile(config: ClusterFile, number: int, path: Path) -> Profile:
+    kind = config.replicas[number]
+    where = f"{path}: replicas.{number}"
+    if kind.profile is not None:
+        cost, source = profile.measured(kind.profile, path)
+        return Profile(cost.slowed(kind.factor), source)
+    if config.model is None or kind.gpu is None:
+        missing = "model" if config.model is None else f"replicas.{number}.gpu"
+        raise ClusterError(f"{path}: {missing} is missing: set it, or replicas.{number}.profile to a measured profile")
+    return profile.calculated(config.model, kind.gpu, kind.tp, kind.dtype, kind.factor, path, where)
+
+
+def _training(config: ClusterFile, gpus: int, path: Path) -> TrainingCost:
+    """Return the costs of training on the GPUs that train, by default the replicas' if they are colocated."""
+    given = {**vars(config.training)}
+    count, token, gpu = given.pop("gpus"), given.pop("token"), config.replicas[0].gpu
+    if token is None:
+        count = gpus if count is None and config.topology == "colocated" else count
+        if config.model is None or gpu is None or count is None:
+            raise ClusterError(
+                f"{path}: training.token is missing: set it (seconds of a token), or what makes it: model, "
+                "replicas.0.gpu and training.gpus"
+            )
+        token = profile.training_token(config.model, gpu, path, f"{path}: replicas.0") / count
+    return TrainingCost(token, **given)
+
+
 def _prompts(work: WorkloadFile, path: Path) -> Iterator[Prompt]:
-    lengths = Lengths(
-        by_percentile(work.percentiles, "workload", path), work.response_limit, work.alike, work.growth, work.wander
-    )
-    if not 0 <= work.unseen <= 1:
-        raise ClusterError(f"{path}: workload.unseen must be a share, from 0 to 1, not {work.unseen}")
-    sizes = work.prompts, work.samples, work.epochs, work.prompt_tokens
-    return lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen)
+    percentiles = by_percentile(work.percentiles, "workload", path)
+    lengths = Lengths(percentiles, work.response_limit, work.alike, work.wander)
+    return lengths.epochs(work.prompts, work.samples, work.epochs, work.prompt_tokens, work.seed)
 
 
 def verls_rules(batch_prompts: int, samples: int, *, separate: bool) -> Rules:

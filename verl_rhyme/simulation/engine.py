@@ -27,27 +27,16 @@ _KEPT_PREFIXES = 4096
 
 
 class Request(NamedTuple):
-    """A generation request.
+    """A generation request."""
 
-    Attributes:
-        name: Name of the attempt, unique in an engine.
-        prompt: Id of the prompt; requests of one prompt share its prefix.
-        prompt_tokens: Tokens of the prompt.
-        tokens: Response tokens when it finishes.
-        emitted: Response tokens generated before, in other requests.
-        priority: Priority; lowest first.
-        pace: Tokens per step, drafts included: the acceptance length.
-        drafts: Draft tokens verified per step.
-    """
-
-    name: Hashable
-    prompt: Hashable
+    name: Hashable  # of the attempt, unique in an engine
+    prompt: Hashable  # requests of one prompt share its prefix
     prompt_tokens: int
-    tokens: float
-    emitted: float = 0.0
-    priority: float = 0.0
-    pace: float = 1.0
-    drafts: float = 0.0
+    tokens: float  # of the response when it finishes
+    emitted: float = 0.0  # of these, generated before in other requests
+    priority: float = 0.0  # lowest first
+    pace: float = 1.0  # tokens per step, drafts included: the acceptance length
+    drafts: float = 0.0  # draft tokens verified per step
 
 
 class Segment(NamedTuple):
@@ -71,19 +60,12 @@ class _Run:
 class Engine:
     """A simulated replica. Time is an argument of its methods and never decreases.
 
-    Args:
-        cost: Costs of the replica.
-        on_segment: Callback for each segment that ends, or ``None``.
-
-    Attributes:
-        made: Generated tokens.
-        preempted: Number of preemptions.
-        recomputed: Generated tokens that were prefilled again.
+    It has ``made`` tokens in all, and ``preempted`` requests; ``on_segment`` is called for each segment that ends.
     """
 
     def __init__(self, cost: ReplicaCost, on_segment: Callable[[Segment], None] | None = None) -> None:
         self.cost = cost
-        self.made = self.recomputed = 0.0
+        self.made = 0.0
         self.preempted = 0
         self._on_segment = on_segment
         self._now = self._steps = self._stall = 0.0
@@ -243,7 +225,6 @@ class Engine:
             self._pace += request.pace
             self._drafts += request.drafts
             self._stall += self.cost.prefill * (request.emitted + (0 if shared else request.prompt_tokens))
-            self.recomputed += request.emitted
 
     def _leave(self, run: _Run, reason: str) -> None:
         request, emitted = run.request, self._emitted(run)

@@ -1,10 +1,10 @@
-"""Plan files of ``verl-rhyme plan``: a YAML file with sites, kinds of GPU, a model and an update batch."""
+"""Plan files of ``verl-rhyme plan``: a YAML file with a model, kinds of GPU, sites and an update batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +14,45 @@ from omegaconf.errors import MissingMandatoryValue
 from scipy.special import ndtri
 
 from verl_rhyme.config.checks import nearest
+from verl_rhyme.planning import profile, roofline
+from verl_rhyme.planning.cost import ReplicaCost
 from verl_rhyme.planning.planner import Problem
-from verl_rhyme.planning.profile import Profile, profile
 from verl_rhyme.planning.sites import Links, Model, Pool
 from verl_rhyme.planning.times import Training, Work
-from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, from_folder_of, read
-from verl_rhyme.simulation import recorded
+from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, read
 from verl_rhyme.simulation.workload import Lengths
 
 #: Quantiles that represent a distribution of lengths.
 _QUANTILES = 4096
-#: Models whose parameters differ by a smaller factor count as the same: 7.6e9 and 8.2e9.
-_ALIKE = 1.1
+
+
+@dataclass
+class TrainFile:
+    """:class:`~verl_rhyme.planning.times.Training`; without ``token`` it is calculated."""
+
+    token: float | None = None
+    update: float = 0.0
+    copy_gpus: int = 1
+    reserve: float = 0.0
 
 
 @dataclass
 class KindFile:
-    """A kind of GPU, for :class:`~verl_rhyme.planning.sites.Pool`, with a profile for each tensor parallel size."""
+    """A kind of GPU: of the table of data sheets, with the tensor parallel sizes of its replicas; or measured profiles
+    of replicas, with ``name``, ``memory`` and ``training.token``.
+    """
 
-    name: str = MISSING
-    memory: float = MISSING
+    gpu: str | None = None
+    tp: list[int] = field(default_factory=list)
+    dtype: str = "bfloat16"
+    factor: float = 1.0  # measured over calculated time
+    name: str | None = None  # default: gpu
+    memory: float | None = None  # bytes of one; default: the data sheet's
+    profiles: list[str] = field(default_factory=list)
     price: float | None = None
     gpus_per_node: int = 8
     utilization: float = 0.8
-    profiles: list[str] = field(default_factory=list)
-    training: Training | None = None
+    training: TrainFile | None = None
 
 
 @dataclass
@@ -61,22 +75,14 @@ class LinkFile:
 
 
 @dataclass
-class LengthsFile:
-    """``run``: Folder of a run whose trained response lengths to use; relative to the plan file's folder."""
-
-    run: str | None = None
-
-
-@dataclass
 class BatchFile:
-    """An update batch; its lengths come from percentiles or from a recorded run."""
+    """An update batch."""
 
     prompts: int = MISSING
     samples: int = MISSING
     prompt_tokens: int = 512
-    response_limit: int | None = None
-    percentiles: dict[Any, float] | None = None
-    lengths: LengthsFile = field(default_factory=LengthsFile)
+    response_limit: int = MISSING
+    percentiles: dict[Any, float] = MISSING
 
 
 @dataclass
@@ -91,10 +97,11 @@ class PlanDraftsFile:
 class PlanFile:
     """A plan file."""
 
+    model: str | None = None
+    parameters: float | None = None  # of a model without a calculated profile
     kinds: list[KindFile] = MISSING
     sites: list[SiteFile] = MISSING
     links: list[LinkFile] = field(default_factory=list)
-    model: Model = MISSING
     batch: BatchFile = field(default_factory=BatchFile)
     drafts: PlanDraftsFile = field(default_factory=PlanDraftsFile)
     max_staleness: int | None = None
@@ -129,37 +136,21 @@ def load(path: Path, overrides: Sequence[str] = ()) -> LoadedPlan:
 
 
 def _loaded(config: PlanFile, path: Path) -> LoadedPlan:
-    _check(config, path)
-    kinds = _by_name(config.kinds, path)
+    for name, given in (("kinds", config.kinds), ("sites", config.sites)):
+        if not given:
+            raise ClusterError(f"{path}: {name} is empty: add at least one entry")
+    if config.objective not in ("time", "cost"):
+        raise ClusterError(f"{path}: objective must be time or cost, not {config.objective!r}")
     sources: dict[str, str] = {}
-    costs = {}
-    for i, (name, kind) in enumerate(kinds.items()):
-        given = _profiles(kind.profiles, path)
-        _check_model(config.model.parameters, given.values(), f"kinds.{i}", path)
-        drafts = config.drafts
-        costs[name] = {tp: of.cost.drafted(drafts.acceptance, drafts.overhead) for tp, of in given.items()}
-        sources |= {f"{name}, tensor parallel size {tp}": of.source for tp, of in sorted(given.items())}
-    pools, seen = [], set[tuple[str, str]]()
-    for i, site in enumerate(config.sites):
-        if site.kind not in kinds:
-            raise ClusterError(
-                f"{path}: sites.{i}.kind={site.kind} is not in kinds ({', '.join(kinds)}){nearest(site.kind, kinds)}"
-            )
-        if (site.name, site.kind) in seen:
-            raise ClusterError(f"{path}: sites.{i}: {site.kind} at {site.name} is listed twice: add up their gpus")
-        seen.add((site.name, site.kind))
-        kind = kinds[site.kind]
-        if site.rollout and not costs[site.kind]:
-            raise ClusterError(
-                f"{path}: {site.kind} generates at {site.name} but has no profile: add one to kinds.profiles of "
-                f"{site.kind} (verl-rhyme profile makes one), or set sites.{i}.rollout=false"
-            )
-        training = kind.training if site.training else None
-        of = kind.gpus_per_node, kind.memory, kind.price, kind.utilization
-        pools.append(Pool(site.name, site.kind, site.gpus, *of, costs[site.kind] if site.rollout else {}, training))
+    kinds: dict[str, Pool] = {}
+    for i, kind in enumerate(config.kinds):
+        pool = _kind(config, kind, f"{path}: kinds.{i}", path, sources)
+        if pool.kind in kinds:
+            raise ClusterError(f"{path}: kinds.{i}.name={pool.kind} is used twice: choose another name")
+        kinds[pool.kind] = pool
     problem = Problem(
-        pools,
-        config.model,
+        _pools(config, kinds, path),
+        Model(_parameters(config, path), max(roofline.DTYPES.get(kind.dtype, 2) for kind in config.kinds)),
         _work(config.batch, path),
         1 if config.max_staleness is None else config.max_staleness,
         config.sync,
@@ -171,45 +162,70 @@ def _loaded(config: PlanFile, path: Path) -> LoadedPlan:
     return LoadedPlan(problem, config.max_staleness is None, sources)
 
 
-def _check(config: PlanFile, path: Path) -> None:
-    for name, given in (("kinds", config.kinds), ("sites", config.sites)):
-        if not given:
-            raise ClusterError(f"{path}: {name} is empty: add at least one entry")
-    if config.objective not in ("time", "cost"):
-        raise ClusterError(f"{path}: objective must be time or cost, not {config.objective!r}")
+def _parameters(config: PlanFile, path: Path) -> float:
+    if config.parameters is not None:
+        return config.parameters
+    if config.model is None:
+        raise ClusterError(f"{path}: model is missing: set it, or with measured profiles only, parameters")
+    return profile.model(config.model, path).parameters
 
 
-def _by_name(kinds: list[KindFile], path: Path) -> dict[str, KindFile]:
-    named: dict[str, KindFile] = {}
-    for i, kind in enumerate(kinds):
-        if kind.name in named:
-            raise ClusterError(f"{path}: kinds.{i}.name={kind.name} is used twice: choose another name")
-        named[kind.name] = kind
-    return named
+def _kind(config: PlanFile, kind: KindFile, where: str, path: Path, sources: dict[str, str]) -> Pool:
+    """Return a node of a kind of GPU, and add the sources of its costs to ``sources``."""
+    sheet = None if kind.gpu is None else profile.gpu(kind.gpu, f"{where}.gpu")
+    name, memory = kind.name or kind.gpu, kind.memory or (sheet.memory if sheet else None)
+    if name is None or memory is None:
+        raise ClusterError(f"{where}: set gpu to a data sheet ({', '.join(roofline.GPUS)}), or name and memory")
+    costs: dict[int, ReplicaCost] = {}
+    found = [profile.measured(each, path) for each in kind.profiles]
+    if kind.tp and (config.model is None or kind.gpu is None):
+        raise ClusterError(f"{where}.tp needs the file's model and {where.rpartition(' ')[2]}.gpu, or drop it")
+    for tp in kind.tp:
+        assert config.model is not None
+        assert kind.gpu is not None
+        given = config.model, kind.gpu, tp, kind.dtype, kind.factor, path, where
+        found.append(profile.calculated(*given, utilization=kind.utilization))
+    for cost, source in found:
+        if cost.gpus in costs:
+            raise ClusterError(f"{where}: two profiles have tensor parallel size {cost.gpus} (their gpus): drop one")
+        costs[cost.gpus] = cost.drafted(config.drafts.acceptance, config.drafts.overhead)
+        sources[f"{name}, tensor parallel size {cost.gpus}"] = source
+    training = None
+    if kind.training is not None:
+        token = kind.training.token
+        if token is None:
+            if config.model is None or kind.gpu is None:
+                raise ClusterError(f"{where}.training.token is missing: set it, or the file's model and the kind's gpu")
+            token = profile.training_token(config.model, kind.gpu, path, where)
+        training = Training(token, kind.training.update, kind.training.copy_gpus, kind.training.reserve)
+    node = kind.gpus_per_node
+    return Pool("", name, node, node, memory, kind.price, kind.utilization, costs, training)
 
 
-def _check_model(parameters: float, profiles: Iterable[Profile], where: str, path: Path) -> None:
-    """Check that the profiles are of the planned model."""
-    for measured in profiles:
-        if measured.parameters is not None and not 1 / _ALIKE < parameters / measured.parameters < _ALIKE:
+def _pools(config: PlanFile, kinds: dict[str, Pool], path: Path) -> list[Pool]:
+    pools: dict[str, Pool] = {}
+    for i, site in enumerate(config.sites):
+        if site.kind not in kinds:
             raise ClusterError(
-                f"{path}: {where}: profile {measured.name} is of a model with {measured.parameters:.3g} parameters, "
-                f"but model.parameters={parameters:.3g}: use a profile of this model in {where}.profiles, or measure "
-                f"one (verl-rhyme profile); {where}.training.token depends on the model, too"
+                f"{path}: sites.{i}.kind={site.kind} is not in kinds ({', '.join(kinds)}){nearest(site.kind, kinds)}"
             )
-
-
-def _profiles(named: Sequence[str], plan: Path) -> dict[int, Profile]:
-    """Read the profiles of one kind and return them by tensor parallel size."""
-    by_size: dict[int, Profile] = {}
-    for name in named:
-        each = profile(name, plan)
-        if (tp := each.cost.gpus) in by_size:
+        kind = kinds[site.kind]
+        if site.rollout and not kind.replicas:
             raise ClusterError(
-                f"{plan}: profiles {', '.join(named)}: two have tensor parallel size {tp} (their gpus): drop one"
+                f"{path}: {site.kind} generates at {site.name} but has no replicas: set tp of its kind, or set "
+                f"sites.{i}.rollout=false"
             )
-        by_size[tp] = each
-    return by_size
+        pool = replace(
+            kind,
+            site=site.name,
+            gpus=site.gpus,
+            replicas=kind.replicas if site.rollout else {},
+            training=kind.training if site.training else None,
+        )
+        if pool.name in pools:
+            raise ClusterError(f"{path}: sites.{i}: {site.kind} at {site.name} is listed twice: add up their gpus")
+        pools[pool.name] = pool
+    return [*pools.values()]
 
 
 def _links(config: PlanFile, sites: set[str], path: Path) -> dict[frozenset[str], float]:
@@ -227,23 +243,7 @@ def _links(config: PlanFile, sites: set[str], path: Path) -> dict[frozenset[str]
 
 
 def _work(batch: BatchFile, path: Path) -> Work:
-    samples = batch.prompts * batch.samples
-    if batch.lengths.run is None:
-        if batch.percentiles is None or batch.response_limit is None:
-            missing = "percentiles" if batch.percentiles is None else "response_limit"
-            raise ClusterError(
-                f"{path}: batch.{missing} is missing: set it, or set batch.lengths.run to a recorded run"
-            )
-        places = ndtri((np.arange(_QUANTILES) + 0.5) / _QUANTILES)
-        distribution = Lengths(by_percentile(batch.percentiles, "batch", path), batch.response_limit)
-        return Work(distribution.at(places).astype(float), samples, batch.samples, batch.prompt_tokens)
-    if batch.percentiles is not None or batch.response_limit is not None:
-        raise ClusterError(
-            f"{path}: batch.lengths.run has its own lengths: drop batch.percentiles and batch.response_limit"
-        )
-    folder = from_folder_of(path, batch.lengths.run)
-    try:
-        lengths, tokens = recorded.lengths(recorded.read(folder))
-    except recorded.RunError as error:
-        raise ClusterError(f"{path}: batch.lengths.run={batch.lengths.run}: {error}") from error
-    return Work(lengths, samples, batch.samples, tokens)
+    places = ndtri((np.arange(_QUANTILES) + 0.5) / _QUANTILES)
+    distribution = Lengths(by_percentile(batch.percentiles, "batch", path), batch.response_limit)
+    lengths = distribution.at(places).astype(float)
+    return Work(lengths, batch.prompts * batch.samples, batch.samples, batch.prompt_tokens)

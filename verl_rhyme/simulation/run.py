@@ -7,12 +7,11 @@ predictor are the code of training. Simulated are the engines, the trainer, mess
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-
-import numpy as np
 
 from verl_rhyme.config import PLACEMENTS
 from verl_rhyme.lengths.predictor import Forecast
@@ -25,8 +24,7 @@ from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.simulation.cluster import Cluster
 from verl_rhyme.simulation.engine import Engine, Request, Segment
-from verl_rhyme.simulation.scenario import Scenario, Step
-from verl_rhyme.simulation.trainer import Trainer
+from verl_rhyme.simulation.scenario import Part, Scenario, Step
 from verl_rhyme.simulation.workload import Prompt
 
 
@@ -53,22 +51,16 @@ class _Loaded:
     prompt: Prompt
     unfinished: int  # samples
     texts: dict[int, int] = field(default_factory=dict)  # tokens that each sample can draft from
-    latest: float = 0.0  # end of its latest finished sample
 
 
 class Simulation:
-    """Simulation of a training run.
+    """Simulation of a training run; its ``cluster`` has the clock and the engines.
 
     Args:
         scenario: Cluster and workload.
-        prompts: Prompts in the order of the data loader; the run ends when no whole batch is left.
-        updates: Number of training steps; ``None`` to use all prompts.
+        prompts: Prompts in the order of the data loader.
+        updates: Number of training steps; ``None``: as many as there are whole batches of prompts.
         segments: List that receives segments of requests with the replica's name, or ``None``.
-
-    Attributes:
-        steps: Finished steps.
-        cluster: Clock and engines.
-        expectations: Length forecasts.
     """
 
     def __init__(
@@ -86,13 +78,14 @@ class Simulation:
         self.placement = Placement(scenario.placement, {**seed, **scenario.options}, cost=scenario.replicas[0])
         planned = self.placement if scenario.placement in PLACEMENTS else None
         self.dispatch = Dispatch(self.rollout, self._lengths, planned, self._prompt_tokens)
-        self._trainer = Trainer(scenario.training, scenario.streaming)
+        self._parts: list[Part] = []  # of the next batch
+        prompts = list(prompts)
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._loaded: dict[str, _Loaded] = {}
         self._under_way: dict[str, _Sample] = {}  # samples in flight by attempt
         self._seen: dict[str, int] = {}
-        self._updates = updates
-        self._exhausted = self._training = self._stopped = False
+        self._updates = len(prompts) // scenario.rules.batch_prompts if updates is None else updates
+        self._training = self._in_part = self._stopped = False
         self._version = self._arrived = self._count_loaded = 0  # the policy's; the newest that replicas can load
         self._versions: dict[str, int] = {}
         self._gates: dict[str, dict[Hashable, tuple[int, Request]]] = {}  # requests that wait for a version, by replica
@@ -135,34 +128,20 @@ class Simulation:
 
     @property
     def _ended(self) -> bool:
-        if self._updates is not None and len(self.steps) >= self._updates:
-            return True
-        return self._exhausted and not self._training and not len(self.rollout.scheduler.ledger)
-
-    def _batches_left(self) -> int | None:
-        if self._updates is not None:
-            return self._updates - self._version
-        rules, scheduler = self.scenario.rules, self.rollout.scheduler
-        return math.ceil(scheduler.ledger.tally.untrained / rules.batch_samples) if self._exhausted else None
+        return len(self.steps) >= self._updates
 
     def _load_prompts(self) -> None:
         """Load the prompts that the rollout wants, with their length forecasts."""
-        while (wanted := self.rollout.missing_prompts()) and not self._exhausted:
+        while prompts := [*itertools.islice(self._prompts, self.rollout.missing_prompts())]:
             loaded = []
-            for prompt in self._prompts:
+            for prompt in prompts:
                 uid = str(self._count_loaded)
                 self._count_loaded += 1
                 self._loaded[uid] = _Loaded(prompt, len(prompt.lengths))
                 loaded.append((uid, len(prompt.lengths)))
-                if len(loaded) == wanted:
-                    break
-            self._exhausted = len(loaded) < wanted
             self.rollout.add_prompts(loaded)
-            prompts = {uid: self._loaded[uid].prompt for uid, _ in loaded}
-            expected = self.expectations.add_prompts({uid: prompt.key for uid, prompt in prompts.items()})
-            if self.scenario.forecasts == "oracle":
-                expected = {uid: float(prompt.lengths.mean()) for uid, prompt in prompts.items()}
-            if self.scenario.forecasts != "none":
+            expected = self.expectations.add_prompts({uid: self._loaded[uid].prompt.key for uid, _ in loaded})
+            if self.scenario.forecasts == "history":
                 self.rollout.expect(expected)
 
     def _dispatch(self) -> None:
@@ -174,21 +153,12 @@ class Simulation:
             self._start(starts)
 
     def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
-        """Return the length forecast of samples, by :attr:`Scenario.forecasts`."""
-        if self.scenario.forecasts == "history":
-            return self.expectations.lengths([uid for uid, _ in samples], had)
         if self.scenario.forecasts == "none":
             return None
-        tokens = np.array([int(self._loaded[uid].prompt.lengths[number]) for uid, number in samples], np.int64)
-        return Forecast(tokens, tokens)
+        return self.expectations.lengths([uid for uid, _ in samples], had)
 
     def _prompt_tokens(self, uids: Sequence[str]) -> list[int]:
-        """Return the known or expected tokens of prompts, by :attr:`Scenario.forecasts`."""
-        if self.scenario.forecasts == "none":
-            return [0] * len(uids)
-        if self.scenario.forecasts == "oracle":
-            return [self._loaded[uid].prompt.tokens for uid in uids]
-        return self.expectations.prompt_tokens(uids)
+        return [0] * len(uids) if self.scenario.forecasts == "none" else self.expectations.prompt_tokens(uids)
 
     def _start(self, starts: list[Start]) -> None:
         touched = set()
@@ -301,7 +271,6 @@ class Simulation:
         loaded = self._loaded[uid]
         loaded.unfinished -= 1
         loaded.texts[number] = tokens
-        loaded.latest = self.cluster.now
         if not loaded.unfinished:
             self._seen[prompt.key] = self._seen.get(prompt.key, 0) + 1
         if self.scenario.training.reward:
@@ -325,7 +294,7 @@ class Simulation:
     def _collect_if_ready(self) -> None:
         """Collect and train a batch if it is ready, else start a part."""
         scheduler, rules = self.rollout.scheduler, self.scenario.rules
-        if self._training or self._trainer.busy:
+        if self._training or self._in_part:
             return
         if not scheduler.ready():
             if not scheduler.has_batch():  # else only rewards of the batch are missing
@@ -343,13 +312,15 @@ class Simulation:
         batch = self.rollout.take()
         self._training = True
         stale, uids = batch.collected.group_staleness, [uid for uid, _ in batch.collected.samples]
-        ahead = self.cluster.now - max(self._loaded[uid].latest for uid in uids)
         self.expectations.retain(self.rollout.needs_prompt)
         self.dispatch.retain(self.rollout.needs_prompt)
         tokens = sum(batch.collected.lengths)
         collected, began = self.cluster.now, self._began
         prompts = sum(self._loaded[uid].prompt.tokens for uid in uids)
-        seconds, parts, rest = self._trainer.update(tokens + prompts)
+        parts, self._parts = tuple(self._parts), []
+        rest = tokens + prompts - sum(part.tokens for part in parts)
+        training = self.scenario.training
+        seconds = training.update + training.token * rest + self.scenario.blocked_s
         for uid in set(uids):
             if uid not in scheduler.ledger:
                 del self._loaded[uid]
@@ -361,26 +332,24 @@ class Simulation:
                     *(batch.version, began, collected, self._began, tokens, len(uids)),
                     *(batch.counts.wasted_tokens, bubble, len(stale), fmean(stale), max(stale)),
                     self.expectations.measures(),
-                    parts=parts,
-                    rest=rest,
-                    ahead=ahead,
+                    parts,
                 )
             )
             self._on_step(self.steps[-1])
             version = self._version = self._version + 1
-            if left := self.scenario.training.sync - self.scenario.blocked_s:  # parts of the next batch train meanwhile
+            if left := training.sync - self.scenario.blocked_s:  # parts of the next batch train meanwhile
                 self.cluster.call(left, lambda: self._take(version))
             else:
                 self._arrive(version)
             self._publish()
 
-        self.cluster.call(seconds + self.scenario.blocked_s, ended)
+        self.cluster.call(seconds, ended)
         if rules.starts_through_training:
             self._dispatch()
 
     def _stream(self) -> None:
         """Train the finished samples of the next batch as a part, if there are enough."""
-        if (samples := self._trainer.wants) is None or not (names := self.rollout.part(samples)):
+        if (samples := self.scenario.part_samples) is None or not (names := self.rollout.part(samples)):
             return
         attempts = [Attempt.named(name) for name in names]
         ledger = self.rollout.scheduler.ledger
@@ -388,11 +357,14 @@ class Simulation:
             ledger.prompt(a.uid).samples[a.number].tokens + self._loaded[a.uid].prompt.tokens for a in attempts
         )
 
-        def through() -> None:
-            self._trainer.through()
+        def trained() -> None:
+            self._in_part = False
             self._collect_if_ready()
 
-        self.cluster.call(self._trainer.begin(len(names), tokens, self.cluster.now), through)
+        seconds = self.scenario.training.part + self.scenario.training.token * tokens
+        self._in_part = True
+        self._parts.append(Part(self.cluster.now, self.cluster.now + seconds, len(names), tokens))
+        self.cluster.call(seconds, trained)
 
     @property
     def _stops(self) -> bool:
@@ -429,21 +401,15 @@ class Simulation:
 
     def _take(self, version: int) -> None:
         self._arrive(version)
-        self._after_start()
+        self._begin()
 
     def _publish(self) -> None:
         """Publish the current version to the rollout; its weights may still be on their way to the engines."""
         self._training = self._stopped = False
-        self.rollout.publish(self._version, self._batches_left())
+        self.rollout.publish(self._version, self._updates - self._version)
         for name in self.rollout.pop_abandoned():
             self._withdraw(name)
-        self._after_start()
-
-    def _after_start(self) -> None:
-        if self.scenario.training.start:
-            self.cluster.call(self.scenario.training.start, self._begin)
-        else:
-            self._begin()
+        self._begin()
 
     def _begin(self) -> None:
         """Send the first requests of a version to the engines."""

@@ -16,17 +16,12 @@ AGAIN = 20.0
 
 @dataclass(frozen=True)
 class Drafts:
-    """Effect of drafts on a request, by the number of earlier visits of its prompt.
+    """Effect of drafts on a request, by the number of earlier visits of its prompt."""
 
-    Attributes:
-        acceptance: Tokens per step of prompts seen 0, 1, ... times before; the last value also for more.
-        overhead: Verified draft tokens per token gained.
-        again: Tokens per step of text regenerated with itself as draft (``Rules.redrafts``).
-    """
-
+    #: Tokens per step of prompts seen 0, 1, ... times before; the last value also for more.
     acceptance: tuple[float, ...] = (1.0,)
-    overhead: float = 1.5
-    again: float = AGAIN
+    overhead: float = 1.5  # verified draft tokens per token gained
+    again: float = AGAIN  # tokens per step of text regenerated with itself as draft (Rules.redrafts)
 
     def __post_init__(self) -> None:
         if not self.acceptance or not all(1 <= value < math.inf for value in (*self.acceptance, self.overhead)):
@@ -49,47 +44,22 @@ class Drafts:
         return pace, drafts
 
 
-class Streaming(NamedTuple):
-    """Training of parts during the rollout: minimum samples of a part, and whether parts compute gradients, not only
-    log-probabilities.
-    """
-
-    samples: int
-    update: bool = True
-
-
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster and its workload.
-
-    Attributes:
-        replicas: Costs of each replica.
-        rules: Rules of the scheduler.
-        training: Costs of a training step.
-        streaming: Parts of batches; ``None`` to train batches as a whole.
-        colocated: Whether engines share the actor's GPUs and stop while it trains.
-        placement: Placement policy (:data:`~verl_rhyme.placement.POLICIES`).
-        options: Options of the placement policy.
-        drafts: Effect of drafts.
-        limit: Maximum samples in flight; ``None`` for all that may start.
-        min_starts: Minimum samples to start at once.
-        forecasts: Lengths used for placement and order: ``history`` for the predictor's, ``oracle`` for the true ones,
-            ``none`` for none.
-        response_limit: Maximum tokens of a response.
-    """
+    """A cluster and its workload."""
 
     replicas: tuple[ReplicaCost, ...]
     rules: Rules
     training: TrainingCost = field(default_factory=TrainingCost)
-    streaming: Streaming | None = None
-    colocated: bool = True
+    part_samples: int | None = None  # minimum samples of a streamed part; None: whole batches
+    colocated: bool = True  # engines share the actor's GPUs and stop while it trains
     placement: str = "least_loaded"
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of the placement policy
     drafts: Drafts = field(default_factory=Drafts)
-    limit: int | None = None
-    min_starts: int = 1
-    forecasts: Literal["history", "oracle", "none"] = "history"
-    response_limit: int = 1 << 20
+    limit: int | None = None  # most samples in flight; None: all that may start
+    min_starts: int = 1  # least samples to start at once
+    forecasts: Literal["history", "none"] = "history"  # lengths by which samples are placed and ordered
+    response_limit: int = 1 << 20  # most tokens of a response
 
     @property
     def redrafts(self) -> bool:
@@ -113,47 +83,31 @@ class Scenario:
 
 
 class Part(NamedTuple):
-    """A part of a batch, trained before the batch was complete; ``tokens`` are of prompts and responses."""
+    """A part of a batch, trained before the batch was complete."""
 
     began: float
     ended: float
     samples: int
-    tokens: int
+    tokens: int  # of prompts and responses
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step: a rollout and the training of its batch.
+    """A training step: a rollout and the training of its batch."""
 
-    Attributes:
-        version: Policy version that is trained.
-        began, collected, ended: Seconds of the last step's end, the batch's collection, and this step's end.
-        tokens, samples: Trained response tokens and samples.
-        wasted: Generated tokens that are never trained.
-        bubble: Bubble ratio, of the time since the last collection if engines run during training, else of the rollout.
-        groups: Trained groups.
-        staleness_mean, staleness_max: Staleness of the oldest token of each trained group, in policy versions.
-        lengths: Quality of the length forecasts (:meth:`~verl_rhyme.lengths.quality.Quality.pop_metrics`).
-        ahead: Seconds from the end of the batch's last response to its collection.
-        parts: Parts trained before the batch was complete, in order.
-        rest: Tokens, of prompts and responses, of samples in no part.
-    """
-
-    version: int
-    began: float
+    version: int  # policy version that is trained
+    began: float  # seconds of the last step's end, the batch's collection, and this step's end
     collected: float
     ended: float
-    tokens: int
+    tokens: int  # trained response tokens
     samples: int
-    wasted: int
-    bubble: float
+    wasted: int  # generated tokens that are never trained
+    bubble: float  # of the time since the last collection if engines run during training, else of the rollout
     groups: int
-    staleness_mean: float
+    staleness_mean: float  # of the oldest token of each trained group, in policy versions
     staleness_max: int
-    lengths: dict[str, float]
-    ahead: float = 0.0
+    lengths: dict[str, float]  # quality of the length forecasts (Quality.pop_metrics)
     parts: tuple[Part, ...] = ()
-    rest: int = 0
 
     @property
     def seconds(self) -> float:

@@ -46,11 +46,7 @@ def _rate(step: Step) -> float:
 
 
 def totals(simulation: Simulation) -> dict[str, Any]:
-    """Return the statistics of all steps.
-
-    ``tokens_per_s`` are trained tokens over rollout and training. ``staleness_*`` are of the oldest token of each
-    trained group. ``wasted`` is a share of all tokens, ``trainer_*`` are shares of the trainer's time.
-    """
+    """Return the statistics of all steps; ``wasted`` is a share of all tokens, ``trainer_*`` of the trainer's time."""
     steps, engines = simulation.steps, simulation.cluster.engines.values()
     tokens, wasted = (sum(getattr(step, name) for step in steps) for name in ("tokens", "wasted"))
     seconds = [step.seconds for step in steps]
@@ -76,7 +72,6 @@ def totals(simulation: Simulation) -> dict[str, Any]:
         "early": float(np.mean([step.early_share for step in steps])),
         **{f"trainer_{name}": spent / span if span else 0.0 for name, spent in times.items()},
         "preempted": sum(engine.preempted for engine in engines),
-        "recomputed_tokens": round(sum(engine.recomputed for engine in engines)),
         "replicas": len(simulation.scenario.replicas),
         "gpus": sum(cost.gpus for cost in simulation.scenario.replicas),
     }
@@ -100,4 +95,4 @@ def lines(simulation: Simulation) -> list[str]:
         f"bubble ratio {stats['bubble_ratio']:.3f}, wasted tokens {stats['wasted']:.1%}, staleness "
         f"{stats['staleness_mean']:.2f} (at most {stats['staleness_max']}), {stats['preempted']} preemptions",
         f"trainer's time: {trainer}; {stats['early']:.0%} of the samples were trained in parts",
-    ][: 3 if simulation.scenario.streaming else 2]
+    ][: 2 if simulation.scenario.part_samples is None else 3]

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from verl_rhyme.history_writer.history_service import HistoryService, tokenizer_
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.observability.metrics import fillable_slots
+from verl_rhyme.planning import profile
+from verl_rhyme.planning.profile import Profile
 from verl_rhyme.processes.deaths import WatchedCheckpointManager
 from verl_rhyme.processes.waiting import waiting_for
 from verl_rhyme.router import router_file
@@ -146,18 +149,25 @@ class RhymeTrainerMixin(PPOTrainer):
 
     def _describe_run(self, events: EventLog) -> None:
         rollout = self.config.actor_rollout_ref.rollout
-        gpus = rollout.tensor_model_parallel_size * rollout.get("pipeline_model_parallel_size", 1)
-        tokens = min(self._cache_tokens().values(), default=0)
+        cost = self._replica_profile()
         events.describe(
             self.global_steps + 1,  # first step of this start
             run=run_name(self._rhyme),
             engine=f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}",
             slots=self._bubble_slots,
             rollout=self._rollout_stage,
-            replica={"slots": rollout.max_num_seqs, "room": tokens, "gpus": gpus},
+            step_cost=None if cost is None else {"source": cost.source, "step": asdict(cost.cost.step)},
         )
 
     # ---- replicas and their router ----
+
+    def _replica_profile(self) -> Profile | None:
+        """Return the cost of a replica's work: measured, else calculated, ``None`` if model or GPU is unknown."""
+        if (measured := router_file.measured(self._rhyme.placement)) is not None:
+            return measured
+        ref = self.config.actor_rollout_ref
+        tp = ref.rollout.tensor_model_parallel_size
+        return profile.of_run(ref.model.path, ray.cluster_resources(), tp, str(ref.rollout.dtype))
 
     def _serving(self) -> Any:
         """Return verl's manager of the engines that generate for training."""

@@ -38,17 +38,17 @@ from verl_rhyme.config import OVERSUBSCRIPTION, ConfigError, training_order
 from verl_rhyme.coordinator.ranker_service import unusable
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
+from verl_rhyme.planning.cost import TYPICAL
 from verl_rhyme.processes.messages import LoadedPrompt, Reply, RunSettings
 from verl_rhyme.processes.stored_samples import StoredSamples
 from verl_rhyme.processes.waiting import insist_blocking
-from verl_rhyme.router import router_file
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.scheduling.retries import RolloutError
 from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.checkpoints import STATE_FILE
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.trainer.elastic import ReplicaAdvisor, ReplicaScaler
+from verl_rhyme.trainer.elastic import ElasticReplicas
 from verl_rhyme.trainer.fetching import data_parallel_ranks
 from verl_rhyme.trainer.layout import arrange_batch
 from verl_rhyme.trainer.observers import Step
@@ -207,7 +207,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def on_train_begin(self) -> None:
         setting = self._setting()
-        self.observers.append(self._elastic(setting))
+        self.observers.append(self._elastic())
         self.topology.prepare(self.rules)
         self._driver = Driver(setting, self._fetch_prompts, self.agent_loop_manager.replace_workers)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
@@ -220,6 +220,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         limit = max(1, math.ceil(OVERSUBSCRIPTION * slots))
         tokens = self._cache_tokens().values()
         placement = self._rhyme.placement
+        cost = TYPICAL if (known := self._replica_profile()) is None else known.cost
         return RunSettings(
             rules=self.rules,
             filters=self._filters,
@@ -231,20 +232,19 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             room=int(OVERSUBSCRIPTION * sum(tokens)) if all(tokens) else None,  # also for queued samples
             router=self._router(),
             placement=None if placement.policy is None else (placement.policy, dict(placement.options)),
-            cost=replace(router_file.cost(placement), slots=self.config.actor_rollout_ref.rollout.max_num_seqs),
+            cost=replace(cost, slots=self.config.actor_rollout_ref.rollout.max_num_seqs),
             response_limit=self.config.data.max_response_length,
             part_samples=max(1, int((self._rhyme.streaming.part or 1) * self.rules.batch_samples)),
         )
 
-    def _elastic(self, setting: RunSettings) -> ReplicaAdvisor:
+    def _elastic(self) -> ElasticReplicas:
         """Return the observer that advises on the number of replicas, and carries the advice out if enabled."""
         elastic = self._rhyme.streaming.elastic
         if elastic.min_replicas is None:
-            return ReplicaAdvisor(setting)
+            return ElasticReplicas()
         assert isinstance(self.topology, Separate)  # combinations.py refuses it elsewhere
         engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
-        servers, spares = self.topology.servers(), self.topology.spares
-        return ReplicaScaler(setting, elastic, servers, engine, spares)
+        return ElasticReplicas(elastic, self.topology.servers(), engine, self.topology.spares)
 
     def _samples_in_flight(self) -> int:
         return self.rules.samples_in_flight

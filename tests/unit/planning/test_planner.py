@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
 from verl_rhyme.planning.planner import BOUNDS, NoSplit, Problem, colocated, plan, plan_bounds, profitable, split
 from verl_rhyme.planning.sites import Links, Model, Pool
-from verl_rhyme.planning.times import Training, Work, _highest, rollout
+from verl_rhyme.planning.times import Training, Work, rollout
 
 LENGTHS = np.exp(np.random.default_rng(0).normal(7, 1, 2000)).clip(1, 8000)
 WORK = Work(LENGTHS, samples=512, group=8, prompt_tokens=200)
@@ -86,12 +86,6 @@ def test_a_replica_of_one_slot_takes_one_after_another(samples):
     one = ReplicaCost(StepCost(base=1e-2), slots=1)
     seconds = rollout(one, 1, Work(np.full(3, 100.0), samples))
     assert float(seconds) == pytest.approx(samples * 100 * 1e-2)
-
-
-@pytest.mark.parametrize(("count", "expected"), [(1, 0.0), (10, 1.5388), (100, 2.5076)])
-def test_the_highest_of_normal_draws(count, expected):
-    """Harter 1961, table 1."""
-    assert _highest(np.array([float(count)])) == pytest.approx(expected, abs=0.01)
 
 
 def test_siblings_share_their_prompts_prefill():

@@ -13,7 +13,7 @@ from verl_rhyme.planning.sites import Model, Pool
 from verl_rhyme.planning.times import Training, Work
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.run import Simulation
-from verl_rhyme.simulation.scenario import Scenario, Streaming
+from verl_rhyme.simulation.scenario import Scenario
 from verl_rhyme.simulation.workload import Lengths
 
 LENGTHS = Lengths({50: 250, 90: 900, 99: 1800}, limit=2048)
@@ -43,7 +43,7 @@ def simulated(cost: ReplicaCost, bound: int, token: float, replicas: int, train:
         (cost,) * replicas,
         Rules(PROMPTS, batch, bound, separate=apart, relayed=apart),
         TrainingCost(token=token / train, update=UPDATE, sync=SYNC),
-        Streaming(batch // 8) if apart else None,
+        batch // 8 if apart else None,
         colocated=not apart,
         placement="longest_first",
         forecasts="none",

@@ -12,24 +12,35 @@ from typer.testing import CliRunner
 from verl_rhyme.cli import app
 from verl_rhyme.config import PRESETS, StreamingConfig
 from verl_rhyme.planning import typed_yaml
-from verl_rhyme.planning.profile import PROFILES, profile
 from verl_rhyme.planning.typed_yaml import ClusterError
 from verl_rhyme.simulation.cluster_file import load
-from verl_rhyme.simulation.scenario import Streaming
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
 SMALL = ["workload.prompts=16", "workload.samples=4", "batch_prompts=8"]
 
 
-def test_every_profile_can_be_read_and_names_its_source():
-    names = [path.stem for path in PROFILES.glob("*.yaml")]
-    assert names
-    for name in names:
-        cost, source, parameters, _ = profile(name, EXAMPLE)
-        assert parameters
-        assert source
-        assert cost.step.base > 0
-        assert cost.room > cost.slots
+@pytest.mark.parametrize("path", sorted(EXAMPLE.parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_can_be_read(path):
+    loaded = load(path)
+    assert loaded.scenario.training.token > 0
+    assert all(cost.room > 100_000 for cost in loaded.scenario.replicas)
+
+
+def test_training_is_calculated_for_the_gpus_that_train():
+    """(6 + 2) x 32.8e9 operations a token, at 35% of 989e12 a second."""
+    token = load(EXAMPLE).scenario.training.token
+    assert token == pytest.approx(8 * 32.8e9 / (0.35 * 989e12 * 128), rel=0.01)
+    fewer = ["training.gpus=null", "replicas.0.count=16"]
+    assert load(EXAMPLE, fewer).scenario.training.token == pytest.approx(2 * token)
+    assert load(EXAMPLE, ["training.token=1e-5"]).scenario.training.token == 1e-5
+    with pytest.raises(ClusterError, match=r"training.token is missing: .* replicas.0.gpu and training.gpus"):
+        load(EXAMPLE, [*fewer, "topology=separate"])
+
+
+def test_a_measured_factor_slows_the_replicas():
+    one, two = (load(EXAMPLE, [f"replicas.0.factor={factor}"]) for factor in (1, 2))
+    assert two.scenario.replicas[0] == one.scenario.replicas[0].slowed(2)
+    assert two.sources == ["roofline of Qwen2.5-32B, bfloat16, on 4 H800 x 2"]
 
 
 def test_the_example_is_a_cluster_of_128_gpus():
@@ -49,14 +60,14 @@ def test_every_preset_is_simulated(preset, topology):
     assert (rules.separate, scenario.colocated) == (topology == "separate", topology == "colocated")
     if "max_staleness" not in given:
         assert (rules.max_staleness, rules.batches) == ((0, 1) if scenario.colocated else (7, 2))
-        assert scenario.streaming is None
+        assert scenario.part_samples is None
         return
     assert rules.max_staleness == given["max_staleness"]
     assert rules.take == given.get("scheduling.take", "finished")
     assert rules.refill == given.get("scheduling.refill", "always")
     part = StreamingConfig().part
     assert part is not None
-    assert scenario.streaming == (None if scenario.colocated else Streaming(int(part * 32)))
+    assert scenario.part_samples == (None if scenario.colocated else int(part * 32))
 
 
 def test_options_of_a_preset_can_be_overridden():
@@ -66,9 +77,7 @@ def test_options_of_a_preset_can_be_overridden():
     stream = load(EXAMPLE, ["preset=stream", "topology=separate", "max_staleness=0", "placement.policy=null"])
     assert (stream.scenario.rules.max_staleness, stream.scenario.rules.batches) == (0, 1)
     assert (stream.scenario.rules.take, stream.scenario.placement) == ("loaded", "least_loaded")
-    assert load(EXAMPLE, [*full, "streaming.part=null"]).scenario.streaming is None
-    batch = 512 * 16
-    assert load(EXAMPLE, [*full, "training.gradients=false"]).scenario.streaming == Streaming(batch // 8, update=False)
+    assert load(EXAMPLE, [*full, "streaming.part=null"]).scenario.part_samples is None
     one, two = (load(EXAMPLE, [*full, f"drafts.acceptance=[{pace}]"]).scenario.rules.drafts for pace in (1, 2))
     assert (one, two) == (False, True)
 
@@ -113,7 +122,7 @@ def test_simulate_prints_a_table():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("topolgy=separate", "unknown key topolgy; did you mean topology?"),
+        ("topolgy=separate", "Key 'topolgy' not in 'ClusterFile'"),
         ("scheduling.in_fligt=2", "unknown key scheduling.in_fligt: did you mean scheduling.in_flight?"),
         ("preset=ful", "preset must be histospec, full, sorted, histopipe, stream, off, not 'ful'; did you mean full?"),
         ("replicas.0.count=x", "replicas: count: Value 'x' of type 'str' could not be converted to Integer"),
@@ -122,12 +131,15 @@ def test_simulate_prints_a_table():
         ("replicas.0.cuont=4", "Key 'cuont' not in 'ReplicasFile'"),
         ("updates=[1", "updates=[1 is not YAML: while parsing"),
         ("replicas.0.room=9000", "replicas.0 has KV cache for 9000 tokens, but a request may have "),
-        ("limit=0", "limit must be at least 1, not 0"),
-        ("workload.growth=.inf", "growth above 0, not 20480 and inf"),
-        ("replicas=[{count: 1, profile: qwen2.5-32b-h20-tp2}]", "did you mean qwen2.5-32b-h20-tp"),
-        ("replicas=[{count: 1, profile: qwen2.5-32b-h200-tp4}]", "no profile qwen2.5-32b-h200-tp4. Choose"),
-        ("replicas=[{count: 1}]", "missing"),
-        ("training.logprobs=2", "training.logprobs must be a share, from 0 to 1, not 2.0"),
+        ("updates=0", "updates must be at least 1, not 0"),
+        ("workload.response_limit=0", "limit must be at least 1, not 0"),
+        ("replicas.0.gpu=H80", "replicas.0.gpu: no data sheet of H80; did you mean H800? Choose A100, H20"),
+        ("replicas.0.tp=3", "replicas.0: tp=3 must divide the model's 40 attention heads"),
+        ("replicas.0.factor=0", "replicas.0.factor must be above 0 and finite, not 0.0"),
+        ("replicas=[{count: 1}]", "replicas.0.gpu is missing: set it, or replicas.0.profile to a measured profile"),
+        ("model=null", "model is missing: set it, or replicas.0.profile"),
+        ("model=nope", "no model nope. Choose Qwen/Qwen2.5-7B"),
+        ("training.token=-1", "training.token must be seconds, at least 0, not -1.0"),
         ("workload.percentiles={50: 900, 90: 100}", "rising tokens"),
         ("workload.prompts=3", "prompts, fewer than batch_prompts=512"),
         ("topology=apart", "topology must be colocated, separate"),
@@ -143,22 +155,19 @@ def test_an_error_is_one_line(override, message):
     assert line.startswith(f"verl-rhyme simulate: {EXAMPLE}: ")
 
 
-def test_a_missing_profile_raises():
-    with pytest.raises(
-        ClusterError, match=r"^no profile nope.yaml\. Choose .* relative to the current folder; nope.yaml is not a file"
-    ):
-        profile("nope.yaml")
-
-
 def test_a_users_profile_is_read(tmp_path):
     (tmp_path / "mine.yaml").write_text("source: measured here\nstep: {base: 0.02}\nslots: 4\n")
     cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(EXAMPLE.read_text().replace("qwen2.5-32b-h800-tp4", "mine.yaml"))
-    loaded = load(cluster, SMALL)
+    given = EXAMPLE.read_text().replace("gpu: H800, tp: 4", "profile: mine.yaml")
+    cluster.write_text(given.replace("gpus: 128", "token: 1e-5"))
+    loaded = load(cluster, [*SMALL, "model=null"])
     assert loaded.sources == ["measured here"]
     assert [cost.slots for cost in loaded.scenario.replicas] == [4] * 32
     (tmp_path / "mine.yaml").write_text("source: measured here\nstep: {base: -1}\n")
     with pytest.raises(ClusterError, match=r"mine.yaml: step.base must be seconds"):
+        load(cluster)
+    (tmp_path / "mine.yaml").unlink()
+    with pytest.raises(ClusterError, match=r"mine.yaml cannot be read: No such file"):
         load(cluster)
 
 

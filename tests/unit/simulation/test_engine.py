@@ -85,7 +85,6 @@ def test_a_full_cache_preempts_the_request_admitted_last():
     assert {s.request.name for s in segments if s.reason == "preempted"} == {2, 3}
     assert most <= 100 + 1e-6
     assert engine.made == pytest.approx(160), "preempted requests lost tokens"
-    assert engine.recomputed > 0
 
 
 def test_a_request_larger_than_the_cache_runs_alone():

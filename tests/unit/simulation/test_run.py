@@ -86,7 +86,7 @@ def test_every_sample_is_trained_once(mode, room):
         ("skewness_aware", {}),
     ],
 )
-@pytest.mark.parametrize("forecasts", ["history", "oracle", "none"])
+@pytest.mark.parametrize("forecasts", ["history", "none"])
 def test_placed_by_forecasts_every_sample_is_trained_once(mode, policy, options, forecasts):
     given = {"placement": policy, "options": options, "forecasts": forecasts}
     prompts = list(LENGTHS.epochs(32, 4, 2, 20))

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.run import Simulation
-from verl_rhyme.simulation.scenario import Scenario, Step, Streaming
+from verl_rhyme.simulation.scenario import Scenario, Step
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
 COST = ReplicaCost(StepCost(base=0.01, row=1e-4, cached=1e-7), prefill=1e-5, slots=8)
 TRAINING = TrainingCost(token=2e-4, update=1.0, part=0.3, sync=0.5)
 BATCH = {"batch_prompts": 8, "batch_samples": 32}
-PARTS = Streaming(samples=4)
+PARTS = 4
 
 
 def stream(staleness: int, **changes: Any) -> Rules:
@@ -27,10 +27,10 @@ def stream(staleness: int, **changes: Any) -> Rules:
 
 
 def simulated(
-    prompts: list[Prompt], staleness: int = 0, streaming: Streaming | None = PARTS, **changes: Any
+    prompts: list[Prompt], staleness: int = 0, part_samples: int | None = PARTS, **changes: Any
 ) -> list[Step]:
     given = {"replicas": (COST,) * 3, "rules": stream(staleness), "training": TRAINING, "response_limit": 1000}
-    scenario = Scenario(**{**given, "streaming": streaming, "colocated": False, **changes})
+    scenario = Scenario(**{**given, "part_samples": part_samples, "colocated": False, **changes})
     return Simulation(scenario, prompts).run()
 
 
@@ -40,11 +40,11 @@ def made(seed: int, median: int = 100, spread: float = 9.0, prompts: int = 24) -
 
 
 workloads = st.builds(made, st.integers(0, 99), st.integers(20, 200), st.floats(1.05, 20.0))
-streamings = st.builds(Streaming, st.integers(1, 40), st.booleans())
+sizes = st.integers(1, 40)
 #: Also where a version is published before replicas have loaded the previous one.
 costs = st.builds(
     TrainingCost,
-    *(st.floats(0, high) for high in (1e-3, 1.0, 3.0, 2.0, 8.0, 0.5, 0.5)),
+    *(st.floats(0, high) for high in (1e-3, 3.0, 2.0, 8.0, 0.5)),
     copy=st.none() | st.floats(0, 2),
 )
 
@@ -53,21 +53,23 @@ costs = st.builds(
 @given(
     workloads,
     st.integers(0, 3),
-    streamings,
+    sizes,
     costs,
     st.sampled_from(["continue", "finish"]),
     st.sampled_from(["finished", "loaded"]),
 )
-def test_every_token_is_trained_once_and_within_the_bound(prompts, staleness, streaming, training, at_version, take):
+def test_every_token_is_trained_once_and_within_the_bound(prompts, staleness, size, training, at_version, take):
     rules = stream(staleness, at_version=at_version if staleness else None, take=take)
-    steps = simulated(prompts, staleness, streaming, training=training, rules=rules)
+    steps = simulated(prompts, staleness, size, training=training, rules=rules)
     assert [step.version for step in steps] == list(range(3))
     assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
     assert sum(step.wasted for step in steps) == 0 or (staleness and at_version == "continue")
     for step in steps:
         assert 0 <= step.staleness_mean <= step.staleness_max <= staleness
-        assert sum(part.tokens for part in step.parts) + step.rest == step.tokens + 32 * 20
-        assert all(part.samples >= min(streaming.samples, 32) and part.samples % 4 == 0 for part in step.parts)
+        rest = step.tokens + 32 * 20 - sum(part.tokens for part in step.parts)
+        least = training.update + training.token * rest + training.blocked_s(rules.one_by_one)
+        assert step.ended - step.collected == pytest.approx(least, abs=1e-6), "a token was trained twice, or never"
+        assert all(part.samples >= min(size, 32) and part.samples % 4 == 0 for part in step.parts)
         assert 0 <= step.early_share <= 1
         borders = [step.began, *(at for part in step.parts for at in part[:2]), step.collected, step.ended]
         assert borders == sorted(borders), "parts overlap each other or the rest of the batch"
@@ -75,11 +77,11 @@ def test_every_token_is_trained_once_and_within_the_bound(prompts, staleness, st
 
 
 @settings(max_examples=15)
-@given(workloads, streamings, costs)
-def test_on_policy_streaming_costs_at_most_the_overhead_of_parts(prompts, streaming, training):
+@given(workloads, sizes, costs)
+def test_on_policy_streaming_costs_at_most_the_overhead_of_parts(prompts, size, training):
     """The rollouts are the same, and no sample is trained twice."""
     training = replace(training, copy=None)
-    plain, parts = (simulated(prompts, 0, each, training=training) for each in (None, streaming))
+    plain, parts = (simulated(prompts, 0, each, training=training) for each in (None, size))
     for before, after in zip(plain, parts, strict=True):
         assert before.tokens == after.tokens
         assert after.seconds <= before.seconds + len(after.parts) * training.part + 1e-6
@@ -87,10 +89,9 @@ def test_on_policy_streaming_costs_at_most_the_overhead_of_parts(prompts, stream
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("update", [True, False])
-def test_a_single_part_equals_no_streaming(staleness, update):
+def test_a_single_part_equals_no_streaming(staleness):
     prompts = made(0)
-    assert simulated(prompts, staleness, Streaming(32, update)) == simulated(prompts, staleness, None)
+    assert simulated(prompts, staleness, 32) == simulated(prompts, staleness, None)
 
 
 def test_a_part_and_the_rest_in_closed_form():
@@ -98,17 +99,16 @@ def test_a_part_and_the_rest_in_closed_form():
     cost = ReplicaCost(StepCost(base=0.01), slots=1)
     rules = stream(0, batch_prompts=2, batch_samples=2)
     prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300))]
-    for token, update, through, collected, ended in (
-        (1e-2, True, 1 + 0.5 + 1.1, 3.0, 3.0 + 3.1 + 2.0),
-        (1e-2, False, 1 + 0.5 + 1.1 / 4, 3.0, 3.0 + 3.1 + 3 / 4 * 1.1 + 2.0),
-        (1e-1, True, 1 + 0.5 + 11, 12.5, 12.5 + 31 + 2.0),  # the part takes longer than the rollout
+    for token, through, collected, ended in (
+        (1e-2, 1 + 0.5 + 1.1, 3.0, 3.0 + 3.1 + 2.0),
+        (1e-1, 1 + 0.5 + 11, 12.5, 12.5 + 31 + 2.0),  # the part takes longer than the rollout
     ):
         training = TrainingCost(token=token, update=2.0, part=0.5)
         given = {"replicas": (cost,) * 2, "rules": rules, "training": training}
-        [step] = simulated(prompts, 0, Streaming(1, update), **given)
+        [step] = simulated(prompts, 0, 1, **given)
         [part] = step.parts
         assert part[:3] == (pytest.approx(1.0), pytest.approx(through), 1)
-        assert (part.tokens, step.rest, step.early_share) == (110, 310, 0.5)
+        assert (part.tokens, step.early_share) == (110, 0.5)
         assert (step.collected, step.ended) == (pytest.approx(collected), pytest.approx(ended))
         assert step.idle_s == pytest.approx(collected - (through - 1.0))
         assert step.bubble == pytest.approx(1 - 400 / 600), "the wait for the part counts as a bubble"
@@ -121,7 +121,7 @@ def test_a_heavy_tail_gains_most():
     for spread in (1.0001, 2.0, 9.0):
         prompts = made(1, 100, spread)
         given = {"training": training, "replicas": wide}
-        plain, parts = (simulated(prompts, 0, each, **given)[-1].ended for each in (None, Streaming(1)))
+        plain, parts = (simulated(prompts, 0, each, **given)[-1].ended for each in (None, 1))
         tokens = sum(int(prompt.lengths.sum()) + 80 for prompt in prompts)
         hidden.append((plain - parts) / (training.token * tokens))
     assert hidden[0] < 0.2

@@ -1,71 +1,97 @@
-"""Advice on the number of replicas from the times of a step, and replicas that rest while others start."""
+"""The number of replicas: advice from the times of a step, and replicas that rest while others start."""
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from verl_rhyme.config import ConfigError, ElasticConfig
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.batches import batch_metrics
-from verl_rhyme.planning.cost import ReplicaCost, StepCost
-from verl_rhyme.planning.elastic import Limits
-from verl_rhyme.processes.messages import Reply, RunSettings
+from verl_rhyme.processes.messages import Reply
 from verl_rhyme.scheduling.batch import Batch, Collected, StepCounts
-from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import elastic as module
-from verl_rhyme.trainer.elastic import ReplicaAdvisor, ReplicaScaler
+from verl_rhyme.trainer.elastic import MARGIN, SETTLING, WINDOW, ElasticReplicas, advise
 from verl_rhyme.trainer.observers import Step
 
-RULES = Rules(8, 64, max_staleness=1, separate=True)
+
+def step(replicas, generated, trained, last=False):
+    """A step whose trainer waited for its batch, or whose batch was ready before."""
+    seconds = max(generated, trained) + 1.0
+    values = {names.STREAM_AHEAD: seconds - generated}
+    return Step(1, seconds, seconds, last, replicas, seconds - trained, Reply([], [], values, {}, 0, [], {}))
 
 
-def setting():
-    cost = ReplicaCost(StepCost(base=1e-3, row=1e-3), slots=64)
-    return RunSettings(rules=RULES, filters=None, limit=128, min_starts=1, slots=128, lost_after=60.0, cost=cost)
+def followed(elastic, replicas, times, steps):
+    """Return the replicas by step where advice is followed."""
+    found = []
+    for number in range(steps):
+        replicas += round(elastic.on_step(step(replicas, *times(replicas, number)))[names.STREAM_ELASTIC])
+        found.append(replicas)
+    return found
 
 
-def reply(ahead, tokens=400):
-    tags = [{"response_len": tokens, "seq_len": tokens + 50}] * 64
-    tags += [{"response_len": 1, "seq_len": 2, "is_padding": True}]
-    values = {} if ahead is None else {names.STREAM_AHEAD: ahead}
-    return Reply([], tags, values, {}, 0, [], {})
+def test_as_published_a_replica_is_added_when_generation_stays_behind(monkeypatch):
+    """Four replicas take 30 s, five 24 s, three 40 s."""
+    monkeypatch.setattr(module, "MARGIN", 0)
+    assert [advise(30, trained, 4) for trained in (24, 24.1, 30, 39.9, 40)] == [1, 0, 0, 0, -1]
+    assert advise(1, 100, 1) == 0
 
 
-def step(replicas, seconds, waited, reply):
-    return Step(1, seconds, seconds, replicas=replicas, wait_s=waited, reply=reply)
+@settings(max_examples=200)
+@given(st.floats(1, 1000), st.floats(1, 200), st.integers(1, 32))
+def test_the_rule_settles_on_one_number_of_replicas(work, trained, replicas):
+    """It changes in one direction, to where one more or less would cross over."""
+    seen = followed(ElasticReplicas(), replicas, lambda k, _: (work / k, trained), 300)
+    changes = np.diff([replicas, *seen])
+    assert not ((changes > 0).any() and (changes < 0).any())
+    assert len(set(seen[-20:])) == 1 or abs(changes).sum() > 300 / (WINDOW + SETTLING) - 2, "it needs more steps"
+    if len(set(seen[-20:])) == 1:
+        margin = MARGIN * max(trained, work / seen[-1])
+        assert work / (seen[-1] + 1) < trained + margin
+        assert seen[-1] == 1 or work / (seen[-1] - 1) > trained - margin
 
 
-def test_waiting_trainer_is_advised_one_more_replica(monkeypatch):
-    advisor, logged = ReplicaAdvisor(setting()), []
+@settings(max_examples=50)
+@given(st.integers(0, 10_000), st.integers(2, 20))
+def test_noise_of_a_few_percent_moves_no_replica(seed, replicas):
+    rng = np.random.default_rng(seed)
+
+    def times(count, _):
+        noise = 1 + 0.2 / replicas * (2 * rng.random(2) - 1)
+        return noise[0] * 100 / count, noise[1] * 100 / replicas
+
+    assert set(followed(ElasticReplicas(), replicas, times, 60)) == {replicas}
+
+
+def test_one_odd_step_changes_nothing_and_pairs_count_as_their_mean():
+    odd = [(60 if number % 4 == 2 else 25, 24) for number in range(12)]
+    assert followed(ElasticReplicas(), 4, lambda _, number: odd[number], 12) == [4] * 12
+    elastic = ElasticReplicas()
+    pairs = [elastic.on_step(step(4, 60 if number % 2 else 20, 24)) for number in range(6)]
+    assert [found[names.STREAM_ELASTIC] for found in pairs] == [0, 0, 0, 1, 1, 1]
+
+
+def test_steps_after_a_change_do_not_count():
+    seen = followed(ElasticReplicas(), 4, lambda *_: (60, 20), 2 * WINDOW + SETTLING)
+    assert seen == [4] * (WINDOW - 1) + [5] * (WINDOW + SETTLING) + [6]
+
+
+def test_advice_is_logged_once_and_reports_how_far_generation_is_behind(monkeypatch):
+    elastic, logged = ElasticReplicas(), []
     monkeypatch.setattr(module.logger, "info", lambda line, *values: logged.append(line % values))
-    seen = [advisor.on_step(step(4, 20.0, 12.0, reply(0.0))) for _ in range(5)]
-    assert [found[names.STREAM_ELASTIC] for found in seen] == [0, 0, 0, 1, 1]
-    assert seen[-1][names.STREAM_BEHIND] == pytest.approx(12.0)
-    assert len(logged) == 1
-    assert logged[0].startswith("4 replicas: one more would be better (generation +12.0 s against training")
+    found = [elastic.on_step(step(4, 20.0, 8.0)) for _ in range(WINDOW + 1)]
+    assert found[-1] == {names.STREAM_BEHIND: pytest.approx(12.0), names.STREAM_ELASTIC: 1}
+    assert logged == ["4 replicas: one more is better (generation +12.0 s behind training)"]
 
 
-def test_batch_ready_early_means_one_replica_less():
-    advisor = ReplicaAdvisor(setting())
-    seen = [advisor.on_step(step(4, 20.0, 0.0, reply(14.0))) for _ in range(4)]
-    assert seen[-1] == {names.STREAM_BEHIND: pytest.approx(-14.0), names.STREAM_ELASTIC: -1}
-
-
-def test_changed_number_of_replicas_restarts_the_average():
-    advisor = ReplicaAdvisor(setting())
-    for _ in range(4):
-        values = advisor.on_step(step(4, 20.0, 12.0, reply(0.0)))
-    assert values[names.STREAM_ELASTIC] == 1
-    assert advisor.on_step(step(5, 18.0, 10.0, reply(0.0)))[names.STREAM_ELASTIC] == 0
-
-
-def test_no_advice_without_overlap_and_errors_stop_nothing():
-    advisor = ReplicaAdvisor(setting())
-    assert advisor.on_step(step(4, 20.0, 12.0, reply(None))) == {}
-    broken = reply(0.0)
-    broken.tags = [{}]
-    assert advisor.on_step(step(4, 20.0, 12.0, broken)) == {}
-    assert advisor.on_step(step(4, 20.0, 12.0, broken)) == {}
+def test_no_advice_without_overlap():
+    standing = step(4, 20.0, 8.0).reply
+    standing.metrics.clear()
+    assert ElasticReplicas().on_step(Step(1, 21.0, 21.0, replicas=4, wait_s=13.0, reply=standing)) == {}
+    assert ElasticReplicas().on_step(Step(1, 21.0, 21.0)) == {}
 
 
 def test_seconds_a_batch_was_ready_before_it_was_taken():
@@ -78,11 +104,6 @@ def test_seconds_a_batch_was_ready_before_it_was_taken():
     assert names.STREAM_AHEAD not in batch_metrics(batch, 4)
 
 
-def test_advice_keeps_the_upper_limit():
-    advisor = ReplicaAdvisor(setting(), Limits(1, 4, window=1))
-    assert advisor.on_step(step(4, 20.0, 12.0, reply(0.0)))[names.STREAM_ELASTIC] == advisor.advice == 0
-
-
 class Spares:
     """The serving replicas of a run, and those that rest."""
 
@@ -90,10 +111,12 @@ class Spares:
         self.serving = [SimpleNamespace(replica_rank=rank, workers=[None]) for rank in range(count)]
         self.rested, self.waking, self.missing = [], list(waking), 0
 
-    def scaler(self, *limits):
+    def elastic(self, *limits, serve=lambda share, leaves: 0):
         engine = SimpleNamespace(backend="relay", engine_kwargs={})
         servers = SimpleNamespace(get_replicas=lambda: self.serving)
-        return ReplicaScaler(None, ElasticConfig(*limits), servers, engine, self)
+        elastic = ElasticReplicas(ElasticConfig(*limits), servers, engine, self)
+        elastic.on_train_begin(SimpleNamespace(serve=serve))
+        return elastic
 
     def suspend(self, replica, drain):
         self.rested.append(replica.replica_rank)
@@ -101,41 +124,52 @@ class Spares:
         return drain("address")
 
     def wake_up(self, version):
-        return self.waking.pop()
+        self.serving.append(self.waking.pop())
+        return self.serving[-1]
+
+
+def test_advice_is_carried_out_within_the_limits_but_not_after_the_last_step():
+    spares = Spares(4)
+    elastic = spares.elastic(2, 3)
+    assert spares.rested == [3]
+    for _ in range(WINDOW - 1):
+        elastic.on_step(step(3, 8.0, 20.0))
+    assert "training/stream/moved" not in elastic.on_step(step(3, 8.0, 20.0, last=True))
+    assert elastic.on_step(step(3, 8.0, 20.0))["training/stream/moved"] == 0
+    assert spares.rested == [3, 2]
+    for times in ((1, 100), (100, 1)):
+        advice = [elastic.on_step(step(2 + (times[0] > 1), *times))[names.STREAM_ELASTIC] for _ in range(8)]
+        assert advice == [0] * 8, "beyond a limit"
 
 
 def test_starting_replicas_count_towards_the_maximum():
     """A starting replica serves only minutes later; until then its place looked free."""
     spares = Spares(4, waking=[SimpleNamespace(replica_rank=7)])
-    scaler = spares.scaler(1, 3)
-    scaler._driver = SimpleNamespace(serve=lambda share, leaves: 0)
+    elastic = spares.elastic(1, 3)
     del spares.serving[2:]
     spares.missing = 1
-    assert "training/stream/change_s" not in scaler.scale(1, 7)
+    assert "training/stream/change_s" not in elastic.scale(1, 7)
     spares.missing = 0
-    assert "training/stream/change_s" in scaler.scale(1, 8)
+    assert "training/stream/change_s" in elastic.scale(1, 8)
     assert not spares.waking
 
 
 def test_last_replica_rests_and_limits_hold():
     spares = Spares(4)
-    scaler = spares.scaler(2, 3)
-    scaler.on_train_begin(SimpleNamespace(serve=lambda share, leaves: 5))
-    assert spares.rested == [3]
-    assert scaler.scale(1, 1) == {"training/stream/replicas": 3}
-    assert scaler.scale(-1, 2)["training/stream/moved"] == 5
+    elastic = spares.elastic(2, 3, serve=lambda share, leaves: 5)
+    assert elastic.scale(1, 1) == {"training/stream/replicas": 3}
+    assert elastic.scale(-1, 2)["training/stream/moved"] == 5
     assert spares.rested == [3, 2]
-    assert scaler.scale(-1, 3) == scaler.scale(0, 3) == {"training/stream/replicas": 2}
+    assert elastic.scale(-1, 3) == elastic.scale(0, 3) == {"training/stream/replicas": 2}
     with pytest.raises(ConfigError, match=r"elastic.min_replicas=3: the run has only 2; lower it"):
-        spares.scaler(3)
+        spares.elastic(3)
 
 
 def test_changed_number_of_replicas_is_reported():
     spares, reported = Spares(4), []
-    scaler = spares.scaler(1)
-    scaler.on_train_begin(SimpleNamespace(serve=lambda share, leaves: reported.append(share)))
-    scaler.report_changes()
+    elastic = spares.elastic(1, serve=lambda share, leaves: reported.append(share))
+    elastic.report_changes()
     del spares.serving[3:]
-    scaler.report_changes()
-    scaler.report_changes()
+    elastic.report_changes()
+    elastic.report_changes()
     assert reported == [0.75]

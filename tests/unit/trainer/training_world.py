@@ -40,7 +40,7 @@ from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.trainer.elastic import ReplicaScaler
+from verl_rhyme.trainer.elastic import ElasticReplicas
 from verl_rhyme.weights import manager
 from verl_rhyme.weights.delivery import Delivery
 from verl_rhyme.weights.manager import RelayManager
@@ -219,7 +219,7 @@ class World:
         self.driver = Driver(self.setting, self.load, self.make_workers)
         self.driver.open(self.make_workers(), None if saved is None else saved.state, version=step)
         if self.elastic:
-            self.scaler = ReplicaScaler(self.setting, ElasticConfig(1), self, self.weights.config, self.spares)
+            self.scaler = ElasticReplicas(ElasticConfig(1), self, self.weights.config, self.spares)
             self.scaler.on_train_begin(self.driver)
         self.driver.publish(step, STEPS - step)
         while step < STEPS:

@@ -13,13 +13,13 @@ from verl_rhyme.checks import combinations
 from verl_rhyme.checks import loss as losses
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight import compose
-from verl_rhyme.checks.preflight.architecture import Architecture
 from verl_rhyme.checks.preflight.datasets import REWARD_MANAGERS
 from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
 from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, config_tree, training_order
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.config.run_name import run_name
+from verl_rhyme.planning.architecture import Architecture
 from verl_rhyme.router import router_file
 from verl_rhyme.weights import BACKEND as RELAY
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from verl_rhyme.checks.preflight import memory
-from verl_rhyme.checks.preflight.architecture import Architecture
 from verl_rhyme.checks.preflight.memory import CONTEXT, Phase, Serving
 from verl_rhyme.checks.preflight.plan import Plan
+from verl_rhyme.planning.architecture import Architecture
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ from omegaconf import OmegaConf
 from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight import model_folder
-from verl_rhyme.checks.preflight.architecture import Architecture, UnknownArchitecture
 from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
 from verl_rhyme.checks.preflight.machine import Machine, can_write, devices_present, free_disk, in_cluster
 from verl_rhyme.checks.preflight.plan import Plan
 from verl_rhyme.coordinator.ranker_service import unusable
+from verl_rhyme.drafting.recurrent import recurrent
 from verl_rhyme.history import history_folder
+from verl_rhyme.planning import architecture
+from verl_rhyme.planning.architecture import PUBLISHED, Architecture, UnknownArchitecture, is_hub_id
 from verl_rhyme.weights import BACKEND as RELAY
 from verl_rhyme.weights.claims import SHARED_MEMORY
 
@@ -43,15 +45,15 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
         )
     if "://" in path:
         return [Check(name, WARN, f"{path}: remote, not checked", "none needed if verl can read it")], {}, None
-    file = model_folder.find(path)
-    if file is None and not model_folder.is_hub_id(path):
+    file = architecture.find(path)
+    if file is None and not is_hub_id(path):
         remedy = f"set {key} to a folder with config.json, or to a hub id (owner/name)"
         return [Check(name, FAIL, f"{path}: no such folder, or no config.json in it", remedy)], {}, None
     if file is None:
         offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
         way = "HF_HUB_OFFLINE is set" if offline else "verl downloads it"
         detail = f"{path} is not in the local hub cache: {way}"
-        fields = model_folder.PUBLISHED.get(path, {})
+        fields = PUBLISHED.get(path, {})
         known = Architecture.read(fields) if fields else None
         if known is not None:
             detail += f"; its published shape has {count(known.parameters)} parameters"
@@ -59,11 +61,13 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
             detail += "; no memory estimate before that"
         return [Check(name, FAIL if offline else WARN, detail, f"hf download {path}")], fields, known
     try:
-        fields = model_folder.read(file)
+        fields = architecture.read_json(file)
     except ValueError as error:
         return [Check(name, FAIL, f"{file}: {error}", "download the model again")], {}, None
-    checks = [] if model_folder.is_hub_id(path) else list(_incomplete(config, file.parent))
+    checks = [] if is_hub_id(path) else list(_incomplete(config, file.parent))
     try:
+        if sign := recurrent(fields):
+            raise UnknownArchitecture(f"no estimate for recurrent layers ({sign}) and their states")
         shape = Architecture.read(fields)
     except UnknownArchitecture as error:
         remedy = (

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_rhyme.checks.preflight.architecture import Architecture
+from verl_rhyme.planning.architecture import Architecture
 
 #: Bytes of CUDA's context, cuBLAS workspaces and NCCL's buffers, a round figure (not measured).
 CONTEXT = 2 << 30
@@ -291,12 +291,8 @@ def offloaded(model: Architecture, training: Training) -> int:
 
 
 def cache_bytes_per_token(model: Architecture, rollout: Rollout) -> int:
-    """Return a token's KV cache on one GPU: 2 x layers x key heads x head_dim x bytes (vLLM's ``FullAttentionSpec``).
-
-    If there are fewer key heads than tensor-parallel ranks, each rank holds a copy of one.
-    """
-    heads = max(1, model.kv_heads // rollout.tp)
-    return 2 * -(-model.layers // rollout.pp) * heads * model.head_dim * rollout.cache_bytes
+    """Return the bytes of a token's KV cache on one GPU."""
+    return model.cache_values(rollout.tp, rollout.pp) * rollout.cache_bytes
 
 
 @dataclass(frozen=True)

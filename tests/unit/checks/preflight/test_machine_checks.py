@@ -7,11 +7,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.checks.preflight.world import MEGATRON, RELAY, ROW, SEPARATE, A, R, complaints, only, preflight
-from verl_rhyme.checks.preflight import checks, machine, machine_checks, model_folder
+from verl_rhyme.checks.preflight import checks, machine, machine_checks
 from verl_rhyme.checks.preflight.components import REWARD_ARGUMENTS
 from verl_rhyme.checks.preflight.estimate import gib
 from verl_rhyme.checks.preflight.machine import Machine
 from verl_rhyme.lengths import ranker
+from verl_rhyme.planning import architecture
 
 RANKER = f"{R}.custom.rhyme.lengths.ranker"
 NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
@@ -93,7 +94,7 @@ def test_requirements_of_a_ranker(world, tmp_path):
 
 
 def test_a_hub_id_warns_and_fails_offline(world, monkeypatch):
-    monkeypatch.setattr(model_folder, "find", lambda path: None)
+    monkeypatch.setattr(architecture, "find", lambda path: None)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert "downloads" in complaints(preflight(world, "actor_rollout_ref.model.path=own/er"))["model", "warn"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -104,11 +105,11 @@ def test_an_unknown_architecture_is_reported_and_not_estimated(world, tmp_path):
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
     found = preflight(world)
     assert found.estimate is None
-    assert "no memory estimate for this family (gpt2; only for llama, " in complaints(found)["model", "warn"]
+    assert "no estimate for this family (gpt2; only for llama, " in complaints(found)["model", "warn"]
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "mamba_d_state": 16}')
     found = preflight(world)
     assert found.estimate is None
-    assert "no memory estimate for this family: recurrent layers (mamba_d_state)" in complaints(found)["model", "warn"]
+    assert "no estimate for recurrent layers (mamba_d_state)" in complaints(found)["model", "warn"]
     assert "drafting.enable=false" in complaints(found)["rhyme", "fail"]
     (tmp_path / "model" / "config.json").write_text("{")
     assert ("model", "fail") in complaints(preflight(world))

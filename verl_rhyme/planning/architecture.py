@@ -1,34 +1,74 @@
-"""Shape of a dense decoder, read from the ``config.json`` of a Hugging Face model."""
+"""Shape of a dense decoder, from the ``config.json`` of a Hugging Face model: for memory estimates and rooflines."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-from verl_rhyme.drafting.recurrent import recurrent
 
 #: Values of ``model_type`` with an estimate.
 KNOWN = ("llama", "qwen2", "qwen3")
 
+_KEYS = (
+    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
+#: Shapes of models, as published in their ``config.json``: for commands on machines without these models.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    name: dict(zip(_KEYS, shape, strict=True))
+    for name, *shape in (
+        ("Qwen/Qwen2.5-7B", "qwen2", 28, 3584, 18944, 28, 4, 152064),
+        ("Qwen/Qwen2.5-14B", "qwen2", 48, 5120, 13824, 40, 8, 152064),
+        ("Qwen/Qwen2.5-32B", "qwen2", 64, 5120, 27648, 40, 8, 152064),
+        ("Qwen/Qwen2.5-72B", "qwen2", 80, 8192, 29568, 64, 8, 152064),
+        ("Qwen/Qwen3-8B", "qwen3", 36, 4096, 12288, 32, 8, 151936),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama", 32, 4096, 14336, 32, 8, 128256),
+    )
+}
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
 
 class UnknownArchitecture(ValueError):
-    """The architecture is not one of :data:`KNOWN`, or has recurrent layers, and is not estimated."""
+    """The architecture is not one of :data:`KNOWN`, and is not estimated."""
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether ``path`` is a hub repository, ``owner/name``, and not a local folder."""
+    return bool(_HUB_ID.fullmatch(path)) and not Path(path).exists()
+
+
+def find(path: str) -> Path | None:
+    """Return the ``config.json`` of a model folder or hub id; ``None`` if it is not on this machine."""
+    local = Path(path).expanduser() / "config.json"
+    if local.is_file():
+        return local
+    if not is_hub_id(path):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    cached = try_to_load_from_cache(path, "config.json")
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object of a file. Raises ValueError if it contains none."""
+    content = json.loads(file.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} does not contain a JSON object")
+    return content
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Decoder with RMSNorm, grouped-query attention and SwiGLU; its sizes count parameters, not bytes.
+    """Decoder with RMSNorm, grouped-query attention and SwiGLU; its sizes count parameters, not bytes."""
 
-    Attributes:
-        name: ``model_type``.
-        layers, hidden, ffn, heads, kv_heads, head_dim, vocab: Sizes of ``config.json``.
-        tied: Whether input and output embedding are one tensor.
-        qkv_bias, out_bias, mlp_bias: Whether these linear layers have a bias.
-        qk_norm: Whether queries and keys are normalised per head (Qwen3).
-    """
-
-    name: str
+    name: str  # model_type
     layers: int
     hidden: int
     ffn: int
@@ -36,24 +76,22 @@ class Architecture:
     kv_heads: int
     head_dim: int
     vocab: int
-    tied: bool
+    tied: bool  # input and output embedding are one tensor
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # queries and keys are normalised per head (Qwen3)
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Architecture:
         """Return the architecture of a parsed ``config.json``.
 
         Raises:
-            UnknownArchitecture: ``model_type`` is not in :data:`KNOWN`, the model is recurrent, or a size is missing.
+            UnknownArchitecture: ``model_type`` is not in :data:`KNOWN`, or a size is missing.
         """
-        if sign := recurrent(config):
-            raise UnknownArchitecture(f"no memory estimate for this family: recurrent layers ({sign}) and their states")
         kind = config.get("model_type")
         if kind not in KNOWN:
-            raise UnknownArchitecture(f"no memory estimate for this family ({kind}; only for {', '.join(KNOWN)})")
+            raise UnknownArchitecture(f"no estimate for this family ({kind}; only for {', '.join(KNOWN)})")
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
             bias = bool(config.get("attention_bias", False))
@@ -73,7 +111,7 @@ class Architecture:
                 qk_norm=kind == "qwen3",
             )
         except KeyError as missing:
-            raise UnknownArchitecture(f"no memory estimate: config.json of {kind} has no {missing}") from None
+            raise UnknownArchitecture(f"no estimate: config.json of {kind} has no {missing}") from None
 
     @property
     def query(self) -> int:
@@ -114,3 +152,10 @@ class Architecture:
         else:
             tables = self.embedding
         return -(-self.layers // pp) * self.layer(tp) + self.hidden + tables // tp
+
+    def cache_values(self, tp: int = 1, pp: int = 1) -> int:
+        """Return a token's keys and values on one GPU: 2 x layers x key heads x head_dim.
+
+        If there are fewer key heads than tensor-parallel ranks, each rank holds a copy of one.
+        """
+        return 2 * -(-self.layers // pp) * max(1, self.kv_heads // tp) * self.head_dim
