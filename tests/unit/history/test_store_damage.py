@@ -472,7 +472,9 @@ def test_the_end_of_a_run_deletes_its_own_files_only(tmp_path, short_wait):
     shutil.rmtree(path)
     with open_store(path, run="second") as other:
         other.append([trajectory(1, [9])], step=1)
+        before = environment.identity(path)
         store.close(delete=True)
+        assert environment.identity(path) == before is not None
         assert other.append([trajectory(1, [8])], step=2).lost_steps == 0
         reader = HistoryReader(path, NAMESPACE)
         assert responses(reader.get(key(1))) == [[9], [8]]
