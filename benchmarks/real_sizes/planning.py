@@ -109,7 +109,8 @@ class Engine:
             num_prompt_tokens=np.full(rows, PROMPT, np.int32),
         )
         self._requests: dict[str, Any] = {}
-        self.proposer._runner = SimpleNamespace(input_batch=self._batch, requests=self._requests)
+        ends = SimpleNamespace(np=np.zeros(rows + 1, np.int32))  # nothing is prefilled
+        self.proposer._runner = SimpleNamespace(input_batch=self._batch, requests=self._requests, query_start_loc=ends)
         self.proposer._start()
         gc.collect()  # as vLLM's workers do after their start
         gc.freeze()
@@ -122,6 +123,8 @@ class Engine:
 
     def admit(self) -> None:
         """End all requests and start as many; siblings are adjacent."""
+        from vllm import SamplingParams
+
         from verl_rhyme.history.keys import prompt_key
         from verl_rhyme.processes.request import RequestMeta
 
@@ -133,7 +136,7 @@ class Engine:
             for sample, path in enumerate(self._texts.of(i, each, LIVE, self._generation)):
                 row, name = i * each + sample, f"{self._generation}-{i}-{sample}"
                 meta = RequestMeta(id=name, key=prompt_key(prompt).hex())
-                params = SimpleNamespace(max_tokens=LIVE, **meta.put({}))
+                params = SamplingParams(max_tokens=LIVE, **meta.put({}))
                 self._requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
                 self._batch.req_ids[row] = name
                 self._tokens[row, :PROMPT] = prompt

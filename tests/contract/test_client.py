@@ -39,6 +39,9 @@ class Watched(PlacementRouter):
         super().__init__(servers)
         self.received: list[dict[str, Any]] = []
 
+    def begin(self, servers: dict[str, Any]) -> None:
+        self.__init__(servers)  # type: ignore[misc]
+
     def acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         self.received.append(extra)
         return super().acquire_server(request_id, **extra)
@@ -49,14 +52,39 @@ class Watched(PlacementRouter):
 
 
 class Server:
-    """Stops each response after two tokens, the first ``stops`` times."""
+    """A server that behaves in one of these ways, from :meth:`become` on.
 
-    def __init__(self, stops: int = 0) -> None:
+    - "well": Stops each response after two tokens, the first ``stops`` times.
+    - "cut": Generates two tokens, and stops on an abort.
+    - "slow": Never answers, and records the aborted requests.
+    - "engine": Its engine is dead.
+    - "bug": Lives and fails.
+    """
+
+    def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
-        self.stops = stops
+        self.become("well")
+
+    def become(self, how: str, stops: int = 0) -> None:
+        self.how, self.stops, self.aborted = how, stops, asyncio.Event()
 
     async def generate(self, **kwargs: Any) -> TokenOutput:
+        if self.how == "engine":
+            raise EngineDeadError()
+        if self.how == "bug":
+            raise ValueError("no such option")
         self.asked.append(kwargs)
+        if self.how == "slow":
+            await asyncio.sleep(3600)
+        if self.how == "cut":
+            self.running = kwargs["request_id"]
+            await asyncio.wait_for(self.aborted.wait(), 60)
+            return TokenOutput(
+                token_ids=[0, 8],
+                log_probs=[0.0, -2.0],
+                stop_reason="aborted",
+                extra_fields={FIELD: [{"response_tokens": 2, "version": 0}], "global_steps": 0},
+            )
         meta = RequestMeta(**kwargs[FIELD])
         stopped, self.stops = self.stops > 0, max(0, self.stops - 1)
         record = {"prompt_key": meta.key, "sample": meta.sample, "attempt": meta.attempt, "response_tokens": 2}
@@ -67,9 +95,22 @@ class Server:
             extra_fields={FIELD: [record], "global_steps": 1},
         )
 
+    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> None:
+        assert not reset_prefix_cache
+        if self.how == "cut":
+            assert request_id == self.running
+            self.aborted.set()
+        else:
+            self.asked.append({"aborted": request_id})
+
     def take_asked(self) -> list[dict[str, Any]]:
         asked, self.asked = self.asked, []
         return asked
+
+    async def wait_for_one(self) -> dict[str, Any]:
+        while not self.asked:
+            await asyncio.sleep(0.01)
+        return self.asked.pop()
 
 
 def config() -> Any:
@@ -87,13 +128,28 @@ def cluster() -> Any:
 
 
 @pytest.fixture(scope="module")
-def servers(cluster: None) -> list[Any]:
-    return [ray.remote(num_cpus=0)(Server).remote(stops) for stops in (0, 0)]
+def processes(cluster: None) -> list[Any]:
+    return [ray.remote(num_cpus=0)(Server).remote() for _ in range(2)]
+
+
+@pytest.fixture
+def servers(processes: list[Any]) -> list[Any]:
+    """Two servers, as new."""
+    ray.get([server.become.remote("well") for server in processes])
+    asked_of(processes)
+    return processes
 
 
 @pytest.fixture(scope="module")
-def balancer(servers: list[Any]) -> Any:
-    return ray.remote(Watched).remote({f"s{i}": server for i, server in enumerate(servers)})
+def router(cluster: None) -> Any:
+    return ray.remote(Watched).remote({})
+
+
+@pytest.fixture
+def balancer(router: Any, servers: list[Any]) -> Any:
+    """Our router, as new."""
+    ray.get(router.begin.remote({f"s{i}": server for i, server in enumerate(servers)}))
+    return router
 
 
 def asked_of(servers: list[Any]) -> list[list[dict[str, Any]]]:
@@ -104,10 +160,8 @@ def asked_of(servers: list[Any]) -> list[list[dict[str, Any]]]:
 class Worker:
     """Actor to which a client is sent."""
 
-    def __init__(self, client: Any) -> None:
+    async def run(self, client: Any) -> list[Any]:
         self.client = client
-
-    async def run(self) -> list[Any]:
         return await asyncio.gather(*(self.sample(number) for number in range(N)))
 
     async def sample(self, number: int) -> Any:
@@ -117,11 +171,18 @@ class Worker:
         return output.extra_fields[FIELD], current().records, type(self.client).__name__
 
 
+@pytest.fixture(scope="module")
+def worker(cluster: None) -> Any:
+    return Worker.remote()
+
+
 @ACTORS
 @pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
-def test_server_and_router_get_the_request_metadata(servers: list[Any], balancer: Any, theirs: type) -> None:
+def test_server_and_router_get_the_request_metadata(
+    servers: list[Any], balancer: Any, worker: Any, theirs: type
+) -> None:
     client = rhymed(theirs(config(), load_balancer_handle=balancer), interruptible=True)
-    results = ray.get(Worker.remote(client).run.remote(), timeout=60)
+    results = ray.get(worker.run.remote(client), timeout=60)
     key = prompt_key(PROMPT).hex()
     for number, (records, kept, name) in enumerate(results):
         assert name == "RhymeLLMServerClient"
@@ -155,10 +216,11 @@ def test_client_keeps_the_state_of_verls_client(theirs: type, interruptible: boo
 
 
 @ACTORS
-async def test_verls_resume_loop_wraps_the_attempts(cluster: None) -> None:
-    stopping = ray.remote(num_cpus=0)(Server).remote(2)
-    alone = ray.remote(Watched).remote({"s": stopping})
-    client = rhymed(FullyAsyncLLMServerClient(config(), load_balancer_handle=alone))
+async def test_verls_resume_loop_wraps_the_attempts(servers: list[Any], balancer: Any) -> None:
+    stopping = servers[0]
+    await stopping.become.remote("well", stops=2)
+    await balancer.begin.remote({"s": stopping})
+    client = rhymed(FullyAsyncLLMServerClient(config(), load_balancer_handle=balancer))
     output = await client.generate("r", prompt_ids=PROMPT, sampling_params={})
     assert output.token_ids == [7, 8] * 3
     assert [record["attempt"] for record in output.extra_fields[FIELD]] == [0, 1, 2]
@@ -197,30 +259,24 @@ async def test_task_without_session_gets_one(servers: list[Any], balancer: Any) 
     assert current() is None
 
 
+@ray.remote(num_cpus=0)
 class Mortal:
-    """A server that dies with its first request, or whose engine does, or that lives and fails."""
+    """A server that dies with its first request. It imports nothing, so that it starts fast."""
 
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    async def generate(self, **kwargs: Any) -> TokenOutput:
-        if self.how == "process":
-            ray.actor.exit_actor()
-        raise EngineDeadError() if self.how == "engine" else ValueError("no such option")
+    async def generate(self, **_: Any) -> None:
+        ray.actor.exit_actor()
 
 
 @pytest.fixture(scope="module")
-def verls(servers: list[Any]) -> Any:
+def verls(processes: list[Any]) -> Any:
     """verl's balancer. Processes start slowly, so that they are shared."""
-    return _create_global_sticky_inflight({"s": servers[0]}, load_balancer_cls=GlobalRequestLoadBalancer)
+    return _create_global_sticky_inflight({"s": processes[0]}, load_balancer_cls=GlobalRequestLoadBalancer)
 
 
-async def balanced(verls: Any, **servers: Any) -> dict[str, Any]:
-    """Set the balancer's servers; those named after a death are made."""
-    made = {name: server or ray.remote(num_cpus=0)(Mortal).remote(name) for name, server in servers.items()}
+async def balanced(verls: Any, **servers: Any) -> None:
+    """Set the balancer's servers."""
     await verls.remove_servers.remote(await verls.get_all_servers.remote())
-    await verls.add_servers.remote(made)
-    return made
+    await verls.add_servers.remote(servers)
 
 
 async def sample(client: Any, number: int) -> list[Any]:
@@ -238,7 +294,8 @@ async def samples(client: Any) -> list[list[Any]]:
 @pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
 async def test_requests_of_dead_replicas_go_to_another(servers: list[Any], verls: Any, theirs: type) -> None:
     """The process of one is dead, of the other only the engine."""
-    await balanced(verls, process=None, engine=None, well=servers[0])
+    await servers[1].become.remote("engine")
+    await balanced(verls, process=Mortal.remote(), engine=servers[1], well=servers[0])
     client = rhymed(theirs(config(), load_balancer_handle=verls))
     assert [len(records) for records in await samples(client)] == [1] * N
     assert await verls.get_all_servers.remote() == ["well"]
@@ -247,7 +304,6 @@ async def test_requests_of_dead_replicas_go_to_another(servers: list[Any], verls
 
 @ACTORS
 async def test_requests_have_unique_ids_in_deterministic_mode(servers: list[Any], verls: Any) -> None:
-    asked_of(servers)
     await balanced(verls, well=servers[0])
     theirs = config()
     theirs.actor_rollout_ref.rollout.full_determinism = True
@@ -262,63 +318,16 @@ async def test_requests_have_unique_ids_in_deterministic_mode(servers: list[Any]
     assert len({asked["request_id"] for asked in asked_of(servers)[0]}) == N
 
 
-class Slow(Server):
-    """Never answers, and records the aborted requests."""
-
-    async def generate(self, request_id: str, **_: Any) -> TokenOutput:
-        self.asked.append({"request_id": request_id})
-        await asyncio.sleep(3600)
-        raise AssertionError
-
-    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> None:
-        self.asked.append({"aborted": request_id, "reset_prefix_cache": reset_prefix_cache})
-
-    async def take_asked_later(self, count: int) -> list[dict[str, Any]]:
-        while len(self.asked) < count:
-            await asyncio.sleep(0.01)
-        return self.take_asked()
-
-
-class Cut(Server):
-    """Generates two tokens, and stops on an abort."""
-
-    def __init__(self, version: int) -> None:
-        super().__init__()
-        self.version, self.aborted, self.running = version, asyncio.Event(), ""
-
-    async def generate(self, **kwargs: Any) -> TokenOutput:
-        self.asked.append(kwargs)
-        self.running = kwargs["request_id"]
-        await asyncio.wait_for(self.aborted.wait(), 60)
-        record = {"response_tokens": 2, "version": self.version}
-        return TokenOutput(
-            token_ids=[self.version, 8],
-            log_probs=[-1.0 * self.version, -2.0],
-            stop_reason="aborted",
-            extra_fields={FIELD: [record], "global_steps": self.version},
-        )
-
-    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> None:
-        assert request_id == self.running
-        assert not reset_prefix_cache
-        self.aborted.set()
-
-    async def wait_for_one(self) -> dict[str, Any]:
-        while not self.asked:
-            await asyncio.sleep(0.01)
-        return self.asked.pop()
-
-
 @ACTORS
 @pytest.mark.parametrize("there", ["well", "gone"])
-async def test_response_continues_on_another_replica(cluster: None, servers: list[Any], there: str) -> None:
+async def test_response_continues_on_another_replica(servers: list[Any], balancer: Any, there: str) -> None:
     """With its tokens, log-probs, versions and the rest of its budget. A dead target counts as no target."""
-    cut = ray.remote(num_cpus=0)(Cut).remote(0)
-    balancer = ray.remote(PlacementRouter).remote({"cut": cut})
+    cut = servers[1]
+    await cut.become.remote("cut")
+    await balancer.begin.remote({"cut": cut})
     await balancer.add_servers.remote({"well": servers[0]})
     client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
     session = Session(True, Assignment(replica="cut", priority=1, expected_tokens=5), "u_0", sample=0)
-    asked_of(servers)  # what other tests left
 
     async def generated() -> Any:
         set_current(session)
@@ -353,16 +362,16 @@ async def test_response_continues_on_another_replica(cluster: None, servers: lis
 
 
 @ACTORS
-async def test_abandoned_call_leaves_no_request_behind(verls: Any) -> None:
+async def test_abandoned_call_leaves_no_request_behind(servers: list[Any], verls: Any) -> None:
     """No request stays in an engine or in the router's count."""
-    slow = ray.remote(num_cpus=0)(Slow).remote()
+    slow = servers[0]
+    await slow.become.remote("slow")
     await balanced(verls, slow=slow)
     client = rhymed(LLMServerClient(config(), load_balancer_handle=verls), interruptible=True)
     running = asyncio.create_task(sample(client, 0))
-    [asked] = await slow.take_asked_later.remote(1)
+    asked = await slow.wait_for_one.remote()
     running.cancel()
-    [aborted] = await slow.take_asked_later.remote(1)
-    assert aborted == {"aborted": asked["request_id"], "reset_prefix_cache": False}
+    assert await slow.wait_for_one.remote() == {"aborted": asked["request_id"]}
     acquiring = [asyncio.create_task(sample(client, number)) for number in range(8)]
     await asyncio.sleep(0)  # they ask the router
     await asyncio.sleep(0)
@@ -375,7 +384,7 @@ async def test_abandoned_call_leaves_no_request_behind(verls: Any) -> None:
 
 @ACTORS
 async def test_requests_wait_for_new_replicas_if_the_trainer_starts_them(servers: list[Any], verls: Any) -> None:
-    await balanced(verls, process=None)
+    await balanced(verls, process=Mortal.remote())
     with pytest.raises(RuntimeError, match="No available servers"):
         await sample(rhymed(LLMServerClient(config(), load_balancer_handle=verls)), 0)
     patient = rhymed(rhymed(LLMServerClient(config(), load_balancer_handle=verls)), patient=True)
@@ -386,8 +395,9 @@ async def test_requests_wait_for_new_replicas_if_the_trainer_starts_them(servers
 
 
 @ACTORS
-async def test_error_of_a_living_server_is_raised(verls: Any) -> None:
-    await balanced(verls, bug=None)
+async def test_error_of_a_living_server_is_raised(servers: list[Any], verls: Any) -> None:
+    await servers[0].become.remote("bug")
+    await balanced(verls, bug=servers[0])
     with pytest.raises(ValueError, match="no such option"):
         await sample(rhymed(LLMServerClient(config(), load_balancer_handle=verls)), 0)
     assert await verls.get_all_servers.remote() == ["bug"]

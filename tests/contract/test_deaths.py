@@ -270,23 +270,34 @@ class Kept(PlacementRouter):
 
     def __init__(self, servers: dict[str, Any]) -> None:
         super().__init__(servers, {"policy": "least_loaded"})
+        self.tokens: dict[str, int] = {}
+
+    def begin(self, servers: dict[str, Any]) -> None:
+        self.__init__(servers)  # type: ignore[misc]
 
     def report_capacity(self, server_id: str, kv_tokens: int) -> None:
         super().report_capacity(server_id, kv_tokens)
-        self.tokens = {**getattr(self, "tokens", {}), server_id: kv_tokens}
+        self.tokens[server_id] = kv_tokens
 
     def capacities(self) -> dict[str, int]:
-        return getattr(self, "tokens", {})
+        return self.tokens
+
+
+@pytest.fixture(scope="module")
+def router(cluster: None) -> Any:
+    """One for all worlds: its process imports verl."""
+    return ray.remote(Kept).remote({})
 
 
 class World:
     """Two replicas in service."""
 
-    def __init__(self, balancer: type) -> None:
+    def __init__(self, router: Any) -> None:
         made = [Replica(rank) for rank in range(2)]
         for replica in made:
             asyncio.run(replica.init_standalone())
         handles = {replica._server_address: replica._server_handle for replica in made}
+        ray.get(router.begin.remote(handles))
         self.servers = SimpleNamespace(
             rollout_replicas=made,
             rollout_replica_class=Replica,
@@ -294,7 +305,7 @@ class World:
             model_config=None,
             server_addresses=list(handles),
             server_handles=list(handles.values()),
-            global_load_balancer=ray.remote(balancer).remote(handles),
+            global_load_balancer=router,
         )
         self.weights = Weights(replicas=made)
         self.spares = SpareReplicas(self.servers, self.weights)
@@ -324,14 +335,14 @@ class World:
 
 
 @pytest.fixture
-def world(cluster: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(router: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(replicas, "CheckpointEngineManager", Weights)
     monkeypatch.setattr(replicas, "_PAUSE_S", 0.05)
     monkeypatch.setattr(replica_start, "_PAUSE_S", 0.05)
     monkeypatch.setattr(replica_start, "_FREE_S", 0.0)
     monkeypatch.setattr(Replica, "troubles", deque())
     monkeypatch.setattr(Weights, "sent", [])
-    made = World(getattr(request, "param", Kept))
+    made = World(ray.remote(request.param).remote({}) if hasattr(request, "param") else router)
     yield made
     made.close()
 
@@ -453,7 +464,14 @@ def test_new_replica_that_dies_before_serving_is_replaced(
     assert Weights.sent == [(3, 9)]
 
 
-@pytest.mark.parametrize("world", [GlobalRequestLoadBalancer], indirect=True)
+class Verls(GlobalRequestLoadBalancer):
+    """verl's router."""
+
+    def begin(self, servers: dict[str, Any]) -> None:
+        self.add_servers(servers)
+
+
+@pytest.mark.parametrize("world", [Verls], indirect=True)
 def test_devices_that_become_free_late_are_awaited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_start, "_FREE_S", 30.0)
     Replica.troubles.extend(["none are free yet"] * 3)

@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 # Helpers of the tests here, by their own names: site-packages has a `tests` of its own.
 sys.path.insert(0, str(Path(__file__).parent))
-from exact_distribution import VOCABULARY
+from exact_distribution import VOCABULARY, letters
 
 # Before vLLM is imported: one process, so that a test can break the sampler on purpose.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -169,7 +170,7 @@ def build_engine(small_model):
             **options,
         }
         if history_dir is not None or draws:
-            settings["worker_cls"] = "tests.e2e.workers.WithMethods"
+            settings["worker_cls"] = "workers.WithMethods"
             settings["worker_extension_cls"] = "verl_rhyme.engine.extension.RhymeWorkerMethods"
         if history_dir is not None:
             settings |= {
@@ -245,6 +246,24 @@ def drafting(build_engine, write_history, tmp_path_factory):
     engine = build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
     engine.history_folder = folder
     return engine
+
+
+@pytest.fixture
+def allow_grammars(monkeypatch):
+    """``allow_grammars(*engines)``: the engines get a tokenizer, as those that verl starts have."""
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    tokenizer = get_cached_tokenizer(letters(eos_token="l"))
+    with ThreadPoolExecutor(1) as executor:
+
+        def allow(*engines):
+            for engine in engines:
+                manager = engine.llm_engine.engine_core.engine_core.structured_output_manager
+                monkeypatch.setattr(manager, "tokenizer", tokenizer, raising=False)
+                monkeypatch.setattr(manager, "executor", executor, raising=False)
+                monkeypatch.setattr(engine.llm_engine.renderer, "tokenizer", tokenizer)
+
+        yield allow
 
 
 @pytest.fixture(scope="session")

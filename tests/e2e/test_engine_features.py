@@ -1,11 +1,9 @@
 """Drafting beside what else vLLM does: greedy output stays the undrafted one, and drafts are still accepted."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from exact_distribution import letters
 
 from verl_rhyme.history.keys import prompt_key
 
@@ -187,21 +185,6 @@ def test_lora(build_engine, write_history, small_model, tmp_path):
 PATTERN = "((ab|cd|e[fg]h)(i|jk)?)+l"
 
 
-@pytest.fixture
-def grammars(pressed, stock, monkeypatch):
-    """Both engines know what their tokens say, as those that verl starts do."""
-    from vllm.tokenizers.hf import get_cached_tokenizer
-
-    tokenizer = get_cached_tokenizer(letters(eos_token="l"))
-    with ThreadPoolExecutor(1) as executor:
-        for engine in (pressed, stock):
-            manager = engine.llm_engine.engine_core.engine_core.structured_output_manager
-            monkeypatch.setattr(manager, "tokenizer", tokenizer, raising=False)
-            monkeypatch.setattr(manager, "executor", executor, raising=False)
-            monkeypatch.setattr(engine.llm_engine.renderer, "tokenizer", tokenizer)
-        yield
-
-
 def constrained(engine, requests, form=PATTERN, **more):
     """Two of three requests have a grammar. What each said, and why it ended."""
     from vllm.sampling_params import StructuredOutputsParams
@@ -214,10 +197,11 @@ def constrained(engine, requests, form=PATTERN, **more):
     return [(list(o.outputs[0].token_ids), o.outputs[0].finish_reason) for o in outputs]
 
 
-def test_grammars_under_pressure(pressed, stock, grammars, write_history):
+def test_grammars_under_pressure(pressed, stock, allow_grammars, write_history):
     """Drafts that are not of the grammar's form, or in step with it after a preemption (vllm 30916, 52620). Nor does
     the engine end where a request leaves no token at all that may come (vllm 53665): in either engine it is an error of
     that request."""
+    allow_grammars(pressed, stock)
     requests = prompts(24)
     expected = constrained(stock, requests)
     write_history(pressed.history_folder, list(zip(requests, half_true([said for said, _ in expected]), strict=True)))

@@ -61,7 +61,7 @@ def model(tmp_path_factory):
 
 def build(build_engine, model, **options):
     options |= {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": 4}
-    options |= {"worker_cls": "tests.e2e.workers.WithExtension", "worker_extension_cls": EXTENSION}
+    options |= {"worker_cls": "workers.WithExtension", "worker_extension_cls": EXTENSION}
     return build_engine(model=model.folder, **options)
 
 

@@ -5,6 +5,7 @@ that one draws must be distributed as what vLLM's own sampler draws.
 """
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ OPTIONS = {
     "min tokens": Option(STOP),
     "allowed tokens": Option({"allowed_token_ids": [0, 1, 2, 3, 5, 7, 8]}),
     "top-k and top-p": Option({"top_k": 5, "top_p": 0.9, "temperature": 0.8}),
+    "thinking budget": Option({"thinking_token_budget": 6}),
     "all": Option(
         {**PENALTIES, **STOP, "min_p": 0.05, "logit_bias": {3: 1.0}, "top_p": 0.95, "top_k": 9, "temperature": 1.2},
         bad_words=[[4], [7, 1]],
@@ -57,6 +59,21 @@ def generate(engine, options, keys, length=LENGTH + 1, **common):
         each.append(params)
     outputs = engine.generate([{"prompt_token_ids": PROMPT}] * len(each), each, use_tqdm=False)
     return [output.outputs[0] for output in outputs]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reasoning(drafting, plain, stock):
+    """The engines know the tokens around a thought: it begins in the prompt."""
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+    ends = SimpleNamespace(enabled=True, reasoning_start_token_ids=PROMPT[:1], reasoning_end_token_ids=[7, 9])
+    with pytest.MonkeyPatch.context() as patch:
+        for engine in (drafting, plain, stock):
+            runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+            patch.setattr(engine.llm_engine.input_processor.vllm_config, "reasoning_config", ends)
+            holder = ThinkingBudgetStateHolder(ends, runner.max_num_reqs, runner.num_spec_tokens, runner.device, False)
+            patch.setattr(runner.input_batch, "thinking_budget_state_holder", holder)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,19 +159,6 @@ def test_a_seed_repeats_its_tokens(drafting, plain):
     assert len({tuple(tokens) for tokens in first}) == 36 + 1
 
 
-def test_what_only_vllm_can_do_is_left_to_it(drafting, stock, monkeypatch):
-    """The step's drafts are dropped then: the distribution is that of the first position."""
-    from verl_rhyme.engine import sampler
-
-    monkeypatch.setattr(sampler, "unsupported", lambda metadata: True)
-    before = drafting.collective_rpc("draft_totals")[0]
-    ours = counts_of(generate(drafting, [PLAIN] * SAMPLES, [None] * SAMPLES))
-    after = drafting.collective_rpc("draft_totals")[0]
-    assert after["drafted"] > before["drafted"]
-    assert after["accepted"] == before["accepted"]
-    assert same_distribution(ours, counts_of(generate(stock, [PLAIN] * SAMPLES, [None] * SAMPLES))) > 1e-4
-
-
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits", "processed_logprobs"])
 def test_log_probabilities_of_each_mode_are_vllms(plain, stock, mode, monkeypatch):
     """Of greedy tokens beside sampled ones, whose distribution is cut off."""
@@ -165,10 +169,12 @@ def test_log_probabilities_of_each_mode_are_vllms(plain, stock, mode, monkeypatc
         monkeypatch.setattr(runner.sampler.topk_topp_sampler, "logprobs_mode", mode)
         if hasattr(runner.sampler, "drawer"):
             monkeypatch.setattr(runner.sampler.drawer, "mode", mode)
-    for logprobs in (0, 3):
-        ours, theirs = (generate(e, options, [None] * 8, length=1, logprobs=logprobs) for e in (plain, stock))
+    for logprobs in (0, 3, 2):
+        more = {"logprobs": logprobs} | ({"logprob_token_ids": [1, 4]} if logprobs == 2 else {})
+        ours, theirs = (generate(e, options, [None] * 8, length=1, **more) for e in (plain, stock))
         for one, other in zip(ours, theirs, strict=True):
             (mine,), (its,) = one.logprobs, other.logprobs
+            assert {1, 4} <= mine.keys() or logprobs != 2
             shared = mine.keys() & its.keys()
             assert shared or logprobs == 0  # two draws may differ, the likeliest tokens do not
             for token in shared:
@@ -188,8 +194,13 @@ CHANGED = {
         "top-k": Option({"top_k": 3}),
         "min-p": OPTIONS["min-p"],
         "all": OPTIONS["all"],
+        "thinking budget": OPTIONS["thinking budget"],
+        "none, but some tokens'": Option({"logprobs": 2, "logprob_token_ids": [1, 4]}),
+        "grammar": Option({"stop_token_ids": [11]}),
     }.items()
 }
+#: Of letters, a token each, any number of times.
+PATTERN = "([a-d][c-j])+l"
 
 
 @pytest.fixture
@@ -208,20 +219,22 @@ def actor(small_model):
     return log_probs
 
 
-@pytest.mark.parametrize("way", ["plain", "drafting", "vllm's sampler"])
-def test_importance_weights_of_an_unmoved_policy_are_one(drafting, plain, actor, way, monkeypatch):
+@pytest.mark.parametrize("way", ["plain", "drafting"])
+def test_importance_weights_of_an_unmoved_policy_are_one(request, allow_grammars, actor, way, monkeypatch):
     """Rollout log-probabilities have the actor's support, whatever a request asks of its sampling (trl#6789)."""
-    from verl_rhyme.config.presets import POLICY_LOGPROBS
-    from verl_rhyme.engine import sampler
+    from vllm.sampling_params import StructuredOutputsParams
 
-    if way == "vllm's sampler":
-        monkeypatch.setattr(sampler, "unsupported", lambda metadata: True)
-    engine = plain if way == "plain" else drafting
+    from verl_rhyme.config.presets import POLICY_LOGPROBS
+
+    engine = request.getfixturevalue(way)
+    allow_grammars(engine)
     drawer = engine.llm_engine.model_executor.driver_worker.worker.model_runner.sampler.drawer
     found = {}
     for mode in ("processed_logprobs", POLICY_LOGPROBS):
         monkeypatch.setattr(drawer, "mode", mode)
         for name, option in CHANGED.items():
+            if "grammar" in name:
+                option = Option(option.settings | {"structured_outputs": StructuredOutputsParams(regex=PATTERN)})
             outputs = generate(engine, [option, PLAIN] * 24, [None] * 48, length=16, logprobs=0)[::2]
             weights = []
             for output in outputs:

@@ -23,15 +23,16 @@ class HistoryConfig:
 
     dir: str | None = option(
         None,
-        "Node-local working folder of the history. null: TMPDIR/verl_rhyme-UID/HASH, where HASH is of the run's "
-        "checkpoint folder. Checkpoints hold the permanent copy.",
+        "Node-local working folder of the history. null: verl_rhyme-UID/HASH, where HASH is of the run's checkpoint "
+        "folder, in the first of TMPDIR, /var/tmp and /dev/shm that can hold it. Checkpoints hold the permanent copy.",
         public=True,
     )
     max_bytes: int | None = option(
         None,
         "Maximum size of the history in bytes on the trainer's node, and of its copy on each other node. The oldest "
         "visits are evicted first. null: half of the free disk or half of the free memory at the start, whichever is "
-        "less. If several Ray nodes share a machine, each takes half of the space that the others left.",
+        "less. In a RAM disk the memory of Ray's object store is not free. If several Ray nodes share a machine, each "
+        "takes half of the space that the others left.",
         public=True,
     )
     epochs: int = option(4, "Visits of a prompt to keep, the latest ones. Usually a visit is an epoch.", public=True)
@@ -40,12 +41,6 @@ class HistoryConfig:
         allowed = "null or at least 1048576 (1 MiB)"
         require(self.max_bytes is None or self.max_bytes >= 1 << 20, "history.max_bytes", self.max_bytes, allowed)
         require(self.epochs >= 1, "history.epochs", self.epochs, "at least 1")
-
-    def bound(self, disk: int, memory: int) -> int:
-        """Return ``max_bytes``, or its default for so many free bytes of disk and memory."""
-        if self.max_bytes is not None:
-            return self.max_bytes
-        return max(1 << 20, min(disk, memory) // 2)
 
 
 @dataclass(frozen=True)

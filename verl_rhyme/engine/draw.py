@@ -35,7 +35,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.request)
 
-    def part(self, at: slice) -> Rows:
+    def part(self, at: slice | np.ndarray) -> Rows:
         return Rows(self.request[at], self.keys[at], self.positions[at], self.temperatures[at], self.keyed[at])
 
     @property

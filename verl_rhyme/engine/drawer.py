@@ -6,6 +6,7 @@ other by its id. Sampling options other than the temperature go through vLLM's p
 
 Log-probabilities are those of vLLM's ``logprobs_mode``, or with :data:`POLICY_LOGPROBS` the policy's: over the whole
 vocabulary at the request's temperature, as verl's actor computes them, before any option that masks or shifts logits.
+The masks of grammars and thinking budgets come before the draw, so the masked rows are kept (:meth:`Drawer.keep`).
 
 This module is for vLLM's V1 model runner. A row's ``num_tokens_no_spec`` there counts its prompt and the tokens sampled
 so far, hence it is the position of the next token. ``InputBatch.add_request`` sets it for new and resumed requests, and
@@ -86,6 +87,11 @@ class BatchNoise:
             self._keyed[request],
         )
 
+    def budgeted(self) -> np.ndarray:
+        """Return the requests with a thinking budget, int64."""
+        params = [self._runner.requests[id].sampling_params for id in self._runner.input_batch.req_ids]
+        return np.flatnonzero([each.thinking_token_budget is not None for each in params])
+
     def _key(self, id: str) -> tuple[int, bool]:
         """Return a request's noise key, and whether its noise must be reproducible."""
         params = self._runner.requests[id].sampling_params
@@ -114,6 +120,17 @@ class Drawer:
         self.mode: str = logprobs_mode or runner.sampler.logprobs_mode
         self._processors = RejectionSampler(runner.sampler)  # vLLM's logits processors at drafted positions
         self._scratch = torch.empty(0)
+        self._kept: list[tuple[np.ndarray, torch.Tensor]] = []  # rows (int64) and their logits, of this step
+
+    def keep(self, rows: np.ndarray, logits: torch.Tensor) -> None:
+        """Keep a copy of some rows of logits [N, V] that are masked before the step's draw, for the policy's sake."""
+        if len(rows) and self.mode == POLICY_LOGPROBS:
+            self._kept.append((rows, logits[torch.from_numpy(rows).to(logits.device, non_blocking=True)]))
+
+    def budgeted(self, metadata: SamplingMetadata) -> np.ndarray:
+        """Return the requests with a thinking budget, int64."""
+        holder = metadata.thinking_budget_state_holder
+        return self._noise.budgeted() if holder is not None and holder.has_tracked_requests() else np.empty(0, np.int64)
 
     def draw(self, logits: torch.Tensor, metadata: SamplingMetadata, counts: np.ndarray) -> Drawn:
         """Draw a token for each row.
@@ -123,31 +140,50 @@ class Drawer:
             metadata: vLLM's sampling metadata of the B requests.
             counts: int64 [B], rows of each request; N in all.
         """
+        if len(budgeted := self.budgeted(metadata)):
+            self.keep((counts.cumsum() - counts)[budgeted], logits)
+            logits = _within_budgets(logits, metadata, counts)
+            metadata = replace(metadata, thinking_budget_state_holder=None)
         rows = self._noise.rows(counts)
-        wanted = metadata.max_num_logprobs
+        wanted = _wanted(metadata)
         plain = not (_changed(metadata) or wanted) and not self.mode.endswith("logits")
         if plain and logits.device.type == "cuda":
             tokens, logprobs = draw.draw_on_gpu(logits, rows, scaled=False, raw=self.mode.startswith("raw"))
-            if wanted is None:
-                return Drawn(tokens, None)
-            from verl_rhyme.engine import draw_kernel
+            table = None
+            if wanted is not None:
+                from verl_rhyme.engine import draw_kernel
 
-            return Drawn(tokens, _table_of_one(tokens, logprobs, draw_kernel.ranks(logits, tokens)))
-        parts = [
-            self._draw_some(logits[at], rows.part(at), metadata, len(counts))
-            for at in _chunks(logits, counts, metadata)
-        ]
-        if wanted is None:
-            return Drawn(torch.cat([part.tokens for part in parts]), None)
-        columns = zip(*(part.logprobs[:3] for part in parts if part.logprobs is not None), strict=True)
-        return Drawn(torch.cat([part.tokens for part in parts]), LogprobsTensors(*map(torch.cat, columns)))
+                table = _table_of_one(tokens, logprobs, draw_kernel.ranks(logits, tokens))
+        else:
+            parts = [
+                self._draw_some(logits[at], rows.part(at), metadata, len(counts))
+                for at in _chunks(logits, counts, metadata)
+            ]
+            tokens = torch.cat([part.tokens for part in parts])
+            tables = [part.logprobs[:3] for part in parts if part.logprobs is not None]
+            table = LogprobsTensors(*map(torch.cat, zip(*tables, strict=True))) if tables else None
+        if table is not None:
+            self._restore(table, tokens, rows, metadata)
+        self._kept = []
+        return Drawn(tokens, table)
+
+    def _restore(self, table: LogprobsTensors, tokens: torch.Tensor, rows: Rows, metadata: SamplingMetadata) -> None:
+        """Write the policy's log-probabilities of the kept rows into the table."""
+        for masked, logits in reversed(self._kept):  # a row of two masks was kept twice, at first as the model's
+            for part in _slices(len(logits), _most(logits)):
+                at = masked[part]
+                where = torch.from_numpy(at).to(logits.device, non_blocking=True)
+                policy = _scaled(logits[part].float(), rows.part(at))
+                of_policy = self._table(policy, tokens[where], rows.request[at], metadata)
+                for column, new in zip(table[:3], of_policy[:3], strict=True):
+                    column[where] = new.to(column.dtype)
 
     def _draw_some(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> Drawn:
         raw = logits.float().contiguous()
         policy = _scaled(raw, rows)
         target = self._target(raw, policy, rows, metadata, requests) if _changed(metadata) else policy
         base = raw if self.mode.startswith("raw") else policy if self.mode == POLICY_LOGPROBS else target
-        wanted = metadata.max_num_logprobs
+        wanted = _wanted(metadata)
         quick = wanted == 0 and base is target and not self.mode.endswith("logits")
         if logits.device.type == "cuda":
             tokens, logprobs = draw.draw_on_gpu(target, rows, scaled=True, raw=False)
@@ -160,21 +196,23 @@ class Drawer:
         if quick:
             assert logprobs is not None
             return Drawn(tokens, _table_of_one(tokens, logprobs, ranks(base, tokens)))
-        return Drawn(tokens, self._table(base, tokens, wanted))
+        return Drawn(tokens, self._table(base, tokens, rows.request, metadata))
 
-    def policy_table(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> LogprobsTensors:
-        """Return the policy's log-probabilities of tokens (int64 [B]) that vLLM's sampler drew from logits [B, V]."""
-        return self._table(_scaled(logits, self._noise.rows(np.ones(len(logits), dtype=np.int64))), tokens, wanted)
-
-    def _table(self, base: torch.Tensor, tokens: torch.Tensor, wanted: int) -> LogprobsTensors:
+    def _table(
+        self, base: torch.Tensor, tokens: torch.Tensor, request: np.ndarray, metadata: SamplingMetadata
+    ) -> LogprobsTensors:
+        wanted = _wanted(metadata)
+        assert wanted is not None
         if wanted == 0 and not self.mode.endswith("logits"):
             logprobs = base.gather(1, tokens[:, None])[:, 0] - base.logsumexp(dim=-1)
             return _table_of_one(tokens, logprobs, ranks(base, tokens))
         table = base if self.mode.endswith("logits") else base.log_softmax(dim=-1)
-        values, ids = table.topk(wanted, dim=-1)
-        ids = torch.cat([tokens[:, None], ids], dim=1).to(torch.int32)
-        values = torch.cat([table.gather(1, tokens[:, None]), values], dim=1)
-        return LogprobsTensors(ids, values, ranks(base, tokens))
+        ids = table.topk(wanted, dim=-1).indices
+        if asked := metadata.logprob_token_ids:
+            for row, of in enumerate(request.tolist()):
+                ids[row, : len(asked.get(of, ()))] = torch.tensor(asked.get(of, ()), dtype=ids.dtype)
+        ids = torch.cat([tokens[:, None], ids], dim=1)
+        return LogprobsTensors(ids.to(torch.int32), table.gather(1, ids), ranks(base, tokens))
 
     def _target(
         self, raw: torch.Tensor, policy: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int
@@ -230,6 +268,21 @@ def _table_of_one(tokens: torch.Tensor, logprobs: torch.Tensor, ranked: torch.Te
     return LogprobsTensors(tokens.to(torch.int32)[:, None], logprobs[:, None], ranked)
 
 
+def _wanted(metadata: SamplingMetadata) -> int | None:
+    """Return the number of log-probabilities of each row besides its token's; ``None``: no request wants any."""
+    asked = metadata.logprob_token_ids
+    return max(metadata.max_num_logprobs or 0, *map(len, asked.values())) if asked else metadata.max_num_logprobs
+
+
+def _within_budgets(logits: torch.Tensor, metadata: SamplingMetadata, counts: np.ndarray) -> torch.Tensor:
+    """Return the logits, with the end of thinking forced in the first row of each request that exceeds its budget."""
+    holder = metadata.thinking_budget_state_holder
+    assert holder is not None
+    holder.update_state(metadata.output_token_ids, None)
+    # vLLM gives each request as many rows as it has drafts here, hence one more draft than there are.
+    return holder.apply_to_logits(logits.float(), False, [[PLACEHOLDER_TOKEN_ID] * n for n in counts.tolist()])
+
+
 def _changed(metadata: SamplingMetadata) -> bool:
     """Whether a request draws from another distribution than the policy's at its temperature."""
     return _positional(metadata) or _masked(metadata)
@@ -259,10 +312,9 @@ def _masked(metadata: SamplingMetadata) -> bool:
 
 def _chunks(logits: torch.Tensor, counts: np.ndarray, metadata: SamplingMetadata) -> Iterator[slice]:
     """Yield slices of a few rows; they hold whole requests where vLLM's processors need that."""
-    rows, vocabulary = logits.shape
-    most = max(1, CHUNK_BYTES[logits.device.type] // (4 * vocabulary))
+    most = _most(logits)
     if not _positional(metadata):
-        yield from (slice(first, min(first + most, rows)) for first in range(0, rows, most))
+        yield from _slices(logits.shape[0], most)
         return
     first = end = 0
     for count in counts.tolist():
@@ -271,6 +323,14 @@ def _chunks(logits: torch.Tensor, counts: np.ndarray, metadata: SamplingMetadata
             first = end
         end += count
     yield slice(first, end)
+
+
+def _most(logits: torch.Tensor) -> int:
+    return max(1, CHUNK_BYTES[logits.device.type] // (4 * logits.shape[1]))
+
+
+def _slices(rows: int, most: int) -> Iterator[slice]:
+    yield from (slice(first, min(first + most, rows)) for first in range(0, rows, most))
 
 
 def ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

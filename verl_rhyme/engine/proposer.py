@@ -21,7 +21,6 @@ from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budge
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
 from verl_rhyme.engine.history_loader import HistoryLoader
-from verl_rhyme.engine.sampler import unsupported
 from verl_rhyme.engine.threads import PlanningThreads, thread_count
 from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.keys import prompt_key
@@ -184,8 +183,6 @@ class HistoryProposer:
         budget = self._budget(count, len(rows) < count)
         if first and self._config.weigh_cost:
             budget = 0
-        if unsupported(batch.sampling_metadata):  # such steps verify no drafts, and vLLM's sampler has another price
-            budget, timed = 0, False
         generated = lengths - prompt_tokens[rows]
         longest = self._config.max_tokens
         limits = request_limits(lengths, generated, drafting.max_tokens, self._max_model_len, longest)
@@ -230,7 +227,10 @@ class HistoryProposer:
             key = uuid4().bytes
         self._history.expect(key, meta.history_requested_ns)
         drafter.start(req_id, key, np.frombuffer(meta.earlier_text, np.int32) if meta.earlier_text else None)
-        request = _Request(id=meta.id or req_id, max_tokens=params.max_tokens or self._max_model_len)
+        longest = params.max_tokens or self._max_model_len
+        if params.thinking_token_budget is not None:
+            longest = 0  # no drafts: the budget may end at any of them
+        request = _Request(id=meta.id or req_id, max_tokens=longest)
         self._requests[req_id] = request
         return request
 

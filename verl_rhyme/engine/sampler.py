@@ -6,19 +6,22 @@ arXiv:2211.17192, section 2.3): a draft x is kept with probability p(x), and a t
 residual. No residual and no table of log-probabilities is computed: one pass over B + D rows (B requests, D draft
 tokens in all) gives each row's token and log-probability.
 
-:mod:`verl_rhyme.engine.drawer` draws the tokens. Sampling options that it does not support at drafted positions go to
-vLLM's sampler, and the drafts of that step are dropped; the proposer then drafts nothing (:func:`unsupported`).
+:mod:`verl_rhyme.engine.drawer` draws the tokens of all requests, whatever their options, so that each keeps its noise.
+Requests with a thinking budget verify no drafts. Custom logits processors are refused.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinPLogitsProcessor,
@@ -29,7 +32,6 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from verl_rhyme.config.presets import POLICY_LOGPROBS
 from verl_rhyme.engine import draw
 from verl_rhyme.engine.draw import Rows
 from verl_rhyme.engine.drawer import Drawer, ranks
@@ -49,16 +51,10 @@ class DrawingSampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
-        """Sample a token for each request: ``sampled_token_ids`` is int32 [B, 1]."""
-        if predict_bonus_token or logprobs_mode_override is not None or unsupported(sampling_metadata):
-            wanted = sampling_metadata.max_num_logprobs
-            policy = self.drawer.mode == POLICY_LOGPROBS and wanted is not None
-            kept = logits.float().clone() if policy else None  # vLLM's sampler changes logits in place
-            output = super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
-            if kept is None or sampling_metadata.logprob_token_ids:
-                return output
-            table = self.drawer.policy_table(kept, output.sampled_token_ids[:, 0].long(), wanted)
-            return replace(output, logprobs_tensors=table)
+        """Sample a token for each request: ``sampled_token_ids`` is int32 [B, 1].
+
+        vLLM's rejection sampler sets the other arguments; :class:`DrawingVerifier` replaces it.
+        """
         drawn = self.drawer.draw(logits, sampling_metadata, np.ones(len(logits), dtype=np.int64))
         return SamplerOutput(drawn.tokens.to(torch.int32)[:, None], drawn.logprobs)
 
@@ -78,12 +74,12 @@ class DrawingVerifier(RejectionSampler):
     ) -> SamplerOutput:
         """Verify the drafts: ``sampled_token_ids`` is int32 [B, longest draft + 1], -1 after a row's last token."""
         drafted = np.array(metadata.num_draft_tokens, dtype=np.int64)
-        counts = drafted + 1
-        if unsupported(sampling_metadata):  # drop the drafts and sample one token
-            first = torch.from_numpy(counts.cumsum() - counts).to(logits.device)
-            return self.sampler(logits[first], replace(sampling_metadata, spec_token_ids=None))
-        drawn = self.sampler.drawer.draw(logits, sampling_metadata, counts)
-        tokens, at = accepted_tokens(metadata.draft_token_ids, drawn.tokens, drafted)
+        drawer, drafts = self.sampler.drawer, metadata.draft_token_ids
+        drawn = drawer.draw(logits, sampling_metadata, drafted + 1)
+        if len(budgeted := drawer.budgeted(sampling_metadata)):  # our proposer drafts nothing for them, vLLM's may
+            of = torch.from_numpy(np.isin(np.arange(len(drafted)), budgeted).repeat(drafted))
+            drafts = drafts.masked_fill(of.to(drafts.device, non_blocking=True), PLACEHOLDER_TOKEN_ID)
+        tokens, at = accepted_tokens(drafts, drawn.tokens, drafted)
         if drawn.logprobs is None:
             return SamplerOutput(tokens, None)
         # vLLM expects one line for each entry of `tokens`, but reads none after a row's last token.
@@ -120,17 +116,6 @@ def accepted_tokens(
     return drawn.masked_fill(reached == 0, PLACEHOLDER_TOKEN_ID), where[: len(at)]
 
 
-def unsupported(metadata: SamplingMetadata) -> bool:
-    """Whether a request has options that only vLLM's sampler supports."""
-    holder = metadata.thinking_budget_state_holder
-    supported = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
-    return bool(
-        metadata.logprob_token_ids
-        or (holder is not None and holder.has_tracked_requests())
-        or any(type(processor) not in supported for processor in metadata.logitsprocs.all)
-    )
-
-
 def install(runner: Any, logprobs_mode: str | None = None) -> str:
     """Install our samplers in a V1 model runner.
 
@@ -151,8 +136,11 @@ def install(runner: Any, logprobs_mode: str | None = None) -> str:
         return "simulated acceptance is not supported; unset speculative_config.rejection_sample_method=synthetic"
     if is_installed(runner):
         return ""
+    if refusal := _custom_processors(batch.logitsprocs.all):
+        return refusal
     drawing = DrawingSampler(Drawer(runner, logprobs_mode), sampler.logprobs_mode, sampler.use_fp64_gumbel)
     runner.sampler = drawing
+    runner.sample_tokens = functools.partial(_sample_tokens, runner, runner.sample_tokens, drawing.drawer)
     if verifier is not None:
         runner.rejection_sampler = DrawingVerifier(drawing, runner.speculative_config, runner.device)
         # With speculation vLLM omits these two, because its rejection sampler does not support them.
@@ -165,6 +153,36 @@ def install(runner: Any, logprobs_mode: str | None = None) -> str:
                 among.append(kind(runner.vllm_config, runner.device, PIN_MEMORY))
     _warm_up(runner)
     return ""
+
+
+def _custom_processors(present: Iterable[Any]) -> str:
+    """Return why logits processors other than vLLM's are refused; empty if there are none.
+
+    With speculation vLLM omits those of entry points without a word.
+    """
+    known = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
+    packages = [
+        f"{point.value} (package {point.dist.name})" if point.dist else point.value
+        for point in entry_points(group=LOGITSPROCS_GROUP)
+    ]
+    custom = packages or [f"{type(p).__module__}:{type(p).__qualname__}" for p in present if type(p) not in known]
+    if not custom:
+        return ""
+    return (
+        f"custom logits processors are not supported: {', '.join(custom)}; uninstall their packages (entry points of "
+        f"the group {LOGITSPROCS_GROUP}), or drop engine_kwargs.vllm.logits_processors"
+    )
+
+
+def _sample_tokens(runner: Any, sample_tokens: Callable[[Any], Any], drawer: Drawer, grammar_output: Any) -> Any:
+    """Call the runner's method of this name; it masks the logits of requests with grammars in place, then samples."""
+    if grammar_output is not None and runner.execute_model_state is not None:
+        drafts = runner.execute_model_state.scheduler_output.scheduled_spec_decode_tokens
+        ids = runner.input_batch.req_ids
+        masked = np.isin(ids, grammar_output.structured_output_request_ids)
+        rows = masked.repeat([1 + len(drafts.get(id, ())) for id in ids])
+        drawer.keep(np.flatnonzero(rows), runner.execute_model_state.logits)
+    return sample_tokens(grammar_output)
 
 
 def is_installed(runner: Any) -> bool:

@@ -12,12 +12,14 @@ import os
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from verl_rhyme.history import history_folder, packing, share
+from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.record import CorruptRecord, PromptHistory, version_of
 
 logger = logging.getLogger(__name__)
@@ -45,18 +47,24 @@ class Copies:
         path: Node-local folder, created if missing.
         max_bytes: Bound of all files; ``None``: half of the free space (:mod:`~verl_rhyme.history.share`).
 
+        object_store: Bytes of the node's Ray object store, see :func:`.share.bound`.
+
     Raises:
         HistoryError: Another process writes to the folder.
         OSError: The folder cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], max_bytes: int | None) -> None:
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int | None, object_store: int = 0) -> None:
         self._path = Path(path)
         self._known: OrderedDict[bytes, _Copy] = OrderedDict()  # least recently used first
         self._bytes = 0
         self._run = uuid.uuid4().hex
         self._lock: int | None = history_folder.acquire(self._path, self._run, _LOCK_TIMEOUT_S)
-        self._bound = max_bytes or share.automatic(self._path)
+        try:
+            self._bound = max_bytes or share.automatic(self._path, object_store)
+        except BaseException:
+            os.close(self._lock)
+            raise
 
     def outdated(self, asked: Mapping[bytes, int]) -> dict[bytes, bytes]:
         """Return the prompts whose copy may be older than the given time, with its version (empty: no copy)."""
@@ -65,19 +73,16 @@ class Copies:
         known = {key: self._known.get(key, _NONE) for key in asked}
         return {key: known[key].version for key, time in asked.items() if known[key].time < time}
 
-    def confirm(self, key: bytes, time: int) -> None:
-        """Note that the copy of a prompt was still the latest at a time.
-
-        Raises:
-            OSError: The file is missing, for instance after a clean-up of the temporary folder; the copy is outdated.
-        """
+    def confirm(self, key: bytes, time: int) -> bool:
+        """Note that the copy of a prompt was still the latest at a time; return False if it is gone meanwhile."""
+        copy = self._known.pop(key, _NONE)
         try:
             os.utime(self._file(key), ns=(time, time))
         except OSError:
-            self._bytes -= self._known.pop(key).size
-            raise
-        self._known[key] = self._known[key]._replace(time=time)
-        self._known.move_to_end(key)
+            self._bytes -= copy.size
+            return False
+        self._known[key] = copy._replace(time=time)
+        return True
 
     def put(self, key: bytes, value: np.ndarray | bytes, time: int) -> None:
         """Replace a prompt's copy; the least recently used copies make room.
@@ -89,7 +94,7 @@ class Copies:
             time: Time at which the value was the latest.
 
         Raises:
-            OSError: The file cannot be written; the old copy stays.
+            HistoryError, OSError: The file cannot be written; the old copy stays. The next call tries again.
         """
         if len(value) > self._bound:
             logger.warning(
@@ -107,7 +112,8 @@ class Copies:
             self._bytes -= gone.size
             self._file(oldest).unlink(missing_ok=True)
         part = self._path / f".{key.hex()}"
-        self._restore_folder()
+        if self._lock is not None:
+            self._lock = history_folder.renew(self._path, self._run, self._lock, _LOCK_TIMEOUT_S)
         try:
             part.write_bytes(value)  # type: ignore[arg-type]  # any buffer
             os.utime(part, ns=(time, time))
@@ -121,14 +127,10 @@ class Copies:
     def close(self) -> None:
         """Delete the folder and give up the lock. A second call does nothing."""
         if self._lock is not None:
+            with suppress(HistoryError, OSError):  # as HistoryStore.close
+                self._lock = history_folder.renew(self._path, self._run, self._lock, timeout=0)
             history_folder.release(self._path, self._lock, delete=True)
             self._lock = None
-
-    def _restore_folder(self) -> None:
-        if self._lock is not None and not history_folder.is_intact(self._path, self._lock):
-            os.close(self._lock)
-            self._lock = None
-            self._lock = history_folder.acquire(self._path, self._run, _LOCK_TIMEOUT_S)
 
     def _file(self, key: bytes) -> Path:
         return self._path / key.hex()

@@ -163,7 +163,7 @@ def acquire(folder: Path, namespace: str) -> Environment:
         if recorded != namespace:
             raise HistoryMismatch(
                 f"the history in {folder} belongs to vocabulary {recorded}, but this run's vocabulary is {namespace}, "
-                f"where its tokens mean other text: set another history.dir for this run, or delete {folder.parent}"
+                "where its tokens mean other text: use its tokenizer, or another history.dir"
             )
     except BaseException:
         release(opened)

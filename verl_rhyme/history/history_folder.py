@@ -58,10 +58,7 @@ def acquire(path: Path, run: str | None, timeout: float) -> int:
         owner = Owner.of(path)
         if run is not None and (owner is None or owner.run != run):
             _empty(path, keep=(_IN_USE, _LOCK))
-        (path / _IN_USE).touch(0o600)
-        temporary = path / f".{OWNER_FILE}"
-        temporary.write_text(json.dumps(asdict(Owner.here(run or ""))) + "\n")
-        os.replace(temporary, path / OWNER_FILE)
+        _sign(path, run)
         if run is not None:
             _remove_dead(path.parent, keep=path)
     except BaseException:
@@ -70,17 +67,35 @@ def acquire(path: Path, run: str | None, timeout: float) -> int:
     return descriptor
 
 
-def is_intact(path: Path, descriptor: int) -> bool:
-    """Return whether the files of :func:`acquire` still exist."""
-    return _is_at(descriptor, path / _LOCK) and all((path / name).exists() for name in (OWNER_FILE, _IN_USE))
+def renew(path: Path, run: str | None, held: int, timeout: float) -> int:
+    """Write files of :func:`acquire` again that another process deleted.
+
+    Args:
+        held: Descriptor of the lock, perhaps of a deleted file. It stays open after an error, so that the next call
+            tries again.
+
+    Returns:
+        ``held``, or the descriptor in its place.
+
+    Raises:
+        HistoryError, OSError: As :func:`acquire`.
+    """
+    if not _is_at(held, path / _LOCK):
+        renewed = acquire(path, run, timeout)
+        os.close(held)
+        return renewed
+    if not all((path / name).exists() for name in (OWNER_FILE, _IN_USE)):
+        _sign(path, run)
+    return held
 
 
 def place() -> Path:
-    """Return the folder of this user's runs without ``history.dir``: on the first disk here that can hold a store.
+    """Return the folder of this user's runs without ``history.dir``: in the first place that can hold a store.
 
-    If none can, it is the first one, so that a check shows why.
+    Memory is the last one, because models, engines and Ray need it. If no place can, it is the first one, so that a
+    check shows why.
     """
-    places = [user_folder(base) for base in (tempfile.gettempdir(), "/dev/shm", "/var/tmp")]
+    places = [user_folder(base) for base in (tempfile.gettempdir(), "/var/tmp", "/dev/shm")]
     for folder in places:
         with suppress(HistoryError):
             check(folder)
@@ -147,11 +162,18 @@ def _lock_writer(path: Path, timeout: float) -> int:
     return descriptor
 
 
+def _sign(path: Path, run: str | None) -> None:
+    (path / _IN_USE).touch(0o600)
+    temporary = path / f".{OWNER_FILE}"
+    temporary.write_text(json.dumps(asdict(Owner.here(run or ""))) + "\n")
+    os.replace(temporary, path / OWNER_FILE)
+
+
 def _is_at(descriptor: int, file: Path) -> bool:
     """Return whether a locked file still exists: the previous writer may have deleted it with its folder."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -190,9 +212,12 @@ def _remove(folder: Path) -> None:
 def release(path: Path, descriptor: int, delete: bool = False) -> None:
     """Release the writer's lock of a history folder, and perhaps delete the folder.
 
-    An empty run folder above it, in the user's folder, is deleted too.
+    An empty run folder above it, in the user's folder, is deleted too. Without the lock's file, the folder may be
+    another run's by now, and stays as it is.
     """
-    if delete:
+    if not _is_at(descriptor, path / _LOCK):
+        pass
+    elif delete:
         with suppress(OSError):  # files that cannot be deleted stay signed, so that the next run tries again
             _empty(path, keep=_MARKS)
             for name in _MARKS:
@@ -206,14 +231,20 @@ def release(path: Path, descriptor: int, delete: bool = False) -> None:
     os.close(descriptor)
 
 
-def mark_in_use(path: Path) -> int | None:
+def mark_in_use(path: Path, held: int | None = None) -> int | None:
     """Mark a folder as needed until the returned descriptor is closed, whether its writer is alive or not.
 
-    ``None``: no writer has created the folder, or it is being removed.
+    ``None``: no writer has created the folder, or it is being removed. ``held``: Earlier mark, replaced if its file was
+    deleted.
     """
     with suppress(OSError):
-        return lock(path / _IN_USE, shared=True)
-    return None
+        if held is not None and _is_at(held, path / _IN_USE):
+            return held
+        mark = lock(path / _IN_USE, shared=True)
+        if held is not None:
+            os.close(held)
+        return mark
+    return held
 
 
 @contextmanager

@@ -98,10 +98,12 @@ class HistoryReader:
         try:
             self._environment, self._in_use = self._open(), history_folder.mark_in_use(self._path)
         except (lmdb.Error, OSError, CorruptEnvironment, HistoryMismatch) as error:
-            if environment.identity(self._path) == identity:
+            if replaced := environment.identity(self._path) != identity:  # while it was being opened
+                self._next_look = 0.0
+            else:
                 self._bad(str(error))
-            else:  # replaced while it was being opened; the next check finds the new one
-                self._identity, self._next_look = None, 0.0
+            if replaced or not isinstance(error, (CorruptEnvironment, HistoryMismatch)):
+                self._identity = None  # the next check tries again
 
     def close(self) -> None:
         """Release the environment; a later :meth:`get` opens it again."""

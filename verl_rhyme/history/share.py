@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import environment
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -31,7 +31,28 @@ def available_memory() -> int:
     return max(0, free)
 
 
-def automatic(folder: Path) -> int:
+def automatic(folder: Path, object_store: int) -> int:
     """Return the bytes for a history in an existing folder; a dead writer's store there counts as free space."""
     held = sum(file.stat().st_size for file in folder.glob(f"*/{environment.DATA_FILE}"))
-    return HistoryConfig().bound(shutil.disk_usage(folder).free + held, available_memory())
+    return bound(folder, shutil.disk_usage(folder).free + held, object_store)
+
+
+def bound(folder: Path, free: int, object_store: int) -> int:
+    """Return the bytes for a history in a folder, which may not exist yet.
+
+    Args:
+        free: Free bytes on the folder's disk.
+        object_store: Bytes of the node's Ray object store, which fills later. If the folder is in memory, both need
+            the same room.
+    """
+    room = min(free, available_memory())
+    return max(1 << 20, (room - object_store if in_memory(folder) else room) // 2)
+
+
+def in_memory(folder: Path) -> bool:
+    """Return whether a folder, or its next existing parent, is on a disk in memory."""
+    path = os.path.realpath(folder)
+    with open("/proc/self/mounts") as mounts:
+        kinds = {at: kind for _, at, kind, *_ in map(str.split, mounts)}
+    at = max((at for at in kinds if Path(path).is_relative_to(at)), key=len, default="")
+    return kinds.get(at) in ("tmpfs", "ramfs")

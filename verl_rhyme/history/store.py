@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,8 @@ _Result = TypeVar("_Result")
 _MAX_THREADS = 8
 #: Share of the present bytes to keep, at each successive attempt to make room.
 _KEPT = (1.0, 0.6, 0.3, 0.0)
+#: Errors of a disk, of memory or of a folder, after which the history continues as it was.
+_FAILURES = (lmdb.Error, OSError, MemoryError, HistoryError, CorruptEnvironment)
 #: Seconds to wait for a writer that is just ending, or a reader that is verifying the file.
 _LOCK_TIMEOUT_S = 10.0
 
@@ -76,6 +79,7 @@ class HistoryStore:
         epochs: Most visits per prompt; the latest are kept.
         run: Name of the run, see :func:`.history_folder.acquire`. ``None``: keep all data.
         threads: Number of threads that index prompts; ``None``: a quarter of the cores.
+        object_store: Bytes of the node's Ray object store, see :func:`.share.bound`.
 
     Attributes:
         max_bytes: Bound of the file.
@@ -94,6 +98,7 @@ class HistoryStore:
         epochs: int,
         run: str | None = None,
         threads: int | None = None,
+        object_store: int = 0,
     ):
         self._path = Path(path)
         self._namespace = namespace
@@ -102,9 +107,10 @@ class HistoryStore:
         self._threads = threads or min(max(1, len(os.sched_getaffinity(0)) // 4), _MAX_THREADS)
         self._warned: set[str] = set()
         self._mutex = threading.RLock()
+        self._stale = False  # the ledger may differ from the environment
         self._lock: int | None = history_folder.acquire(self._path, run, _LOCK_TIMEOUT_S)
         try:
-            self.max_bytes = (max_bytes or share.automatic(self._path)) // 4096 * 4096
+            self.max_bytes = (max_bytes or share.automatic(self._path, object_store)) // 4096 * 4096
             self._values = self._open_or_start()
         except BaseException:
             os.close(self._lock)
@@ -120,8 +126,9 @@ class HistoryStore:
             step: Training step, or any other number that a resumed run repeats for the same append.
 
         Returns:
-            Counts of the append. A full disk is logged and counted in ``dropped``, and the history is unchanged. A full
-            map is rewritten, with fewer and fewer prompts if the step needs their room or the disk has none for a copy.
+            Counts of the append. A step that cannot be written, as on a full disk, is logged and counted in
+            ``lost_steps`` and ``dropped``, and the history is unchanged; the next append tries again. A full map is
+            rewritten, with fewer and fewer prompts if the step needs their room or the disk has none for a copy.
         """
         groups: dict[bytes, list[Trajectory]] = {}
         bad = 0
@@ -138,8 +145,8 @@ class HistoryStore:
             return AppendStats(dropped=bad)
         with self._mutex:
             try:
-                self._restore_files()
-            except (HistoryError, lmdb.Error, OSError) as error:
+                self._make_whole()
+            except _FAILURES as error:
                 return self._lose(groups, error, bad)
             before, kept = self._values.ledger.prompts, {key for key in groups if key in self._values.ledger}
             stats = self._append(groups, step)
@@ -172,7 +179,7 @@ class HistoryStore:
                 return stats
             except lmdb.MapFullError as full:
                 error = full
-            except (lmdb.Error, OSError, MemoryError) as failure:
+            except _FAILURES as failure:
                 error = failure
                 if copied:
                     break  # else a smaller copy may fit
@@ -187,18 +194,17 @@ class HistoryStore:
         )
         return AppendStats(lost_steps=1, dropped=bad + sum(map(len, groups.values())))
 
-    def _restore_files(self) -> None:
-        """Write files again that another process deleted, from the map, which outlives them.
+    def _make_whole(self) -> None:
+        """Write files again that another process deleted, from the map, which outlives them, and renew a stale ledger.
 
         Raises:
-            HistoryError, lmdb.Error, OSError: They cannot be written.
+            HistoryError: The store is closed, or its folder cannot be owned.
+            Exception: One of :data:`_FAILURES`; the next call tries again.
         """
         if self._lock is None:
-            return
-        if not history_folder.is_intact(self._path, self._lock):
-            os.close(self._lock)
-            self._lock = None
-            self._lock = history_folder.acquire(self._path, self._run, _LOCK_TIMEOUT_S)
+            raise HistoryError("the store is closed")
+        self._lock = history_folder.renew(self._path, self._run, self._lock, _LOCK_TIMEOUT_S)
+        self._reload()
         opened = self._values.opened
         if not opened.is_on_disk():
             logger.warning("the files of the history in %s were deleted; they are written again", self._path)
@@ -217,7 +223,8 @@ class HistoryStore:
             opened.fill_up()
             return stats
         except BaseException:
-            self._values = self._load(opened)
+            self._stale = True
+            self._reload()
             raise
 
     def _write_groups(self, txn: Any, groups: dict[bytes, list[Trajectory]], step: int) -> AppendStats:
@@ -296,33 +303,28 @@ class HistoryStore:
         """Replace the history with a snapshot, found by :func:`find_snapshot`.
 
         Returns:
-            True on success. False, with a warning and the present history kept, if the snapshot is missing or damaged
-            or does not fit on the disk.
-
-        Raises:
-            HistoryMismatch: The snapshot belongs to another vocabulary.
+            True on success. False, with a warning and the present history kept, if the snapshot is missing or damaged,
+            belongs to another vocabulary, or does not fit on the disk, or if the store's folder cannot be written.
         """
-        source = Path(src_dir)
+        source, folder = Path(src_dir), None
         with self._mutex:
-            folder = environment.new_folder(self._path, self._values.opened.folder)
             try:
-                self._restore_files()
+                self._make_whole()
+                folder = environment.new_folder(self._path, self._values.opened.folder)
                 folder.mkdir(mode=0o700)
                 shutil.copyfile(source / environment.DATA_FILE, folder / environment.DATA_FILE)
                 (folder / environment.DATA_FILE).chmod(environment.FILE_MODE)
                 self._replace(self._open_checked(folder))
-            except (OSError, lmdb.Error, CorruptEnvironment) as error:
-                shutil.rmtree(folder, ignore_errors=True)
+            except _FAILURES as error:
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
                 logger.warning("the history in %s is not restored; the present history stays: %s", source, error)
                 return False
-            except HistoryMismatch:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
             stats = self.stats()
             if stats["bytes"] > self._values.ledger.bound or stats["file_bytes"] > self.max_bytes:
                 try:  # the snapshot was written with a higher bound
                     self._rewrite(self._values.ledger.bound)
-                except (lmdb.Error, OSError) as error:
+                except _FAILURES as error:
                     self._warn(f"the file stays larger than history.max_bytes for now: {error}; free disk space")
             return True
 
@@ -349,6 +351,9 @@ class HistoryStore:
         with self._mutex:
             if self._lock is not None:
                 environment.release(self._values.opened)
+                if delete:
+                    with suppress(*_FAILURES):  # without it, what remains of a deleted folder would stay
+                        self._lock = history_folder.renew(self._path, self._run, self._lock, timeout=0)
                 history_folder.release(self._path, self._lock, delete)
                 self._lock = None
 
@@ -395,15 +400,20 @@ class HistoryStore:
     def _load(self, opened: Environment) -> Values:
         return Values(opened, int(self.max_bytes * HISTORY_FILL), self._epochs, self._warn)
 
+    def _reload(self) -> None:
+        if self._stale:
+            self._values, self._stale = self._load(self._values.opened), False
+
     def _replace(self, opened: Environment) -> None:
         try:
             values = self._load(opened)
             environment.publish(self._path, opened.folder)
         except BaseException:
             environment.release(opened)
+            shutil.rmtree(opened.folder, ignore_errors=True)
             raise
-        environment.release(self._values.opened)
-        self._values = values
+        before, self._values, self._stale = self._values.opened, values, False
+        environment.release(before)
 
     def _rewrite(self, bound: int) -> int:
         """Copy the values that fit into ``bound`` bytes into a dense environment; return as ``Values.copy_to``."""

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import environment, history_folder
 from verl_rhyme.history.copies import Copies
-from verl_rhyme.history_writer.history_writer import READ, node_history_dir, writer_name
+from verl_rhyme.history_writer.history_writer import READ, node_history_dir, object_store, writer_name
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +98,10 @@ class HistoryFetcher:
                 as_of = max(began, asked[key])  # the clock may be set back
                 if ref is not None:
                     copies.put(key, next(values), as_of)
-                elif known[key]:
-                    copies.confirm(key, as_of)
-                else:
+                elif not known[key]:
                     copies.put(key, b"", as_of)
+                elif not copies.confirm(key, as_of):
+                    outdated[key] = b""
 
     def close(self) -> None:
         """Delete the copies."""
@@ -110,7 +110,8 @@ class HistoryFetcher:
 
     def _opened(self) -> Copies:
         if self._copies is None:
-            self._copies = Copies(node_copies_dir(self._base, self._node_id), self._config.max_bytes)
+            taken = object_store(self._node_id) if self._config.max_bytes is None else 0
+            self._copies = Copies(node_copies_dir(self._base, self._node_id), self._config.max_bytes, taken)
         return self._copies
 
 

@@ -21,13 +21,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import history_folder
-from verl_rhyme.history.share import available_memory
 from verl_rhyme.history.store import HistoryError, find_snapshot
 from verl_rhyme.history_writer.history_copies import fetchers
 from verl_rhyme.history_writer.history_writer import (
     READ,
     HistoryWriter,
     node_history_dir,
+    object_store,
     writer_name,
 )
 from verl_rhyme.observability.errors import first_line, last_line
@@ -42,8 +42,6 @@ _TIMEOUT_S = 300.0
 #: Bytes per second assumed for copying a snapshot, in addition to :data:`_TIMEOUT_S`.
 _COPY_RATE = 50e6
 _CLOSE_TIMEOUT_S = 30.0
-#: Share of the node's Ray object store for values that other nodes fetch: enough for those of one step.
-_SHARED = 0.1
 _LONGEST_PAUSE_S = 3600.0
 #: Seconds for the writer to sum the rewards, before the trainer does it.
 _REWARDS_TIMEOUT_S = 30.0
@@ -90,9 +88,7 @@ class HistoryService:
         actor = ray.remote(concurrency_groups={READ: 1})(HistoryWriter)
         where = NodeAffinitySchedulingStrategy(node_id=self._node, soft=False)
         named = {"name": writer_name(str(self._config.dir))}
-        [node] = [node for node in ray.nodes() if node["NodeID"] == self._node]
-        shared = int(_SHARED * node["Resources"].get("object_store_memory", 0))
-        arguments = (self._folder, self._namespace, self._config, self._run, shared)
+        arguments = (self._folder, self._namespace, self._config, self._run, object_store(self._node))
         try:
             writer = actor.options(num_cpus=0, scheduling_strategy=where, **named).remote(*arguments)
         except ValueError as error:  # another run has the name; opening its folder will fail too
@@ -113,19 +109,10 @@ class HistoryService:
         """
         try:
             self._answer(self._opening, _TIMEOUT_S)
-            # If the writer dies, the folder still belongs to this run, even if no engine reads it.
-            self._in_use = history_folder.mark_in_use(Path(self._folder))
             if self._config.max_bytes is None:  # keep the bound for the next writer: less memory is free by then
                 bound = self._answer(self._writer.bound.remote(), _TIMEOUT_S)
                 self._config = replace(self._config, max_bytes=bound)
                 logger.info("history.max_bytes=null: %.2f GiB, half of the free disk or memory", bound / (1 << 30))
-                if bound > (free := available_memory()):
-                    logger.warning(
-                        "the history may grow to %.1f GiB, but %.1f GiB of memory are free next to models and engines: "
-                        "if %s is a RAM disk, set history.max_bytes",
-                        *(size / (1 << 30) for size in (bound, free)),
-                        self._folder,
-                    )
         except HistoryError:
             raise
         except Exception as error:
@@ -185,21 +172,17 @@ class HistoryService:
         self._ask(lambda writer: writer.snapshot.remote(folder), self._copy_timeout)
 
     def restore(self, checkpoint: str) -> dict[str, Any] | None:
-        """Load a checkpoint's snapshot; logs and returns ``None`` if there is none or the writer does not answer."""
+        """Load a checkpoint's snapshot; returns ``None``, with a warning, if there is none.
+
+        Raises:
+            HistoryUnavailable: The writer does not restore now.
+        """
         folder = find_snapshot(Path(checkpoint, SNAPSHOT_FOLDER))
         if folder is None:
             logger.warning("the checkpoint %s has no history: drafting starts with an empty history", checkpoint)
             return None
         self._bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        try:
-            return self._ask(lambda writer: writer.restore.remote(str(folder)), self._copy_timeout)
-        except HistoryError:
-            raise
-        except Exception:
-            logger.warning(
-                "the history in %s is not restored: drafting starts with an empty history", checkpoint, exc_info=True
-            )
-            return None
+        return self._ask(lambda writer: writer.restore.remote(str(folder)), self._copy_timeout)
 
     @property
     def _copy_timeout(self) -> float:
@@ -254,6 +237,8 @@ class HistoryService:
             what = f"did not answer within {timeout:.0f} s"
         else:
             self._failures = 0
+            # If the writer dies, the folder still belongs to this run, even if no engine reads it.
+            self._in_use = history_folder.mark_in_use(Path(self._folder), self._in_use)
             return answer
         self._failures += 1
         lost = max(time.monotonic() - started, 1.0)

@@ -31,6 +31,8 @@ TOKEN_COUNTS = ("sampled", "nats")
 
 #: Concurrency group of :meth:`HistoryWriter.values`: a separate thread, in addition to recording.
 READ = "read"
+#: Share of the node's Ray object store for values that other nodes fetch: enough for those of one step.
+_SHARED = 0.1
 #: Bytes of values after which an answer is complete.
 _ANSWER_BYTES = 64 << 20
 
@@ -38,6 +40,12 @@ _ANSWER_BYTES = 64 << 20
 def node_history_dir(base: str, node_id: str) -> str:
     """Return the folder of one node's store; two Ray nodes on one machine have two folders."""
     return str(Path(base) / node_id[:16])
+
+
+def object_store(node_id: str) -> int:
+    """Return the bytes of a node's Ray object store."""
+    [node] = [node for node in ray.nodes() if node["NodeID"] == node_id]
+    return int(node["Resources"].get("object_store_memory", 0))
 
 
 def writer_name(base: str) -> str:
@@ -53,14 +61,15 @@ class HistoryWriter:
         namespace: Fingerprint of the vocabulary.
         config: Options of the history.
         run: Name of the run. Data of another run in the folder are deleted; data of a dead writer of this run stay.
-        shared_bytes: Bytes of fetched values that stay in Ray's object store. Samples of a prompt start on several
-            nodes at about the same time, and a node that has a value passes it on.
+        object_store: Bytes of the node's Ray object store. Fetched values stay in a part of it: samples of a prompt
+            start on several nodes at about the same time, and a node that has a value passes it on.
     """
 
     def __init__(
-        self, folder: str, namespace: str, config: HistoryConfig, run: str, shared_bytes: int = 256 << 20
+        self, folder: str, namespace: str, config: HistoryConfig, run: str, object_store: int = 2 << 30
     ) -> None:
-        self._folder, self._shared_bytes = Path(folder), shared_bytes
+        self._folder, self._object_store = Path(folder), object_store
+        self._shared_bytes = int(_SHARED * object_store)
         self._namespace, self._config, self._run = namespace, config, run
         self._opened: HistoryStore | None = None
         self._fetched: dict[str, list[list[Trajectory]]] = {}  # by the first key of each batch
@@ -74,9 +83,8 @@ class HistoryWriter:
         if self._opened is None:
             with self._reading:
                 config = self._config
-                self._opened = self._opened or HistoryStore(
-                    self._folder, self._namespace, config.max_bytes, config.epochs, self._run
-                )
+                arguments = (self._folder, self._namespace, config.max_bytes, config.epochs, self._run)
+                self._opened = self._opened or HistoryStore(*arguments, object_store=self._object_store)
         return self._opened
 
     def open(self) -> int:

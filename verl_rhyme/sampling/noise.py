@@ -6,6 +6,7 @@ numbers: as easy as 1, 2, 3*, SC 2011) of (key; vocabulary block, position). It 
 position of the same request, in any batch and after any interruption, uses the same noise. Two policies draw the same
 token with a probability of at least (1 - TV) / (1 + TV), TV their total variation distance (Daliri et al., 2024,
 arXiv:2408.07978). The noise of a trained sample is spent: the new weights depend on it.
+One inverted uniform a row is cheaper on a CPU, but moves several times as many tokens under newer weights.
 
 A uniform has 32 bits, u = (w + 1/2) 2**-32, and the output distribution is exact up to that resolution: tokens with a
 probability below 1e-10 may never be drawn. Draws that need not be reproduced use one uniform of 53 bits for each row

@@ -101,9 +101,7 @@ class Recorder(Observer):
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
         """Begin to record the batch, and the untrained attempts and samples of its reply."""
-        if reply.wasted:
-            untrained = {"reward": float("nan"), "validate": False, "trained": False}
-            self._submit(self._log_requests, [{**record, **untrained} for record in reply.wasted], step, epoch)
+        self.log_wasted(reply.wasted, step, epoch)
         if reply.dropped:
             dropped = KVBatchMeta(partition_id=batch.partition_id, keys=reply.dropped, tags=reply.dropped_tags)
             self.start_untrained(dropped, step, epoch)
@@ -131,13 +129,19 @@ class Recorder(Observer):
             )
 
     def load(self, folder: str) -> None:
-        self._history.restore(folder)
+        try:
+            self._history.restore(folder)
+        except Exception as error:
+            logger.warning(
+                "the history in %s is not restored: drafting starts with an empty history: %s", folder, last_line(error)
+            )
 
     @_guarded
     def start(self, batch: KVBatchMeta, step: int, part: int, epoch: int) -> None:
         """Begin to record a training batch; returns at once."""
-        samples = _Samples.of(batch)  # now: verl pads and reorders it in place
-        self._submit(self._record, samples, step, part, epoch)
+        with self._counting_losses():
+            samples = _Samples.of(batch)  # now: verl pads and reorders it in place
+            self._submit(self._record, samples, step, part, epoch)
 
     @_guarded
     def start_untrained(self, batch: KVBatchMeta, step: int, epoch: int) -> None:
@@ -146,7 +150,15 @@ class Recorder(Observer):
         The history records them like trained ones. They are cleared from TransferQueue once the writer has fetched
         them, or failed to; verl must not clear them before.
         """
-        self._submit(self._record_untrained, _Samples.of(batch), step, epoch)
+        with self._counting_losses():
+            self._submit(self._record_untrained, _Samples.of(batch), step, epoch)
+
+    @_guarded
+    def log_wasted(self, records: list[dict[str, Any]], step: int, epoch: int) -> None:
+        """Log requests of attempts that are never trained."""
+        if records:
+            untrained = {"reward": float("nan"), "validate": False, "trained": False}
+            self._submit(self._log_requests, [{**record, **untrained} for record in records], step, epoch)
 
     @_guarded
     def log_validation(self, batch: KVBatchMeta, step: int, epoch: int) -> None:
@@ -222,18 +234,20 @@ class Recorder(Observer):
 
     @_guarded
     def _record(self, samples: _Samples, step: int, part: int, epoch: int) -> None:
-        rows, owners = samples.rows(validate=False)
-        rows = self._with_counts(rows)
-        self._requests.extend(rows)
-        rewards = self._rewards(samples.stored)
-        batch = samples.batch(rewards, epoch, self._logprobs)
+        with self._counting_losses():
+            rows, owners = samples.rows(validate=False)
+            rows = self._with_counts(rows)
+            self._requests.extend(rows)
+            rewards = self._rewards(samples.stored)
+            batch = samples.batch(rewards, epoch, self._logprobs)
         try:  # the history gets the batch even if the event log fails
             if self._events is not None:
                 self._events.append_requests(step, epoch, {**_columns(rows), "reward": rewards[owners]})
                 if self._log_responses:
                     self._append_responses(batch, step)
         finally:
-            self._fetch(batch, part)
+            with self._counting_losses():
+                self._fetch(batch, part)
 
     def _fetch(self, batch: TrainedBatch, step: int) -> None:
         """Let the writer fetch a batch now, and record it later."""
@@ -241,8 +255,7 @@ class Recorder(Observer):
             self._drop(batch)
             return
         for piece in batch.pieces():
-            with self._counting_losses():
-                self._history.fetch(piece)
+            self._history.fetch(piece)
             self._backlog.append((piece, step, self._steps))
             if len(self._backlog) == 1:
                 self._executor.submit(self._record_next)
@@ -265,6 +278,7 @@ class Recorder(Observer):
 
     @contextmanager
     def _counting_losses(self) -> Iterator[None]:
+        """Count a step, or a part of it, that the history misses because of an error."""
         try:
             yield
         except Exception:
@@ -292,7 +306,8 @@ class Recorder(Observer):
                 rewards = self._rewards(stored)
             except Exception:  # some trainers compute scores after the buffer, so that dropped samples have none
                 rewards = np.full(len(stored.keys), np.nan)
-            self._fetch(samples.batch(rewards, epoch, self._logprobs), step)
+            with self._counting_losses():
+                self._fetch(samples.batch(rewards, epoch, self._logprobs), step)
             self._with_counts(samples.rows(validate=False)[0])
             self._untrained += len(stored.keys)
         finally:

@@ -130,3 +130,26 @@ def test_unsupported_runner_stays_unchanged():
     runner = Runner()
     assert "V1 model runner" in sampler.install(runner)
     assert not vars(runner)
+
+
+@pytest.mark.parametrize("from_package", [False, True])
+def test_custom_logits_processors_are_refused(from_package, tmp_path, monkeypatch):
+    """Where it drafts, vLLM leaves out those of installed packages without a word."""
+    vllm = pytest.importorskip("vllm.v1.sample.sampler")
+
+    class Custom:
+        pass
+
+    if from_package:
+        metadata = tmp_path / "fancy_logits-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fancy-logits\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text("[vllm.logits_processors]\nfancy = fancy.module:Processor\n")
+        monkeypatch.syspath_prepend(tmp_path)
+    processors = SimpleNamespace(all=[] if from_package else [Custom()])
+    batch = SimpleNamespace(num_tokens_no_spec=np.zeros(1), logitsprocs=processors)
+    runner = SimpleNamespace(sampler=vllm.Sampler(), input_batch=batch)
+    before = dict(vars(runner))
+    named = "fancy.module:Processor (package fancy-logits)" if from_package else f"{__name__}:"
+    assert named in sampler.install(runner)
+    assert vars(runner) == before

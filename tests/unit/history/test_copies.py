@@ -3,14 +3,19 @@
 import logging
 import os
 import shutil
+from time import time_ns
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from verl_rhyme.history import history_folder
+from verl_rhyme.config import HistoryConfig
+from verl_rhyme.history import history_folder, share
 from verl_rhyme.history.copies import Copies, CopyReader
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.record import PromptHistory, Trajectory, version_of
+from verl_rhyme.history_writer import history_copies
+from verl_rhyme.history_writer.history_copies import HistoryFetcher
 
 KEYS = [bytes([i]) * 16 for i in range(6)]
 
@@ -73,9 +78,9 @@ def test_a_copy_removed_from_tmp_is_fetched_again(copies, tmp_path):
     assert copies._bytes == 0
     copies.put(KEYS[0], value(9), 1)
     (tmp_path / "c" / KEYS[0].hex()).unlink()  # after it was found to be the latest
-    with pytest.raises(FileNotFoundError):
-        copies.confirm(KEYS[0], 2)
+    assert not copies.confirm(KEYS[0], 2)
     assert copies._bytes == 0
+    assert not copies.confirm(KEYS[0], 2), "it made room for another one before"
 
 
 def test_a_folder_removed_from_tmp_is_made_again(copies, reader, tmp_path):
@@ -88,6 +93,58 @@ def test_a_folder_removed_from_tmp_is_made_again(copies, reader, tmp_path):
     assert copies.outdated({KEYS[0]: 3}) == {}
     with pytest.raises(HistoryError, match="another process writes"):
         history_folder.acquire(tmp_path / "c", None, timeout=0)
+
+
+def test_a_folder_in_use_by_another_process_is_tried_again(copies, reader, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_rhyme.history.copies._LOCK_TIMEOUT_S", 0.1)
+    copies.put(KEYS[0], value(9), 1)
+    shutil.rmtree(tmp_path / "c")
+    other = Copies(tmp_path / "c", 1 << 15)
+    for time in (2, 3):
+        with pytest.raises(HistoryError, match="another process writes"):
+            copies.put(KEYS[0], value(9), time)
+    other.put(KEYS[1], value(9), 3)
+    assert reader.arrived(KEYS[1], 3), "not deleted by the other one"
+    other.close()
+    copies.put(KEYS[0], value(9), 4)
+    assert reader.arrived(KEYS[0], 4)
+
+
+def test_a_lost_mark_deletes_no_copies(copies, reader, tmp_path):
+    copies.put(KEYS[0], value(9), 1)
+    (tmp_path / "c" / "owner.json").unlink()
+    copies.put(KEYS[1], value(9), 1)
+    assert reader.get(KEYS[0]) is not None
+
+
+def test_a_bound_that_cannot_be_chosen_leaves_the_folder_free(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(share.shutil, "disk_usage", lambda _: (_ for _ in ()).throw(OSError("input/output error")))
+        with pytest.raises(OSError, match="input/output"):
+            Copies(tmp_path / "c", None)
+    os.close(history_folder.acquire(tmp_path / "c", None, timeout=0))
+
+
+def test_a_copy_that_is_gone_when_it_is_confirmed_is_fetched(tmp_path, monkeypatch):
+    """Copies that arrive before it may have taken its room; the other prompts of the request lose nothing."""
+    first, second = value(2000), value(2000, start=1)
+    asked = []
+
+    def answer(known):
+        asked.append(known)
+        stored = {KEYS[0]: first, KEYS[1]: second}
+        return {key: None if version_of(stored[key]) == version else stored[key] for key, version in known.items()}
+
+    monkeypatch.setattr(history_copies, "ray", SimpleNamespace(get=lambda answers, timeout: answers))
+    fetcher = HistoryFetcher("node", HistoryConfig(dir=str(tmp_path), max_bytes=1 << 20))
+    fetcher._writer = SimpleNamespace(values=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=answer)))
+    fetcher.fetch({KEYS[0]: 1})
+    monkeypatch.setattr(fetcher._copies, "_bound", 12 << 10)
+    later = time_ns() + (1 << 40)
+    fetcher.fetch({KEYS[1]: later, KEYS[0]: later})
+    assert asked[1:] == [{KEYS[1]: b"", KEYS[0]: version_of(first)}, {KEYS[0]: b""}]
+    assert CopyReader(fetcher._copies._path).arrived(KEYS[0], later)
+    fetcher.close()
 
 
 def test_a_value_larger_than_the_bound_counts_as_no_history(copies, reader, caplog):

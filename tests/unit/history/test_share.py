@@ -1,6 +1,7 @@
 """Free disk and memory of a node, next to other stores and within a cgroup."""
 
 import io
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -48,8 +49,19 @@ def test_without_a_limit_the_machines_memory_counts(cgroups):
 def test_a_history_takes_half_of_the_free_space(tmp_path, monkeypatch, disk, memory):
     monkeypatch.setattr(share.shutil, "disk_usage", lambda folder: SimpleNamespace(free=disk * GIB))
     monkeypatch.setattr(share, "available_memory", lambda: memory * GIB)
-    assert share.automatic(tmp_path) == GIB // 2
+    monkeypatch.setattr(share, "in_memory", lambda folder: False)
+    assert share.automatic(tmp_path, GIB) == GIB // 2, "Ray's object store takes none of the disk"
     for name in ("env-0001", "env-0002"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "data.mdb").write_bytes(bytes(4096))
-    assert share.automatic(tmp_path) == (GIB + 8192 * (disk < memory)) // 2, "a killed writer's files are deleted"
+    assert share.automatic(tmp_path, 0) == (GIB + 8192 * (disk < memory)) // 2, "a killed writer's files are deleted"
+
+
+@pytest.mark.parametrize(("disk", "memory"), [(8, 6), (6, 8)])
+def test_a_history_in_memory_leaves_room_for_rays_object_store(monkeypatch, disk, memory):
+    monkeypatch.setattr(share.shutil, "disk_usage", lambda folder: SimpleNamespace(free=disk * GIB))
+    monkeypatch.setattr(share, "available_memory", lambda: memory * GIB)
+    assert share.in_memory(Path("/dev/shm/verl_rhyme-1/not/there/yet"))
+    assert not share.in_memory(Path("/proc/self"))
+    assert share.automatic(Path("/dev/shm"), 4 * GIB) == GIB
+    assert share.automatic(Path("/dev/shm"), 100 * GIB) == 1 << 20

@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -432,20 +433,96 @@ def test_files_that_a_cleaner_deleted_are_written_again(tmp_path, gone, caplog):
         assert again.stats()["responses"] == 7
 
 
-def test_a_folder_that_cannot_be_written_again_loses_each_step_with_a_count(tmp_path, caplog):
+@pytest.fixture
+def short_wait(monkeypatch):
+    monkeypatch.setattr("verl_rhyme.history.store._LOCK_TIMEOUT_S", 0.1)
+
+
+@pytest.mark.parametrize("taken", ["by a file", "by another run"])
+def test_a_folder_that_cannot_be_written_again_loses_each_step_with_a_count(tmp_path, caplog, short_wait, taken):
     path = tmp_path / "base" / "h"
-    store = open_store(path)
+    store = open_store(path, run="first")
     store.append([trajectory(1, [1])], step=1)
     shutil.rmtree(path.parent)
-    path.parent.write_text("")
+    if taken == "by a file":
+        path.parent.write_text("")
+        free = path.parent.unlink
+    else:
+        other = open_store(path, run="second")
+        other.append([trajectory(1, [9])], step=1)
+        free = partial(other.close, delete=True)
     for step in (2, 3):
         stats = store.append([trajectory(1, [step])], step=step)
         assert (stats.lost_steps, stats.dropped) == (1, 1)
+        assert not store.restore(tmp_path / "snapshot")
     assert caplog.text.count("a step is not recorded") == 1
-    path.parent.unlink()
+    free()
     assert store.append([trajectory(1, [4])], step=4).lost_steps == 0
     assert store.stats()["responses"] == 2
+    reader = HistoryReader(path, NAMESPACE)
+    assert responses(reader.get(key(1))) == [[1], [4]]
+    reader.close()
     store.close()
+
+
+def test_the_end_of_a_run_deletes_its_own_files_only(tmp_path, short_wait):
+    path = tmp_path / "h"
+    store = open_store(path, run="first")
+    store.append([trajectory(1, [1])], step=1)
+    shutil.rmtree(path)
+    with open_store(path, run="second") as other:
+        other.append([trajectory(1, [9])], step=1)
+        before = environment.identity(path)
+        store.close(delete=True)
+        assert environment.identity(path) == before is not None
+        assert other.append([trajectory(1, [8])], step=2).lost_steps == 0
+        reader = HistoryReader(path, NAMESPACE)
+        assert responses(reader.get(key(1))) == [[9], [8]]
+        reader.close()
+    store = open_store(path, run="third")
+    (path / "writer.lock").unlink()
+    store.close(delete=True)
+    assert not path.exists(), "the rest of a folder without a lock would stay for good"
+
+
+@pytest.mark.parametrize("gone", ["", "env-*", "owner.json"])
+def test_a_snapshot_is_restored_where_files_were_deleted(tmp_path, gone):
+    path = tmp_path / "h"
+    with open_store(path, run="run") as store:
+        for step in (1, 2):
+            store.append([trajectory(1, [step])], step=step)
+            if step == 1:
+                store.snapshot(tmp_path / "snapshot")
+        for entry in sorted(path.glob(gone)) if gone else [path]:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        assert store.restore(tmp_path / "snapshot")
+        reader = HistoryReader(path, NAMESPACE, refresh_interval=0.0)
+        assert responses(reader.get(key(1))) == [[1]]
+        assert store.append([trajectory(1, [3])], step=3).trajectories == 1
+        assert responses(reader.get(key(1))) == [[1], [3]]
+        assert reader.errors == 0
+        assert len(list(path.glob("env-*"))) == 1
+        reader.close()
+
+
+def test_a_reader_that_fails_to_open_tries_again(tmp_path, monkeypatch):
+    """As without free file descriptors for a while."""
+    with open_store(tmp_path / "h") as store:
+        store.append([trajectory(1, [1])], step=1)
+        reader = HistoryReader(tmp_path / "h", NAMESPACE, refresh_interval=0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(environment, "acquire", failing(OSError(errno.EMFILE, "Too many open files")))
+            assert [reader.get(key(1)) for _ in range(2)] == [None] * 2
+            assert reader.errors == 2
+        assert responses(reader.get(key(1))) == [[1]]
+        reader.close()
+
+
+def failing(error):
+    def fail(*arguments, **named):
+        raise error
+
+    return fail
 
 
 class NoLocks:
@@ -469,6 +546,11 @@ def test_locks_are_tried_where_the_folder_is_chosen(tmp_path, monkeypatch):
             environment.probe(tmp_path)
 
 
+def only_in(disk, folder):
+    if not folder.is_relative_to(disk):
+        raise HistoryError(f"{folder} cannot hold a store")
+
+
 def test_an_automatic_folder_is_one_that_works(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = ownership.user_folder(str(tmp_path))
@@ -476,9 +558,12 @@ def test_an_automatic_folder_is_one_that_works(tmp_path, monkeypatch):
     own.symlink_to("/")
     with pytest.raises(HistoryError, match="is a link or belongs to another user"):
         history_folder.check(own / "run")
-    assert history_folder.place().is_relative_to("/dev/shm")
+    assert history_folder.place().is_relative_to("/var/tmp")
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
-    assert history_folder.place().is_relative_to("/dev/shm")
+    assert history_folder.place().is_relative_to("/var/tmp")
+    with monkeypatch.context() as patch:
+        patch.setattr(history_folder, "check", partial(only_in, Path("/dev/shm")))
+        assert history_folder.place().is_relative_to("/dev/shm"), "memory is the last choice"
     monkeypatch.setattr(ownership, "fcntl", NoLocks())
     assert history_folder.place().is_relative_to("/proc")
     with pytest.raises(HistoryError, match=r"in /dev/shm/run \(No locks available\): set history.dir to a folder on a"):

@@ -1,17 +1,25 @@
 """Recording of trained and untrained samples."""
 
+import errno
+import os
 import shutil
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
+import lmdb
 import numpy as np
 import pytest
 import torch
 from transfer_queue import KVBatchMeta
 
+from tests.conftest import examples
 from verl_rhyme.config import HistoryConfig
+from verl_rhyme.history import environment, history_folder
+from verl_rhyme.history.environment import Environment, HistoryError
 from verl_rhyme.history.keys import prompt_key
-from verl_rhyme.history.store import HistoryReader
+from verl_rhyme.history.store import HistoryReader, HistoryStore
+from verl_rhyme.history.values import Values
 from verl_rhyme.history_writer.history_service import HistoryUnavailable
 from verl_rhyme.history_writer.history_writer import HistoryWriter
 from verl_rhyme.observability import metrics
@@ -41,7 +49,8 @@ def test_errors_are_counted_and_the_first_is_logged(caplog):
     recorder = Recorder(SimpleNamespace(restarts=0), None, lambda: 1, DraftCounts(dict))
     for _ in range(2):
         recorder.start(None, step=1, part=1, epoch=0)
-    assert recorder.on_step(Step(1, 1.0, 1.0))[metrics.HISTORY_ERRORS] == 2
+    measured = recorder.on_step(Step(1, 1.0, 1.0))
+    assert (measured[metrics.HISTORY_ERRORS], measured[metrics.HISTORY_LOST]) == (2, 2)
     assert caplog.text.count("recording failed") == 1
     recorder.close()
 
@@ -94,6 +103,12 @@ class Slow:
     def append(self, batch, step):
         assert self.permits.acquire(timeout=60)
         return self.writer.append(batch, step)
+
+    def snapshot(self, checkpoint):
+        self.writer.snapshot(f"{checkpoint}/history")
+
+    def restore(self, checkpoint):
+        return self.writer.restore(f"{checkpoint}/history")
 
 
 PROMPTS = 9
@@ -187,6 +202,138 @@ def test_steps_that_the_history_misses_are_counted_each(slow, tmp_path, monkeypa
     assert measured(4)[1] > 0
     (tmp_path / "h").unlink()
     assert measured(5) == (errors, 0)
+
+
+class Fault:
+    """Makes calls of one function fail: the one after ``skipped`` others, or all from then on."""
+
+    def __init__(self, error, skipped, always):
+        self._error, self._left, self._always = error, skipped, always
+        self.on = self.reached = False
+
+    def wrap(self, real):
+        def call(*arguments, **named):
+            if self.on:
+                self._left -= 1
+                if self._left == -1 or (self._left < 0 and self._always):
+                    self.reached = True
+                    raise self._error
+            return real(*arguments, **named)
+
+        return call
+
+
+class FaultyEnvironment:
+    """An LMDB environment of which one method fails."""
+
+    def __init__(self, real, name, fault):
+        self._real, self._name, self._fault = real, name, fault
+
+    def __getattr__(self, name):
+        found = getattr(self._real, name)
+        return self._fault.wrap(found) if name == self._name else found
+
+
+ERRORS = [
+    OSError(errno.EIO, "Input/output error"),
+    HistoryError("another process writes the history"),
+    lmdb.MapFullError("mdb_put: MDB_MAP_FULL"),
+    MemoryError(),
+    lmdb.DiskError("No space left on device"),
+]
+#: Every function by which the store reaches its folder, and its own methods.
+SITES = [
+    *((HistoryStore, name) for name in ("append", "snapshot", "restore", "stats")),
+    *((Environment, name) for name in ("fill_up", "is_on_disk", "namespace")),
+    *((environment, name) for name in ("create", "acquire", "check", "current", "publish", "new_folder")),
+    *((history_folder, name) for name in ("acquire", "renew", "_sign", "_empty")),
+    *((Values, name) for name in ("__init__", "put", "stored", "save_ledger", "copy_to", "evict_excess")),
+    *((os, name) for name in ("replace", "fsync")),
+    (shutil, "copyfile"),
+    *((Path, name) for name in ("mkdir", "rename", "chmod", "write_text", "touch")),
+    *(("lmdb", name) for name in ("begin", "copy", "reader_check", "set_mapsize", "info")),
+]
+
+
+@pytest.mark.parametrize(("place", "name"), SITES, ids=[f"{getattr(p, '__name__', p)}.{name}" for p, name in SITES])
+def test_no_fault_of_the_history_reaches_the_trainer_or_outlasts_itself(tmp_path, monkeypatch, place, name):
+    """Each call fails once, and all calls fail for a while, as files are deleted and written again.
+
+    The recorder raises nothing, each step is in the history or reported as lost, and once the fault ends steps are
+    recorded again.
+    """
+    cases = [(0, True), *((skipped, False) for skipped in range(examples(3, slow=40)))]
+    for number, (skipped, always) in enumerate(cases):
+        fault = Fault(ERRORS[(SITES.index((place, name)) + number) % len(ERRORS)], skipped, always)
+        with monkeypatch.context() as patch:
+            live_through(tmp_path / str(number), patch, fault, place, name)
+        assert number or fault.reached
+        if not fault.reached:
+            break
+
+
+def live_through(folder, patch, fault, place, name):
+    if place == "lmdb":
+        opened = environment.lmdb.open
+        patch.setattr(environment.lmdb, "open", lambda *a, **named: FaultyEnvironment(opened(*a, **named), name, fault))
+    else:
+        patch.setattr(place, name, fault.wrap(getattr(place, name)))
+    queue, history = Queue(), Slow(folder / "h", permits=1000, epochs=9)
+    for module in ("verl_rhyme.processes.stored_samples", "verl_rhyme.trainer.recorder"):
+        patch.setattr(f"{module}.tq", queue)
+    patch.setattr("verl_rhyme.history.store._LOCK_TIMEOUT_S", 0.0)
+    recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
+    reader = HistoryReader(folder / "h", "vocabulary", refresh_interval=0.0)
+    lost = evicted = 0
+
+    def train(step):
+        nonlocal lost, evicted
+        for prompt in range(2):
+            queue.put_group(prompt, f"u{step}p{prompt}", [0.0, 1.0])
+        keys = list(queue.data)
+        batch = KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys])
+        recorder.on_batch(batch, SimpleNamespace(wasted=[], dropped=[]), step, step)
+        recorder.drain()
+        queue.kv_clear(keys, "train")
+        measured = recorder.on_step(Step(step, 1.0, 1.0))
+        lost += measured.get(metrics.HISTORY_LOST, 0)
+        evicted += measured.get(f"{metrics.HISTORY}/evicted", 0)
+
+    def recorded():
+        found = [reader.get(prompt_key([prompt, prompt])) for prompt in range(2)]
+        steps = [[] if each is None else each.step[::2].tolist() for each in found]
+        assert steps[0] == steps[1], "a step is recorded whole or not at all"
+        return steps[0]
+
+    try:
+        train(1)
+        fault.on = True
+        train(2)
+        delete(folder / "h")
+        train(3)
+        recorder.save(str(folder / "global_step_3"))
+        delete(folder / "h")
+        recorder.load(str(folder / "global_step_3"))
+        train(4)
+        fault.on = False
+        train(5)
+        assert recorded()[-1] == 5
+        assert evicted or len(recorded()) + lost >= 5  # a map that stays full has no room for earlier steps
+        assert recorded() == sorted(recorded())
+        train(6)
+        assert recorded()[-2:] == [5, 6]
+        environments = [path for path in (folder / "h").iterdir() if path.name.startswith("env-")]
+        assert len(environments) == 1, "no copies of a failed attempt remain"
+    finally:
+        fault.on = False
+        recorder.close()
+        reader.close()
+        history.writer.close()
+    assert not (folder / "h").exists()
+
+
+def delete(folder, rmtree=shutil.rmtree):
+    rmtree(folder, ignore_errors=True)
 
 
 def test_end_of_run_does_not_wait_for_pending_recordings(slow):

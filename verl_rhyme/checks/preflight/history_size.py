@@ -7,13 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from verl_rhyme.checks.doctor import OK, WARN, Check
 from verl_rhyme.checks.preflight import machine_checks
 from verl_rhyme.checks.preflight.estimate import gib
-from verl_rhyme.checks.preflight.machine import can_write
+from verl_rhyme.checks.preflight.machine import OBJECT_STORE, can_write, object_store
 from verl_rhyme.checks.preflight.plan import Plan, data_files
 from verl_rhyme.config import HISTORY_FILL
-from verl_rhyme.history.share import available_memory
+from verl_rhyme.history import share
 
 #: Bytes of a stored token, and further bytes of a response, in the format of ``history/record.py``. A token has 18 bits
 #: for one of 262,143 ids, 20 for its position among a million tokens, and 8 for its probability.
@@ -45,7 +47,8 @@ def check(config: Any, plan: Plan) -> tuple[list[Check], tuple[int, int]]:
         return [], (0, 0)
     checks = []
     folder, free = machine_checks.free_disk(history_dir)
-    bound = rhyme.history.bound(free, available_memory())
+    store = object_store(OmegaConf.select(config, OBJECT_STORE))
+    bound = rhyme.history.max_bytes or share.bound(history_dir, free, store)
     peak = int(PEAK * bound)
     chosen = gib(bound)
     if rhyme.history.max_bytes is None:

@@ -17,6 +17,9 @@ ASSUMED_GPU = 80 << 30
 #: Key of verl's config with the address of a Ray cluster.
 ADDRESS = "ray_kwargs.ray_init.address"
 
+#: Key of verl's config with the bytes of Ray's object store.
+OBJECT_STORE = "ray_kwargs.ray_init.object_store_memory"
+
 #: File of a cluster that ``ray start`` made on this machine.
 _CLUSTER = Path("/tmp/ray/ray_current_cluster")
 
@@ -94,6 +97,11 @@ def can_write(folder: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def object_store(given: int | None = None, host_bytes: int | None = None) -> int:
+    """Return the bytes of Ray's object store; ``None``: Ray's default for so much memory, or for this machine's."""
+    return int(given) if given else min(int(0.3 * (host_bytes or _host_bytes())), 200_000_000_000)
 
 
 def devices_present() -> bool:

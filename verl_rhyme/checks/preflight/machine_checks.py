@@ -13,7 +13,15 @@ from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight import model_folder
 from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
-from verl_rhyme.checks.preflight.machine import Machine, can_write, devices_present, free_disk, in_cluster
+from verl_rhyme.checks.preflight.machine import (
+    OBJECT_STORE,
+    Machine,
+    can_write,
+    devices_present,
+    free_disk,
+    in_cluster,
+    object_store,
+)
 from verl_rhyme.checks.preflight.plan import Plan
 from verl_rhyme.coordinator.ranker_service import unusable
 from verl_rhyme.drafting.recurrent import recurrent
@@ -187,9 +195,7 @@ def _lighter(phase: str, plan: Plan) -> str:
 
 def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Check]:
     """Check offloaded states, model loading, texts for drafts and Ray's object store against free host memory."""
-    store = OmegaConf.select(config, "ray_kwargs.ray_init.object_store_memory")
-    # Ray's default: 30 % of the memory, 200 GB at most
-    ray = int(store) if store else min(int(0.3 * machine.host_bytes), 200_000_000_000)
+    ray = object_store(OmegaConf.select(config, OBJECT_STORE), machine.host_bytes)
     needed = sum(found.host.values()) + ray
     ok = needed <= machine.host_free
     detail = (
