@@ -54,7 +54,7 @@ class SentWeights:
             if _ADAPTER in name:
                 self._adapters.add(_plain(name.partition(f".{_ADAPTER}")[0]))
             if is_compared(name, self._version):
-                self._values[name] = take(tensor, self._version).reshape(-1)
+                self._values[name] = take(tensor, self._version)
             yield name, tensor
 
 

@@ -53,7 +53,7 @@ def points(count: int, version: int | None, device: Any = None) -> torch.Tensor:
 def take(tensor: torch.Tensor, version: int | None) -> torch.Tensor:
     """Return the compared elements, [N], on the tensor's device."""
     where = points(tensor.numel(), version, tensor.device)
-    return tensor.detach()[torch.unravel_index(where, tensor.shape)]
+    return tensor.detach()[torch.unravel_index(where, tensor.shape)].reshape(-1)
 
 
 @dataclass
