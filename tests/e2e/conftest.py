@@ -169,7 +169,7 @@ def build_engine(small_model):
             **options,
         }
         if history_dir is not None or draws:
-            settings["worker_cls"] = "tests.e2e.workers.WithMethods"
+            settings["worker_cls"] = "workers.WithMethods"
             settings["worker_extension_cls"] = "verl_rhyme.engine.extension.RhymeWorkerMethods"
         if history_dir is not None:
             settings |= {
