@@ -238,19 +238,30 @@ def test_an_agent_loop_manager_of_ones_own(tmp_path, monkeypatch, build, name, t
     assert not found if told is None else told in found[0]
 
 
-def test_vllm_still_answers_with_its_first_engine_only():
-    """Why data-parallel rollout is refused; if this fails, it may work now."""
+def test_all_data_parallel_engines_answer():
+    """vLLM returns the first one's answer only; if it returns all some day, ``_ask_workers`` is needless."""
     import asyncio
+    from types import SimpleNamespace
 
     from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-    class Engines:
+    from verl_rhyme.engine.server import RhymeHttpServer
+
+    class Engines(DPLBAsyncMPClient):
         core_engines = ("first", "second")
 
-        async def _call_utility_async(self, method, *args, engine):
-            return engine
+        def __init__(self):
+            self.resources = None
 
-    assert asyncio.run(DPLBAsyncMPClient.call_utility_async(Engines(), "collective_rpc")) == "first"
+        async def _call_utility_async(self, *call, engine):
+            assert call == ("collective_rpc", "held_weights", None, (), None)
+            return [f"{engine} engine's worker"]
+
+    engines = Engines()
+    server = SimpleNamespace(engine=SimpleNamespace(engine_core=engines))
+    assert asyncio.run(engines.collective_rpc_async("held_weights")) == ["first engine's worker"]
+    answers = asyncio.run(RhymeHttpServer._ask_workers(server, "held_weights"))
+    assert answers == ["first engine's worker", "second engine's worker"]
 
 
 @pytest.mark.parametrize(

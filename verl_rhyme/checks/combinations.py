@@ -45,6 +45,9 @@ _QUEUE = "transfer_queue.backend"
 _PLACEMENT = "rhyme.placement.policy"
 _PROMPT, _RESPONSE = "data.max_prompt_length", "data.max_response_length"
 _MERGE = "actor_rollout_ref.model.lora.merge"
+#: Rank of adapters, to FSDP and to Megatron.
+_RANK, _MEGATRON_RANK = "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"
+_STRATEGY = f"{_ACTOR}.strategy"
 _SLOTS = f"{_ROLLOUT}.max_num_seqs"
 
 #: vLLM options that verl sets from its own rollout keys; rhyme reads verl's keys.
@@ -98,7 +101,7 @@ class Run:
     @property
     def megatron(self) -> bool:
         """Whether Megatron trains the actor."""
-        return str(self.value(f"{_ACTOR}.strategy")) == "megatron"
+        return str(self.value(_STRATEGY)) == "megatron"
 
     @property
     def critic(self) -> bool:
@@ -240,8 +243,12 @@ def _loads_unsaved(checkpoint: str) -> Callable[[Any, Run], bool]:
 
 
 def _lora(run: Run) -> bool:
-    model = "actor_rollout_ref.model"
-    return any(int(run.value(f"{model}.{key}") or 0) > 0 for key in ("lora_rank", "lora.rank"))
+    return any(int(run.value(key) or 0) > 0 for key in (_RANK, _MEGATRON_RANK))
+
+
+def _other_rank(key: str, when: Callable[[Run], bool]) -> Callable[[Any, Run], bool]:
+    """Whether an engine that reads only ``key`` finds no rank there."""
+    return lambda rank, run: when(run) and int(rank or 0) > 0 and not int(run.value(key) or 0)
 
 
 def _adapters_in_engines(run: Run) -> bool:
@@ -358,12 +365,10 @@ TABLE = (
         recurrent.REMEDY,
         (_DRAFTING,),
     ),
-    # DPLBAsyncMPClient.call_utility_async returns the first engine's answer only: rhyme could not see that another
-    # engine runs without its proposer or sampler, and would lose that engine's counts.
     Row(
         (Option(f"{_ROLLOUT}.data_parallel_size", lambda size, run: int(size or 1) > 1),),
         _drafting,
-        "vLLM returns the answers of a replica's first engine only, so that rhyme cannot check the other ones",
+        "drafts are not tested on data parallel engines, which take their steps together",
         f"set {_ROLLOUT}.data_parallel_size=1 (verl then starts more replicas on the same GPUs), or "
         f"{CONFIG_PATH}.enable=false if a mixture-of-experts model requires data parallelism",
         (_DRAFTING,),
@@ -381,7 +386,28 @@ TABLE = (
         lambda run: run.rhyme is not None and _lora(run),
         "this backend sends the parameters that changed, and no LoRA adapters",
         f"set {_BACKEND}=relay or nccl",
-        ("actor_rollout_ref.model.lora_rank",),
+        (_RANK,),
+    ),
+    Row(
+        (
+            Option(_RANK, _other_rank(_MEGATRON_RANK, lambda run: run.megatron), f"set {_MEGATRON_RANK} instead"),
+            Option(
+                _MEGATRON_RANK,
+                _other_rank(_RANK, lambda run: str(run.value(_STRATEGY)).startswith("fsdp")),
+                f"set {_RANK} instead",
+            ),
+        ),
+        _rhyme,
+        "this training engine has another key for the rank, and without it trains all weights",
+        "set the other key",
+        (_STRATEGY,),
+    ),
+    Row(
+        (Option(f"{_ACTOR}.megatron.vanilla_mbridge"),),
+        lambda run: run.rhyme is not None and run.megatron and _lora(run),
+        "verl trains adapters on Megatron with Megatron-Bridge only",
+        f"set it to false and install Megatron-Bridge, or set {_STRATEGY}=fsdp2",
+        (_MEGATRON_RANK, _STRATEGY),
     ),
     Row(
         (Option(MANAGER, lambda manager, run: manager is None),),
@@ -535,7 +561,7 @@ TABLE = (
         "verl's V1 trainer saves and resumes below a mounted trainer.default_local_dir only, except that Megatron also "
         "copies its checkpoints to default_hdfs_dir",
         "set a folder on mounted storage",
-        (f"{_ACTOR}.strategy",),
+        (_STRATEGY,),
     ),
     Row(
         (Option("rhyme.scheduling.unit", _splits_groups),),

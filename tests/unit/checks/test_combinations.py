@@ -95,12 +95,32 @@ CASES = [
     (
         "full",
         [
-            "actor_rollout_ref.model.lora.rank=8",
+            "actor_rollout_ref.model.lora_rank=8",
             "actor_rollout_ref.model.lora.merge=true",
             SEPARATE,
             f"{BACKEND}=delta_sharded",
         ],
         [f"{BACKEND}=delta_sharded with", "no LoRA adapters", f"set {BACKEND}=relay or nccl"],
+    ),
+    (
+        "full",
+        [f"{STRATEGY}=megatron", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"],
+        ["lora_rank=8 with", "strategy=megatron", "trains all weights", "set actor_rollout_ref.model.lora.rank"],
+    ),
+    (
+        "histospec",
+        [f"{STRATEGY}=fsdp", "actor_rollout_ref.model.lora.rank=8"],
+        ["lora.rank=8 with", "strategy=fsdp", "trains all weights", "set actor_rollout_ref.model.lora_rank instead"],
+    ),
+    (
+        "full",
+        [
+            f"{STRATEGY}=megatron",
+            "actor_rollout_ref.actor.megatron.vanilla_mbridge=true",
+            "actor_rollout_ref.model.lora.rank=8",
+            "actor_rollout_ref.model.lora.merge=true",
+        ],
+        ["vanilla_mbridge=true with", "Megatron-Bridge only", "or set actor_rollout_ref.actor.strategy=fsdp2"],
     ),
     (
         "histospec",
@@ -276,6 +296,8 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
         # LoRA: merged, as separate engines get it; or with room for drafts
         ("histospec", ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"]),
         ("full", ["actor_rollout_ref.model.lora_rank=8", SEPARATE]),
+        ("full", ["actor_rollout_ref.model.lora_rank=8", SEPARATE, f"{STRATEGY}=fsdp2"]),
+        ("full", ["actor_rollout_ref.model.lora.rank=8", SEPARATE, f"{STRATEGY}=megatron"]),
         ("full", ["actor_rollout_ref.model.lora_rank=8", f"{R}.max_num_seqs=64", f"{R}.max_num_batched_tokens=2112"]),
         ("histospec", ["actor_rollout_ref.model.lora_rank=8", NO_DRAFTS]),
         ("full", [SEPARATE, f"{CONFIG_PATH}.scheduling.at_version=finish"]),
