@@ -27,7 +27,7 @@ Refill = Literal["always", "when_empty"]
 
 #: Treatment of a running response at a new version. ``continue``: it is interrupted and continues from its tokens.
 #: ``finish``: its replica takes the version after it has finished. ``regenerate``: it is interrupted and regenerated,
-#: with its text at most as a draft.
+#: with its text at most as a draft; so is, if this is set, a sample that fails under one version.
 AtVersion = Literal["continue", "finish", "regenerate"]
 
 #: On-policy default: batches that are loaded together, as in SortedRL. What is interrupted is regenerated with the same
@@ -180,6 +180,11 @@ class Rules:
     def continues(self) -> bool:
         """Whether an interrupted sample continues from its tokens, whatever interrupted it."""
         return self.version_rule != "regenerate"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the text of an ended attempt is continued while it may be trained (at k = 0 under one version)."""
+        return self.continues or (self.max_staleness == 0 and self.at_version is None)
 
     @property
     def redrafts(self) -> bool:
