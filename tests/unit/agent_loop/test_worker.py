@@ -30,7 +30,7 @@ from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN, KeptTurns
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker
 from verl_rhyme.processes import waiting
 from verl_rhyme.processes.deadline import NoAnswer
-from verl_rhyme.scheduling.attempts import Attempt, Start, sample_of
+from verl_rhyme.scheduling.attempts import Attempt, Ended, Start, sample_of
 from verl_rhyme.scheduling.retries import HANG_TRIES
 
 _Worker = SessionAgentLoopWorker.__ray_metadata__.modified_class
@@ -306,6 +306,18 @@ async def test_interrupted_tokens_stay_in_the_worker_until_a_checkpoint(queue, m
     _, (partition, keys, turns) = put
     assert (partition, keys) == (SESSIONS, ["a_1", Attempt("a", 0, 1).name])
     assert [Turn.from_dict(each).tokens.tolist() for each in turns[0]] == [[1, 2, 3]]
+
+
+async def test_a_restarted_coordinator_knows_which_turns_are_lost(queue):
+    """Those that no worker keeps, unless the entry has them: of a generated response, or stored by a checkpoint."""
+    statuses = ["interrupted", "interrupted", "failed", "failed", "generated"]
+    tags = {f"a_{number}": _tag(Ended(f"a_{number}", status, 2, 3)) for number, status in enumerate(statuses)}
+    tags["a_1"]["turns"] = True
+    queue.left |= {name: {"records": []} for name in tags}
+    found = await stored_attempts.evidence({SESSIONS: tags}, set(), {"a_2"})
+    assert [name for name, known in sorted(found.items()) if known.lost] == ["a_0", "a_3"]
+    found = await stored_attempts.evidence({SESSIONS: tags}, {"a_0"}, ())
+    assert not found["a_0"].lost, "its report is under way"
 
 
 async def test_records_of_a_lost_attempt_are_not_repeated(queue):
