@@ -484,7 +484,7 @@ TABLE = (
     ),
     Row(
         (Option(f"{_ROLLOUT}.enable_rollout_routing_replay"),),
-        lambda run: run.rules is not None and run.rules.keeps,
+        lambda run: run.rules is not None and run.rules.continues,
         "the expert routing of a response that several policies or replicas generated cannot be replayed",
         f"set it to false, or {CONFIG_PATH}.scheduling.at_version=regenerate",
         (_BOUND,),

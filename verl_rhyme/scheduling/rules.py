@@ -7,7 +7,7 @@ coordinator and workers read the rules and know no preset.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from omegaconf import OmegaConf
@@ -275,7 +275,7 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
     if rhyme is None or rhyme.max_staleness is None:
         return None
     rollout = "actor_rollout_ref.rollout"
-    return of_options(
+    rules = of_options(
         rhyme.scheduling,
         rhyme.max_staleness,
         separate=TOPOLOGIES.get(str(OmegaConf.select(config, "trainer.v1.trainer_mode"))) == "separate",
@@ -285,3 +285,5 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
         relayed=OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend") == "relay",
         drafts=rhyme.drafting.enable and rhyme.drafting.policy == "adaptive",
     )
+    replay = OmegaConf.select(config, f"{rollout}.enable_rollout_routing_replay")  # of one request's experts only
+    return replace(rules, at_version="regenerate") if replay and not rules.continues else rules
