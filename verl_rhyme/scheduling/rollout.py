@@ -293,6 +293,8 @@ class Rollout:
                 f"the agent loop returned no trajectory for any of the {len(collected.samples)} samples of a batch: "
                 "check the agent loop (actor_rollout_ref.rollout.agent)"
             )
+        for sample in self.scheduler.retire():
+            self._waste(sample)
         trained = [record for sample in collected.samples for record in self._forget(sample)]
         for uid, _ in collected.samples:
             self._finished_groups.pop(uid, None)

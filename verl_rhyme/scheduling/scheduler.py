@@ -292,6 +292,15 @@ class Scheduler:
         self._tail.choose_round(self.batches_left)
         return collected
 
+    def retire(self) -> list[tuple[str, int]]:
+        """Regenerate pending samples whose kept text no later policy continues; return them. After :meth:`collect`."""
+        if self.rules.continues:
+            return []
+        samples = [(p.uid, number) for p, number, sample in self.ledger.samples("pending") if sample.kept_tokens]
+        for sample in samples:
+            self._regenerate(*sample)
+        return samples
+
     def begin(self, version: int, batches_left: int | None = None) -> list[tuple[str, int]]:
         """Make the policy ``version`` the current one.
 
