@@ -101,7 +101,7 @@ class Watched:
         self.lost, self.workers = [], [Worker.remote(mood) for mood in moods]
         self.pool = WorkerPool(None, patience_s, self._lost)
 
-    def _lost(self, sessions, why):
+    def _lost(self, sessions, why, turns):
         self.lost += sessions
 
     def start(self, *numbers, prompt="p"):
@@ -151,6 +151,7 @@ async def test_worker_that_dies_between_two_messages_is_detected(monkeypatch):
     monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
     watched = Watched(["well", "well"])
     await watched.pool.join(watched.workers)
+    watched.pool.watch()
     watched.start(0, prompt="a")
     watched.start(0, prompt="b")
     await watched.about(["a_0"], ["b_0"])

@@ -100,5 +100,7 @@ class _Lane:
 
 def _tag(ended: Ended) -> dict[str, Any]:
     """Return the tag of an entry. It does not record whether trajectories are stored: their keys show that."""
-    status = "interrupted" if ended.status == "failed" else ended.status  # its turns are as good
-    return {"status": status, "tokens": ended.tokens, "first_version": ended.first_version}
+    generated = ended.status == "generated"  # a failed attempt's turns are as good as an interrupted one's
+    status = "generated" if generated else "interrupted"
+    # turns: whether the entry has them; else the worker keeps them
+    return {"status": status, "tokens": ended.tokens, "first_version": ended.first_version, "turns": generated}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,8 +44,8 @@ class KeptTurns:
 
     The next attempt at a sample runs on the same worker. At 32,000 running samples of 16,000 tokens, TransferQueue
     would otherwise carry 4 GB both ways with each policy version. It has an entry of each attempt with its records
-    (:func:`evidence`), and the turns only if a checkpoint stored them (:meth:`store`). If the worker dies without
-    one, the samples start over.
+    (:func:`evidence`), and the turns only if a checkpoint stored them (:meth:`store`), for a run that resumes from it.
+    If the worker dies, the samples start over.
     """
 
     def __init__(self) -> None:
@@ -73,13 +72,22 @@ class KeptTurns:
             self._stored.discard(name)
 
     async def store(self) -> None:
-        """Store all turns in TransferQueue as well, for a checkpoint."""
+        """Store all turns in TransferQueue as well, for a checkpoint.
+
+        The coordinator deletes no entries meanwhile: TransferQueue would write into those of others.
+        """
         names = [name for name in self._turns if name not in self._stored]
         for start in range(0, len(names), _STORED_TOGETHER):
             part = [name for name in names[start : start + _STORED_TOGETHER] if name in self._turns]
             if part:
                 fields = list_of_dict_to_tensordict([self._turns[name].columns() for name in part])
-                put = partial(tq.async_kv_batch_put, keys=part, partition_id=SESSIONS, fields=fields)
+                put = partial(
+                    tq.async_kv_batch_put,
+                    keys=part,
+                    partition_id=SESSIONS,
+                    fields=fields,
+                    tags=[{"turns": True} for _ in part],
+                )
                 await insist(put, "storing turns in TransferQueue")
                 self._stored.update(self._turns.keys() & part)
 
@@ -108,10 +116,8 @@ def trajectories(tags: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     }
 
 
-async def clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -> None:
-    """Delete keys, by partition, once ``before`` is done; after an error the next call deletes them."""
-    if before is not None:
-        await before
+async def clear(gone: dict[str, list[str]]) -> None:
+    """Delete keys, by partition; after an error the next call deletes them."""
     for partition, keys in gone.items():
         if keys:
             try:
@@ -152,8 +158,16 @@ def _generated_runs(tokens: list[int], mask: list[int]) -> list[Turn]:
     return turns
 
 
-async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> dict[str, Evidence]:
-    """Return the evidence of all attempts by name, from the queue's listing and the ``running`` ones."""
+async def evidence(
+    listing: dict[str, dict[str, dict]], running: set[str], kept: Collection[str]
+) -> dict[str, Evidence]:
+    """Return the evidence of all attempts by name.
+
+    Args:
+        listing: Tags of all keys in TransferQueue, by partition.
+        running: Attempts that the workers run.
+        kept: Attempts whose turns the workers keep.
+    """
     sessions, train = listing.get(SESSIONS, {}), listing.get(TRAIN, {})
     reported = {name: tag for name, tag in sessions.items() if tag.get("status") in ("interrupted", "generated")}
     records = await _fetch(list(reported), SESSIONS, ["records"])
@@ -173,6 +187,7 @@ async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> di
             reported=name in reported,
             records=list(records[name][0] if name in records else report.get("records", [])),
             scores=train[stored[name]].get("scores", []) if name in stored else [],
+            lost=not report.get("turns", True) and name not in kept and name not in running,
         )
     return found
 

@@ -226,10 +226,9 @@ class SessionAgentLoopWorker(_RhymeWorker):
     def _session(self, start: Start, left: StoredTurns | None) -> Session:
         uid, number = sample_of(start.name)
         noise = f"{key_of(self._seed, uid, number):016x}"  # the same in every attempt: what is regenerated repeats
-        session = Session(start.partial, start.assignment, start.name, sample=number, noise=noise)
+        session = Session(start.spans, start.assignment, start.name, sample=number, noise=noise)
         if left is not None:
-            session.earlier_turns = left.turns
-            session.records = left.records if session.partial else []
+            session.inherit(*left, start.partial)
         return session
 
     async def _run_session(
@@ -292,6 +291,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
         if output is None:
             raise ValueError("the agent loop returned None: it must return a trajectory or a list of trajectories")
         outputs = output if isinstance(output, list) else [output]
+        session.earlier_turns = []  # the agent loop has done without them
         if not outputs:  # its tokens are in no trajectory
             session.turns.clear()
         # verl needs versions also for a trajectory without generated tokens.

@@ -30,7 +30,7 @@ from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN, KeptTurns
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker
 from verl_rhyme.processes import waiting
 from verl_rhyme.processes.deadline import NoAnswer
-from verl_rhyme.scheduling.attempts import Attempt, Start, sample_of
+from verl_rhyme.scheduling.attempts import Attempt, Ended, Start, sample_of
 from verl_rhyme.scheduling.retries import HANG_TRIES
 
 _Worker = SessionAgentLoopWorker.__ray_metadata__.modified_class
@@ -115,7 +115,7 @@ def postprocessed(monkeypatch):
 
 
 def first(number):
-    return Start(Attempt("a", number).name, partial=True)
+    return Start(Attempt("a", number).name, partial=True, spans=True)
 
 
 async def interrupted(worker, params, session_id, prompt):
@@ -144,7 +144,7 @@ def trajectory(**extra_fields):
 
 def generate(tokens=2):
     """Generate a turn in the session, as the client does."""
-    turn, _ = current().begin_turn("p")
+    turn = current().begin_turn("p")
     current().extend(turn, [7] * tokens, None, 2, "completed", 1)
 
 
@@ -152,8 +152,8 @@ def kept_turns(met):
     """An agent loop that notes in ``met``, by sample, the tokens that its turns continue or draft from."""
 
     async def run(worker, params, session_id, prompt):
-        begun = [current().begin_turn("p" if current().partial else "new") for _ in current().earlier_turns]
-        met[session_id] = [list(turn.tokens) or list(array("i", draft)) for turn, draft in begun]
+        begun = [current().begin_turn("p") for _ in current().earlier_turns]
+        met[session_id] = [list(turn.tokens or turn.draft) for turn in begun]
         raise Interrupted
 
     return run
@@ -284,7 +284,8 @@ async def test_interrupted_tokens_stay_in_the_worker_until_a_checkpoint(queue, m
         current().turns = [turn]
         raise Interrupted
 
-    async def store(keys, partition_id, fields):
+    async def store(keys, partition_id, fields, tags):
+        assert tags == [{"turns": True}] * 2, "a coordinator that restarts knows that the entries have them"
         put.append((partition_id, keys, [list(each) for each in fields["turns"]]))
         if len(put) == 1:
             raise RuntimeError("TransferQueue restarts")
@@ -305,6 +306,18 @@ async def test_interrupted_tokens_stay_in_the_worker_until_a_checkpoint(queue, m
     _, (partition, keys, turns) = put
     assert (partition, keys) == (SESSIONS, ["a_1", Attempt("a", 0, 1).name])
     assert [Turn.from_dict(each).tokens.tolist() for each in turns[0]] == [[1, 2, 3]]
+
+
+async def test_a_restarted_coordinator_knows_which_turns_are_lost(queue):
+    """Those that no worker keeps, unless the entry has them: of a generated response, or stored by a checkpoint."""
+    statuses = ["interrupted", "interrupted", "failed", "failed", "generated"]
+    tags = {f"a_{number}": _tag(Ended(f"a_{number}", status, 2, 3)) for number, status in enumerate(statuses)}
+    tags["a_1"]["turns"] = True
+    queue.left |= {name: {"records": []} for name in tags}
+    found = await stored_attempts.evidence({SESSIONS: tags}, set(), {"a_2"})
+    assert [name for name, known in sorted(found.items()) if known.lost] == ["a_0", "a_3"]
+    found = await stored_attempts.evidence({SESSIONS: tags}, {"a_0"}, ())
+    assert not found["a_0"].lost, "its report is under way"
 
 
 async def test_records_of_a_lost_attempt_are_not_repeated(queue):
@@ -510,6 +523,7 @@ async def test_failed_attempt_leaves_its_turns_to_the_next(error, broken):
     assert (report.status, report.tokens, report.first_version, report.tries) == ("failed", 2, 3, 1)
     assert report.broken == broken
     assert worker.left["a_0"]["turns"] == [], "they stay in the worker"
+    assert not _tag(report)["turns"]
     assert [turn.tokens.tolist() for turn in worker._kept.find(["a_0"])["a_0"].turns] == [[4, 5]]
     assert _tag(report)["status"] == "interrupted", "a restarted coordinator finds it as such"
 
@@ -569,7 +583,7 @@ async def test_tokens_of_parallel_calls_are_reported_with_an_interruption():
     """The first interrupted call ends the agent loop; without the others' tokens long turns would be drawn anew."""
 
     async def call(tokens):
-        turn, _ = current().begin_turn(str(tokens))
+        turn = current().begin_turn(str(tokens))
         with current().generation(Call(Conversation("p"))):
             await asyncio.sleep(tokens / 100)
             current().extend(turn, [7] * tokens, None, 0, "aborted", 0)
@@ -582,6 +596,23 @@ async def test_tokens_of_parallel_calls_are_reported_with_an_interruption():
     [report], kept = worker.reported, worker._kept.find(["a_0"])["a_0"]
     assert (report.status, report.tokens) == ("interrupted", 15)
     assert sorted(len(turn.tokens) for turn in kept.turns) == [1, 5, 9]
+
+
+async def test_an_interruption_after_the_response_is_a_failure_of_the_reward(monkeypatch):
+    """A judge calls the engine. The response is complete and stored: only the reward is repeated."""
+
+    async def judge(self, output, validate, **kwargs):
+        await interrupt()
+
+    async def run(*args):
+        generate()
+        await returning(trajectory)(*args)
+
+    monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", judge)
+    worker = Worker(run)
+    await worker.start(first(0))
+    assert [(report.status, report.tokens) for report in worker.reported] == [("generated", 2), ("failed", 2)]
+    assert await worker.kept() == [], "TransferQueue has them"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio has no task groups")

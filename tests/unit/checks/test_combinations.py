@@ -11,6 +11,7 @@ import pytest
 from tests.unit.configs import ROOT, verl_config
 from verl_rhyme.checks import combinations
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, TOPOLOGIES, config_tree
+from verl_rhyme.scheduling.rules import of_config
 
 
 def refused(tree: Any) -> list[combinations.Refusal]:
@@ -316,6 +317,15 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
 )
 def test_valid_configs_are_not_refused(preset: str, changes: list[str]) -> None:
     assert refused(verl_config(preset, *changes)) == []
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_with_replayed_expert_routes_no_response_continues(replay: bool) -> None:
+    """A request returns the routes of its own tokens only."""
+    config = verl_config("sorted", f"actor_rollout_ref.rollout.enable_rollout_routing_replay={replay}")
+    rules = of_config(config, config_tree.from_verl(config))
+    assert rules is not None
+    assert rules.keeps != replay
 
 
 def test_a_bypass_mode_loss_without_importance_weights_is_refused() -> None:

@@ -665,6 +665,12 @@ class Worker(_Worker):
         self._reports = reports.Reports()
         self.client = RhymeLLMServerClient(world.config, world.balancer, interruptible=True)
 
+    def _session(self, start, left):
+        """Check that the ledger knows which samples have tokens to continue."""
+        session = super()._session(start, left)
+        assert self.world.troubles or start.partial == (session.tokens > 0), "the ledger has lost turns"
+        return session
+
     async def generate_sequences(self, batch):
         for row, (index, order) in enumerate(zip(batch["index"].tolist(), batch[STARTS], strict=True)):
             order = getattr(order, "data", order)
@@ -679,12 +685,11 @@ class Worker(_Worker):
         request_id = session.name
         ids, turns = [10**7 + index, session_id], []
         assert len(ids) == PROMPT_TOKENS
-        partial, kept = session.partial, [turn.tokens[:] for turn in session.earlier_turns]
-        if not partial and kept:
-            assert world.rules.redrafts
+        kept = [turn.tokens[:] for turn in session.earlier_turns]
+        assert world.rules.redrafts or not any(turn.draft for turn in session.earlier_turns)
         for number, (length, tool_s) in enumerate(world.turns(index, session_id)):
             world.open_turns[request_id] = uid, session_id, number, len(ids)
-            before = kept[number] if partial and number < len(kept) else array("i")
+            before = kept[number] if number < len(kept) else array("i")
             output = await self.client.generate(
                 request_id, prompt_ids=list(ids), sampling_params={**sampling_params, "max_tokens": length}
             )
