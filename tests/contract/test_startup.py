@@ -150,7 +150,8 @@ def test_a_folder_in_use_is_refused_before_ray_starts(forks, tmp_path, run):
     done = forks.main_ppo("+rhyme=histospec", *run, f"trainer.default_local_dir={tmp_path}", cwd=tmp_path)
     os.close(other)
     assert done.returncode == 1
-    assert re.search(r" is in use by process 123 on .* set another folder", done.stderr)
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("verl-rhyme: ")]
+    assert re.search(r" is in use by process 123 on .* set another folder", line)
 
 
 def main(config):

@@ -48,8 +48,11 @@ def begin(config: Any, main: Any = None, others: set[Path] | None = None) -> Non
     """
     folder = Path(str(OmegaConf.select(config, "trainer.default_local_dir"))).absolute()
     mark = OmegaConf.select(config, STARTED_BY)
-    if mark is not None and str(mark) in (run_lock.user(folder) or ""):
+    user = run_lock.user(folder)
+    if user and mark is not None and str(mark) in user:
         return
+    if user and config_tree.from_verl(config) is not None:
+        raise ConfigError(user)
     user_code.own_main = main is None or not user_code.is_verls(main)
     check(config, in_task=main is None)
     if config_tree.from_verl(config) is None:
@@ -84,12 +87,11 @@ def check(config: Any, in_task: bool = False) -> None:
     if rhyme is not None:
         _check_installation()
     findings = _examine(config, rhyme, in_task)
+    if failed := [str(finding) for finding in findings if finding.status == FAIL]:
+        raise ConfigError("\n".join(failed))
     for finding in findings:
         if finding.status == WARN:
             print(f"verl-rhyme: warning: {finding}", file=sys.stderr)
-    failed = [str(finding) for finding in findings if finding.status == FAIL]
-    if failed:
-        raise ConfigError("\n".join(failed))
 
 
 def _examine(config: Any, rhyme: RhymeConfig | None, in_task: bool) -> Sequence[Check]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -93,6 +94,21 @@ def _summary(plan: Plan) -> str:
     if rules is not None:
         parts.append(f"rules in force: {rules.summary}")
     return "; ".join(parts)
+
+
+def keys(config: Any) -> Iterator[Check]:
+    """Warn of a key, added with ``+``, that is nearly one of verl's default config."""
+    mine = OmegaConf.to_container(config, resolve=False)
+    for detail in _misspelt(mine, compose.defaults(str(config.actor_rollout_ref.actor.strategy)), ""):
+        yield Check("keys", WARN, detail, "correct it, unless it is your own")
+
+
+def _misspelt(mine: Any, theirs: Any, path: str) -> Iterator[str]:
+    for key, value in mine.items():
+        if isinstance(value, dict) and isinstance(theirs.get(key), dict):
+            yield from _misspelt(value, theirs[key], f"{path}{key}.")
+        elif key not in theirs and (near := difflib.get_close_matches(str(key), map(str, theirs), n=1, cutoff=0.9)):
+            yield f"{path}{key}: verl has no such key; did you mean {path}{near[0]}?"
 
 
 def types(config: Any) -> Iterator[Check]:

@@ -99,6 +99,14 @@ def test_an_invalid_run_fails(world, overrides, name, words):
     assert words in found.get((name, "fail"), ""), found
 
 
+def test_a_key_that_is_added_and_nearly_one_of_verls_warns(world):
+    found = complaints(preflight(world, "+trainer.totl_epochs=4", "+data.my_option=1"))
+    assert "trainer.totl_epochs: verl has no such key; did you mean trainer.total_epochs?" in found.pop(
+        ("keys", "warn")
+    )
+    assert not found
+
+
 def test_refused_options_of_the_pipeline_do_not_count_as_verls_schedule(world):
     found = complaints(preflight(world[1:], "+rhyme=full", SEPARATE_MODE, f"{R}.custom.rhyme.scheduling.in_flight=9"))
     assert "in_flight=9" in found["rhyme", "fail"]

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.checks.preflight.world import MEGATRON, RELAY, ROW, SEPARATE, A, R, complaints, only, preflight
+from tests.unit.checks.preflight.world import MEGATRON, MODEL, RELAY, ROW, SEPARATE, A, R, complaints, only, preflight
 from verl_rhyme.checks.preflight import checks, machine, machine_checks, model_folder
 from verl_rhyme.checks.preflight.components import REWARD_ARGUMENTS
 from verl_rhyme.checks.preflight.estimate import gib
@@ -286,6 +286,27 @@ def test_an_incomplete_model_folder(world, tmp_path):
         f"{A}.megatron.dist_checkpointing_path=/x",
     ]
     assert not complaints(preflight(world, own, *megatron))
+
+
+@pytest.mark.parametrize("place", ["actor/huggingface", "actor/model/huggingface"])
+def test_checkpoints_of_another_model_are_refused(world, tmp_path, place):
+    """A folder that no run script marked has no other sign of its model."""
+    step = tmp_path / "checkpoints" / "global_step_5"
+    (step / place).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    (step / place / "config.json").write_text(json.dumps(MODEL))
+    assert not complaints(preflight(world))
+    (step / place / "config.json").write_text(json.dumps(MODEL | {"hidden_size": 1024, "extra": 1}))
+    words = f"{step} is of another model: hidden_size 1024 there, 896 in this run"
+    assert words in complaints(preflight(world))["resume", "fail"]
+    assert not complaints(preflight(world, "trainer.resume_mode=disable"))
+    assert not complaints(preflight(world, "+actor_rollout_ref.model.override_config.hidden_size=1024"))
+    other = [
+        "trainer.default_local_dir=/nowhere",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={step}",
+    ]
+    assert words in complaints(preflight(world, *other))["resume", "fail"]
 
 
 def test_unneeded_engines_on_training_gpus(world):
