@@ -142,7 +142,7 @@ def run_command(*overrides: str) -> Any:
         patches.apply = lambda patch: patches.status(patch)
     search = utils.create_config_search_path(f"{next(iter(verl.trainer.__path__))}/config")
     hydra = Hydra.create_main_hydra2("probe", search)
-    arguments = [*overrides, f"hydra.run.dir={tempfile.mkdtemp()}"]
+    arguments = [*overrides, f"hydra.run.dir={tempfile.mkdtemp()}", "hydra/job_logging=none"]
     ran = []
     try:
         utils._run_app(

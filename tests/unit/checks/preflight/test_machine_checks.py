@@ -338,6 +338,12 @@ def test_a_history_folder_that_cannot_be_written(world, monkeypatch):
     assert not [name for name, _ in found if name == "history store"]
 
 
+def test_a_checkpoint_folder_that_is_a_file(world, tmp_path):
+    for place in ("reward.py", "reward.py/below"):
+        found = complaints(preflight(world, f"trainer.default_local_dir={tmp_path}/{place}"))
+        assert "cannot be written" in found["checkpoints", "fail"]
+
+
 def test_little_memory_and_disk(world, monkeypatch):
     small = Machine(gpus=8, gpu_bytes=6 << 30, gpu_source="assumed", host_bytes=8 << 30, host_free=1 << 30)
     monkeypatch.setattr(checks, "detect_machine", lambda: small)
