@@ -33,7 +33,7 @@ BREAKAGES = {
         "seam create_custom_proposer",
     ),
     "another original": (
-        "import hydra._internal.hydra as m; m.Hydra.run = lambda *_: None",
+        "import hydra._internal.utils as m; m._run_app = lambda **_: None",
         "patch hydra_run",
     ),
 }

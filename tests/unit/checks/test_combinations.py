@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.configs import ROOT, verl_config
-from verl_rhyme.checks import combinations
+from verl_rhyme.checks import combinations, predicates
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, TOPOLOGIES, config_tree
 from verl_rhyme.scheduling.rules import of_config
 
@@ -360,7 +360,7 @@ def test_only_the_listed_losses_have_no_ratio_to_the_sampling_policy() -> None:
             gradients.append(now.grad)
         if torch.equal(*gradients):
             free.add(name)
-    assert free == set(combinations.RATIO_FREE_LOSSES)
+    assert free == set(predicates.RATIO_FREE_LOSSES)
 
 
 @pytest.mark.parametrize("name", ["pipeline-parallel-size", "pipe", "speculative_config.method", "spec"])
