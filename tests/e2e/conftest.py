@@ -11,6 +11,7 @@ import pytest
 
 # Helpers of the tests here, by their own names: site-packages has a `tests` of its own.
 sys.path.insert(0, str(Path(__file__).parent))
+import whole_run
 from exact_distribution import VOCABULARY
 
 # Before vLLM is imported: one process, so that a test can break the sampler on purpose.
@@ -25,6 +26,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 NAMESPACE = "test-vocabulary"
+
+
+def pytest_runtest_teardown():
+    """A run belongs to a test, or to a fixture that ends it before it returns."""
+    whole_run.kill_left()
 
 
 def pytest_collection_modifyitems(items):
