@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from exact_distribution import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 
+from tests.conftest import ONLY_SLOW
 from verl_rhyme.drafting import head
 from verl_rhyme.engine import draft_head
 
@@ -30,13 +31,16 @@ def sample(engine, params, n):
 DRAFTERS = {
     "adaptive": {},
     "paper": {"policy": "paper"},
-    "head": {"head": "new"},  # trained while it drafts
+    "head": {"head": "new"},  # trained while it drafts; it is off by default
 }
+RARE = {"head": ONLY_SLOW}
 #: One drafter is enough for tests of the sampler, which is independent of it.
 ADAPTIVE = pytest.mark.parametrize("engine", ["adaptive"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=DRAFTERS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[RARE[name]] if name in RARE else []) for name in DRAFTERS]
+)
 def engine(request, build_engine, write_history, tmp_path_factory):
     before = draft_head.SHARE, head.MIN_UPDATES
     draft_head.SHARE, head.MIN_UPDATES = 1.0, 0  # the runs are short
@@ -56,7 +60,7 @@ def engine(request, build_engine, write_history, tmp_path_factory):
 #: All settings with one drafter, and all drafters at one setting. The product is in test_coupled and
 #: test_sampling_options, which check that drafts change no token.
 CASES = [
-    (drafter, kind, setting)
+    pytest.param(drafter, kind, setting, marks=[RARE[drafter]] if drafter in RARE else [])
     for drafter in DRAFTERS
     for kind in ("empty", "true", "adversarial")
     for setting in SETTINGS

@@ -7,14 +7,14 @@ import logging
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from functools import partial
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import transfer_queue as tq
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme.agent_loop.session import SESSIONS, Turn
-from verl_rhyme.processes.waiting import PERMANENT, insist
+from verl_rhyme.processes import queue
 from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.recovery import Evidence
 
@@ -81,14 +81,9 @@ class KeptTurns:
             part = [name for name in names[start : start + _STORED_TOGETHER] if name in self._turns]
             if part:
                 fields = list_of_dict_to_tensordict([self._turns[name].columns() for name in part])
-                put = partial(
-                    tq.async_kv_batch_put,
-                    keys=part,
-                    partition_id=SESSIONS,
-                    fields=fields,
-                    tags=[{"turns": True} for _ in part],
+                await tq.async_kv_batch_put(
+                    keys=part, partition_id=SESSIONS, fields=fields, tags=[{"turns": True} for _ in part]
                 )
-                await insist(put, "storing turns in TransferQueue")
                 self._stored.update(self._turns.keys() & part)
 
 
@@ -121,7 +116,7 @@ async def clear(gone: dict[str, list[str]]) -> None:
     for partition, keys in gone.items():
         if keys:
             try:
-                await insist(partial(tq.async_kv_clear, keys=keys, partition_id=partition), "clearing TransferQueue")
+                await tq.async_kv_clear(keys=keys, partition_id=partition)
             except Exception:
                 logger.warning("could not clear %d keys of partition %s", len(keys), partition, exc_info=True)
 
@@ -202,15 +197,15 @@ async def _fetch(
     if not keys:
         return {}
     try:
-        get = partial(tq.async_kv_batch_get, keys=keys, partition_id=partition, select_fields=fields)
-        data = await (insist(get, "fetching from TransferQueue") if patient else get())
+        with nullcontext() if patient else queue.once():
+            data = await tq.async_kv_batch_get(keys=keys, partition_id=partition, select_fields=fields)
         columns = []
         for column in (data[name] for name in fields):
             values = column.unbind() if hasattr(column, "unbind") else column  # a tensor, or a list
             columns.append([getattr(value, "data", value) for value in values])
         return dict(zip(keys, zip(*columns, strict=True), strict=True))  # the answer leaves out missing keys
     except Exception as error:
-        patient = patient and isinstance(error, PERMANENT)
+        patient = patient and isinstance(error, queue.PERMANENT)
         if len(keys) == 1:
             logger.debug("%s of partition %s cannot be fetched", keys[0], partition, exc_info=True)
             return {}

@@ -31,8 +31,8 @@ from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.batches import batch_metrics, forecast_metrics, placement_metrics, replica_paces
 from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.placement import Move, Placement
+from verl_rhyme.processes import queue
 from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
-from verl_rhyme.processes.waiting import insist
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
@@ -73,7 +73,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         add_log_handler()
-        tq.init()
+        queue.join()
         gc.freeze()  # a collection over half a million imported objects would stall the event loop
         self._openings = 0
         self._opened: _Opened | None = None
@@ -476,7 +476,7 @@ class Coordinator:
 
 async def _listing() -> dict[str, Any]:
     """Return the tags of all keys in TransferQueue, by partition."""
-    return await insist(tq.async_kv_list, "listing TransferQueue") or {}
+    return await tq.async_kv_list() or {}
 
 
 def _clock() -> float:

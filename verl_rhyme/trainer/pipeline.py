@@ -9,7 +9,6 @@ actor.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
@@ -40,7 +39,6 @@ from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import LoadedPrompt, Reply, RunSettings
 from verl_rhyme.processes.stored_samples import StoredSamples
-from verl_rhyme.processes.waiting import insist_blocking
 from verl_rhyme.router import router_file
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.scheduling.retries import RolloutError
@@ -268,8 +266,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         uids = [str(uid) for uid in batch["uid"]]
         columns = [key for key, column in batch.items() if not isinstance(column, NonTensorData)]
         fields = {"fields": batch.select(*columns), "tags": [{}] * len(uids)}
-        put = functools.partial(tq.kv_batch_put, keys=uids, partition_id=PROMPTS, **fields)
-        insist_blocking(put, "storing prompts in TransferQueue")
+        tq.kv_batch_put(keys=uids, partition_id=PROMPTS, **fields)
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         keys = self._prompt_keys(batch, columns)

@@ -38,7 +38,7 @@ def opened(monkeypatch):
     async def listing():
         return {}
 
-    monkeypatch.setattr(coordinator, "tq", SimpleNamespace(init=lambda: None, async_kv_list=listing))
+    monkeypatch.setattr(coordinator, "tq", SimpleNamespace(async_kv_list=listing))
     monkeypatch.setattr(
         coordinator, "ray", SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(current_actor=None))
     )

@@ -34,6 +34,7 @@ from verl_rhyme.engine.gate import Gate
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.processes.deaths import ReplicaDied
 from verl_rhyme.processes.messages import LoadedPrompt, RunSettings
+from verl_rhyme.processes.queue import repeated
 from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
 from verl_rhyme.scheduling.rules import Rules
@@ -735,10 +736,9 @@ def install(world, monkeypatch):
                 raise RuntimeError("Error in TransferQueue")
             return await call(*args, **kwargs)
 
-        return called
+        return repeated(called, "TransferQueue")
 
     tq = SimpleNamespace(
-        init=lambda: None,
         async_kv_batch_put=flaky(queue.put),
         async_kv_batch_get=flaky(queue.fetch),
         async_kv_list=flaky(queue.list),
