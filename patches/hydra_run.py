@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import functools
 import sys
+from pathlib import Path
 from typing import Any
 
 from verl_rhyme.patches.core import Patch, around
 
 
 def _check_first(
-    original: Any,
-    hydra: Any,
-    config_name: str | None,
-    task_function: Any,
-    overrides: list[str],
-    *args: Any,
-    **kwargs: Any,
+    original: Any, *, hydra: Any, config_name: str | None, task_function: Any, overrides: list[str], **mode: Any
 ) -> Any:
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
+    from verl_rhyme.config import ConfigError, config_tree
 
-    from verl_rhyme.config import CONFIG_PATH, ConfigError, config_tree
-
-    def ours(config: Any) -> bool:
-        return OmegaConf.select(config, CONFIG_PATH) is not None or any(config_tree.find_misplaced(config))
+    folders: set[Path] = set()  # of the jobs of a multirun
 
     @functools.wraps(task_function)
     def checked(config: Any) -> Any:
+        if not config_tree.is_used(config):
+            return task_function(config)
         from verl_rhyme.checks import startup
 
-        if not (isinstance(config.get("rhyme"), str) or ours(config)):
-            return task_function(config)
         try:
-            startup.check(config)
-            startup.hold_folder(config)
+            startup.begin(config, task_function, folders)
         except ConfigError as error:  # hydra prints other exceptions with a traceback
             raise SystemExit("\n".join(f"verl-rhyme: {line}" for line in str(error).splitlines())) from None
         try:
@@ -44,22 +34,39 @@ def _check_first(
                 print(f"verl-rhyme: {line}", file=sys.stderr)
             raise
 
-    try:
-        return original(hydra, config_name, checked, overrides, *args, **kwargs)
-    except HydraException as error:
-        from verl_rhyme.checks.preflight import compose
+    for owner, name in ((hydra, "compose_config"), (hydra.config_loader, "load_sweep_config")):
+        setattr(owner, name, _composed(getattr(owner, name), hydra, config_name or "", overrides))
+    return original(hydra=hydra, config_name=config_name, task_function=checked, overrides=overrides, **mode)
 
-        if not any("rhyme" in override for override in overrides):
-            raise
-        raise SystemExit(f"verl-rhyme: {compose.message(error, hydra, config_name or '', overrides)}") from None
+
+def _composed(original: Any, hydra: Any, config_name: str, overrides: list[str]) -> Any:
+    """Return hydra's function of composition with errors in one line that name the nearest key."""
+    from hydra.errors import HydraException
+
+    composing = False  # whether the message composes again, without the wrong override
+
+    @functools.wraps(original)
+    def compose(*args: Any, **kwargs: Any) -> Any:
+        nonlocal composing
+        try:
+            return original(*args, **kwargs)
+        except HydraException as error:
+            if composing or not any("rhyme" in override for override in overrides):
+                raise
+            from verl_rhyme.checks.preflight.compose import message
+
+            composing = True
+            raise SystemExit(f"verl-rhyme: {message(error, hydra, config_name, overrides)}") from None
+
+    return compose
 
 
 PATCH = Patch(
     name="hydra_run",
-    target="hydra._internal.hydra:Hydra.run",
+    target="hydra._internal.utils:_run_app",
     why="a misspelt option, a missing file or another release of verl appears only after minutes, inside a Ray worker; "
     "neither verl nor hydra calls a plugin between reading the configuration and starting Ray that could refuse it",
     requires="hydra-core>=1.3,<1.4",
-    source_sha256="09220438e4595de63d593260c1d34e56be9f2862a92531b56841a571ead03ac4",
+    source_sha256="f82b87f3946fed4de306dc8e37824f80574766413cdee0c58b6a92f967f0ffdd",
     replace=around(_check_first),
 )

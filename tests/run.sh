@@ -39,7 +39,7 @@ if [ "$RHYME_EXTRA" = gpu ]; then
   echo "verl-rhyme: skipping tests/e2e: its engines need vLLM's CPU build; run without RHYME_EXTRA=gpu"
   exit
 fi
-# Training runs start first: they take 6 GB each and mostly wait for processes. Then the other long tests. Runs with
-# several engines run alone, because they need the machine's memory.
-"${together[@]}" -m "not alone" tests/e2e/test_two_nodes.py tests/e2e
+# Training runs start first: they take 6 GB each and mostly wait for processes. Then the other long tests
+# (tests/e2e/conftest.py). Runs with several engines run alone, because they need the machine's memory.
+"${together[@]}" -m "not alone" tests/e2e
 exec python -m pytest -m alone tests/e2e

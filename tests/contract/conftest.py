@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,3 +67,30 @@ def forks(tmp_path_factory):
     made = Forks(tmp_path_factory.mktemp("forks"))
     yield made
     made.close()
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    """TransferQueue: its controller and a storage unit, in threads of this process; they are Ray actors otherwise."""
+    from omegaconf import OmegaConf
+    from transfer_queue import interface
+    from transfer_queue.controller import TransferQueueController
+    from transfer_queue.storage.managers import base as storage_manager
+    from transfer_queue.storage.simple_storage import SimpleStorageUnit
+    from verl.utils import transferqueue_utils
+
+    controller, unit = (
+        actor.__ray_metadata__.modified_class(*arguments)
+        for actor, arguments in ((TransferQueueController, ()), (SimpleStorageUnit, ({},)))
+    )
+    nowhere = SimpleNamespace(get_actor_id=lambda: None, get_task_id=lambda: None)
+    monkeypatch.setattr(storage_manager, "ray", SimpleNamespace(get_runtime_context=lambda: nowhere))
+    config = OmegaConf.create(flags={"allow_objects": True})
+    config.merge_with(OmegaConf.load(resources.files("transfer_queue") / "config.yaml"))
+    config.controller.zmq_info = controller.get_zmq_server_info()
+    config.backend.SimpleStorage.zmq_info = {"unit": unit.get_zmq_server_info()}
+    monkeypatch.setattr(interface, "_TQ_CLIENT", None)
+    interface._maybe_create_tq_client(config)
+    monkeypatch.setattr(transferqueue_utils, "TQ_INITIALIZED", True)
+    yield
+    interface._TQ_CLIENT.close()

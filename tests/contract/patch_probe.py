@@ -131,19 +131,30 @@ def resume_metrics(resumed: bool) -> list[int]:
 def run_command(*overrides: str) -> Any:
     """Run a command of verl's default config as ``@hydra.main`` does."""
     import verl.trainer
+    from hydra._internal import utils
     from hydra._internal.hydra import Hydra
-    from hydra._internal.utils import create_config_search_path
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
 
     if MODE != "patched":  # hydra's search path applies it for releases of verl without plugins
         from verl_rhyme import patches
 
         patches.apply = lambda patch: patches.status(patch)
-    search = create_config_search_path(f"{next(iter(verl.trainer.__path__))}/config")
+    search = utils.create_config_search_path(f"{next(iter(verl.trainer.__path__))}/config")
     hydra = Hydra.create_main_hydra2("probe", search)
-    folder = f"hydra.run.dir={tempfile.mkdtemp()}"
+    arguments = [*overrides, f"hydra.run.dir={tempfile.mkdtemp()}", "hydra/job_logging=none"]
+    ran = []
     try:
-        return hydra.run("ppo_trainer", lambda config: "ran", [*overrides, folder], False).return_value
+        utils._run_app(
+            run=True,
+            multirun=False,
+            mode=RunMode.RUN,
+            hydra=hydra,
+            config_name="ppo_trainer",
+            task_function=lambda config: ran.append("ran"),
+            overrides=arguments,
+        )
+        return ran[0]
     finally:
         GlobalHydra.instance().clear()
 

@@ -54,7 +54,7 @@ class Worker:
             raise RuntimeError("no model")
         if mood == "starts late":
             time.sleep(4)
-        self.mood, self.about, self.validated = mood, [], []
+        self.mood, self.about, self.validated, self.running = mood, [], [], []
 
     async def attach(self, coordinator):
         return dict.fromkeys(self.about, "")
@@ -82,6 +82,13 @@ class Worker:
         if self.mood == "hangs":
             time.sleep(60)
         self.validated += chunk["number"].tolist()
+        self.running += map(str, chunk["uid"]) if "uid" in chunk else ()
+
+    async def validating(self):
+        return self.running
+
+    async def drop(self, uid):
+        self.running.remove(uid)
 
     async def taken(self):
         return self.validated
@@ -101,7 +108,7 @@ class Watched:
         self.lost, self.workers = [], [Worker.remote(mood) for mood in moods]
         self.pool = WorkerPool(None, patience_s, self._lost)
 
-    def _lost(self, sessions, why):
+    def _lost(self, sessions, why, turns):
         self.lost += sessions
 
     def start(self, *numbers, prompt="p"):
@@ -151,6 +158,7 @@ async def test_worker_that_dies_between_two_messages_is_detected(monkeypatch):
     monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
     watched = Watched(["well", "well"])
     await watched.pool.join(watched.workers)
+    watched.pool.watch()
     watched.start(0, prompt="a")
     watched.start(0, prompt="b")
     await watched.about(["a_0"], ["b_0"])
@@ -205,13 +213,18 @@ def test_accepted_validation_prompts_of_a_dead_worker_go_to_others(monkeypatch):
     }
     monkeypatch.setattr(agent_loop, "tq", SimpleNamespace(kv_list=lambda: {"val": status}))
     manager.resend_validation()
-    assert ray.get(kept.taken.remote()) == [0, 1, 2], "its worker lives"
+    assert ray.get(kept.taken.remote()) == [0, 1, 2], "its worker runs them"
+    ray.get([kept.drop.remote("v0"), kept.drop.remote("v1")])  # it could not store what became of v0
+    manager.resend_validation()
+    assert ray.get(kept.taken.remote()) == [0, 1, 2, 0]
+    manager.resend_validation()
+    assert ray.get(kept.taken.remote()) == [0, 1, 2, 0], "it runs again"
     ray.kill(dead)
     with suppress(ray.exceptions.RayActorError):
         while True:  # it answers until it has died
             ray.get(dead.__ray_ready__.remote(), timeout=60)
     manager.resend_validation()
-    assert ray.get(kept.taken.remote()) == [0, 1, 2, 3, 5]
+    assert ray.get(kept.taken.remote()) == [0, 1, 2, 0, 3, 5]
     manager.generate_sequences(prompts)
     assert sum(map(len, (sent for _, sent in manager._sent))) == len(prompts), "earlier validations stay in memory"
     status.clear()  # as verl does with a validation that is done

@@ -17,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient, rhymed
 from verl_rhyme.agent_loop.session import Session, current, set_current
-from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.history.keys import prompt_key, turn_key
 from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.request import FIELD, RequestMeta
 from verl_rhyme.router.router import PlacementRouter
@@ -193,7 +193,8 @@ def test_server_and_router_get_the_request_metadata(
     here, there = asked_of(servers)
     assert (len(here), len(there)) == (0, N)
     metas = sorted((RequestMeta(**asked[FIELD]) for asked in here + there), key=lambda meta: meta.sample)
-    assert [meta.noise for meta in metas] == [f"{key_of(f'{number:x}', 0):016x}" for number in range(N)]
+    turn = turn_key(PROMPT, {"options": {"temperature": 1.0}})
+    assert [meta.noise for meta in metas] == [f"{key_of(f'{number:x}', turn, 0):016x}" for number in range(N)]
     assert all(meta.queued_at > 0 and meta.earlier_text == b"" for meta in metas)
     assert all(asked["sampling_params"].keys() <= {"temperature", "max_tokens"} for asked in here + there)
 

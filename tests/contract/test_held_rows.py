@@ -1,18 +1,12 @@
 """Stages of a part with real TransferQueue, without Ray: what they are given, and what they fetch for it."""
 
-from importlib import resources
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transfer_queue as tq
-from omegaconf import OmegaConf
 from tensordict import TensorDict
-from transfer_queue import KVBatchMeta, interface
-from transfer_queue.controller import TransferQueueController
-from transfer_queue.storage.managers import base as storage_manager
-from transfer_queue.storage.simple_storage import SimpleStorageUnit
-from verl.utils import transferqueue_utils
+from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
@@ -24,26 +18,6 @@ from verl_rhyme.trainer.fetching import Fetching
 
 P, R = 100, 800
 KEYS = ["a_0_0_0", "a_1_0_0"]
-
-
-@pytest.fixture
-def queue(monkeypatch):
-    """Its controller and a storage unit, in threads of this process; they are Ray actors otherwise."""
-    controller, unit = (
-        actor.__ray_metadata__.modified_class(*arguments)
-        for actor, arguments in ((TransferQueueController, ()), (SimpleStorageUnit, ({},)))
-    )
-    nowhere = SimpleNamespace(get_actor_id=lambda: None, get_task_id=lambda: None)
-    monkeypatch.setattr(storage_manager, "ray", SimpleNamespace(get_runtime_context=lambda: nowhere))
-    config = OmegaConf.create(flags={"allow_objects": True})
-    config.merge_with(OmegaConf.load(resources.files("transfer_queue") / "config.yaml"))
-    config.controller.zmq_info = controller.get_zmq_server_info()
-    config.backend.SimpleStorage.zmq_info = {"unit": unit.get_zmq_server_info()}
-    monkeypatch.setattr(interface, "_TQ_CLIENT", None)
-    interface._maybe_create_tq_client(config)
-    monkeypatch.setattr(transferqueue_utils, "TQ_INITIALIZED", True)
-    yield
-    interface._TQ_CLIENT.close()
 
 
 def stored():

@@ -164,7 +164,12 @@ def test_a_folder_in_use_is_refused_before_ray_starts(forks, tmp_path, run):
     done = forks.main_ppo("+rhyme=histospec", *run, f"trainer.default_local_dir={tmp_path}", cwd=tmp_path)
     os.close(other)
     assert done.returncode == 1
-    assert re.search(r" is in use by process 123 on .* set another folder", done.stderr)
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("verl-rhyme: ")]
+    assert re.search(r" is in use by process 123 on .* set another folder", line)
+
+
+def main(config):
+    """The user's own."""
 
 
 def test_only_runs_with_rhyme_lock_their_folder(tmp_path):
@@ -173,13 +178,94 @@ def test_only_runs_with_rhyme_lock_their_folder(tmp_path):
     tree.trainer.default_local_dir = str(folder)
     other = run_lock.take(folder, 123)
     for theirs in ({"enable": False}, None):
+        tree.actor_rollout_ref.rollout.agent.agent_loop_manager_class = None
         tree.actor_rollout_ref.rollout.custom = {"rhyme": theirs} if theirs else {}
-        startup.hold_folder(tree)
+        startup.begin(tree, main)
     os.close(other)
-    tree.actor_rollout_ref.rollout.custom = {"rhyme": {}}
-    for _ in range(2):
-        startup.hold_folder(tree)
+    tree = config(tmp_path)
+    tree.trainer.default_local_dir = str(folder)
+    startup.begin(tree, main)
     assert run_lock.user(folder)
+
+
+def test_a_run_is_checked_and_locked_once(tmp_path, monkeypatch):
+    """In its command, and where verl makes the trainer, in another process and with a copy of the config."""
+    tree, checked = config(tmp_path), []
+    tree.trainer.default_local_dir = str(tmp_path)
+    monkeypatch.setattr(startup, "check", lambda config, in_task: checked.append(in_task))
+    OmegaConf.set_struct(tree, True)
+    startup.begin(tree, main)
+    copy = OmegaConf.create(OmegaConf.to_container(tree))
+    startup.begin(copy)
+    assert checked == [False]
+    os.close(run_lock._held.pop(tmp_path))  # the command has ended; its config was kept
+    startup.begin(copy)
+    assert checked == [False, True]
+    os.close(run_lock._held.pop(tmp_path))
+    other = run_lock.take(tmp_path, 123)
+    with pytest.raises(ConfigError, match="is in use by process 123 "):
+        startup.begin(copy)
+    os.close(other)
+
+
+@pytest.mark.xdist_group("forks")
+def test_a_main_without_hydra_is_checked_where_verl_makes_the_trainer(forks, tmp_path, run):
+    code = f"""
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.config import ConfigError
+config = compose(["+rhyme=histospec", *{run!r}, "data.train_files=/nowhere.parquet"])
+try:
+    get_trainer_cls("sync")(config=config)
+except ConfigError as error:
+    print(error)
+"""
+    assert forks.python(code).stdout.startswith("data.train_files: no file /nowhere.parquet")
+
+
+JOBS = """
+import runpy, sys, ray
+from hydra.errors import HydraException
+def init(*arguments, **options):
+    print("a job starts Ray")
+    raise HydraException("of the run")
+ray.init = init
+sys.argv = ["main_ppo", *{arguments!r}]
+del sys.modules["verl.trainer.main_ppo"]
+try:
+    runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    print(end.code, file=sys.stderr)
+"""
+
+
+@pytest.mark.xdist_group("forks")
+@pytest.mark.parametrize(
+    ("overrides", "started", "words"),
+    [
+        (["trainer.total_epochs=1,2"], 1, "is the folder of an earlier job of this command"),
+        (["trainer.default_local_dir=FOLDER/${trainer.total_epochs}", "trainer.total_epochs=1,2"], 2, "of the run"),
+        (["data.train_files=/nowhere.parquet", "trainer.total_epochs=1,2"], 0, "data.train_files: no file"),
+        ([f"{RHYME}.drafting.max_tokns=1,2"], 0, f"did you mean {RHYME}.drafting.max_tokens?"),
+    ],
+)
+def test_each_job_of_a_multirun_is_checked_and_has_its_own_folder(forks, tmp_path, run, overrides, started, words):
+    folder = f"trainer.default_local_dir={tmp_path}"
+    others = [each.replace("FOLDER", str(tmp_path)) for each in overrides]
+    arguments = ["--multirun", "+rhyme=histospec", *run, folder, *others, f"hydra.sweep.dir={tmp_path}/sweep"]
+    done = forks.python(JOBS.format(arguments=arguments))
+    assert done.stdout.count("a job starts Ray") == started
+    assert words in done.stderr
+    assert len(list(tmp_path.rglob("run.lock"))) == started
+
+
+@pytest.mark.xdist_group("forks")
+def test_an_error_of_hydra_in_the_run_itself_is_no_wrong_option(forks, tmp_path, run):
+    folder = f"trainer.default_local_dir={tmp_path}"
+    done = forks.python(JOBS.format(arguments=["+rhyme=histospec", *run, folder]))
+    assert "a job starts Ray" in done.stdout
+    assert "of the run" in done.stderr
+    assert "verl-rhyme: of the run" not in done.stderr
 
 
 @pytest.mark.xdist_group("forks")
@@ -238,19 +324,30 @@ def test_an_agent_loop_manager_of_ones_own(tmp_path, monkeypatch, build, name, t
     assert not found if told is None else told in found[0]
 
 
-def test_vllm_still_answers_with_its_first_engine_only():
-    """Why data-parallel rollout is refused; if this fails, it may work now."""
+def test_all_data_parallel_engines_answer():
+    """vLLM returns the first one's answer only; if it returns all some day, ``_ask_workers`` is needless."""
     import asyncio
+    from types import SimpleNamespace
 
     from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-    class Engines:
+    from verl_rhyme.engine.server import RhymeHttpServer
+
+    class Engines(DPLBAsyncMPClient):
         core_engines = ("first", "second")
 
-        async def _call_utility_async(self, method, *args, engine):
-            return engine
+        def __init__(self):
+            self.resources = None
 
-    assert asyncio.run(DPLBAsyncMPClient.call_utility_async(Engines(), "collective_rpc")) == "first"
+        async def _call_utility_async(self, *call, engine):
+            assert call == ("collective_rpc", "held_weights", None, (), None)
+            return [f"{engine} engine's worker"]
+
+    engines = Engines()
+    server = SimpleNamespace(engine=SimpleNamespace(engine_core=engines))
+    assert asyncio.run(engines.collective_rpc_async("held_weights")) == ["first engine's worker"]
+    answers = asyncio.run(RhymeHttpServer._ask_workers(server, "held_weights"))
+    assert answers == ["first engine's worker", "second engine's worker"]
 
 
 @pytest.mark.parametrize(

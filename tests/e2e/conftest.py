@@ -12,6 +12,7 @@ import pytest
 
 # Helpers of the tests here, by their own names: site-packages has a `tests` of its own.
 sys.path.insert(0, str(Path(__file__).parent))
+import whole_run
 from exact_distribution import VOCABULARY, letters
 
 # Before vLLM is imported: one process, so that a test can break the sampler on purpose.
@@ -28,9 +29,25 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 NAMESPACE = "test-vocabulary"
 
 
+def pytest_runtest_teardown():
+    """A run belongs to a test, or to a fixture that ends it before it returns."""
+    whole_run.kill_left()
+
+
+#: Groups that take minutes, the longest first.
+LONG = ("exactness", "megatron_engine", "two_nodes")
+
+
 def pytest_collection_modifyitems(items):
-    """Training runs first: they take minutes, and what is short fills up the workers' time at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("whole_run") is None)
+    """Training runs first, then the long groups: what is short fills up the workers' time at the end."""
+
+    def place(item):
+        if item.get_closest_marker("whole_run") is not None:
+            return -1
+        group = item.get_closest_marker("xdist_group")
+        return LONG.index(group.args[0]) if group is not None and group.args[0] in LONG else len(LONG)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

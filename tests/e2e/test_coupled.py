@@ -140,7 +140,7 @@ def test_turns_of_a_sample_and_texts_of_a_request_are_independent(plain, distrib
     """The same prompt each time, so at the same positions; each turn keeps its noise in every attempt."""
     attempts = [[Session(noise=f"{key:016x}") for key in keys_of("turns", SAMPLES // 2)] for _ in range(2)]
     (first, second), again = (
-        [[int(session.noise_of(session.begin_turn("prompt")[0]), 16) for session in attempt] for _ in range(2)]
+        [[int(session.noise_of(session.begin_turn("prompt")), 16) for session in attempt] for _ in range(2)]
         for attempt in attempts
     )
     assert again == [first, second]

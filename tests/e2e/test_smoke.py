@@ -1,11 +1,9 @@
 """The recipes for GPUs, cut down by SMOKE=1: their own scripts, YAML and preflight, through Megatron, on the CPU."""
 
 import json
-import os
-import subprocess
 
 import pytest
-from whole_run import ROOT
+import whole_run
 
 from tests.conftest import ONLY_SLOW
 
@@ -31,15 +29,9 @@ pytestmark = [ONLY_SLOW, pytest.mark.timeout(900), pytest.mark.whole_run]
     ],
 )
 def test_two_steps(recipe, variables, metrics, tmp_path):
-    done = subprocess.run(
-        ["bash", str(ROOT / "recipes" / f"run_{recipe}.sh")],
-        env={**os.environ, "SMOKE": "1", "SKIP_BOOTSTRAP": "1", "RUN_DIR": str(tmp_path), **variables},
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-    assert f"{recipe}: finished" in done.stdout
+    settings = {"SMOKE": "1", "SKIP_BOOTSTRAP": "1", **variables}
+    output = whole_run.finish(whole_run.start_recipe(recipe, tmp_path, **settings), tmp_path, timeout=800)
+    assert f"{recipe}: finished" in output
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:

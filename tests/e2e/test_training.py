@@ -209,10 +209,10 @@ def test_separate_rollout_pool(tmp_path):
 )
 def test_somebodys_own_trainer_and_worker(overrides, tmp_path):
     modules = "verl_rhyme.plugin,examples.own_trainer.my_trainer"
-    process = start(tmp_path, *overrides, epochs=3, MODE="my_async", VERL_USE_EXTERNAL_MODULES=modules)
+    process = start(tmp_path, *overrides, epochs=EPOCHS, MODE="my_async", VERL_USE_EXTERNAL_MODULES=modules)
     finish(process, tmp_path)
     _, metrics = steps_of(tmp_path)[-1]
     assert "mine/full_length" in metrics
-    assert metrics["actor/mine/updates"] == 3 * STEPS_AN_EPOCH
+    assert metrics["actor/mine/updates"] == LAST_STEP
     assert metrics["rollout/spec/drafted_tokens"] > 0
     assert metrics["rollout/history/errors"] == 0

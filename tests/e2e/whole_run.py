@@ -26,15 +26,31 @@ def steady(step_ms, modules="", **more):
     return importing(modules, ROOT / "benchmarks" / "steady_step") | {"STEADY_STEP_MS": step_ms, **more}
 
 
+_started: list[subprocess.Popen] = []
+
+
 def start(run_dir, *overrides, epochs, **env):
-    return subprocess.Popen(
-        ["bash", str(ROOT / "recipes" / "run_tiny_cpu.sh"), *overrides],
-        env={**os.environ, "RUN_DIR": str(run_dir), "EPOCHS": str(epochs), "PROMPTS": "16", **env},
+    return start_recipe("tiny_cpu", run_dir, *overrides, EPOCHS=str(epochs), **{"PROMPTS": "16", **env})
+
+
+def start_recipe(name, run_dir, *overrides, **env):
+    process = subprocess.Popen(
+        ["bash", str(ROOT / "recipes" / f"run_{name}.sh"), *overrides],
+        env={**os.environ, "RUN_DIR": str(run_dir), **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+    _started.append(process)
+    return process
+
+
+def kill_left():
+    """Kill the runs that a failed test left: they would take the memory of the next ones."""
+    while _started:
+        if (process := _started.pop()).poll() is None:
+            kill_all(process)
 
 
 def finish(process, run_dir, timeout=900):
@@ -42,7 +58,11 @@ def finish(process, run_dir, timeout=900):
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        try:
+            output, _ = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            kill_all(process)
+            output, _ = process.communicate(timeout=60)
         output += "\n(timed out)"
     assert process.returncode == 0, f"{_story(run_dir)}\n--- output\n{output[-3000:]}"
     return output
@@ -65,14 +85,24 @@ def steps_of(run_dir):
     return [(line["step"], line["data"]) for line in map(json.loads, lines)]
 
 
-def wait_for_step(process, run_dir, step, timeout=800):
+def wait_for_step(process, run_dir, step, timeout=800, known=0):
+    """Return once the step is logged, not counting the first ``known`` lines, which are of earlier starts.
+
+    Raises:
+        AssertionError: The run ended before.
+        TimeoutError: It hangs, and was killed.
+    """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and process.poll() is None:
-        if any(found >= step for found, _ in steps_of(run_dir)):
+        if any(found >= step for found, _ in steps_of(run_dir)[known:]):
             return
         time.sleep(0.2)
+    error = AssertionError
+    if process.poll() is None:
+        kill_all(process)
+        error = TimeoutError
     output = process.communicate(timeout=60)[0]
-    raise AssertionError(f"no step {step}: {_story(run_dir)}\n--- output\n{output[-2000:]}")
+    raise error(f"no step {step}: {_story(run_dir)}\n--- output\n{output[-2000:]}")
 
 
 def kill_all(process):

@@ -22,8 +22,8 @@ LAYERS = [
     {"history_writer", "router", "actor"},
     {"engine", "agent_loop"},
     {"coordinator"},
-    {"trainer"},
     {"checks"},
+    {"trainer"},
     {"commands"},
 ]
 #: ``plugin.py`` names what it registers in strings, and imports none of it.

@@ -23,6 +23,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_rhyme.actor.held_rows import ROWS
 from verl_rhyme.actor.sent_weights import SentWeights
 from verl_rhyme.actor.streamed_update import BY_TOKENS, StreamedUpdate, find_unsupported_engine_option
+from verl_rhyme.processes import queue
 from verl_rhyme.weights.samples import Sent
 
 #: Key in the data of ``update_actor``: they are a part of a mini-batch.
@@ -34,6 +35,10 @@ class StreamedActor(ActorRolloutRefWorker):
 
     _update: StreamedUpdate | None = None
     _sent: Sent | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        queue.join()  # verl fetches and stores data around each method
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: TensorDict) -> TensorDict | None:

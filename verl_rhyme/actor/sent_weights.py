@@ -23,6 +23,7 @@ class SentWeights:
 
     def __init__(self, engine: Any, version: int | None) -> None:
         self._engine, self._version = engine, version
+        self._watched = False
         self._values: dict[str, torch.Tensor] = {}
         self._adapters = set[str]()  # modules whose adapters are sent
         self._unmerged = set[str]()  # adapters that were not merged while tensors were sent
@@ -31,6 +32,7 @@ class SentWeights:
         give = self._engine.get_per_tensor_param
 
         def watched(*args: Any, **kwargs: Any) -> tuple[Iterable[tuple[str, torch.Tensor]], Any]:
+            self._watched = True
             tensors, adapter_config = give(*args, **kwargs)
             return self._watch(tensors), adapter_config
 
@@ -40,7 +42,10 @@ class SentWeights:
     def __exit__(self, *_: Any) -> None:
         del self._engine.get_per_tensor_param
 
-    def result(self) -> Sent:
+    def result(self) -> Sent | None:
+        """Return the samples; ``None`` if the weights went another way."""
+        if not self._watched:
+            return None
         values = {name: value.float().tolist() for name, value in self._values.items()}
         unsent = sorted(self._unmerged) if len(self._adapters) < len(self._unmerged) else []
         return Sent(self._version, values, [name for name in unsent if _plain(name) not in self._adapters])
@@ -54,7 +59,7 @@ class SentWeights:
             if _ADAPTER in name:
                 self._adapters.add(_plain(name.partition(f".{_ADAPTER}")[0]))
             if is_compared(name, self._version):
-                self._values[name] = take(tensor, self._version).reshape(-1)
+                self._values[name] = take(tensor, self._version)
             yield name, tensor
 
 

@@ -13,7 +13,7 @@ from verl.utils.ray_utils import auto_await
 
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker
 from verl_rhyme.config import config_tree
-from verl_rhyme.processes.waiting import insist_blocking, waiting_for
+from verl_rhyme.processes.waiting import waiting_for
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +61,29 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         self._sent.clear()
 
     def resend_validation(self) -> None:
-        """Send unfinished validation prompts of dead workers to others."""
+        """Send unfinished validation prompts that their workers do not run (any more) to others."""
         sent, self._sent = self._sent, []
-        listing = insist_blocking(tq.kv_list, "listing TransferQueue") or {}
-        tags = listing.get("val", {})  # verl has cleared earlier validations
+        running = [self._running(worker) for worker, _ in sent]  # first: a prompt is finished before it runs no more
+        tags = (tq.kv_list() or {}).get("val", {})  # verl has cleared earlier validations
         unfinished = {uid for uid, tag in tags.items() if tag.get("is_prompt") and tag.get("status") in _OPEN}
-        for worker, chunk in sent:
-            if rows := [row for row, uid in enumerate(chunk["uid"]) if str(uid) in unfinished]:
-                self._await_answer(worker, worker.__ray_ready__.remote(), chunk[rows])
+        for (worker, chunk), uids in zip(sent, running, strict=True):
+            rows: dict[bool, list[int]] = {True: [], False: []}
+            for row, uid in enumerate(map(str, chunk["uid"])):
+                if uid in unfinished:
+                    rows[uid in uids].append(row)
+            if rows[True]:
+                self._sent.append((worker, chunk[rows[True]]))
+            if rows[False]:
+                logger.warning("%d validation prompts start again", len(rows[False]))
+                self._send(chunk[rows[False]])
+
+    def _running(self, worker: Any) -> set[str]:
+        """Return the validation prompts that a worker runs; none if it died or hangs."""
+        try:
+            return set(ray.get(worker.validating.remote(), timeout=self._patience_s))
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            self._give_up(worker, error)
+            return set()
 
     def replace_workers(self) -> list[Any]:
         """Replace all workers, when none is left."""

@@ -217,11 +217,13 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         priority: int = 0,
         **media: Any,
     ) -> TokenOutput:
-        turn, call.earlier_text = session.begin_turn(turn_key(prompt_ids, {"options": sampling_params, **media}))
-        call.turn, call.noise = turn, session.noise_of(turn)
+        key = turn_key(prompt_ids, {"options": sampling_params, **media}, session.media)
+        call.turn = turn = session.begin_turn(key)
+        call.noise = session.noise_of(turn)
         budget, options = self._budget(prompt_ids, sampling_params), restart_options(sampling_params)
         if options and not turn.complete and 0 < len(turn.tokens) < budget:
-            call.earlier_text = _dropped(turn, options)
+            _drop(turn, options)
+        call.earlier_text = turn.draft.tobytes()
         left = budget - len(turn.tokens)
         if left <= 0:
             turn.complete, turn.stop_reason = True, "length"
@@ -244,7 +246,8 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
                 if turn.complete or not call.moving or len(turn.tokens) >= budget:
                     raise  # else the request was aborted to continue on another replica
                 if options and turn.tokens:
-                    call.earlier_text = _dropped(turn, options, call.earlier_text)
+                    _drop(turn, options)
+                    call.earlier_text = turn.draft.tobytes()
                 left = budget - len(turn.tokens)
         if len(turn.tokens) > len(output.token_ids):  # earlier requests generated some of them
             output.token_ids = turn.tokens.tolist()
@@ -267,8 +270,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             output.extra_fields |= {"min_global_steps": version, "max_global_steps": version}
             if output.stop_reason not in ("aborted", "abort"):
                 return output
-            turn = Turn("", array("i", output.token_ids))
-            call.earlier_text = _dropped(turn, restart_options(kwargs["sampling_params"]), call.earlier_text)
+            turn = Turn("", array("i", output.token_ids), draft=array("i", call.earlier_text))
+            _drop(turn, restart_options(kwargs["sampling_params"]))
+            call.earlier_text = turn.draft.tobytes()
             await asyncio.sleep(_RESUME_S)
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
@@ -281,14 +285,10 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         return max(1, allowed)
 
 
-def _dropped(turn: Turn, options: list[str], previous: bytes = b"") -> bytes:
-    """Drop a turn's tokens, which these sampling options forbid to continue. Return its next draft, as int32 bytes.
-
-    ``previous`` is the draft so far.
-    """
+def _drop(turn: Turn, options: list[str]) -> None:
+    """Drop a turn's tokens, which these sampling options forbid to continue."""
     _warn_once(tuple(options))
-    generated = turn.drop()
-    return generated + previous[len(generated) :]
+    turn.drop()
 
 
 @functools.cache

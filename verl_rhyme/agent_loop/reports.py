@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import transfer_queue as tq
@@ -16,7 +15,7 @@ from verl_rhyme.scheduling.attempts import Ended
 
 #: Seconds that a report waits for others to be sent with it.
 _DELAY_S = 0.01
-#: Seconds that a receiver has for a report.
+#: Seconds that the coordinator has for a report.
 _TIMEOUT_S = 30.0
 
 
@@ -74,31 +73,31 @@ class _Lane:
             await self._deliver(rows)
 
     async def _deliver(self, rows: list[tuple[Ended, dict[str, Any] | None]]) -> None:
-        if stored := [(ended, left) for ended, left in rows if left is not None]:
-            report = {
-                "keys": [ended.name for ended, _ in stored],
-                "tags": [_tag(ended) for ended, _ in stored],
-                "fields": list_of_dict_to_tensordict([left for _, left in stored]),
-            }
-            await self._insist(
-                lambda: tq.async_kv_batch_put(partition_id=SESSIONS, **report), "TransferQueue", len(stored)
-            )
-        if scored := [ended for ended, _ in rows if ended.scores]:
-            scores = {"keys": [f"{of.name}_0" for of in scored], "tags": [{"scores": of.scores} for of in scored]}
-            await self._insist(
-                lambda: tq.async_kv_batch_put(partition_id=TRAIN, **scores), "TransferQueue", len(scored)
-            )
+        stored = [(ended, left) for ended, left in rows if left is not None]
+        scored = [ended for ended, _ in rows if ended.scores]
         reports = [ended for ended, _ in rows]
-        await self._insist(lambda: self.coordinator.report_ended.remote(reports), "the coordinator", len(reports))
-
-    async def _insist(self, send: Callable[[], Awaitable[Any]], whom: str, count: int) -> None:
+        whom = "TransferQueue"
         try:
-            await insist(send, f"{count} reports to {whom}", _TIMEOUT_S, permanent=())
+            if stored:
+                await tq.async_kv_batch_put(
+                    keys=[ended.name for ended, _ in stored],
+                    partition_id=SESSIONS,
+                    fields=list_of_dict_to_tensordict([left for _, left in stored]),
+                    tags=[_tag(ended) for ended, _ in stored],
+                )
+            if scored:
+                tags = [{"scores": ended.scores} for ended in scored]
+                await tq.async_kv_batch_put(keys=[f"{of.name}_0" for of in scored], partition_id=TRAIN, tags=tags)
+            whom = "the coordinator"
+            what = f"{len(reports)} reports to {whom}"
+            await insist(lambda: self.coordinator.report_ended.remote(reports), what, _TIMEOUT_S)
         except Exception as error:
             raise NotReported(f"{whom} does not accept reports: {error!r}") from error
 
 
 def _tag(ended: Ended) -> dict[str, Any]:
     """Return the tag of an entry. It does not record whether trajectories are stored: their keys show that."""
-    status = "interrupted" if ended.status == "failed" else ended.status  # its turns are as good
-    return {"status": status, "tokens": ended.tokens, "first_version": ended.first_version}
+    generated = ended.status == "generated"  # a failed attempt's turns are as good as an interrupted one's
+    status = "generated" if generated else "interrupted"
+    # turns: whether the entry has them; else the worker keeps them
+    return {"status": status, "tokens": ended.tokens, "first_version": ended.first_version, "turns": generated}

@@ -8,6 +8,9 @@ An interruption ends an attempt, wherever the agent loop is. Its turns are repor
 the next attempt starts. A partial attempt replays the complete turns and continues the interrupted ones, each found by
 what it answers. Any other attempt starts over, and drafts from the turns of the attempt before.
 
+What a turn answers also makes its noise. So a regenerated turn draws with its noise again in whatever order the calls
+come, as long as it answers the same. Of parallel calls that answer the same, the order decides.
+
 The calls of an agent loop may run in parallel. What belongs to one call is in its :class:`Call`.
 """
 
@@ -52,7 +55,8 @@ class Turn:
         first_version, version: Oldest and newest policy version of its tokens; ``None`` without tokens.
         complete: Whether it has ended.
         stop_reason: Stop reason of the engine.
-        number: Number in its session, from 0, in the order in which turns began; it makes the turn's noise.
+        number: Number of turns with the same ``prompt`` that began before it in the attempt.
+        draft: int32, text of earlier attempts or requests in the turn, to draft from; never changed in place.
     """
 
     prompt: str
@@ -63,12 +67,13 @@ class Turn:
     complete: bool = False
     stop_reason: str | None = None
     number: int = 0
+    draft: array[int] = field(default_factory=lambda: array("i"))
 
-    def drop(self) -> bytes:
-        """Drop the tokens, because the turn begins again. Return them as int32 bytes."""
-        generated = self.tokens.tobytes()
+    def drop(self) -> None:
+        """Drop the tokens, because the turn begins again: they are its draft, with the rest of a longer one."""
+        self.draft = self.tokens + self.draft[len(self.tokens) :]
         self.tokens, self.log_probs, self.first_version, self.version = array("i"), None, None, None
-        return generated
+        self.complete, self.stop_reason = False, None
 
     def copy(self) -> Turn:
         """Return a turn with tokens of its own."""
@@ -77,7 +82,8 @@ class Turn:
     def to_dict(self) -> dict[str, Any]:
         """Return the stored form, with tokens and log-probs as bytes, because thousands of attempts end at once."""
         log_probs = None if self.log_probs is None else self.log_probs.tobytes()
-        return {**vars(self), "tokens": self.tokens.tobytes(), "log_probs": log_probs}
+        arrays = {"tokens": self.tokens.tobytes(), "log_probs": log_probs, "draft": self.draft.tobytes()}
+        return {**vars(self), **arrays}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Turn:
@@ -88,6 +94,7 @@ class Turn:
                 **stored,
                 "tokens": array("i", stored["tokens"]),
                 "log_probs": None if log_probs is None else array("f", log_probs),
+                "draft": array("i", stored.get("draft", b"")),
             }
         )
 
@@ -146,10 +153,10 @@ class Session:
     """One attempt at a sample, kept by the agent loop's task.
 
     Attributes:
-        partial: Whether to continue the earlier turns; else they are drafts.
+        spans: Whether its tokens may be of several policy versions.
         assignment: Replica and priority of its requests.
         name: ``Attempt.name``; empty without a coordinator.
-        earlier_turns: Turns of the attempt before that this one has not begun again.
+        earlier_turns: Turns of the attempt before that this one has not begun again (:meth:`inherit`).
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
         turns: Turns so far, of a dispatched attempt.
         sample: Number in the group, -1 when unknown.
@@ -164,10 +171,11 @@ class Session:
         interrupted: Whether the attempt was interrupted, even if the agent loop continues.
         generated: Whether its complete response was reported.
         deadline: Deadline of its tools and its reward.
-        drafts: Texts of the attempt before, of turns that begin over, by turn number.
+        diverged: Whether a call answered something that no earlier turn answered.
+        media: Hashes of images and other media by identity (:func:`~verl_rhyme.history.keys.turn_key`).
     """
 
-    partial: bool = False
+    spans: bool = False
     assignment: Assignment = ANYWHERE
     name: str = ""
     earlier_turns: list[Turn] = field(default_factory=list)
@@ -184,8 +192,18 @@ class Session:
     interrupted: bool = False
     generated: bool = False
     deadline: Deadline = field(default_factory=Deadline)
-    drafts: dict[int, array[int]] = field(default_factory=dict)
+    diverged: bool = False
+    media: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def inherit(self, turns: list[Turn], records: list[dict[str, Any]], partial: bool) -> None:
+        """Begin with what the attempt before left: continue its turns (``partial``), or only draft from them."""
+        self.earlier_turns = turns
+        if partial:
+            self.records = records
+        else:
+            for turn in turns:
+                turn.drop()
 
     @contextmanager
     def generation(self, call: Call) -> Iterator[None]:
@@ -234,33 +252,22 @@ class Session:
             self.conversations[request_id] = Conversation(key, earlier, len(earlier))
         return self.conversations[request_id]
 
-    def begin_turn(self, prompt: str) -> tuple[Turn, bytes]:
-        """Begin a turn that answers ``prompt`` (:attr:`Turn.prompt`).
-
-        Returns:
-            The turn, with the tokens it has already (complete if nothing is left to generate), and int32 bytes of an
-            earlier attempt to draft from.
-        """
+    def begin_turn(self, prompt: str) -> Turn:
+        """Begin a turn that answers ``prompt`` (:attr:`Turn.prompt`), with its earlier tokens and its draft."""
         with self._lock:
-            number, left = len(self.turns), self.earlier_turns
-            before = next((turn for turn in left if turn.prompt == prompt), None)
-            if self.partial:
-                # Another turn's tokens were drawn with its noise, even if no call asks for them any more.
-                number = 1 + max((turn.number for turn in [*self.turns, *left]), default=-1)
-                turn = before or Turn(prompt, number=number)
-            else:
-                turn = Turn(prompt, number=number)
-                before = before or next((turn for turn in left if turn.number == number), None)
-            if before is not None:
-                self.earlier_turns = [turn for turn in left if turn is not before]
-                if turn is not before:
-                    self.drafts[number] = before.tokens
+            left = self.earlier_turns
+            known = next((turn for turn in left if turn.prompt == prompt), None)
+            self.diverged |= known is None
+            before = known or next((turn for turn in left if not turn.tokens), None)
+            turn = known or Turn(prompt, draft=before.draft if before else array("i"))
+            turn.number = sum(other.prompt == prompt for other in self.turns)
+            self.earlier_turns = [each for each in left if each is not before]
             self.turns.append(turn)
-            return turn, self.drafts[number].tobytes() if number in self.drafts else b""
+            return turn
 
     def noise_of(self, turn: Turn) -> str:
         """Return the key, in hex, of the noise that draws a turn's tokens; empty for separate noise per request."""
-        return f"{key_of(self.noise, turn.number):016x}" if self.noise else ""
+        return f"{key_of(self.noise, turn.prompt, turn.number):016x}" if self.noise else ""
 
     def extend(
         self,
@@ -282,8 +289,8 @@ class Session:
             first_version: Policy version of the first token.
 
         Raises:
-            Interrupted: The engine stopped before the turn ended; or the session is not partial and mixes policy
-                versions.
+            Interrupted: The engine stopped before the turn ended; or the tokens are of several policy versions, and
+                may not be.
             ValueError: Tokens without a policy version, whose staleness is unknown.
         """
         if tokens and (version is None or first_version is None):
@@ -307,22 +314,18 @@ class Session:
         if not turn.complete:
             raise Interrupted
         turns = [turn for turn in self.turns if turn.tokens]
-        if not self.partial and len({version for turn in turns for version in (turn.first_version, turn.version)}) > 1:
+        if not self.spans and len({version for turn in turns for version in (turn.first_version, turn.version)}) > 1:
             raise Interrupted
 
     @property
     def tokens(self) -> int:
-        """Response tokens so far; of an interrupted attempt, those that the next one continues from as well."""
-        return sum(len(turn.tokens) for turn in self._kept)
+        """Response tokens so far, and those of earlier turns from which this or the next attempt may continue."""
+        return sum(len(turn.tokens) for turn in self.carried_over)
 
     @property
     def first_version(self) -> int | None:
         """Policy version of the oldest of these tokens; ``None`` without tokens."""
-        return min((turn.first_version for turn in self._kept if turn.first_version is not None), default=None)
-
-    @property
-    def _kept(self) -> list[Turn]:
-        return self.carried_over if self.partial and self.interrupted else self.turns
+        return min((turn.first_version for turn in self.carried_over if turn.first_version is not None), default=None)
 
     @property
     def version(self) -> int | None:
@@ -333,15 +336,9 @@ class Session:
     def carried_over(self) -> list[Turn]:
         """Turns that the next attempt begins with, if this one is interrupted.
 
-        Without ``partial``, each is the latest text, plus the rest of an earlier attempt's text if that is longer.
+        Earlier turns that no call has asked for are among them, until the agent loop takes another way.
         """
-        if self.partial:
-            return [*self.turns, *self.earlier_turns]
-        texts = [
-            Turn(turn.prompt, turn.tokens + self.drafts.get(turn.number, turn.tokens)[len(turn.tokens) :])
-            for turn in self.turns
-        ]
-        return [replace(turn, number=number) for number, turn in enumerate([*texts, *self.earlier_turns])]
+        return [*self.turns, *(turn for turn in self.earlier_turns if not (self.diverged and turn.tokens))]
 
     @property
     def replica(self) -> str:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import transfer_queue as tq
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme.agent_loop.session import SESSIONS, Turn
-from verl_rhyme.processes.waiting import PERMANENT, insist
+from verl_rhyme.processes import queue
 from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.recovery import Evidence
 
@@ -45,8 +44,8 @@ class KeptTurns:
 
     The next attempt at a sample runs on the same worker. At 32,000 running samples of 16,000 tokens, TransferQueue
     would otherwise carry 4 GB both ways with each policy version. It has an entry of each attempt with its records
-    (:func:`evidence`), and the turns only if a checkpoint stored them (:meth:`store`). If the worker dies without
-    one, the samples start over.
+    (:func:`evidence`), and the turns only if a checkpoint stored them (:meth:`store`), for a run that resumes from it.
+    If the worker dies, the samples start over.
     """
 
     def __init__(self) -> None:
@@ -73,14 +72,18 @@ class KeptTurns:
             self._stored.discard(name)
 
     async def store(self) -> None:
-        """Store all turns in TransferQueue as well, for a checkpoint."""
+        """Store all turns in TransferQueue as well, for a checkpoint.
+
+        The coordinator deletes no entries meanwhile: TransferQueue would write into those of others.
+        """
         names = [name for name in self._turns if name not in self._stored]
         for start in range(0, len(names), _STORED_TOGETHER):
             part = [name for name in names[start : start + _STORED_TOGETHER] if name in self._turns]
             if part:
                 fields = list_of_dict_to_tensordict([self._turns[name].columns() for name in part])
-                put = partial(tq.async_kv_batch_put, keys=part, partition_id=SESSIONS, fields=fields)
-                await insist(put, "storing turns in TransferQueue")
+                await tq.async_kv_batch_put(
+                    keys=part, partition_id=SESSIONS, fields=fields, tags=[{"turns": True} for _ in part]
+                )
                 self._stored.update(self._turns.keys() & part)
 
 
@@ -108,14 +111,12 @@ def trajectories(tags: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     }
 
 
-async def clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -> None:
-    """Delete keys, by partition, once ``before`` is done; after an error the next call deletes them."""
-    if before is not None:
-        await before
+async def clear(gone: dict[str, list[str]]) -> None:
+    """Delete keys, by partition; after an error the next call deletes them."""
     for partition, keys in gone.items():
         if keys:
             try:
-                await insist(partial(tq.async_kv_clear, keys=keys, partition_id=partition), "clearing TransferQueue")
+                await tq.async_kv_clear(keys=keys, partition_id=partition)
             except Exception:
                 logger.warning("could not clear %d keys of partition %s", len(keys), partition, exc_info=True)
 
@@ -152,8 +153,16 @@ def _generated_runs(tokens: list[int], mask: list[int]) -> list[Turn]:
     return turns
 
 
-async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> dict[str, Evidence]:
-    """Return the evidence of all attempts by name, from the queue's listing and the ``running`` ones."""
+async def evidence(
+    listing: dict[str, dict[str, dict]], running: set[str], kept: Collection[str]
+) -> dict[str, Evidence]:
+    """Return the evidence of all attempts by name.
+
+    Args:
+        listing: Tags of all keys in TransferQueue, by partition.
+        running: Attempts that the workers run.
+        kept: Attempts whose turns the workers keep.
+    """
     sessions, train = listing.get(SESSIONS, {}), listing.get(TRAIN, {})
     reported = {name: tag for name, tag in sessions.items() if tag.get("status") in ("interrupted", "generated")}
     records = await _fetch(list(reported), SESSIONS, ["records"])
@@ -173,6 +182,7 @@ async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> di
             reported=name in reported,
             records=list(records[name][0] if name in records else report.get("records", [])),
             scores=train[stored[name]].get("scores", []) if name in stored else [],
+            lost=not report.get("turns", True) and name not in kept and name not in running,
         )
     return found
 
@@ -187,15 +197,15 @@ async def _fetch(
     if not keys:
         return {}
     try:
-        get = partial(tq.async_kv_batch_get, keys=keys, partition_id=partition, select_fields=fields)
-        data = await (insist(get, "fetching from TransferQueue") if patient else get())
+        with nullcontext() if patient else queue.once():
+            data = await tq.async_kv_batch_get(keys=keys, partition_id=partition, select_fields=fields)
         columns = []
         for column in (data[name] for name in fields):
             values = column.unbind() if hasattr(column, "unbind") else column  # a tensor, or a list
             columns.append([getattr(value, "data", value) for value in values])
         return dict(zip(keys, zip(*columns, strict=True), strict=True))  # the answer leaves out missing keys
     except Exception as error:
-        patient = patient and isinstance(error, PERMANENT)
+        patient = patient and isinstance(error, queue.PERMANENT)
         if len(keys) == 1:
             logger.debug("%s of partition %s cannot be fetched", keys[0], partition, exc_info=True)
             return {}

@@ -23,14 +23,15 @@ from verl.utils import tensordict_utils as tu
 from verl_rhyme.agent_loop.reports import NotReported, Reports
 from verl_rhyme.agent_loop.session import PROMPTS, STARTS, Interrupted, Session, current, set_current
 from verl_rhyme.agent_loop.stored_attempts import REPORT, KeptTurns, StoredTurns, fetch_finished_turns, fetch_turns
+from verl_rhyme.agent_loop.validation import Validation
 from verl_rhyme.config import config_tree
 from verl_rhyme.history.keys import data_key, template_label
-from verl_rhyme.observability.errors import BROKEN, is_broken
+from verl_rhyme.observability.errors import is_broken
 from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.placement import Move
+from verl_rhyme.processes import queue
 from verl_rhyme.processes.deadline import Deadline, NoAnswer
 from verl_rhyme.processes.request import FIELD
-from verl_rhyme.processes.waiting import insist
 from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
 from verl_rhyme.scheduling.retries import HANG_TRIES
@@ -49,9 +50,10 @@ class _RhymeWorker(_AgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        queue.join()
         rhyme = config_tree.from_rollout(self.config.actor_rollout_ref.rollout)
         assert rhyme is not None, "verl's worker runs without rhyme"
-        self._tool_timeout = rhyme.scheduling.tool_timeout
+        self._tool_timeout, self._outage_timeout = rhyme.scheduling.tool_timeout, rhyme.scheduling.outage_timeout
 
     async def _run_prompt(self, prompt: dict, *args: Any, **kwargs: Any) -> None:
         set_current(self._prompt_session(prompt))
@@ -112,6 +114,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
         self._attempts: dict[str, asyncio.Task[None] | None] = {}  # None: its prompt's data are being fetched
         self._sessions: dict[str, Session] = {}  # sessions of attempts that have begun
         self._kept = KeptTurns()
+        self._validation = Validation(self._outage_timeout)
 
     # ---- called by the coordinator ----
 
@@ -127,6 +130,10 @@ class SessionAgentLoopWorker(_RhymeWorker):
     async def attempts(self) -> list[str]:
         """Return the names (``Attempt.name``) of running attempts; all others have been reported."""
         return list(self._attempts)
+
+    async def validating(self) -> list[str]:
+        """Return the ids of the validation prompts that run."""
+        return list(self._validation.prompts)
 
     async def kept(self) -> list[str]:
         """Return the names of ended attempts whose turns are here (:class:`KeptTurns`)."""
@@ -198,7 +205,12 @@ class SessionAgentLoopWorker(_RhymeWorker):
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         order: _Order | None = prompt.pop(STARTS, None)
         if order is None:  # validation
-            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+            uid = str(prompt["uid"])
+            self._validation.prompts.add(uid)
+            try:
+                await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+            finally:
+                self._validation.prompts.discard(uid)
             return
         key = self._prompt_session(prompt).key
         prompt.pop("__rollout_n__", None)
@@ -226,10 +238,9 @@ class SessionAgentLoopWorker(_RhymeWorker):
     def _session(self, start: Start, left: StoredTurns | None) -> Session:
         uid, number = sample_of(start.name)
         noise = f"{key_of(self._seed, uid, number):016x}"  # the same in every attempt: what is regenerated repeats
-        session = Session(start.partial, start.assignment, start.name, sample=number, noise=noise)
+        session = Session(start.spans, start.assignment, start.name, sample=number, noise=noise)
         if left is not None:
-            session.earlier_turns = left.turns
-            session.records = left.records if session.partial else []
+            session.inherit(*left, start.partial)
         return session
 
     async def _run_session(
@@ -263,9 +274,9 @@ class SessionAgentLoopWorker(_RhymeWorker):
             )
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        if trajectory["validate"]:  # verl leaves out the samples that fail
+        if trajectory["validate"]:
             run = partial(super()._run_agent_loop, sampling_params, trajectory, **kwargs)
-            return await insist(run, "a validation sample", limit_s=None, permanent=(*BROKEN, NoAnswer))
+            return await self._validation.run((str(kwargs["uid"]), kwargs["session_id"]), run)
         return await _AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory, **kwargs)  # has its session
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
@@ -292,6 +303,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
         if output is None:
             raise ValueError("the agent loop returned None: it must return a trajectory or a list of trajectories")
         outputs = output if isinstance(output, list) else [output]
+        session.earlier_turns = []  # the agent loop has done without them
         if not outputs:  # its tokens are in no trajectory
             session.turns.clear()
         # verl needs versions also for a trajectory without generated tokens.

@@ -1,4 +1,4 @@
 """Checks before a run: doctor, start-up, preflight, combinations of options.
 
-Process: the command's, and verl's driver at its start. Engines: verl, vllm.
+Process: the command's, verl's driver at its start, the trainer. Engines: verl, vllm.
 """

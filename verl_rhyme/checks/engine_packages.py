@@ -33,7 +33,7 @@ MBRIDGE = Package("mbridge", "Megatron's weights (vanilla_mbridge=true)", "pip i
 MEGATRON_BRIDGE = Package(
     "megatron.bridge",
     "Megatron's weights (vanilla_mbridge=false)",
-    "set actor_rollout_ref.actor.megatron.vanilla_mbridge=true, or install Megatron-Bridge",
+    "install Megatron-Bridge, or, without LoRA, set actor_rollout_ref.actor.megatron.vanilla_mbridge=true",
 )
 TRANSFORMER_ENGINE = Package(
     "transformer_engine.pytorch", "Megatron's layers", f"bash requirements/build.sh transformer-engine{_ELSEWHERE}"

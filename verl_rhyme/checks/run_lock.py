@@ -71,7 +71,12 @@ def hold(folder: Path) -> None:
 
 
 def user(folder: Path) -> str | None:
-    """Return a message that names the run that uses a folder; ``None`` if there is none, or no lock can show it."""
+    """Return a message with the :func:`owner` of a folder that another process uses; ``None`` without locks.
+
+    The process that inherited the lock from its run script uses the folder itself.
+    """
+    if _inherited(folder / LOCK_FILE) is not None:
+        return None
     try:
         with open(folder / LOCK_FILE, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -91,12 +96,16 @@ def _inherited(file: Path) -> int | None:
     return None
 
 
-def _in_use(folder: Path) -> str:
-    who = "another process"
+def owner(folder: Path) -> str:
+    """Return the process that locked a folder last, with its host and time, in words."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads((folder / LOCK_FILE).read_text())
-        who = f"process {record['pid']} on {record['host']} since {record['started']}"
+        return f"process {record['pid']} on {record['host']} since {record['started']}"
+    return "another process"
+
+
+def _in_use(folder: Path) -> str:
     return (
-        f"{folder} is in use by {who}: end that run first, or set another folder (RUN_DIR=... of the recipes, "
-        "trainer.default_local_dir=... of verl)"
+        f"{folder} is in use by {owner(folder)}: end that run first, or set another folder (RUN_DIR=... of the "
+        "recipes, trainer.default_local_dir=... of verl)"
     )

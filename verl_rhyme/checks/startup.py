@@ -1,6 +1,8 @@
-"""Checks of a user's own command before verl starts Ray: the preflight's, without imports, in seconds.
+"""Checks of every run, once, and the lock of its folder: the preflight's checks without imports, in seconds.
 
-``patches/hydra_run.py`` calls :func:`check` between hydra's composition of the config and the command's own code.
+``patches/hydra_run.py`` calls :func:`begin` between hydra's composition of the config and the command's own code,
+before Ray starts; for the jobs of ``--multirun`` as well. ``trainer/registry.py`` calls it where verl makes the
+trainer: there it checks the runs of mains without hydra, after the start of Ray.
 """
 
 from __future__ import annotations
@@ -17,20 +19,64 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_rhyme.checks import combinations, doctor, run_lock
 from verl_rhyme.checks.doctor import FAIL, WARN, Check
-from verl_rhyme.checks.preflight import checks, config_checks, run_folder
+from verl_rhyme.checks.preflight import checks, config_checks, run_folder, user_code
 from verl_rhyme.checks.preflight.machine import ADDRESS, in_cluster
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
 
 logger = logging.getLogger(__name__)
 
+#: Key of verl's config with the process that checked the run and holds its folder; copies of the config keep it.
+STARTED_BY = f"{CONFIG_PATH}_started_by"
+
+#: Checks that only hold before Ray starts.
+_BEFORE_RAY = ("GPUs", "GPU memory", "host memory", "shared memory")
+
 #: Environment variable of the run scripts and of own commands that leaves out the checks of files and sizes.
 SKIP = "SKIP_PREFLIGHT"
 
 
-def check(config: Any) -> None:
+def begin(config: Any, main: Any = None, others: set[Path] | None = None) -> None:
+    """Check a run and lock its folder until this process ends, unless that has been done for this config.
+
+    Args:
+        config: verl's full config; :data:`STARTED_BY` marks it.
+        main: Function of the command, before Ray starts; ``None`` in the trainer's process.
+        others: Folders of earlier jobs of this command; the folder is added.
+
+    Raises:
+        ConfigError: :func:`check` refuses the run, or another run or job has its folder.
+    """
+    folder = Path(str(OmegaConf.select(config, "trainer.default_local_dir"))).absolute()
+    mark = OmegaConf.select(config, STARTED_BY)
+    user = run_lock.user(folder)
+    if user and mark is not None and str(mark) in user:
+        return
+    if user and config_tree.from_verl(config) is not None:
+        raise ConfigError(user)
+    user_code.own_main = main is None or not user_code.is_verls(main)
+    check(config, in_task=main is None)
+    if config_tree.from_verl(config) is None:
+        return
+    if others is not None:
+        if folder in others:
+            raise ConfigError(
+                f"trainer.default_local_dir={folder} is the folder of an earlier job of this command, and this job "
+                "would resume from its checkpoints: name what varies in it, for example "
+                "'trainer.default_local_dir=checkpoints/lr-${actor_rollout_ref.actor.optim.lr}'"
+            )
+        others.add(folder)
+    if hold_folder(folder):
+        OmegaConf.update(config, STARTED_BY, run_lock.owner(folder), force_add=True)
+
+
+def check(config: Any, in_task: bool = False) -> None:
     """Check verl's whole config if it has a rhyme tree; without one, only settings that require rhyme are refused.
 
     Warnings are printed on standard error.
+
+    Args:
+        config: verl's full config.
+        in_task: Whether this is a task of Ray, which hides GPUs from it and holds memory already.
 
     Raises:
         ConfigError: The run would fail, or silently ignore settings; the message has a line for each problem.
@@ -40,16 +86,15 @@ def check(config: Any) -> None:
     rhyme = config_tree.from_verl(config)
     if rhyme is not None:
         _check_installation()
-    findings = _examine(config, rhyme)
+    findings = _examine(config, rhyme, in_task)
+    if failed := [str(finding) for finding in findings if finding.status == FAIL]:
+        raise ConfigError("\n".join(failed))
     for finding in findings:
         if finding.status == WARN:
             print(f"verl-rhyme: warning: {finding}", file=sys.stderr)
-    failed = [str(finding) for finding in findings if finding.status == FAIL]
-    if failed:
-        raise ConfigError("\n".join(failed))
 
 
-def _examine(config: Any, rhyme: RhymeConfig | None) -> Sequence[Check]:
+def _examine(config: Any, rhyme: RhymeConfig | None, in_task: bool) -> Sequence[Check]:
     whole = all(section in config for section in ("actor_rollout_ref", "data", "trainer", "algorithm", "reward"))
     if rhyme is None or not whole or os.environ.get(SKIP) == "1":
         return [*config_checks.rhyme(config, None), *config_checks.agent_loops(config, rhyme)]
@@ -60,6 +105,8 @@ def _examine(config: Any, rhyme: RhymeConfig | None) -> Sequence[Check]:
         found = checks.examine(resolved, elsewhere=in_cluster(address), imports=False).checks
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(str(error).splitlines()[0]) from error
+    if in_task:
+        found = [each for each in found if each.name not in _BEFORE_RAY]
     return [*found, *config_checks.agent_loops(config, rhyme)]
 
 
@@ -80,21 +127,20 @@ def _check_installation() -> None:
         raise ConfigError(f"verl-rhyme cannot patch verl or vLLM (run `verl-rhyme doctor`):\n  {listed}")
 
 
-def hold_folder(config: Any) -> None:
-    """Lock the checkpoint folder of a run with a rhyme tree until this process ends.
+def hold_folder(folder: Path) -> bool:
+    """Lock a checkpoint folder until this process ends; return whether this machine can.
 
     Raises:
         ConfigError: Another run uses the folder.
     """
-    folder = str(config.trainer.default_local_dir)
-    if config_tree.from_verl(config) is None or "://" in folder:
-        return
     try:
-        run_lock.hold(Path(folder).absolute())
+        run_lock.hold(folder)
     except run_lock.FolderInUse as error:
         raise ConfigError(str(error)) from None
     except OSError as error:  # the trainer may run on another machine, which has the disk
         logger.warning("%s cannot be locked on this machine: %s", folder, error)
+        return False
+    return True
 
 
 def how_to_resume(config: Any) -> str | None:

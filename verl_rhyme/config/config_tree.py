@@ -51,6 +51,14 @@ def from_verl(config: Any) -> RhymeConfig | None:
     return rhyme
 
 
+def is_used(config: Any) -> bool:
+    """Whether verl's full config has options of rhyme, at the right path or at a wrong one."""
+    from omegaconf import OmegaConf
+
+    given = isinstance(config.get("rhyme"), str) or OmegaConf.select(config, CONFIG_PATH) is not None
+    return given or any(find_misplaced(config))
+
+
 def find_misplaced(config: Any) -> Iterator[str]:
     """Yield an error for each path of verl's full config outside :data:`CONFIG_PATH` that holds our options."""
     from omegaconf import OmegaConf

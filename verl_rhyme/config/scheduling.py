@@ -73,8 +73,8 @@ class SchedulingConfig:
 
     outage_timeout: float = option(
         900.0,
-        "Seconds without a successful sample after which the run ends, if tools or rewards raise. Until then failed "
-        "samples start again, and few prompts are replaced.",
+        "Seconds without a successful sample after which the run ends, if agent loops or rewards raise. Until then "
+        "failed samples start again, and few prompts are replaced. A validation goes on without the failed samples.",
     )
 
     def __post_init__(self) -> None:

@@ -28,6 +28,8 @@ class Cleanup:
         self._dropped = set[str]()  # keys that find_dropped() has returned and that are still stored
         self._obsolete: list[str] = []
         self._sweeping: asyncio.Task[None] | None = None
+        #: Held during each deletion, and by those who change entries that a deletion may reach.
+        self.lock = asyncio.Lock()
 
     def delete_reports(self, obsolete: list[str]) -> None:
         """Delete the reports of these attempts soon, so that each sample has one entry."""
@@ -39,8 +41,9 @@ class Cleanup:
     async def _sweep(self) -> None:
         while self._obsolete:
             await asyncio.sleep(_TOGETHER_S)
-            gone, self._obsolete = self._obsolete, []
-            await clear({SESSIONS: gone}, None)
+            async with self.lock:
+                gone, self._obsolete = self._obsolete, []
+                await clear({SESSIONS: gone})
 
     def find_dropped(self, rollout: Rollout, listing: dict[str, Any], taken: set[str]) -> list[str]:
         """Return keys of finished trajectories that neither this batch nor a later one uses; each key once.
@@ -93,5 +96,9 @@ class Cleanup:
             for partition in (SESSIONS, PROMPTS, TRAIN)
         }
         self._forget(gone[SESSIONS])
-        self._clearing = asyncio.ensure_future(clear(gone, self._clearing))
+        self._clearing = asyncio.ensure_future(self._clear(gone))
         return self._clearing
+
+    async def _clear(self, gone: dict[str, list[str]]) -> None:
+        async with self.lock:
+            await clear(gone)

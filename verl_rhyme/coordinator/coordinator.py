@@ -31,8 +31,8 @@ from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.batches import batch_metrics, forecast_metrics, placement_metrics
 from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.placement import Move, Placement
+from verl_rhyme.processes import queue
 from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
-from verl_rhyme.processes.waiting import insist
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
@@ -73,7 +73,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         add_log_handler()
-        tq.init()
+        queue.join()
         gc.freeze()  # a collection over half a million imported objects would stall the event loop
         self._openings = 0
         self._opened: _Opened | None = None
@@ -117,7 +117,7 @@ class Coordinator:
         listing = await _listing()
         self._still(opening, pool)
         if resume.state is not None:
-            known, prompts = await evidence(listing, set(running)), set(listing.get(PROMPTS, ()))
+            known, prompts = await evidence(listing, set(running), pool.kept), set(listing.get(PROMPTS, ()))
             self._still(opening, pool)
             now = resume.version, resume.batches_left
             added = [prompt[:2] for prompt in resume.prompts]
@@ -148,6 +148,7 @@ class Coordinator:
         await self.report_ended(early)
         unknown = [a.name for a in rollout.attempts() if not pool.has_attempt(a.name)]
         self._lost(unknown, "their worker died in the meantime")
+        pool.watch()
         gc.freeze()  # also the lengths of all known prompts
         return self._state()
 
@@ -164,6 +165,7 @@ class Coordinator:
                 f"no agent loop worker started in {_OPENINGS} tries; last error:\n{pool.start_error[-_ERROR_CHARS:]}"
             )
         opened.pool = pool
+        pool.watch()
         self._go()
 
     async def add_prompts(self, prompts: list[LoadedPrompt]) -> None:
@@ -307,8 +309,9 @@ class Coordinator:
 
         Interrupted responses are in TransferQueue then, whose content verl saves with the checkpoint.
         """
-        opening = self._openings
-        await self._open.pool.store_turns()
+        opening, pool = self._openings, self._open.pool
+        async with self._cleanup.lock:
+            await pool.store_turns()
         self._still(opening)
         return {**self._state(), "lengths": self._expectations.pop_changes()}
 
@@ -422,13 +425,16 @@ class Coordinator:
             self._logged_at = _clock()
             logger.warning("attempt %s failed, and its sample starts again: %s", report.name, report.error)
 
-    def _lost(self, names: list[str], why: str) -> None:
+    def _lost(self, names: list[str], why: str, turns: Sequence[str] = ()) -> None:
         if self._opened is None:
             return
         for name in names:
             self._dispatch.ended(name)
-        if lost := self._opened.rollout.lost(names):
+        if lost := self._opened.rollout.lost(names, turns):
             logger.warning("%d samples start again (%s); the first: %s", len(lost), why, lost[:8])
+        if turns:
+            logger.warning("%d interrupted samples start over (%s); the first: %s", len(turns), why, turns[:8])
+        self._cleanup.delete_reports(self._opened.rollout.pop_obsolete())
         self._go()
 
     def _fail(self, error: Exception) -> None:
@@ -468,7 +474,7 @@ class Coordinator:
 
 async def _listing() -> dict[str, Any]:
     """Return the tags of all keys in TransferQueue, by partition."""
-    return await insist(tq.async_kv_list, "listing TransferQueue") or {}
+    return await tq.async_kv_list() or {}
 
 
 def _clock() -> float:

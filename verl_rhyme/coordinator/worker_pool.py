@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import ray
@@ -36,10 +36,10 @@ class WorkerPool:
     Args:
         coordinator: Handle that the workers report to.
         patience_s: Seconds that a started worker has for an answer.
-        lost: Callback that gets names of lost attempts, and the reason.
+        lost: Callback that gets names of lost attempts, the reason, and names of ended attempts whose turns are lost.
     """
 
-    def __init__(self, coordinator: Any, patience_s: float, lost: Callable[[list[str], str], None]) -> None:
+    def __init__(self, coordinator: Any, patience_s: float, lost: Callable[[list[str], str, list[str]], None]) -> None:
         self._coordinator, self._patience_s, self._lost = coordinator, patience_s, lost
         self._about: dict[Any, set[str]] = {}  # worker -> names of the attempts that it was sent
         self._worker: dict[str, Any] = {}  # name of an attempt -> worker
@@ -53,7 +53,7 @@ class WorkerPool:
         return len(self._about)
 
     async def join(self, workers: Iterable[Any], limit_s: float = START_S) -> dict[str, str]:
-        """Wait until ``SessionAgentLoopWorker`` actors have started, and use them.
+        """Wait until ``SessionAgentLoopWorker`` actors have started, and use them. :meth:`watch` them then.
 
         A worker without an answer for ``limit_s`` is given up.
 
@@ -65,6 +65,16 @@ class WorkerPool:
         with waiting_for(missing):
             found = await asyncio.gather(*(self._join(worker, limit_s) for worker in workers))
         return {name: replica for about in found for name, replica in about.items()}
+
+    def watch(self) -> None:
+        """Detect lost attempts from now on; before, the ends of attempts may have been reported and not recorded."""
+        for worker in self._about:
+            self._run(self._watch(worker))
+
+    @property
+    def kept(self) -> Collection[str]:
+        """Names of ended attempts whose turns the workers keep."""
+        return self._kept.keys()
 
     def start(self, starts: list[Start], step: int) -> None:
         """Send starts to the workers: to the one that keeps the sample's turns, else a prompt's samples together to the
@@ -108,7 +118,7 @@ class WorkerPool:
             worker.forget.remote(order)
 
     async def store_turns(self) -> None:
-        """Let the workers store in TransferQueue the turns that they keep, for a checkpoint."""
+        """Let the workers store in TransferQueue the turns that they keep (``KeptTurns.store``)."""
         stored = [asyncio.wait_for(worker.store_turns.remote(), _STORING_S) for worker in {*self._kept.values()}]
         for answer in await asyncio.gather(*stored, return_exceptions=True):
             if isinstance(answer, BaseException):
@@ -165,7 +175,6 @@ class WorkerPool:
         self._about[worker] = set(about)
         self._worker.update(dict.fromkeys(about, worker))
         self._kept.update(dict.fromkeys(kept, worker))
-        self._run(self._watch(worker))
         return about
 
     async def _attach(self, worker: Any) -> tuple[dict[str, str], list[str]]:
@@ -200,13 +209,15 @@ class WorkerPool:
         about = self._about.pop(worker, None)
         if about is None:
             return  # already given up
-        self._kept = {name: keeper for name, keeper in self._kept.items() if keeper is not worker}
+        turns = [name for name, keeper in self._kept.items() if keeper is worker]
+        for name in turns:
+            del self._kept[name]
         why = first_line(error) if str(error) else f"no answer for {self._patience_s:.0f} s"
         logger.warning("an agent loop worker is given up (%s); its samples start again on others", why)
         ray.kill(worker)
-        self._report_lost(sorted(about), "their agent loop worker died or hangs")
+        self._report_lost(sorted(about), "their agent loop worker died or hangs", turns)
 
-    def _report_lost(self, names: list[str], why: str) -> None:
+    def _report_lost(self, names: list[str], why: str, turns: list[str] | None = None) -> None:
         for name in names:
             self.ended(name)
-        self._lost(names, why)
+        self._lost(names, why, turns or [])

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -93,6 +94,8 @@ class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
     """verl's worker extension with our methods; it samples the weights that it loads."""
 
     _held: Held
+    _missing: dict[int, _Missing]  # by storage
+    _trace_all: bool
 
     def held_weights(self) -> dict[str, Any]:
         """Return :class:`Held` as a dict."""
@@ -103,24 +106,29 @@ class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
         self, peft_config: dict | None = None, base_sync_done: bool = False, version: int | None = None, **kwargs: Any
     ) -> None:
         before = getattr(self, "_held", None)
-        if not (peft_config and base_sync_done and before and before.version == version):  # adapters follow their base
+        if peft_config and base_sync_done and before and before.version == version:  # adapters follow their base
+            before.values = {name: each for name, each in before.values.items() if "lora_" not in name}
+        else:
             config = self.model_runner.vllm_config
-            obstacle = "the engines quantise" if config.quant_config else ""
-            if config.parallel_config.data_parallel_size > 1:
-                obstacle = "of data parallel engines only the first answers"
-            self._held = Held(version, obstacle=obstacle)
-        parameters = self.model_runner.model.named_parameters()
-        self._missing = {each.untyped_storage().data_ptr(): [name, each.numel()] for name, each in parameters}
+            self._held = Held(version, obstacle="the engines quantise" if config.quant_config else "")
+        self._missing = {}
+        for place, model in zip(("", "drafter."), self._iter_all_models(), strict=False):
+            for name, each in model.named_parameters():
+                self._missing.setdefault(each.untyped_storage().data_ptr(), _Missing(place + name, each.numel()))
         self._trace_all = before is None
         super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, **kwargs)
         if self._held.obstacle or (peft_config and base_sync_done):
             return
-        left = [(name, count) for name, count in self._missing.values() if count > 0]
-        whole = [name for name, _ in left if self._trace_all or "expert" not in name]  # experts are traced in turn
-        self._held.incomplete = [name for name in whole if is_compared(name, version)]
+        language = _language_parameters(self.model_runner.model)
+        left = {storage: each for storage, each in self._missing.items() if each.left > 0}
+        none = {each.name: storage in language for storage, each in left.items() if each.left == each.size}
         if self._trace_all and self.model_runner.vllm_config.load_config.load_format == "dummy":
-            sizes = dict(self.model_runner.model.named_parameters())
-            self._held.blank = [name for name, count in left if count == sizes[name].numel()]
+            self._held.blank = [name for name, needed in none.items() if needed]
+        for name in [each.name for each in left.values() if is_compared(each.name, version)]:
+            if not none.get(name, True):
+                self._held.aside.append(name)
+            elif self._trace_all or "expert" not in name:  # experts are traced in turn
+                self._held.incomplete.append(name)
 
     update_verl_delta_weights = _exit_on_error(vLLMColocateWorkerExtension.update_verl_delta_weights)
 
@@ -129,14 +137,16 @@ class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
     ) -> None:
         """Load a bucket as verl does; trace the tensors that are compared."""
         held = self._held
-        every = self._trace_all or bool(peft_config and base_sync_done)  # adapters are loaded all at once
-        traced = [each for each in weights if not held.obstacle and (every or is_compared(each[0], held.version))]
+        compared = [each for each in weights if not held.obstacle and is_compared(each[0], held.version)]
+        # adapters are loaded all at once; at first, all parameters must get something
+        every = (self._trace_all and not held.obstacle) or bool(peft_config and base_sync_done)
+        traced = weights if every else compared
         names = {name for name, _ in traced}
         if others := [each for each in weights if each[0] not in names]:
             super()._update_weights(others, peft_config, base_sync_done)
         if not traced:
             return
-        with Trace(traced, held.version) as trace:
+        with Trace(compared, held.version) as trace:
             super()._update_weights(traced, peft_config, base_sync_done)
         held.obstacle = trace.error
         held.values |= trace.values
@@ -144,4 +154,18 @@ class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
         held.unused += trace.unused
         for storage, count in trace.written.items():
             if storage in self._missing:
-                self._missing[storage][1] -= count
+                self._missing[storage].left -= count
+
+
+class _Missing:
+    """Elements of a parameter that have got no value in this sync."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size, self.left = name, size, size
+
+
+def _language_parameters(model: Any) -> set[int]:
+    """Return the storages of the parameters that text needs: no vision towers, which a run may never load."""
+    with suppress(AttributeError, NotImplementedError):  # text only
+        model = model.get_language_model()
+    return {each.untyped_storage().data_ptr() for each in model.parameters()}

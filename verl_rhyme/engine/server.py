@@ -125,14 +125,12 @@ class RhymeHttpServer(vLLMHttpServer):
         patches.apply_vllm()  # VLLM_PLUGINS may exclude our plugin
         await super().run_server(args)
         here = map(str, patches.refused(patches.VLLM))
-        refused = sorted(
-            {*here, *(line for lines in await self.engine.collective_rpc("refused_patches") for line in lines)}
-        )
+        refused = sorted({*here, *(line for lines in await self._ask_workers("refused_patches") for line in lines)})
         if refused:
             raise RuntimeError(
                 "vLLM runs without required patches; run `verl-rhyme doctor`:\n  " + "\n  ".join(refused)
             )
-        attached = await self.engine.collective_rpc("attach_proposer")
+        attached = await self._ask_workers("attach_proposer")
         if self._rhyme.drafting.enable and not all(attached):
             raise RuntimeError(
                 f"vLLM runs without the verl-rhyme proposer (attached on each worker: {attached}); "
@@ -140,7 +138,7 @@ class RhymeHttpServer(vLLMHttpServer):
             )
         if self._rhyme.draws:
             mode = POLICY_LOGPROBS if self.config.logprobs_mode == POLICY_LOGPROBS else None
-            if reasons := sorted(filter(None, set(await self.engine.collective_rpc("install_sampler", args=(mode,))))):
+            if reasons := sorted(filter(None, set(await self._ask_workers("install_sampler", mode)))):
                 raise RuntimeError(f"cannot draw tokens on this engine: {'; '.join(reasons)}")
             sampler.allow_all_options(self.engine)
         if self._rhyme.drafting.enable:
@@ -214,6 +212,15 @@ class RhymeHttpServer(vLLMHttpServer):
         finally:
             self._rpcs -= 1
 
+    async def _ask_workers(self, method: str, *args: Any) -> list[Any]:
+        """Return the answers of all workers; vLLM's ``collective_rpc`` drops those of data parallel engines but one."""
+        client: Any = self.engine.engine_core
+        calls = [
+            client._call_utility_async("collective_rpc", method, None, args, None, engine=engine)
+            for engine in client.core_engines
+        ]
+        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+
     async def cache_tokens(self) -> int:
         """Return the KV cache size in tokens of requests of maximum length, as vLLM logs it; 0 if vLLM reports none.
 
@@ -243,7 +250,7 @@ class RhymeHttpServer(vLLMHttpServer):
 
     async def held_weights(self) -> list[dict[str, Any]]:
         """Return samples of the weights of each worker (:class:`verl_rhyme.weights.samples.Held`)."""
-        return await self.engine.collective_rpc("held_weights")
+        return await self._ask_workers("held_weights")
 
     async def idle(self) -> None:
         """Wait until no request runs; requests that wait for newer weights do not count."""
@@ -361,7 +368,7 @@ class RhymeHttpServer(vLLMHttpServer):
             return {}
         ids = list(self._finished)
         self._finished.clear()
-        by_worker = await self.engine.collective_rpc("take_request_counts", args=(ids,))
+        by_worker = await self._ask_workers("take_request_counts", ids)
         columns = {id: counts for worker in by_worker for id, counts in worker.items()}
         for counts in columns.values():
             if "draft_errors" in counts:  # one request carries the errors of all

@@ -311,7 +311,7 @@ def probe(folder: Path) -> None:
     Raises:
         OSError: The folder cannot hold a store; the message has the reason.
     """
-    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))  # a file fails below
     try:
         with tempfile.TemporaryDirectory(prefix=".verl_rhyme-", dir=existing) as name:
             descriptor = lock(Path(name, "lock"), create=True)

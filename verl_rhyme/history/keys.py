@@ -48,12 +48,16 @@ def prompt_key(token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=KEY_BYTES).digest()
 
 
-def turn_key(token_ids: Sequence[int], inputs: Mapping[str, Any]) -> str:
+def turn_key(
+    token_ids: Sequence[int], inputs: Mapping[str, Any], seen: dict[int, tuple[Any, Any]] | None = None
+) -> str:
     """Return the key of what a turn answers: the tokens before it and all other inputs of its request.
 
     Args:
         token_ids: Tokens before the turn.
         inputs: Media and sampling options, by name; ``None`` and empty ones count as missing.
+        seen: Hashes of media by identity, filled here: an object that several turns contain is hashed once. It keeps
+            the objects alive. They must not be changed in place while it lives.
 
     Returns:
         64 hex digits; unique if the inputs cannot be read.
@@ -62,7 +66,7 @@ def turn_key(token_ids: Sequence[int], inputs: Mapping[str, Any]) -> str:
         OverflowError: A token id does not fit in int32.
     """
     try:
-        others = _digest(inputs)
+        others = _digest(inputs, seen)
     except Exception as error:
         _warn("turns whose inputs cannot be read are never continued", f"{type(error).__name__}: {error}")
         others = uuid4().hex
@@ -125,35 +129,44 @@ def _content(message: Any) -> bool:
     return content is not None and (not hasattr(content, "__len__") or len(content) > 0)
 
 
-def _digest(value: Any) -> str:
-    return _hash(json.dumps(_plain(value), sort_keys=True).encode())
+def _digest(value: Any, seen: dict[int, tuple[Any, Any]] | None = None) -> str:
+    return _hash(json.dumps(_plain(value, {} if seen is None else seen), sort_keys=True).encode())
 
 
 def _hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=KEY_BYTES).hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    """Return data for JSON that identify a value: media by a hash, other objects by their type."""
+def _plain(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
+    """Return data for JSON that identify a value: media by a hash (``seen``: by identity), others by their type."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, bytes | bytearray | memoryview):
-        return ["bytes", _hash(bytes(value))]
+    if (known := seen.get(id(value))) is not None:
+        return known[1]
+    if (media := _plain_media(value)) is not None:
+        seen[id(value)] = value, media
+        return media
     if isinstance(value, Mapping):
         # Do not decode an image whose encoded bytes are in the same dict (verl's ``RLHFDataset``).
         skipped = "image" if isinstance(value.get("bytes"), bytes) else None
-        return {str(name): _plain(each) for name, each in value.items() if name != skipped and not _is_missing(each)}
+        given = {str(name): each for name, each in value.items() if name != skipped and not _is_missing(each)}
+        return {name: _plain(each, seen) for name, each in given.items()}
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
+    return [_plain(each, seen) for each in value] if isinstance(value, Iterable) else type(value).__qualname__
+
+
+def _plain_media(value: Any) -> list[Any] | None:
+    """Return what identifies encoded bytes, an array, a tensor or an image; ``None`` for other values."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return ["bytes", _hash(bytes(value))]
     if (array := _array(value)) is not None:
         return [str(array.dtype), array.shape, _hash(array.tobytes())]
-    if hasattr(value, "tobytes") and hasattr(value, "mode"):
-        return _plain_image(value)
-    return list(map(_plain, value)) if isinstance(value, Iterable) else type(value).__qualname__
+    return _plain_image(value) if hasattr(value, "tobytes") and hasattr(value, "mode") else None
 
 
 def _is_missing(value: Any) -> bool:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import transfer_queue as tq
 
 from verl_rhyme.history.record import Trajectory
-from verl_rhyme.processes.waiting import insist_blocking
+from verl_rhyme.processes import queue
 
 #: Bytes to fetch at a time; a prompt whose samples are larger comes in one piece.
 PIECE_BYTES = 128 << 20
@@ -50,9 +49,8 @@ class StoredSamples:
         if not len(rows):
             return [[] for _ in fields]
         keys = [self.keys[row] for row in rows]
-        # The first call joins the run's queue. `tq.init` would start another queue if there is none.
-        get = partial(tq.kv_batch_get, keys=keys, partition_id=self.partition, select_fields=list(fields))
-        data = insist_blocking(get, "fetching samples from TransferQueue")
+        queue.join()
+        data = tq.kv_batch_get(keys=keys, partition_id=self.partition, select_fields=list(fields))
         if len(data) != len(keys):
             raise MissingSamples(
                 f"{len(keys) - len(data)} of {len(keys)} samples were cleared before they were fetched"

@@ -1,4 +1,4 @@
-"""Waits that are never silent, and calls of TransferQueue and of actors that are repeated after an error."""
+"""Waits that are never silent, and calls that are repeated after an error."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 EVERY_S = 120.0
 #: Pauses between the tries of a call, in which a dead process restarts.
 RETRIES_S = (0.5, 2.0, 8.0, 15.0, 30.0, 60.0)
-#: Errors of TransferQueue that name missing or wrong data; it wraps errors of its processes in others.
-PERMANENT = (ValueError, TypeError)
 
 
 @contextmanager
@@ -44,7 +42,7 @@ async def insist(
     call: Callable[[], Awaitable[T]],
     what: str,
     limit_s: float | None = 240.0,
-    permanent: tuple[type[Exception], ...] = PERMANENT,
+    permanent: tuple[type[Exception], ...] = (),
 ) -> T:
     """Return the result of a call that may be repeated; after an error or a late answer, try again for two minutes.
 
@@ -67,20 +65,4 @@ async def insist(
                 raise
             logger.warning("%s failed (%r): trying again", what, error)
             await asyncio.sleep(pause_s)
-    raise AssertionError
-
-
-def insist_blocking(call: Callable[[], T], what: str) -> T:
-    """As :func:`insist`, without an event loop and without a limit for one answer; a long wait is logged."""
-    for pause_s in (*RETRIES_S, None):
-        try:
-            with waiting_for(what):
-                return call()
-        except PERMANENT:
-            raise
-        except Exception as error:
-            if pause_s is None:
-                raise
-            logger.warning("%s failed (%r): trying again", what, error)
-            time.sleep(pause_s)
     raise AssertionError

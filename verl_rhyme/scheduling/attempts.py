@@ -59,9 +59,10 @@ class Start(NamedTuple):
     Attributes:
         name: :attr:`Attempt.name`.
         predecessor: Name of the attempt whose turns this one continues or drafts from; ``None`` without one.
-        partial: Whether it continues from these turns rather than drafts from them (``Rules.continues``).
+        partial: Whether it continues from these turns rather than drafts from them.
         stored: Whether the predecessor finished: its turns are in its trajectories.
         assignment: Replica and queue place.
+        spans: Whether its tokens may be of several policy versions (``Rules.continues``).
     """
 
     name: str
@@ -69,6 +70,7 @@ class Start(NamedTuple):
     partial: bool = False
     stored: bool = False
     assignment: Assignment = ANYWHERE
+    spans: bool = False
 
 
 class Ended(NamedTuple):

@@ -137,7 +137,7 @@ class Dispatch:
                 continue
             sample = ledger.prompt(uid).samples[number]
             if sample.state == "running" and sample.attempt == attempt:
-                had = sample.kept_tokens if self.rollout.rules.continues else 0
+                had = sample.kept_tokens
                 prompt_tokens = self._prompts([uid])[0] + had
                 self._place(name, had, Request(_id(uid, number), uid, prompt_tokens, replica=replica))
 

@@ -23,7 +23,9 @@ class Evidence(NamedTuple):
             (:class:`~verl_rhyme.scheduling.attempts.Ended`), where there is one.
         running: Whether an agent loop worker runs it.
         stored: Whether all its trajectories are stored.
-        reported: Whether its report is present as well, with its turns.
+        reported: Whether its report is present as well.
+        lost: Whether its report is present, and the turns that it left are not: neither in TransferQueue nor kept by a
+            worker.
     """
 
     status: str | None = None
@@ -34,11 +36,13 @@ class Evidence(NamedTuple):
     reported: bool = True
     records: list[Record] = []  # noqa: RUF012  never changed
     scores: list[float] = []  # noqa: RUF012
+    lost: bool = False
 
     @property
     def has_turns(self) -> bool:
-        """Whether it has turns to continue from or to draft from."""
-        return self.status in ("interrupted", "generated")
+        """Whether it has turns to continue from or to draft from. An interruption that is being reported leaves none
+        yet: its worker repeats the report."""
+        return self.status == "generated" or (self.status == "interrupted" and not (self.lost or self.running))
 
 
 class Recovery:
@@ -90,6 +94,8 @@ class Recovery:
     def remember(self, counted: Iterable[str]) -> None:
         """Record which attempts left turns to continue from, and the latest attempt at each sample.
 
+        A sample whose turns are lost starts over.
+
         Args:
             counted: Names of attempts whose reports were counted in the saved state.
         """
@@ -104,8 +110,13 @@ class Recovery:
             if known.has_turns and (attempt.name in counted or attempt.attempt >= sample.attempt):
                 reported = self._reported[attempt.sample] = Reported.of(attempt, known.records)
                 reported.stored, reported.scores = known.stored and not known.reported, known.scores
-            if attempt.name in self._evidence:
+            elif known.lost and attempt.name not in counted and attempt.attempt >= sample.attempt:
+                self._scheduler.step.wasted_tokens += max(0, known.tokens - sample.kept_tokens)
+            if known.has_turns or known.running:
                 self._latest[attempt.sample] = attempt
+        for prompt, number, sample in ledger.samples("pending"):
+            if sample.tokens and (prompt.uid, number) not in self._reported:
+                self._scheduler.start_over(prompt.uid, number)
 
     def place(self, filters: bool) -> list[Attempt]:
         """Restore samples to the state of their latest attempts.
@@ -122,7 +133,7 @@ class Recovery:
     def _place(self, attempt: Attempt, filters: bool) -> bool:
         sample = self._scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
         known = self._evidence[attempt.name]
-        if attempt.attempt < sample.attempt or sample.state != "pending" or not (known.has_turns or known.running):
+        if attempt.attempt < sample.attempt or sample.state != "pending":
             return True
         generated = known.status == "generated"
         state: State

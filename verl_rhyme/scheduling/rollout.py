@@ -122,10 +122,10 @@ class Rollout:
         for uid, number in self.scheduler.dispatch(limit, min_starts, self._retries.waiting.keys()):
             before, name = self._predecessor(uid, number), self._latest(uid, number).name
             predecessor = None if before is None else Attempt(uid, number, before).name
-            stored = self._report((uid, number)).stored
+            stored, kept = self._report((uid, number)).stored, self.kept_tokens(uid, number) > 0
             place = priority(self.rules, self.scheduler.ledger.prompt(uid))
             assignment = Assignment(oldest_version=self.scheduler.oldest_version(uid), priority=place)
-            starts.append(Start(name, predecessor, self.rules.continues, stored, assignment))
+            starts.append(Start(name, predecessor, kept, stored, assignment, self.rules.continues))
         return starts
 
     def next_start(self) -> float | None:
@@ -142,14 +142,13 @@ class Rollout:
 
     def kept_tokens(self, uid: str, number: int) -> int:
         """Return the tokens from which the next attempt at a sample continues."""
-        if not self.rules.continues or self._predecessor(uid, number) is None:
-            return 0
-        return self.scheduler.ledger.prompt(uid).samples[number].kept_tokens
+        known = self._report((uid, number)).attempt is not None
+        return self.scheduler.ledger.prompt(uid).samples[number].kept_tokens if known else 0
 
     def _predecessor(self, uid: str, number: int) -> int | None:
-        if not (self.rules.continues or self.rules.redrafts):
-            return None
-        return self._report((uid, number)).attempt
+        if self.rules.redrafts or self.kept_tokens(uid, number):
+            return self._report((uid, number)).attempt
+        return None
 
     def ended(self, report: Ended, now: float = 0.0) -> list[Record]:
         """Record the report of an attempt's end at ``now``; a report that no caller waits for changes nothing.
@@ -194,7 +193,9 @@ class Rollout:
             new = [record for record in reported.records if record["id"] not in known]
             self._ran += new
             repeated = {record["id"] for record in reported.records}
-            self._wasted += [record for record in before.records if record["id"] not in repeated]  # its turns were lost
+            lost = [record for record in before.records if record["id"] not in repeated]  # with its turns
+            self._wasted += lost
+            self.scheduler.step.wasted_tokens += sum(record["response_tokens"] for record in lost)
             if report.status == "generated":
                 self._generated(report, uid, number)
             elif not self.scheduler.interrupt(uid, number, report.tokens, report.first_version):
@@ -202,12 +203,20 @@ class Rollout:
             return new
         return []
 
-    def lost(self, names: Iterable[str]) -> list[str]:
-        """Abandon attempts that no process runs any more; return those whose samples start again."""
+    def lost(self, names: Iterable[str], turns: Iterable[str] = ()) -> list[str]:
+        """Abandon attempts that no process runs any more; return those whose samples start again.
+
+        ``turns``: ended attempts whose turns are lost. Samples that would go on from them start over.
+        """
         in_progress = {attempt.name: attempt for attempt in self.attempts()}
         lost = [name for name in names if name in in_progress]
         for name in lost:
             self.scheduler.abandon(*in_progress[name].sample)
+        for attempt in map(Attempt.named, turns):
+            reported = self._report(attempt.sample)
+            if reported.attempt == attempt.attempt and not reported.stored:
+                self._start_over(*attempt.sample)
+                self._obsolete.append(attempt.name)
         return lost
 
     def abandon_running(self) -> list[str]:
@@ -284,6 +293,8 @@ class Rollout:
                 f"the agent loop returned no trajectory for any of the {len(collected.samples)} samples of a batch: "
                 "check the agent loop (actor_rollout_ref.rollout.agent)"
             )
+        for sample in self.scheduler.retire():
+            self._waste(sample)
         trained = [record for sample in collected.samples for record in self._forget(sample)]
         for uid, _ in collected.samples:
             self._finished_groups.pop(uid, None)
@@ -437,6 +448,11 @@ class Rollout:
             self._wasted += reported.records
             reported.records, reported.empty = [], False
 
+    def _start_over(self, uid: str, number: int) -> None:
+        """Forget all of a sample: nothing is left to continue or to draft from."""
+        self._wasted += self._forget((uid, number))
+        self.scheduler.start_over(uid, number)
+
     def _forget(self, sample: tuple[str, int]) -> list[Record]:
         """Forget the reports of a sample and return its records."""
         return self._reported.pop(sample, Reported()).records
@@ -461,10 +477,10 @@ class Rollout:
         stored = self._stored(prompt)
         if not stored:
             error = "the agent loop returned no trajectory for any sample of the prompt"
-            if self._try_again(uid, 0, error, now, broken=True):
+            # Once more, because a tool may answer otherwise; the model draws the same.
+            if self._try_again(uid, 0, error, now, broken=True, tries=TRIES // 2):
                 for number in range(len(prompt.samples)):
-                    self._reported[uid, number].empty = False
-                    self.scheduler.abandon(uid, number)
+                    self._start_over(uid, number)
         elif not self._filter.keeps([self._report(sample).scores for sample in stored]):
             self._drop(uid)
         else:

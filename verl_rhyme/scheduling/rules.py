@@ -7,7 +7,7 @@ coordinator and workers read the rules and know no preset.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from omegaconf import OmegaConf
@@ -27,7 +27,7 @@ Refill = Literal["always", "when_empty"]
 
 #: Treatment of a running response at a new version. ``continue``: it is interrupted and continues from its tokens.
 #: ``finish``: its replica takes the version after it has finished. ``regenerate``: it is interrupted and regenerated,
-#: with its text at most as a draft.
+#: with its text at most as a draft; so is, if this is set, a sample that fails under one version.
 AtVersion = Literal["continue", "finish", "regenerate"]
 
 #: On-policy default: batches that are loaded together, as in SortedRL. What is interrupted is regenerated with the same
@@ -182,6 +182,11 @@ class Rules:
         return self.version_rule != "regenerate"
 
     @property
+    def keeps(self) -> bool:
+        """Whether the text of an ended attempt is continued while it may be trained (at k = 0 under one version)."""
+        return self.continues or (self.max_staleness == 0 and self.at_version is None)
+
+    @property
     def redrafts(self) -> bool:
         """Whether an interrupted sample is regenerated with its earlier text as draft."""
         return self.drafts and not self.continues
@@ -270,7 +275,7 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
     if rhyme is None or rhyme.max_staleness is None:
         return None
     rollout = "actor_rollout_ref.rollout"
-    return of_options(
+    rules = of_options(
         rhyme.scheduling,
         rhyme.max_staleness,
         separate=TOPOLOGIES.get(str(OmegaConf.select(config, "trainer.v1.trainer_mode"))) == "separate",
@@ -280,3 +285,5 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
         relayed=OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend") == "relay",
         drafts=rhyme.drafting.enable and rhyme.drafting.policy == "adaptive",
     )
+    replay = OmegaConf.select(config, f"{rollout}.enable_rollout_routing_replay")  # of one request's experts only
+    return replace(rules, at_version="regenerate") if replay and not rules.continues else rules

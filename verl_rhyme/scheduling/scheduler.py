@@ -180,7 +180,7 @@ class Scheduler:
         """
         oldest = self._version_of(tokens, first_version) if tokens else None
         self.step.interrupted += 1
-        goes_on = self.rules.continues and (oldest is None or oldest >= self._oldest_trained)
+        goes_on = self.rules.keeps and (oldest is None or oldest >= self._oldest_trained)
         if not goes_on:
             self.step.wasted_tokens += tokens
             oldest = None
@@ -189,11 +189,19 @@ class Scheduler:
         return goes_on
 
     def abandon(self, uid: str, number: int) -> None:
-        """Abandon an attempt that failed, or that no process runs any more and whose end was not reported."""
-        self.ledger.move(uid, number, "pending")
+        """Abandon an attempt that failed, or that no process runs any more and whose end was not reported.
+
+        Its text from before remains: the kept one, or the generated one.
+        """
+        sample = self.ledger.move(uid, number, "pending")
         self.step.abandoned += 1
-        if not self.rules.continues:
+        if not (self.rules.keeps and sample.tokens):
             self._regenerate(uid, number)
+
+    def start_over(self, uid: str, number: int) -> None:
+        """Record that nothing is left of a sample's text, not even a draft."""
+        self._regenerate(uid, number)
+        self.ledger.prompt(uid).samples[number].tokens = 0
 
     def drop(self, uid: str) -> None:
         """Drop a prompt that failed or was filtered; another prompt may be loaded in its place."""
@@ -284,6 +292,15 @@ class Scheduler:
         self._tail.choose_round(self.batches_left)
         return collected
 
+    def retire(self) -> list[tuple[str, int]]:
+        """Regenerate pending samples whose kept text no later policy continues; return them. After :meth:`collect`."""
+        if self.rules.continues:
+            return []
+        samples = [(p.uid, number) for p, number, sample in self.ledger.samples("pending") if sample.kept_tokens]
+        for sample in samples:
+            self._regenerate(*sample)
+        return samples
+
     def begin(self, version: int, batches_left: int | None = None) -> list[tuple[str, int]]:
         """Make the policy ``version`` the current one.
 
@@ -349,11 +366,11 @@ class Scheduler:
         """
         if state in ("generated", "finished"):
             first_version = self._version_of(tokens, first_version)
-        if state in ("pending", "running") and not (self.rules.continues and tokens):
+        if state in ("pending", "running") and not (self.rules.keeps and tokens):
             first_version = None
-        continues = self.rules.continues and (first_version is None or first_version >= self._oldest_trained)
-        if state == "pending" and not continues:
-            first_version = None
+        continues = self.rules.keeps and (first_version is None or first_version >= self._oldest_trained)
+        if not continues and (state == "pending" or (state == "running" and not self.rules.continues)):
+            first_version = None  # its text is a draft
         sample = self.ledger.move(uid, number, state, restored=True)
         sample.attempt, sample.tokens, sample.first_version = attempt, tokens, first_version
         if state == "running" and self.rules.spans_versions:

@@ -30,9 +30,11 @@ from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.observability.metrics import fillable_slots
 from verl_rhyme.planning import profile
 from verl_rhyme.planning.profile import Profile
+from verl_rhyme.processes import queue
 from verl_rhyme.processes.deaths import WatchedCheckpointManager
 from verl_rhyme.processes.waiting import waiting_for
 from verl_rhyme.router import router_file
+from verl_rhyme.scheduling.retries import RolloutError
 from verl_rhyme.trainer import checkpoints
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.observers import Observer, Step
@@ -259,6 +261,11 @@ class RhymeTrainerMixin(PPOTrainer):
             with waiting_for("validation" if partition_id == "val" else "samples of an update batch"):
                 sampled = sample(*args, partition_id=partition_id, **kwargs)
             if partition_id == "val":
+                if not sampled[0].keys:
+                    raise RolloutError(
+                        "no validation sample succeeded: the agent loop workers logged the first failure. Fix what "
+                        "raised it, then start the same command: it resumes from the last checkpoint."
+                    )
                 self._recorder.log_validation(sampled[0], step=self.global_steps, epoch=self._epoch())
             return sampled
 
@@ -329,6 +336,7 @@ class RhymeTrainerMixin(PPOTrainer):
 
     @_hook
     def fit(self, agent_loop_manager: Any) -> None:
+        queue.join()
         try:
             super().fit(agent_loop_manager)
         finally:

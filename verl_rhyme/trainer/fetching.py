@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 
 from verl_rhyme.actor.held_rows import JOIN, KEEP
-from verl_rhyme.processes.waiting import insist_blocking
 
 #: Field that a stage requests if it needs nothing new: there is no empty answer.
 SMALL = "uid"
@@ -47,8 +45,7 @@ class Fetching:
         if not self.holds:
             yield
             return
-        retrieve = functools.partial(tq.get_client().kv_retrieve_meta, batch.keys, batch.partition_id)
-        fields = frozenset(insist_blocking(retrieve, "reading TransferQueue").field_names)
+        fields = frozenset(tq.get_client().kv_retrieve_meta(batch.keys, batch.partition_id).field_names)
         if self._had is None:
             self._had, mark, batch.fields = fields, KEEP, None
             batch.extra_info[KEEP] = {"part": self._part, "fields": sorted(fields)}

@@ -9,7 +9,6 @@ actor.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
@@ -41,7 +40,6 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.planning.cost import TYPICAL
 from verl_rhyme.processes.messages import LoadedPrompt, Reply, RunSettings
 from verl_rhyme.processes.stored_samples import StoredSamples
-from verl_rhyme.processes.waiting import insist_blocking
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.scheduling.retries import RolloutError
 from verl_rhyme.scheduling.rules import of_config
@@ -268,8 +266,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         uids = [str(uid) for uid in batch["uid"]]
         columns = [key for key, column in batch.items() if not isinstance(column, NonTensorData)]
         fields = {"fields": batch.select(*columns), "tags": [{}] * len(uids)}
-        put = functools.partial(tq.kv_batch_put, keys=uids, partition_id=PROMPTS, **fields)
-        insist_blocking(put, "storing prompts in TransferQueue")
+        tq.kv_batch_put(keys=uids, partition_id=PROMPTS, **fields)
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         keys = self._prompt_keys(batch, columns)

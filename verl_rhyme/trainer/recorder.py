@@ -38,7 +38,7 @@ from verl_rhyme.observability.metrics import DRAFTER, drafter_metrics, step_metr
 from verl_rhyme.processes.messages import Reply
 from verl_rhyme.processes.request import FIELD
 from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
-from verl_rhyme.processes.waiting import insist_blocking, waiting_for
+from verl_rhyme.processes.waiting import waiting_for
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.observers import Observer, Step
@@ -311,8 +311,7 @@ class Recorder(Observer):
             self._with_counts(samples.rows(validate=False)[0])
             self._untrained += len(stored.keys)
         finally:
-            clear = functools.partial(tq.kv_clear, keys=stored.keys, partition_id=stored.partition)
-            insist_blocking(clear, "clearing TransferQueue")
+            tq.kv_clear(keys=stored.keys, partition_id=stored.partition)
 
     def _rewards(self, stored: StoredSamples) -> np.ndarray:
         try:

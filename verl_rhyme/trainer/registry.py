@@ -11,6 +11,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_rhyme.agent_loop.client import rhymed
+from verl_rhyme.checks import startup
 from verl_rhyme.config import config_tree
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.checkpoints import continue_metrics
@@ -57,6 +58,8 @@ def _chosen(stock: type, schedule: type, pipeline: type) -> Callable[[DictConfig
     """Return the function that verl calls in place of a trainer's class."""
 
     def trainer(config: DictConfig) -> Any:
+        if config_tree.is_used(config):
+            startup.begin(config)
         rhyme = config_tree.from_verl(config)
         if rhyme is None:
             continue_metrics(config)

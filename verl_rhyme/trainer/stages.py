@@ -11,7 +11,6 @@ that compare trajectories of the whole batch (:func:`find_unsupported_option`). 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,6 @@ from verl_rhyme.actor.streamed_update import BY_TOKENS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import Part
-from verl_rhyme.processes.waiting import insist_blocking
 from verl_rhyme.scheduling.training_order import arrange
 from verl_rhyme.trainer.fetching import Fetching
 
@@ -134,8 +132,7 @@ class Stages:
                 self._trainer.actor_rollout_wg.drop_update()
             rows = (row for each in self._batches for row in zip(each.keys, each.tags, strict=True))
             if padding := [key for key, tag in rows if tag.get("is_padding", False)]:
-                clear = functools.partial(tq.kv_clear, keys=padding, partition_id=TRAIN)
-                insist_blocking(clear, "clearing TransferQueue")
+                tq.kv_clear(keys=padding, partition_id=TRAIN)
             self._begin()
             early = 0
         self._run(batch.keys, batch.tags, last=True)

@@ -453,7 +453,7 @@ def sent_by(actor: Any) -> Sent | None:
     """Return the samples that an actor's workers took when they sent their weights; ``None`` if they took none."""
     take: Any = getattr(actor, "sent_weights", None)  # a method of our workers
     for sent in () if take is None else take():
-        if sent is not None and (sent.values or sent.unsent):
+        if sent is not None:
             return sent
     log_uncompared("the actor's worker or its backend sends them in another way than verl's")
     return None

@@ -25,7 +25,7 @@ POINTS = 32
 _LAYERS, _EXPERTS = 4, 16
 #: Dtypes to which a transfer may round values (``engine.narrow``, verl's merged adapters).
 _ROUNDED = (torch.bfloat16, torch.float16)
-_NUMBER = re.compile(r"\.(\d+)(?=\.)")
+_NUMBER, _LAYER = re.compile(r"\.(\d+)(?=\.)"), re.compile(r"\w+\.\d+(?=\.)")
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def points(count: int, version: int | None, device: Any = None) -> torch.Tensor:
 def take(tensor: torch.Tensor, version: int | None) -> torch.Tensor:
     """Return the compared elements, [N], on the tensor's device."""
     where = points(tensor.numel(), version, tensor.device)
-    return tensor.detach()[torch.unravel_index(where, tensor.shape)]
+    return tensor.detach()[torch.unravel_index(where, tensor.shape)].reshape(-1)
 
 
 @dataclass
@@ -77,6 +77,7 @@ class Held:
     unused: list[str] = field(default_factory=list)  # tensors that were stored nowhere
     incomplete: list[str] = field(default_factory=list)  # compared parameters that got fewer elements than they have
     blank: list[str] = field(default_factory=list)  # parameters that got none and were not read from a file either
+    aside: list[str] = field(default_factory=list)  # compared parameters outside of the language model that got none
     obstacle: str = ""  # why the weights cannot be compared
 
 
@@ -101,24 +102,46 @@ def _differences(sent: Sent, workers: list[Held]) -> Iterator[str]:
             yield f"{name} of worker {number} got nothing and has random values"
     for obstacle in {each.obstacle for each in workers if each.obstacle}:
         return log_uncompared(obstacle)
-    stored = {name for worker in workers for name in worker.values}
+    for number, worker in enumerate(workers):
+        for name, held, ours in _other_values(sent, worker):
+            yield f"{name}: worker {number} has {held:.9g}, the actor {ours:.9g}"
+    found: dict[str, set[int]] = {}
+    for worker in workers:
+        for name, pieces in worker.values.items():
+            found.setdefault(name, set()).update(*(which for _, which, *_ in pieces))
+    known = {tuple(sent.values[name]) for name in found.keys() & sent.values.keys()} - {()}
     altered = {name for worker in workers for name in worker.altered}
-    incomplete = next((name for worker in workers for name in worker.incomplete), "")
-    known = {tuple(sent.values[name]) for name in stored & sent.values.keys()}
+    incomplete = {_layer(name): name for worker in workers for name in worker.incomplete}
+    aside = {name for worker in workers for name in worker.aside}
+    uncompared = set[str]()
     for name, values in sent.values.items():
-        found = set[int]()
-        for number, worker in enumerate(workers):
-            for dtype, which, held, scale in worker.values.get(name, ()):
-                found.update(which)
-                theirs, ours = torch.tensor(held, dtype=getattr(torch, dtype)), torch.tensor(values)[which]
-                for i in _unequal(ours, theirs, scale):
-                    yield f"{name}: worker {number} has {held[i]:.9g}, the actor {scale * float(ours[i]):.9g}"
-        tied = name not in stored and tuple(values) in known - {()}
-        if len(found) == len(values) or name in altered or tied:
+        if len(found.get(name, ())) == len(values) or (name not in found and tuple(values) in known):  # or it is tied
             continue
-        if "lora_" in name or incomplete:
-            part = "a part of it was" if found else "it was not"
-            yield f"{name}: {part} loaded" + (f"; {incomplete} got less than it holds" if incomplete else "")
+        less = incomplete.get(_layer(name)) or next(filter(name.endswith, aside), "")
+        if name not in altered and ("lora_" in name or less):
+            part = "a part of it was" if name in found else "it was not"
+            yield f"{name}: {part} loaded" + (f"; {less} got less than it holds" if less else "")
+        uncompared.add(_NUMBER.sub(".*", name))
+    _log_kinds(uncompared, {name.partition(".")[0] for name in aside})
+
+
+def _other_values(sent: Sent, worker: Held) -> Iterator[tuple[str, float, float]]:
+    """Yield tensor, value of the worker, and value of the actor where they differ."""
+    rows: dict[tuple[str, float], list[tuple[str, float, float]]] = {}  # by dtype and scale
+    for name, pieces in worker.values.items():
+        if (ours := sent.values.get(name)) is not None:
+            for dtype, which, held, scale in pieces:
+                rows.setdefault((dtype, scale), []).extend((name, x, ours[i]) for i, x in zip(which, held, strict=True))
+    for (dtype, scale), each in rows.items():
+        theirs = torch.tensor([held for _, held, _ in each], dtype=getattr(torch, dtype))
+        for i in _unequal(torch.tensor([value for *_, value in each]), theirs, scale):
+            name, value, actors = each[i]
+            yield name, value, scale * actors
+
+
+def _layer(name: str) -> str:
+    """Return a tensor's layer, such as ``layers.2``, in the actor's name or in the engine's."""
+    return found[0] if (found := _LAYER.search(name)) else ""
 
 
 def _unequal(sent: torch.Tensor, held: torch.Tensor, scale: float) -> list[int]:
@@ -128,6 +151,23 @@ def _unequal(sent: torch.Tensor, held: torch.Tensor, scale: float) -> list[int]:
         ours = (sent.to(dtype).to(held.dtype) * scale).double()  # an engine's buffers may be integers
         same |= torch.isclose(ours, held.double(), rtol=0, atol=0, equal_nan=True)
     return torch.nonzero(~same).flatten().tolist()
+
+
+_logged = set[str]()
+
+
+def _log_kinds(names: set[str], towers: set[str]) -> None:
+    """Warn once of each kind of tensor that is not compared, and of parts of an engine that are never sent."""
+    if new := sorted(names - _logged):
+        _logged.update(new)
+        logger.warning("not compared, since vLLM's loader computes other values of it or drops it: %s", ", ".join(new))
+    if parts := sorted(towers - _logged):
+        _logged.update(parts)
+        logger.warning(
+            "the actor sends no weights for %s of the engines, outside of the language model: there the engines keep "
+            "those that they started with (random ones with load_format=dummy)",
+            ", ".join(parts),
+        )
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl_rhyme.agent_loop import worker as workers
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import STARTS
+from verl_rhyme.agent_loop.validation import Validation
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker, _Order
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.processes.request import FIELD, RequestMeta
@@ -83,7 +84,7 @@ def answered(worker_class, prompt, validate=False):
             self.tokenizer, self.processor = SimpleNamespace(chat_template="{{ messages }}"), None
             self.hf_model_type = self.dataset_cls = self.tools = self._filter_metric = None
             self._seed, self._attempts, self._sessions, self._reports = 0, {}, {}, self
-            self._tool_timeout = 60.0
+            self._tool_timeout, self._validation = 60.0, Validation(60.0)
 
         async def send(self, ended, left=None):
             assert ended.status != "failed", ended.error

@@ -7,6 +7,7 @@ import pytest
 from verl_rhyme.agent_loop import reports as module
 from verl_rhyme.agent_loop.reports import Reports
 from verl_rhyme.processes import waiting
+from verl_rhyme.processes.queue import repeated
 from verl_rhyme.scheduling.attempts import Ended
 
 
@@ -19,8 +20,6 @@ class Queue:
 
     async def put(self, keys, partition_id, fields, tags):
         await asyncio.sleep(0)
-        if self.hang:
-            await asyncio.sleep(60)
         if self.fail:
             self.fail -= 1
             raise ConnectionError("gone")
@@ -29,6 +28,8 @@ class Queue:
         self.order.append("stored")
 
     async def remote(self, ended):
+        if self.hang:
+            await asyncio.sleep(60)
         if self.deaf:
             self.deaf -= 1
             raise ConnectionError("it restarts")
@@ -39,7 +40,7 @@ class Queue:
 @pytest.fixture
 def queue(monkeypatch):
     queue = Queue()
-    monkeypatch.setattr(module.tq, "async_kv_batch_put", queue.put)
+    monkeypatch.setattr(module.tq, "async_kv_batch_put", repeated(queue.put, "the queue"))
     monkeypatch.setattr(waiting, "RETRIES_S", (0.001, 0.001))
     return queue
 
@@ -90,10 +91,10 @@ async def test_failed_report_is_sent_again_and_stored_once(reports, queue):
     assert queue.stored == queue.reported == [{"a_0": "interrupted"}]
 
 
-async def test_hung_queue_is_an_error(reports, queue, monkeypatch):
+async def test_hung_coordinator_is_an_error(reports, queue, monkeypatch):
     monkeypatch.setattr(module, "_TIMEOUT_S", 0.01)
     queue.hang = True
-    with pytest.raises(module.NotReported, match=r"TransferQueue.*TimeoutError"):
+    with pytest.raises(module.NotReported, match=r"the coordinator.*TimeoutError"):
         await send(reports, "a_0")
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextvars
+import gc
 import threading
+import weakref
 from array import array
 from types import SimpleNamespace
 
@@ -84,8 +86,9 @@ def attempt(client, session, prompt=PROMPT, params=None):
 
 def again(session, partial):
     """Return the next attempt, from the stored turns of the last one."""
-    kept = [Turn.from_dict(turn.to_dict()) for turn in session.carried_over]
-    return sample(partial, earlier_turns=kept, records=session.records if partial else [])
+    after = sample(partial)
+    after.inherit([Turn.from_dict(turn.to_dict()) for turn in session.carried_over], session.records, partial)
+    return after
 
 
 @settings(max_examples=150)
@@ -95,7 +98,7 @@ def test_resumed_response_keeps_its_budget_and_log_probs(stops, length):
     made = []  # (version, tokens) of each attempt
     for version in range(len(stops) + 1):
         client.version = version
-        before = session.tokens + sum(len(turn.tokens) for turn in session.earlier_turns)
+        before = session.tokens
         output = attempt(client, session)
         made.append((version, session.tokens - before))
         if output is not None:
@@ -154,9 +157,8 @@ def test_resuming_client_resumes_within_the_turn(monkeypatch):
     monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", no_wait)
     for partial in (True, False):
         client = Client([3, 4], resumes=True)
-        session = sample(
-            partial, assignment=Assignment(expected_tokens=9), earlier_turns=[Turn("", array("i", range(100, 106)))]
-        )
+        session = sample(partial, assignment=Assignment(expected_tokens=9))
+        session.inherit([Turn("", array("i", range(100, 106)))], [], partial=False)
         output = attempt(client, session)
         assert [meta.attempt for _, _, meta, _ in client.requests] == [0, 1, 2]
         assert [len(prompt) for prompt, *_ in client.requests] == [3, 6, 10]
@@ -230,8 +232,9 @@ def test_changed_tool_answer_discards_later_turns():
     _, second = turns(client, session, 51)
     assert client.requests[-1][0][-1] == 51
     assert len(second.token_ids) == 4
-    assert [turn.number for turn in session.turns] == [0, 2], "the discarded turn's noise is not used again"
-    assert session.tokens == 8
+    assert [turn.number for turn in session.turns] == [0, 0]
+    assert session.tokens == 8, "an interruption would not leave the discarded turn to the next attempt"
+    assert [turn.prompt for turn in session.carried_over] == [turn.prompt for turn in session.turns]
 
 
 IMAGE = np.zeros((2, 2, 3), np.uint8)
@@ -304,7 +307,10 @@ def test_parallel_turns_continue_in_any_order():
     texts = parallel(client, session, [2, 0, 1])
     assert texts == {n: [*range(100 + n, 106 + n)] for n in range(3)}
     assert [len(prompt) for prompt, *_ in client.requests[3:]] == [5 + 4, 3 + 2, 4 + 3], "each its own tokens"
-    assert sorted(turn.number for turn in session.turns) == [0, 1, 2]
+    noises = lambda of: {session.noise_of(turn) for turn in of.turns}  # noqa: E731
+    assert [turn.number for turn in session.turns] == [0, 0, 0]
+    session.noise = "1f"
+    assert len(noises(session)) == 3
 
 
 @pytest.mark.parametrize("one_conversation", [True, False])
@@ -339,9 +345,7 @@ def test_interrupted_attempt_reports_turns_that_it_has_not_begun_again():
     client, session = Client([5]), sample(partial=True)
     assert attempt(client, session) is None
     session = again(session, partial=True)
-    assert (session.tokens, session.first_version) == (0, None)
-    session.interrupted = True
-    assert (session.tokens, session.first_version, len(session.carried_over)) == (5, 0, 1)
+    assert (session.turns, session.tokens, session.first_version, len(session.carried_over)) == ([], 5, 0, 1)
 
 
 def test_on_policy_turns_of_two_versions_are_an_interruption():
@@ -356,6 +360,50 @@ def test_on_policy_turns_of_two_versions_are_an_interruption():
     assert [len(turn.tokens) for turn in session.carried_over] == [4, 4]
 
 
+def test_on_policy_attempt_continues_and_never_mixes_versions():
+    """The draft of an earlier version stays, and the engines may get new weights before the next request."""
+    for version in (1, 2):
+        session = sample(partial=False)
+        session.inherit([Turn("", array("i", range(100, 109)), first_version=0, version=0)], [], partial=False)
+        client = Client([3, 20], version=1)
+        assert attempt(client, session) is None
+        client.version, after = version, sample(partial=False)
+        after.inherit([turn.copy() for turn in session.carried_over], session.records, partial=True)
+        output = attempt(client, after)
+        assert [prompt for prompt, *_ in client.requests] == [PROMPT, [*PROMPT, 100, 101, 102]]
+        assert drafts(client) == [[*range(100, 109)], [*range(103, 109)]]
+        if version == 1:
+            assert output.token_ids == [*range(100, 120)]
+        else:
+            assert (output, after.first_version) == (None, 1)
+
+
+class Picture:
+    """An image that counts how often its pixels are read."""
+
+    mode, size, reads = "RGB", (1, 1), 0
+
+    def tobytes(self):
+        self.reads += 1
+        return b"pix"
+
+
+def test_media_are_hashed_once_for_all_turns_of_an_attempt():
+    async def loop(picture):
+        sessions.set_current(session)
+        for prompt in (PROMPT, [*PROMPT, 7], [*PROMPT, 8]):
+            await client.generate("r", prompt_ids=prompt, sampling_params={"max_tokens": 2}, image_data=[picture])
+
+    picture, session, client = Picture(), sample(partial=True), Client()
+    asyncio.run(loop(picture))
+    assert picture.reads == 1
+    assert len({turn.prompt for turn in session.turns}) == 3
+    client.requests.clear()
+    session, gone, picture = None, weakref.ref(picture), None
+    gc.collect()
+    assert gone() is None
+
+
 def test_agent_loops_do_not_handle_an_interruption_as_an_error():
     assert not issubclass(Interrupted, Exception)
 
@@ -363,7 +411,7 @@ def test_agent_loops_do_not_handle_an_interruption_as_an_error():
 @given(st.lists(st.integers(0, 2**31 - 1)), st.booleans())
 def test_turn_is_stored_as_bytes(tokens, asked):
     log_probs = array("f", [-token / 7 for token in tokens]) if asked else None
-    turn = Turn("key", array("i", tokens), log_probs, 3, 3, False, "aborted")
+    turn = Turn("key", array("i", tokens), log_probs, 3, 3, False, "aborted", 1, array("i", tokens[1:]))
     stored = serial_utils.decode(serial_utils.encode(turn.to_dict()))  # TransferQueue's encoding
     assert stored["tokens"] == np.array(tokens, "<i4").tobytes()
     assert stored["log_probs"] == (np.array(log_probs, "<f4").tobytes() if asked else None)

@@ -4,6 +4,7 @@ The client, the session and the draws are the real ones; the model is a table of
 """
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,7 +53,7 @@ class Client(RhymeLLMServerClient, Engine):
     def __init__(self, stops=None):
         rollout = SimpleNamespace(response_length=8, prompt_length=8)
         super().__init__(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)), interruptible=True)
-        self.stops = stops
+        self.stops, self.pauses = stops, itertools.count()
 
     async def ask(self, prompt, name="r", **params):
         output = await self.generate(name, prompt_ids=prompt, sampling_params={"max_tokens": LENGTH, **params})
@@ -87,10 +88,22 @@ async def context_reset(client):
     return [first, second, await client.ask(PROMPT, "reset"), await client.ask([*PROMPT, *second, 0], "reset")]
 
 
-LOOPS = [best_of_four, retry_until_parsed, parallel, parallel_in_one_conversation, context_reset]
+async def branches(client):
+    """The second calls come in another order in each attempt."""
+
+    async def branch(number):
+        first = await client.ask([*PROMPT, number], f"r{number}")
+        for _ in range(next(client.pauses) % 7):
+            await asyncio.sleep(0)
+        return [first, await client.ask([*PROMPT, number, *first, 0], f"r{number}")]
+
+    return [text for texts in await asyncio.gather(*map(branch, range(3))) for text in texts]
 
 
-def run(loop, noises, client=None, **more):
+LOOPS = [best_of_four, retry_until_parsed, parallel, parallel_in_one_conversation, context_reset, branches]
+
+
+def run(loop, noises, client=None, left=()):
     """Return the texts of one attempt for each noise, and the sessions."""
 
     async def one(session):
@@ -104,7 +117,9 @@ def run(loop, noises, client=None, **more):
         return await asyncio.gather(*(asyncio.create_task(one(session)) for session in all_of))
 
     client = client or Client()
-    all_of = [Session(name=f"uid_{i}", noise=noise, **more) for i, noise in enumerate(noises)]
+    all_of = [Session(name=f"uid_{i}", noise=noise) for i, noise in enumerate(noises)]
+    for session in all_of:
+        session.inherit(list(left), [], partial=False)
     return asyncio.run(every()), all_of
 
 
@@ -143,5 +158,5 @@ def test_regenerated_calls_draw_the_same_tokens(loop):
         client = Client()
         after = []
         for i, noise in enumerate(given):
-            after += run(loop, [noise], client, earlier_turns=kept[i])[0]
+            after += run(loop, [noise], client, kept[i])[0]
         assert after == texts

@@ -1,7 +1,6 @@
 """Attempts of an agent loop worker: how they run, end and are reported."""
 
 import asyncio
-import contextlib
 import json
 import sys
 from array import array
@@ -27,10 +26,11 @@ from verl_rhyme.agent_loop.session import (
     current,
 )
 from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN, KeptTurns
+from verl_rhyme.agent_loop.validation import Validation
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker
-from verl_rhyme.processes import waiting
 from verl_rhyme.processes.deadline import NoAnswer
-from verl_rhyme.scheduling.attempts import Attempt, Start, sample_of
+from verl_rhyme.scheduling import retries
+from verl_rhyme.scheduling.attempts import Attempt, Ended, Start, sample_of
 from verl_rhyme.scheduling.retries import HANG_TRIES
 
 _Worker = SessionAgentLoopWorker.__ray_metadata__.modified_class
@@ -44,6 +44,7 @@ class Worker(_Worker):
         self.left = {}
         self._seed, self._filter_metric, self._tool_timeout = 0, None, 60.0
         self._attempts, self._sessions, self._kept = {}, {}, KeptTurns()
+        self._validation = Validation(60.0)
         self.background_tasks = set()
         self._reports = self
 
@@ -115,7 +116,7 @@ def postprocessed(monkeypatch):
 
 
 def first(number):
-    return Start(Attempt("a", number).name, partial=True)
+    return Start(Attempt("a", number).name, partial=True, spans=True)
 
 
 async def interrupted(worker, params, session_id, prompt):
@@ -144,7 +145,7 @@ def trajectory(**extra_fields):
 
 def generate(tokens=2):
     """Generate a turn in the session, as the client does."""
-    turn, _ = current().begin_turn("p")
+    turn = current().begin_turn("p")
     current().extend(turn, [7] * tokens, None, 2, "completed", 1)
 
 
@@ -152,8 +153,8 @@ def kept_turns(met):
     """An agent loop that notes in ``met``, by sample, the tokens that its turns continue or draft from."""
 
     async def run(worker, params, session_id, prompt):
-        begun = [current().begin_turn("p" if current().partial else "new") for _ in current().earlier_turns]
-        met[session_id] = [list(turn.tokens) or list(array("i", draft)) for turn, draft in begun]
+        begun = [current().begin_turn("p") for _ in current().earlier_turns]
+        met[session_id] = [list(turn.tokens or turn.draft) for turn in begun]
         raise Interrupted
 
     return run
@@ -284,10 +285,9 @@ async def test_interrupted_tokens_stay_in_the_worker_until_a_checkpoint(queue, m
         current().turns = [turn]
         raise Interrupted
 
-    async def store(keys, partition_id, fields):
+    async def store(keys, partition_id, fields, tags):
+        assert tags == [{"turns": True}] * 2, "a coordinator that restarts knows that the entries have them"
         put.append((partition_id, keys, [list(each) for each in fields["turns"]]))
-        if len(put) == 1:
-            raise RuntimeError("TransferQueue restarts")
 
     worker = Worker(interrupt)
     await worker.start(first(0), first(1))
@@ -299,12 +299,23 @@ async def test_interrupted_tokens_stay_in_the_worker_until_a_checkpoint(queue, m
     assert [keys for partition, keys in queue.asked if partition == SESSIONS] == []
     await worker.forget(["a_0"])
     monkeypatch.setattr(stored_attempts.tq, "async_kv_batch_put", store)
-    monkeypatch.setattr(waiting, "RETRIES_S", (0.001,))
     await worker.store_turns()
     await worker.store_turns()
-    _, (partition, keys, turns) = put
+    ((partition, keys, turns),) = put
     assert (partition, keys) == (SESSIONS, ["a_1", Attempt("a", 0, 1).name])
     assert [Turn.from_dict(each).tokens.tolist() for each in turns[0]] == [[1, 2, 3]]
+
+
+async def test_a_restarted_coordinator_knows_which_turns_are_lost(queue):
+    """Those that no worker keeps, unless the entry has them: of a generated response, or stored by a checkpoint."""
+    statuses = ["interrupted", "interrupted", "failed", "failed", "generated"]
+    tags = {f"a_{number}": _tag(Ended(f"a_{number}", status, 2, 3)) for number, status in enumerate(statuses)}
+    tags["a_1"]["turns"] = True
+    queue.left |= {name: {"records": []} for name in tags}
+    found = await stored_attempts.evidence({SESSIONS: tags}, set(), {"a_2"})
+    assert [name for name, known in sorted(found.items()) if known.lost] == ["a_0", "a_3"]
+    found = await stored_attempts.evidence({SESSIONS: tags}, {"a_0"}, ())
+    assert not found["a_0"].lost, "its report is under way"
 
 
 async def test_records_of_a_lost_attempt_are_not_repeated(queue):
@@ -510,26 +521,32 @@ async def test_failed_attempt_leaves_its_turns_to_the_next(error, broken):
     assert (report.status, report.tokens, report.first_version, report.tries) == ("failed", 2, 3, 1)
     assert report.broken == broken
     assert worker.left["a_0"]["turns"] == [], "they stay in the worker"
+    assert not _tag(report)["turns"]
     assert [turn.tokens.tolist() for turn in worker._kept.find(["a_0"])["a_0"].turns] == [[4, 5]]
     assert _tag(report)["status"] == "interrupted", "a restarted coordinator finds it as such"
 
 
-@pytest.mark.parametrize(("error", "calls"), [(ConnectionError, 3), (KeyError, 1)])
-async def test_validation_samples_are_tried_again(monkeypatch, error, calls):
+async def test_validation_samples_are_tried_again(monkeypatch):
     """verl leaves out the samples that fail: the score would be of the others."""
     ran = []
 
     async def run(self, sampling_params, trajectory, **kwargs):
         ran.append(kwargs["session_id"])
+        assert await worker.validating() == ["u"]
         if len(ran) < 3:
-            raise error("no judge")
+            raise ConnectionError("no judge")
 
-    monkeypatch.setattr(waiting, "RETRIES_S", (0.001, 0.001))
+    async def prompt(self, prompt, sampling_params, trajectory, trace):
+        await self._run_agent_loop(sampling_params, trajectory, session_id=0, **prompt)
+
+    monkeypatch.setattr(retries, "PAUSE_S", 0.001)
     monkeypatch.setattr(workers._AgentLoopWorker, "_run_agent_loop", run)
-    work = _Worker._run_agent_loop(Worker(None), {}, {"validate": True}, session_id=0, uid="u")
-    with contextlib.suppress(KeyError):
-        await work
-    assert len(ran) == calls
+    monkeypatch.setattr(workers._AgentLoopWorker, "_run_prompt", prompt)
+    monkeypatch.setattr(Worker, "_run_agent_loop", _Worker._run_agent_loop)
+    worker = Worker(None)
+    await worker._run_prompt({"uid": "u"}, {}, {"validate": True})
+    assert ran == [0, 0, 0]
+    assert await worker.validating() == []
 
 
 async def test_agent_loop_without_a_trajectory_affects_only_its_sample():
@@ -569,7 +586,7 @@ async def test_tokens_of_parallel_calls_are_reported_with_an_interruption():
     """The first interrupted call ends the agent loop; without the others' tokens long turns would be drawn anew."""
 
     async def call(tokens):
-        turn, _ = current().begin_turn(str(tokens))
+        turn = current().begin_turn(str(tokens))
         with current().generation(Call(Conversation("p"))):
             await asyncio.sleep(tokens / 100)
             current().extend(turn, [7] * tokens, None, 0, "aborted", 0)
@@ -582,6 +599,23 @@ async def test_tokens_of_parallel_calls_are_reported_with_an_interruption():
     [report], kept = worker.reported, worker._kept.find(["a_0"])["a_0"]
     assert (report.status, report.tokens) == ("interrupted", 15)
     assert sorted(len(turn.tokens) for turn in kept.turns) == [1, 5, 9]
+
+
+async def test_an_interruption_after_the_response_is_a_failure_of_the_reward(monkeypatch):
+    """A judge calls the engine. The response is complete and stored: only the reward is repeated."""
+
+    async def judge(self, output, validate, **kwargs):
+        await interrupt()
+
+    async def run(*args):
+        generate()
+        await returning(trajectory)(*args)
+
+    monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", judge)
+    worker = Worker(run)
+    await worker.start(first(0))
+    assert [(report.status, report.tokens) for report in worker.reported] == [("generated", 2), ("failed", 2)]
+    assert await worker.kept() == [], "TransferQueue has them"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio has no task groups")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.unit.configs import ROOT, verl_config
-from verl_rhyme.checks import combinations
+from verl_rhyme.checks import combinations, predicates
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, TOPOLOGIES, config_tree
+from verl_rhyme.scheduling.rules import of_config
 
 
 def refused(tree: Any) -> list[combinations.Refusal]:
@@ -95,12 +96,32 @@ CASES = [
     (
         "full",
         [
-            "actor_rollout_ref.model.lora.rank=8",
+            "actor_rollout_ref.model.lora_rank=8",
             "actor_rollout_ref.model.lora.merge=true",
             SEPARATE,
             f"{BACKEND}=delta_sharded",
         ],
         [f"{BACKEND}=delta_sharded with", "no LoRA adapters", f"set {BACKEND}=relay or nccl"],
+    ),
+    (
+        "full",
+        [f"{STRATEGY}=megatron", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"],
+        ["lora_rank=8 with", "strategy=megatron", "trains all weights", "set actor_rollout_ref.model.lora.rank"],
+    ),
+    (
+        "histospec",
+        [f"{STRATEGY}=fsdp", "actor_rollout_ref.model.lora.rank=8"],
+        ["lora.rank=8 with", "strategy=fsdp", "trains all weights", "set actor_rollout_ref.model.lora_rank instead"],
+    ),
+    (
+        "full",
+        [
+            f"{STRATEGY}=megatron",
+            "actor_rollout_ref.actor.megatron.vanilla_mbridge=true",
+            "actor_rollout_ref.model.lora.rank=8",
+            "actor_rollout_ref.model.lora.merge=true",
+        ],
+        ["vanilla_mbridge=true with", "Megatron-Bridge only", "or set actor_rollout_ref.actor.strategy=fsdp2"],
     ),
     (
         "histospec",
@@ -276,6 +297,8 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
         # LoRA: merged, as separate engines get it; or with room for drafts
         ("histospec", ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"]),
         ("full", ["actor_rollout_ref.model.lora_rank=8", SEPARATE]),
+        ("full", ["actor_rollout_ref.model.lora_rank=8", SEPARATE, f"{STRATEGY}=fsdp2"]),
+        ("full", ["actor_rollout_ref.model.lora.rank=8", SEPARATE, f"{STRATEGY}=megatron"]),
         ("full", ["actor_rollout_ref.model.lora_rank=8", f"{R}.max_num_seqs=64", f"{R}.max_num_batched_tokens=2112"]),
         ("histospec", ["actor_rollout_ref.model.lora_rank=8", NO_DRAFTS]),
         ("full", [SEPARATE, f"{CONFIG_PATH}.scheduling.at_version=finish"]),
@@ -294,6 +317,15 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
 )
 def test_valid_configs_are_not_refused(preset: str, changes: list[str]) -> None:
     assert refused(verl_config(preset, *changes)) == []
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_with_replayed_expert_routes_no_response_continues(replay: bool) -> None:
+    """A request returns the routes of its own tokens only."""
+    config = verl_config("sorted", f"actor_rollout_ref.rollout.enable_rollout_routing_replay={replay}")
+    rules = of_config(config, config_tree.from_verl(config))
+    assert rules is not None
+    assert rules.keeps != replay
 
 
 def test_a_bypass_mode_loss_without_importance_weights_is_refused() -> None:
@@ -328,7 +360,7 @@ def test_only_the_listed_losses_have_no_ratio_to_the_sampling_policy() -> None:
             gradients.append(now.grad)
         if torch.equal(*gradients):
             free.add(name)
-    assert free == set(combinations.RATIO_FREE_LOSSES)
+    assert free == set(predicates.RATIO_FREE_LOSSES)
 
 
 @pytest.mark.parametrize("name", ["pipeline-parallel-size", "pipe", "speculative_config.method", "spec"])

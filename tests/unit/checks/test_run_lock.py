@@ -98,3 +98,12 @@ def test_a_descriptor_of_another_folder_is_not_the_lock(tmp_path, training, monk
         monkeypatch.setenv(run_lock.VARIABLE, str(other.fileno()))
         with pytest.raises(run_lock.FolderInUse):
             run_lock.take(tmp_path, os.getpid())
+
+
+def test_the_lock_that_a_run_inherits_is_its_own(tmp_path, monkeypatch):
+    """The preflight of a run script's training must not warn of the script."""
+    lock = run_lock.take(tmp_path, 123)
+    assert "process 123 on" in run_lock.user(tmp_path)
+    monkeypatch.setenv(run_lock.VARIABLE, str(lock))
+    assert run_lock.user(tmp_path) is None
+    os.close(lock)

@@ -1,10 +1,13 @@
 """A coordinator that is opened again while it is being opened, or gets other workers."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
+from verl_rhyme.agent_loop import stored_attempts
+from verl_rhyme.coordinator import cleanup as cleanups
 from verl_rhyme.coordinator import coordinator
 from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.processes.messages import NotOpen, ResumeState
@@ -26,13 +29,16 @@ class WorkerPool:
     def close(self):
         self.closed = True
 
+    def watch(self):
+        pass
+
 
 @pytest.fixture
 def opened(monkeypatch):
     async def listing():
         return {}
 
-    monkeypatch.setattr(coordinator, "tq", SimpleNamespace(init=lambda: None, async_kv_list=listing))
+    monkeypatch.setattr(coordinator, "tq", SimpleNamespace(async_kv_list=listing))
     monkeypatch.setattr(
         coordinator, "ray", SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(current_actor=None))
     )
@@ -62,6 +68,33 @@ async def test_pool_of_outdated_workers_is_closed(opened):
     [pool] = WorkerPool.made
     assert pool.closed
     assert opened._opened.pool is before
+
+
+async def test_no_entry_is_deleted_while_turns_are_stored(opened, monkeypatch):
+    """TransferQueue gives the place of a deleted entry to another one, into which the turns would be written."""
+    events = []
+
+    async def clear(keys, partition_id):
+        events.append("cleared")
+
+    async def store_turns():
+        events.append("storing")
+        cleanup.delete_reports(["a_0"])
+        await asyncio.sleep(0.05)
+        events.append("stored")
+
+    monkeypatch.setattr(cleanups, "_TOGETHER_S", 0.01)
+    monkeypatch.setattr(stored_attempts.tq, "async_kv_clear", clear)
+    opened._cleanup = cleanup = cleanups.Cleanup(lambda names: None)
+    state = SimpleNamespace(state_dict=dict)
+    opened._opened = SimpleNamespace(pool=SimpleNamespace(store_turns=store_turns), rollout=state)
+    opened._capacity, opened._expectations = (
+        SimpleNamespace(state={}),
+        SimpleNamespace(prompt_state={}, pop_changes=dict),
+    )
+    await opened.state()
+    await cleanup._sweeping
+    assert events == ["storing", "stored", "cleared"]
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,30 @@ class Worker:
         return list(self.about)
 
 
+async def test_attempts_are_not_lost_while_their_reports_wait(monkeypatch):
+    """A coordinator that opens again records them last, after it has waited for a worker that hangs."""
+    monkeypatch.setattr(pools, "_ROLL_CALL_S", 0.01)
+    worker, lost = Worker(0.0), []
+    worker.attach = _Method(lambda _: asyncio.sleep(0, {"a_0": ""}))
+    pool = WorkerPool(None, 5.0, lambda names, why, turns: lost.extend(names))
+    await pool.join([worker], 5.0)
+    worker.turns = ["a_0"]  # it was interrupted, and its report waits
+    await asyncio.sleep(0.1)
+    pool.ended("a_0", kept=True)
+    pool.watch()
+    await asyncio.sleep(0.1)
+    pool.close()
+    assert (lost, worker.turns, list(pool.kept)) == ([], ["a_0"], ["a_0"])
+
+
 @pytest.mark.parametrize(("slow_s", "forgotten"), [(0.08, []), (0.0, ["a_1"])])
 async def test_only_attempts_unknown_to_their_worker_are_lost(monkeypatch, slow_s, forgotten):
     """A query that overtakes a start finds nothing missing."""
     monkeypatch.setattr(pools, "_ROLL_CALL_S", 0.01)
     worker, lost = Worker(slow_s), []
-    pool = WorkerPool(None, 5.0, lambda names, why: lost.extend(names))
+    pool = WorkerPool(None, 5.0, lambda names, why, turns: lost.extend(names))
     await pool.join([worker], 5.0)
+    pool.watch()
     pool.start([Start("a_0"), Start("a_1")], 1)
     await asyncio.sleep(0.1)
     worker.about = [name for name in worker.about if name not in forgotten]
@@ -68,7 +85,7 @@ async def test_worker_that_hangs_is_given_up_by_a_coordinator_that_joins_it(monk
     monkeypatch.setattr(waiting, "EVERY_S", 0.02)
     hung, sound = Worker(0.0), Worker(0.0)
     hung.attach = _Method(lambda _: asyncio.sleep(3600))
-    pool = WorkerPool(None, 5.0, lambda names, why: None)
+    pool = WorkerPool(None, 5.0, lambda names, why, turns: None)
     assert await pool.join([hung, sound], 0.1) == {}
     pool.close()
     assert len(pool) == 1
@@ -80,9 +97,9 @@ async def test_worker_that_hangs_is_given_up_by_a_coordinator_that_joins_it(monk
 async def test_a_sample_continues_on_the_worker_that_keeps_its_turns(monkeypatch):
     """A restarted coordinator asks the workers; without that worker any other starts the sample over."""
     monkeypatch.setattr(pools.ray, "kill", lambda worker: None)
-    workers = [Worker(0.0) for _ in range(3)]
+    workers, lost = [Worker(0.0) for _ in range(3)], []
     workers[2].turns = ["a_1"]
-    pool = WorkerPool(None, 5.0, lambda names, why: None)
+    pool = WorkerPool(None, 5.0, lambda names, why, turns: lost.append((names, turns)))
     await pool.join(workers)
     for number in range(3):
         pool.start([Start(f"{prompt}_{number}") for prompt in "abc"], 1)
@@ -106,6 +123,8 @@ async def test_a_sample_continues_on_the_worker_that_keeps_its_turns(monkeypatch
     await asyncio.sleep(0.01)
     assert "a_1" not in workers[2].turns
     pool._give_up(keeper, asyncio.TimeoutError())
+    running = sorted({*keeper.about} - {"a_0"})
+    assert lost == [(running, ["a_0"])], "what it ran, and what it kept"
     pool.start([Start("a_131072", "a_0")], 1)
     await asyncio.sleep(0.01)
     assert "a_131072" in [name for worker in workers if worker is not keeper for name in worker.about]

@@ -48,7 +48,13 @@ class Engine:
             self.closed.append(request_id)
             raise
 
-    async def collective_rpc(self, method, args):
+    @property
+    def engine_core(self):
+        return self
+
+    core_engines = ("engine",)
+
+    async def _call_utility_async(self, utility, method, timeout, args, kwargs, engine):
         self.calls.append((method, list(args[0])))
         await self.turn.wait()
         return [{id: {"drafted_tokens": 9, "history_hit": True} for id in args[0]}, {}]  # rank 0 drafts

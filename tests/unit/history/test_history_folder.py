@@ -156,6 +156,14 @@ def test_a_link_instead_of_a_folder_is_refused_and_its_target_kept(tmp_path):
     assert [path.name for path in checkpoint.parent.iterdir()] == ["global_step_10"]
 
 
+def test_a_file_instead_of_a_folder_is_refused_before_the_run(tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(HistoryError, match=r"Not a directory.*set history\.dir to a folder"):
+            history_folder.check(place)
+    history_folder.check(tmp_path / "new" / "below")
+
+
 def test_a_dead_writers_folder_is_not_removed_through_a_link(tmp_path, folder, dead):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "link").symlink_to(folder)

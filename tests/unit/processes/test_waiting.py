@@ -6,7 +6,7 @@ import time
 import pytest
 
 from verl_rhyme.processes import waiting
-from verl_rhyme.processes.waiting import insist, insist_blocking, waiting_for
+from verl_rhyme.processes.waiting import insist, waiting_for
 
 
 @pytest.fixture(autouse=True)
@@ -35,33 +35,24 @@ class Flaky:
     def __init__(self, failures, error=RuntimeError):
         self.failures, self.error, self.calls = failures, error, 0
 
-    def __call__(self):
+    async def __call__(self):
         self.calls += 1
         if self.calls <= self.failures:
             raise self.error("Error in kv_list")
         return self.calls
 
-    async def later(self):
-        return self()
 
-
-def run(call, blocking):
-    return insist_blocking(call, "the call") if blocking else asyncio.run(insist(call.later, "the call"))
-
-
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_call_is_repeated_a_few_times(blocking, caplog):
-    assert run(Flaky(2), blocking) == 3
+async def test_a_call_is_repeated_a_few_times(caplog):
+    assert await insist(Flaky(2), "the call") == 3
     assert caplog.text.count("the call failed (RuntimeError('Error in kv_list')): trying again") == 2
     with pytest.raises(RuntimeError):
-        run(Flaky(3), blocking)
+        await insist(Flaky(3), "the call")
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_missing_data_are_no_transient_error(blocking):
+async def test_a_permanent_error_is_raised_at_once():
     call = Flaky(1, ValueError)
     with pytest.raises(ValueError, match="kv_list"):
-        run(call, blocking)
+        await insist(call, "the call", permanent=(ValueError,))
     assert call.calls == 1
 
 

@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from tests.unit.scheduling.reports import finished, generated, rollout, states, tell
+from tests.unit.scheduling.reports import ON_POLICY, PARTIAL, finished, generated, rollout, states, tell
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.retries import BROKEN_S, HANG_TRIES, LONGEST_PAUSE_S, PAUSE_S, REPLACE_S, TRIES, RolloutError
 from verl_rhyme.scheduling.rollout import Rollout
@@ -248,16 +248,18 @@ def test_a_sample_that_cannot_start_is_no_fault_of_its_prompt():
     assert "a" in made.scheduler.ledger
 
 
-def test_groups_without_a_trajectory_start_again_and_are_replaced_at_last():
-    made, now = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2), 0.0
-    for _ in range(TRIES):
+@pytest.mark.parametrize("mode", [ON_POLICY, PARTIAL])
+def test_groups_without_a_trajectory_start_once_more_and_are_replaced(mode):
+    """The model draws the same again; only a tool may answer otherwise."""
+    made, now = rollout(mode, prompts=[("a", 2), ("b", 2)]), 0.0
+    for _ in range(2):
         assert "a" in made.scheduler.ledger
         for name in [attempt.name for attempt in made.attempts() if attempt.uid == "a"]:
             made.ended(Ended(name, "generated"), now)
             made.ended(Ended(name, "finished", empty=True), now)
         made._retries.succeeded(("b", 0), now)
         now += 2 * ALL_TRIES_S
-        made.fill(now=now)
+        assert all(start.predecessor is None for start in made.fill(now=now))
     assert "a" not in made.scheduler.ledger
     assert made.state_dict()["failed"] == 1
 

@@ -20,6 +20,7 @@ from verl_rhyme.scheduling.group_filter import RolloutError
 from verl_rhyme.scheduling.recovery import Evidence
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.samples import Sample
 
 
 @pytest.mark.parametrize("attempt", [Attempt("a", 0, 0), Attempt("a_b-c", 7, 3), Attempt("x", 65535, 1)])
@@ -61,6 +62,7 @@ def test_a_regenerated_sample_drafts_from_its_text_where_drafts_are_on(drafts, p
     made = rollout(drafts=drafts)
     tell(made, interrupted("a_0"))
     assert states(made) == ["pending", "running"]
+    made.publish(1, None)
     assert made.scheduler.step.wasted_tokens == 3
     [start] = made.fill()
     assert (start.predecessor, start.partial) == (predecessor, False)
@@ -76,6 +78,90 @@ def test_tokens_lost_with_their_worker_are_wasted():
     batch = made.take()
     assert sorted(r["response_tokens"] for r in batch.trained) == [4, 5]
     assert [r["response_tokens"] for r in batch.wasted] == [3]
+
+
+def test_samples_whose_kept_turns_are_lost_are_as_if_never_started():
+    """Else they would count as stale, and the next step would wait for them."""
+    made = rollout(PARTIAL)
+    made.lost(["a_1"])
+    tell(made, interrupted("a_0"))
+    made.lost([], ["a_0", "x_0"])
+    assert made.scheduler.ledger.prompt("a").samples == [Sample(attempt=0), Sample(attempt=0)]
+    assert made.scheduler.step.wasted_tokens == 3
+    assert made.pop_obsolete() == ["a_0"]
+    assert not made.needs_turns("a_0")
+    made.publish(1, None)
+    assert not made.scheduler.has_stale(2)
+    first, other = made.fill()
+    assert (first.predecessor, first.partial) == (None, False)
+    tell(made, generated(first.name, 4, 1), finished(first.name), generated(other.name, 4, 1), finished(other.name))
+    batch = made.take()
+    assert (batch.counts.stale, batch.counts.wasted_tokens) == (0, 3)
+    assert [r["response_tokens"] for r in batch.wasted] == [3]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_samples_whose_kept_turns_are_lost_start_over_after_a_restart(saved):
+    made = rollout(PARTIAL)
+    state = json.loads(json.dumps(made.state_dict()))
+    tell(made, interrupted("a_0"))
+    if saved:
+        state = json.loads(json.dumps(made.state_dict()))
+    again = Rollout(made.rules, generation=1)
+    again.restore(state, 1, 9, {"a_0": Evidence("interrupted", 3, 0, lost=True), "a_1": Evidence(running=True)}, {"a"})
+    assert again.scheduler.ledger.prompt("a").samples[0] == Sample(attempt=0)
+    assert again.scheduler.step.wasted_tokens == 3
+    assert not again.needs_turns("a_0")
+    [start] = again.fill()
+    assert (sample_of(start.name), start.predecessor, start.partial) == (("a", 0), None, False)
+
+
+def test_an_interruption_that_is_being_reported_while_the_coordinator_restarts():
+    """Its entry is in the queue, its report comes later, and its turns are those that the next attempt continues."""
+    made = rollout(PARTIAL)
+    tell(made, interrupted("a_0"))
+    state = json.loads(json.dumps(made.state_dict()))
+    again = Attempt("a", 0, 1).name
+    restored = Rollout(made.rules, generation=1)
+    evidence = {"a_0": Evidence("interrupted", 3, 0), again: Evidence("interrupted", 7, 0, running=True)}
+    restored.restore(state, 0, 9, {**evidence, "a_1": Evidence(running=True)}, {"a"})
+    assert (states(restored)[0], restored.scheduler.ledger.prompt("a").samples[0].tokens) == ("running", 3)
+    tell(restored, interrupted(again, 7))
+    assert restored.pop_obsolete() == ["a_0"]
+    [start] = restored.fill()
+    assert (start.predecessor, start.partial) == (again, True)
+
+
+def failed(session, tokens=0, version=0):
+    return Ended(session, "failed", tokens, version, [record(session, tokens, version)] if tokens else [], error="x")
+
+
+@pytest.mark.parametrize("end", [(generated, failed), (interrupted,), (lambda session: failed(session, 4),)])
+@pytest.mark.parametrize("drafts", [True, False])
+def test_on_policy_text_of_the_current_version_is_continued(end, drafts):
+    """A reward failed, a tool failed, or the engines continue because a reward failed: no token is generated again."""
+    made = rollout(drafts=drafts)
+    tell(made, *(each("a_0") for each in end))
+    tokens = made.scheduler.ledger.prompt("a").samples[0].tokens
+    [start] = made.fill(now=60.0)
+    assert (start.predecessor, start.partial, start.spans) == ("a_0", True, False)
+    assert made.kept_tokens("a", 0) == tokens > 0
+    assert made.scheduler.step.wasted_tokens == 0
+    made.lost([start.name])
+    made.publish(1, None)
+    [start] = made.fill(now=60.0)
+    assert (start.predecessor, start.partial) == ("a_0" if drafts else None, False)
+    assert made.kept_tokens("a", 0) == 0
+    assert made.scheduler.step.wasted_tokens == tokens
+
+
+def test_samples_that_are_always_regenerated_do_not_continue_on_policy():
+    """As the replay of expert routes requires."""
+    made = rollout(at_version="regenerate")
+    tell(made, generated("a_0"), failed("a_0"))
+    [start] = made.fill(now=60.0)
+    assert (start.predecessor, start.partial) == ("a_0", False)
+    assert made.scheduler.step.wasted_tokens == 5
 
 
 def test_a_continued_sample_is_not_wasted_and_its_records_are_reported_once():

@@ -60,11 +60,12 @@ def test_a_dropped_prompt_wastes_its_trainable_tokens_once():
     finish(built, "p1", 5, 6)
     assert built.collect().lengths == [5, 6]
     built.interrupt("p0", 0, 100, 0), built.interrupt("p0", 1, 30, 0)
-    assert built.step.wasted_tokens == 130
+    assert built.step.wasted_tokens == 0, "the engines might continue under this version"
     built.begin(1)
+    assert built.step.wasted_tokens == 130
     built.dispatch()
     built.drop("p0")
-    assert built.step.wasted_tokens == 130, "they were counted at the interruption"
+    assert built.step.wasted_tokens == 130
     built.generate("p2", 0, 7, 1), built.finish("p2", 0), built.generate("p2", 1, 9, 1)
     built.drop("p2")
     assert built.step.wasted_tokens == 146

@@ -305,7 +305,7 @@ class Stopping:
         left = any(not prompt.put_off for prompt, _, _ in self.scheduler.ledger.samples("pending"))
         assert not started or len(started) >= self.min_starts or not left, "a message for less than a min_starts"
         for sample in started:
-            if not self.rules.continues or not self.text.get(sample):
+            if not self.text.get(sample):
                 self.text[sample] = []
                 self.length[sample] = self.random.randint(1, LONGEST)
             self.kept[sample] = len(self.text[sample])
@@ -347,7 +347,8 @@ class Stopping:
             self.unrewarded.append(sample)
         elif stop:
             self.running.remove(sample)
-            self.scheduler.interrupt(uid, number, len(text), min(text, default=None))
+            if not self.scheduler.interrupt(uid, number, len(text), min(text, default=None)):
+                text.clear()
 
     def state(self, sample):
         uid, number = sample

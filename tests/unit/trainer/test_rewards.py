@@ -12,6 +12,7 @@ from verl.trainer.ppo.v1 import trainer_base
 
 from verl_rhyme.processes import stored_samples
 from verl_rhyme.scheduling.retries import RolloutError
+from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.pipeline import RhymePipelineColocated
 
 
@@ -45,3 +46,12 @@ def test_rewards_that_are_not_finite_are_refused_before_training(monkeypatch, re
         return
     with pytest.raises(RolloutError, match=f"returned {reward} for sample 1 of prompt p7, and 1 of 2 rewards"):
         trainer._compute_reward_colocate(batch)
+
+
+def test_a_validation_without_a_sample_names_the_fault():
+    """verl would ask its queue for no keys."""
+    nothing = KVBatchMeta(partition_id="val", keys=[], tags=[])
+    trainer = SimpleNamespace(replay_buffer=SimpleNamespace(sample=lambda **_: (nothing, {})))
+    RhymeTrainerMixin._watch_validation(trainer)
+    with pytest.raises(RolloutError, match="no validation sample succeeded"):
+        trainer.replay_buffer.sample(partition_id="val")

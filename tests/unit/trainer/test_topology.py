@@ -10,6 +10,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
+from verl_rhyme.checks import startup
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.config import RhymeConfig
 from verl_rhyme.processes.deaths import ReplicaDied, WatchedCheckpointManager
@@ -47,6 +48,7 @@ def trainer(request, monkeypatch):
     )
     monkeypatch.setattr(topology, "_CHECK_S", 0.0)
     monkeypatch.setattr(ReplayBufferAsync, "_sync_metadata_from_transfer_queue", lambda self: None)
+    monkeypatch.setattr(startup, "begin", lambda config: None)  # of data and model, which this run lacks
     made = TRAINERS[mode](config)
     made.replay_buffer.poll_interval = 0.001
     client = SimpleNamespace(get_client=lambda client_cls: client_cls(config))

@@ -34,6 +34,7 @@ from verl_rhyme.engine.gate import Gate
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.processes.deaths import ReplicaDied
 from verl_rhyme.processes.messages import LoadedPrompt, RunSettings
+from verl_rhyme.processes.queue import repeated
 from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
 from verl_rhyme.scheduling.rules import Rules
@@ -665,6 +666,12 @@ class Worker(_Worker):
         self._reports = reports.Reports()
         self.client = RhymeLLMServerClient(world.config, world.balancer, interruptible=True)
 
+    def _session(self, start, left):
+        """Check that the ledger knows which samples have tokens to continue."""
+        session = super()._session(start, left)
+        assert self.world.troubles or start.partial == (session.tokens > 0), "the ledger has lost turns"
+        return session
+
     async def generate_sequences(self, batch):
         for row, (index, order) in enumerate(zip(batch["index"].tolist(), batch[STARTS], strict=True)):
             order = getattr(order, "data", order)
@@ -679,12 +686,11 @@ class Worker(_Worker):
         request_id = session.name
         ids, turns = [10**7 + index, session_id], []
         assert len(ids) == PROMPT_TOKENS
-        partial, kept = session.partial, [turn.tokens[:] for turn in session.earlier_turns]
-        if not partial and kept:
-            assert world.rules.redrafts
+        kept = [turn.tokens[:] for turn in session.earlier_turns]
+        assert world.rules.redrafts or not any(turn.draft for turn in session.earlier_turns)
         for number, (length, tool_s) in enumerate(world.turns(index, session_id)):
             world.open_turns[request_id] = uid, session_id, number, len(ids)
-            before = kept[number] if partial and number < len(kept) else array("i")
+            before = kept[number] if number < len(kept) else array("i")
             output = await self.client.generate(
                 request_id, prompt_ids=list(ids), sampling_params={**sampling_params, "max_tokens": length}
             )
@@ -730,10 +736,9 @@ def install(world, monkeypatch):
                 raise RuntimeError("Error in TransferQueue")
             return await call(*args, **kwargs)
 
-        return called
+        return repeated(called, "TransferQueue")
 
     tq = SimpleNamespace(
-        init=lambda: None,
         async_kv_batch_put=flaky(queue.put),
         async_kv_batch_get=flaky(queue.fetch),
         async_kv_list=flaky(queue.list),

@@ -1,6 +1,7 @@
 """Relays that die during calls of the trainer, and their replacement."""
 
 import threading
+from contextlib import nullcontext as does_not_raise
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -9,9 +10,11 @@ from ray.exceptions import ActorDiedError, RayActorError
 
 from verl_rhyme.processes.deaths import WatchedCheckpointManager
 from verl_rhyme.weights import manager as managers
+from verl_rhyme.weights import samples
 from verl_rhyme.weights.engine import register
 from verl_rhyme.weights.folder import WeightsError
 from verl_rhyme.weights.manager import RelayManager
+from verl_rhyme.weights.samples import Held, Sent
 
 
 class Result:
@@ -208,3 +211,24 @@ def test_watched_methods_exist():
     watched = [name for name, value in vars(WatchedCheckpointManager).items() if callable(value) and name[0] != "_"]
     assert "finish_deliveries" in watched
     assert all(hasattr(RelayManager, name) for name in watched)
+
+
+def test_only_deltas_are_not_compared(caplog):
+    """They have no tensors that an engine loads; the log says so."""
+    samples.log_uncompared.cache_clear()
+    theirs = SimpleNamespace(backend="delta_sharded", config=None, actor_wg=None, replicas=[])
+    assert managers.choose_manager(theirs, managers.WeightsConfig(), {}) is theirs
+    assert "delta_sharded sends only what changed" in caplog.text
+    theirs.backend = "nixl"
+    assert isinstance(managers.choose_manager(theirs, managers.WeightsConfig(), {}), managers.ComparingManager)
+
+
+def test_a_version_of_which_no_tensor_is_compared_is_compared_all_the_same():
+    """Adapters of two layers, of which every fourth is compared."""
+    actor = SimpleNamespace(sent_weights=lambda: [Sent(2), None])
+    for version, differs in ((2, does_not_raise()), (1, pytest.raises(managers.WeightsError, match="version 1 last"))):
+        held = SimpleNamespace(remote=lambda version=version: [vars(Held(version))])
+        replica = SimpleNamespace(replica_rank=0, servers=[SimpleNamespace(held_weights=held)])
+        with pytest.MonkeyPatch.context() as patch, differs:
+            patch.setattr(managers, "ray", SimpleNamespace(get=lambda calls: calls))
+            managers.compare_replicas(actor, [replica])

@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_two_workers_have_each_a_part():
         second.values[name] = [(dtype, which[1::2], values[1::2], scale)]
     second.incomplete = ["layers.2.mlp.gate_up_proj.weight"]
     compare(0, sent(), [first, second])
-    with pytest.raises(WeightsError, match=r"embed_tokens.weight: a part of it was loaded; layers.2.mlp.gate_up_proj"):
+    with pytest.raises(WeightsError, match=r"2.mlp.up_proj.weight: a part of it was loaded; layers.2.mlp.gate_up_proj"):
         compare(0, sent(), [first, Held(VERSION, incomplete=second.incomplete)])
 
 
@@ -177,10 +178,62 @@ def test_what_a_loader_computes_is_not_compared():
     compare(0, sent({name: torch.randn(16)}), [Held(VERSION, altered=[name], incomplete=["model.layers.2.mixer.A"])])
 
 
-def test_engines_that_cannot_be_compared_are_named_once(monkeypatch):
-    lines = []
-    monkeypatch.setattr(samples.logger, "warning", lambda text, *values: lines.append(text % values))
+@pytest.fixture
+def lines(monkeypatch):
+    found = []
+    monkeypatch.setattr(samples.logger, "warning", lambda text, *values: found.append(text % values))
     samples.log_uncompared.cache_clear()
+    monkeypatch.setattr(samples, "_logged", set())
+    return found
+
+
+def test_engines_that_cannot_be_compared_are_named_once(lines):
     for _ in range(3):
         compare(0, sent(), [Held(VERSION, obstacle="the engines quantise")])
     assert lines == ["the weights of the engines are not compared with the actor's: the engines quantise"]
+
+
+def test_kinds_of_tensors_that_are_not_compared_are_named_once(lines):
+    names = [f"model.layers.{n}.{kind}" for n in range(3) for kind in ("mixer.A_log", "experts.7.gate.bias")]
+    more = changed(**{name.replace(".", "__"): torch.randn(16) for name in names})
+    for version in range(3):
+        compare(0, sent(more, version), [held(version=version, altered=names[::2])])
+    [line] = lines
+    assert line.endswith("drops it: model.layers.*.experts.*.gate.bias, model.layers.*.mixer.A_log")
+
+
+TOWER = ["visual.blocks.2.mlp.up_proj.weight", "visual.patch_embed.proj.weight"]
+
+
+def test_a_tower_that_is_never_sent_is_named_once(lines):
+    """And tensors that the engine has no use for, in the same layer or outside of layers, are no sign of a fault."""
+    more = changed(mtp__fc__weight=torch.randn(16), mtp__layers__2__norm__weight=torch.randn(16))
+    for _ in range(2):
+        compare(0, sent(more), [held(aside=TOWER)])
+    assert lines[-1].startswith("the actor sends no weights for visual of the engines, outside of the language model")
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize("name", TOWER)
+def test_a_tower_that_is_sent_must_be_loaded(name):
+    with pytest.raises(WeightsError, match=rf"model.{name}: it was not loaded; {name} got less"):
+        compare(0, sent(changed(**{f"model__{name.replace('.', '__')}": torch.randn(16)})), [held(aside=TOWER)])
+
+
+def test_what_is_missing_in_another_layer_is_no_sign_of_a_fault():
+    more = changed(model__layers__2__norm__weight=torch.randn(16))
+    compare(0, sent(more), [held(incomplete=["model.layers.6.mlp.gate_up_proj.weight"])])
+    with pytest.raises(WeightsError, match=r"2.norm.weight: it was not loaded"):
+        compare(0, sent(more), [held(incomplete=["language_model.model.layers.2.mlp.gate_up_proj.weight"])])
+
+
+def test_a_replica_of_eight_workers_is_compared_in_milliseconds():
+    """32B: 16 layers a version; the trainer compares all replicas, one after the other."""
+    weights = {f"model.layers.{2 + 4 * n}.{m}.weight": torch.randn(64, 8) for n in range(16) for m in range(12)}
+    actors, workers = sent(weights), [held(weights, dtype="bfloat16") for _ in range(8)]
+    for number, worker in enumerate(workers):
+        for name, [(dtype, which, values, scale)] in worker.values.items():
+            worker.values[name] = [(dtype, which[number::8], values[number::8], scale)]
+    began = time.process_time()
+    compare(0, actors, workers)
+    assert time.process_time() - began < 0.1  # 0.4 s by one tensor at a time

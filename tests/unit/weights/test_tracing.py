@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from verl_rhyme.weights.samples import POINTS, points
+from verl_rhyme.weights import samples
+from verl_rhyme.weights.samples import POINTS, Held, Sent, compare, points
 from verl_rhyme.weights.tracing import Trace
 
 VERSION = 3
@@ -39,6 +40,9 @@ LOADERS = {
     "a copy of columns": lambda w, p: [p.data[:32, n : n + 20].copy_(w[:, n : n + 20].contiguous()) for n in (0, 20)],
     "cast": lambda w, p: p.data[:32].copy_(w.to(torch.float64)),
     "with one more dimension": lambda w, p: p.data[:32].view(32, 1, 40).copy_(w.unsqueeze(1)),
+    "into one more dimension": lambda w, p: p.data[None, :32].copy_(w),
+    "by a buffer of its own": lambda w, p: p.data[:32].copy_(torch.empty_like(w).copy_(w)),
+    "by memory that is used again": lambda w, p: [p.data[n].copy_(w[n].clone()) for n in range(32)],
 }
 
 
@@ -62,8 +66,20 @@ def test_a_tensor_need_not_be_contiguous():
 def test_values_are_the_parameters_of_its_dtype():
     tensor, parameter = sent(32, 40), torch.zeros(32, 40, dtype=torch.bfloat16)
     assert followed(tensor, lambda w: parameter.copy_(w))[0] == expected(tensor, torch.bfloat16)
-    scalar = torch.zeros(())
-    assert followed(torch.tensor(2.5), lambda w: scalar.copy_(w))[0] == {0: 2.5}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_number_is_found_in_any_shape(shape):
+    """Scales and temperatures: vLLM holds some of one element as a vector."""
+    parameter = torch.zeros(shape)
+    found, trace = followed(torch.tensor(2.5), lambda w: parameter.copy_(w))
+    assert (found, trace.altered, trace.unused) == ({0: 2.5}, set(), [])
+
+
+def test_empty_tensors_have_nothing_to_compare():
+    parameter = torch.zeros(0, 5)
+    _, trace = followed(torch.zeros(0, 5), lambda w: parameter.copy_(w))
+    assert not trace.altered
 
 
 def test_a_shard_has_its_own_elements_only():
@@ -90,20 +106,47 @@ def test_adapters_are_scaled_before_they_are_stored():
     [
         lambda w, p: p.copy_(-w.exp()),
         lambda w, p: (p.copy_(w), p.copy_(-p.exp())),
-        lambda w, p: (p.copy_(w), p.mul_(2)),
+        lambda w, p: (p.copy_(w), p.add_(1)),
+        lambda w, p: p.copy_(w.add_(1)),
+        lambda w, p: (w[:1].mul_(2), p.copy_(w)),
+        lambda w, p: (torch.add(w, 1, out=w), p.copy_(w)),
+        lambda w, p: (torch._foreach_add_([w], 1), p.copy_(w)),
+        lambda w, p: torch._foreach_copy_([p], [w]),
+        lambda w, p: p.view(torch.int32).copy_(w.view(torch.int32)),
         lambda w, p: p.copy_(torch.cat([w[:16], w[16:]])),
         lambda w, p: p.fill_(w[0, 0].item()),
     ],
 )
 def test_what_a_loader_computes_is_not_followed(load):
     parameter = torch.zeros(32, 40)
-    found, trace = followed(sent(32, 40), lambda w: load(w, parameter))
-    assert found == {}
+    _, trace = followed(sent(32, 40), lambda w: load(w, parameter))
+    with pytest.MonkeyPatch.context() as patch:  # nothing of it is an alarm
+        patch.setattr(samples, "log_uncompared", lambda why: None)
+        compare(0, Sent(VERSION, {"a": list(expected(sent(32, 40)).values())}), [Held(VERSION, trace.values, ["a"])])
     assert trace.altered == {"a"}
     assert trace.unused == []
 
 
-@pytest.mark.parametrize("load", [lambda w: None, lambda w: w.t().contiguous(), lambda w: (w.shape, w[:3])])
+@pytest.mark.parametrize("load", [lambda w, p: p.copy_(w.mul_(2)), lambda w, p: p.copy_(w).mul_(2)])
+def test_a_factor_is_known(load):
+    """Applied to the sent tensor in place, or to the parameter."""
+    tensor, parameter = sent(32, 40), torch.zeros(32, 40)
+    with torch.inference_mode(), Trace([("a", tensor)], VERSION) as trace:
+        load(tensor, parameter)
+    [(_, which, values, scale)] = trace.values["a"]
+    assert scale == 2
+    assert dict(zip(which, values, strict=True)) == {i: 2 * v for i, v in expected(sent(32, 40)).items()}
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda w: None,
+        lambda w: w.t().contiguous(),
+        lambda w: (w.shape, w[:3]),
+        lambda w: torch.empty_like(w).copy_(w).t(),
+    ],
+)
 def test_a_tensor_that_is_stored_nowhere_is_unused(load):
     found, trace = followed(sent(32, 40), load)
     assert (found, trace.unused, trace.altered) == ({}, ["a"], set())

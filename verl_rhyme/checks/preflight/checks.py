@@ -62,6 +62,7 @@ def examine(
     found = estimate(model, plan, memory) if model else None
     checks = [
         *config_checks.rhyme(config, plan),
+        *config_checks.keys(config),
         *config_checks.types(config),
         *config_checks.choices(config),
         *config_checks.trainer_mode(config),
@@ -73,7 +74,7 @@ def examine(
         *config_checks.load(config, plan),
         *config_checks.rollout(config, plan),
         *run_folder.check(config, notes),
-        *run_folder.resume(config),
+        *run_folder.resume(config, fields),
     ]
     history, copied = history_size.check(config, plan)
     folder = machine_checks.history_dir(plan)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
+from verl_rhyme.checks.preflight import user_code
 from verl_rhyme.checks.preflight.datasets import REWARD_MANAGERS
 from verl_rhyme.config.checks import nearest
 
@@ -252,14 +252,9 @@ def _agent_loops(config: Any) -> Iterator[Check]:
     default = _text(config, f"{_AGENT}.default_agent_loop")
     own = _text(config, f"{_AGENT}.agent_loop_config_path")
     known = [*AGENT_LOOPS, *(names if own else ())]  # the last file read is that of agent loops
-    elsewhere = os.environ.get("VERL_USE_EXTERNAL_MODULES") or OmegaConf.select(
-        config, "actor_rollout_ref.model.external_lib"
-    )
-    if default and default not in known and not elsewhere:
-        key = f"{_AGENT}.default_agent_loop"
-        detail = f"{key}={default} is not one of {', '.join(known)}{nearest(default, known)}"
-        remedy = f"set one of them, or name the file that declares it in {_AGENT}.agent_loop_config_path"
-        yield Check("agent loops", FAIL, detail, remedy)
+    if default and default not in known:
+        key, remedy = f"{_AGENT}.default_agent_loop", f"name its file in {_AGENT}.agent_loop_config_path"
+        yield user_code.unknown("agent loops", key, default, tuple(known), config, user_code.AGENTS, remedy)
 
 
 def _config_file(path: str) -> Path | None:
@@ -274,8 +269,7 @@ def _loggers(config: Any) -> Iterator[Check]:
     given = config.trainer.get("logger") or []
     for name in [given] if isinstance(given, str) else given:
         if name not in LOGGERS:
-            detail = f"trainer.logger: {name} is not one of {', '.join(LOGGERS)}{nearest(str(name), LOGGERS)}"
-            yield Check("loggers", FAIL, detail, "set trainer.logger to some of them: trainer.logger=[console,file]")
+            yield user_code.unknown("loggers", "trainer.logger", str(name), tuple(LOGGERS), config, user_code.TRAINER)
             continue
         module, package = LOGGERS[name]
         if module and not _installed(module):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,11 +12,10 @@ from omegaconf import OmegaConf
 from verl_rhyme.checks import combinations
 from verl_rhyme.checks import loss as losses
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
-from verl_rhyme.checks.preflight import compose
+from verl_rhyme.checks.preflight import compose, user_code
 from verl_rhyme.checks.preflight.datasets import REWARD_MANAGERS
 from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
 from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, config_tree, training_order
-from verl_rhyme.config.checks import nearest
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.config.run_name import run_name
 from verl_rhyme.planning.architecture import Architecture
@@ -53,6 +52,12 @@ CHOICES = {
     "data.truncation": ("error", "left", "right", "middle"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "reward.reward_manager.name": REWARD_MANAGERS,
+}
+#: Code of the user that may register further values, where it is not that of the training workers.
+_LOADED = {
+    "algorithm.adv_estimator": user_code.TRAINER,
+    "data.truncation": user_code.TRAINER,
+    "reward.reward_manager.name": user_code.REWARDS,
 }
 
 
@@ -91,6 +96,21 @@ def _summary(plan: Plan) -> str:
     return "; ".join(parts)
 
 
+def keys(config: Any) -> Iterator[Check]:
+    """Warn of a key, added with ``+``, that is nearly one of verl's default config."""
+    mine = OmegaConf.to_container(config, resolve=False)
+    for detail in _misspelt(mine, compose.defaults(str(config.actor_rollout_ref.actor.strategy)), ""):
+        yield Check("keys", WARN, detail, "correct it, unless it is your own")
+
+
+def _misspelt(mine: Any, theirs: Any, path: str) -> Iterator[str]:
+    for key, value in mine.items():
+        if isinstance(value, dict) and isinstance(theirs.get(key), dict):
+            yield from _misspelt(value, theirs[key], f"{path}{key}.")
+        elif key not in theirs and (near := difflib.get_close_matches(str(key), map(str, theirs), n=1, cutoff=0.9)):
+            yield f"{path}{key}: verl has no such key; did you mean {path}{near[0]}?"
+
+
 def types(config: Any) -> Iterator[Check]:
     """Check that values have the type of verl's default, a boolean or a number; verl checks this in its Ray workers."""
     mine = OmegaConf.to_container(config, resolve=False)
@@ -113,19 +133,12 @@ def _mistyped(mine: Any, theirs: Any, path: str) -> Iterator[str]:
 
 
 def choices(config: Any) -> Iterator[Check]:
-    """Check values that verl's workers look up by name; modules of the user may register further ones."""
-    own = os.environ.get("VERL_USE_EXTERNAL_MODULES") or OmegaConf.select(
-        config, "actor_rollout_ref.model.external_lib"
-    )
+    """Check values that verl's workers look up by name."""
     for key, known in CHOICES.items():
         value = str(OmegaConf.select(config, key, default=known[0]))
         registered = key == "reward.reward_manager.name" and config.reward.reward_manager.source != "register"
         if value not in known and not registered:
-            detail = f"{key}={value} is not one of {', '.join(known)}{nearest(value, known)}"
-            remedy = "set one of them"
-            if own:
-                remedy += f", or make sure that your own modules ({own}) register it"
-            yield Check("values", WARN if own else FAIL, detail, remedy)
+            yield user_code.unknown("values", key, value, known, config, _LOADED.get(key, user_code.WORKERS))
 
 
 def _pipeline(config: Any) -> bool:
@@ -139,13 +152,8 @@ def trainer_mode(config: Any) -> Iterator[Check]:
     mode, key = str(config.trainer.v1.trainer_mode), "trainer.v1.trainer_mode"
     if mode in TOPOLOGIES or _pipeline(config):  # with the pipeline, combinations.TABLE refuses other modes
         return
-    detail = f"{key}={mode} is not one of {', '.join(TOPOLOGIES)}{nearest(mode, TOPOLOGIES)}"
-    if own := [module for module in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if module]:
-        remedy = f"make sure that a module of VERL_USE_EXTERNAL_MODULES ({', '.join(own)}) registers it"
-        yield Check("trainer mode", WARN, detail, remedy)
-    else:
-        remedy = "set one of them, or name the module that registers your own mode in VERL_USE_EXTERNAL_MODULES"
-        yield Check("trainer mode", FAIL, detail, remedy)
+    remedy = "name the module that registers your own mode in VERL_USE_EXTERNAL_MODULES"
+    yield user_code.unknown("trainer mode", key, mode, tuple(TOPOLOGIES), config, (), remedy)
 
 
 def agent_loops(config: Any, tree: RhymeConfig | None) -> Iterator[Check]:
@@ -213,10 +221,9 @@ def weights(config: Any) -> Iterator[Check]:
     """Check the weight-transfer backend; verl's workers check it after loading the model."""
     engine, key = config.actor_rollout_ref.rollout.checkpoint_engine, f"{_R}.checkpoint_engine"
     backend = str(engine.backend)
-    if backend not in BACKENDS and not engine.get("custom_backend_module"):
-        detail = f"{key}.backend={backend} is not one of {', '.join(BACKENDS)}{nearest(backend, BACKENDS)}"
-        remedy = f"set one of them, or {key}.custom_backend_module for your own backend"
-        yield Check("weights", FAIL, detail, remedy)
+    if backend not in BACKENDS:
+        remedy = f"{key}.custom_backend_module for your own backend"
+        yield user_code.unknown("weights", f"{key}.backend", backend, BACKENDS, config, user_code.WORKERS, remedy)
     given, where = (engine.get("engine_kwargs") or {}).get(RELAY) or {}, f"{key}.engine_kwargs.{RELAY}"
     if not (isinstance(given, Mapping) and {*given} <= {"folder"} and isinstance(given.get("folder"), str | None)):
         yield Check("weights", FAIL, f"{where}={given}: the relay takes only folder=PATH", f"set {where}.folder")

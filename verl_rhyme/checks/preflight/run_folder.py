@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from verl_rhyme.checks import run_lock
-from verl_rhyme.checks.doctor import WARN, Check, verdict
+from verl_rhyme.checks.doctor import FAIL, WARN, Check, verdict
 from verl_rhyme.checks.preflight.plan import data_files
 from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.run_name import run_name
+from verl_rhyme.planning import architecture
 
 #: File in the checkpoint folder; not the event log's ``events/run.json`` (``observability.events.INFO_FILE``).
 MARKER = "run.json"
+
+#: Fields of a model's ``config.json`` that its checkpoints have as well.
+_SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 #: Remedy of a :class:`ForeignFolder`.
 REMEDY = "set another folder (RUN_DIR=... of the recipes, trainer.default_local_dir=... of verl), or move this one away"
@@ -101,8 +105,36 @@ def check(config: Any, notes: Mapping[str, str] | None = None) -> Iterator[Check
         yield Check("run folder", WARN, user, "a start is refused until then")
 
 
-def resume(config: Any) -> Iterator[Check]:
-    """Warn of checkpoints that a resume restores in part, or that a kill can leave none of."""
+def _other_model(config: Any, model: Mapping[str, Any]) -> str | None:
+    """Return how the model of the checkpoint that the run resumes from differs from the run's, in one line."""
+    given = config.trainer.get("resume_from_path")
+    step = latest_step(folder(config))
+    if config.trainer.resume_mode == "resume_path" and given:
+        checkpoint = Path(str(given)).expanduser()
+    elif config.trainer.resume_mode == "auto" and step is not None:
+        checkpoint = folder(config) / f"global_step_{step}"
+    else:
+        return None
+    own = dict(config.actor_rollout_ref.model.get("override_config") or {})
+    model = {name: value for name, value in model.items() if name not in own}
+    try:  # Megatron's second layout has a folder more
+        saved = architecture.read_json(next((checkpoint / "actor").glob("**/huggingface/config.json")))
+    except (OSError, ValueError, StopIteration):
+        return None
+    fields = [each for each in _SHAPE if None not in (saved.get(each), model.get(each)) and saved[each] != model[each]]
+    differences = ", ".join(f"{each} {saved[each]} there, {model[each]} in this run" for each in fields)
+    return f"{checkpoint} is of another model: {differences}" if differences else None
+
+
+def resume(config: Any, model: Mapping[str, Any]) -> Iterator[Check]:
+    """Check the model of the checkpoint to resume from; warn of what a resume loses, or a kill can lose.
+
+    Args:
+        config: verl's config.
+        model: Fields of the model's ``config.json``, empty if they are unknown.
+    """
+    if problem := _other_model(config, model):
+        yield Check("resume", FAIL, problem, REMEDY)
     trainer, parts = config.trainer, config.actor_rollout_ref.actor.checkpoint.load_contents
     if trainer.resume_mode == "disable" or trainer.save_freq <= 0:
         return

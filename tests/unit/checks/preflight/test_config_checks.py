@@ -1,5 +1,6 @@
 """Checks of a config alone: every check passes on a valid run, and reports a problem with its remedy."""
 
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from tests.unit.checks.preflight.world import MEGATRON, RELAY, SEPARATE, A, R, complaints, only, preflight
 from tests.unit.configs import ROOT
-from verl_rhyme.checks.preflight import config_checks
+from verl_rhyme.checks.preflight import config_checks, user_code
 
 
 def test_a_valid_run_has_no_complaints(world):
@@ -98,6 +99,14 @@ def test_an_invalid_run_fails(world, overrides, name, words):
     assert words in found.get((name, "fail"), ""), found
 
 
+def test_a_key_that_is_added_and_nearly_one_of_verls_warns(world):
+    found = complaints(preflight(world, "+trainer.totl_epochs=4", "+data.my_option=1"))
+    assert "trainer.totl_epochs: verl has no such key; did you mean trainer.total_epochs?" in found.pop(
+        ("keys", "warn")
+    )
+    assert not found
+
+
 def test_refused_options_of_the_pipeline_do_not_count_as_verls_schedule(world):
     found = complaints(preflight(world[1:], "+rhyme=full", SEPARATE_MODE, f"{R}.custom.rhyme.scheduling.in_flight=9"))
     assert "in_flight=9" in found["rhyme", "fail"]
@@ -142,17 +151,67 @@ def test_too_few_tokens_for_drafts_warn(world):
     assert "leaves no room for draft tokens" in complaints(found)["rollout", "warn"]
 
 
-def test_a_users_trainer_mode_is_registered_by_an_external_module(world, monkeypatch):
-    mode = "trainer.v1.trainer_mode=my_async"
-    assert ("trainer mode", "fail") in complaints(preflight(world, mode))
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_rhyme.plugin,mine")
-    found = complaints(preflight(world, mode))
-    assert "a module of VERL_USE_EXTERNAL_MODULES (verl_rhyme.plugin, mine) registers" in found["trainer mode", "warn"]
-    found = complaints(preflight(world, mode, f"{R}.custom.rhyme.max_staleness=1"))
+VALUES = {
+    "trainer mode": "trainer.v1.trainer_mode=my_async",
+    "values": "algorithm.adv_estimator=mine",
+    "weights": f"{R}.checkpoint_engine.backend=mine",
+    "loggers": "trainer.logger=mine",
+    "agent loops": f"{R}.agent.default_agent_loop=mine",
+}
+
+
+class Plugin:
+    name, group = "mine", "verl.plugins"
+
+
+@pytest.mark.parametrize(
+    ("source", "reach"),
+    [
+        ("VERL_USE_EXTERNAL_MODULES", VALUES),
+        ("a main of the user's own", VALUES),
+        ("a plugin", VALUES),
+        ("actor_rollout_ref.model.external_lib=mine", {*VALUES} - {"trainer mode"}),
+        (f"{R}.checkpoint_engine.custom_backend_module=mine", {"values", "weights", "loggers"}),
+        ("data.custom_cls.path=pkg://tests.mine", {"values", "loggers"}),
+        ("reward.custom_reward_function.path=pkg://tests.mine", set()),
+    ],
+)
+def test_names_that_code_of_the_user_may_register_only_warn(world, monkeypatch, source, reach):
+    """Each name is looked up in one process; what other processes load cannot register it."""
+    overrides = []
+    if "=" in source:
+        overrides.append(source)
+    elif source == "a plugin":
+        monkeypatch.setattr(user_code.importlib.metadata, "entry_points", lambda group: [Plugin])
+    elif "main" in source:
+        monkeypatch.setattr(user_code, "own_main", True)
+    else:
+        monkeypatch.setenv(source, "verl_rhyme.plugin,mine")
+    found = complaints(preflight(world, *VALUES.values(), *overrides))
+    for name, override in VALUES.items():
+        assert override.partition("=")[0] in found[name, "warn" if name in reach else "fail"]
+        assert (name, "fail" if name in reach else "warn") not in found
+
+
+def test_a_reward_file_may_register_a_reward_manager(world):
+    manager = "reward.reward_manager.name=mine"
+    assert "reward.custom_reward_function.path=" in complaints(preflight(world, manager))["values", "warn"]
+    without = "reward.custom_reward_function.path=null"
+    assert ("values", "fail") in complaints(preflight(world, manager, without))
+
+
+def test_the_pipeline_runs_in_verls_trainer_modes_only(world):
+    found = complaints(preflight(world, VALUES["trainer mode"], f"{R}.custom.rhyme.max_staleness=1"))
     assert "trainer_mode=my_async" in found["rhyme", "fail"]
-    assert not [name for name, _ in found if name == "trainer mode"], (
-        "with the pipeline, the table of combinations reports it, once"
-    )
+    assert not [name for name, _ in found if name == "trainer mode"], "the table of combinations reports it, once"
+
+
+def test_a_function_of_verl_is_no_main_of_the_user():
+    from verl.utils.config import validate_config
+
+    assert user_code.is_verls(validate_config)
+    assert not user_code.is_verls(preflight)
+    assert not user_code.is_verls(functools.partial(validate_config)), "an object"
 
 
 def test_a_separate_rollout_pool(world):

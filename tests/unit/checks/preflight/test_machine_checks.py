@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.checks.preflight.world import MEGATRON, RELAY, ROW, SEPARATE, A, R, complaints, only, preflight
+from tests.unit.checks.preflight.world import MEGATRON, MODEL, RELAY, ROW, SEPARATE, A, R, complaints, only, preflight
 from verl_rhyme.checks.preflight import checks, machine, machine_checks
 from verl_rhyme.checks.preflight.components import REWARD_ARGUMENTS
 from verl_rhyme.checks.preflight.estimate import gib
@@ -134,6 +134,11 @@ def test_only_formats_that_verl_reads_pass(world, tmp_path):
     for text in ("\n".join([json.dumps(ROW)] * 64), json.dumps([ROW] * 64)):
         lines.write_text(text)
         assert not complaints(preflight(world, read))
+    mixed = [{**ROW, "reward_model": {"ground_truth": answer}, "extra_info": answer} for answer in ("b", 2, [3])]
+    lines.write_text("\n".join(map(json.dumps, [*mixed, *[ROW] * 61])))
+    assert not complaints(preflight(world, read)), "types that differ by row are not refused"
+    lines.write_text("\n".join(map(json.dumps, [{**ROW, "prompt": "a"}] * 64)))
+    assert "has plain text" in complaints(preflight(world, read))["data.train_files", "fail"]
     lines.write_text("a line")
     assert "not a readable JSON file" in complaints(preflight(world, read))["data.train_files", "fail"]
     folder = f"data.train_files={tmp_path}"
@@ -173,6 +178,21 @@ def test_columns_have_the_types_that_verl_reads(world, tmp_path, row, overrides,
     assert bool(words) == bool(found)
 
 
+@pytest.mark.parametrize(
+    ("override", "name", "words"),
+    [
+        ("data.train_files=FOLDER/*.parquet", "data.train_files", "a pattern, not checked"),
+        ("data.val_files=['FOLDER/train-?.parquet']", "data.val_files", "a pattern, not checked"),
+        ("data.train_files=s3://bucket/train.parquet", "data.train_files", "remote, not checked"),
+        ("actor_rollout_ref.model.path=hdfs://models/qwen2", "model", "remote, not checked"),
+    ],
+)
+def test_what_cannot_be_looked_at_from_here_only_warns(world, tmp_path, override, name, words):
+    found = complaints(preflight(world, override.replace("FOLDER", str(tmp_path))))
+    assert words in found.pop((name, "warn"))
+    assert not found
+
+
 def test_a_column_that_verls_reward_managers_read_is_missing(world, tmp_path):
     row = {"prompt": ROW["prompt"], "reward_model": ROW["reward_model"], "source": "x"}
     pq.write_table(pa.Table.from_pylist([row] * 64), tmp_path / "train.parquet")
@@ -198,6 +218,11 @@ def test_a_column_that_verls_reward_managers_read_is_missing(world, tmp_path):
         ("from math import *", "compute_score", ""),
         ("from examples.tiny_world.reward import compute_score as mine", "mine", ""),
         ("try:\n    import no_such_module\nexcept ImportError: pass\ndef compute_score(**k): ...", "compute_score", ""),
+        (
+            "import sys\nsys.path += ['/a']\nimport no_such_module\ndef compute_score(**k): ...",
+            "compute_score",
+            "",
+        ),
         ("raise SystemExit  # not run\ncompute_score = print", "compute_score", ""),
         (
             "from __future__ import annotations\nfrom dataclasses import dataclass\n"
@@ -214,6 +239,25 @@ def test_a_reward_function_is_checked_without_running_it(world, tmp_path, text, 
     )
     assert words in found
     assert bool(words) == bool(found), found
+
+
+def test_a_reward_model_passes_its_address_and_tokenizer(world, tmp_path):
+    more = "reward_router_address, reward_model_tokenizer"
+    (tmp_path / "reward.py").write_text(f"def compute_score({', '.join(REWARD_ARGUMENTS)}, {more}): ...")
+    assert f"requires {more}" in complaints(preflight(world))["reward function", "fail"]
+    assert ("reward function", "fail") not in complaints(preflight(world, "reward.reward_model.enable=true"))
+
+
+def test_a_reward_manager_of_a_file_calls_the_reward_function_its_own_way(world, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(answers): ...")
+    assert "has no argument data_source" in complaints(preflight(world))["reward function", "fail"]
+    module = "reward.reward_manager.module.path"
+    own = ["reward.reward_manager.source=importlib", f"{module}={tmp_path}/managers.py"]
+    assert "no file" in complaints(preflight(world, *own))[module, "fail"]
+    (tmp_path / "managers.py").write_text("class Mine: ...")
+    found = complaints(preflight(world, *own, "reward.reward_manager.name=Mien"))
+    assert "has no Mien; did you mean Mine?" in found[module, "fail"]
+    assert not complaints(preflight(world, *own, "reward.reward_manager.name=Mine"))
 
 
 def test_an_incomplete_model_folder(world, tmp_path):
@@ -243,6 +287,27 @@ def test_an_incomplete_model_folder(world, tmp_path):
     assert not complaints(preflight(world, own, *megatron))
 
 
+@pytest.mark.parametrize("place", ["actor/huggingface", "actor/model/huggingface"])
+def test_checkpoints_of_another_model_are_refused(world, tmp_path, place):
+    """A folder that no run script marked has no other sign of its model."""
+    step = tmp_path / "checkpoints" / "global_step_5"
+    (step / place).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    (step / place / "config.json").write_text(json.dumps(MODEL))
+    assert not complaints(preflight(world))
+    (step / place / "config.json").write_text(json.dumps(MODEL | {"hidden_size": 1024, "extra": 1}))
+    words = f"{step} is of another model: hidden_size 1024 there, 896 in this run"
+    assert words in complaints(preflight(world))["resume", "fail"]
+    assert not complaints(preflight(world, "trainer.resume_mode=disable"))
+    assert not complaints(preflight(world, "+actor_rollout_ref.model.override_config.hidden_size=1024"))
+    other = [
+        "trainer.default_local_dir=/nowhere",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={step}",
+    ]
+    assert words in complaints(preflight(world, *other))["resume", "fail"]
+
+
 def test_unneeded_engines_on_training_gpus(world):
     """``separate_async`` with verl's ``hybrid_engine=true`` keeps engines on the training GPUs as well."""
     crowded = [*SEPARATE, f"{R}.gpu_memory_utilization=0.9"]
@@ -270,6 +335,12 @@ def test_a_history_folder_that_cannot_be_written(world, monkeypatch):
     found = complaints(preflight(world, *nowhere, elsewhere=True))
     assert found["history folder", "warn"].startswith("the history cannot be kept in /proc/nope (No such file")
     assert not [name for name, _ in found if name == "history store"]
+
+
+def test_a_checkpoint_folder_that_is_a_file(world, tmp_path):
+    for place in ("reward.py", "reward.py/below"):
+        found = complaints(preflight(world, f"trainer.default_local_dir={tmp_path}/{place}"))
+        assert "cannot be written" in found["checkpoints", "fail"]
 
 
 def test_little_memory_and_disk(world, monkeypatch):

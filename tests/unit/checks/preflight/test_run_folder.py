@@ -154,22 +154,22 @@ def test_steps(world, tmp_path):
 def test_what_a_resume_does_not_restore_is_a_warning(tmp_path):
     config = run_in(tmp_path, "histospec")
     config.trainer.save_freq = 4
-    assert list(run_folder.resume(config)) == []
+    assert list(run_folder.resume(config, {})) == []
     for key, value, words in (
         ("actor_rollout_ref.actor.checkpoint.load_contents", ["model"], "optimizer and random states"),
         ("trainer.max_actor_ckpt_to_keep", 1, "a kill in between leaves none"),
     ):
         OmegaConf.update(config, key, value)
-        assert words in list(run_folder.resume(config))[-1].detail
+        assert words in list(run_folder.resume(config, {}))[-1].detail
     config.trainer.save_freq = -1
-    assert list(run_folder.resume(config)) == []
+    assert list(run_folder.resume(config, {})) == []
     megatron = run_in(tmp_path, "engine")
     megatron.trainer.save_freq, optim = 4, megatron.actor_rollout_ref.actor.optim
-    assert list(run_folder.resume(megatron)) == [], "a constant learning rate"
+    assert list(run_folder.resume(megatron, {})) == [], "a constant learning rate"
     optim.lr_warmup_steps = 10
-    assert "schedule anew" in next(run_folder.resume(megatron)).detail
+    assert "schedule anew" in next(run_folder.resume(megatron, {})).detail
     optim.use_checkpoint_opt_param_scheduler = True
-    assert list(run_folder.resume(megatron)) == []
+    assert list(run_folder.resume(megatron, {})) == []
 
 
 def test_the_command_names_a_run(world):

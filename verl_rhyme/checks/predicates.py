@@ -1,0 +1,197 @@
+"""Keys and conditions of a run's configuration, as the table of :mod:`verl_rhyme.checks.combinations` reads them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_rhyme.config import SINGLE_ESTIMATORS, TOPOLOGIES, RhymeConfig
+from verl_rhyme.drafting import recurrent
+from verl_rhyme.planning import architecture
+from verl_rhyme.scheduling.rules import Rules
+
+ACTOR = "actor_rollout_ref.actor"
+CRITIC = "critic.checkpoint"
+ROLLOUT = "actor_rollout_ref.rollout"
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
+BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
+MODE = "trainer.v1.trainer_mode"
+SEPARATE = "trainer.v1.separate_async"
+CORRECTION = "algorithm.rollout_correction"
+ESTIMATOR = "algorithm.adv_estimator"
+FILTER = "algorithm.filter_groups.enable"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+DRAFTING = "rhyme.drafting.enable"
+BOUND = "rhyme.max_staleness"
+RESUME = "trainer.resume_mode"
+QUEUE = "transfer_queue.backend"
+PLACEMENT = "rhyme.placement.policy"
+PROMPT, RESPONSE = "data.max_prompt_length", "data.max_response_length"
+MERGE = "actor_rollout_ref.model.lora.merge"
+#: Rank of adapters, to FSDP and to Megatron.
+RANK, MEGATRON_RANK = "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"
+STRATEGY = f"{ACTOR}.strategy"
+SLOTS = f"{ROLLOUT}.max_num_seqs"
+
+#: vLLM options that verl sets from its own rollout keys; rhyme reads verl's keys.
+VERL_ROLLOUT_KEYS = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "max_num_seqs": "max_num_seqs",
+    "scheduling_policy": "scheduling_policy",
+    "logprobs_mode": "logprobs_mode",
+}
+
+#: Values of ``algorithm.adv_estimator`` that are defined for on-policy samples only: OPO (arXiv:2505.23585: "exact
+#: on-policy training") and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
+ON_POLICY_ESTIMATORS = ("opo", "remax")
+
+#: Values of ``policy_loss.loss_mode`` without a ratio to the sampling policy: only ``rollout_is_weights`` correct them.
+#: All other losses of verl 0.9.1 take ``old_log_probs``.
+RATIO_FREE_LOSSES = ("gpg",)
+
+#: Checkpoint-engine backends that send weights to all replicas at once only.
+ALL_AT_ONCE = ("kimi_ckpt_engine", "delta_sharded")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Configuration of a run, as the rows read it; ``rules`` are ``None`` also where options contradict each other."""
+
+    config: Any
+    rhyme: RhymeConfig | None
+    rules: Rules | None
+
+    def value(self, key: str) -> Any:
+        """Return the value of ``key``, ``None`` if it is not set; the prefix ``rhyme.`` selects the rhyme tree."""
+        prefix, _, ours = key.partition(".")
+        if prefix == "rhyme":
+            return functools.reduce(getattr, ours.split("."), self.rhyme)
+        tree, _, option = key.rpartition(".")
+        if tree != ENGINE:
+            return OmegaConf.select(self.config, key, throw_on_missing=True)
+        # verl passes them to vLLM's command line, which also accepts dashes, abbreviations and subkeys (``a.b``).
+        given = OmegaConf.select(self.config, tree, throw_on_missing=True) or {}
+        named = ((str(name).replace("-", "_").partition(".")[0], value) for name, value in given.items())
+        return next((value for name, value in named if name and option.startswith(name)), None)
+
+    @property
+    def topology(self) -> str | None:
+        """``"colocated"``, ``"separate"``, or ``None`` for a user's own trainer."""
+        return TOPOLOGIES.get(str(self.value(MODE)))
+
+    @property
+    def megatron(self) -> bool:
+        """Whether Megatron trains the actor."""
+        return str(self.value(STRATEGY)) == "megatron"
+
+    @property
+    def critic(self) -> bool:
+        """Whether a critic is trained, by verl's rule."""
+        enabled = self.value("critic.enable")
+        return self.value(ESTIMATOR) == "gae" if enabled is None else bool(enabled)
+
+    @property
+    def drafting(self) -> bool:
+        return self.rhyme is not None and self.rhyme.drafting.enable
+
+    @property
+    def pipeline(self) -> bool:
+        return self.rhyme is not None and self.rhyme.pipeline
+
+    @property
+    def stale(self) -> bool:
+        """Whether stale tokens are trained."""
+        return self.rules is not None and self.rules.max_staleness > 0
+
+
+def with_rhyme(run: Run) -> bool:
+    return run.rhyme is not None
+
+
+def with_drafts(run: Run) -> bool:
+    return run.drafting
+
+
+def with_pipeline(run: Run) -> bool:
+    return run.pipeline
+
+
+def differs_from(key: str) -> Callable[[Any, Run], bool]:
+    return lambda value, run: value is not None and value != run.value(key)
+
+
+def has_recurrent_layers(path: Any, run: Run) -> bool:
+    """Whether a local ``config.json`` declares recurrent layers; engines check the loaded model's layers as well."""
+    file = architecture.find(str(path))
+    try:
+        return file is not None and bool(recurrent.recurrent(architecture.read_json(file)))
+    except ValueError:  # the preflight's model check reports it
+        return False
+
+
+def below_one_response(tokens: int, run: Run) -> bool:
+    prompt, response = run.value(PROMPT), run.value(RESPONSE)
+    return None not in (prompt, response) and tokens < int(prompt) + int(response)
+
+
+def splits_groups(unit: str | None, run: Run) -> bool:
+    """Whether trajectories are trained one by one although the estimator or filter compares a prompt's samples."""
+    alone = run.rules is not None and run.rules.unit == "trajectory"
+    return alone and (bool(run.value(FILTER)) or run.value(ESTIMATOR) not in SINGLE_ESTIMATORS)
+
+
+def uncorrected(loss: str | None, run: Run) -> bool:
+    if loss == "bypass_mode":  # verl's V1 trainer gives this loss a separate correction config
+        own = run.value("actor_rollout_ref.actor.policy_loss.rollout_correction") or {}
+        return own.get("loss_type") == "reinforce" and not (own.get("rollout_is") or own.get("rollout_rs"))
+    kinds = [run.value(f"{CORRECTION}.{name}") for name in ("rollout_is", "rollout_rs")]
+    return loss in RATIO_FREE_LOSSES and (bool(run.value(f"{CORRECTION}.bypass_mode")) or not any(kinds))
+
+
+def resumes(run: Run) -> bool:
+    return run.rhyme is not None and run.value(RESUME) in ("auto", "resume_path")
+
+
+def loads_no_weights(parts: Any, run: Run) -> bool:
+    """Whether a resume leaves the weights out; only Megatron loads ``hf_model``."""
+    return parts is not None and "model" not in parts and not (run.megatron and "hf_model" in parts)
+
+
+def loads_unsaved(checkpoint: str) -> Callable[[Any, Run], bool]:
+    """Whether a resume loads parts that are not saved: ``hf_model`` is ``model`` to Megatron, and nothing to FSDP."""
+
+    def loads(parts: Any, run: Run) -> bool:
+        saved = run.value(f"{checkpoint}.save_contents")
+        same = {"hf_model": "model"} if run.megatron else {}
+        wanted, found = ({same.get(part, part) for part in each or ()} for each in (parts, saved))
+        return saved is not None and bool(wanted - found - {"hf_model"})
+
+    return loads
+
+
+def trains_lora(run: Run) -> bool:
+    return any(int(run.value(key) or 0) > 0 for key in (RANK, MEGATRON_RANK))
+
+
+def other_rank(key: str, when: Callable[[Run], bool]) -> Callable[[Any, Run], bool]:
+    """Whether an engine that reads only ``key`` finds no rank there."""
+    return lambda rank, run: when(run) and int(rank or 0) > 0 and not int(run.value(key) or 0)
+
+
+def adapters_in_engines(run: Run) -> bool:
+    return run.topology != "separate" and trains_lora(run) and not run.value(MERGE)
+
+
+def below_drafts(tokens: int | None, run: Run) -> bool:
+    assert run.rhyme is not None
+    return int(tokens or 0) < int(run.value(SLOTS) or 0) * (run.rhyme.drafting.max_tokens + 1)
+
+
+def is_elastic(run: Run) -> bool:
+    return run.rhyme is not None and run.rhyme.streaming.elastic.min_replicas is not None

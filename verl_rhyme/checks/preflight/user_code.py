@@ -1,0 +1,78 @@
+"""Code of the user that a run loads: it may register names that verl does not know, so that those only warn.
+
+A name is looked up in one process. Code that only other processes load cannot register it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_rhyme.checks.doctor import FAIL, WARN, Check
+from verl_rhyme.config.checks import nearest
+from verl_rhyme.config.presets import MANAGER
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_MODEL = "actor_rollout_ref.model.external_lib"
+
+#: Keys of verl's config with code of the user, by the process that loads it.
+WORKERS = (_MODEL, f"{_ROLLOUT}.checkpoint_engine.custom_backend_module")
+TRAINER = (*WORKERS, MANAGER, "data.custom_cls.path", "trainer.v1.sampler.custom_sampler.path")
+REWARDS = (*TRAINER, "reward.custom_reward_function.path", "reward.reward_manager.module.path")
+AGENTS = (_MODEL, MANAGER, f"{_ROLLOUT}.multi_turn.function_tool_path")
+
+#: Whether this process runs a main of the user's own.
+own_main = False
+
+
+def unknown(
+    name: str, key: str, value: str, known: tuple[str, ...], config: Any, loaded: tuple[str, ...], remedy: str = ""
+) -> Check:
+    """Return the finding of a value that verl does not know: a warning if code of the user may register it.
+
+    Args:
+        name: Name of the check.
+        key: Key of verl's config.
+        value: Value of the key.
+        known: Values that verl knows.
+        config: verl's config.
+        loaded: Keys of the code that the process loads before it looks the value up.
+        remedy: How the user's own value would be registered.
+    """
+    detail = f"{key}={value} is not one of {', '.join(known)}{nearest(value, known)}"
+    if found := _sources(config, loaded):
+        return Check(name, WARN, detail, f"set one of them, or make sure that {' or '.join(found)} registers it")
+    return Check(name, FAIL, detail, f"set one of them{f', or {remedy}' if remedy else ''}")
+
+
+def is_verls(main: Any) -> bool:
+    """Whether a function is of verl's package."""
+    spec = importlib.util.find_spec("verl")
+    places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    try:
+        file = Path(inspect.getfile(inspect.unwrap(main)))
+    except TypeError:  # an object
+        return False
+    return any(file.is_relative_to(place) for place in places)
+
+
+def _sources(config: Any, keys: tuple[str, ...]) -> list[str]:
+    """Return the code of the user that a process loads: modules of the environment, packages, keys of the config."""
+    found = ["your own main"] if own_main else []
+    if modules := os.environ.get("VERL_USE_EXTERNAL_MODULES"):
+        found.append(f"VERL_USE_EXTERNAL_MODULES={modules}")
+    chosen = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    for entry in importlib.metadata.entry_points(group="verl.plugins"):
+        if entry.name != "verl_rhyme" and (chosen == "auto" or entry.name in chosen.split(",")):
+            found.append(f"the plugin {entry.name}")
+    for key in keys:
+        value = str(OmegaConf.select(config, key) or "")
+        if value and not value.startswith(("verl.", "verl_rhyme.")):
+            found.append(f"{key}={value}")
+    return found
