@@ -142,7 +142,8 @@ def run_command(*overrides: str) -> Any:
         patches.apply = lambda patch: patches.status(patch)
     search = utils.create_config_search_path(f"{next(iter(verl.trainer.__path__))}/config")
     hydra = Hydra.create_main_hydra2("probe", search)
-    arguments = [*overrides, f"hydra.run.dir={tempfile.mkdtemp()}", "hydra/job_logging=none"]
+    logs = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+    arguments = [*overrides, f"hydra.run.dir={tempfile.mkdtemp()}", *logs]
     ran = []
     try:
         utils._run_app(

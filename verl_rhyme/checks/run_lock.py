@@ -70,6 +70,11 @@ def hold(folder: Path) -> None:
         os.set_inheritable(_held[folder], False)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether this process has locked a folder by :func:`hold`."""
+    return folder in _held
+
+
 def user(folder: Path) -> str | None:
     """Return a message with the :func:`owner` of a folder that another process uses; ``None`` without locks.
 

@@ -51,21 +51,20 @@ def begin(config: Any, main: Any = None, others: set[Path] | None = None) -> Non
     user = run_lock.user(folder)
     if user and mark is not None and str(mark) in user:
         return
-    if user and config_tree.from_verl(config) is not None:
+    uses = config_tree.from_verl(config) is not None
+    if uses and others is not None and folder in others:
+        raise ConfigError(
+            f"trainer.default_local_dir={folder} is the folder of an earlier job of this command, and this job would "
+            "resume from its checkpoints: name what varies in it, for example "
+            "'trainer.default_local_dir=checkpoints/lr-${actor_rollout_ref.actor.optim.lr}'"
+        )
+    if uses and user and not run_lock.is_held(folder):
         raise ConfigError(user)
     user_code.own_main = main is None or not user_code.is_verls(main)
     check(config, in_task=main is None)
-    if config_tree.from_verl(config) is None:
-        return
-    if others is not None:
-        if folder in others:
-            raise ConfigError(
-                f"trainer.default_local_dir={folder} is the folder of an earlier job of this command, and this job "
-                "would resume from its checkpoints: name what varies in it, for example "
-                "'trainer.default_local_dir=checkpoints/lr-${actor_rollout_ref.actor.optim.lr}'"
-            )
+    if uses and others is not None:
         others.add(folder)
-    if hold_folder(folder):
+    if uses and hold_folder(folder):
         OmegaConf.update(config, STARTED_BY, run_lock.owner(folder), force_add=True)
 
 
