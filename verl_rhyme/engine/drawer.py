@@ -279,8 +279,10 @@ def _within_budgets(logits: torch.Tensor, metadata: SamplingMetadata, counts: np
     holder = metadata.thinking_budget_state_holder
     assert holder is not None
     holder.update_state(metadata.output_token_ids, None)
+    if logits.dtype == torch.float16:  # the forced value exceeds it
+        logits = logits.float()
     # vLLM gives each request as many rows as it has drafts here, hence one more draft than there are.
-    return holder.apply_to_logits(logits.float(), False, [[PLACEHOLDER_TOKEN_ID] * n for n in counts.tolist()])
+    return holder.apply_to_logits(logits, False, [[PLACEHOLDER_TOKEN_ID] * n for n in counts.tolist()])
 
 
 def _changed(metadata: SamplingMetadata) -> bool:

@@ -139,7 +139,7 @@ class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
         held = self._held
         compared = [each for each in weights if not held.obstacle and is_compared(each[0], held.version)]
         # adapters are loaded all at once; at first, all parameters must get something
-        every = (self._trace_all and not held.obstacle) or bool(peft_config and base_sync_done)
+        every = not held.obstacle and (self._trace_all or bool(peft_config and base_sync_done))
         traced = weights if every else compared
         names = {name for name, _ in traced}
         if others := [each for each in weights if each[0] not in names]:

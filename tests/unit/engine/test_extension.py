@@ -89,3 +89,8 @@ def test_quantised_engines_load_whole_buckets_by_verls_way(monkeypatch):
     held = worker.held_weights()
     assert (held["version"], held["values"]) == (4, {})
     assert "quantise" in held["obstacle"]
+    adapters = {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(2, 2)}
+    monkeypatch.setattr(RhymeWorkerExtension.__mro__[2], "_update_weights", lambda *_: calls.append("adapters"))
+    worker._update_weights(list(adapters.items()), {"r": 2}, True)
+    assert calls[-1] == "adapters"
+    assert "quantise" in worker.held_weights()["obstacle"], "adapters on engines that quantise are not compared, either"
