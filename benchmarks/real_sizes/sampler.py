@@ -3,8 +3,8 @@
     python -m benchmarks.real_sizes sampler [--json] [--quick]
 
 Steps of B requests with K draft tokens each, temperature 1, with log-probabilities as verl requests them. The arms are
-vLLM's rejection sampler (vLLM's sampler without drafts), ours with fresh noise, and ours with keyed noise
-(``sampling.coupled``). They get the same logits in turn, several times. The logits resemble a language model's: a few
+vLLM's rejection sampler (vLLM's sampler without drafts), ours with fresh noise, and ours with keyed noise.
+They get the same logits in turn, several times. The logits resemble a language model's: a few
 probable tokens and a Zipf tail; every other draft is the most probable token.
 
 Memory is the peak of a call's allocations by torch's allocator, without the input logits and with the results. numpy's

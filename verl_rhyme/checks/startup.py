@@ -31,6 +31,9 @@ STARTED_BY = f"{CONFIG_PATH}_started_by"
 #: Checks that only hold before Ray starts.
 _BEFORE_RAY = ("GPUs", "GPU memory", "host memory", "shared memory")
 
+#: Checks by estimates of memory.
+_ESTIMATED = ("GPU memory", "KV cache", "host memory")
+
 #: Environment variable of the run scripts and of own commands that leaves out the checks of files and sizes.
 SKIP = "SKIP_PREFLIGHT"
 
@@ -87,6 +90,10 @@ def check(config: Any, in_task: bool = False) -> None:
         _check_installation()
     findings = _examine(config, rhyme, in_task)
     if failed := [str(finding) for finding in findings if finding.status == FAIL]:
+        if any(finding.status == FAIL and finding.name in _ESTIMATED for finding in findings):
+            failed.append(
+                f"sizes are estimates: if you know better, set {SKIP}=1, which skips checks of files and sizes"
+            )
         raise ConfigError("\n".join(failed))
     for finding in findings:
         if finding.status == WARN:

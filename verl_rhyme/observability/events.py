@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import numbers
 import os
 import re
@@ -299,7 +300,7 @@ def _record_batch(schema: pa.Schema, columns: Mapping[str, Any]) -> pa.RecordBat
     for field in schema:
         value = columns.get(field.name)
         if isinstance(value, np.ndarray) and value.ndim > 1:
-            value = value.reshape(rows, -1).tolist()
+            value = value.reshape(rows, math.prod(value.shape[1:])).tolist()
         try:
             if field.name in many:
                 arrays.append(pa.array(value, type=field.type, from_pandas=isinstance(value, np.ndarray)))

@@ -118,6 +118,10 @@ def types(config: Any) -> Iterator[Check]:
         yield Check("types", FAIL, detail, "correct the value")
 
 
+#: Numbers that may be ranges, as ``0.5_5.0``.
+_RANGES = ("rollout_is_threshold",)
+
+
 def _mistyped(mine: Any, theirs: Any, path: str) -> Iterator[str]:
     for key, default in theirs.items():
         value, where = mine.get(key), f"{path}{key}"
@@ -127,7 +131,8 @@ def _mistyped(mine: Any, theirs: Any, path: str) -> Iterator[str]:
             yield f"{where} must be true or false, not {value!r}"
         elif isinstance(value, str) and isinstance(default, int | float):
             try:
-                float(value)
+                for number in value.split("_") if key in _RANGES else [value]:
+                    float(number)
             except ValueError:
                 yield f"{where} must be a number, not {value!r}"
 

@@ -219,11 +219,11 @@ def disk(config: Any, found: Estimate | None, history: tuple[int, int]) -> Itera
     if int(trainer.save_freq) <= 0 or found is None:
         return
     folder, free = free_disk(path)
-    keep = trainer.get("max_actor_ckpt_to_keep")
-    many = int(keep or 1) + 1  # verl writes the new one before it deletes the oldest
+    keep = max(0, int(trainer.get("max_actor_ckpt_to_keep") or 0))
+    many = (keep or 1) + 1  # verl writes the new one before it deletes the oldest
     least, needed = (many * (found.checkpoint + copy) for copy in history)
     copies = f" and {gib(history[0])} to {gib(history[1])} of history" if any(history) else ""
-    every = "" if keep else "; verl keeps all checkpoints (trainer.max_actor_ckpt_to_keep is null)"
+    every = "" if keep else "; verl keeps all checkpoints (trainer.max_actor_ckpt_to_keep is null or 0)"
     sizes = f"{gib(needed)} for {many} checkpoints of {gib(found.checkpoint)}"
     detail = f"{folder}: {gib(free)} free, {sizes}{copies}{every}"
     remedy = (

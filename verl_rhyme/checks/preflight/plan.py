@@ -63,7 +63,7 @@ _LEAST = {
     "data.train_max_samples": -1,
     "data.dataloader_num_workers": 0,
     f"{_ACTOR}.optim.lr": 0,
-    "trainer.max_actor_ckpt_to_keep": 0,
+    "trainer.max_actor_ckpt_to_keep": None,  # 0 or less: verl keeps all
     f"{_ACTOR}.fsdp_config.fsdp_size": -1,
     f"{_ROLLOUT}.nnodes": 0,
     f"{_ROLLOUT}.n_gpus_per_node": 0,

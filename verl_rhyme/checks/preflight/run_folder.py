@@ -115,7 +115,8 @@ def _other_model(config: Any, model: Mapping[str, Any]) -> str | None:
         checkpoint = folder(config) / f"global_step_{step}"
     else:
         return None
-    own = dict(config.actor_rollout_ref.model.get("override_config") or {})
+    own = config.actor_rollout_ref.model.get("override_config") or {}
+    own = dict(own.get("model_config") or own)  # as verl reads it
     model = {name: value for name, value in model.items() if name not in own}
     try:  # Megatron's second layout has a folder more
         saved = architecture.read_json(next((checkpoint / "actor").glob("**/huggingface/config.json")))

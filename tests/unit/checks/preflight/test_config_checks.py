@@ -75,6 +75,7 @@ SEPARATE_MODE = "trainer.v1.trainer_mode=separate_async"
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay=/x"], "weights", "takes only folder=PATH"),
         ([MEGATRON, f"{A}.ppo_micro_batch_size_per_gpu=null"], "batches", "or actor_rollout_ref.actor.use_dynamic_bsz"),
         ([f"{R}.enforce_eager=maybe"], "types", f"{R}.enforce_eager must be true or false, not 'maybe'"),
+        (["algorithm.rollout_correction.rollout_is_threshold=0.5_x"], "types", "must be a number, not '0.5_x'"),
         (["critic.optim.lr=fast"], "types", "critic.optim.lr must be a number, not 'fast'"),
         ([MEGATRON, f"{A}.megatron.param_offload=some"], "types", "param_offload must be true or false, not 'some'"),
         (["algorithm.adv_estimator=gprp"], "values", "did you mean grpo?"),
@@ -97,6 +98,17 @@ SEPARATE_MODE = "trainer.v1.trainer_mode=separate_async"
 def test_an_invalid_run_fails(world, overrides, name, words):
     found = complaints(preflight(world, *overrides))
     assert words in found.get((name, "fail"), ""), found
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["algorithm.rollout_correction.rollout_is_threshold=0.5_5.0"],  # IcePop, verl's documented form
+        ["trainer.max_actor_ckpt_to_keep=-1"],  # verl keeps all
+    ],
+)
+def test_all_values_that_verl_takes_are_allowed(world, values):
+    assert "fail" not in {status for _, status in complaints(preflight(world, *values))}
 
 
 def test_a_key_that_is_added_and_nearly_one_of_verls_warns(world):

@@ -300,6 +300,8 @@ def test_checkpoints_of_another_model_are_refused(world, tmp_path, place):
     assert words in complaints(preflight(world))["resume", "fail"]
     assert not complaints(preflight(world, "trainer.resume_mode=disable"))
     assert not complaints(preflight(world, "+actor_rollout_ref.model.override_config.hidden_size=1024"))
+    nested = "+actor_rollout_ref.model.override_config.model_config.hidden_size=1024"
+    assert not complaints(preflight(world, nested))
     other = [
         "trainer.default_local_dir=/nowhere",
         "trainer.resume_mode=resume_path",
