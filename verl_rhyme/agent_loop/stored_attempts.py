@@ -60,6 +60,10 @@ class KeptTurns:
         """Keep what an attempt left."""
         self._turns[name] = StoredTurns([turn.copy() for turn in turns], records)
 
+    def overwritten(self, name: str) -> None:
+        """Note that an attempt's report replaced what TransferQueue may have got of it."""
+        self._stored.discard(name)
+
     def find(self, names: Iterable[str]) -> dict[str | None, StoredTurns]:
         """Return what these attempts left, for new ones to go on with; others are left out."""
         kept = {name: self._turns[name] for name in names if name in self._turns}

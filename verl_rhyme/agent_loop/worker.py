@@ -262,6 +262,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
             if not isinstance(error, Exception | Interrupted):
                 raise
             logger.exception("attempt %s failed", session.name)
+            session.interrupted = True  # calls of its tasks that go on raise
             await session.settle()
             text = "".join(traceback.format_exception_only(error)).strip()
             tries = HANG_TRIES if isinstance(error, NoAnswer) else 1
@@ -338,6 +339,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
             self._kept.keep(session.name, *left)
             try:
                 await self._reports.send(ended, {"turns": [], "records": left.records})
+                self._kept.overwritten(session.name)
             except NotReported:
                 self._kept.forget([session.name])
                 raise

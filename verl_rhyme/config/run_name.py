@@ -14,7 +14,7 @@ _SCHEDULE = ("max_staleness", "scheduling", "streaming", "placement")
 #: Sections that do not change the distribution of samples; a resumed run may change them.
 _SWITCHES = ("drafting", "sampling", "lengths")
 #: Options that set a waiting time.
-_WAITING = ("scheduling.tool_timeout", "scheduling.lost_after")
+_WAITING = ("scheduling.tool_timeout", "scheduling.lost_after", "scheduling.outage_timeout")
 
 
 def run_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:

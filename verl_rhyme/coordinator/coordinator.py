@@ -423,7 +423,7 @@ class Coordinator:
         """Log a failed attempt; in an outage of thousands, one a minute."""
         if self._logged_at is None or _clock() - self._logged_at >= _PATIENCE_S:
             self._logged_at = _clock()
-            logger.warning("attempt %s failed, and its sample starts again: %s", report.name, report.error)
+            logger.warning("attempt %s failed: %s", report.name, report.error)
 
     def _lost(self, names: list[str], why: str, turns: Sequence[str] = ()) -> None:
         if self._opened is None:

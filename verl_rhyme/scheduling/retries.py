@@ -6,8 +6,8 @@ A sample fails when its agent loop, a tool or its reward raises.
 - After :data:`TRIES` failures of one sample its prompt is replaced. Failures during an outage do not count afterwards.
 - While no sample succeeds (an outage, or only broken prompts are left), a few failed samples start again at a time,
   and a prompt is replaced now and then, after pauses that grow. The next success lets all others start.
-- The run ends after minutes without a success, if more samples failed since then than are in progress. It ends sooner
-  if no sample has ever succeeded and the errors are those of wrong code.
+- The run ends after minutes without a success and :data:`TRIES` failures, if more samples failed since then than are in
+  progress. It ends sooner if no sample has ever succeeded and the errors are those of wrong code.
 
 It is a pure state machine; times are seconds of any clock that does not run backwards.
 """
@@ -62,6 +62,7 @@ class Retries:
         self._since: float | None = None  # time of the first failure since the latest success
         self._first, self._broken = "", True
         self._failed: set[Sample] = set()  # samples that failed since then
+        self._tries = 0  # their failures
         self._replaced = 0  # prompts replaced since then
 
     def failed(self, sample: Sample, error: str, now: float, in_progress: float, broken: bool, tries: int) -> bool:
@@ -82,6 +83,7 @@ class Retries:
             self._since, self._first, self._probe_at = now, error, now
         self._broken &= broken
         self._failed.add(sample)
+        self._tries += max(1, tries)
         count, more, successes = self._failures.get(sample, (0, 0, -1))
         if tries:
             count, more = (count + tries, 0) if successes < self._successes else (count, more + tries)
@@ -152,7 +154,7 @@ class Retries:
         assert self._since is not None
         broken = self._broken and not self.proven
         limit = min(self._outage_s, BROKEN_S) if broken else self._outage_s
-        if now - self._since < limit or len(self._failed) <= in_progress:
+        if now - self._since < limit or len(self._failed) <= in_progress or self._tries < TRIES:
             return
         raise RolloutError(
             f"no sample succeeds: {self.summary(now)}\nThe agent loop workers logged the traceback. "

@@ -97,8 +97,8 @@ class ClusterFile:
 #: Keys of the run's options, as in :mod:`verl_rhyme.config`, and those of them that the simulator does not know.
 _RUN = ("max_staleness", "scheduling", "placement", "streaming")
 _NOT_SIMULATED = (
-    *("scheduling.tool_timeout", "scheduling.order", "scheduling.lost_after", "placement.profile"),
-    *("streaming.elastic.min_replicas", "streaming.elastic.max_replicas"),
+    *("scheduling.tool_timeout", "scheduling.order", "scheduling.lost_after", "scheduling.outage_timeout"),
+    *("placement.profile", "streaming.elastic.min_replicas", "streaming.elastic.max_replicas"),
 )
 #: verl's staleness bound in separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
 VERLS_STALENESS = 7

@@ -37,7 +37,16 @@ def test_an_unchanged_preset_gives_its_name(preset):
         ),
         ("sorted", {"drafting__wait_for_history": True}, "sorted-wait_for_history", "sorted"),
         # folders and waiting times are left out
-        ("full", {"history__dir": "/x", "events__enable": False, "scheduling__lost_after": 60.0}, *["full"] * 2),
+        (
+            "full",
+            {
+                "history__dir": "/x",
+                "events__enable": False,
+                "scheduling__lost_after": 60.0,
+                "scheduling__outage_timeout": 60.0,
+            },
+            *["full"] * 2,
+        ),
         # options of another preset give that preset's name
         ("full", {"scheduling__take": "loaded", "placement__policy": "histopipe"}, *["histopipe"] * 2),
     ],

@@ -13,7 +13,16 @@ import pytest
 
 from tests.unit.scheduling.reports import ON_POLICY, PARTIAL, finished, generated, rollout, states, tell
 from verl_rhyme.scheduling.attempts import Attempt, Ended
-from verl_rhyme.scheduling.retries import BROKEN_S, HANG_TRIES, LONGEST_PAUSE_S, PAUSE_S, REPLACE_S, TRIES, RolloutError
+from verl_rhyme.scheduling.retries import (
+    BROKEN_S,
+    HANG_TRIES,
+    LONGEST_PAUSE_S,
+    PAUSE_S,
+    REPLACE_S,
+    TRIES,
+    Retries,
+    RolloutError,
+)
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules
 
@@ -294,3 +303,14 @@ def test_failures_of_a_sample_are_counted_over_a_restart():
     [name] = [attempt.name for attempt in made.attempts() if attempt.sample == ("a", 0)]
     made.ended(Ended(name, "failed", error="no"), now)
     assert "a" not in made.scheduler.ledger
+
+
+def test_a_lone_sample_with_a_slow_tool_is_tried_as_often_as_others():
+    """At the end of an on-policy batch nothing else is in progress; two failures 15 minutes apart are no outage."""
+    retries = Retries(outage_s=900.0)
+    sample = ("last", 0)
+    for at in range(TRIES - 1):
+        assert retries.failed(sample, "the tests ran too long", 1000.0 * at, 0, broken=False, tries=1)
+    assert not retries.failed(sample, "the tests ran too long", 1000.0 * TRIES, 0, broken=False, tries=1)
+    with pytest.raises(RolloutError, match="no sample succeeds"):
+        retries.failed(("next", 0), "and so on", 1000.0 * (TRIES + 1), 0, broken=False, tries=1)
