@@ -1,7 +1,7 @@
 """verl's Megatron engine on a machine without an accelerator: megatron-core on gloo.
 
 megatron-core and mbridge name CUDA as their device in hundreds of places. :class:`CudaIsCpu` redirects that device to
-the CPU while the engine runs. The patches ``megatron_*`` and ``mbridge_*`` beside this file cover the rest.
+the CPU while the engine runs. The patches ``megatron_*`` and ``mbridge_*`` of this folder cover the rest.
 """
 
 from __future__ import annotations
