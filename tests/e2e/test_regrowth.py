@@ -47,12 +47,12 @@ def test_the_same_again_is_reverified(engine, stock):
     for count in take_counts(engine, "again", 8):
         # One of nine tokens is the target's own: a draft has eight at most.
         assert count["verify_steps"] <= 100 / 9 + 3
-        assert count["reverified"] > 72, "of 88, in windows of 8: one window may come from a source that promises more"
+        assert count["reverified_tokens"] > 72, "of 88, in windows of 8: one window may come from a source that promises more"
     assert generate(engine, prompts, [[]] * 8, "drafted", **greedy) == texts
-    assert all(count["reverified"] == 0 for count in take_counts(engine, "drafted", 8))
+    assert all(count["reverified_tokens"] == 0 for count in take_counts(engine, "drafted", 8))
     halves = [text[:50] for text in texts]
     assert generate(engine, prompts, halves, "cut", **greedy) == texts
-    assert all(30 < count["reverified"] < 50 < count["accepted"] for count in take_counts(engine, "cut", 8))
+    assert all(30 < count["reverified_tokens"] < 50 < count["accepted_tokens"] for count in take_counts(engine, "cut", 8))
 
 
 def test_output_distribution_is_the_targets_whatever_was_said_before(engine, distribution_of, p_value, monkeypatch):
@@ -68,6 +68,6 @@ def test_output_distribution_is_the_targets_whatever_was_said_before(engine, dis
         previous.append([first, *map(int, np.unravel_index(following, distribution.shape[1:])), 0])
     tokens = np.array(generate(engine, [PROMPT] * SAMPLES, previous, "anew", temperature=1.0, max_tokens=LENGTH + 1))
     counts = take_counts(engine, "anew", SAMPLES)
-    drafted, reverified = (sum(count[name] for count in counts) for name in ("drafted", "reverified"))
+    drafted, reverified = (sum(count[name] for count in counts) for name in ("drafted_tokens", "reverified_tokens"))
     assert SAMPLES / 4 < reverified < drafted - SAMPLES, "the test must see acceptances and rejections of it"
     assert p_value(tokens[:, :LENGTH], distribution) > 1e-4
