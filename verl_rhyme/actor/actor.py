@@ -42,21 +42,14 @@ class StreamedActor(ActorRolloutRefWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
-        """Compute log-probs as verl does, with rows that this process holds (:mod:`verl_rhyme.actor.held_rows`)."""
         return super().compute_log_prob(ROWS.join(data))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
-        """Compute reference log-probs as verl does, with rows that this process holds."""
         return super().compute_ref_log_prob(ROWS.join(data))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: TensorDict) -> TensorDict | None:
-        """Train as verl does, or accumulate the gradients of a part.
-
-        A part has equally many samples on each data parallel rank. Its ``global_batch_size`` is the whole mini-batch's.
-        Its result has only the metric ``mfu``, which verl's trainer needs.
-        """
         data = ROWS.join(data)
         if not tu.pop(data, key=PART, default=False):
             return super().update_actor(data)
@@ -80,11 +73,11 @@ class StreamedActor(ActorRolloutRefWorker):
         self._seconds += time.perf_counter() - began
         if not self.actor.engine.is_mp_src_rank_with_outputs():
             return None
+        # verl's trainer needs this metric.
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": {"mfu": [0.0]}}).cpu()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
-        """Send the weights as verl does."""
         assert self.actor is not None, "this worker has no actor"
         if torch.distributed.get_rank() != 0:
             return await super().update_weights(global_steps=global_steps, mode=mode)
@@ -113,11 +106,8 @@ class StreamedActor(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_update(self) -> dict[str, Any] | None:
-        """Take the steps of the optimizer and of the learning rate schedule.
-
-        Returns:
-            Metrics of the whole mini-batch like verl's ``update_actor``; ``None`` on ranks without outputs.
-        """
+        """Take the steps of the optimizer and of the learning rate schedule. Return metrics of the whole mini-batch
+        like verl's ``update_actor``; ``None`` on ranks without outputs."""
         update, actor = self._update, self.actor
         if update is None or actor is None:
             raise RuntimeError("finish_update was called, but no part was added")
@@ -159,7 +149,6 @@ def streamed(worker: type[ActorRolloutRefWorker]) -> type[ActorRolloutRefWorker]
 
 
 def _over_ranks(value: Any) -> list[Any]:
-    """Combine a metric of all data parallel ranks."""
     if isinstance(value, Metric):
         return [value.aggregate()]
     if not isinstance(value, list):

@@ -23,11 +23,7 @@ class HeldRows:
         self._rows: TensorDict | None = None
 
     def join(self, data: TensorDict) -> TensorDict:
-        """Return the data of a stage, joined with the rows kept.
-
-        Raises:
-            RuntimeError: Rows of another part are kept, or none.
-        """
+        """Return the data of a stage, joined with the rows kept, which must be of its part."""
         keep, join = tu.pop(data, key=KEEP), tu.pop(data, key=JOIN)
         if keep is None and join is None:
             return data
@@ -44,7 +40,6 @@ class HeldRows:
         return data
 
     def drop(self) -> None:
-        """Drop the rows."""
         self._part = self._rows = None
 
 

@@ -14,12 +14,7 @@ _ADAPTER = "lora_"
 
 
 class SentWeights:
-    """Context of a weight sync: it watches what verl's engine gives out (``get_per_tensor_param``).
-
-    Args:
-        engine: verl's training engine.
-        version: Policy version.
-    """
+    """Context of a weight sync: it watches what verl's engine gives out (``get_per_tensor_param``)."""
 
     def __init__(self, engine: Any, version: int | None) -> None:
         self._engine, self._version = engine, version

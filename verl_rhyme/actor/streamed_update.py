@@ -2,15 +2,13 @@
 
 verl's ``train_batch`` takes a whole mini-batch: zero, forward and backward over its micro-batches, step. Here the parts
 of a mini-batch come as they finish, and the step equals verl's step on the whole (pipelined training of StreamRL,
-arXiv:2504.15930, section 4).
+arXiv:2504.15930, section 4): a loss is a sum over samples divided by a count of the mini-batch. The number of samples
+is known beforehand. The number of tokens (``loss_agg_mode=token-mean``) is known only with the last response; until
+then an estimate from the first part replaces it, and all gradients are scaled before the step.
 
-Why the steps are equal: a loss is a sum over samples divided by a count of the mini-batch. The number of samples is
-known beforehand. The number of tokens (``loss_agg_mode=token-mean``) is known only with the last response; until then
-an estimate from the first part replaces it, and all gradients are scaled before the step.
-
-What ranks share: FSDP reduces gradients into each rank's shard at the end of each part, and adds them there. Megatron's
-reduction cannot be repeated: shards of a distributed optimizer, layer norms under sequence parallelism and tied
-embeddings would count twice. So gradients of parts stay on their ranks, and are reduced once, before the step.
+FSDP reduces gradients into each rank's shard at the end of each part, and adds them there. Megatron's reduction cannot
+be repeated: shards of a distributed optimizer, layer norms under sequence parallelism and tied embeddings would count
+twice. So gradients of parts stay on their ranks, and are reduced once, before the step.
 """
 
 from __future__ import annotations
@@ -30,13 +28,9 @@ BY_TOKENS = "token-mean"
 
 
 class StreamedUpdate:
-    """One optimizer step. All ranks call the same methods in the same order.
-
-    Args:
-        engine: verl's engine, in no mode's context (not with a :func:`find_unsupported_engine_option`).
-        loss: Loss function for ``train_batch``.
-        by_tokens: Whether the loss is divided by the tokens of the mini-batch.
-    """
+    """One optimizer step of verl's ``engine``, which is in no mode's context and passes
+    :func:`find_unsupported_engine_option`. All ranks call the same methods in the same order. ``by_tokens``: the loss
+    is divided by the tokens of the mini-batch."""
 
     def __init__(self, engine: BaseEngine, loss: Callable[..., Any], by_tokens: bool) -> None:
         self._engine, self._loss, self._by_tokens = engine, loss, by_tokens
@@ -51,9 +45,7 @@ class StreamedUpdate:
 
     def add(self, data: TensorDict) -> None:
         """Accumulate the gradients of a part: any samples of the mini-batch, equally many on each data parallel rank.
-
-        ``data`` are for ``train_batch``; their ``global_batch_size`` is the whole mini-batch's.
-        """
+        ``data`` are for ``train_batch``; their ``global_batch_size`` is the whole mini-batch's."""
         engine = self._engine
         if not self._parts:
             self._stay()
@@ -74,11 +66,8 @@ class StreamedUpdate:
                     append_to_dict(self._metrics, {name: one})
 
     def finish(self) -> dict[str, Any]:
-        """Take the optimizer's step.
-
-        Returns:
-            ``loss`` and ``metrics`` of ``train_batch``, with the gradient norm; empty on ranks without outputs.
-        """
+        """Take the optimizer's step. Return ``loss`` and ``metrics`` of ``train_batch``, with the gradient norm; empty
+        on ranks without outputs."""
         engine: Any = self._engine
         share = self._stand_in / max(1, self._tokens) if self._by_tokens else 1.0
         offloads = engine.is_optimizer_offload_enabled
@@ -98,7 +87,6 @@ class StreamedUpdate:
         return {"loss": [share * loss for loss in self._losses], "metrics": self._metrics}
 
     def drop(self) -> None:
-        """Drop the gradients; no step is taken."""
         if self._parts:
             with self._engine.train_mode(disable_auto_offload=True):
                 self._engine.optimizer_zero_grad()
@@ -200,8 +188,7 @@ def find_unsupported_engine_option(engine: Any) -> str | None:
 
 
 def _auxiliary(config: Any) -> bool:
-    """Return whether experts have losses of their own. A coefficient in the model's config is not enough: verl sets the
-    load balancing type to ``none``."""
+    """A coefficient in the model's config is not enough: verl sets the load balancing type to ``none``."""
     if not config.num_moe_experts:
         return False
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff

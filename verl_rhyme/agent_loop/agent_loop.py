@@ -1,4 +1,5 @@
-"""Subclasses of verl's agent loop managers, which make the workers and send them validation prompts."""
+"""Subclasses of verl's agent loop managers (``actor_rollout_ref.rollout.agent.agent_loop_manager_class``), which make
+the workers and send them validation prompts."""
 
 from __future__ import annotations
 
@@ -22,10 +23,7 @@ _OPEN = ("pending", "running")
 
 
 class RhymeAgentLoopManager(AgentLoopManagerTQ):
-    """Manager of preset ``histospec`` (``actor_rollout_ref.rollout.agent.agent_loop_manager_class``).
-
-    With ``enable=false`` it equals verl's.
-    """
+    """Manager of preset ``histospec``; with ``enable=false`` it equals verl's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,11 +32,8 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
 
 
 class SessionAgentLoopManager(AgentLoopManagerTQ):
-    """Manager of all pipeline presets (``actor_rollout_ref.rollout.agent.agent_loop_manager_class``).
-
-    It makes the workers that the coordinator uses, and sends them validation prompts. It gives up a worker that died or
-    does not answer, and sends its prompts to the others.
-    """
+    """Manager of all pipeline presets: makes the workers that the coordinator uses, and sends them validation prompts.
+    It gives up a worker that died or does not answer, and sends its prompts to the others."""
 
     agent_loop_workers: list[Any]
 
@@ -52,12 +47,10 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         self._sent: list[tuple[Any, TensorDict]] = []  # workers with the validation prompts that each accepted
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """Send validation prompts to the workers, without waiting for their samples; verl has those of earlier ones."""
-        self.forget_validation()
+        self.forget_validation()  # verl has the samples of earlier ones
         self._send(prompts)
 
     def forget_validation(self) -> None:
-        """Free the prompts of validations that are done."""
         self._sent.clear()
 
     def resend_validation(self) -> None:
@@ -78,7 +71,6 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
                 self._send(chunk[rows[False]])
 
     def _running(self, worker: Any) -> set[str]:
-        """Return the validation prompts that a worker runs; none if it died or hangs."""
         try:
             return set(ray.get(worker.validating.remote(), timeout=self._patience_s))
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
@@ -101,7 +93,6 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
             self._await_answer(worker, accepted, chunk)
 
     def _await_answer(self, worker: Any, answer: Any, prompts: TensorDict) -> None:
-        """Wait for a worker's answer; if it died or hangs, send its prompts to others."""
         try:
             ray.get(answer, timeout=self._patience_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:

@@ -1,7 +1,6 @@
 """The LLM client, which adds the prompt key to each request and keeps the server's record of it.
 
-verl's client gives each request a fresh id and each step a fresh uid. When it resumes an aborted request, it drops the
-server's record of the aborted part.
+verl's client gives each request a fresh id and each step a fresh uid, and drops the record of an aborted part.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class _Requests(LLMServerClient):
         self._patient = False
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
-        """Send one request to one server."""
         session, call = current(), _CALL.get()
         assert session is not None  # set by RhymeLLMServerClient.generate
         conversation = call.conversation
@@ -91,7 +89,6 @@ class _Requests(LLMServerClient):
         return output
 
     async def _part_with(self, session: Session, request_id: str, kept: int, lost_s: float, why: str) -> None:
-        """Remove the dead replica of the session's request from the router."""
         logger.warning(MOVED, session.name or request_id, kept, lost_s, why)
         await self._load_balancer.remove_servers.remote([_CALL.get().server])
 
@@ -153,15 +150,6 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
     4. the request to one server, with its metadata; the server's record is kept.
 
     The state belongs to the task (:mod:`verl_rhyme.agent_loop.session`) and ends with it.
-
-    Args:
-        config: verl's whole config.
-        load_balancer_handle: Argument of verl's client.
-        resumes: Whether to resume aborted requests, as verl's ``FullyAsyncLLMServerClient`` does.
-        interruptible: Whether a coordinator starts the samples and weight updates interrupt them.
-        patient: Whether requests wait while no replica serves, for a trainer that starts others or ends; implied by
-            ``interruptible``.
-        kwargs: Arguments of verl's client.
     """
 
     def __init__(
@@ -169,9 +157,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         config: Any,
         load_balancer_handle: Any = None,
         *,
-        resumes: bool = False,
-        interruptible: bool = False,
-        patient: bool = False,
+        resumes: bool = False,  # resume aborted requests, as verl's FullyAsyncLLMServerClient does
+        interruptible: bool = False,  # a coordinator starts the samples, and weight updates interrupt them
+        patient: bool = False,  # wait while no replica serves, for a trainer that starts others or ends
         **kwargs: Any,
     ) -> None:
         super().__init__(config, load_balancer_handle, **kwargs)
@@ -179,12 +167,6 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         self._patient = patient or interruptible
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
-        """Generate one turn, as verl's client does.
-
-        Raises:
-            Interrupted: The sample's attempt ended during the call.
-            RuntimeError: Weight updates interrupt requests, and the task has no session that could learn of it.
-        """
         session = current()
         if session is None:  # the task is none of this package's workers
             if self._interruptible:
@@ -260,8 +242,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         return output
 
     async def _from_its_start(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> TokenOutput:
-        """Replace verl's resume loop for a response that cannot be continued: an aborted request is sent again, with
-        its text as the draft."""
+        """Resume a response that cannot be continued: an aborted request is sent again, its text as the draft."""
         call = _CALL.get()
         call.noise = call.noise or uuid4().hex[:16]  # else each regeneration would favour a shorter text
         while True:
@@ -276,7 +257,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             await asyncio.sleep(_RESUME_S)
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
-        """Return the token limit of the turn, by the rule of verl's server (``vLLMHttpServer.generate``)."""
+        """Return the token limit of the turn, by the rule of ``vLLMHttpServer.generate``."""
         given = sampling_params.get("max_tokens", sampling_params.get("max_new_tokens"))
         if given is not None:
             return given
@@ -286,7 +267,6 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
 
 
 def _drop(turn: Turn, options: list[str]) -> None:
-    """Drop a turn's tokens, which these sampling options forbid to continue."""
     _warn_once(tuple(options))
     turn.drop()
 
@@ -301,13 +281,8 @@ def _warn_once(options: tuple[str, ...]) -> None:
 
 
 def rhymed(client: LLMServerClient, interruptible: bool = False, patient: bool = False) -> LLMServerClient:
-    """Return verl's client as a :class:`RhymeLLMServerClient`, whose options these are.
-
-    A ``FullyAsyncLLMServerClient`` still resumes aborted requests, also within a turn of an interruptible one.
-
-    Raises:
-        TypeError: The client's class is neither verl's nor this package's.
-    """
+    """Return verl's client as a :class:`RhymeLLMServerClient`. A ``FullyAsyncLLMServerClient`` still resumes aborted
+    requests, also within a turn of an interruptible one."""
     if isinstance(client, RhymeLLMServerClient):
         client._interruptible |= interruptible
         client._patient |= patient or interruptible

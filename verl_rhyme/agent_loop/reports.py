@@ -24,29 +24,18 @@ class NotReported(RuntimeError):
 
 
 class Reports:
-    """Sends reports, batched when several attempts end at about the same time, as at an abort.
-
-    TransferQueue gets its columns before the coordinator gets the report, so that a restarted coordinator finds them.
-    Reports without columns do not wait for those with columns.
-    """
+    """Sends reports, batched when several attempts end at about the same time, as at an abort. TransferQueue gets its
+    columns before the coordinator gets the report, so that a restarted coordinator finds them."""
 
     def __init__(self) -> None:
-        self._storing, self._plain = _Lane(), _Lane()  # with and without columns
+        self._storing, self._plain = _Lane(), _Lane()  # with and without columns: these do not wait for those
 
     def attach(self, coordinator: Any) -> None:
-        """Set the coordinator that gets the reports."""
         self._storing.coordinator = self._plain.coordinator = coordinator
 
     async def send(self, ended: Ended, left: dict[str, Any] | None = None) -> None:
-        """Send a report; return when both receivers have it. The next report of an attempt must wait for that.
-
-        Args:
-            ended: Report for the coordinator.
-            left: Columns for TransferQueue; ``None``: none.
-
-        Raises:
-            NotReported: A receiver does not take it.
-        """
+        """Send a report, and columns ``left`` to TransferQueue; return when both have it, for which the next report of
+        the attempt must wait. Raise :class:`NotReported` if one does not take it."""
         await (self._plain if left is None else self._storing).send(ended, left)
 
 

@@ -1,17 +1,12 @@
 """The session of a task: one attempt at a sample, the turns it inherits, and the turns it leaves.
 
-The agent loop worker sets it in a context variable of the task; the client reads it and keeps its state there. In
-preset ``histospec`` it holds the sample's number and its request records. An attempt that the coordinator started
-has a name as well, and its turns are kept.
-
-An interruption ends an attempt, wherever the agent loop is. Its turns are reported, and the coordinator decides when
-the next attempt starts. A partial attempt replays the complete turns and continues the interrupted ones, each found by
-what it answers. Any other attempt starts over, and drafts from the turns of the attempt before.
-
-What a turn answers also makes its noise. So a regenerated turn draws with its noise again in whatever order the calls
-come, as long as it answers the same. Of parallel calls that answer the same, the order decides.
-
-The calls of an agent loop may run in parallel. What belongs to one call is in its :class:`Call`.
+The agent loop worker sets it in a context variable of the task; the client reads it and keeps its state there, that of
+parallel calls in a :class:`Call` each. In preset ``histospec`` it has only the sample's number and request records. An
+interruption ends an attempt, wherever the agent loop is; the coordinator decides when the next one starts. A partial
+attempt replays the complete turns and continues the interrupted ones, each found by what it answers. Any other attempt
+starts over, and drafts from the turns of the attempt before. What a turn answers also makes its noise, so a regenerated
+turn draws with its noise again in whatever order the calls come. Of parallel calls that answer the same, the order
+decides.
 """
 
 from __future__ import annotations
@@ -46,48 +41,36 @@ class Interrupted(BaseException):
 
 @dataclass
 class Turn:
-    """Tokens that the model generates in one call of an agent loop.
+    """Tokens that the model generates in one call of an agent loop."""
 
-    Attributes:
-        prompt: Key of what it answers (:func:`~verl_rhyme.history.keys.turn_key`); empty where unknown.
-        tokens: int32, generated tokens.
-        log_probs: float32, per token, by the policy that generated it; ``None`` if not requested.
-        first_version, version: Oldest and newest policy version of its tokens; ``None`` without tokens.
-        complete: Whether it has ended.
-        stop_reason: Stop reason of the engine.
-        number: Number of turns with the same ``prompt`` that began before it in the attempt.
-        draft: int32, text of earlier attempts or requests in the turn, to draft from; never changed in place.
-    """
-
-    prompt: str
-    tokens: array[int] = field(default_factory=lambda: array("i"))
-    log_probs: array[float] | None = None
-    first_version: int | None = None
-    version: int | None = None
-    complete: bool = False
-    stop_reason: str | None = None
-    number: int = 0
+    prompt: str  # key of what it answers (history.keys.turn_key); empty where unknown
+    tokens: array[int] = field(default_factory=lambda: array("i"))  # int32
+    log_probs: array[float] | None = None  # float32, per token, by the policy that generated it; None: not requested
+    first_version: int | None = None  # oldest policy version of its tokens; None without tokens
+    version: int | None = None  # newest
+    complete: bool = False  # it has ended
+    stop_reason: str | None = None  # of the engine
+    number: int = 0  # of turns with the same prompt that began before it in the attempt
+    # int32, text of earlier attempts or requests in the turn, to draft from; never changed in place
     draft: array[int] = field(default_factory=lambda: array("i"))
 
     def drop(self) -> None:
-        """Drop the tokens, because the turn begins again: they are its draft, with the rest of a longer one."""
+        """Begin the turn again: its tokens become the draft, with the rest of a longer one."""
         self.draft = self.tokens + self.draft[len(self.tokens) :]
         self.tokens, self.log_probs, self.first_version, self.version = array("i"), None, None, None
         self.complete, self.stop_reason = False, None
 
     def copy(self) -> Turn:
-        """Return a turn with tokens of its own."""
         return replace(self, tokens=self.tokens[:], log_probs=None if self.log_probs is None else self.log_probs[:])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the stored form, with tokens and log-probs as bytes, because thousands of attempts end at once."""
+        """Return the stored form, with bytes in place of arrays, because thousands of attempts end at once."""
         log_probs = None if self.log_probs is None else self.log_probs.tobytes()
         arrays = {"tokens": self.tokens.tobytes(), "log_probs": log_probs, "draft": self.draft.tobytes()}
         return {**vars(self), **arrays}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Turn:
-        """Restore a turn from :meth:`to_dict`."""
         log_probs = stored["log_probs"]
         return cls(
             **{
@@ -101,44 +84,26 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """The requests of one id; an agent loop may hold several conversations.
+    """The requests of one id; an agent loop may hold several conversations."""
 
-    Attributes:
-        key: Prompt key in hex: the session's, or that of the first turn.
-        records: Records of its requests.
-        requests: Number of its requests, those under way included.
-    """
-
-    key: str
+    key: str  # prompt key in hex: the session's, or that of the first turn
     records: list[dict[str, Any]] = field(default_factory=list)
-    requests: int = 0
+    requests: int = 0  # those under way included
 
 
 @dataclass(eq=False)
 class Call:
-    """A call of an agent loop for one turn, and its latest request, of which verl's ``generate`` returns little.
-
-    Attributes:
-        conversation: Its conversation.
-        prompt_tokens: Number of tokens before its turn.
-        turn: Its turn, of a dispatched attempt.
-        noise: Key in hex of the noise that its tokens are drawn with; empty for separate noise per request.
-        earlier_text: int32 bytes that an earlier attempt or request generated in the turn, to draft from.
-        moving: Whether its request was aborted to continue on another replica.
-        server: Address of the server; ``None`` before the router chose one.
-        handle: Handle of the server.
-        request: Id of the request on the server; ``None`` before it is sent.
-    """
+    """A call of an agent loop for one turn, and its latest request, of which verl's ``generate`` returns little."""
 
     conversation: Conversation
-    prompt_tokens: int = 0
-    turn: Turn | None = None
-    noise: str = ""
-    earlier_text: bytes = b""
-    moving: bool = False
-    server: str | None = None
-    handle: Any = None
-    request: str | None = None
+    prompt_tokens: int = 0  # number of tokens before its turn
+    turn: Turn | None = None  # of a dispatched attempt
+    noise: str = ""  # key in hex of the noise that draws its tokens; empty for separate noise per request
+    earlier_text: bytes = b""  # int32, what an earlier attempt or request generated in the turn, to draft from
+    moving: bool = False  # its request was aborted to continue on another replica
+    server: str | None = None  # address; None before the router chose one
+    handle: Any = None  # of the server
+    request: str | None = None  # id on the server; None before it is sent
 
     def abort(self) -> bool:
         """Abort the request, without waiting. Return false if it was not sent yet."""
@@ -150,50 +115,28 @@ class Call:
 
 @dataclass
 class Session:
-    """One attempt at a sample, kept by the agent loop's task.
+    """One attempt at a sample, kept by the agent loop's task."""
 
-    Attributes:
-        spans: Whether its tokens may be of several policy versions.
-        assignment: Replica and priority of its requests.
-        name: ``Attempt.name``; empty without a coordinator.
-        earlier_turns: Turns of the attempt before that this one has not begun again (:meth:`inherit`).
-        records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
-        turns: Turns so far, of a dispatched attempt.
-        sample: Number in the group, -1 when unknown.
-        noise: Key in hex from which each turn's noise is made (:meth:`noise_of`); empty for separate noise per request.
-        calls: Running calls.
-        server: Address of the latest server; empty before the first request.
-        conversations: Conversations by request id.
-        scores: At the end, the value of ``filter_groups.metric`` of each trajectory; empty without filter.
-        key: Key of the prompt's data (:func:`~verl_rhyme.history.keys.data_key`); if empty, each conversation uses the
-            key of its first turn's token ids.
-        no_trajectory: At the end, whether the agent loop returned no trajectory.
-        interrupted: Whether the attempt was interrupted, even if the agent loop continues.
-        generated: Whether its complete response was reported.
-        deadline: Deadline of its tools and its reward.
-        diverged: Whether a call answered something that no earlier turn answered.
-        media: Hashes of images and other media by identity (:func:`~verl_rhyme.history.keys.turn_key`).
-    """
-
-    spans: bool = False
+    spans: bool = False  # its tokens may be of several policy versions
     assignment: Assignment = ANYWHERE
-    name: str = ""
-    earlier_turns: list[Turn] = field(default_factory=list)
+    name: str = ""  # Attempt.name; empty without a coordinator
+    earlier_turns: list[Turn] = field(default_factory=list)  # of the attempt before, not begun again in this one
+    # of earlier attempts' requests whose tokens are continued; at the end, of this one's as well
     records: list[dict[str, Any]] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    sample: int = -1
-    noise: str = ""
-    calls: list[Call] = field(default_factory=list)
-    server: str = ""
-    conversations: dict[str, Conversation] = field(default_factory=dict)
-    scores: list[float] = field(default_factory=list)
-    key: str = ""
-    no_trajectory: bool = False
-    interrupted: bool = False
-    generated: bool = False
-    deadline: Deadline = field(default_factory=Deadline)
-    diverged: bool = False
-    media: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)  # so far, of a dispatched attempt
+    sample: int = -1  # number in the group; -1 when unknown
+    noise: str = ""  # key in hex from which each turn's noise is made; empty for separate noise per request
+    calls: list[Call] = field(default_factory=list)  # running
+    server: str = ""  # address of the latest one; empty before the first request
+    conversations: dict[str, Conversation] = field(default_factory=dict)  # by request id
+    scores: list[float] = field(default_factory=list)  # at the end, filter_groups.metric of each trajectory
+    key: str = ""  # history.keys.data_key; if empty, each conversation has the key of its first turn's token ids
+    no_trajectory: bool = False  # at the end, whether the agent loop returned none
+    interrupted: bool = False  # even if the agent loop continues
+    generated: bool = False  # its complete response was reported
+    deadline: Deadline = field(default_factory=Deadline)  # of its tools and its reward
+    diverged: bool = False  # a call answered something that no earlier turn answered
+    media: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # hashes by identity (history.keys.turn_key)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def inherit(self, turns: list[Turn], records: list[dict[str, Any]], partial: bool) -> None:
@@ -207,12 +150,8 @@ class Session:
 
     @contextmanager
     def generation(self, call: Call) -> Iterator[None]:
-        """Wrap each call of the agent loop for tokens.
-
-        Raises:
-            Interrupted: The attempt was interrupted earlier: ``asyncio.gather(..., return_exceptions=True)`` may have
-                returned that interruption to the agent loop as a value.
-        """
+        """Wrap each call of the agent loop for tokens. Raise :class:`Interrupted` again after an interruption, which
+        ``asyncio.gather(..., return_exceptions=True)`` may have returned to the agent loop as a value."""
         if self.interrupted:
             raise Interrupted
         self.calls.append(call)
@@ -244,7 +183,7 @@ class Session:
         return bool(self.name)
 
     def conversation(self, request_id: str, prompt_ids: Sequence[int]) -> Conversation:
-        """Return the agent loop's conversation of this id; all tokens before its first request may key it."""
+        """Return the conversation of this id; all tokens before its first request may key it."""
         if request_id not in self.conversations:
             key = self.key or prompt_key(prompt_ids).hex()
             met = any(other.key == key for other in self.conversations.values())
@@ -253,7 +192,7 @@ class Session:
         return self.conversations[request_id]
 
     def begin_turn(self, prompt: str) -> Turn:
-        """Begin a turn that answers ``prompt`` (:attr:`Turn.prompt`), with its earlier tokens and its draft."""
+        """Begin a turn that answers ``prompt``, with its earlier tokens and its draft."""
         with self._lock:
             left = self.earlier_turns
             known = next((turn for turn in left if turn.prompt == prompt), None)
@@ -266,7 +205,6 @@ class Session:
             return turn
 
     def noise_of(self, turn: Turn) -> str:
-        """Return the key, in hex, of the noise that draws a turn's tokens; empty for separate noise per request."""
         return f"{key_of(self.noise, turn.prompt, turn.number):016x}" if self.noise else ""
 
     def extend(
@@ -278,21 +216,9 @@ class Session:
         stop_reason: str | None,
         first_version: int | None,
     ) -> None:
-        """Add the tokens of a request to a turn.
-
-        Args:
-            turn: The turn.
-            tokens: Generated tokens.
-            log_probs: Log-prob of each token by the policy that generated it; ``None`` if not requested.
-            version: Policy version of the last token.
-            stop_reason: Stop reason of the engine.
-            first_version: Policy version of the first token.
-
-        Raises:
-            Interrupted: The engine stopped before the turn ended; or the tokens are of several policy versions, and
-                may not be.
-            ValueError: Tokens without a policy version, whose staleness is unknown.
-        """
+        """Add a request's tokens to a turn; the versions are those of its first and last token. Raise
+        :class:`Interrupted` if the engine stopped before the turn ended, or if the tokens are of several policy
+        versions and may not be."""
         if tokens and (version is None or first_version is None):
             raise ValueError(
                 f"{self.deadline.where}: the rollout server returned tokens without a policy version (global_steps): "
@@ -324,33 +250,25 @@ class Session:
 
     @property
     def first_version(self) -> int | None:
-        """Policy version of the oldest of these tokens; ``None`` without tokens."""
         return min((turn.first_version for turn in self.carried_over if turn.first_version is not None), default=None)
 
     @property
     def version(self) -> int | None:
-        """Policy version of the newest token; ``None`` without tokens."""
         return max((turn.version for turn in self.turns if turn.version is not None), default=None)
 
     @property
     def carried_over(self) -> list[Turn]:
-        """Turns that the next attempt begins with, if this one is interrupted.
-
-        Earlier turns that no call has asked for are among them, until the agent loop takes another way.
-        """
+        """Turns that the next attempt begins with, if this one is interrupted. Earlier turns that no call has asked for
+        are among them, until the agent loop takes another way."""
         return [*self.turns, *(turn for turn in self.earlier_turns if not (self.diverged and turn.tokens))]
 
     @property
     def replica(self) -> str:
-        """Address of the latest replica, or of the first assigned one; empty if neither is known."""
         return self.server or self.assignment.replica
 
     def move(self, replica: str, reason: str = "") -> bool:
         """Continue the running requests on another replica, with their tokens, versions and log-probs. Does not wait.
-
-        Returns:
-            Whether a request is under way; if not, the next request goes to the replica.
-        """
+        Return whether a request is under way; if not, the next request goes to the replica."""
         self.assignment = replace(self.assignment, replica=replica, reason=reason)
         moved = [call for call in list(self.calls) if call.server != replica and call.abort()]
         for call in moved:

@@ -35,29 +35,25 @@ class StoredTurns(NamedTuple):
     records: list[dict[str, Any]]
 
     def columns(self) -> dict[str, Any]:
-        """Return their columns in TransferQueue."""
         return {"turns": [turn.to_dict() for turn in self.turns], "records": self.records}
 
 
 class KeptTurns:
-    """Turns of interrupted and failed attempts, kept by the agent loop worker that ran them.
+    """Turns of interrupted and failed attempts, kept by the agent loop worker that ran them and runs the next attempt.
 
-    The next attempt at a sample runs on the same worker. At 32,000 running samples of 16,000 tokens, TransferQueue
-    would otherwise carry 4 GB both ways with each policy version. It has an entry of each attempt with its records
-    (:func:`evidence`), and the turns only if a checkpoint stored them (:meth:`store`), for a run that resumes from it.
-    If the worker dies, the samples start over.
+    At 32,000 running samples of 16,000 tokens, TransferQueue would otherwise carry 4 GB both ways with each policy
+    version. It has each attempt's records (:func:`evidence`), and the turns only if a checkpoint stored them
+    (:meth:`store`). If the worker dies, the samples start over.
     """
 
     def __init__(self) -> None:
-        self._turns: dict[str, StoredTurns] = {}
+        self._turns: dict[str, StoredTurns] = {}  # by the attempt's name
         self._stored: set[str] = set()  # attempts whose turns TransferQueue has as well
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names of the attempts."""
         return iter(self._turns)
 
     def keep(self, name: str, turns: list[Turn], records: list[dict[str, Any]]) -> None:
-        """Keep what an attempt left."""
         self._turns[name] = StoredTurns([turn.copy() for turn in turns], records)
 
     def overwritten(self, name: str) -> None:
@@ -70,16 +66,13 @@ class KeptTurns:
         return {name: StoredTurns([turn.copy() for turn in left.turns], [*left.records]) for name, left in kept.items()}
 
     def forget(self, names: Iterable[str]) -> None:
-        """Free the turns of attempts that no other continues."""
         for name in names:
             self._turns.pop(name, None)
             self._stored.discard(name)
 
     async def store(self) -> None:
-        """Store all turns in TransferQueue as well, for a checkpoint.
-
-        The coordinator deletes no entries meanwhile: TransferQueue would write into those of others.
-        """
+        """Store all turns in TransferQueue as well, for a checkpoint. The coordinator deletes no entries meanwhile:
+        TransferQueue would write into those of others."""
         names = [name for name in self._turns if name not in self._stored]
         for start in range(0, len(names), _STORED_TOGETHER):
             part = [name for name in names[start : start + _STORED_TOGETHER] if name in self._turns]
@@ -92,7 +85,6 @@ class KeptTurns:
 
 
 def is_ours(name: str) -> bool:
-    """Return whether this is the name of an attempt of this package."""
     try:
         Attempt.named(name)
     except ValueError:
@@ -149,7 +141,6 @@ async def fetch_finished_turns(names: list[str]) -> dict[str | None, StoredTurns
 
 
 def _generated_runs(tokens: list[int], mask: list[int]) -> list[Turn]:
-    """Return a trajectory's runs of generated tokens (``mask`` is 1)."""
     turns: list[Turn] = []
     for generated, run in itertools.groupby(zip(mask, tokens, strict=True), key=lambda at: at[0]):
         if generated:
@@ -160,13 +151,8 @@ def _generated_runs(tokens: list[int], mask: list[int]) -> list[Turn]:
 async def evidence(
     listing: dict[str, dict[str, dict]], running: set[str], kept: Collection[str]
 ) -> dict[str, Evidence]:
-    """Return the evidence of all attempts by name.
-
-    Args:
-        listing: Tags of all keys in TransferQueue, by partition.
-        running: Attempts that the workers run.
-        kept: Attempts whose turns the workers keep.
-    """
+    """Return the evidence of all attempts by name, from the tags of all keys in TransferQueue by partition, and the
+    attempts that the workers run and whose turns they keep."""
     sessions, train = listing.get(SESSIONS, {}), listing.get(TRAIN, {})
     reported = {name: tag for name, tag in sessions.items() if tag.get("status") in ("interrupted", "generated")}
     records = await _fetch(list(reported), SESSIONS, ["records"])
@@ -194,10 +180,8 @@ async def evidence(
 async def _fetch(
     keys: list[str], partition: str, fields: list[str], patient: bool = True
 ) -> dict[str, tuple[Any, ...]]:
-    """Return fields by key; entries with missing data are left out.
-
-    On an error it halves the request; an error of the queue itself is waited out once before (``patient``).
-    """
+    """Return fields by key; entries with missing data are left out. On an error it halves the request; an error of the
+    queue itself is waited out once before (``patient``)."""
     if not keys:
         return {}
     try:

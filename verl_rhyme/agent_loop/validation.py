@@ -18,27 +18,17 @@ _POLL_S = 0.01, 1.0
 
 
 class Validation:
-    """The validation samples of an agent loop worker.
-
-    Args:
-        outage_s: Seconds without a success after which the remaining samples fail.
-
-    Attributes:
-        prompts: Ids of the prompts that run.
-    """
+    """The validation samples of a worker; ``outage_s`` without a success, the remaining ones fail."""
 
     def __init__(self, outage_s: float) -> None:
-        self.prompts: set[str] = set()
+        self.prompts: set[str] = set()  # ids of those that run
         self._retries = Retries(outage_s)
         self._open = self._running = 0
         self._hopeless: RolloutError | None = None
 
     async def run(self, sample: tuple[str, int], call: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the result of a sample's call, which is repeated after errors.
-
-        Raises:
-            Exception: Of the last call; verl leaves the sample out.
-        """
+        """Return the result of a sample's call, which is repeated after errors; verl leaves a sample out that
+        raises."""
         clock = asyncio.get_running_loop().time
         if not self._open:  # a new validation
             self._retries.trained()

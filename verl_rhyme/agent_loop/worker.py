@@ -66,12 +66,9 @@ class _RhymeWorker(_AgentLoopWorker):
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        """Attach each record of the session to one output, whatever the agent loop did with the engines' extra fields.
-
-        An agent loop may keep the extra fields of its first turn, or of one of several conversations.
-        """
         outputs = output if isinstance(output, list) else [output] if output else []
         if outputs and (session := current()) is not None:
+            # Each record goes to one output: an agent loop may keep the extra fields of its first turn alone.
             left = {record["id"]: record for record in session.records}
             for each in outputs:
                 records = each.extra_fields.get(FIELD) or []
@@ -113,7 +110,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
         self._reports = Reports()
         self._attempts: dict[str, asyncio.Task[None] | None] = {}  # None: its prompt's data are being fetched
         self._sessions: dict[str, Session] = {}  # sessions of attempts that have begun
-        self._kept = KeptTurns()
+        self._kept = KeptTurns()  # of ended attempts
         self._validation = Validation(self._outage_timeout)
 
     # ---- called by the coordinator ----
@@ -132,19 +129,15 @@ class SessionAgentLoopWorker(_RhymeWorker):
         return list(self._attempts)
 
     async def validating(self) -> list[str]:
-        """Return the ids of the validation prompts that run."""
         return list(self._validation.prompts)
 
     async def kept(self) -> list[str]:
-        """Return the names of ended attempts whose turns are here (:class:`KeptTurns`)."""
         return list(self._kept)
 
     async def forget(self, names: list[str]) -> None:
-        """Free the turns of these attempts."""
         self._kept.forget(names)
 
     async def store_turns(self) -> None:
-        """Store the kept turns in TransferQueue, for a checkpoint."""
         await self._kept.store()
 
     async def start_attempts(self, starts: list[Start], step: int) -> None:
@@ -165,7 +158,6 @@ class SessionAgentLoopWorker(_RhymeWorker):
                 self._attempts.pop(name, None)
 
     async def move(self, moves: list[Move]) -> None:
-        """Move the attempts among these that run here to other replicas."""
         for name, replica, reason in moves:
             if (session := self._sessions.get(name)) is not None:
                 session.move(replica, reason)
@@ -346,7 +338,6 @@ class SessionAgentLoopWorker(_RhymeWorker):
 
 
 def _check_policy_tokens(session: Session, tokens: int) -> None:
-    """Raise ``ValueError`` if a trajectory has more policy tokens than the session generated."""
     if tokens <= session.tokens:
         return
     raise ValueError(
@@ -358,7 +349,6 @@ def _check_policy_tokens(session: Session, tokens: int) -> None:
 
 
 def _records(session: Session) -> list[dict[str, Any]]:
-    """Return the records of requests that generated tokens."""
     return [record for record in session.records if record["response_tokens"]]
 
 

@@ -15,21 +15,16 @@ _TOGETHER_S = 0.5
 
 
 class Cleanup:
-    """Deletes obsolete entries from TransferQueue, one set after another, in the background.
-
-    Args:
-        forget: Callback that gets the names of attempts whose turns are no longer needed.
-    """
+    """Deletes obsolete entries from TransferQueue, one set after another, in the background."""
 
     def __init__(self, forget: Callable[[list[str]], None]) -> None:
-        self._forget = forget
+        self._forget = forget  # gets the names of attempts whose turns are no longer needed
         self._taken: tuple[dict[str, Any], set[str]] | None = None
         self._clearing: asyncio.Task[None] | None = None
         self._dropped = set[str]()  # keys that find_dropped() has returned and that are still stored
         self._obsolete: list[str] = []
         self._sweeping: asyncio.Task[None] | None = None
-        #: Held during each deletion, and by those who change entries that a deletion may reach.
-        self.lock = asyncio.Lock()
+        self.lock = asyncio.Lock()  # for each deletion, and for those who change entries that one may reach
 
     def delete_reports(self, obsolete: list[str]) -> None:
         """Delete the reports of these attempts soon, so that each sample has one entry."""
@@ -46,13 +41,8 @@ class Cleanup:
                 await clear({SESSIONS: gone})
 
     def find_dropped(self, rollout: Rollout, listing: dict[str, Any], taken: set[str]) -> list[str]:
-        """Return keys of finished trajectories that neither this batch nor a later one uses; each key once.
-
-        Args:
-            rollout: Rollout after the batch was taken.
-            listing: Tags of all keys, by partition.
-            taken: Names of the batch's attempts.
-        """
+        """Return keys of finished trajectories that neither this batch (of attempts ``taken``, which have left
+        ``rollout``) nor a later one uses, from the tags of all keys by partition; each key once."""
         stored = listing.get(TRAIN, {})
         unused = [
             key
@@ -65,12 +55,8 @@ class Cleanup:
         return [key for key in unused if key not in returned]
 
     def remember_batch(self, listing: dict[str, Any], keys: Iterable[str]) -> None:
-        """Remember a taken batch: its entries are deleted when the trainer is known to have it.
-
-        Args:
-            listing: Tags of all keys at that time, by partition.
-            keys: Keys of the batch. The trainer deletes them itself, like the keys of :meth:`find_dropped`.
-        """
+        """Remember a taken batch, with the listing of that time: its entries are deleted when the trainer is known to
+        have it, except ``keys`` and those of :meth:`find_dropped`, which the trainer deletes itself."""
         self._taken = listing, {*keys, *self._dropped}
 
     def delete_batch(self, rollout: Rollout) -> None:

@@ -1,10 +1,8 @@
 """The coordinator, an actor that drives the rollout of a run, also while the trainer trains.
 
 It is an asyncio Ray actor around :class:`~verl_rhyme.scheduling.rollout.Rollout`. Agent loop workers report ended
-attempts, and the coordinator starts the next ones at once. The trainer adds prompts, waits for a batch, takes it, and
-publishes policy versions. Token text does not pass through the coordinator.
-
-Its state can be restored. When its process dies, Ray restarts it under the same handle, and
+attempts, and it starts the next ones at once. The trainer adds prompts, waits for a batch, takes it, and publishes
+policy versions. Token text does not pass through it. When its process dies, Ray restarts it under the same handle, and
 :class:`~verl_rhyme.trainer.driver.Driver` opens it with the state of the last batch. Later events are recovered from
 TransferQueue, to which agent loop workers write before they report, and from the attempts that the workers run.
 """
@@ -66,10 +64,8 @@ class _Opened:
 
 
 class Coordinator:
-    """The coordinator; :func:`start` makes it an actor.
-
-    Before :meth:`open`, reports are kept and all other calls raise :class:`NotOpen`.
-    """
+    """The coordinator; :func:`start` makes it an actor. Before :meth:`open`, reports are kept and all other calls raise
+    :class:`NotOpen`."""
 
     def __init__(self) -> None:
         add_log_handler()
@@ -89,18 +85,9 @@ class Coordinator:
     # ---- called by the trainer ----
 
     async def open(self, setting: RunSettings, workers: list[Any], resume: ResumeState, fresh: bool) -> dict[str, Any]:
-        """Begin the rollout or resume it; no sample starts before :meth:`publish`.
-
-        Args:
-            setting: Settings of the run.
-            workers: Handles of the agent loop workers.
-            resume: State to resume from.
-            fresh: True if no batch is being trained: entries of TransferQueue that are no longer needed are deleted
-                before this returns.
-
-        Returns:
-            The initial state.
-        """
+        """Begin the rollout or resume it, and return its state; no sample starts before :meth:`publish`. ``fresh``: no
+        batch is being trained, and entries of TransferQueue that are no longer needed are deleted before this
+        returns."""
         self._openings = opening = self._openings + 1
         if self._opened is not None:
             self._opened.pool.close()
@@ -191,16 +178,8 @@ class Coordinator:
         return await self.pending_work() if self._dispatching else TrainerWork()
 
     async def set_serving(self, share: float, leaves: str = "") -> int:
-        """Set how many replicas generate from now on.
-
-        Args:
-            share: Share of the replicas that :class:`RunSettings` counts.
-            leaves: Address of a replica that leaves, after its removal from the router: its samples continue on other
-                replicas.
-
-        Returns:
-            Number of samples that continue on other replicas.
-        """
+        """Let a share of the replicas in :class:`RunSettings` generate from now on. The samples of ``leaves``, a
+        replica's address that the router no longer has, continue on others; return their number."""
         migrations, self._capacity.share, moved = self._open.migrations, share, 0
         if leaves:
             moved = await migrations.drain(leaves)
@@ -216,16 +195,9 @@ class Coordinator:
         self._dispatching = False
 
     async def wait_for_batch(self, rewarded: bool, stopping: bool, part: int | None = None) -> TrainerWork | None:
-        """Wait until the engines may be stopped (:meth:`Scheduler.has_batch`), or there is work for the trainer.
-
-        Args:
-            rewarded: Argument of :meth:`Scheduler.has_batch`.
-            stopping: True if the caller will stop the engines: no sample starts until :meth:`publish` or the next call.
-            part: Number of samples of a part to return early; ``None``: no parts.
-
-        Raises:
-            RuntimeError: The rollout cannot continue.
-        """
+        """Wait until the engines may be stopped (:meth:`Scheduler.has_batch`), or there is work for the trainer, also a
+        ``part`` of so many samples. ``stopping``: the caller will stop the engines, and no sample starts until
+        :meth:`publish` or the next call. Raise the error after which the rollout cannot continue."""
         rollout, clock, opening = self._open.rollout, asyncio.get_running_loop().time, self._openings
         await self._open.migrations.refresh_replicas()  # replicas may have been replaced
         self._still(opening)
@@ -250,10 +222,7 @@ class Coordinator:
 
     async def take_batch(self) -> Reply | None:
         """Wait until all that the update batch waits for has arrived (:meth:`Scheduler.has_settled`), and take it.
-
-        Returns:
-            The batch; ``None`` if it is not ready, because a reward failed or is late: the engines must continue.
-        """
+        Return ``None`` if it is not ready, because a reward failed or is late: the engines must continue."""
         setting, rollout, opening = self._open.setting, self._open.rollout, self._openings
         clock = asyncio.get_running_loop().time
         began = complained_at = looked = clock()
@@ -305,10 +274,8 @@ class Coordinator:
         )
 
     async def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON, with the lengths learnt since the last batch.
-
-        Interrupted responses are in TransferQueue then, whose content verl saves with the checkpoint.
-        """
+        """Return the state for a checkpoint, as JSON, with the lengths learnt since the last batch. Interrupted
+        responses are in TransferQueue then, whose content verl saves with the checkpoint."""
         opening, pool = self._openings, self._open.pool
         async with self._cleanup.lock:
             await pool.store_turns()
@@ -365,10 +332,8 @@ class Coordinator:
         return self._opened
 
     def _still(self, opening: int, pool: WorkerPool | None = None) -> None:
-        """Raise :class:`NotOpen` after a wait in which the coordinator was opened again.
-
-        ``pool``, which is not in use yet, is closed then: it would watch its workers forever.
-        """
+        """Raise :class:`NotOpen` after a wait in which the coordinator was opened again; then close ``pool``, which is
+        not in use yet and would watch its workers forever."""
         if opening != self._openings:
             if pool is not None:
                 pool.close()
@@ -393,7 +358,6 @@ class Coordinator:
             _release(waiter)
 
     def _wake_at(self, start: float | None) -> None:
-        """Call :meth:`_go` when a failed sample may start again."""
         if self._waking is not None:
             self._waking.cancel()
         self._waking = None
@@ -405,12 +369,10 @@ class Coordinator:
             self._go()
 
     def _move(self, moves: list[Move]) -> None:
-        """Carry out moves, then start the samples that waited for the progress of others."""
         self._open.pool.move(moves)
-        self._go()
+        self._go()  # samples may have waited for the progress of others
 
     def _abandon(self) -> None:
-        """End the attempts that are no longer needed."""
         abandoned = self._open.rollout.pop_abandoned()
         for name in abandoned:
             self._dispatch.ended(name)
@@ -487,7 +449,7 @@ def _release(waiter: asyncio.Future[None]) -> None:
 
 
 def _stored(attempts: Sequence[str], listing: dict[str, Any]) -> Part:
-    """Return the keys and tags of the trajectories that attempts wrote to partition ``train`` of TransferQueue."""
+    """Return the trajectories that attempts wrote to partition ``train`` of TransferQueue."""
     wanted = {*attempts}
     stored = trajectories({key: tag for key, tag in listing.get(TRAIN, {}).items() if key.rpartition("_")[0] in wanted})
     keys = [key for name in attempts for key in stored[name]]

@@ -22,23 +22,15 @@ _ANSWER_S = 20.0
 
 
 class Migrations:
-    """Migrations of an open coordinator.
-
-    Args:
-        dispatch: Dispatch of the coordinator.
-        router: Handle of a ``PlacementRouter``; ``None`` for verl's router, which cannot list the serving replicas.
-        moves: Function that carries out moves, by names of attempts.
-        locate: Function that returns each attempt's replica by name; empty where it is unknown.
-        active: Function that returns whether samples run: false while the engines stand still or are about to.
-    """
+    """Migrations of an open coordinator."""
 
     def __init__(
         self,
         dispatch: Dispatch,
-        router: Any,
-        moves: Callable[[list[Move]], None],
-        locate: Callable[[], Awaitable[dict[str, str]]],
-        active: Callable[[], bool],
+        router: Any,  # a PlacementRouter; None for verl's router, which cannot list the serving replicas
+        moves: Callable[[list[Move]], None],  # carries out moves, by names of attempts
+        locate: Callable[[], Awaitable[dict[str, str]]],  # the replica of each attempt, by name; empty: unknown
+        active: Callable[[], bool],  # whether samples run: false while the engines stand still or are about to
     ) -> None:
         self._dispatch, self._router, self._moves, self._active = dispatch, router, moves, active
         self._locate = locate
@@ -56,7 +48,6 @@ class Migrations:
             self._task.cancel()
 
     async def refresh_replicas(self) -> None:
-        """Ask the router which replicas serve."""
         if self._dispatch.placement is None or self._router is None:
             return
         try:
@@ -73,11 +64,8 @@ class Migrations:
                 logger.warning("an agent loop worker did not answer where requests of a dead replica continue")
 
     async def drain(self, replica: str) -> int:
-        """Continue the samples of a replica on others, with their tokens; the router no longer lists the replica.
-
-        Returns:
-            Number of samples. The replica's server rejects requests that arrive later.
-        """
+        """Continue the samples of a replica on others, with their tokens; return their number. The router no longer
+        lists the replica, and its server rejects requests that arrive later."""
         await self.refresh_replicas()
         moved: set[str] = set()
         try:

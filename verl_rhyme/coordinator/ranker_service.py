@@ -1,7 +1,5 @@
-"""The length ranker of a run: a process of low priority that scores new prompts.
-
-No process waits for it: prompts that start before their score count as unknown.
-"""
+"""The length ranker of a run: a process of low priority that scores new prompts. No process waits for it: prompts that
+start before their score count as unknown."""
 
 from __future__ import annotations
 
@@ -15,16 +13,8 @@ import numpy as np
 
 
 class RankerActor:
-    """A Ray actor that sends its scores to the coordinator.
-
-    Args:
-        folder: A ranker of ``verl-rhyme ranker train``.
-        tokenizer: Tokenizer of the policy.
-        template: Options of its chat template (``data.apply_chat_template_kwargs``).
-
-    Raises:
-        ValueError: The ranker cannot be read.
-    """
+    """A Ray actor that sends its scores to the coordinator. ``folder`` is a ranker of ``verl-rhyme ranker train``;
+    ``template`` are the options of the policy's chat template (``data.apply_chat_template_kwargs``)."""
 
     def __init__(self, folder: str, tokenizer: Any, template: Mapping[str, Any]) -> None:
         import torch
@@ -56,12 +46,8 @@ class RankerActor:
 
 
 def unusable(folder: str, vocabulary: int | None) -> str:
-    """Return why a folder cannot serve as ``lengths.ranker``, and how to fix it; empty if it can.
-
-    Args:
-        folder: Value of the option.
-        vocabulary: Number of token ids of the policy's tokenizer, if known.
-    """
+    """Return why a folder cannot serve as ``lengths.ranker``, and how to fix it; empty if it can. ``vocabulary`` is the
+    number of token ids of the policy's tokenizer, if known."""
     path = Path(folder).expanduser()
     if not (path / "ranker.json").is_file() or not any(path.glob("*.safetensors")):
         return (

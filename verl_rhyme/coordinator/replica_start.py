@@ -22,11 +22,7 @@ _FREE_S, _PAUSE_S = 10.0, 2.0
 
 
 class ReplicaStart:
-    """Start of a replica, in a thread.
-
-    Args:
-        make: Function that returns a verl replica that is not started.
-    """
+    """Start of a verl replica, in a thread; ``make`` returns one that is not started."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -41,11 +37,8 @@ class ReplicaStart:
         return self.up.done() or bool(pool is not None and pool.pgs)
 
     def check(self) -> None:
-        """End the start if it takes too long: the replica's actors are killed, which also ends the thread.
-
-        Raises:
-            TimeoutError: The replica is not up in time.
-        """
+        """End a start that takes too long: kill the replica's actors, which also ends the thread, and raise
+        ``TimeoutError``."""
         if self.up.done() or time.monotonic() - self.began < _START_S:
             return
         self._given_up = True

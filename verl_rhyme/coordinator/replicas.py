@@ -47,7 +47,6 @@ def readmit(servers: Any) -> None:
 
 
 def _admit(router: Any, servers: dict[str, Any]) -> None:
-    """Add servers to the router; report their KV cache capacity to a ``PlacementRouter``."""
     with waiting_for("the router"):
         ray.get(router.add_servers.remote(servers))
     report: Any = getattr(router, "report_capacity", None)
@@ -58,11 +57,8 @@ def _admit(router: Any, servers: dict[str, Any]) -> None:
 
 
 def single_transfer_obstacle(engine: Any, workers: int) -> str:
-    """Return why verl's ``CheckpointEngineConfig`` cannot send weights to a single new replica of so many workers.
-
-    Returns:
-        The reason; empty if it can.
-    """
+    """Return why verl's ``CheckpointEngineConfig`` cannot send weights to a single new replica of so many workers;
+    empty if it can."""
     backend = engine.backend
     if backend == "kimi_ckpt_engine":
         return f"checkpoint_engine.backend={backend} keeps the process group of the first weight transfer"
@@ -77,50 +73,32 @@ class SpareReplicas:
     """Replaces dead replicas of separate (disaggregated) engines by resting or new ones, and lets replicas rest.
 
     New replicas start while others serve, and no call waits for them. A later :meth:`replace_dead` sends them their
-    weights and adds them to the router. A failed start is retried, after growing pauses.
-
-    A resting replica keeps its processes and its placement in Ray. It gets no requests and no weights, and frees its
-    device memory where its engine can. Like a new replica, it gets the current weights before it serves again.
-
-    Args:
-        servers: verl's ``LLMServerManager``.
-        weights: verl's ``CheckpointEngineManager`` of the same replicas.
-        hung_s: Seconds without an answer after which a replica counts as dead; ``None``: five minutes.
+    weights and adds them to the router. A failed start is retried, after growing pauses. A resting replica keeps its
+    processes and its placement in Ray. It gets no requests and no weights, and frees its device memory where its engine
+    can. Like a new replica, it gets the current weights before it serves again.
     """
 
     def __init__(self, servers: Any, weights: Any, hung_s: float | None = None) -> None:
+        # verl's LLMServerManager, and the CheckpointEngineManager of the same replicas
         self._servers, self._weights, self._hung_s = servers, weights, hung_s
         # Fresh ranks give fresh actor names: Ray may know those of dead replicas for a while.
         self._ranks = itertools.count(1 + max(replica.replica_rank for replica in servers.rollout_replicas))
         self._nodes = max(replica.nnodes for replica in servers.rollout_replicas)
-        #: Number of replicas to add, including those that are starting.
-        self.missing = 0
+        self.missing = 0  # replicas to add, including those that are starting
         self._failures = 0
         self._starts: list[ReplicaStart] = []
         self._retry_at = 0.0
         self._looking: Future[dict[Any, str]] | None = None
-        #: Resting replicas.
         self.resting: list[Any] = []
-        #: Number of further replicas that may start: resting ones replaced as many dead ones.
-        self.vacant = 0
+        self.vacant = 0  # further replicas that may start: resting ones replaced as many dead ones
 
     def replace_dead(self, version: int, waits: bool = True) -> int:
-        """Remove dead replicas, start as many, and let those that are up serve with the actor's weights.
+        """Remove dead replicas, start as many, and let those that are up serve with the actor's weights, of policy
+        ``version``. If no replica is left, wait for the first. Return the number of replicas that had died.
 
-        If no replica is left, wait for the first.
-
-        Args:
-            version: Policy version of the actor's weights.
-            waits: Query the replicas now and wait for their answers; else use the result of a query that the last such
-                call began.
-
-        Returns:
-            Number of replicas that had died.
-
-        Raises:
-            ReplicaDied: No replica is left and none could be started in time; or a new one did not get its weights
-                (with the relay, another is started), or cannot get them (:func:`single_transfer_obstacle`).
-            WeightsError: The relay has lost the weights.
+        Without ``waits``, use the answers to queries that the last such call began. Raise :class:`ReplicaDied` if no
+        replica is left and none could be started in time, or a new one did not get its weights (with the relay, another
+        is started) or cannot get them (:func:`single_transfer_obstacle`); ``WeightsError`` if the relay has lost them.
         """
         manager = self._servers
         gone = dead(manager.rollout_replicas, self._hung_s) if waits else self._seen()
@@ -158,15 +136,8 @@ class SpareReplicas:
         return {} if looking is None else {each: why for each, why in looking.result().items() if each in serving}
 
     def suspend(self, replica: Any, drain: Callable[[str], int]) -> int:
-        """Let a serving replica rest that is not the last one.
-
-        Args:
-            replica: The replica.
-            drain: Function that moves the samples of an address to other replicas, and returns their number.
-
-        Returns:
-            Number of these samples.
-        """
+        """Let a serving replica rest that is not the last one; ``drain`` moves the samples of its address to other
+        replicas. Return their number."""
         manager = self._servers
         address = replica._server_address
         self._set([each for each in manager.rollout_replicas if each is not replica])
@@ -183,14 +154,9 @@ class SpareReplicas:
         return moved
 
     def wake_up(self, version: int) -> Any:
-        """Let a resting replica serve again, with the actor's weights; if none rests, start one for one that died.
-
-        Returns:
-            The replica; ``None`` if a new one is starting, which a later :meth:`replace_dead` adds, or none may start.
-
-        Raises:
-            ReplicaDied: The replica did not get its weights.
-        """
+        """Let a resting replica serve again, with the actor's weights, and return it. If none rests, start one for one
+        that died and return ``None``: a later :meth:`replace_dead` adds it. Raise :class:`ReplicaDied` if it did not
+        get its weights."""
         replica = self.resting.pop(0) if self.resting else None
         if replica is not None and (gone := dead([replica])):
             logger.warning("resting replica %d is dead: %s", replica.replica_rank, gone[replica])
@@ -240,11 +206,8 @@ class SpareReplicas:
                 time.sleep(_PAUSE_S)
 
     def _start(self) -> None:
-        """Start the missing replicas; replicas that span nodes one by one.
-
-        Ray reserves devices node by node: two such replicas that start together could each hold devices that the other
-        lacks.
-        """
+        """Start the missing replicas; those that span nodes one by one, because Ray reserves devices node by node: two
+        that start together could each hold devices that the other lacks."""
         while self.missing > len(self._starts):
             if self._nodes > 1 and not all(start.has_devices() for start in self._starts):
                 return
@@ -288,7 +251,6 @@ class SpareReplicas:
         return failed
 
     def _put_off(self, error: Exception, alone: bool) -> None:
-        """Schedule the next try to start replicas; ``alone``: no replica serves."""
         self._failures += 1
         pause = _PAUSE_S if alone else min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(self._failures, 30))
         self._retry_at = time.monotonic() + pause

@@ -31,12 +31,8 @@ class WorkerPool:
 
     A worker that died or does not answer is given up. It is killed, because a worker that only hangs must not return
     after its attempts have started elsewhere, and its attempts are lost. An attempt is also lost if its worker does not
-    know it and has not reported its end.
-
-    Args:
-        coordinator: Handle that the workers report to.
-        patience_s: Seconds that a started worker has for an answer.
-        lost: Callback that gets names of lost attempts, the reason, and names of ended attempts whose turns are lost.
+    know it and has not reported its end. ``lost`` gets names of lost attempts, the reason, and names of ended attempts
+    whose turns are lost.
     """
 
     def __init__(self, coordinator: Any, patience_s: float, lost: Callable[[list[str], str, list[str]], None]) -> None:
@@ -46,20 +42,15 @@ class WorkerPool:
         self._kept: dict[str, Any] = {}  # name of an ended attempt -> worker that keeps its turns
         self._unsure: set[str] = set()  # sent, but not acknowledged by the worker
         self._tasks: set[asyncio.Task[Any]] = set()
-        #: Error of a worker that did not start; empty if all did.
-        self.start_error = ""
+        self.start_error = ""  # of a worker that did not start; empty if all did
 
     def __len__(self) -> int:
         return len(self._about)
 
     async def join(self, workers: Iterable[Any], limit_s: float = START_S) -> dict[str, str]:
-        """Wait until ``SessionAgentLoopWorker`` actors have started, and use them. :meth:`watch` them then.
-
-        A worker without an answer for ``limit_s`` is given up.
-
-        Returns:
-            The attempts that they run, with the address of each one's replica; empty where it is unknown.
-        """
+        """Use ``SessionAgentLoopWorker`` actors once they have started; :meth:`watch` them then. Give up one without an
+        answer for ``limit_s``. Return the attempts that they run, with each one's replica address; empty where it is
+        unknown."""
         workers = list(workers)
         missing = lambda: f"{len(workers) - len(self)} of {len(workers)} agent loop workers to start or answer"  # noqa: E731
         with waiting_for(missing):
@@ -94,7 +85,6 @@ class WorkerPool:
             self._run(self._send(worker, order, step))
 
     def has_attempt(self, name: str) -> bool:
-        """Return whether an attempt was sent to a worker and has not ended."""
         return name in self._worker
 
     def ended(self, name: str, kept: bool = False) -> None:
@@ -109,7 +99,6 @@ class WorkerPool:
                 each.forget.remote([name])
 
     def forget(self, names: Iterable[str]) -> None:
-        """Free the turns of ended attempts. Does not wait."""
         orders: dict[Any, list[str]] = defaultdict(list)
         for name in names:
             if (worker := self._kept.pop(name, None)) is not None:
@@ -129,7 +118,6 @@ class WorkerPool:
                 )
 
     def abandon(self, names: list[str]) -> None:
-        """End attempts that are no longer needed. Does not wait."""
         orders: dict[Any, list[str]] = defaultdict(list)
         for name in names:
             if (worker := self._worker.get(name)) is not None:
@@ -139,7 +127,6 @@ class WorkerPool:
             worker.abandon.remote(order)
 
     def move(self, moves: Iterable[Move]) -> None:
-        """Continue attempts, by their names, on other replicas. Does not wait."""
         orders: dict[Any, list[Move]] = defaultdict(list)
         for move in moves:
             if (worker := self._worker.get(move.id)) is not None:

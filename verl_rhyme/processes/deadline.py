@@ -15,14 +15,9 @@ class NoAnswer(RuntimeError):
 
 
 class Deadline:
-    """Context manager that cancels its task after one long wait outside of generation; then raises :class:`NoAnswer`.
-
-    An agent loop that survives the cancellation is cancelled again after the same time.
-
-    Args:
-        seconds: Longest wait; ``None``: unlimited.
-        where: Agent loop, prompt and sample, for the error.
-    """
+    """Context manager that cancels its task after ``seconds`` in one wait outside of generation (``None``: unlimited),
+    then raises :class:`NoAnswer`, which names ``where``. A task that survives is cancelled again after the same
+    time."""
 
     def __init__(self, seconds: float | None = None, where: str = "") -> None:
         self._seconds, self.where = seconds, where

@@ -84,10 +84,7 @@ def _server_probes(replicas: Iterable[Any]) -> list[tuple[Any, Any]]:
 @contextmanager
 def watched(replicas: Iterable[Any]) -> Iterator[dict[Any, str]]:
     """Watch replicas while the caller waits for them: kill the remains of one that dies, so the wait ends in an error.
-
-    Yields:
-        Replicas that died so far, and the reason.
-    """
+    Yield the replicas that died so far, and the reason."""
     over, deaths = threading.Event(), dict[Any, str]()
     threading.Thread(target=_watch, args=(list(replicas), over, deaths), daemon=True).start()
     try:
@@ -140,12 +137,9 @@ def _watched_call(name: str) -> Callable[..., Any]:
 
 
 class WatchedCheckpointManager(wrapt.ObjectProxy):
-    """Proxy of verl's ``CheckpointEngineManager`` that does not wait forever for a replica that dies.
-
-    verl sends weights over a socket without noticing that the receiver died (``BucketedWeightSender``), and vLLM's
-    client waits for an engine's answer even if the engine is dead (``_call_utility_async``).
-    The methods block: call them outside an event loop.
-    """
+    """Proxy of verl's ``CheckpointEngineManager`` that does not wait forever for a replica that dies: verl sends
+    weights over a socket without noticing that the receiver died (``BucketedWeightSender``), and vLLM's client waits
+    for a dead engine's answer (``_call_utility_async``). The methods block: call them outside an event loop."""
 
     sleep_replicas = _watched_call("sleep_replicas")
     wake_up_replicas = _watched_call("wake_up_replicas")
@@ -154,11 +148,7 @@ class WatchedCheckpointManager(wrapt.ObjectProxy):
     finish_deliveries = _watched_call("finish_deliveries")  # a method of the relay's manager
 
     def update_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a weight sync like verl's method.
-
-        Raises:
-            ReplicaDied: A replica died. The actor may still be sending, so the sync cannot be repeated.
-        """
+        """Raise :class:`ReplicaDied` if one died: the actor may still be sending, so the sync cannot be repeated."""
         with watched(self.replicas) as deaths, waiting_for("the weights to reach the replicas"):
             try:
                 return self.__wrapped__.update_weights(*args, **kwargs)

@@ -1,12 +1,10 @@
 """Metadata of a request, and the records that come back with its output.
 
 The client passes :class:`RequestMeta` to the server as one keyword of ``generate``, a plain dict of its fields. The
-rhyme router reads the assignment, and the rhyme server removes the keyword. The engine gets the fields it needs
-(:data:`ENGINE`) in ``SamplingParams.extra_args``, which vLLM passes through. They are bytes, numbers and short strings
-only, because vLLM copies every object there.
-
-The output carries a list with the :class:`RequestRecord` of each request, as dicts, in ``TokenOutput.extra_fields``.
-verl stores it with the trajectory.
+rhyme router reads the assignment, and the rhyme server removes the keyword. The engine gets the fields in
+:data:`ENGINE` in ``SamplingParams.extra_args``, which vLLM passes through: bytes, numbers and short strings only,
+because vLLM copies every object there. ``TokenOutput.extra_fields`` carries a list with the :class:`RequestRecord` of
+each request, as dicts, which verl stores with the trajectory.
 """
 
 from __future__ import annotations
@@ -29,38 +27,20 @@ ENGINE = ("id", "key", "history_requested_ns", "noise", "earlier_text", "resumed
 
 @dataclass
 class RequestMeta:
-    """Metadata that the client sends with a request.
+    """Metadata that the client sends with a request."""
 
-    Attributes:
-        key: Prompt key in hex (see ``history.keys``); empty if another client sent the request.
-        sample: Number of the sample in its group, -1 if unknown.
-        attempt: Number of the request in its conversation, from 0; each resumption and each turn adds one. The event
-            log has a column of this name.
-        earlier_tokens: Response tokens of the sample before this request, in other turns and in this one.
-        assignment: Replica, priority and expected length of the request.
-        name: Name of the sample's attempt; empty if no coordinator started it.
-        queued_at: Time the client sent it, seconds since the epoch; 0 if unknown.
-        noise: Key, in hex, of the noise that draws its tokens (:mod:`verl_rhyme.sampling.noise`); empty: noise of this
-            request alone.
-        earlier_text: Tokens of the interrupted response that this request regenerates, int32 little-endian.
-        resumed_tokens: Number of response tokens at the prompt's end; the request continues after them.
-        id: Request id, set by the server.
-        history_requested_ns: Time the server requested a copy of the prompt's history, in ns since the epoch; 0: the
-            history is on its node.
-    """
-
-    key: str = ""
-    sample: int = -1
-    attempt: int = 0
-    earlier_tokens: int = 0
-    assignment: Assignment = ANYWHERE
-    name: str = ""
-    queued_at: float = 0.0
-    noise: str = ""
-    earlier_text: bytes = b""
-    resumed_tokens: int = 0
-    id: str = ""
-    history_requested_ns: int = 0
+    key: str = ""  # prompt key in hex (history.keys); empty if another client sent the request
+    sample: int = -1  # number in its group; -1 if unknown
+    attempt: int = 0  # number in its conversation, from 0: each resumption and turn adds one; in the event log
+    earlier_tokens: int = 0  # response tokens of the sample before this request, in other turns and in this one
+    assignment: Assignment = ANYWHERE  # replica, priority and expected length
+    name: str = ""  # of the sample's attempt; empty if no coordinator started it
+    queued_at: float = 0.0  # when the client sent it, seconds since the epoch; 0 if unknown
+    noise: str = ""  # key in hex of the noise that draws its tokens (sampling.noise); empty: of this request alone
+    earlier_text: bytes = b""  # tokens of the interrupted response that it regenerates, int32 little-endian
+    resumed_tokens: int = 0  # response tokens at the prompt's end; the request continues after them
+    id: str = ""  # set by the server
+    history_requested_ns: int = 0  # when the server requested the prompt's history, ns since the epoch; 0: on its node
 
     @classmethod
     def of(cls, extra_args: dict[str, Any] | None) -> RequestMeta:

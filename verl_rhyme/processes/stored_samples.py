@@ -1,8 +1,6 @@
-"""References to a step's samples: processes that need the tokens fetch them from TransferQueue, in pieces.
-
-verl clears the samples at the end of the step. TransferQueue omits missing samples and may reuse the place of a cleared
-sample, so the fetched data are compared with the request.
-"""
+"""References to a step's samples: processes that need the tokens fetch them from TransferQueue, in pieces. verl clears
+the samples at the end of the step. TransferQueue omits missing samples and may reuse the place of a cleared one, so the
+fetched data are compared with the request."""
 
 from __future__ import annotations
 
@@ -28,24 +26,15 @@ class MissingSamples(RuntimeError):
 
 @dataclass(frozen=True)
 class StoredSamples:
-    """Finished samples in TransferQueue.
+    """Finished samples in TransferQueue."""
 
-    Attributes:
-        partition: Partition of verl, ``"train"`` or ``"val"``.
-        keys: Keys of the N samples.
-        lengths: Response tokens, int64[N].
-    """
-
-    partition: str
-    keys: list[str]
-    lengths: np.ndarray
+    partition: str  # of verl, "train" or "val"
+    keys: list[str]  # of the N samples
+    lengths: np.ndarray  # response tokens, int64[N]
 
     def columns(self, rows: Sequence[int], fields: Sequence[str]) -> list[list[Any]]:
         """Fetch fields of some samples, each a list with one value per row (a tensor, or another type verl stored).
-
-        Raises:
-            MissingSamples: Some samples are missing.
-        """
+        Raise :class:`MissingSamples` if some are missing."""
         if not len(rows):
             return [[] for _ in fields]
         keys = [self.keys[row] for row in rows]
@@ -58,10 +47,8 @@ class StoredSamples:
         return [list(data[name].unbind() if hasattr(data[name], "unbind") else data[name]) for name in fields]
 
     def pieces(self, token_bytes: int, together: Sequence[Any] | None = None) -> Iterator[list[int]]:
-        """Split the rows into pieces of at most :data:`PIECE_BYTES`, at ``token_bytes`` per response token.
-
-        Rows with the same label in ``together`` stay in one piece, which may then be larger.
-        """
+        """Split the rows into pieces of at most :data:`PIECE_BYTES`, at ``token_bytes`` per response token. Rows with
+        the same label in ``together`` stay in one piece, which may then be larger."""
         groups: dict[Any, list[int]] = {}
         for row in range(len(self.keys)):
             groups.setdefault(row if together is None else together[row], []).append(row)
@@ -88,13 +75,8 @@ class StoredSamples:
     def responses(
         self, logprobs: bool, together: Sequence[Any] | None = None
     ) -> Iterator[tuple[list[int], list[np.ndarray], list[np.ndarray | None]]]:
-        """Fetch rows, tokens (int32[length] each) and log-probs (float32[length] each, or ``None``), piece by piece.
-
-        Rows with the same label in ``together`` stay in one piece. Without ``logprobs``, none are stored.
-
-        Raises:
-            MissingSamples: Some samples are missing.
-        """
+        """Fetch rows, tokens (int32[length] each) and log-probs (float32[length] each; without ``logprobs``, ``None``)
+        in :meth:`pieces`. Raise :class:`MissingSamples` if some are missing."""
         fields = ["responses", *(["rollout_log_probs"] if logprobs else [])]
         for rows in self.pieces(_TOKEN_ID_BYTES + _FLOAT_BYTES * logprobs, together):
             responses, *sampled = self._per_token(rows, fields)
@@ -111,27 +93,16 @@ class StoredSamples:
 
 @dataclass(frozen=True)
 class TrainedBatch:
-    """A step's samples with all data that the history keeps, except the tokens.
+    """A step's samples with all data that the history keeps, except the tokens."""
 
-    Attributes:
-        stored: References to the tokens of the N samples.
-        prompts: Prompt key of each sample (:mod:`verl_rhyme.history.keys`).
-        visits: Visit label of each sample (:func:`verl_rhyme.history.keys.visit_label`).
-        rewards: Rewards, float64[N].
-        numbers: Number of each sample in the group of its prompt.
-        versions: Policy version that finished each sample.
-        epoch: Pass over the data, from 0.
-        logprobs: Whether verl stores the log-probs of sampled tokens (``rollout.calculate_log_probs``).
-    """
-
-    stored: StoredSamples
-    prompts: list[bytes]
-    visits: list[int]
-    rewards: np.ndarray
-    numbers: list[int]
-    versions: list[int]
-    epoch: int
-    logprobs: bool = True
+    stored: StoredSamples  # N samples
+    prompts: list[bytes]  # prompt key of each sample (history.keys)
+    visits: list[int]  # history.keys.visit_label of each sample
+    rewards: np.ndarray  # float64[N]
+    numbers: list[int]  # of each sample in the group of its prompt
+    versions: list[int]  # policy version that finished each sample
+    epoch: int  # from 0
+    logprobs: bool = True  # whether verl stores those of sampled tokens (rollout.calculate_log_probs)
 
     def pieces(self) -> Iterator[TrainedBatch]:
         """Split the batch into pieces to fetch and record one at a time; all samples of a prompt are in one piece."""
@@ -147,7 +118,7 @@ class TrainedBatch:
         return replace(self, stored=stored, rewards=self.rewards[rows], **lists)
 
     def trajectories(self) -> Iterator[list[Trajectory]]:
-        """Fetch the trajectories piece by piece; all samples of a prompt are in one piece."""
+        """Fetch the trajectories in :meth:`pieces`."""
         for rows, tokens, logprobs in self.stored.responses(self.logprobs, together=self.prompts):
             yield [
                 Trajectory(

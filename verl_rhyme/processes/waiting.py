@@ -44,17 +44,8 @@ async def insist(
     limit_s: float | None = 240.0,
     permanent: tuple[type[Exception], ...] = (),
 ) -> T:
-    """Return the result of a call that may be repeated; after an error or a late answer, try again for two minutes.
-
-    Args:
-        call: Makes the call.
-        what: The receiver.
-        limit_s: Seconds for one answer; ``None``: unlimited.
-        permanent: Errors that are raised at once.
-
-    Raises:
-        Exception: Of the last try.
-    """
+    """Return the result of a call that may be repeated; after an error or no answer in ``limit_s``, try again for two
+    minutes, then raise. ``permanent`` errors are raised at once; ``what`` names the receiver."""
     for pause_s in (*RETRIES_S, None):
         try:
             return await asyncio.wait_for(call(), limit_s)

@@ -12,29 +12,17 @@ from verl_rhyme.processes.request import FIELD
 
 
 class PlacementRouter(GlobalRequestLoadBalancer):
-    """Sends a request to its assigned replica if that serves, else where verl's router would.
-
-    It also keeps the KV cache capacity of each replica for the coordinator.
-
-    Args:
-        servers: Actor handle of each replica, by address.
-        config: Content of the file of ``router_config_path``, as verl passes it.
-    """
+    """Sends a request to its assigned replica if that serves, else where verl's router would. It also keeps the KV
+    cache capacity of each replica for the coordinator."""
 
     def __init__(self, servers: dict[str, Any], config: Mapping[str, Any] | None = None) -> None:
         super().__init__(servers, DEFAULT_ROUTING_CACHE_SIZE)
-        self._rooms: dict[str, int] = {}
+        self._rooms: dict[str, int] = {}  # address -> KV tokens
 
     def require_acquire_fields(self) -> list[str]:
-        """Return the keywords of ``generate`` that :meth:`acquire_server` needs."""
         return [FIELD]
 
     def acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
-        """Return address and handle of the replica for a request.
-
-        Raises:
-            RuntimeError: No replica serves; verl's client waits if the trainer will start one.
-        """
         assignment = (extra.get(FIELD) or {}).get("assignment", ANYWHERE)
         if assignment.replica in self._servers:
             self._request_id_to_server[request_id] = assignment.replica
@@ -46,7 +34,6 @@ class PlacementRouter(GlobalRequestLoadBalancer):
             self._rooms.pop(server_id, None)
 
     def report_capacity(self, server_id: str, kv_tokens: int) -> None:
-        """Set the number of KV tokens that a replica has room for."""
         self._rooms[server_id] = kv_tokens
 
     def fleet(self) -> dict[str, tuple[Any, int | None]]:

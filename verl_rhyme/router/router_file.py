@@ -1,7 +1,5 @@
-"""The router file: ``actor_rollout_ref.rollout.router_config_path`` names it and verl loads the router from it.
-
-verl's ``LLMServerManager`` makes its router from that file, in the trainer's process, once its engines run.
-"""
+"""The router file: ``actor_rollout_ref.rollout.router_config_path`` names it, and verl's ``LLMServerManager`` makes its
+router from it, in the trainer's process, once its engines run."""
 
 from __future__ import annotations
 
@@ -21,11 +19,8 @@ FILE = Path(__file__).with_name("router.yaml")
 
 
 def check(placement: PlacementConfig) -> None:
-    """Check the policy's options now: the policy is made later, in an actor, once all engines run.
-
-    Raises:
-        ConfigError: The policy rejects its options, or the profile does not exist or is invalid.
-    """
+    """Raise ``ConfigError`` if the policy rejects its options, or the profile does not exist or is invalid: the policy
+    is made later, in an actor, once all engines run."""
     if placement.policy is None:
         return
     measured(placement)
@@ -36,11 +31,8 @@ def check(placement: PlacementConfig) -> None:
 
 
 def check_own(config: Any) -> None:
-    """Check the user's own router, with which verl would otherwise fail once all engines run.
-
-    Raises:
-        ConfigError: The file or class does not exist, or the class lacks methods of verl's ``RequestLoadBalancer``.
-    """
+    """Raise ``ConfigError`` if the user's own router does not exist or lacks methods of verl's ``RequestLoadBalancer``:
+    verl would fail once all engines run."""
     option = "actor_rollout_ref.rollout.router_config_path"
     file = OmegaConf.select(config, option)
     if not file:
@@ -78,10 +70,8 @@ def measured(placement: PlacementConfig) -> Profile | None:
 
 
 def use(config: Any, placement: PlacementConfig) -> None:
-    """Make every router of a run a :class:`~verl_rhyme.router.router.PlacementRouter`, if placement has a policy.
-
-    Call it before verl's trainer makes its engines: it sets ``actor_rollout_ref.rollout.router_config_path``.
-    """
+    """Make every router of a run a :class:`~verl_rhyme.router.router.PlacementRouter`, if placement has a policy. Call
+    it before verl's trainer makes its engines."""
     if placement.policy is not None:
         with open_dict(config):
             config.actor_rollout_ref.rollout.router_config_path = str(FILE)

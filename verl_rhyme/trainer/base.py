@@ -74,11 +74,9 @@ def _hook(method: Callable) -> Callable:
 
 
 class RhymeTrainerMixin(PPOTrainer):
-    """Mixin for verl's trainers, placed first: ``class Mine(RhymeTrainerMixin, PPOTrainerColocateAsync)``.
-
-    verl gives every trainer mode except its own ``sync`` asynchronous semantics. Without a rhyme tree in the config, or
-    with ``enable=false``, every method calls the next base class, so that ``Mine`` equals the class without the mixin.
-    """
+    """Mixin for verl's trainers, placed first: ``class Mine(RhymeTrainerMixin, PPOTrainerColocateAsync)``. verl gives
+    every trainer mode except its own ``sync`` asynchronous semantics. Without a rhyme tree in the config, or with
+    ``enable=false``, every method calls the next base class, so that ``Mine`` equals the class without the mixin."""
 
     _rhyme: Any  # RhymeConfig; None if rhyme is disabled
 
@@ -208,12 +206,10 @@ class RhymeTrainerMixin(PPOTrainer):
         return "step" if isinstance(self, PPOTrainerSeparateAsync) else "gen"
 
     def _samples_in_flight(self) -> int:
-        """Return the maximum number of samples that are started and not finished."""
         batches = getattr(self.replay_buffer, "max_inflight_gen_batches", 1)  # DAPO's refills replace filtered groups
         return batches * self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
 
     def _request_slots(self) -> int:
-        """Return the number of requests that the serving engines can run at a time."""
         return len(self._serving().get_replicas()) * self.config.actor_rollout_ref.rollout.max_num_seqs
 
     def _launched(self) -> list[Any]:
@@ -221,7 +217,6 @@ class RhymeTrainerMixin(PPOTrainer):
         return [replica for manager in self._rollout_server_managers() for replica in manager.get_replicas()]
 
     def _draft_servers(self) -> dict[int, Any]:
-        """Return the server that runs the engine of each replica, by the replica's rank."""
         return {replica.replica_rank: replica.servers[0] for replica in self._launched()}
 
     # ---- recording, while the step trains ----
@@ -272,11 +267,9 @@ class RhymeTrainerMixin(PPOTrainer):
         self.replay_buffer.sample = watched
 
     def _watch_dropped(self) -> None:
-        """Record groups that verl's buffer drops (filtered, stale, surplus) before it clears them.
-
-        The buffer's prompts are cleared at once, so that it counts and refills as usual; their trajectories, which it
-        accesses only by prompt, are cleared once recorded.
-        """
+        """Record groups that verl's buffer drops (filtered, stale, surplus) before it clears them. The buffer's prompts
+        are cleared at once, so that it counts and refills as usual; their trajectories, which it accesses only by
+        prompt, are cleared once recorded."""
         buffer, clear = self.replay_buffer, getattr(self.replay_buffer, "_clear_groups", None)
         if clear is None:  # the user's own sampler
             return
@@ -327,7 +320,6 @@ class RhymeTrainerMixin(PPOTrainer):
                 observer.load(str(self._checkpoint_folder()))
 
     def _checkpoint_folder(self) -> Path:
-        """Return the folder of the checkpoint that the run resumed from."""
         trainer = self.config.trainer
         folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
         if trainer.resume_mode == "resume_path":

@@ -31,16 +31,10 @@ def continue_metrics(config: Any) -> None:
 
 
 def remove_orphans(folder: Path, step: int) -> None:
-    """Remove this package's files of checkpoints without an actor: verl removed it (``max_actor_ckpt_to_keep``), or the
-    run was killed before it was written. No run resumes from them.
-
-    If the newest checkpoint has no actor, its weights are written elsewhere or later: then nothing is removed. Errors
-    are logged.
-
-    Args:
-        folder: ``trainer.default_local_dir``.
-        step: Step of the newest checkpoint, which is kept, as is the one that verl's tracker names.
-    """
+    """Remove this package's files of checkpoints in ``trainer.default_local_dir`` without an actor: verl removed it
+    (``max_actor_ckpt_to_keep``), or the run was killed before it was written. No run resumes from them. Kept are the
+    newest, of ``step``, and the one that verl's tracker names. If the newest has no actor, its weights are written
+    elsewhere or later: then nothing is removed. Errors are logged."""
     if not (folder / f"global_step_{step}" / "actor").is_dir():
         return
     kept = {step}

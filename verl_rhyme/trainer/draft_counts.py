@@ -1,7 +1,5 @@
-"""Draft counts of each request, fetched from the rollout servers once a step.
-
-A response does not wait for its counts: its record is completed here, by the request's id.
-"""
+"""Draft counts of each request, fetched from the rollout servers once a step. A response does not wait for its counts:
+its record is completed here, by the request's id."""
 
 from __future__ import annotations
 
@@ -21,23 +19,17 @@ _MAX_KEPT = 1 << 16
 
 
 class DraftCounts:
-    """Fetches counts with one call to each server, for any number of requests. For use by one thread.
-
-    Args:
-        servers: Function that returns the running servers by the rank of their replica.
-    """
+    """Fetches counts with one call to each server, for any number of requests. For use by one thread."""
 
     def __init__(self, servers: Callable[[], dict[int, Any]]) -> None:
-        self._servers = servers
+        self._servers = servers  # gives the running ones by the rank of their replica
         self._answers: dict[int, Any] = {}  # pending answers by rank
         self._counts: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._warned = False
 
     def fill(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the records without ids, with their counts, or zeros for counts that have not arrived.
-
-        Waits for the servers, except those that still owe their last answer.
-        """
+        """Return the records without ids, with their counts, or zeros for counts that have not arrived. Wait for the
+        servers, except those that still owe their last answer."""
         try:
             self._fetch()
         except Exception as error:  # counts are only logged

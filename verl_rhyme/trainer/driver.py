@@ -27,20 +27,15 @@ _PAUSE_S = 2.0
 
 
 class Driver:
-    """Drives a run's coordinator. Ray restarts a coordinator that died, and the next call opens it again.
-
-    Args:
-        setting: Settings of the run.
-        load: Function that fetches at least so many prompts and stores their data in partition ``PROMPTS``.
-        make_workers: Function that makes new agent loop workers when all are gone.
-    """
+    """Drives a run's coordinator. Ray restarts a coordinator that died, and the next call opens it again. ``load``
+    fetches at least so many prompts and stores their data in partition ``PROMPTS``; ``make_workers`` makes new agent
+    loop workers when all are gone."""
 
     def __init__(
         self, setting: RunSettings, load: Callable[[int], list[LoadedPrompt]], make_workers: Callable[[], list[Any]]
     ) -> None:
         self._setting, self._load, self._make_workers = setting, load, make_workers
-        #: Handle of the coordinator's actor.
-        self.coordinator = coordinator.start()
+        self.coordinator = coordinator.start()  # handle of the actor
         self._workers: list[Any] = []
         self._state: dict[str, Any] | None = None  # state at the last batch
         self._handed: list[LoadedPrompt] = []  # prompts passed since the last batch
@@ -49,10 +44,8 @@ class Driver:
         self._version = 0
         self._batches_left = 0
         self._generation = 0
-        #: Number of times that the coordinator was opened again.
-        self.reopened = 0
-        #: Seconds that the trainer waited for the last batch.
-        self.wait_s = 0.0
+        self.reopened = 0  # number of times
+        self.wait_s = 0.0  # of the trainer, for the last batch
 
     def open(self, workers: list[Any], state: dict[str, Any] | None, version: int) -> None:
         """Open the coordinator; ``state`` is from a checkpoint, or ``None``."""
@@ -74,15 +67,8 @@ class Driver:
         self._fulfil(self._ask("publish", version, batches_left))
 
     def serve(self, share: float, leaves: str = "") -> int:
-        """Set how many replicas generate from now on, and move the samples of a replica that leaves.
-
-        Args:
-            share: Share of the replicas at the start of the run.
-            leaves: Address of a replica that leaves.
-
-        Returns:
-            Number of these samples.
-        """
+        """Let a share of the replicas at the start of the run generate from now on, and move the samples of one that
+        leaves, by its address. Return their number."""
         self._share = share
         return self._ask("set_serving", share, leaves)
 
@@ -91,10 +77,8 @@ class Driver:
         self._ask("pause")
 
     def next_batch(self, topology: Topology, parts: Callable[[Part], None] | None = None) -> Reply:
-        """Return the update batch as soon as the scheduler reports that it is ready.
-
-        ``parts`` gets parts of the batch during the rollout; after a restart of the coordinator some may come twice.
-        """
+        """Return the update batch as soon as the scheduler reports that it is ready. ``parts`` gets parts of it during
+        the rollout; after a restart of the coordinator some may come twice."""
         stops, rewarded = self._setting.rules.stops, False
         self.wait_s = 0.0
         samples = None if parts is None else self._setting.part_samples
@@ -142,7 +126,6 @@ class Driver:
             self._ask("add_prompts", prompts)
 
     def _wait_for_batch(self, *arguments: Any) -> TrainerWork | None:
-        """Wait until the batch is ready (``None``), or there is work for the trainer."""
         began = time.monotonic()
         work: TrainerWork | None = self._ask("wait_for_batch", *arguments)
         self.wait_s += time.monotonic() - began

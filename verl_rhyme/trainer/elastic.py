@@ -4,11 +4,9 @@ Where rollout continues while the actor trains, a step shows one of two times: t
 batch is ready before. So ``T_train = step - wait_s`` and ``T_gen = step - ahead``. As published, a replica is added
 when ``T_gen - T_train`` is at least what it saves, so that generation is still no faster than training. Here each of n
 replicas has 1 / n of the work, and one rests by the same rule. Medians over some steps count, since steps come in pairs
-of long and short. Steps after a change do not.
-
-A change is made between two steps, when the actor has the weights of the published policy. A replica that wakes gets
-these weights before it is added to the router. One that goes to rest leaves the router first; its samples continue on
-others, with their tokens.
+of long and short. Steps after a change do not. A change is made between two steps, when the actor has the weights of
+the published policy, which a replica that wakes gets before it is added to the router. One that goes to rest leaves the
+router first; its samples continue on others, with their tokens.
 """
 
 from __future__ import annotations
@@ -42,24 +40,15 @@ def advise(generated: float, trained: float, replicas: int) -> int:
 
 
 class ElasticReplicas(Observer):
-    """Advice on the number of replicas in metrics and log; with ``spares``, it is carried out.
-
-    Args:
-        config: ``streaming.elastic``.
-        servers: verl's ``LLMServerManager``; all its replicas serve.
-        engine: verl's ``CheckpointEngineConfig``.
-        spares: Object that lets replicas rest and wakes them; ``None``: advice alone.
-
-    Raises:
-        ConfigError: There are fewer replicas than ``min_replicas``, or weights cannot be sent to a single one.
-    """
+    """Advice on the number of replicas in metrics and log; with ``spares``, it is carried out. Raise ``ConfigError`` if
+    there are fewer replicas than ``min_replicas``, or weights cannot be sent to a single one."""
 
     def __init__(
         self,
-        config: ElasticConfig | None = None,
-        servers: Any = None,
-        engine: Any = None,
-        spares: SpareReplicas | None = None,
+        config: ElasticConfig | None = None,  # streaming.elastic
+        servers: Any = None,  # verl's LLMServerManager; all its replicas serve
+        engine: Any = None,  # verl's CheckpointEngineConfig
+        spares: SpareReplicas | None = None,  # lets replicas rest and wakes them; None: advice alone
     ) -> None:
         self._servers, self._spares = servers, spares
         self._least, self._most = 1, 1 << 20
@@ -76,18 +65,11 @@ class ElasticReplicas(Observer):
             raise ConfigError(f"{option}={self._least}: the run has only {launched}; lower it")
 
     def on_train_begin(self, driver: Driver) -> None:
-        """Let surplus replicas rest, once the coordinator is open."""
         self._driver = driver
         for replica in self._servers.get_replicas()[self._most :] if self._spares else ():
             self._rest(replica)
 
     def on_step(self, step: Step) -> dict[str, float]:
-        """Return advice as metrics, none if rollout stands still while the actor trains; carry it out before the next
-        step.
-
-        Raises:
-            ReplicaDied: A replica did not get its weights.
-        """
         advice, metrics = self._advice(step)
         if self._spares is None:
             return metrics
@@ -96,6 +78,7 @@ class ElasticReplicas(Observer):
 
     def _advice(self, step: Step) -> tuple[int, dict[str, float]]:
         ahead = None if step.reply is None else step.reply.metrics.get(names.STREAM_AHEAD)
+        # None: rollout stands still while the actor trains
         if ahead is None or not (step.seconds > 0 and step.replicas):
             return 0, {}
         if step.replicas != self._replicas:
@@ -123,11 +106,7 @@ class ElasticReplicas(Observer):
             self._report()
 
     def scale(self, advice: int, version: int) -> dict[str, float]:
-        """Carry out an advice under the published policy ``version``, which is the actor's; return metrics.
-
-        Raises:
-            ReplicaDied: A replica did not get its weights.
-        """
+        """Carry out an advice under the published policy ``version``, which is the actor's; return metrics."""
         assert self._spares is not None
         serving = self._servers.get_replicas()
         metrics = {names.STREAM_REPLICAS: float(len(serving))}

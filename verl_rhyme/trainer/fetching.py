@@ -19,12 +19,7 @@ REWRITTEN = "response_mask"
 
 
 class Fetching:
-    """Selects the fields of one part after another.
-
-    Args:
-        trainer: The pipeline.
-        holds: Whether the workers keep rows (:class:`~verl_rhyme.actor.actor.StreamedActor`).
-    """
+    """Selects the fields of one part after another; ``holds``: the workers keep rows (``StreamedActor``)."""
 
     def __init__(self, trainer: Any, holds: bool) -> None:
         self._trainer, self.holds = trainer, holds
@@ -32,16 +27,13 @@ class Fetching:
         self._had: frozenset[str] | None = None
 
     def begin_part(self) -> None:
-        """Begin the next part."""
         self._part += 1
         self._had = None
 
     @contextlib.contextmanager
     def stage(self, batch: KVBatchMeta, new: bool = False) -> Iterator[None]:
-        """Wrap one stage of the part on the actor's workers; ``new``: it needs results of earlier stages.
-
-        The part has the same order in all stages.
-        """
+        """Wrap one stage of the part on the actor's workers; ``new``: it needs results of earlier stages. The part has
+        the same order in all stages."""
         if not self.holds:
             yield
             return
@@ -75,7 +67,6 @@ class Fetching:
 
 
 def data_parallel_ranks(workers: Any, mesh: str) -> list[int]:
-    """Return the data parallel rank of each worker."""
     if mesh not in workers._dispatch_info:
         workers._dispatch_info[mesh] = workers._query_dispatch_info(mesh)
     return list(workers._dispatch_info[mesh])

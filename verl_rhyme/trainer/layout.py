@@ -14,18 +14,10 @@ from verl_rhyme.scheduling.training_order import arrange, by_length, sortedness
 def arrange_batch(
     tags: Sequence[dict[str, Any]], order: float, ranks: int, mini_batch: int, rng: np.random.Generator
 ) -> tuple[list[int], dict[str, float]]:
-    """Arrange mini-batches by length, balanced over the data parallel ranks.
-
-    Args:
-        tags: TransferQueue's tags of each trajectory: ``response_len``, ``seq_len`` (tokens), ``is_padding``.
-        order: 1: sorted by length; 0: shuffled.
-        ranks: Number of data parallel ranks.
-        mini_batch: Trajectories of an optimizer step over all ranks; if it does not divide the batch, that is one.
-        rng: Source of randomness, also for the order of equal lengths.
-
-    Returns:
-        Indices, rank by rank, and metrics of the order.
-    """
+    """Arrange mini-batches by length (``order`` 1) or shuffled (0), balanced over the data parallel ranks. Return
+    indices, rank by rank, and metrics of the order. ``tags`` are TransferQueue's, with ``response_len``, ``seq_len``
+    (tokens) and ``is_padding``; ``mini_batch`` counts trajectories over all ranks: if it does not divide the batch,
+    that is one. ``rng`` also orders equal lengths."""
     tokens = np.array([tag["seq_len"] for tag in tags])
     if len(tokens) % mini_batch or mini_batch % ranks:
         mini_batch = len(tokens)

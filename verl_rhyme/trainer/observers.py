@@ -1,8 +1,6 @@
-"""Observers of a run, which do not affect what is trained: history, event log, length ranker, number of replicas.
-
-The trainer holds them in one list and calls each at the same points of a step. Recorder and ranker handle their own
-failures: a counter, one warning, and the step continues.
-"""
+"""Observers of a run, which do not affect what is trained: history, event log, length ranker, number of replicas. The
+trainer calls each at the same points of a step. Recorder and ranker handle their own failures: a counter, one warning,
+and the step continues."""
 
 from __future__ import annotations
 
@@ -39,10 +37,8 @@ class Observer:
         """Called with messages by prompt key, before their prompts are passed to the coordinator."""
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
-        """Called when an update batch is collected and its rewards are known, before it trains.
-
-        verl pads and reorders ``batch`` later. Steps count from 1, epochs from 0.
-        """
+        """Called when an update batch is collected and its rewards are known, before it trains and verl pads and
+        reorders it. Steps count from 1, epochs from 0."""
 
     def on_step(self, step: Step) -> Mapping[str, float]:
         """Called when a step has ended and its policy is published; returns metrics of it."""

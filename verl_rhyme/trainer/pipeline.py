@@ -3,8 +3,7 @@ section 3).
 
 A training step is :meth:`RhymePipelineTrainer.step` and :meth:`RhymePipelineTrainer.on_step_end`. Meanwhile
 :mod:`verl_rhyme.scheduling` decides about samples, and :mod:`verl_rhyme.coordinator.coordinator` carries it out;
-:mod:`verl_rhyme.agent_loop.session` continues interrupted ones. :mod:`verl_rhyme.trainer.topology` places engines and
-actor.
+:mod:`verl_rhyme.agent_loop.session` continues interrupted ones.
 """
 
 from __future__ import annotations
@@ -65,13 +64,6 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     # ---- a step ----
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
-        """Run one training step: collect the next batch, parts of which train meanwhile, and train the rest.
-
-        ``metrics`` and ``timing_raw`` (verl's timers, which sum up a stage's parts) are filled.
-
-        Returns:
-            The trained batch, with verl's padding.
-        """
         with marked_timer("gen", timing_raw, color="red"):  # includes the stages of parts
             batch = self._collect(metrics)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
@@ -112,7 +104,6 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         return batch
 
     def on_step_end(self) -> None:
-        """Publish the new policy; verl writes the step's checkpoint."""
         if not self.rules.one_by_one:  # there each start names the version it needs
             self._driver.pause()
         if self.topology.separate:
@@ -175,8 +166,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         self._stages = Stages(self, streams=self._streams)
 
     def _build_replay_buffer(self) -> ReplayBuffer:
-        """Build verl's buffer, used for validation only."""
-        buffer = super()._build_replay_buffer()
+        buffer = super()._build_replay_buffer()  # for validation only
         check_while_waiting(self, buffer, self._check_validation)  # in training the driver waits and checks
         return buffer
 
@@ -236,7 +226,6 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         )
 
     def _elastic(self) -> ElasticReplicas:
-        """Return the observer that advises on the number of replicas, and carries the advice out if enabled."""
         elastic = self._rhyme.streaming.elastic
         if elastic.min_replicas is None:
             return ElasticReplicas()
@@ -290,8 +279,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _balance_batch(
         self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
     ) -> Any:
-        """Order mini-batches by length, balanced over the ranks; verl's balancing would mix all lengths."""
-        ranks = self.actor_ranks
+        ranks = self.actor_ranks  # balanced by length; verl's balancing would mix all lengths
         batch = upsample_batch_to_divisible_size(
             batch, self._get_required_batch_multiple(ranks), self.tokenizer.eos_token_id
         )

@@ -1,8 +1,6 @@
-"""The trainer's calls to the length ranker: it sends loaded prompts and does not wait.
-
-A failed call costs only the ranker's predictions. It is counted, the first one is logged, and forecasts continue
-without. Ray restarts a process that died.
-"""
+"""The trainer's calls to the length ranker: it sends loaded prompts and does not wait. A failed call costs only the
+ranker's predictions: it is counted, the first one is logged, and forecasts continue without. Ray restarts a process
+that died."""
 
 from __future__ import annotations
 
@@ -37,7 +35,6 @@ class Ranking(Observer):
         self._coordinator = driver.coordinator
 
     def on_prompts(self, prompts: Mapping[str, Any]) -> None:
-        """Send prompts; the ranker sends their predicted lengths to the coordinator."""
         self._collect()
         if len(self._pending) >= _MAX_PENDING:
             self._failed(TimeoutError(f"{_MAX_PENDING} calls are pending: further calls are left out"))
@@ -52,7 +49,6 @@ class Ranking(Observer):
         ray.kill(self._actor)
 
     def _collect(self) -> None:
-        """Collect finished calls, without waiting."""
         if not self._pending:
             return
         done, self._pending = ray.wait(self._pending, num_returns=len(self._pending), timeout=0)

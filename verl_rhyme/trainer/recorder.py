@@ -1,13 +1,11 @@
 """Records finished trajectories in history and event log, in a thread, while training runs.
 
-Errors are counted in ``rollout/history/errors``, and the first is logged; training continues. Steps that the history
-misses are counted in ``rollout/history/lost_steps``. A step ends once the
-history writer has fetched its samples, so that verl may clear them. They are recorded piece by piece and in order while
-the next steps train. If recording falls more than :data:`MAX_LAG` steps behind, the history leaves out whole batches
-(``rollout/history/dropped``).
-
-Only request records and one reward per sample pass through the trainer's process: the history writer fetches tokens
-itself. Responses for the event log are fetched here.
+A step ends once the history writer has fetched its samples, so that verl may clear them. They are recorded piece by
+piece and in order while the next steps train. If recording falls more than :data:`MAX_LAG` steps behind, the history
+leaves out whole batches (``rollout/history/dropped``). Errors are counted in ``rollout/history/errors``, steps that the
+history misses in ``rollout/history/lost_steps``; training continues. Only request records and one reward per sample
+pass through the trainer's process: the history writer fetches tokens itself. Responses for the event log are fetched
+here.
 """
 
 from __future__ import annotations
@@ -100,7 +98,6 @@ class Recorder(Observer):
         self._tokens: Counter[str] = Counter()  # TOKEN_COUNTS of this step
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
-        """Begin to record the batch, and the untrained attempts and samples of its reply."""
         self.log_wasted(reply.wasted, step, epoch)
         if reply.dropped:
             dropped = KVBatchMeta(partition_id=batch.partition_id, keys=reply.dropped, tags=reply.dropped_tags)
@@ -108,14 +105,12 @@ class Recorder(Observer):
         self.start(batch, step, step, epoch)
 
     def on_step(self, step: Step) -> dict[str, float]:
-        """Return metrics of the step, and of what was recorded since the last one."""
         self._steps += 1
         metrics: dict[str, float] = {}
         self._take_metrics(metrics, step.rollout_s)
         return metrics or {names.HISTORY_ERRORS: float(self._errors)}
 
     def save(self, folder: str) -> None:
-        """Save a snapshot of the history, after pending recordings."""
         self.join()
         try:
             with waiting_for("the history's snapshot"):
@@ -145,11 +140,9 @@ class Recorder(Observer):
 
     @_guarded
     def start_untrained(self, batch: KVBatchMeta, step: int, epoch: int) -> None:
-        """Begin to record finished samples that are never trained: filtered groups, surplus. Returns at once.
-
-        The history records them like trained ones. They are cleared from TransferQueue once the writer has fetched
-        them, or failed to; verl must not clear them before.
-        """
+        """Begin to record finished samples that are never trained (filtered groups, surplus) like trained ones; returns
+        at once. They are cleared from TransferQueue once the writer has fetched them, or failed to; verl must not clear
+        them before."""
         with self._counting_losses():
             self._submit(self._record_untrained, _Samples.of(batch), step, epoch)
 
@@ -179,7 +172,6 @@ class Recorder(Observer):
 
     @_guarded
     def log_metrics(self, metrics: Mapping[str, Any], step: int, epoch: int) -> None:
-        """Log the metrics of a finished step."""
         if self._events is not None:
             self._events.append_metrics(step, epoch, metrics)
 
@@ -197,8 +189,7 @@ class Recorder(Observer):
                 pass
 
     def close(self) -> None:
-        """Close after the current piece; the history leaves out the others."""
-        self._closing = True
+        self._closing = True  # after the current piece; the history leaves out the others
         with waiting_for("the history writer to record its last samples"):
             self._executor.shutdown(wait=True)
 
@@ -207,7 +198,6 @@ class Recorder(Observer):
 
     @_guarded
     def _take_metrics(self, metrics: dict[str, float], rollout_s: float) -> None:
-        """Add the metrics since the last call."""
         with self._lock:
             requests, self._requests = self._requests, []
             metrics |= {
@@ -250,7 +240,6 @@ class Recorder(Observer):
                 self._fetch(batch, part)
 
     def _fetch(self, batch: TrainedBatch, step: int) -> None:
-        """Let the writer fetch a batch now, and record it later."""
         if self._backlog and self._steps - self._backlog[0][2] > MAX_LAG:
             self._drop(batch)
             return
@@ -396,7 +385,6 @@ class _Samples:
         return rows, owners
 
     def batch(self, rewards: np.ndarray, epoch: int, logprobs: bool) -> TrainedBatch:
-        """Return the batch for the history."""
         visits = list(map(visit_label, self.uids))
         return TrainedBatch(self.stored, self.prompts(), visits, rewards, self.numbers, self.versions, epoch, logprobs)
 

@@ -2,10 +2,9 @@
 
 A stage of verl's step (old log-probs, reference, advantages, gradients) runs here once for each part, while the rest of
 the batch is generated (StreamRL, arXiv:2504.15930, section 4.1). Parts only do work early: if the batch turns out
-differently, their gradients are dropped, and the whole batch runs through. Without streaming, a batch is one part.
-
-With several mini-batches or epochs per training step, gradients wait for the whole batch. So they do for estimators
-that compare trajectories of the whole batch (:func:`find_unsupported_option`). The stages before are still streamed.
+differently, their gradients are dropped, and the whole batch runs through. Without streaming, a batch is one part. With
+several mini-batches or epochs per training step, or estimators that compare trajectories of the whole batch
+(:func:`find_unsupported_option`), gradients wait for the whole batch; the stages before are still streamed.
 """
 
 from __future__ import annotations
@@ -81,18 +80,14 @@ def find_unsupported_option(config: Any) -> str | None:
 
 
 class Stages:
-    """Runs the stages of update batches of a trainer: part by part with ``streams``, else each batch whole.
-
-    Attributes:
-        updates: Whether gradients are streamed too; else the trainer continues with the whole batch's advantages.
-    """
+    """Runs the stages of update batches of a trainer: part by part with ``streams``, else each batch whole."""
 
     def __init__(self, trainer: Any, streams: bool) -> None:
         self._trainer, self._streams = trainer, streams
         why = find_unsupported_option(trainer.config) if streams else None
         if why is not None:
             logger.warning(_UPDATES_WAIT, why)
-        self.updates = streams and why is None
+        self.updates = streams and why is None  # else the trainer goes on with the whole batch's advantages
         self._fetching = Fetching(trainer, holds=self.updates)
         self._begin()
 
@@ -118,11 +113,8 @@ class Stages:
         self._run(*part)
 
     def finish(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Run the remaining trajectories of the collected batch, take the training step, and add the metrics.
-
-        Returns:
-            The trained batch, with verl's padding.
-        """
+        """Run the remaining trajectories of the collected batch, take the training step, and add the metrics. Return
+        the trained batch, with verl's padding."""
         early = len(self._done)
         # The last part pads waiting batches (verl would pad with rows that no stage has run), so there must be one.
         lacks_last = not self.updates and self._done >= set(batch.keys)

@@ -1,7 +1,4 @@
-"""Placement of engines and training: which engines serve, and which stop for a training step.
-
-A topology decides nothing; the coordinator does.
-"""
+"""Placement of engines and training: which engines serve, and which stop for a training step."""
 
 from __future__ import annotations
 
@@ -24,10 +21,9 @@ _DEATHS = 3
 
 
 class Topology:
-    """Interface between a trainer of verl and its engines."""
+    """Interface between a trainer of verl and its engines. It decides nothing; the coordinator does."""
 
-    #: Whether engines are separate (disaggregated), and run while the actor trains (``Rules.separate``).
-    separate: bool
+    separate: bool  # engines are disaggregated, and run while the actor trains (Rules.separate)
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -68,18 +64,9 @@ class Topology:
         """Give all engines the newest weights now."""
 
     def replace_dead(self, version: int, waits: bool = True) -> int:
-        """Replace dead replicas. Call it while the actor does not train.
-
-        Args:
-            version: Policy version of the actor's weights.
-            waits: Whether to wait for the replicas' answers; else use answers since the last check.
-
-        Returns:
-            Number of replicas that had died.
-
-        Raises:
-            ReplicaDied: They cannot be replaced.
-        """
+        """Replace dead replicas; the actor, which has the weights of policy ``version``, must not train. Without
+        ``waits``, use answers since the last check. Return the number of replicas that had died; raise
+        :class:`ReplicaDied` if they cannot be replaced."""
         raise NotImplementedError
 
 
@@ -121,7 +108,6 @@ class Separate(Topology):
 
     @functools.cached_property
     def spares(self) -> SpareReplicas:
-        """Object that replaces replicas and lets them rest."""
         return SpareReplicas(self.servers(), self._engines, self._lost_after)
 
     def servers(self) -> Any:
@@ -169,8 +155,7 @@ class Separate(Topology):
 
 def check_while_waiting(trainer: Any, buffer: Any, check: Callable[[int], object]) -> None:
     """Call ``check`` with the engines' policy version at intervals while a trainer of verl waits for samples in its
-    replay buffer; verl's loop has no hook for that.
-    """
+    replay buffer; verl's loop has no hook for that."""
     wait = buffer._wait_for_next_poll
     checked = time.monotonic()
 
