@@ -124,7 +124,7 @@ def _check_installation() -> None:
 
 
 def hold_folder(folder: Path) -> bool:
-    """Lock a checkpoint folder until this process ends; return whether this machine can. Raises ConfigError if in use."""
+    """Lock a checkpoint folder until this process ends; return whether this machine can. ConfigError if it is used."""
     try:
         run_lock.hold(folder)
     except run_lock.FolderInUse as error:
