@@ -23,10 +23,7 @@ def _one_token_at_a_time(original: Any, self: Any, engine_core_outputs: list[Any
 
 
 def _tokens(output: Any) -> Iterator[Any]:
-    """Split a step's output into one output per token.
-
-    Fields that come once go with the first token, the finish reason with the last.
-    """
+    """One output per token; fields that come once go with the first token, the finish reason with the last."""
     from msgspec.structs import replace
 
     tokens, logprobs, experts = output.new_token_ids, output.new_logprobs, output.routed_experts

@@ -72,38 +72,23 @@ from verl_rhyme.scheduling.rules import of_config
 
 @dataclass(frozen=True)
 class Option:
-    """A config key that a row checks.
+    """A config key that a row checks."""
 
-    Attributes:
-        key: Key of verl's config, or ``rhyme.`` and a key of the rhyme tree.
-        refused: Predicate on the value and the run; by default, any true value is refused.
-        remedy: Remedy that replaces the row's.
-        named_with: Further keys that the refusal names.
-    """
-
-    key: str
+    key: str  # of verl's config, or ``rhyme.`` and a key of the rhyme tree
     refused: Callable[[Any, Run], bool] = lambda value, run: bool(value)
-    remedy: str = ""
-    named_with: tuple[str, ...] = ()
+    remedy: str = ""  # instead of the row's
+    named_with: tuple[str, ...] = ()  # further keys that the refusal names
 
 
 @dataclass(frozen=True)
 class Row:
-    """Options that are refused for the same reason.
+    """Options that are refused for the same reason."""
 
-    Attributes:
-        options: Options, each refused independently of the others.
-        when: Predicate on the runs that the row applies to.
-        reason: Reason of the refusal.
-        remedy: Remedy, unless the option has its own.
-        named_with: Further keys that each refusal names.
-    """
-
-    options: tuple[Option, ...]
-    when: Callable[[Run], bool]
+    options: tuple[Option, ...]  # each refused independently of the others
+    when: Callable[[Run], bool]  # whether the row applies to a run
     reason: str
-    remedy: str
-    named_with: tuple[str, ...] = ()
+    remedy: str  # unless the option has its own
+    named_with: tuple[str, ...] = ()  # further keys that each refusal names
 
 
 @dataclass(frozen=True)

@@ -67,16 +67,14 @@ class Check:
 
 
 def verdict(name: str, ok: bool, detail: str, remedy: str, otherwise: str = FAIL) -> Check:
-    """Return a passed check, or one with the status ``otherwise`` and the remedy."""
     return Check(name, OK, detail) if ok else Check(name, otherwise, detail, remedy)
 
 
 def examine(history: Path | None = None, engines: bool = True) -> list[Check]:
     """Run all checks, in an order in which earlier failures explain later ones; takes 20 to 45 s, mostly for imports.
 
-    Args:
-        history: Folder of ``history.dir``; ``None`` takes its default.
-        engines: Whether to import all training engines; the preflight imports the chosen one instead.
+    ``history`` is the folder of ``history.dir``, or its default. Without ``engines`` no training engine is imported:
+    the preflight imports the chosen one.
     """
     steps: dict[str, Callable[[], Iterator[Check]]] = {
         "python": _python,

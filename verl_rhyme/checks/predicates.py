@@ -87,7 +87,6 @@ class Run:
 
     @property
     def megatron(self) -> bool:
-        """Whether Megatron trains the actor."""
         return str(self.value(STRATEGY)) == "megatron"
 
     @property
@@ -106,7 +105,6 @@ class Run:
 
     @property
     def stale(self) -> bool:
-        """Whether stale tokens are trained."""
         return self.rules is not None and self.rules.max_staleness > 0
 
 

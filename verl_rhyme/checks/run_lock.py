@@ -31,15 +31,8 @@ class FolderInUse(ValueError):
 def take(folder: Path, pid: int) -> int:
     """Lock a folder, created if missing, until the returned descriptor and its copies are closed.
 
-    A file system without locks is reported on standard error; there, a second run is not noticed.
-
-    Args:
-        folder: Checkpoint folder.
-        pid: Process that a refusal names.
-
-    Raises:
-        FolderInUse: Another run holds the lock.
-        OSError: The folder cannot be written.
+    Raises FolderInUse if another run holds the lock, OSError if the folder cannot be written. A refusal of a later run
+    names ``pid``. A file system without locks is reported on standard error; there, a second run is not noticed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / LOCK_FILE
@@ -71,14 +64,12 @@ def hold(folder: Path) -> None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether this process has locked a folder by :func:`hold`."""
     return folder in _held
 
 
 def user(folder: Path) -> str | None:
-    """Return a message with the :func:`owner` of a folder that another process uses; ``None`` without locks.
-
-    The process that inherited the lock from its run script uses the folder itself.
+    """Return a message with the :func:`owner` of a folder that another process uses; ``None`` without locks. The
+    process that inherited the lock from its run script uses the folder itself.
     """
     if _inherited(folder / LOCK_FILE) is not None:
         return None

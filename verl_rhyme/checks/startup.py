@@ -39,15 +39,11 @@ SKIP = "SKIP_PREFLIGHT"
 
 
 def begin(config: Any, main: Any = None, others: set[Path] | None = None) -> None:
-    """Check a run and lock its folder until this process ends, unless that has been done for this config.
+    """Check a run and lock its folder until this process ends, unless :data:`STARTED_BY` in the config says it is done.
 
-    Args:
-        config: verl's full config; :data:`STARTED_BY` marks it.
-        main: Function of the command, before Ray starts; ``None`` in the trainer's process.
-        others: Folders of earlier jobs of this command; the folder is added.
-
-    Raises:
-        ConfigError: :func:`check` refuses the run, or another run or job has its folder.
+    ``main`` is the command's function before Ray starts, ``None`` in the trainer's process; ``others`` are the folders
+    of earlier jobs of this command, to which this one is added. Raises ConfigError if :func:`check` refuses the run, or
+    another run or job has its folder.
     """
     folder = Path(str(OmegaConf.select(config, "trainer.default_local_dir"))).absolute()
     mark = OmegaConf.select(config, STARTED_BY)
@@ -74,14 +70,8 @@ def begin(config: Any, main: Any = None, others: set[Path] | None = None) -> Non
 def check(config: Any, in_task: bool = False) -> None:
     """Check verl's whole config if it has a rhyme tree; without one, only settings that require rhyme are refused.
 
-    Warnings are printed on standard error.
-
-    Args:
-        config: verl's full config.
-        in_task: Whether this is a task of Ray, which hides GPUs from it and holds memory already.
-
-    Raises:
-        ConfigError: The run would fail, or silently ignore settings; the message has a line for each problem.
+    Warnings go to standard error. ``in_task``: Ray hides GPUs from this task, and holds memory already. Raises
+    ConfigError, with a line for each problem, if the run would fail or silently ignore settings.
     """
     if isinstance(config.get("rhyme"), str):
         raise ConfigError(str(combinations.group_not_found(config.rhyme)))
@@ -134,11 +124,7 @@ def _check_installation() -> None:
 
 
 def hold_folder(folder: Path) -> bool:
-    """Lock a checkpoint folder until this process ends; return whether this machine can.
-
-    Raises:
-        ConfigError: Another run uses the folder.
-    """
+    """Lock a checkpoint folder until this process ends; return whether this machine can. ConfigError if it is used."""
     try:
         run_lock.hold(folder)
     except run_lock.FolderInUse as error:

@@ -116,7 +116,6 @@ def _mean_staleness(bound: int) -> float:
 
 
 def _reason(plans: Sequence[Plan], chosen: Plan) -> str:
-    """Return the reason for the chosen bound on staleness."""
     from verl_rhyme.planning.planner import PROFIT
 
     if len(plans) == 1:
@@ -196,7 +195,6 @@ def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
 
 
 def _table(*columns: str) -> Table:
-    """Return a table whose columns, except the first two, are right-aligned numbers."""
     table = Table(box=None, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, no_wrap=True, justify="left" if i < 2 else "right")

@@ -31,17 +31,11 @@ def read(
     column: str = "prompt",
     template: Mapping[str, Any] = MappingProxyType({}),
 ) -> Pairs:
-    """Read prompts and lengths.
+    """Read prompts and lengths of a history, a checkpoint's ``global_step_N``, or a run whose event log has responses.
 
-    Args:
-        source: History folder, ``global_step_N`` of a checkpoint, or run folder whose event log has responses.
-        data: Data files of the run, for a history (parquet, as in verl's ``data.train_files``).
-        tokenizer: Folder of the policy, for a history.
-        column: Column of ``data`` with the messages of each prompt.
-        template: Options of the chat template, for a history (``data.apply_chat_template_kwargs``).
-
-    Raises:
-        DataError: The source has no data, or none that matches ``data``.
+    A history also needs the run's ``data`` files (parquet, as in ``data.train_files``, with each prompt's messages in
+    ``column``), the policy's folder as ``tokenizer``, and ``data.apply_chat_template_kwargs`` as ``template``. Raises
+    DataError if the source has no data, or none that matches ``data``.
     """
     if not source.is_dir():
         raise DataError(f"{source} is not a folder: give a run, its history or a checkpoint's global_step_N")
@@ -102,7 +96,6 @@ def _logged(folder: Path) -> Pairs:
 def _tokenized(
     data: Iterable[Path], folder: Path, column: str, template: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[bytes, Sequence[int]]:
-    """Return the token ids of a data set's prompts, by key."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from transformers import AutoTokenizer

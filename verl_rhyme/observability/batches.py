@@ -14,17 +14,13 @@ from verl_rhyme.scheduling.expectations import Expectations
 
 class Occupancy:
     """Bubble ratio where every change of the number of running requests is reported at once, as in a simulation.
-
-    Args:
-        slots: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
-        now: Seconds, by any clock.
+    ``slots``: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`; ``now``: seconds, by any clock.
     """
 
     def __init__(self, slots: int, now: float) -> None:
         self._slots, self._now, self._running, self._busy, self._room = slots, now, 0, 0.0, 0.0
 
     def set_running(self, now: float, running: int) -> None:
-        """Record the number of running requests from ``now`` on."""
         passed = now - self._now
         self._busy += passed * min(self._running, self._slots)
         self._room += passed * self._slots
@@ -54,15 +50,11 @@ def placement_metrics(dispatch: Dispatch) -> dict[str, float]:
 
 
 def batch_metrics(batch: Batch, slots: int, taken: float | None = None) -> dict[str, float]:
-    """Return ``training/sorted/*``, ``training/staleness/*`` and the bubble ratio
-    (:func:`~verl_rhyme.observability.metrics.bubble_ratio`).
+    """Return ``training/sorted/*``, ``training/staleness/*`` and the bubble ratio of a batch (Q: ``slots``).
 
-    Args:
-        batch: Collected batch.
-        slots: Q of the bubble ratio.
-        taken: Time of collection in seconds since the Unix epoch, where rollout continues while the actor trains. There
-            the finished requests alone give no bubble ratio; the event log does
-            (:mod:`~verl_rhyme.observability.slot_time`).
+    ``taken`` is the time of collection in seconds since the Unix epoch, where rollout continues while the actor trains:
+    there the finished requests alone give no bubble ratio, the event log does
+    (:mod:`~verl_rhyme.observability.slot_time`).
     """
     collected, counts = batch.collected, batch.counts
     metrics: dict[str, Any] = {

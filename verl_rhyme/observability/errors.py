@@ -98,16 +98,9 @@ class _Origin:
 
 
 def last_error(log: str | os.PathLike[str], begin: int = 0) -> list[str]:
-    """Return the end of the last traceback that shows a cause.
-
-    Without one, return the last lines that name an error, or else the last lines.
-
-    Args:
-        log: Output of a training run.
-        begin: Offset of this run's part of the file, in bytes.
-
-    Returns:
-        At most :data:`SHOWN_LINES` lines without Ray's and vLLM's prefixes.
+    """Return the end of the last traceback in a run's output that shows a cause; without one, the last lines that name
+    an error, or else the last lines: at most :data:`SHOWN_LINES`, without Ray's and vLLM's prefixes. The run's part of
+    the file begins at byte ``begin``.
     """
     try:
         with Path(log).open("rb") as file:

@@ -92,12 +92,9 @@ _FILE = re.compile(r"(requests|validation|stages|metrics|responses)-(\d+)-(\d+)-
 
 
 class EventLog:
-    """Writer of the event log. Only one process may write: the trainer.
+    """Writer of the event log; it continues that of an earlier run. Only one process may write: the trainer.
 
     A full or read-only disk causes one warning and lost events, but never ends the run. The next flush tries again.
-
-    Args:
-        folder: Folder of the log, created if missing. Events of an earlier run in it are continued (see the module).
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -114,23 +111,17 @@ class EventLog:
             self._warn(error)
 
     def append_requests(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
-        """Log requests of one step; several calls per step are allowed.
+        """Log requests of a step (from 1) and epoch (from 0, as in verl); several calls per step are allowed.
 
-        Args:
-            step: Trainer step, from 1.
-            epoch: Epoch from 0, as in verl.
-            columns: Columns of :data:`REQUESTS` by name: a sequence or array of shape [requests], or one value for all
-                rows. Missing columns are null. ``prompt_key`` takes 16 bytes or 32 hex digits.
-
-        Raises:
-            ValueError: Unknown column, unequal lengths, or a value of the wrong type.
+        ``columns`` are those of :data:`REQUESTS`: a sequence or array of shape [requests], or one value for all rows.
+        Missing ones are null. ``prompt_key`` takes 16 bytes or 32 hex digits. Raises ValueError for unknown columns,
+        unequal lengths and wrong types.
         """
         if (keys := columns.get("prompt_key")) is not None:
             columns = {**columns, "prompt_key": [bytes.fromhex(k) if isinstance(k, str) else k for k in keys]}
         self._append("requests", step, epoch, columns, validation=bool(np.all(columns.get("validate", False))))
 
-    def append_stages(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
-        """Log stages of one step, with the columns of :data:`STAGES`; see :meth:`append_requests`."""
+    def append_stages(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:  # STAGES
         self._append("stages", step, epoch, columns)
 
     def append_metrics(self, step: int, epoch: int, metrics: Mapping[str, Any]) -> None:
@@ -138,18 +129,13 @@ class EventLog:
         values = {name: float(value) for name, value in metrics.items() if _is_number(value)}
         self._append("metrics", step, epoch, {"name": [*values], "value": [*values.values()]})
 
-    def append_responses(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
-        """Log responses of one step, with the columns of :data:`RESPONSES`; see :meth:`append_requests`."""
+    def append_responses(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:  # RESPONSES
         self._append("responses", step, epoch, columns)
 
     def describe(self, step: int, run: str, **info: Any) -> None:
-        """Write facts about the run that the report needs as JSON; :func:`read_info` reads them.
-
-        Args:
-            step: First step of this start of the run.
-            run: Name of the run from this step on; earlier starts keep theirs (:func:`runs_of`).
-            **info: ``engine``, ``slots`` (Q of ``metrics.bubble_ratio``) and ``rollout`` (the stage that lasts as long
-                as rollout); later values replace earlier ones.
+        """Write facts that the report needs as JSON: ``engine``, ``slots`` (Q of ``metrics.bubble_ratio``) and
+        ``rollout`` (the stage that lasts as long as rollout); later values replace earlier ones. The run has the name
+        ``run`` from ``step``, the first of this start, on; earlier starts keep theirs (:func:`runs_of`).
         """
         before = read_info(self.folder)
         runs = [[first, name] for first, name in runs_of(before) if first < step]
@@ -222,27 +208,17 @@ def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """Event log of a run in memory.
-
-    Attributes:
-        folder: Folder of the log.
-        requests: Columns of :data:`REQUESTS` (:func:`to_numpy`), and ``group`` (:func:`groups_of`).
-        stages: Columns of :data:`STAGES`.
-        metrics: Result of :func:`read_metrics`.
-        info: Result of :func:`read_info`.
-        versioned: Whether requests have policy versions.
-    """
+    """Event log of a run in memory."""
 
     folder: Path
-    requests: dict[str, np.ndarray]
-    stages: dict[str, np.ndarray]
-    metrics: dict[int, dict[str, float]]
-    info: dict[str, Any]
-    versioned: bool
+    requests: dict[str, np.ndarray]  # columns of :data:`REQUESTS` (:func:`to_numpy`), and ``group`` (:func:`groups_of`)
+    stages: dict[str, np.ndarray]  # columns of :data:`STAGES`
+    metrics: dict[int, dict[str, float]]  # by step and name
+    info: dict[str, Any]  # of :func:`read_info`
+    versioned: bool  # whether requests have policy versions
 
 
 def read_log(folder: str | os.PathLike[str]) -> Log:
-    """Read the parts of the log that the report needs."""
     path = Path(folder)
     table = read_requests(path)
     requests = {**to_numpy(table), "group": groups_of(table)}
@@ -256,9 +232,8 @@ def runs_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
 
 
 def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
-    """Convert columns to numpy arrays: null becomes NaN in float columns, 0 in integers, False in booleans.
-
-    Equal texts are one object.
+    """Convert columns to numpy arrays: null becomes NaN in float columns, 0 in integers, False in booleans. Equal texts
+    are one object.
     """
     columns = {}
     for field in table.schema:
@@ -280,9 +255,8 @@ def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
 
 
 def groups_of(table: pa.Table) -> np.ndarray:
-    """Return a group number for each request, int64[N]: equal numbers mean the same prompt of a step.
-
-    Each request without a ``uid`` gets a unique number below 0.
+    """Return the group of each request, int64[N]: equal numbers mean the same prompt of a step. Each request without a
+    ``uid`` gets a unique number below 0.
     """
     uids = table["uid"].dictionary_encode().unify_dictionaries().combine_chunks().indices.to_numpy(zero_copy_only=False)
     return np.where(np.isnan(uids), -1 - np.arange(len(uids)), uids).astype(np.int64)

@@ -6,10 +6,8 @@ import logging
 
 
 def add_log_handler() -> None:
-    """Add a handler to the ``verl_rhyme`` logger, once per process.
-
-    vLLM imports a package (model_hosting_container_standards) that raises the root logger and its handlers to ERROR.
-    verl protects its loggers in the same way.
+    """Add a handler to the ``verl_rhyme`` logger, as verl does to its own: vLLM imports a package
+    (model_hosting_container_standards) that raises the root logger and its handlers to ERROR.
     """
     logger = logging.getLogger("verl_rhyme")
     if logger.handlers:

@@ -138,31 +138,22 @@ LOW_YIELD = 0.1
 def fillable_slots(request_slots: int, samples: int) -> int:
     """Return ``Q`` of :func:`bubble_ratio`: the request slots that a run can fill, the same for all its steps.
 
-    Engines larger than the run have slots that no schedule can fill; these cost no tokens.
-
-    Args:
-        request_slots: Request slots of all engines together (replicas * max_num_seqs).
-        samples: Most samples in flight at a time. A sample has one request at a time.
+    ``request_slots`` are those of all engines (replicas * max_num_seqs); at most ``samples`` are in flight, with one
+    request each. Slots that no schedule can fill cost no tokens.
     """
     return max(1, min(request_slots, samples))
 
 
 def bubble_ratio(started: npt.ArrayLike, finished: npt.ArrayLike, slots: int) -> float:
-    """Return the idle share of the request slots during rollout.
+    """Return the idle share of the request slots during rollout, in [0, 1]; 0.0 if no request ran.
 
-    ``sum_k (Q - r_k) dt_k / (Q sum_k dt_k)``: ``Q`` slots, ``r_k`` of them running during the interval ``dt_k``
-    between two consecutive starts or ends (SortedRL, section 2). The span is [first start, last end]; an interval
-    with more requests than slots counts as full. Read it together with :func:`useful_tokens_per_s`: wasted tokens
-    fill slots, too.
+    ``sum_k (Q - r_k) dt_k / (Q sum_k dt_k)``: ``Q`` slots, ``r_k`` of them running during the interval ``dt_k`` between
+    two consecutive starts or ends (SortedRL, section 2). The span is [first start, last end]; an interval with more
+    requests than slots counts as full. Read it together with :func:`useful_tokens_per_s`: wasted tokens fill slots,
+    too.
 
-    Args:
-        started: Start times in seconds, float, shape [requests]. Requests with a non-finite time are ignored.
-        finished: End times, same shape. One before its start counts as the start: clocks of two nodes may differ by
-            more than the length of a short request.
-        slots: ``Q``, the same in every step of a run: :func:`fillable_slots`.
-
-    Returns:
-        Ratio in [0, 1]; 0.0 if no request ran.
+    ``started`` and ``finished``, [requests], are seconds; requests with a non-finite time are ignored. An end before
+    its start counts as the start: clocks of two nodes may differ by more than the length of a short request.
     """
     begin = np.asarray(started, dtype=np.float64)
     end = np.maximum(begin, np.asarray(finished, dtype=np.float64))
@@ -186,13 +177,8 @@ def useful_tokens_per_s(trained_tokens: float, rollout_s: float) -> float:
 def staleness_metrics(groups: npt.ArrayLike, requests: npt.ArrayLike, tokens: npt.ArrayLike) -> dict[str, float]:
     """Return ``training/staleness/*`` of a training step: policy versions between tokens and the policy they train.
 
-    Args:
-        groups: Staleness of each trained group's oldest token, shape [groups].
-        requests: Staleness of each trained request, whose tokens have one version; shape [requests].
-        tokens: Response tokens of each request, same shape.
-
-    Returns:
-        Metric name to value, without metrics that have no data.
+    ``groups``, [groups], is the staleness of each trained group's oldest token; ``requests``, [requests], that of each
+    trained request, whose ``tokens`` have one version. Metrics without data are left out.
     """
     of_groups, of_requests = np.asarray(groups, dtype=np.float64), np.asarray(requests, dtype=np.float64)
     weights = np.asarray(tokens, dtype=np.float64)
@@ -223,22 +209,15 @@ DRAFTER = ("draft_errors", "draft_seconds")
 
 
 def drafter_metrics(totals: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics from the sums of the :data:`DRAFTER` columns."""
     return {SPEC_ERRORS: float(totals["draft_errors"]), SPEC_DRAFT_S: float(totals["draft_seconds"])}
 
 
 def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, rollout_s: float) -> dict[str, float]:
-    """Return the metrics of one step's rollout, computed from its requests.
+    """Return the metrics of one step's rollout of ``rollout_s`` seconds (verl's ``timing_s/gen``) from its requests.
 
-    Args:
-        requests: Columns of the event log (:data:`verl_rhyme.observability.events.REQUESTS`), each of shape
-            [requests], without validation; at least one request.
-        slots: Q of :func:`bubble_ratio`; ``None``: no bubble ratio.
-        rollout_s: Duration of the step's rollout in seconds (verl's ``timing_s/gen``).
-
-    Returns:
-        Metric name to value. ``rollout/spec_accept_*`` are verl's means over requests; the totals below
-        ``rollout/spec/`` are for means over tokens.
+    ``requests``, at least one, are columns of ``events.REQUESTS``, [requests], without validation. ``slots`` is Q of
+    :func:`bubble_ratio`, ``None`` for no ratio. ``rollout/spec_accept_*`` are verl's means over requests; the totals
+    below ``rollout/spec/`` are for means over tokens.
     """
     lengths = requests["response_tokens"].astype(np.float64)
     p50, p90, p99 = np.quantile(lengths, [0.5, 0.9, 0.99])

@@ -119,7 +119,6 @@ class MetricsFollower:
 
 
 def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int | None, console: Console) -> int:
-    """Run ``command`` to its end (see the module) and return its exit status."""
     metrics_file.parent.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     follower = MetricsFollower(metrics_file)

@@ -73,7 +73,6 @@ def _unequal_slots(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _missing_step(run: Run, step: int | None) -> str:
-    """Return a note if the log has no request of the step; otherwise ""."""
     steps = run.requests["step"] if run.requests else np.zeros(0)
     if step is None or not len(steps) or step in steps:
         return ""
@@ -81,11 +80,7 @@ def _missing_step(run: Run, step: int | None) -> str:
 
 
 def _rename_equal(runs: Sequence[Run]) -> list[str]:
-    """Append folder names to the names of two runs with the same name; return a note.
-
-    Raises:
-        ReportError: Both are the same run.
-    """
+    """Append folder names to equal names of two runs; return a note. Raises ReportError if both are the same run."""
     first, second = runs
     if first.name != second.name:
         return []
@@ -102,7 +97,6 @@ def _rename_equal(runs: Sequence[Run]) -> list[str]:
 
 
 def _traces(runs: Sequence[Run], out: Path, step: int | None) -> list[Path]:
-    """Write a trace for each run with an event log, of all steps or of one; return the paths."""
     paths = []
     for run in runs:
         if run.slot_time is not None:
@@ -122,7 +116,6 @@ def _print_notes(notes: Sequence[str]) -> None:
 
 
 def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> Path:
-    """Write the summary of a run or of a comparison; return its path."""
     path = Path(out) / SUMMARY_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
@@ -152,7 +145,6 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def _low_yield(run: Mapping[str, Any]) -> str | None:
-    """Return a note if drafts yield few tokens in the last epoch of a run."""
     last = run["epochs"][-1] if run["epochs"] else {}
     if (share := last.get("accepted_share")) is None or not last["history_hit_rate"]:
         return None
@@ -161,7 +153,6 @@ def _low_yield(run: Mapping[str, Any]) -> str | None:
 
 
 def _sources(run: Mapping[str, Any]) -> str:
-    """Return where the draft tokens of a run's last epoch come from; empty where that is unknown."""
     last = run["epochs"][-1] if run["epochs"] else {}
     drafted, accepted = (metrics.shares(last.get(f"{kind}_by_source", {})) for kind in ("drafted", "accepted"))
     return f"draft tokens of the last epoch: {drafted}; accepted: {accepted}" if accepted else ""

@@ -10,9 +10,7 @@ from verl_rhyme.drafting.policy import SOURCES
 
 @dataclass(kw_only=True)
 class RequestRecord:
-    """Record of one request.
-
-    The server creates it, the client keeps it with its sample, and the trainer logs it. All fields except ``id`` are
+    """The server creates it, the client keeps it with its sample, and the trainer logs it: all fields except ``id`` are
     columns of the event log (``events.REQUESTS``), which derives its schema from this class.
 
     Times are in seconds since the Unix epoch, NaN if the event never happened. The drafter's counts, ``drafted_tokens``

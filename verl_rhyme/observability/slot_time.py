@@ -66,33 +66,19 @@ class Window:
 
 @dataclass(frozen=True)
 class SlotTime:
-    """Slots of a run over time. Seconds count from the first event; pauses between two starts are cut out.
+    """Slots of a run over time. Seconds count from the first event; pauses between two starts are cut out."""
 
-    Attributes:
-        slots: Q of the bubble ratio; if the run did not log it, the most requests that ran at a time.
-        logged: Whether the run logged ``slots``.
-        replicas: Numbers of the replicas, [R].
-        requests: Columns of the requests that ran, [N], by start: ``replica`` (0 to R - 1), ``started``, ``finished``.
-        edges: Bounds of the intervals, float64[k + 1].
-        reason: Reason of idle slots in each interval, int8[k].
-        windows: Windows of rollout.
-        shares: Shares of all slot seconds by :data:`REASONS`, float64[6].
-        stages: Columns ``step``, ``stage``, ``started``, ``ended``.
-        pauses: Times at which pauses were cut out.
-        origin: Time of the first event in seconds since the Unix epoch (or of a simulation).
-    """
-
-    slots: int
-    logged: bool
-    replicas: Array
-    requests: dict[str, Array]
-    edges: Array
-    reason: Array
-    windows: list[Window]
-    shares: Array
-    stages: dict[str, Array]
-    pauses: list[float]
-    origin: float
+    slots: int  # Q of the bubble ratio; if the run did not log it, the most requests that ran at a time
+    logged: bool  # whether the run logged ``slots``
+    replicas: Array  # numbers, [R]
+    requests: dict[str, Array]  # those that ran, [N], by start: ``replica`` (0 to R - 1), ``started``, ``finished``
+    edges: Array  # bounds of the intervals, float64[k + 1]
+    reason: Array  # of idle slots in each interval, int8[k]
+    windows: list[Window]  # of rollout
+    shares: Array  # of all slot seconds by :data:`REASONS`, float64[6]
+    stages: dict[str, Array]  # columns ``step``, ``stage``, ``started``, ``ended``
+    pauses: list[float]  # times at which pauses were cut out
+    origin: float  # time of the first event in seconds since the Unix epoch (or of a simulation)
 
     @property
     def ended(self) -> float:
@@ -109,7 +95,6 @@ class SlotTime:
 
     @property
     def bubble(self) -> float:
-        """Bubble ratio over all windows."""
         return float(self.rollout_shares[1:].sum())
 
     @cached_property
@@ -121,10 +106,8 @@ class SlotTime:
 
     @cached_property
     def lane_slots(self) -> list[float]:
-        """Height of each replica's lane: its equal share of the slots.
-
-        Replicas may have unequal shares. So, if it is clearly more, the height is what the replica filled for a
-        twentieth of its busy time.
+        """Height of each replica's lane: its equal share of the slots, or, as shares may be unequal, what the replica
+        filled for a twentieth of its busy time if that is clearly more.
         """
         return [self._measured_slots(mine) for mine in self.by_replica]
 
@@ -145,16 +128,10 @@ class SlotTime:
 
 
 def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool) -> SlotTime | None:
-    """Compute slot time from the event log.
+    """Compute slot time from columns of ``events.REQUESTS`` and ``events.STAGES``; ``None`` if no request ran.
 
-    Args:
-        requests: Columns of ``events.REQUESTS``; validation and requests that never ran are ignored.
-        stages: Columns of ``events.STAGES``.
-        slots: Q of the bubble ratio; ``None`` if unknown.
-        runs_on: Whether engines continue while the actor trains.
-
-    Returns:
-        Slot time; ``None`` if no request ran.
+    Validation is ignored. ``slots``: Q of the bubble ratio, if known; ``runs_on``: engines continue while the actor
+    trains.
     """
     ran = ~requests["validate"] & np.isfinite(requests["started_at"]) & np.isfinite(requests["finished_at"])
     rows = np.flatnonzero(ran)
@@ -221,10 +198,8 @@ class _Steps:
 
 
 def _between_trainings(started: Array, finished: Array, step: Array, steps: _Steps) -> list[Window]:
-    """Return the windows of engines that stop while the actor trains.
-
-    Engines are idle from the collection of a batch to the weight sync. Windows are divided in the middle of that time,
-    because clocks of nodes may differ.
+    """Return the windows of engines that stop while the actor trains. They are idle from the collection of a batch to
+    the weight sync; windows are divided in the middle of that time, because clocks of nodes may differ.
     """
     if len(steps):
         borders = (steps.collected + steps.synced) / 2
@@ -286,13 +261,8 @@ def _reasons(
 def _count_seconds(
     slots: int, windows: list[Window], edges: Array, reason: Array, times: Array, counts: Array
 ) -> tuple[list[Window], Array]:
-    """Return the windows with their slot seconds by reason, and the shares of all slot seconds.
-
-    Args:
-        slots: Q of the bubble ratio.
-        windows: Windows of rollout.
-        edges, reason: Intervals of :func:`_reasons`.
-        times, counts: Running requests over time, from :func:`_running`.
+    """Return the windows with their slot seconds by reason, and the shares of all slot seconds. ``edges`` and
+    ``reason`` are of :func:`_reasons`, ``times`` and ``counts`` of :func:`_running`.
     """
     cuts = np.unique(np.concatenate([edges, times, [t for window in windows for t in (window.began, window.ended)]]))
     middle = np.searchsorted(times, cuts[:-1], side="right") - 1

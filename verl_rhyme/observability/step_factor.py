@@ -15,7 +15,6 @@ _STEPS, _REQUESTS = 8, 16
 
 def step_factor(requests: Mapping[str, np.ndarray], cost: StepCost) -> float | None:
     """Return the median, over a run's requests, of measured over calculated decode seconds; ``None``: too few requests.
-
     A request's steps count with the requests that ran on its replica meanwhile, on average. What else takes time is in
     the factor: prefills, gaps between steps.
     """

@@ -38,9 +38,8 @@ def parse_lines(lines: Iterable[bytes | str], source: object) -> Iterator[tuple[
 
 
 def from_metrics(path: str | os.PathLike[str]) -> Steps:
-    """Read the training steps of verl's metrics file.
-
-    A resumed run appends to the file; its steps replace earlier ones from its first step on.
+    """Read the training steps of verl's metrics file. A resumed run appends to it; its steps replace earlier ones from
+    its first step on.
     """
     steps: Steps = {}
     file = Path(path)
@@ -54,7 +53,6 @@ def from_metrics(path: str | os.PathLike[str]) -> Steps:
 
 
 def from_log(log: events.Log) -> Steps:
-    """Compute the same metrics from the event log."""
     steps: Steps = {}
     slots, rollout = log.info.get("slots"), log.info.get("rollout") or "gen"
     stages, requests = log.stages, log.requests
@@ -92,7 +90,6 @@ def from_log(log: events.Log) -> Steps:
 
 
 def _staleness(version: int, rows: dict[str, Any], trained: Any) -> dict[str, float]:
-    """Compute ``training/staleness/*`` of a step that trained policy ``version`` from its trained requests."""
     stale = version - rows["policy_version_end"][trained]
     groups, group = np.unique(rows["group"][trained], return_inverse=True)
     oldest = np.full(len(groups), stale.min())
@@ -101,10 +98,8 @@ def _staleness(version: int, rows: dict[str, Any], trained: Any) -> dict[str, fl
 
 
 def merge(logged: Steps, computed: Steps, log: events.Log) -> Steps:
-    """Merge verl's metrics, of its file and of the event log, with those computed from requests and stages.
-
-    Logged metrics take precedence, those of the event log first. Steps without any are unfinished, so they are dropped
-    unless no step has them.
+    """Merge verl's metrics, of its file and of the event log (which takes precedence), with ``computed`` ones, which
+    yield to both. Steps without logged ones are unfinished: they are dropped unless no step has them.
     """
     finished = {step: {**logged.get(step, {}), **log.metrics.get(step, {})} for step in {*logged, *log.metrics}}
     if not finished:

@@ -86,13 +86,9 @@ def read(
 ) -> Run:
     """Read a run for the page, with its summary (:func:`_summary`). Warnings become its problems.
 
-    Args:
-        run: Run folder.
-        name: Name of the run; default: from the event log or the marker of the checkpoint folder.
-        events_folder: Event log; default: ``events`` in the run folder or in a folder of it (the checkpoint folder).
-
-    Raises:
-        ReportError: The folder has neither metrics nor events of a training step.
+    The default ``name`` is that of the event log or the marker of the checkpoint folder; ``events_folder`` is by
+    default ``events`` in the run folder or in a folder of it. Raises ReportError without metrics or events of a
+    training step.
     """
     folder = Path(run)
     with warnings.catch_warnings(record=True) as caught:
@@ -108,7 +104,6 @@ def read(
 
 
 def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple[events.Log, steps.Steps]:
-    """Read the event log and the metrics by step."""
     if not folder.is_dir():
         raise ReportError(f"no such folder: {folder}; give a run folder that contains metrics.jsonl or checkpoints")
     metrics_path = folder / steps.METRICS_FILE
@@ -139,13 +134,11 @@ def _runs_on(run: Path) -> bool:
 
 
 def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare the summaries of two runs with different names.
+    """Compare two runs: ``{"runs": {name: summary}, "rollout_speedup_warm", "tokens_per_s_speedup_warm", ..._spread}``.
 
-    Returns:
-        ``{"runs": {name: summary}, "rollout_speedup_warm", "tokens_per_s_speedup_warm", ..._spread}``: the ratios of
-        the median rollout seconds per epoch, and of the median response tokens per rollout second (lengths may differ),
-        over the warm epochs of both runs. Above 1 is faster. A spread is the least and the greatest ratio of an epoch.
-        All are ``None`` without such epochs.
+    The speedups are ratios of the median rollout seconds per epoch, and of the median response tokens per rollout
+    second (lengths may differ), over the warm epochs of both runs; above 1 is faster. A spread is the least and the
+    greatest ratio of an epoch. All are ``None`` without such epochs.
     """
     seconds = _paired(off, on, lambda row: row["rollout_s"])
     speed = [(after, before) for before, after in _paired(off, on, tokens_per_s)]
@@ -222,7 +215,6 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return mean and maximum staleness over the trained groups of some steps, in policy versions."""
     greatest = [value for row in rows if (value := metrics.finite(row, *_STALENESS_MAX)) is not None]
     return {
         "staleness_mean": _mean(rows, *_STALENESS_MEAN, weight=metrics.STALENESS_GROUPS),
@@ -257,14 +249,12 @@ def tokens_per_s(row: Mapping[str, Any]) -> float | None:
 
 
 def _paired(off: Mapping[str, Any], on: Mapping[str, Any], value: Value) -> list[tuple[float, float]]:
-    """Return (off, on) for each warm epoch in which both runs have the value."""
     after = {row["epoch"]: value(row) for row in on["epochs"]}
     pairs = [(value(row), after.get(row["epoch"])) for row in off["epochs"] if row["epoch"] >= FIRST_WARM_EPOCH]
     return [(a, b) for a, b in pairs if a and b]
 
 
 def _speedup(name: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return the ratio of medians, and the spread of ratios, of (numerator, denominator) pairs."""
     if not pairs:
         return {name: None, f"{name}_spread": None}
     numerators, denominators = zip(*pairs, strict=True)

@@ -24,20 +24,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Supervised:
-    """Running command whose process group receives SIGINT, SIGTERM and SIGHUP.
+    """Running command whose process group receives SIGINT, SIGTERM and SIGHUP; a context manager of the main thread.
 
-    SIGHUP stays ignored if it was ignored before (under ``nohup`` a run outlives its terminal).
-
-    The whole session is killed :data:`GRACE_S` after the first signal, or at the second one. Ray and vLLM start
-    separate process groups, but never separate sessions. Use as a context manager, in the main thread.
-
-    Args:
-        command: Program and arguments.
-        log: File to which standard output and error are appended.
-        environment: Environment of the command.
-
-    Raises:
-        OSError: The command cannot be started.
+    SIGHUP stays ignored if it was ignored before (under ``nohup`` a run outlives its terminal). The whole session is
+    killed :data:`GRACE_S` after the first signal, or at the second one. Ray and vLLM start separate process groups, but
+    never separate sessions. Output is appended to ``log``. Raises OSError if the command cannot be started.
     """
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
@@ -101,7 +92,6 @@ class Supervised:
             os.killpg(self._process.pid, number)
 
     def _sweep(self) -> None:
-        """End the processes that the command left running."""
         deadline = time.monotonic() + LINGER_S
         while session_processes(self._process.pid) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -24,11 +24,11 @@ def write(path: Path, requests: Mapping[str, np.ndarray], stages: Mapping[str, n
 
 
 def spans(requests: Mapping[str, np.ndarray], stages: Mapping[str, np.ndarray]) -> Iterator[dict[str, Any]]:
-    """Yield the trace events: names of processes and lanes, and complete spans in whole microseconds.
+    """Yield the trace events: names of processes and lanes, and complete spans in whole microseconds from the first
+    one.
 
-    Times count from the first span. Spans without a duration are left out, and spans of a lane do not overlap. Numbers
-    of processes and lanes begin at 1. No two lanes share a number, even in different processes, because Perfetto takes
-    lanes for threads of one machine.
+    Spans without a duration are left out, and spans of a lane do not overlap. Processes and lanes are numbered from 1;
+    no two lanes share a number, even in different processes: Perfetto takes them for threads of one machine.
     """
     ran = np.isfinite(requests["started_at"]) & np.isfinite(requests["finished_at"])
     rows = np.flatnonzero(ran & (requests["finished_at"] > requests["started_at"]))

@@ -61,7 +61,6 @@ def apply_verl() -> None:
 
 
 def apply_vllm() -> None:
-    """Apply each of :data:`VLLM` like :func:`apply_verl`."""
     for patch in VLLM:
         apply_on_import(patch)
 

@@ -39,8 +39,6 @@ _refusals: dict[str, str] = {}
 
 
 class State(str, Enum):
-    """State of a patch in this process."""
-
     APPLIED = "applied"
     PENDING = "pending"
     REFUSED = "refused"
@@ -49,11 +47,11 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class Status:
-    """State of a patch, and the reason."""
+    """State of a patch in this process."""
 
     patch: Patch
     state: State
-    detail: str
+    detail: str  # the reason
 
     def __str__(self) -> str:
         return f"patch {self.patch.name} {self.state.value}: {self.detail}"
@@ -65,27 +63,16 @@ class PatchRefusedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to one attribute of another package.
+    """One change to one attribute of another package."""
 
-    Attributes:
-        name: Unique name; also of the file.
-        target: Attribute to replace, ``"module:qualname"``: a function, a method, or an attribute of any object.
-        why: Failure without the patch, and why no extension point serves instead.
-        requires: Package version the patch is written for, ``"package==version"``.
-        source_sha256: :func:`source_hash` of the original, or of ``guard``.
-        replace: Function from the original to the replacement.
-        needed: Function that returns whether this process needs the patch; called right before application.
-        guard: Qualname, in the target's module, of the code to hash if the target has no source.
-    """
-
-    name: str
-    target: str
-    why: str
-    requires: str
-    source_sha256: str
-    replace: Callable[[Any], Any]
-    needed: Callable[[], bool] = lambda: True
-    guard: str | None = None
+    name: str  # unique; also of the file
+    target: str  # ``"module:qualname"`` of a function, a method, or an attribute of any object
+    why: str  # failure without the patch, and why no extension point serves instead
+    requires: str  # ``"package==version"`` that the patch is written for
+    source_sha256: str  # :func:`source_hash` of the original, or of ``guard``
+    replace: Callable[[Any], Any]  # from the original to the replacement
+    needed: Callable[[], bool] = lambda: True  # by this process; called right before application
+    guard: str | None = None  # qualname, in the target's module, of the code to hash if the target has no source
 
     @property
     def module(self) -> str:
@@ -110,11 +97,9 @@ def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def apply(patch: Patch) -> Status:
-    """Apply ``patch`` if its target's module has been imported; a second call changes nothing.
+    """Apply ``patch`` if its target's module has been imported, else it is PENDING; a second call changes nothing.
 
-    Returns:
-        APPLIED only if a fresh look-up of the target returns the replacement. REFUSED (also logged as an error) changes
-        nothing. PENDING if the module is not imported yet.
+    Returns APPLIED only if a fresh look-up of the target gives the replacement. REFUSED, also logged, changes nothing.
     """
     with _lock:
         before = status(patch)
@@ -158,11 +143,7 @@ def status(patch: Patch) -> Status:
 
 
 def source_hash(original: Any) -> str:
-    """Return the SHA-256 (hex) of a function's or class's source, without indentation and trailing blanks.
-
-    Raises:
-        PatchRefusedError: The source cannot be read.
-    """
+    """Return the SHA-256 (hex) of a function's or class's source, without indentation and trailing blanks."""
     try:
         source = inspect.getsource(original)
     except (OSError, TypeError) as error:
@@ -220,10 +201,8 @@ def _lookup(module: ModuleType, qualname: str) -> tuple[Any, str, Any]:
 
 
 def _replace(patch: Patch, module: ModuleType) -> None:
-    """Replace the original wherever a name is bound to it, or change nothing.
-
-    ``from module import function`` binds the original in other modules too. Modules of the same package that already
-    did so get the replacement as well; otherwise only some callers would be patched.
+    """Replace the original wherever a name is bound to it, or change nothing: ``from module import function`` binds it
+    in other modules of the package too, whose callers would otherwise stay unpatched.
     """
     owner, name, original = _lookup(module, patch.qualname)
     new = patch.replace(original)

@@ -17,14 +17,8 @@ def _write_into_output(
     replace_to: Any,
     MAX_NUM_TOKENS: int | None = None,
 ) -> None:
-    """Repeat ``input_val[i]`` over request i's tokens, in place, like the Triton kernel.
-
-    Args:
-        output: Result, [num_tokens], dtype of ``input_val`` (float32 temperature and top-p, int32 top-k).
-        input_val: Value per request, [batch_size].
-        cu_num_tokens: Inclusive cumulative token counts, [batch_size].
-        replace_from, replace_to: Value to replace, and its replacement.
-        MAX_NUM_TOKENS: Compile-time constant of the Triton kernel; unused.
+    """Repeat ``input_val[i]``, [batch_size], over request i's tokens in ``output``, [num_tokens], like the Triton
+    kernel. Both are float32 (temperature, top-p) or int32 (top-k); ``cu_num_tokens``, [batch_size], is inclusive.
     """
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     values = input_val.masked_fill(input_val == replace_from, replace_to)

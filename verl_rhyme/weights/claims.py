@@ -27,15 +27,10 @@ _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 
 
 def claim(root: Path = SHARED_MEMORY, heir_of: str | None = None) -> Folder:
-    """Make a folder owned by this process, and remove the folders of dead processes in the same place.
+    """Make a folder of this process in ``root``, and remove the folders of dead processes there.
 
-    Args:
-        root: Parent folder.
-        heir_of: Folder of a dead process to take over, if it still exists; its versions are incomplete until
-            :meth:`Folder.recover`.
-
-    Raises:
-        WeightsError: The folder cannot be made.
+    ``heir_of``, the folder of a dead process, is taken over if it still exists; its versions are incomplete until
+    :meth:`Folder.recover`. Raises WeightsError if the folder cannot be made.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -58,7 +53,6 @@ def claim(root: Path = SHARED_MEMORY, heir_of: str | None = None) -> Folder:
 
 
 def _take_over(path: Path) -> bool:
-    """Claim the folder of a dead or dying process; return whether it succeeded."""
     until = time.monotonic() + _DYING_S
     while is_own_folder(path) and time.monotonic() < until:
         if (held := _lock_dead(path)) is not None:
@@ -69,10 +63,7 @@ def _take_over(path: Path) -> bool:
 
 
 def _lock_dead(path: Path) -> int | None:
-    """Take the lock of a folder and return it if the owner is dead, else ``None``.
-
-    The owner must have signed on this host: on another host the lock proves nothing.
-    """
+    """Take and return a dead owner's lock; it must have signed on this host: from elsewhere the lock proves nothing."""
     try:
         held = lock(lock_of(path))
     except OSError:  # removed meanwhile, or another user's
@@ -84,7 +75,6 @@ def _lock_dead(path: Path) -> int | None:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Remove the folders that dead processes of this user on this host claimed."""
     for file in root.glob(f"{_PREFIX}*.lock"):
         path = file.with_suffix("")
         if not _NAME.fullmatch(path.name) or (held := _lock_dead(path)) is None:

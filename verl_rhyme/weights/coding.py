@@ -45,15 +45,10 @@ class DamagedError(ValueError):
 
 
 def encode(data: Bytes, base: Bytes | None = None, pack: bool = True) -> Bytes:
-    """Encode a chunk for sending.
+    """Return uint8[M], M at most N + 1: the :class:`Form` byte and the chunk, coded, or plain without ``pack``.
 
-    Args:
-        data: uint8[N], tensors of any type; bf16 compresses best.
-        base: uint8[N], the same chunk of a version that the receiver has; ``None`` if it has none.
-        pack: Whether to compress; else the bytes are sent plain.
-
-    Returns:
-        uint8[M], M at most N + 1: the :class:`Form` byte and the coded chunk.
+    ``data``, uint8[N], are tensors of any type; bf16 compresses best. ``base``, uint8[N], is the same chunk of a
+    version that the receiver has.
     """
     if pack:
         words, tail = _words(data)
@@ -73,18 +68,10 @@ def encode(data: Bytes, base: Bytes | None = None, pack: bool = True) -> Bytes:
 
 
 def decode(coded: Bytes, size: int, base: Bytes | None = None) -> Bytes:
-    """Decode a chunk.
+    """Return the chunk of ``size`` bytes, uint8[N]; ``base`` is that of :func:`encode`.
 
-    Args:
-        coded: uint8[M], output of :func:`encode`.
-        size: N, bytes of the chunk.
-        base: uint8[N], the base passed to :func:`encode`, if any.
-
-    Returns:
-        uint8[N]. The caller must verify the checksum: damaged input may decode without an error.
-
-    Raises:
-        DamagedError: The bytes are not output of :func:`encode`, or need a base that is missing.
+    The caller must verify the checksum: damaged input may decode without an error. Raises DamagedError if the bytes are
+    not output of :func:`encode`, or need a base that is missing.
     """
     form = int(coded[0]) if len(coded) else -1
     if form == Form.PLAIN:
@@ -111,7 +98,6 @@ def is_difference(coded: Bytes) -> bool:
 
 
 def _words(data: Bytes) -> tuple[Words, Bytes]:
-    """Split bytes into 16-bit words and, if their number is odd, the last byte."""
     even = len(data) // 2 * 2
     return data[:even].view("<u2"), data[even:]
 

@@ -63,11 +63,7 @@ class Target:
 
 
 class Delivery:
-    """Weight updates of one replica.
-
-    Args:
-        on_node: Context that waits until a version is on the replica's node and keeps it there during the load.
-    """
+    """Weight updates of one replica; ``on_node`` waits for a version on its node and keeps it there during the load."""
 
     def __init__(self, on_node: Callable[[int], AbstractAsyncContextManager[None]]) -> None:
         self._on_node = on_node
@@ -78,16 +74,9 @@ class Delivery:
     async def update(self, replica: Target, version: int, patient: bool, sent: Sent | None = None) -> None:
         """Load a version, or a newer one that was requested meanwhile.
 
-        Args:
-            replica: Replica to update.
-            version: Policy version; the server reports it with each response.
-            patient: Whether to wait until requests of older versions have finished, unless an impatient call comes;
-                else running requests are aborted.
-            sent: Samples of the actor's weights of this version.
-
-        Raises:
-            WeightsError: The newest requested version did not reach the node, or the replica holds other weights.
-            RayError, TimeoutError: The load failed.
+        If ``patient``, wait until requests of older versions have finished, unless an impatient call comes; else abort
+        them. Raises WeightsError if the newest requested version did not reach the node, or the replica holds other
+        weights than were ``sent``; RayError or TimeoutError if the load failed.
         """
         self._wanted = max(self._wanted, version)
         self._sent = {known: each for known, each in self._sent.items() if known >= self._loaded} | {version: sent}
@@ -110,7 +99,6 @@ class Delivery:
                 self._hurry.clear()
 
     def invalidate(self, version: int) -> None:
-        """Note that a version is written again and must be loaded again."""
         self._loaded = min(self._loaded, version - 1)
 
 
@@ -122,7 +110,6 @@ async def _every(calls: Iterable[Awaitable[Any]]) -> None:
 
 
 async def _first(*calls: Awaitable[Any]) -> None:
-    """Wait for the first of some calls, cancel the others, and raise its error."""
     waits = [asyncio.ensure_future(call) for call in calls]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -60,7 +60,6 @@ class RelayCheckpointEngine(CheckpointEngine):
         )
 
     def init_process_group(self, path: str, dtype: str | None = None) -> None:
-        """Set the node's weight folder and, for the actor, the dtype of matrices (:func:`narrow`)."""
         self._folder = Folder(path)
         self._dtype = None if dtype is None else getattr(torch, dtype)
 

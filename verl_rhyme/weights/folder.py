@@ -38,11 +38,7 @@ class UnsentError(WeightsError):
 
 
 class Folder:
-    """Weight versions in one folder. Each version has one writer at a time.
-
-    Args:
-        path: Folder made by :func:`~verl_rhyme.weights.claims.claim`.
-    """
+    """Weight versions in a folder of :func:`~verl_rhyme.weights.claims.claim`; each has one writer at a time."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -88,7 +84,6 @@ class Folder:
             ) from error
 
     def complete(self, version: int, parts: Iterable[Part]) -> None:
-        """Write the manifest of a version: all its parts are stored."""
         manifest = self._of(version) / _MANIFEST
         partial = manifest.with_suffix(".partial")
         partial.write_text(json.dumps([asdict(part) for part in parts]))
@@ -99,7 +94,6 @@ class Folder:
         shutil.rmtree(self._of(version), ignore_errors=True)
 
     def close(self) -> None:
-        """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         lock_of(self.path).unlink(missing_ok=True)
 
@@ -118,9 +112,8 @@ class Folder:
     def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors, memory-mapped where possible. :meth:`is_read` is true until the last one.
 
-        Raises:
-            WeightsError: The version is missing, or a part is incomplete. After the last tensor: the version was
-                written again during the read, and the tensors may be of both.
+        Raises WeightsError if the version is missing or a part is incomplete; after the last tensor, if the version was
+        written again during the read, so that the tensors may be of both.
         """
         from safetensors import safe_open
 
@@ -153,7 +146,6 @@ class Folder:
     # ---- remains of a dead owner, or of an interrupted transfer ----
 
     def mark_unverified(self) -> None:
-        """Make all versions incomplete until :meth:`recover`."""
         for manifest in self.path.glob(f"*/{_MANIFEST}"):
             manifest.rename(manifest.with_name(_UNVERIFIED))
 
@@ -177,7 +169,6 @@ class Folder:
         return damaged
 
     def remove_foreign_files(self, version: int, parts: Sequence[Part]) -> None:
-        """Remove files of an incomplete version that cannot belong to these parts."""
         for file in self._of(version).glob("*.safetensors"):
             number = int(file.stem)
             if number >= len(parts) or file.stat().st_size > parts[number].bytes:

@@ -44,26 +44,25 @@ logger = logging.getLogger(__name__)
 
 
 class _Published(NamedTuple):
-    """The newest version, its identity, samples of it, and the actor's node, which has it."""
+    """The newest version."""
 
-    node: str
+    node: str  # the actor's, which has it
     version: int
     identity: str
-    sent: Sent | None
+    sent: Sent | None  # samples of the version
 
 
 class RelayManager(CheckpointEngineManager):
     """Checkpoint manager that sends weights through relays.
 
     The actor writes a version once, to its own node's relay, and takes no part in the transfer to replicas. Each
-    replica loads the version by itself while other replicas generate and the actor trains. Unless the trainer
-    :attr:`waits`, everything after the actor's write happens in the background. Errors of the background work are
-    raised by the next :meth:`check`.
+    replica loads the version by itself while other replicas generate and the actor trains, and resumes generation at
+    once. Unless the trainer :attr:`waits`, everything after the actor's write happens in the background; the next
+    :meth:`check` raises its errors. :meth:`update_weights` returns metrics, and raises RayError or WeightsError if a
+    replica could not load this version or the one before, or there is no room.
 
-    Args:
-        config, actor_wg, replicas: As of verl's manager.
-        options: Options of transfers between sites.
-        dtype: Dtype in which matrices are written (``engine.narrow``); ``None`` for the actor's.
+    ``options`` are of transfers between sites. Matrices are written in ``dtype`` (``engine.narrow``), or in the
+    actor's.
     """
 
     def __init__(
@@ -98,11 +97,6 @@ class RelayManager(CheckpointEngineManager):
     # ---- the trainer's calls ----
 
     def update_weights(self, global_steps: int) -> dict[str, Any]:  # type: ignore[override]
-        """Send a version to all replicas and return metrics; each one resumes generation as soon as it has loaded it.
-
-        Raises:
-            RayError, WeightsError: A replica could not load this version or the one before; or there is no room.
-        """
         behind = self.check()
         self._join()
         # written again if the relay of the actor's node dies meanwhile
@@ -117,9 +111,7 @@ class RelayManager(CheckpointEngineManager):
 
     def check(self) -> int:
         """Count the replicas that have not loaded the newest version, and retry failed deliveries. Does not block.
-
-        Raises:
-            WeightsError: The version did not reach a replica.
+        Raises WeightsError if the version did not reach a replica.
         """
         if self._distribution is not None and not self._distribution.done():
             return len(self.replicas)
@@ -160,12 +152,9 @@ class RelayManager(CheckpointEngineManager):
         self._under_way.clear()
 
     def deliver(self, replicas: Iterable[Any]) -> None:
-        """Wait until these replicas have loaded the newest version.
+        """Wait until these replicas have loaded the newest version. Raises RayError or WeightsError if one could not.
 
         A relay that dies or hangs meanwhile is replaced; a broken link has :data:`_LINK_PATIENCE_S` to come back.
-
-        Raises:
-            RayError, WeightsError: A replica could not load it.
         """
         self._join()
         replicas = list(replicas)
@@ -198,10 +187,7 @@ class RelayManager(CheckpointEngineManager):
                 waiting |= {self._deliver(replica): replica for replica in again}
 
     def release(self, replica: Any) -> None:
-        """Let go of a replica that is about to rest and is no longer in :attr:`replicas`; first finish its delivery.
-
-        Raises like :meth:`deliver`.
-        """
+        """Let go of a replica about to rest, no longer in :attr:`replicas`, after its delivery (:meth:`deliver`)."""
         self._join()
         if self._under_way.pop(replica, None) is not None:
             self.deliver([replica])
@@ -209,7 +195,6 @@ class RelayManager(CheckpointEngineManager):
             ray.get(self._relay(self._nodes[replica][0]).forget_replica.remote(replica.replica_rank))
 
     def close(self) -> None:
-        """Remove the weights from all nodes at the end of the run."""
         if closed := [each.close.remote() for each in list(self._relays.values())]:
             ray.wait(closed, num_returns=len(closed), timeout=_CLOSE_S)
 
@@ -221,7 +206,6 @@ class RelayManager(CheckpointEngineManager):
         return self._published
 
     def _write(self, version: int) -> None:
-        """Have the actor write a version to its own node's relay."""
         ranks = self.actor_wg.world_size
         if self._node is None:
             self._node = ray.get(self.actor_wg.execute_checkpoint_engine(["prepare"] * ranks))[0]["node"]
@@ -238,7 +222,7 @@ class RelayManager(CheckpointEngineManager):
         self._published = _Published(node, version, self._ask(source.publish.remote(version), node), sent)
 
     def _distribute(self, replicas: list[Any]) -> dict[Any, Any]:
-        """Send the newest version to all nodes and return the deliveries by replica. Runs in the background."""
+        """Runs in the background; returns the deliveries by replica."""
         try:
             self._retry_over_deaths(True, lambda: self._start_transfer(replicas))
         except RayActorError:  # a replica died, which later checks notice: the others still get the version
@@ -250,10 +234,8 @@ class RelayManager(CheckpointEngineManager):
         return {replica: self._deliver(replica, self.patient) for replica in replicas if replica in self._nodes}
 
     def _join(self) -> None:
-        """Wait for the background distribution of the newest version.
-
-        Its error is raised by :meth:`check`, each time until the run ends, rather than here: a caller that waits for
-        one replica must not take it for that replica's error.
+        """Wait for the background distribution. :meth:`check` raises its error, each time until the run ends, rather
+        than this: a caller that waits for one replica must not take it for that replica's error.
         """
         distribution, self._distribution = self._distribution, None
         if distribution is None:
@@ -267,13 +249,11 @@ class RelayManager(CheckpointEngineManager):
         self._unreached = [replica for replica in self._recipients if replica not in under_way]
 
     def _start_transfer(self, replicas: list[Any]) -> None:
-        """Start the transfer of the newest version to the nodes of all known replicas and of these."""
         self._drop_dead_relays(needed=True)
         self._register_replicas(replicas)
         self._start_fetches()
 
     def _register_replicas(self, replicas: list[Any]) -> None:
-        """Send the workers of new replicas their node's weight folder."""
         known = {*self.replicas, *replicas}
         self._nodes = {replica: nodes for replica, nodes in self._nodes.items() if replica in known}
         new = [replica for replica in replicas if replica not in self._nodes]
@@ -288,7 +268,6 @@ class RelayManager(CheckpointEngineManager):
         self._nodes |= {replica: [next(nodes)["node"] for _ in replica.workers] for replica in new}
 
     def _start_fetches(self) -> None:
-        """Have all nodes fetch the newest version along the tree: to each other site it crosses the link once."""
         source, version, identity, _ = self._newest
         needed = {node for nodes in self._nodes.values() for node in nodes}
         if not {source, *needed} <= self._sites.keys():
@@ -302,13 +281,11 @@ class RelayManager(CheckpointEngineManager):
         self._ask_all(fetches, "has not started to fetch the new weights")  # its deliveries request it again
 
     def _deliver(self, replica: Any, patient: bool = False) -> Any:
-        """Start a delivery of the newest version by the relay of the replica's first worker."""
         relay = self._relay(self._nodes[replica][0])
         newest = self._newest
         return relay.deliver.remote(Target.of(replica), newest.version, patient, newest.identity, newest.sent)
 
     def _deliver_again(self, replica: Any) -> None:
-        """Start a delivery in the background, unless the replica's workers are out of reach."""
         if replica not in self.replicas:
             return
         with suppress(RayActorError):
@@ -343,7 +320,6 @@ class RelayManager(CheckpointEngineManager):
         return self._relays[node]
 
     def _ask(self, call: Any, node: str) -> Any:
-        """Wait for the result of a call to a node's relay. Raises WeightsError if it does not answer in time."""
         try:
             return ray.get(call, timeout=_LINK_PATIENCE_S)
         except GetTimeoutError as error:
@@ -376,17 +352,11 @@ class RelayManager(CheckpointEngineManager):
         work()
 
     def _drop_dead_relays(self, needed: bool, only: str | None = None) -> set[str]:
-        """Drop relays that died or hang, and forget the replicas that read from them; new relays start on demand.
+        """Drop relays that died or hang, and forget the replicas that read from them; return their nodes. New relays
+        start on demand.
 
-        Args:
-            needed: Whether the newest version has yet to be fetched.
-            only: Node whose relay to check; ``None`` for all.
-
-        Returns:
-            Nodes of the dropped relays.
-
-        Raises:
-            WeightsError: The actor's node lost the newest version, which is needed.
+        ``needed``: the newest version has yet to be fetched; raises WeightsError if the actor's node lost it. ``only``:
+        the node to check.
         """
         calls = {node: each.folder.remote() for node, each in self._relays.items() if only in (None, node)}
         died = set[str]()
@@ -426,8 +396,7 @@ def sites_of(nodes: Iterable[str], label: str | None) -> dict[str, str | None]:
 
 def choose_manager(theirs: CheckpointEngineManager, options: WeightsConfig, rollout: Any) -> CheckpointEngineManager:
     """Return the manager that replaces verl's: of the relay, of a kept process group (``nccl``), or verl's own.
-
-    ``rollout`` is verl's config of the engines, which gives the dtype of sent matrices.
+    ``rollout``, verl's config of the engines, gives the dtype of sent matrices.
     """
     if theirs.backend == BACKEND:
         return RelayManager(theirs.config, theirs.actor_wg, theirs.replicas, options, transfer_dtype(rollout))
@@ -443,7 +412,6 @@ class ComparingManager(wrapt.ObjectProxy):
     """Proxy of a checkpoint manager that compares the engines' weights with the actor's after each sync."""
 
     def update_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Send the weights. Raises WeightsError if a replica does not have them then."""
         metrics = self.__wrapped__.update_weights(*args, **kwargs)
         compare_replicas(self.actor_wg, self.replicas)
         return metrics

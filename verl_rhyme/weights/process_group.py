@@ -18,8 +18,8 @@ _LEAVE_S = 120.0
 class ProcessGroupManager(CheckpointEngineManager):
     """verl's manager for engines that keep the process group of their first sync (``nccl``).
 
-    Such a group cannot lose or gain a replica. When the set of replicas changes, all workers leave the group, and the
-    next sync builds a new one. verl's alternative, ``rebuild_group=true``, builds a group for each sync, which is
+    Such a group cannot lose or gain a replica. When the set of replicas changes, all workers leave it (ReplicaDied if
+    they cannot), and the next sync builds a new one. verl's ``rebuild_group=true`` builds one for each sync, which is
     slower.
     """
 
@@ -29,14 +29,13 @@ class ProcessGroupManager(CheckpointEngineManager):
         self._members: list[Any] = []  # replicas in the group, in the order of their ranks
 
     def update_weights(self, global_steps: int | None = None) -> Any:  # type: ignore[override]
-        """Send the actor's weights to all replicas. Raises ReplicaDied if workers cannot leave the last group."""
         if self._members and self._members != self.replicas:
             self._leave()
         self._members = list(self.replicas)
         return super().update_weights(global_steps)
 
     def send(self, replicas: Sequence[Any], version: int) -> None:
-        """Send the actor's weights to these replicas alone. Raises like :meth:`update_weights`."""
+        """Send the actor's weights to these replicas. Raises ReplicaDied if workers cannot leave the last group."""
         others, self.replicas = self.replicas, list(replicas)
         try:
             self.update_weights(version)

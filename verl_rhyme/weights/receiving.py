@@ -1,7 +1,4 @@
-"""The receiver of a transfer.
-
-It connects :class:`~verl_rhyme.weights.transfer.Transfer` with files and with a :class:`Source` of chunks.
-"""
+"""The receiver of a transfer: it connects ``transfer.Transfer`` with files and with a :class:`Source` of chunks."""
 
 from __future__ import annotations
 
@@ -45,10 +42,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds until an answer counts as lost, and without any valid chunk until the receiver gives up on a source."""
-
-    answer: float = 60.0
-    silence: float = 600.0
+    answer: float = 60.0  # seconds until an answer counts as lost
+    silence: float = 600.0  # seconds without any valid chunk until the receiver gives up on a source
 
 
 async def start_transfer(folder: Folder, version: int, parts: list[Part]) -> Transfer:
@@ -82,14 +77,9 @@ async def request_parts(source: Source, version: int, timeouts: Timeouts = Timeo
 
 
 class Receiver:
-    """Receiver of one version, from one source at a time; another source may continue the same transfer.
+    """Receiver of one version, from one source at a time; another source may continue the same ``transfer``.
 
-    Args:
-        folder: Folder to write to.
-        version: Number of the version.
-        transfer: Result of :func:`start_transfer`.
-        on_chunk: Callback for each stored chunk, which may now be passed on.
-        timeouts: Timeouts.
+    ``on_chunk`` is called for each stored chunk, which may now be passed on.
     """
 
     def __init__(
@@ -109,16 +99,11 @@ class Receiver:
         self._writes: set[asyncio.Task[bool]] = set()
 
     async def fetch(self, source: Source, base: Base | None, pack: bool) -> None:
-        """Fetch all chunks and complete the version.
+        """Fetch all chunks and complete the version; ``base`` is a result of :func:`newest_base`.
 
-        Args:
-            source: Sender of the chunks.
-            base: Result of :func:`newest_base`.
-            pack: Whether the link is slow: chunks are compressed, against the base if both sides have it.
-
-        Raises:
-            LinkError: No chunk arrived for ``timeouts.silence``.
-            WeightsError: There is no room, or a chunk arrived damaged too often.
+        If ``pack``, for a slow link, chunks are compressed, against the base if both sides have it. Raises LinkError if
+        no chunk arrived for ``timeouts.silence``, WeightsError if there is no room or a chunk arrived damaged too
+        often.
         """
         transfer = self._transfer
         self._heard, self._pause, self._base = time.monotonic(), _PAUSE_S, base
@@ -169,7 +154,6 @@ class Receiver:
         logger.warning("%s; fetching again", problem)
 
     def _write(self, chunk: Chunk, coded: NDArray[np.uint8]) -> bool:
-        """Decode, verify and store a chunk; return whether it is intact."""
         part, base = self._transfer.parts[chunk.part], self._base
         base_chunk = None if base is None else read_base(self._folder, base.version, self._base_parts, chunk, part)
         try:

@@ -75,11 +75,9 @@ class _Version(NamedTuple):
 class Relay:
     """The relay of a node; :func:`start` starts it as an actor.
 
-    Args:
-        root: Parent of the weight folder; ``None`` for shared memory.
-        heir_of: Weight folder of the dead relay that this one replaces.
-        pack: Whether transfers between sites are compressed, against the previous version.
-        silence: Seconds to wait for a source that sends nothing.
+    ``root`` is the parent of the weight folder (``None``: shared memory), ``heir_of`` the folder of the dead relay that
+    this one replaces. If ``pack``, transfers between sites are compressed, against the previous version. ``silence``:
+    seconds to wait for a source that sends nothing.
     """
 
     def __init__(
@@ -104,7 +102,6 @@ class Relay:
         return str(self._folder.path)
 
     async def close(self) -> None:
-        """Cancel all fetches and remove the folder: the run ends."""
         for fetch in self._running:
             fetch.cancel()
         if self._running:
@@ -161,10 +158,8 @@ class Relay:
     async def fetch(self, version: int, wanted: str, sources: list[tuple[Any, bool]]) -> None:
         """Start to fetch a version, unless it is here or being fetched. Errors are raised by :meth:`deliver`.
 
-        Args:
-            version: Number of the version.
-            wanted: Identity of the version; a version with the same number and another identity is not accepted.
-            sources: Relays to try in order, each with whether it is at another site.
+        Only the version of the identity ``wanted`` is accepted. ``sources``: relays to try in order, and whether at
+        another site.
         """
         self._expect_identity(version, wanted)
         known = self._fetches.get(version)
@@ -247,9 +242,8 @@ class Relay:
         wanted: str | None = None,
         sent: Sent | None = None,
     ) -> None:
-        """Have a replica of this node load a version, once it is here; as :meth:`Delivery.update`.
-
-        ``wanted`` is the identity of the version; ``None`` if it is known here.
+        """Have a replica of this node load a version, once it is here; as :meth:`Delivery.update`. ``wanted`` is the
+        version's identity, ``None`` if it is known here.
         """
         if wanted is not None:
             self._expect_identity(version, wanted)
@@ -294,7 +288,6 @@ class Relay:
                     raise  # else the version is written again
 
     def _expect_identity(self, version: int, wanted: str) -> None:
-        """Remove a version, or stop its fetch, if its identity is not the wanted one."""
         known = self._identities.get(version)
         if known is None and version in self._folder.versions():
             known = identity(self._folder.parts(version))
@@ -309,7 +302,6 @@ class Relay:
             delivery.invalidate(version)
 
     async def _expect_again(self, version: int) -> None:
-        """Wait for a version that may have been removed before."""
         self._removed.discard(version)
         await self._notify()
 
@@ -324,10 +316,8 @@ class Relay:
             raise WeightsError(f"weights of version {version} were removed to make room for newer ones")
 
     def _make_room(self, coming: int) -> None:
-        """Remove old versions that no replica loads.
-
-        The newest one that another site fetches is kept: else a site slower than the training steps would never get
-        a complete one.
+        """Remove old versions that no replica loads. The newest one that another site fetches is kept: else a site
+        slower than the training steps would never get a complete one.
         """
         others = [version for version in self._folder.versions() if version != coming]
         old = others[: max(0, len(others) - KEPT + 1)]

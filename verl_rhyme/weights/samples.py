@@ -40,9 +40,8 @@ def is_compared(name: str, version: int | None) -> bool:
 
 
 def points(count: int, version: int | None, device: Any = None) -> torch.Tensor:
-    """Return the positions, int64[N], that are compared in a flat tensor of ``count`` elements.
-
-    Their distance has no divisor in common with ``count``, so that they lie in different columns and rows.
+    """Return the positions, int64[N], that are compared in a flat tensor of ``count`` elements. Their distance has no
+    divisor in common with ``count``, so that they lie in different columns and rows.
     """
     distance = max(1, round(0.618 * count))
     while math.gcd(distance, count) > 1:
@@ -157,7 +156,6 @@ _logged = set[str]()
 
 
 def _log_kinds(names: set[str], towers: set[str]) -> None:
-    """Warn once of each kind of tensor that is not compared, and of parts of an engine that are never sent."""
     if new := sorted(names - _logged):
         _logged.update(new)
         logger.warning("not compared, since vLLM's loader computes other values of it or drops it: %s", ", ".join(new))
@@ -172,5 +170,4 @@ def _log_kinds(names: set[str], towers: set[str]) -> None:
 
 @functools.cache
 def log_uncompared(why: str) -> None:
-    """Warn once that weights are not compared."""
     logger.warning("the weights of the engines are not compared with the actor's: %s", why)

@@ -30,10 +30,8 @@ class Sender:
     def encode_chunk(
         self, version: int, chunk: Chunk, parts: list[Part], base: Base | None = None, pack: bool = False
     ) -> NDArray[np.uint8]:
-        """Return a stored chunk of a version, coded by :func:`~verl_rhyme.weights.coding.encode`.
-
-        ``base`` is a version of the receiver; it is used if the same version is stored here. Without ``pack`` the bytes
-        are sent plain. Raises WeightsError if the chunk is missing.
+        """Return a stored chunk as :func:`~verl_rhyme.weights.coding.encode` codes it. Raises WeightsError if it is
+        missing. ``base``, a version of the receiver, is used if the same version is stored here.
         """
         part = parts[chunk.part]
         data = self._folder.read_chunk(version, chunk, part)

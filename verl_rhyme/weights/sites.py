@@ -15,19 +15,11 @@ class Hop:
 
 
 def tree(source: str, nodes: Iterable[str], sites: Mapping[str, str | None]) -> dict[str, list[Hop]]:
-    """Return the sources that each node tries, in order.
+    """Return the sources that each node except ``source`` tries, in order; senders come before their receivers.
 
-    Within a site each node passes a version on to two others (a binary tree). The root is the source at its own site;
-    at other sites it is the first node, which alone fetches from the source. If its parent is gone, a node tries the
-    node before it in its site, and the source last.
-
-    Args:
-        source: Node that has the version.
-        nodes: Nodes that need it.
-        sites: Site by node; nodes without a site form one site.
-
-    Returns:
-        Sources of each node except ``source``; senders come before their receivers.
+    Within a site (nodes without one form a site) each node passes a version on to two others, a binary tree. The root
+    is the source at its own site; at other sites it is the first node, which alone fetches from the source. If its
+    parent is gone, a node tries the node before it in its site, and the source last.
     """
     home = sites.get(source)
     chains: dict[str | None, list[str]] = {home: [source]}

@@ -56,7 +56,6 @@ class _Elements:
         return replace(self, which=which, addresses=addresses), tuple(each[ok] for each in index)
 
     def at(self, view: torch.Tensor, index: tuple[NDArray[np.int64], ...], stored: bool = False) -> _Elements:
-        """Return the same elements at these indices of another tensor."""
         offset = sum((i * stride for i, stride in zip(index, view.stride(), strict=True)), np.zeros_like(self.which))
         addresses = view.data_ptr() + offset * view.element_size()
         storage = StorageWeakRef(view.untyped_storage())
@@ -71,11 +70,8 @@ class _Elements:
 
 
 class Trace(TorchDispatchMode):
-    """Context in which a loader is called. Its results are there at its end; it keeps no memory alive.
-
-    Args:
-        tensors: Tensors that the loader gets and that are followed, by name.
-        version: Policy version, which chooses the compared elements.
+    """Context in which a loader is called with ``tensors``. Its results are there at its end; it keeps no memory alive.
+    ``version`` chooses the compared elements.
     """
 
     #: Compared elements as the parameters hold them (``Held.values``).
@@ -158,7 +154,6 @@ class Trace(TorchDispatchMode):
                 yield position, elements
 
     def _inside(self, tensor: torch.Tensor) -> Iterator[tuple[_Elements, tuple[NDArray[np.int64], ...]]]:
-        """Yield what a tensor holds of each place, and where in it."""
         for _, each in self._over(tensor):
             if each.dtype != tensor.dtype:  # its bits under another type
                 self.altered.add(each.name)
@@ -206,7 +201,6 @@ class Trace(TorchDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among values, in lists too."""
     for each in values:
         if isinstance(each, torch.Tensor):
             yield each

@@ -59,21 +59,17 @@ def identity(parts: Sequence[Part]) -> str:
 
 
 class Transfer:
-    """The receiver's state of one version.
+    """The receiver's state of one version, of whose ``parts`` the caller has verified the :func:`identity`.
 
-    Args:
-        parts: Parts in the version's manifest, whose :func:`identity` the caller has verified.
-        window: Maximum chunks in flight. The window is halved when an answer is lost and grows by one with each
-            accepted one, so that answers of a slow link arrive before they count as lost.
-        tries: How often a chunk may arrive damaged.
-
-    Attributes:
-        counts: ``bytes`` received (coded), ``chunks`` accepted, and of these those that came ``full`` though a
-            difference from a base was requested; ``damaged`` and ``lost`` answers.
+    At most ``window`` chunks are in flight. The window is halved when an answer is lost and grows by one with each
+    accepted one, so that answers of a slow link arrive before they count as lost. A chunk may arrive damaged ``tries``
+    times.
     """
 
     def __init__(self, parts: Sequence[Part], window: int = WINDOW, tries: int = TRIES) -> None:
         self.parts = tuple(parts)
+        #: ``bytes`` received (coded), ``chunks`` accepted, and of these those that came ``full`` though a difference
+        #: from a base was requested; ``damaged`` and ``lost`` answers.
         self.counts: Counter[str] = Counter()
         self._most, self._window, self._tries = window, window, tries
         self._missing = dict.fromkeys(all_chunks(self.parts))  # in order
@@ -82,7 +78,6 @@ class Transfer:
 
     @property
     def missing(self) -> list[Chunk]:
-        """Missing chunks, in the order of requests."""
         return list(self._missing)
 
     @property
@@ -133,7 +128,6 @@ class Transfer:
         self.counts.update(lost=1)
 
     def forget_requests(self) -> None:
-        """Note that no request is in flight any more."""
         self._in_flight.clear()
 
 

@@ -105,7 +105,6 @@ class _OpenPart:
 
 @cache
 def _format_name(dtype: torch.dtype) -> str:
-    """Return safetensors' name of a dtype."""
     import torch
     from safetensors.torch import save
 

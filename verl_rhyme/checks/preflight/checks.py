@@ -23,36 +23,22 @@ from verl_rhyme.checks.preflight.plan import ENGINES, Plan, check_numbers, read
 
 @dataclass(frozen=True)
 class Preflight:
-    """Result of a preflight.
+    """Result of :func:`examine`."""
 
-    Attributes:
-        checks: Findings: failures, then warnings, then passed checks.
-        plan: Plan of the run.
-        estimate: Memory estimate, ``None`` where the model or the strategy is unknown; a check reports the reason.
-        machine: This machine.
-    """
-
-    checks: list[Check]
+    checks: list[Check]  # failures, then warnings, then passed checks
     plan: Plan
-    estimate: Estimate | None
+    estimate: Estimate | None  # ``None`` where the model or the strategy is unknown; a check reports the reason
     machine: Machine
 
 
 def examine(
     config: Any, elsewhere: bool = False, imports: bool = True, notes: Mapping[str, str] | None = None
 ) -> Preflight:
-    """Run all checks of a resolved config on this machine.
+    """Run all checks of a resolved config (:func:`verl_rhyme.checks.preflight.compose.compose`) on this machine.
 
-    Args:
-        config: Config from :func:`verl_rhyme.checks.preflight.compose.compose`.
-        elsewhere: Whether the run may be on another machine; checks of this machine then warn.
-        imports: Whether to import verl, vLLM and the training engine to check them, unless a quicker check fails; takes
-            20 to 45 s.
-        notes: Notes of :func:`verl_rhyme.checks.preflight.run_folder.describe`.
-
-    Raises:
-        ConfigError: A size is not a number in its range.
-        ValueError: ``GPU_MEMORY_GB`` is not a number.
+    For a run ``elsewhere``, checks of this machine warn. ``imports`` lets verl, vLLM and the training engine be
+    imported, unless a quicker check fails: 20 to 45 s. ``notes`` are those of :func:`.run_folder.describe`. Raises
+    ConfigError if a size is not a number in its range, ValueError if ``GPU_MEMORY_GB`` is not a number.
     """
     check_numbers(config)
     machine = detect_machine()

@@ -65,7 +65,6 @@ _ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 
 def check(config: Any) -> Iterator[Check]:
-    """Check reward function, dataset class, tools, agent loops and loggers."""
     yield from _legacy_keys(config)
     yield from reward_function(config)
     for key, name in _PYTHON.items():
@@ -170,7 +169,6 @@ def _adds_packages(config: Any) -> bool:
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that run when a module is loaded, those of compound statements included."""
     for each in body:
         yield each
         if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -180,7 +178,6 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Yield the top packages that a module imports unconditionally, with the line."""
     for each in tree.body:
         if isinstance(each, ast.Import):
             yield from ((alias.name.partition(".")[0], each.lineno) for alias in each.names)
@@ -224,7 +221,6 @@ def _leaves(tree: Any, where: str) -> Iterator[str]:
 
 
 def _agent_loops(config: Any) -> Iterator[Check]:
-    """Check the files of tools and agent loops, and that the default agent loop is one of them."""
     for key, part in ((f"{_TURNS}.tool_config_path", "tools"), (f"{_AGENT}.agent_loop_config_path", None)):
         path = _text(config, key)
         if not path:

@@ -40,11 +40,8 @@ _MAIN, _CONFIG_PATH, _CONFIG_NAME = "trainer/main_ppo.py", "config", "ppo_traine
 def compose(arguments: Sequence[str]) -> DictConfig:
     """Return the resolved config of arguments of ``python -m verl.trainer.main_ppo``, without hydra's own node.
 
-    The arguments are ``--config-path``, ``--config-name``, ``--config-dir`` and overrides, all optional. A relative
-    ``--config-path`` is relative to verl's ``main_ppo.py``, as with verl.
-
-    Raises:
-        ConfigError: The config does not compose or resolve; the message is hydra's, in one line, with the nearest key.
+    All are optional: ``--config-path`` (relative to verl's ``main_ppo.py``, as with verl), ``--config-name``,
+    ``--config-dir``, overrides. Raises ConfigError with hydra's message in one line, with the nearest key.
     """
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]  # argparse would exit
@@ -134,7 +131,6 @@ def message(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[
 
 
 def _unreadable(override: str, text: str) -> str:
-    """Return the message for an override that hydra cannot parse, with a quoted value if that parses."""
     key, equals, value = override.partition("=")
     quoted = f'{key}="{value}"'
     try:

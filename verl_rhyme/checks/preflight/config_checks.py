@@ -62,7 +62,6 @@ _LOADED = {
 
 
 def rhyme(config: Any, plan: Plan | None) -> Iterator[Check]:
-    """Check that the rhyme tree parses, and that nothing in the config is refused with it."""
     name = "rhyme"
     if isinstance(config.get("rhyme"), str):
         refusal = combinations.group_not_found(config.rhyme)
@@ -209,12 +208,10 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
 
 
 def loss(config: Any, plan: Plan) -> Iterator[Check]:
-    """Check that stale tokens are corrected, and that the loss average does not depend on the length order."""
     yield from (Check("loss", WARN, each.detail, each.remedy) for each in losses.warnings(config, plan.rules))
 
 
 def placement(plan: Plan) -> Iterator[Check]:
-    """Check that a placement policy has more than one replica to choose from."""
     policy = None if plan.rhyme is None else plan.rhyme.placement.policy
     if policy is not None and plan.replicas == 1:
         detail = f"placement.policy={policy} has no effect with a single replica"
@@ -267,7 +264,6 @@ def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
 
 
 def _report(name: str, problems: list[tuple[str, str]], passed: str) -> Iterator[Check]:
-    """Yield a failure for each problem and its remedy, or one passed check."""
     yield from (Check(name, FAIL, *problem) for problem in problems)
     if not problems:
         yield Check(name, OK, passed)
@@ -344,7 +340,6 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
 
 
 def _multiples(batch: int, mini: int) -> str:
-    """Return a remedy with the nearest sizes that divide."""
     near = sorted({max(mini, batch // mini * mini), -(-batch // mini) * mini})
     divisor = max(size for size in range(1, min(batch, mini) + 1) if batch % size == 0)
     return f"set data.train_batch_size={' or '.join(map(str, near))}, or {_A}.ppo_mini_batch_size={divisor}"
@@ -381,7 +376,6 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
 
 
 def rollout(config: Any, plan: Plan) -> Iterator[Check]:
-    """Check vLLM's length limits and the token budget for drafts."""
     problems, serving, longest = [], plan.rollout, sequence_tokens(config)
     budget, requests = serving.max_num_batched_tokens, serving.max_num_seqs
     if serving.max_model_len < longest:

@@ -139,7 +139,6 @@ def _type(values: list[Any]) -> Any:
 
 
 def _columns(config: Any, schema: Any) -> Iterator[tuple[str, str]]:
-    """Yield each column that is missing or has another type than verl reads, with its remedy."""
     import pyarrow.types as kinds
 
     def has(kind: Any, *names: str) -> bool:

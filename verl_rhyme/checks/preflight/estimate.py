@@ -13,26 +13,17 @@ from verl_rhyme.planning.architecture import Architecture
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated bytes on one GPU by phase, of vLLM, on one host and of one checkpoint.
-
-    Attributes:
-        parameters: Number of the model's parameters.
-        gpu_bytes: Bytes of a GPU (on a CPU: the host's memory, which the node's ranks share).
-        phases: Bytes on a GPU in each phase: "update", "optimizer step", "old log-probs", "rollout" (colocated) and
-            "rollout pool" (separate engines).
-        serving: Split of vLLM's share.
-        host: Bytes on one node by component: offloaded states, reference, the model during loading, texts for drafts.
-        checkpoint: Bytes of one checkpoint of the actor.
-        left_out: Components that the estimate leaves out.
-    """
+    """Estimated bytes on one GPU by phase, of vLLM, on one host and of one checkpoint."""
 
     parameters: int
-    gpu_bytes: int
+    gpu_bytes: int  # of a GPU; on a CPU, the host's memory, which the node's ranks share
+    #: On a GPU: "update", "optimizer step", "old log-probs", "rollout" (colocated), "rollout pool" (separate engines).
     phases: dict[str, Phase]
-    serving: Serving
+    serving: Serving  # vLLM's share
+    #: On one node by component: offloaded states, reference, the model during loading, texts for drafts.
     host: dict[str, int]
-    checkpoint: int
-    left_out: tuple[str, ...]
+    checkpoint: int  # of the actor
+    left_out: tuple[str, ...]  # components
 
     @property
     def peak(self) -> tuple[str, int]:
@@ -89,7 +80,6 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None
 
 
 def lines(found: Estimate, plan: Plan, source: str) -> list[str]:
-    """Return the estimate as lines of text."""
     has = gib(found.gpu_bytes)
     text = [
         f"model: {count(found.parameters)} parameters; "
@@ -115,10 +105,8 @@ def lines(found: Estimate, plan: Plan, source: str) -> list[str]:
 
 
 def count(parameters: int) -> str:
-    """Format a number of parameters in billions or millions."""
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
 
 
 def gib(size: float) -> str:
-    """Format bytes in GiB or MiB."""
     return f"{size / (1 << 30):.1f} GiB" if abs(size) >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"

@@ -37,9 +37,8 @@ _RANGE = "1/8 to 1/2 of max_response_length"
 def check(config: Any, plan: Plan) -> tuple[list[Check], tuple[int, int]]:
     """Check prompts x samples x mean length x visits against ``history.max_bytes`` and the disk of this machine.
 
-    Returns:
-        Findings, and bytes of the history's copy in a checkpoint once all visits are kept, at both ends of
-        :data:`MEAN_SHARES`: 0 without a history or with an unknown number of prompts.
+    Also return the bytes of the history's copy in a checkpoint once all visits are kept, at both ends of
+    :data:`MEAN_SHARES`: 0 without a history or with an unknown number of prompts.
     """
     name, rhyme = "history store", plan.rhyme
     history_dir = machine_checks.history_dir(plan)
@@ -93,9 +92,8 @@ def _describe_kept(room: int, visit: int, epochs: int) -> str:
 
 
 def _count_prompts(config: Any) -> tuple[int, int] | None:
-    """Return rows and distinct prompts of an epoch; ``None`` if a file cannot be read on this machine.
-
-    If counting takes too long, the number of prompts is extrapolated. With images, videos or audio it is that of rows.
+    """Return rows and distinct prompts of an epoch; ``None`` if a file cannot be read here. Prompts are extrapolated if
+    counting takes too long; with images, videos or audio they are as many as rows.
     """
     import pyarrow
     import pyarrow.parquet as pq
@@ -125,9 +123,8 @@ def _count_prompts(config: Any) -> tuple[int, int] | None:
 
 
 def _distinct(file: Any, column: str, seen: set[int], deadline: float) -> int:
-    """Return the number of prompts of a file that are not in ``seen``.
-
-    After the deadline, the remaining rows count at the rate of new prompts in the last batch that was read.
+    """Return the number of a file's prompts that are not in ``seen``; rows after the deadline count at the rate of new
+    prompts in the last batch that was read.
     """
     before, read, new = len(seen), 0, 0.0
     for batch in file.iter_batches(batch_size=1 << 15, columns=[column]):

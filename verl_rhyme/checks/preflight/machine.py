@@ -26,30 +26,18 @@ _CLUSTER = Path("/tmp/ray/ray_current_cluster")
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources of this machine.
-
-    Attributes:
-        gpus: Number of GPUs.
-        gpu_bytes: Bytes of the smallest GPU; without a GPU, of ``GPU_MEMORY_GB`` or :data:`ASSUMED_GPU`.
-        gpu_source: Source of ``gpu_bytes``: "nvidia-smi", "GPU_MEMORY_GB" or "assumed".
-        host_bytes, host_free: Total and free memory of this process, within its cgroup's limit; bytes.
-        visible: ``CUDA_VISIBLE_DEVICES`` where it hides GPUs.
-    """
+    """Resources of this machine."""
 
     gpus: int
-    gpu_bytes: int
-    gpu_source: str
-    host_bytes: int
+    gpu_bytes: int  # of the smallest GPU; without one, of ``GPU_MEMORY_GB`` or :data:`ASSUMED_GPU`
+    gpu_source: str  # "nvidia-smi", "GPU_MEMORY_GB" or "assumed"
+    host_bytes: int  # memory of this process, within its cgroup's limit
     host_free: int
-    visible: str | None = None
+    visible: str | None = None  # ``CUDA_VISIBLE_DEVICES`` where it hides GPUs
 
 
 def detect_machine() -> Machine:
-    """Return the resources of this machine, without importing torch.
-
-    Raises:
-        ValueError: ``GPU_MEMORY_GB`` is not a number above 0.
-    """
+    """Does not import torch. Raises ValueError if ``GPU_MEMORY_GB`` is not a number above 0."""
     sizes = _nvidia_smi()
     given = os.environ.get("GPU_MEMORY_GB")
     if given is not None and not (given.replace(".", "", 1).isdigit() and float(given) > 0):
@@ -80,11 +68,7 @@ def free_disk(folder: Path) -> tuple[Path, int]:
 
 
 def write_into(folder: Path) -> None:
-    """Write a temporary file, because ``os.access`` passes root where no file can be created.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Write a temporary file, because ``os.access`` passes root where no file can be created. Raises OSError."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"verl-rhyme")
         file.flush()

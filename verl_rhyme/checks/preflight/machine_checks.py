@@ -38,11 +38,7 @@ _R = "actor_rollout_ref.rollout"
 
 
 def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None]:
-    """Check the model's folder or hub id.
-
-    Returns:
-        The findings, the fields of ``config.json``, and the architecture, ``None`` where it is unknown.
-    """
+    """Check the model's folder or hub id; also return the fields of ``config.json``, and the architecture if known."""
     name, key, path = "model", "actor_rollout_ref.model.path", str(config.actor_rollout_ref.model.path)
     if path.startswith("~") or path.endswith("/"):
         plain = Path(path).expanduser() if path.startswith(("~", "/")) else path.rstrip("/")
@@ -86,7 +82,6 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
 
 
 def _incomplete(config: Any, folder: Path) -> Iterator[Check]:
-    """Yield findings for missing tokenizer and weight files of a model folder."""
     separate = config.actor_rollout_ref.model.get("tokenizer_path")
     tokenizer = Path(str(separate)).expanduser() if separate else folder
     if tokenizer.is_dir() and not model_folder.has_tokenizer(tokenizer):  # not a folder: a hub id
@@ -100,10 +95,7 @@ def _incomplete(config: Any, folder: Path) -> Iterator[Check]:
 
 
 def engine(config: Any, plan: Plan, imports: bool) -> Iterator[Check]:
-    """Check the packages of the chosen training engine, unless the run is on a CPU.
-
-    ``imports`` imports them, as an installed package may be broken; takes 15 s.
-    """
+    """Check the packages of the training engine, unless on a CPU; ``imports`` (15 s) finds broken ones as well."""
     name = "training engine"
     packages = _engine_packages(config, plan)
     if plan.device == "cpu" or not packages:
@@ -153,9 +145,8 @@ def gpus(plan: Plan, machine: Machine, address: str | None) -> Iterator[Check]:
 
 
 def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
-    """Check the phase of highest memory against a GPU, and vLLM's share against its weights and one request.
-
-    vLLM does not start without KV cache for one request of ``max_model_len``. Without GPUs, only this is checked.
+    """Check the phase of highest memory against a GPU, and vLLM's share against its weights and one request: it does
+    not start without KV cache for one of ``max_model_len``. Without GPUs, only this is checked.
     """
     phase, peak = found.peak
     share = peak / found.gpu_bytes
@@ -234,7 +225,6 @@ def disk(config: Any, found: Estimate | None, history: tuple[int, int]) -> Itera
 
 
 def ranker(plan: Plan) -> Iterator[Check]:
-    """Check the folder of the length ranker."""
     if plan.rhyme is None or plan.rhyme.lengths.ranker is None:
         return
     if problem := unusable(plan.rhyme.lengths.ranker, None):
@@ -245,9 +235,8 @@ def ranker(plan: Plan) -> Iterator[Check]:
 
 
 def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
-    """Check the room for two versions of the weights in the relay's folder.
-
-    The actor's node also holds a third one while an engine or another site still uses an old version.
+    """Check the room for two versions of the weights in the relay's folder. The actor's node also holds a third one
+    while an engine or another site still uses an old version.
     """
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     if engine.backend != RELAY:

@@ -26,53 +26,32 @@ CONTEXT = 2 << 30
 
 @dataclass(frozen=True)
 class Training:
-    """Training settings of the actor.
+    """Training settings of the actor."""
 
-    Attributes:
-        engine: ``"megatron"``, ``"fsdp"`` (also FSDP2), or ``"torch"`` (one process, nothing sharded or gathered).
-        world: GPUs of the training pool.
-        tp, pp, cp: Megatron's tensor, pipeline and context parallel sizes.
-        sequence_parallel: Megatron: whether ``tp`` also splits norms and residuals.
-        distributed_optimizer: Megatron: whether data and context parallel ranks split master weights and Adam states.
-        shards: FSDP: GPUs over which parameters, gradients and states are split.
-        tokens: Tokens of one micro-batch on one GPU (after the context or Ulysses split).
-        log_prob_tokens: The same for old log-probs; ``None`` if they are not recomputed.
-        recompute: Whether only each layer's input is kept (full activation checkpointing).
-        accumulate: Whether several micro-batches accumulate, so that gradients exist at the same time as activations.
-        parameter_bytes, compute_bytes, reduce_bytes: Bytes per element of stored parameters, in computation, and of
-            reduced gradients.
-        fused_loss: FSDP: whether flash-attn computes the cross-entropy in place; else verl's torch fallback does.
-        fused_kernels: verl's ``use_fused_kernels``, which never materialises the whole logits.
-        entropy: Whether the update also computes the entropy (``entropy_coeff`` is not 0).
-        chunked_entropy: Whether the entropy is computed chunk by chunk, or compiled into one kernel.
-        foreach: Whether Adam processes all tensors at once, as torch does on GPUs, with one more copy of them.
-        parameter_offload, optimizer_offload: Whether they are on the host while the actor is not training.
-        always_offloaded: FSDP2's offload policy: parameters, gradients and states stay on the host.
-    """
-
-    engine: str
-    world: int = 1
-    tp: int = 1
+    engine: str  # "megatron", "fsdp" (also FSDP2), or "torch" (one process, nothing sharded or gathered)
+    world: int = 1  # GPUs of the training pool
+    tp: int = 1  # Megatron's tensor, pipeline (pp) and context (cp) parallel sizes
     pp: int = 1
     cp: int = 1
-    sequence_parallel: bool = True
+    sequence_parallel: bool = True  # Megatron: whether ``tp`` also splits norms and residuals
+    #: Megatron: whether data and context parallel ranks split master weights and Adam states
     distributed_optimizer: bool = True
-    shards: int = 1
-    tokens: int = 0
-    log_prob_tokens: int | None = None
-    recompute: bool = False
-    accumulate: bool = True
-    parameter_bytes: int = 4
-    compute_bytes: int = 2
-    reduce_bytes: int = 4
-    fused_loss: bool = True
-    fused_kernels: bool = False
-    entropy: bool = False
-    chunked_entropy: bool = False
-    foreach: bool = True
-    parameter_offload: bool = False
-    optimizer_offload: bool = False
-    always_offloaded: bool = False
+    shards: int = 1  # FSDP: GPUs over which parameters, gradients and states are split
+    tokens: int = 0  # of one micro-batch on one GPU (after the context or Ulysses split)
+    log_prob_tokens: int | None = None  # the same for old log-probs; ``None`` if they are not recomputed
+    recompute: bool = False  # whether only each layer's input is kept (full activation checkpointing)
+    accumulate: bool = True  # whether several micro-batches do: gradients exist at the same time as activations
+    parameter_bytes: int = 4  # per element of stored parameters
+    compute_bytes: int = 2  # per element in computation
+    reduce_bytes: int = 4  # per element of reduced gradients
+    fused_loss: bool = True  # FSDP: flash-attn computes the cross-entropy in place; else verl's torch fallback does
+    fused_kernels: bool = False  # verl's ``use_fused_kernels``, which never materialises the whole logits
+    entropy: bool = False  # whether the update also computes the entropy (``entropy_coeff`` is not 0)
+    chunked_entropy: bool = False  # whether it is computed chunk by chunk, or compiled into one kernel
+    foreach: bool = True  # Adam processes all tensors at once, as torch does on GPUs, with one more copy of them
+    parameter_offload: bool = False  # whether parameters are on the host while the actor is not training
+    optimizer_offload: bool = False  # the same for optimizer states
+    always_offloaded: bool = False  # FSDP2's offload policy: parameters, gradients and states stay on the host
 
     @property
     def replicas(self) -> int:
@@ -82,29 +61,19 @@ class Training:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Settings of vLLM.
-
-    Attributes:
-        tp, pp: Tensor and pipeline parallel sizes.
-        utilization: ``gpu_memory_utilization``, a share of the whole GPU.
-        max_model_len, max_num_seqs, max_num_batched_tokens: vLLM's limits, in tokens, requests and tokens.
-        longest: Tokens of the run's longest request, prompt and response.
-        weight_bytes, cache_bytes: Bytes per element of the weights and of the KV cache.
-        draft_bytes: Bytes for the logits of draft tokens, in addition to vLLM's profiled peak.
-        text_bytes: Bytes of decoded histories and of live texts in a replica's host memory.
-    """
+    """Settings of vLLM."""
 
     tp: int = 1
     pp: int = 1
-    utilization: float = 0.5
-    max_model_len: int = 0
-    longest: int = 0
+    utilization: float = 0.5  # ``gpu_memory_utilization``, a share of the whole GPU
+    max_model_len: int = 0  # tokens
+    longest: int = 0  # tokens of the run's longest request, prompt and response
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
-    weight_bytes: int = 2
-    cache_bytes: int = 2
-    draft_bytes: int = 0
-    text_bytes: int = 0
+    weight_bytes: int = 2  # per element
+    cache_bytes: int = 2  # per element of the KV cache
+    draft_bytes: int = 0  # for the logits of draft tokens, in addition to vLLM's profiled peak
+    text_bytes: int = 0  # of decoded histories and of live texts in a replica's host memory
 
 
 @dataclass(frozen=True)
@@ -115,7 +84,6 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Sum of all components."""
         return sum(self.components.values())
 
 
@@ -224,9 +192,8 @@ def _gathered_root(model: Architecture, training: Training) -> int:
 
 
 def _gathered_layers(model: Architecture, training: Training, backward: bool) -> int:
-    """Return the bytes of FSDP's gathered layers: the current one and the prefetched one.
-
-    The backward pass adds one layer's gradients in the compute type and in the reduction type.
+    """Return the bytes of FSDP's gathered layers: the current and the prefetched one. The backward pass adds one
+    layer's gradients in the compute type and in the reduction type.
     """
     if training.engine != "fsdp":
         return 0
@@ -248,9 +215,8 @@ def optimizer_step(model: Architecture, training: Training) -> Phase:
 
 
 def log_prob(model: Architecture, training: Training) -> Phase | None:
-    """Return the peak of old log-probs and entropies, without gradients; ``None`` if they are not recomputed.
-
-    It holds the logits, and for the eager entropy a softmax and a product.
+    """Return the peak of old log-probs and entropies, without gradients, ``None`` if they are not recomputed: the
+    logits, and for the eager entropy a softmax and a product.
     """
     tokens = training.log_prob_tokens
     if tokens is None:
@@ -297,24 +263,15 @@ def cache_bytes_per_token(model: Architecture, rollout: Rollout) -> int:
 
 @dataclass(frozen=True)
 class Serving:
-    """Split of vLLM's share of a GPU.
+    """Split of vLLM's share of a GPU."""
 
-    Attributes:
-        share: Bytes of ``utilization`` of the GPU.
-        weights, activations: Bytes of the weights, and of the peak of vLLM's profile run.
-        cache: Bytes left for the KV cache, negative if the rest does not fit.
-        bytes_per_token: Bytes of KV cache per token.
-        tokens: Tokens that fit on one replica.
-        sequences: Number of the run's longest requests that fit on one replica.
-    """
-
-    share: int
-    weights: int
-    activations: int
-    cache: int
-    bytes_per_token: int
-    tokens: int
-    sequences: float
+    share: int  # bytes of ``utilization`` of the GPU
+    weights: int  # bytes
+    activations: int  # bytes of the peak of vLLM's profile run
+    cache: int  # bytes left for the KV cache, negative if the rest does not fit
+    bytes_per_token: int  # of KV cache
+    tokens: int  # that fit on one replica
+    sequences: float  # of the run's longest requests, that fit on one replica
 
 
 def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:

@@ -74,47 +74,27 @@ _MOST = {f"{_ROLLOUT}.gpu_memory_utilization": 1, f"{_ROLLOUT}.top_p": 1}
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of a run.
-
-    Attributes:
-        strategy: ``actor_rollout_ref.actor.strategy``.
-        device: ``trainer.device``.
-        training: Training settings, ``None`` where the strategy is not one of :data:`ENGINES`.
-        rollout: vLLM's settings.
-        train_gpus, rollout_gpus: GPUs of each pool; the same GPUs where ``colocated``.
-        gpus_per_node: GPUs per node of the training pool.
-        colocated: Whether vLLM generates on the training GPUs.
-        standalone: Whether the run has a separate rollout pool.
-        sleeps: Whether vLLM frees its memory while the actor trains.
-        data_parallel: Copies of the actor that train on different samples.
-        model_parallel: GPUs of one copy of the actor.
-        replica_gpus: GPUs of one vLLM replica.
-        reference, critic: Whether the run has a reference model or a critic.
-        lora: LoRA rank, 0 without LoRA.
-        sent_bytes: Bytes per element of the weights in the relay.
-        rhyme: Rhyme tree; ``None`` without rhyme, or where it is invalid, which a check reports.
-        rules: Rules of the pipeline; ``None`` without a pipeline or without ``rhyme``.
-    """
+    """Sizes of a run."""
 
     strategy: str
     device: str
-    training: Training | None
+    training: Training | None  # ``None`` where the strategy is not one of :data:`ENGINES`
     rollout: Rollout
-    train_gpus: int
-    rollout_gpus: int
-    gpus_per_node: int
-    colocated: bool
-    standalone: bool
-    sleeps: bool
-    data_parallel: int
-    model_parallel: int
-    replica_gpus: int
-    reference: bool
+    train_gpus: int  # of the training pool
+    rollout_gpus: int  # of the rollout pool; the same GPUs where ``colocated``
+    gpus_per_node: int  # of the training pool
+    colocated: bool  # whether vLLM generates on the training GPUs
+    standalone: bool  # whether the run has a separate rollout pool
+    sleeps: bool  # whether vLLM frees its memory while the actor trains
+    data_parallel: int  # copies of the actor that train on different samples
+    model_parallel: int  # GPUs of one copy of the actor
+    replica_gpus: int  # GPUs of one vLLM replica
+    reference: bool  # whether the run has one
     critic: bool
-    lora: int
-    sent_bytes: int
-    rhyme: RhymeConfig | None
-    rules: Rules | None
+    lora: int  # rank, 0 without LoRA
+    sent_bytes: int  # per element of the weights in the relay
+    rhyme: RhymeConfig | None  # ``None`` without rhyme, or where it is invalid, which a check reports
+    rules: Rules | None  # of the pipeline; ``None`` without one or without ``rhyme``
 
     @property
     def replicas(self) -> int:
@@ -124,11 +104,7 @@ class Plan:
 
 
 def check_numbers(config: Any) -> None:
-    """Check that the engine is named and all sizes are numbers in their ranges, which verl's config does not check.
-
-    Raises:
-        ConfigError: The message names each wrong value.
-    """
+    """Raise a ConfigError that names an unset engine and sizes that are no number in range: verl checks neither."""
     engine = f"{_ROLLOUT}.name"
     unset = OmegaConf.is_missing(config.actor_rollout_ref.rollout, "name")
     wrong = [f"{engine} is not set: add {engine}=vllm"] if unset else []
@@ -154,9 +130,8 @@ def check_numbers(config: Any) -> None:
 
 
 def read(config: Any, max_positions: int | None = None) -> Plan:
-    """Return the plan of verl's resolved config.
-
-    ``max_positions`` is the model's ``max_position_embeddings``, verl's default of ``max_model_len``.
+    """Return the plan of verl's resolved config; ``max_positions`` is the model's ``max_position_embeddings``, verl's
+    default of ``max_model_len``.
     """
     ref = config.actor_rollout_ref
     actor, rollout = ref.actor, ref.rollout
@@ -236,10 +211,8 @@ def sequence_tokens(config: Any) -> int:
 
 
 def _tokens(config: Any, section: Any, kind: str, local: int, split: int, data_parallel: int) -> tuple[int, int]:
-    """Return the tokens of a micro-batch on one GPU, and of its mini-batch.
-
-    verl fills a dynamic micro-batch up to its budget. It never splits a sequence, so a sequence of full length counts
-    if it exceeds the budget.
+    """Return the tokens of a micro-batch on one GPU, and of its mini-batch. verl fills a dynamic micro-batch up to its
+    budget but never splits a sequence, so one of full length counts if it exceeds the budget.
     """
     longest = -(-sequence_tokens(config) // split)
     whole = local * longest
@@ -318,9 +291,8 @@ def _text_bytes(config: Any, rhyme: RhymeConfig) -> int:
 
 
 def _sent(rollout: Any, training: Training | None) -> int:
-    """Return the bytes per element that the relay sends.
-
-    ``weights/engine.py`` casts FSDP's float32 to the type of the engines, unless they quantise the weights.
+    """Return the bytes per element that the relay sends: ``weights/engine.py`` casts FSDP's float32 to the type of the
+    engines, unless they quantise the weights.
     """
     held = 2 if training is not None and training.engine == "megatron" else getattr(training, "parameter_bytes", 4)
     return held if rollout.get("quantization") else min(held, max(2, _size(rollout.dtype)))

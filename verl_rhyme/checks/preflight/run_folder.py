@@ -38,15 +38,12 @@ class ForeignFolder(ValueError):
 
 
 def folder(config: Any) -> Path:
-    """Return ``trainer.default_local_dir``."""
     return Path(str(config.trainer.default_local_dir)).expanduser()
 
 
 def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the settings that identify a run by name: of the config, and ``notes`` on what is not in it.
-
-    Raises:
-        ConfigError: The rhyme tree is invalid.
+    """Return the settings that identify a run, by name; ``notes`` are on what is not in the config. Raises ConfigError
+    if the rhyme tree is invalid.
     """
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     rhyme = config_tree.from_verl(config)
@@ -62,12 +59,8 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
 
 
 def name(config: Any, notes: Mapping[str, str] | None = None) -> str:
-    """Return the folder name of a run: preset, model, engine and mode, e.g. ``full-k2-qwen2-fsdp-colocated``.
-
-    Each of the notes becomes ``VALUE_NAME``.
-
-    Raises:
-        ConfigError: The rhyme tree is invalid.
+    """Return the folder name of a run: preset, model, engine, mode and ``VALUE_NAME`` of each note, for example
+    ``full-k2-qwen2-fsdp-colocated``. Raises ConfigError if the rhyme tree is invalid.
     """
     rhyme = config_tree.from_verl(config)
     model = Path(str(config.actor_rollout_ref.model.path)).name
@@ -78,11 +71,7 @@ def name(config: Any, notes: Mapping[str, str] | None = None) -> str:
 
 
 def refusal(config: Any, notes: Mapping[str, str] | None = None) -> str | None:
-    """Return the differences between the folder's run and this one in one line, or ``None``.
-
-    Raises:
-        ForeignFolder: The marker cannot be read.
-    """
+    """Return how the folder's run differs from this one, in one line. Raises ForeignFolder for an unreadable marker."""
     run, owner = describe(config, notes), _owner(folder(config))
     differences = [
         f"{part} {owner[part]} there, {value} in this run"
@@ -128,11 +117,8 @@ def _other_model(config: Any, model: Mapping[str, Any]) -> str | None:
 
 
 def resume(config: Any, model: Mapping[str, Any]) -> Iterator[Check]:
-    """Check the model of the checkpoint to resume from; warn of what a resume loses, or a kill can lose.
-
-    Args:
-        config: verl's config.
-        model: Fields of the model's ``config.json``, empty if they are unknown.
+    """Check the model of the checkpoint to resume from; warn of what a resume loses, or a kill can lose. ``model`` are
+    the fields of ``config.json``, empty if they are unknown.
     """
     if problem := _other_model(config, model):
         yield Check("resume", FAIL, problem, REMEDY)
@@ -160,10 +146,8 @@ def resume(config: Any, model: Mapping[str, Any]) -> Iterator[Check]:
 def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
     """Lock the folder and mark it as this run's, unless it is already marked so.
 
-    Raises:
-        ForeignFolder: The folder belongs to another run; it is left unchanged.
-        FolderInUse: A run uses the folder now.
-        OSError: The folder cannot be written.
+    Raises ForeignFolder, and changes nothing, if it belongs to another run; FolderInUse if a run uses it now; OSError
+    if it cannot be written.
     """
     if problem := refusal(config, notes):
         raise ForeignFolder(problem)
@@ -188,9 +172,8 @@ def latest_step(checkpoints: Path) -> int | None:
 
 
 def total_steps(config: Any) -> int | None:
-    """Return verl's number of training steps of the training run; ``None`` if the data cannot be counted.
-
-    It is an upper bound if verl filters prompts by length, which requires the tokenizer.
+    """Return verl's number of training steps; ``None`` if the data cannot be counted. It is an upper bound if verl
+    filters prompts by length, which requires the tokenizer.
     """
     if (steps := config.trainer.total_training_steps) is not None:
         return int(steps)
@@ -215,7 +198,6 @@ def _mode(rhyme: RhymeConfig | None, config: Any) -> str:
 
 
 def _owner(checkpoints: Path) -> dict[str, str]:
-    """Return the content of the marker, empty without a marker."""
     marker = checkpoints / MARKER
     try:
         return {str(part): str(value) for part, value in json.loads(marker.read_text()).items()}

@@ -34,16 +34,10 @@ own_main = False
 def unknown(
     name: str, key: str, value: str, known: tuple[str, ...], config: Any, loaded: tuple[str, ...], remedy: str = ""
 ) -> Check:
-    """Return the finding of a value that verl does not know: a warning if code of the user may register it.
+    """Return the finding ``name`` of a value that is not in ``known``: a warning if code of the user may register it.
 
-    Args:
-        name: Name of the check.
-        key: Key of verl's config.
-        value: Value of the key.
-        known: Values that verl knows.
-        config: verl's config.
-        loaded: Keys of the code that the process loads before it looks the value up.
-        remedy: How the user's own value would be registered.
+    ``loaded`` are the keys of the code that the process loads before it looks the value up; ``remedy`` says how the
+    user's own value would be registered.
     """
     detail = f"{key}={value} is not one of {', '.join(known)}{nearest(value, known)}"
     if found := _sources(config, loaded):
@@ -52,7 +46,6 @@ def unknown(
 
 
 def is_verls(main: Any) -> bool:
-    """Whether a function is of verl's package."""
     spec = importlib.util.find_spec("verl")
     places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
     try:

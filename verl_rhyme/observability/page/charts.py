@@ -105,7 +105,6 @@ def stage_seconds(run: Run) -> list[tuple[int, list[float]]]:
 
 
 def bubbles(run: Run) -> str | None:
-    """Draw the shares of each rollout's slot time by reason."""
     measured = run.slot_time
     if measured is None or not measured.logged:
         return None
@@ -193,7 +192,6 @@ def _axes(x: str, y: str, write: Callable[[float], str] = short, whole: bool = F
 
 
 def _line(axes: Axes, points: Points, index: int, dots: bool = False, **style: Any) -> None:
-    """Draw a line in the colour of a run; the second run's is dashed, with squares as dots."""
     defaults = {"color": COLOURS["ab"[index]], "linewidth": 1.8, "linestyle": _DASHES if index else "-"}
     marks = {"marker": "os"[index], "markersize": 6, "markeredgewidth": 0} if dots else {}
     axes.plot([x for x, _ in points], [y for _, y in points], clip_on=False, **{**defaults, **marks, **style})

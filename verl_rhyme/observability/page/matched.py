@@ -49,17 +49,11 @@ class Bin:
 
 @dataclass(frozen=True)
 class Matched:
-    """Comparison of two runs.
+    """Comparison of two runs."""
 
-    Attributes:
-        bins: Bins with steps of both runs.
-        unmatched: Numbers of warm steps of the first and second run in other bins.
-        ratio: Geometric mean of the bins' ratios, weighted by the smaller number of steps; ``None`` without bins.
-    """
-
-    bins: list[Bin]
-    unmatched: tuple[int, int]
-    ratio: float | None
+    bins: list[Bin]  # with steps of both runs
+    unmatched: tuple[int, int]  # warm steps of the first and second run in other bins
+    ratio: float | None  # geometric mean of the bins', weighted by the smaller number of steps; ``None`` without bins
 
 
 def points(by_step: steps.Steps) -> list[Point]:
@@ -106,7 +100,6 @@ def _length(data: Mapping[str, Any]) -> float | None:
 
 
 def match(first: list[Point], second: list[Point], first_warm_epoch: int) -> Matched:
-    """Compare the points of two runs; see the module."""
     binned: list[dict[int, list[float]]] = []
     for points_of_run in (first, second):
         mine: dict[int, list[float]] = {}

@@ -16,27 +16,16 @@ from verl_rhyme.observability.slot_time import SlotTime
 
 @dataclass
 class Run:
-    """Run with its logged data.
-
-    Attributes:
-        folder: Run folder.
-        summary: Summary from ``summary.read``, which documents its fields.
-        steps: Metrics by step.
-        requests: Columns of the event log's requests, and ``group`` (:func:`.events.groups_of`); empty without a log.
-        stages: Columns of the event log's stages; empty without a log.
-        slot_time: Slots over time; ``None`` if the log has no times.
-        runs_on: Whether engines continue while the actor trains.
-        problems: Missing data, one sentence each.
-    """
+    """Run with its logged data."""
 
     folder: Path
-    summary: dict[str, Any]
-    steps: steps.Steps
-    requests: dict[str, np.ndarray] = field(default_factory=dict)
-    stages: dict[str, np.ndarray] = field(default_factory=dict)
-    slot_time: SlotTime | None = None
-    runs_on: bool = False
-    problems: list[str] = field(default_factory=list)
+    summary: dict[str, Any]  # of ``summary.read``
+    steps: steps.Steps  # metrics by step
+    requests: dict[str, np.ndarray] = field(default_factory=dict)  # with ``group``; empty without a log
+    stages: dict[str, np.ndarray] = field(default_factory=dict)  # empty without a log
+    slot_time: SlotTime | None = None  # ``None`` if the log has no times
+    runs_on: bool = False  # whether engines continue while the actor trains
+    problems: list[str] = field(default_factory=list)  # missing data, one sentence each
 
     @property
     def name(self) -> str:
@@ -49,7 +38,6 @@ class Run:
 
     @property
     def epochs(self) -> Sequence[Mapping[str, Any]]:
-        """Epochs of the summary."""
         return self.summary["epochs"]
 
     def by_step(self, *names: str) -> list[tuple[float, float]]:
@@ -59,10 +47,8 @@ class Run:
 
     @cached_property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Predicted and actual tokens of the trained responses that have a prediction.
-
-        A migrated or interrupted response takes several requests. The prediction is that of its first request; the
-        actual tokens are those of all its requests.
+        """Predicted and actual tokens of the trained responses that have a prediction. A migrated or interrupted
+        response takes several requests: the prediction is that of its first, the actual tokens are those of all.
         """
         if not self.requests:
             return np.zeros(0), np.zeros(0)

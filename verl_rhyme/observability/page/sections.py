@@ -40,7 +40,6 @@ def problems(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def epochs(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the table with a row per epoch and run."""
     columns = [c for c in _TABLE if any(row.get(c[0]) is not None for run in runs for row in run.epochs)]
     head = ["epoch", *(["run"] if len(runs) > 1 else [])], [title for _, title, _ in columns]
     rows = []
@@ -168,7 +167,6 @@ def training(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def comparison(runs: Sequence[Run], first_warm_epoch: int) -> Iterator[str]:
-    """Yield the comparison of two runs at matched lengths."""
     if len(runs) != 2:
         return
     points = [matched.points(run.steps) for run in runs]

@@ -23,12 +23,8 @@ def reason_class(code: int) -> str:
 
 
 def draw(measured: SlotTime, title: str, scale: float) -> str:
-    """Draw all lanes: the share of filled slots as an area over the reasons' colours.
-
-    Args:
-        measured: Slot time of the run.
-        title: Title for screen readers.
-        scale: Seconds that the width covers, to match another run's figure.
+    """Draw all lanes: the share of filled slots as an area over the reasons' colours. The width covers ``scale``
+    seconds, to match another run's figure; ``title`` is for screen readers.
     """
     end = measured.ended
     groups = np.array_split(np.arange(len(measured.replicas)), min(LANES, len(measured.replicas)))
@@ -68,7 +64,6 @@ def draw(measured: SlotTime, title: str, scale: float) -> str:
 
 
 def legend() -> str:
-    """Return the legend of the colours."""
     keys = "".join(f'<span><i class="{reason_class(code)}"></i>{REASONS[code]}</span>' for code in range(len(REASONS)))
     return f'<div class="legend">{keys}</div>'
 
@@ -112,7 +107,6 @@ def _area(filled: np.ndarray, height: float) -> str:
 
 
 def _mean_in_rollout(measured: SlotTime, group: np.ndarray, slots: float) -> float:
-    """Return the filled share of a group's slots during rollout."""
     edges = np.unique([t for window in measured.windows for t in (window.began, window.ended)])
     if len(edges) < 2:
         return 0.0
