@@ -47,12 +47,16 @@ def test_the_same_again_is_reverified(engine, stock):
     for count in take_counts(engine, "again", 8):
         # One of nine tokens is the target's own: a draft has eight at most.
         assert count["verify_steps"] <= 100 / 9 + 3
-        assert count["reverified_tokens"] > 72, "of 88, in windows of 8: one window may come from a source that promises more"
+        assert count["reverified_tokens"] > 72, (
+            "of 88, in windows of 8: one window may come from a source that promises more"
+        )
     assert generate(engine, prompts, [[]] * 8, "drafted", **greedy) == texts
     assert all(count["reverified_tokens"] == 0 for count in take_counts(engine, "drafted", 8))
     halves = [text[:50] for text in texts]
     assert generate(engine, prompts, halves, "cut", **greedy) == texts
-    assert all(30 < count["reverified_tokens"] < 50 < count["accepted_tokens"] for count in take_counts(engine, "cut", 8))
+    assert all(
+        30 < count["reverified_tokens"] < 50 < count["accepted_tokens"] for count in take_counts(engine, "cut", 8)
+    )
 
 
 def test_output_distribution_is_the_targets_whatever_was_said_before(engine, distribution_of, p_value, monkeypatch):

@@ -15,6 +15,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme.config import HistoryConfig
+from verl_rhyme.drafting.policy import SOURCES
 from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.inspection import inspect
 from verl_rhyme.history.keys import prompt_key
@@ -72,7 +73,9 @@ def stored(n, length=20, epoch=0, logprobs=True):
     made = trajectories(n, length, epoch)
     now = time.time()
     words = {"node": "n", "stop_reason": "completed", "reason": ""}
-    told = dict.fromkeys(REQUESTS.names, 0) | words | {"response_tokens": length}
+    told = (
+        dict.fromkeys(REQUESTS.names, 0) | words | {"by_source": [[0, 0]] * len(SOURCES)} | {"response_tokens": length}
+    )
     told |= {"queued_at": now - 1, "started_at": now - 1, "finished_at": now}
     fields = [
         {
