@@ -87,8 +87,6 @@ _LEAST_TEMPERATURE = 0.01
 
 
 def _other_support(config: Any) -> Iterator[Refusal]:
-    """Yield where rollout and actor take log-probabilities of different distributions."""
-
     def rollout(name: str, default: Any) -> Any:
         value = OmegaConf.select(config, f"{_ROLLOUT}.{name}")
         return default if value is None else value

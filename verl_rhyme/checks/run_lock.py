@@ -84,7 +84,6 @@ def user(folder: Path) -> str | None:
 
 
 def _inherited(file: Path) -> int | None:
-    """Return the descriptor of :data:`VARIABLE` if it is of this file."""
     with suppress(KeyError, ValueError, OSError):
         descriptor = int(os.environ[VARIABLE])
         if os.path.samestat(os.fstat(descriptor), os.stat(file)):

@@ -46,8 +46,6 @@ def plan(
 
 
 def list_overrides(split: Split, max_staleness: int) -> list[str]:
-    """Return the hydra overrides of verl and ``+rhyme=full`` for a split on separate GPUs."""
-
     def nodes(section: str, gpus: int, node: int) -> Iterator[str]:
         yield f"{section}.nnodes={-(-gpus // node)}"
         yield f"{section}.n_gpus_per_node={min(gpus, node)}"

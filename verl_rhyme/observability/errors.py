@@ -38,7 +38,6 @@ _AFTERMATH = re.compile(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

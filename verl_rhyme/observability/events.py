@@ -185,7 +185,6 @@ def read_stages(folder: str | os.PathLike[str]) -> pa.Table:
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> dict[int, dict[str, float]]:
-    """Read the metrics of all finished steps, by step and name."""
     table = _read(Path(folder), "metrics")
     steps: dict[int, dict[str, float]] = {}
     for step, name, value in zip(*(table[column].to_pylist() for column in ("step", "name", "value")), strict=True):

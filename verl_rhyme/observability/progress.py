@@ -103,7 +103,6 @@ class MetricsFollower:
         self._offset = 0
 
     def poll(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return (step, metrics) of the lines completed since the last call."""
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:

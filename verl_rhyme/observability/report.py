@@ -33,7 +33,6 @@ def report(
     step: int | None = None,
     perfetto: bool = False,
 ) -> int:
-    """Run ``verl-rhyme report`` and return the exit status."""
     notes: list[str] = []
     try:
         runs = [read(folder, name, events)]

@@ -59,7 +59,6 @@ class Window:
     idle: tuple[float, ...] = ()
 
     def bubble(self, slots: int) -> float:
-        """Return the bubble ratio of the window: idle over all slot seconds."""
         span = slots * (self.ended - self.began)
         return sum(self.idle) / span if span > 0 else 0.0
 
@@ -99,7 +98,6 @@ class SlotTime:
 
     @cached_property
     def by_replica(self) -> list[Array]:
-        """Indices into the columns of ``requests`` for each replica, by start."""
         replica = self.requests["replica"]
         order = np.argsort(replica, kind="stable")
         return np.split(order, np.searchsorted(replica[order], np.arange(1, len(self.replicas))))

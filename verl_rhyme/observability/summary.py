@@ -150,7 +150,6 @@ def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_events(run: Path) -> Path:
-    """Return the event log below ``trainer.default_local_dir``, which is the run folder or a folder in it."""
     direct, below = run / EVENTS_FOLDER, sorted(run.glob(f"*/{EVENTS_FOLDER}"))
     if direct.is_dir() or not below:
         return direct
@@ -165,7 +164,6 @@ def _logged_run(info: Mapping[str, Any]) -> str:
 
 
 def _marked_run(run: Path) -> str | None:
-    """Return the run named by the marker of the checkpoint folder, for runs without an event log."""
     try:
         return str(json.loads(next(run.glob(f"*/{MARKER_FILE}")).read_text())["run"])
     except (StopIteration, OSError, ValueError, LookupError):

@@ -66,7 +66,6 @@ class Supervised:
                 signal.signal(number, handler)
 
     def wait(self, timeout: float) -> int | None:
-        """Return the exit status, or ``None`` if the command still runs after ``timeout`` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
             return self.status
@@ -111,7 +110,6 @@ class Supervised:
 
 
 def session_processes(session: int) -> list[int]:
-    """List the process ids of a session, without zombies."""
     members = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():

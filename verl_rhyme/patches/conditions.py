@@ -20,5 +20,4 @@ def verl_runs_on_cpu() -> bool:
 
 
 def megatron_runs_on_cpu() -> bool:
-    """Return whether verl's Megatron engine may run on the platform ``cpu``."""
     return verl_runs_on_cpu() and None not in map(installed_version, ("megatron-core", "mbridge"))

@@ -117,7 +117,6 @@ def apply(patch: Patch) -> Status:
 
 
 def apply_on_import(patch: Patch) -> Status:
-    """Apply ``patch`` now if its target's module has been imported, else right after the import."""
     if patch.module not in sys.modules and status(patch).state is State.PENDING:
         wrapt.register_post_import_hook(lambda _module: apply(patch), patch.module)
     return apply(patch)
@@ -189,7 +188,6 @@ def _check_source(patch: Patch, module: ModuleType) -> None:
 
 
 def _lookup(module: ModuleType, qualname: str) -> tuple[Any, str, Any]:
-    """Return the owner of ``qualname`` in ``module``, the attribute's name, and its value."""
     *path, name = qualname.split(".")
     owner: Any = module
     try:
@@ -221,7 +219,6 @@ def _replace(patch: Patch, module: ModuleType) -> None:
 
 
 def _holders(original: Any, module: str) -> list[tuple[ModuleType, str]]:
-    """Return the module globals, in the package of ``module``, that are bound to ``original``."""
     package = module.partition(".")[0]
     return [
         (holder, name)

@@ -172,7 +172,6 @@ def _each_within(items: Iterator) -> Iterator:
 
 
 def register() -> None:
-    """Register the engines for the backend "megatron" on the device "cpu"."""
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.megatron import transformer_impl
 

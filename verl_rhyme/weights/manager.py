@@ -297,7 +297,6 @@ class RelayManager(CheckpointEngineManager):
             self._unreached.append(replica)
 
     def _take_link_metrics(self) -> dict[str, float]:
-        """Return the metrics of slow links since the last call; empty with a single site."""
         if len(set(self._sites.values())) < 2:
             return {}
         tally: Counter[str] = Counter()

@@ -58,7 +58,6 @@ async def start_transfer(folder: Folder, version: int, parts: list[Part]) -> Tra
 
 
 def newest_base(folder: Folder, version: int) -> Base | None:
-    """Return the newest other complete version, or ``None``."""
     others = [other for other in folder.versions() if other != version]
     return Base(others[-1], identity(folder.parts(others[-1]))) if others else None
 

@@ -258,7 +258,6 @@ class Relay:
 
     @asynccontextmanager
     async def _hold(self, version: int) -> AsyncIterator[None]:
-        """Wait until a version is here, and keep it during the context."""
         self._loading[version] += 1
         try:
             await self._wait_stored(version)

@@ -125,7 +125,6 @@ def _differences(sent: Sent, workers: list[Held]) -> Iterator[str]:
 
 
 def _other_values(sent: Sent, worker: Held) -> Iterator[tuple[str, float, float]]:
-    """Yield tensor, value of the worker, and value of the actor where they differ."""
     rows: dict[tuple[str, float], list[tuple[str, float, float]]] = {}  # by dtype and scale
     for name, pieces in worker.values.items():
         if (ours := sent.values.get(name)) is not None:

@@ -209,7 +209,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses at which the elements of a tensor begin and end."""
     start, shape = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in shape)
     return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start

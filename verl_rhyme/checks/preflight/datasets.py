@@ -71,7 +71,6 @@ def _filters(config: Any) -> bool:
 
 
 def _file(config: Any, name: str, file: str) -> tuple[list[Check], int | None]:
-    """Return the findings of a file, and its rows, ``None`` if they are unknown."""
     own = OmegaConf.select(config, "data.custom_cls.path")  # a custom dataset class reads any format
     path = Path(file).expanduser()
     if "://" in file:

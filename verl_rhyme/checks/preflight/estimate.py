@@ -27,7 +27,6 @@ class Estimate:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """Phase of highest memory, and its bytes."""
         return max(((name, phase.total) for name, phase in self.phases.items()), key=lambda item: item[1])
 
     def to_dict(self) -> dict[str, Any]:
@@ -40,7 +39,6 @@ class Estimate:
 
 
 def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None:
-    """Return the estimate of a plan; ``None`` for a strategy without an estimate."""
     training = plan.training
     if training is None:
         return None

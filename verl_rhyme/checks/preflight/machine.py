@@ -75,7 +75,6 @@ def write_into(folder: Path) -> None:
 
 
 def can_write(folder: Path) -> bool:
-    """Whether a folder, which may not exist yet, can be created and written."""
     folder = folder.absolute()
     try:
         write_into(next(path for path in (folder, *folder.parents) if os.path.lexists(path)))  # fails for a file

@@ -157,7 +157,6 @@ def loss_bytes(model: Architecture, training: Training, tokens: int) -> int:
 
 
 def update(model: Architecture, training: Training) -> Phase:
-    """Return the peak of forward and backward."""
     held = _held(model, training)
     if not training.accumulate and training.engine != "megatron":
         held["gradients"] = 0
@@ -257,7 +256,6 @@ def offloaded(model: Architecture, training: Training) -> int:
 
 
 def cache_bytes_per_token(model: Architecture, rollout: Rollout) -> int:
-    """Return the bytes of a token's KV cache on one GPU."""
     return model.cache_values(rollout.tp, rollout.pp) * rollout.cache_bytes
 
 

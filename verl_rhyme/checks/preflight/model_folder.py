@@ -16,7 +16,6 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def find_missing_weights(folder: Path) -> str:
-    """Return a message about missing weight files, empty if none are missing."""
     indices = [*folder.glob("*.safetensors.index.json")] or [*folder.glob("*.bin.index.json")]
     shards = {shard for index in indices for shard in read_json(index).get("weight_map", {}).values()}
     if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):

@@ -98,7 +98,6 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Number of vLLM replicas in all pools."""
         pools = self.colocated * self.train_gpus + self.standalone * self.rollout_gpus
         return pools // self.replica_gpus
 
@@ -206,7 +205,6 @@ def data_files(config: Any, option: str) -> list[str]:
 
 
 def sequence_tokens(config: Any) -> int:
-    """Return the tokens of the longest prompt and the longest response."""
     return int(config.data.max_prompt_length) + int(config.data.max_response_length)
 
 

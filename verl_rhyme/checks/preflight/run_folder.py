@@ -82,7 +82,6 @@ def refusal(config: Any, notes: Mapping[str, str] | None = None) -> str | None:
 
 
 def check(config: Any, notes: Mapping[str, str] | None = None) -> Iterator[Check]:
-    """Check that the run folder does not belong to another run, and whether a run uses it now."""
     try:
         problem = refusal(config, notes)
     except ConfigError:  # the check of the rhyme tree reports it
@@ -163,7 +162,6 @@ def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
 
 
 def latest_step(checkpoints: Path) -> int | None:
-    """Return the step from which verl resumes in this folder, or ``None``."""
     try:
         step = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     except (OSError, ValueError):

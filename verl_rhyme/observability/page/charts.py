@@ -67,7 +67,6 @@ def curve(
 
 
 def reward(runs: Sequence[Run]) -> str | None:
-    """Draw the reward by step as a thin line, with the means of epochs."""
     lines = [(run, run.by_step(metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)) for run in runs]
     if not any(points for _, points in lines):
         return None
@@ -122,7 +121,6 @@ def bubbles(run: Run) -> str | None:
 
 
 def lengths(run: Run, index: int) -> str | None:
-    """Draw predicted against actual lengths, with quantiles of actual lengths by predicted length."""
     predicted, real = run.lengths
     if len(predicted) < 2:
         return None
@@ -149,7 +147,6 @@ def lengths(run: Run, index: int) -> str | None:
 def at_matched_lengths(
     runs: Sequence[Run], points: Sequence[list[matched.Point]], comparison: matched.Matched
 ) -> str | None:
-    """Draw speed against mean length for each step, with the compared bins."""
     if any(not each for each in points):
         return None
     axes = _axes("mean response length of the step (tokens)", "tokens per second of rollout")

@@ -43,7 +43,6 @@ class Bin:
 
     @property
     def ratio(self) -> float:
-        """Speed of the first run over that of the second."""
         return self.first_speed / self.second_speed
 
 

@@ -41,7 +41,6 @@ class Run:
         return self.summary["epochs"]
 
     def by_step(self, *names: str) -> list[tuple[float, float]]:
-        """Return (step, value) of the first of the named metrics that each step has."""
         values = ((step, metrics.finite(data, *names)) for step, data in self.steps.items())
         return [(float(step), value) for step, value in values if value is not None]
 

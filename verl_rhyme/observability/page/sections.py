@@ -52,7 +52,6 @@ def epochs(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def replicas(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the lanes of each run on one scale, with the definitions and shares of the reasons."""
     known = [(run, run.slot_time) for run in runs if run.slot_time is not None]
     if not known:
         return
@@ -100,7 +99,6 @@ def _logged_bubble(run: Run) -> str:
 
 
 def lengths(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the accuracy of predicted lengths: by response from the event log, by epoch from the metrics."""
     figures: list[Figure] = []
     for at, run in enumerate(runs):
         predicted, real = run.lengths

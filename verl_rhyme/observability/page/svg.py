@@ -7,7 +7,6 @@ from html import escape
 
 
 def number(value: float) -> str:
-    """Format a number with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value else "0"
 
 
@@ -41,7 +40,6 @@ def percent(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about ``count`` round numbers within [low, high]."""
     span = high - low
     if not span > 0:
         return [low]
@@ -53,7 +51,6 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def picture(content: str, width: float, height: float, title: str, class_: str = "chart") -> str:
-    """Return an SVG element that fills its column."""
     box = f"0 0 {number(float(width))} {number(float(height))}"
     named = f"<title>{escape(title)}</title>"
     return (

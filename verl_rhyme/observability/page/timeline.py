@@ -98,7 +98,6 @@ def _trainer(measured: SlotTime) -> str:
 
 
 def _area(filled: np.ndarray, height: float) -> str:
-    """Draw a stepped area in bins: one command per change."""
     tops = np.round(height * (1 - np.clip(filled, 0, 1)), 1)
     changes = np.flatnonzero(np.concatenate([[True], tops[1:] != tops[:-1]]))
     ends = np.append(changes[1:], len(tops))
