@@ -27,7 +27,6 @@ _CALIBRATION_PRIOR = 20.0
 
 
 def prior() -> Model:
-    """Return an untrained model."""
     weights = np.zeros((N_SETS, N_INPUTS))
     weights[:, : N_TEXTS * N_TIERS] = np.tile(_SHARE_PRIOR, N_TEXTS)
     weights[:, N_TEXTS * N_TIERS : N_TEXTS * N_TIERS + N_TIERS] = _RECORDED_PRIOR

@@ -34,8 +34,6 @@ Request = TypeVar("Request")
 
 
 class _Function:
-    """Adapter of a function to :class:`Source`."""
-
     def __init__(self, get: Get) -> None:
         self.get = get
 
@@ -44,11 +42,7 @@ class _Function:
 
 
 class Histories(Generic[Request]):
-    """Histories of prompts with live requests.
-
-    Args:
-        source: Source of histories, or a function from a prompt's key to its history or ``None``.
-    """
+    """Histories of prompts with live requests."""
 
     def __init__(self, source: Source | Get) -> None:
         self._source = _Function(source) if callable(source) else source
@@ -56,7 +50,6 @@ class Histories(Generic[Request]):
         self._requests: dict[bytes, list[Request]] = {}
 
     def __len__(self) -> int:
-        """Return the number of prompts with a live request."""
         return len(self._found)
 
     def acquire(self, key: bytes, request: Request) -> PromptHistory | Pending | None:

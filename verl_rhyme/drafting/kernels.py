@@ -137,8 +137,6 @@ def _borrowed(typing_context, arrays):
 
 @intrinsic
 def _prefetch(typing_context, array, index):
-    """Prefetch the cache line of an element."""
-
     def codegen(context, builder, signature, args):
         kind = signature.args[0]
         there = context.make_array(kind)(context, builder, args[0])
@@ -156,16 +154,11 @@ def _prefetch(typing_context, array, index):
 
 @njit(cache=True, nogil=True)
 def observe(live, slots, model, batch, drafted, accepted):
-    """Learn from a step's sampled tokens, and add them to the live texts.
+    """Learn from a step's sampled tokens, and add them to the live texts; the state is changed in place.
 
-    Args:
-        live, slots, model: State, changed in place.
-        batch: The step's rows.
-        drafted, accepted: int64[B], draft tokens that the step verified, and those that it accepted.
-
-    Returns:
-        Tokens for :func:`count`: int32[k], the new tokens of each row after their context; and int64[B, 2], begin and
-        end of a row's new tokens in it.
+    ``drafted``, ``accepted``: int64[B], draft tokens that the step verified and accepted. Return tokens for
+    :func:`count`: int32[k], the new tokens of each row after their context; and int64[B, 2], begin and end of a row's
+    new tokens in it.
     """
     live, slots, model = _borrowed(live), _borrowed(slots), _borrowed(model)
     batch, (drafted, accepted) = _borrowed(batch), _borrowed((drafted, accepted))
@@ -204,12 +197,7 @@ def observe(live, slots, model, batch, drafted, accepted):
 
 @njit(cache=True, nogil=True)
 def count(counts, sampled, spans):
-    """Count a step's sampled tokens for later plans; each token touches a few cache lines in gigabytes of memory.
-
-    Args:
-        counts: Counts of the live texts, changed in place.
-        sampled, spans: Result of :func:`observe`.
-    """
+    """Count the tokens from :func:`observe` for later plans; each touches a few cache lines in gigabytes of memory."""
     counts, sampled, spans = _borrowed((counts, sampled, spans))
     begin = 0
     for b in range(len(spans)):
@@ -219,18 +207,11 @@ def count(counts, sampled, spans):
 
 @njit(cache=True, nogil=True)
 def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span):
-    """Plan the next drafts of rows.
+    """Plan the next drafts of the rows ``span[0]`` to before ``span[1]``; write to ``plans`` and the rows' slots only.
 
-    Args:
-        live, model: State, read only.
-        slots: State; the plans are written to the slots of these rows.
-        scratch: Work space of this thread.
-        batch: The step's rows.
-        plans: Plans, filled in place; ``reach`` and ``planned`` are zeros before. ``reach`` also has the token below
-            the minimum.
-        floor: Minimum probability that a planned token is reached and accepted.
-        vocabulary: Exclusive upper bound of token ids.
-        span: First row and end (exclusive) of the rows to plan.
+    ``plans.reach`` and ``.planned`` are zeros before; ``reach`` also gets the token below ``floor``, the minimum
+    probability that a planned token is reached and accepted. Token ids are below ``vocabulary``. ``scratch`` is this
+    thread's.
     """
     live, slots, model, scratch = _borrowed(live), _borrowed(slots), _borrowed(model), _borrowed(scratch)
     batch, plans = _borrowed(batch), _borrowed(plans)
@@ -264,7 +245,6 @@ def _hash(token, group, size):
 
 @njit(cache=True, nogil=True)
 def _append(live, slots, slot, text, first, last):
-    """Add ``text[first:last]`` to the slot's live text."""
     # Local names, because passing a tuple of arrays in a loop costs more than the work on it.
     texts, fill, link_group, head_group = live.text, live.fill, live.link_group, live.head_group
     block, group = slots.block[slot], slots.group[slot]
@@ -312,7 +292,6 @@ def _bucket(counts, key):
 
 @njit(cache=True, nogil=True)
 def _count(counts, text, first, last):
-    """Count each of ``text[first:last]`` after the contexts that it follows."""
     keys = np.empty(len(ORDERS), dtype=np.int64)
     starts = np.empty(_AT_ONCE * len(ORDERS), dtype=np.int64)
     marks = np.empty(_AT_ONCE * len(ORDERS), dtype=np.int64)
@@ -338,7 +317,6 @@ def _count(counts, text, first, last):
 
 @njit(cache=True, nogil=True)
 def _count_one(counts, start, mark, token, order):
-    """Count a token after one context."""
     least, fewest, found = start, np.int64(1 << 16), False
     for i in range(start, start + WAYS):
         entry = counts[i]
@@ -467,10 +445,7 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
 
 @njit(cache=True, nogil=True)
 def _entries(table, token):
-    """Return the range of suffix array entries that begin with a token; equal bounds if there are none.
-
-    ``table`` is :func:`verl_rhyme.history.suffix_index.first_tokens`.
-    """
+    """Return the range of suffix array entries that begin with a token; ``table`` is suffix_index.first_tokens."""
     at = token & (len(table) - 1)
     while table[at, 0] != token:
         if table[at, 0] < 0:
@@ -481,10 +456,10 @@ def _entries(table, token):
 
 @njit(cache=True, nogil=True)
 def _narrowed(text, suffixes, low, high, length, token):
-    """Narrow the range ``low`` to ``high`` of entries, which agree on ``length`` tokens, to those with ``token`` next.
+    """Narrow entries ``low`` to ``high``, which agree on ``length`` tokens, to those with ``token`` next.
 
-    Each access to an entry misses the cache. The common case that all entries agree is therefore tested first. Else a
-    binary search finds one agreeing entry, and from it the first and the last.
+    Each access misses the cache, so the common case that all agree is tested first. Else a binary search finds one
+    agreeing entry, and from it the first and the last.
     """
     if text[suffixes[low] - length] == token and text[suffixes[high - 1] - length] == token:
         return low, high
@@ -574,11 +549,7 @@ def _probability(logit):
 
 @njit(cache=True, nogil=True)
 def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary):
-    """Walk from the occurrences of the latest tokens, at each position to the candidate most likely to be accepted.
-
-    Returns:
-        Planned tokens of row ``b``.
-    """
+    """Walk from the occurrences of the latest tokens, at each position to the candidate most likely to be accepted."""
     slot, text, length = batch.ids[b], batch.tokens[batch.rows[b]], batch.lengths[b]
     draft, reach, planned = plans.draft[b], plans.reach[b], 0
     limit = min(batch.limits[b], len(draft))
@@ -661,7 +632,6 @@ def _copy(inputs, into):
 
 @njit(cache=True, nogil=True)
 def _first_source(votes, j):
-    """Return the first source with a vote for candidate ``j``."""
     for k in range(_N_VOTES):
         if votes[j, k]:
             return k // N_TIERS
@@ -670,7 +640,7 @@ def _first_source(votes, j):
 
 @njit(cache=True, nogil=True)
 def _index(candidates, distinct, token):
-    """Return the index of a token among the candidates; their number if it is none of them."""
+    """The number of candidates if the token is none of them."""
     j = 0
     while j < distinct and candidates[j] != token:
         j += 1
@@ -768,7 +738,7 @@ def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
 
 @njit(cache=True, nogil=True)
 def _weigh(votes, total, mass, known, active, weights, j, recent, inputs):
-    """Return the logit that candidate ``j`` is accepted, and fill ``inputs`` with its inputs.
+    """Return the logit that candidate ``j`` is accepted, and fill ``inputs``.
 
     ``active[1:active[0]]`` are the vote classes with votes; the inputs of all other classes stay 0.
     """

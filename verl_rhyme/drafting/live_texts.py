@@ -23,10 +23,8 @@ from verl_rhyme.drafting.kernels import BLOCK, WAYS
 class LiveTexts:
     """Ring of live texts. It takes 8 bytes a token of capacity and 12 a hash bucket: 20 bytes a token at the default.
 
-    Args:
-        capacity: Kept tokens, prompts included; rounded up to whole blocks, at least ``4 * slots`` blocks, so that
-            running requests hold at most a quarter of them open.
-        slots: Most running requests.
+    ``capacity`` are tokens, prompts included, rounded up to whole blocks, at least ``4 * slots`` of them, so that
+    ``slots`` running requests hold at most a quarter of the blocks open.
     """
 
     def __init__(self, capacity: int, slots: int):
@@ -61,6 +59,6 @@ class LiveTexts:
 
 
 def _aligned(entries: int) -> np.ndarray:
-    """Return int64[entries] of zeros, aligned to a cache line."""
+    """int64[entries] of zeros, aligned to a cache line."""
     room = np.zeros(entries + WAYS, dtype=np.int64)
     return room[-(room.ctypes.data // 8) % WAYS :][:entries]

@@ -50,11 +50,7 @@ _DECAY = 0.998
 
 
 class Regrowth:
-    """Previous texts by slot of the adaptive drafter, with the probability of their tokens.
-
-    Args:
-        slots: Expected number of running requests.
-    """
+    """Previous texts by slot of the adaptive drafter, with the probability of their tokens."""
 
     def __init__(self, slots: int):
         self._slots = _arrays(slots)
@@ -63,16 +59,10 @@ class Regrowth:
         self.table = prior()
 
     def __len__(self) -> int:
-        """Return the number of requests with a previous text."""
         return len(self._texts)
 
     def start(self, slot: int, previous: np.ndarray | None) -> None:
-        """Start a request.
-
-        Args:
-            slot: Slot of the request.
-            previous: Integers [n], tokens of its previous response; ``None`` or empty without one.
-        """
+        """Start a request; ``previous`` are integers [n], the tokens of its previous response."""
         self.stop(slot)
         self._slots.state[slot] = 0
         if previous is None or not len(previous):
@@ -82,7 +72,6 @@ class Regrowth:
         self._slots.state[slot, SEEN] = -1
 
     def stop(self, slot: int) -> None:
-        """End a request and free its text."""
         self._slots.size[slot] = 0
         self._texts.pop(slot, None)
 
@@ -91,25 +80,17 @@ class Regrowth:
         return int(self._slots.state[slot, REVERIFIED])
 
     def grow(self) -> None:
-        """Double the slots."""
         old, count = self._slots, len(self._slots.size)
         self._slots = _arrays(2 * count)
         for new_array, old_array in zip(self._slots, old, strict=True):
             new_array[:count] = old_array
 
     def plan(self, batch: Batch, plans: Plans, sampled: np.ndarray, floor: float, vocabulary: int) -> np.ndarray:
-        """Take in a step's sampled tokens, and replace the plans of rows whose previous text promises as much.
+        """Take in a step's sampled tokens, and replace plans in place where the previous text promises as much.
 
-        Args:
-            batch: The step's rows.
-            plans: Plans of the other sources, replaced in place.
-            sampled: int64[B], sampled tokens of each request in this step, all but one of them drafted; at a request's
-                first step its whole response.
-            floor: Minimum probability that a planned token is reached and accepted.
-            vocabulary: Exclusive upper bound of drafted token ids.
-
-        Returns:
-            bool[B], whether each plan is from a previous text.
+        ``sampled`` is int64[B], sampled tokens of each request in this step, all but one of them drafted; at a
+        request's first step its whole response. ``floor`` and ``vocabulary``: see :func:`.kernels.plan`. Return
+        bool[B], whether each plan is from a previous text.
         """
         if not self._texts:
             return np.zeros(len(sampled), dtype=np.bool_)
@@ -224,10 +205,9 @@ def _agreed(run, lost, relocated):
 
 @njit(cache=True, nogil=True)
 def _search(previous, text, began, index, home):
-    """Find the position after the longest copy of the response's latest tokens, nearest to ``home``.
+    """Return the position after the longest copy of the response's latest tokens, and the copy's length.
 
-    Returns:
-        Position and the number of agreeing tokens before it; ``home`` if no n-gram agrees.
+    Among equals the nearest to ``home``; ``home`` if no n-gram agrees.
     """
     size, token = len(previous), text[index]
     best, most = home, _agreement(previous, text, began, index, home)

@@ -22,25 +22,16 @@ SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
 def capture_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
-    """Return the step sizes (tokens, ascending) to capture graphs for: vLLM's sizes up to 512, then every 64.
-
-    Args:
-        max_num_seqs: Rows of the widest batch.
-        max_num_batched_tokens: Tokens of the largest step.
-    """
+    """Return the step sizes (tokens, ascending) to capture graphs for: vLLM's sizes up to 512, then every 64."""
     top = max(1, min(TOKENS_PER_ROW * max_num_seqs, max_num_batched_tokens, LARGEST))
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, LARGEST + 1, 64), top}
     return sorted(size for size in sizes if size <= top)
 
 
 def settings(chosen: Any, sizes_chosen: bool, max_num_seqs: int, max_num_batched_tokens: int) -> dict[str, Any]:
-    """Return the ``compilation_config`` of an engine that drafts.
+    """Return the ``compilation_config`` of an engine that drafts; it keeps all keys of the user's, ``chosen``.
 
-    Args:
-        chosen: User's ``compilation_config`` (a mapping, JSON or ``None``); all of its keys are kept.
-        sizes_chosen: Whether the user set the capture sizes elsewhere (``rollout.cudagraph_capture_sizes``,
-            ``engine_kwargs``).
-        max_num_seqs, max_num_batched_tokens: See :func:`capture_sizes`.
+    ``sizes_chosen``: the user set the capture sizes elsewhere (``rollout.cudagraph_capture_sizes``, ``engine_kwargs``).
     """
     config = dict(json.loads(chosen) if isinstance(chosen, str) else chosen or {})
     config.setdefault("cudagraph_mode", "FULL_AND_PIECEWISE")

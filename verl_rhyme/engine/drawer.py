@@ -54,11 +54,7 @@ class BatchNoise:
         self._keyed = np.empty(0, dtype=bool)
 
     def rows(self, counts: np.ndarray) -> Rows:
-        """Return the sampling inputs of all rows of logits.
-
-        Args:
-            counts: int64 [B], rows of each request: its drafted tokens plus one.
-        """
+        """Return the inputs of all rows; ``counts`` are int64[B], rows of each request: its drafted tokens plus one."""
         requests = len(counts)
         batch = self._runner.input_batch
         request = np.repeat(np.arange(requests), counts)
@@ -88,7 +84,6 @@ class BatchNoise:
         )
 
     def budgeted(self) -> np.ndarray:
-        """Return the requests with a thinking budget, int64."""
         params = [self._runner.requests[id].sampling_params for id in self._runner.input_batch.req_ids]
         return np.flatnonzero([each.thinking_token_budget is not None for each in params])
 
@@ -133,12 +128,9 @@ class Drawer:
         return self._noise.budgeted() if holder is not None and holder.has_tracked_requests() else np.empty(0, np.int64)
 
     def draw(self, logits: torch.Tensor, metadata: SamplingMetadata, counts: np.ndarray) -> Drawn:
-        """Draw a token for each row.
+        """Draw a token for each row of ``logits``, float[N, V]: each request's drafted positions and the one after.
 
-        Args:
-            logits: float [N, V]; each request's rows are adjacent: its drafted positions and the one after.
-            metadata: vLLM's sampling metadata of the B requests.
-            counts: int64 [B], rows of each request; N in all.
+        ``counts`` are int64[B], rows of each request, adjacent.
         """
         if len(budgeted := self.budgeted(metadata)):
             self.keep((counts.cumsum() - counts)[budgeted], logits)
@@ -217,7 +209,7 @@ class Drawer:
     def _target(
         self, raw: torch.Tensor, policy: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int
     ) -> torch.Tensor:
-        """Return new logits (float32 [n, V]) with all sampling options of the requests applied.
+        """Return new logits, float32[n, V], with all sampling options of the requests applied.
 
         ``raw`` are the model's logits, ``policy`` the same divided by the temperatures.
         """
@@ -269,13 +261,13 @@ def _table_of_one(tokens: torch.Tensor, logprobs: torch.Tensor, ranked: torch.Te
 
 
 def _wanted(metadata: SamplingMetadata) -> int | None:
-    """Return the number of log-probabilities of each row besides its token's; ``None``: no request wants any."""
+    """Log-probabilities of each row besides its token's; ``None``: no request wants any."""
     asked = metadata.logprob_token_ids
     return max(metadata.max_num_logprobs or 0, *map(len, asked.values())) if asked else metadata.max_num_logprobs
 
 
 def _within_budgets(logits: torch.Tensor, metadata: SamplingMetadata, counts: np.ndarray) -> torch.Tensor:
-    """Return the logits, with the end of thinking forced in the first row of each request that exceeds its budget."""
+    """The end of thinking is forced in the first row of each request that exceeds its budget."""
     holder = metadata.thinking_budget_state_holder
     assert holder is not None
     holder.update_state(metadata.output_token_ids, None)
@@ -304,7 +296,6 @@ def _positional(metadata: SamplingMetadata) -> bool:
 
 
 def _masked(metadata: SamplingMetadata) -> bool:
-    """Whether a request truncates its distribution: top-k, top-p, min-p."""
     return (
         metadata.top_k is not None
         or metadata.top_p is not None
@@ -313,7 +304,7 @@ def _masked(metadata: SamplingMetadata) -> bool:
 
 
 def _chunks(logits: torch.Tensor, counts: np.ndarray, metadata: SamplingMetadata) -> Iterator[slice]:
-    """Yield slices of a few rows; they hold whole requests where vLLM's processors need that."""
+    """Slices of a few rows hold whole requests where vLLM's processors need that."""
     most = _most(logits)
     if not _positional(metadata):
         yield from _slices(logits.shape[0], most)
@@ -336,7 +327,7 @@ def _slices(rows: int, most: int) -> Iterator[slice]:
 
 
 def ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the ranks (int64 [N]) of tokens (int64 [N]): entries of each row (float [N, V]) that are at least it."""
+    """Return the ranks, int64[N], of tokens, int64[N]: entries of each row, float[N, V], that are at least it."""
     if logits.device.type == "cpu":
         return torch.from_numpy(inversion.ranks(logits.numpy(), tokens.numpy()))
     return (logits >= logits.gather(1, tokens[:, None])).sum(-1)

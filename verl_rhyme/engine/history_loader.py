@@ -31,14 +31,8 @@ class HistoryLoader:
     """A :class:`verl_rhyme.drafting.histories.Source` whose histories are first pending and later :meth:`ready`.
 
     A history that no live request needs is not read, or is dropped after reading. The engine's thread calls all
-    methods; the loader's thread uses the readers.
-
-    Args:
-        reader: Reader of the local history store.
-        wait: Whether to read in the caller's thread, so that drafts do not depend on timing. A prompt beyond the bound
-            then has no history.
-        copies: Reader of histories copied from another node.
-        max_bytes: Bytes of decoded histories from which no other is read.
+    methods; the loader's thread uses the readers. With ``wait`` the caller's thread reads, so that drafts do not depend
+    on timing, and a prompt beyond ``max_bytes`` of decoded histories has none. ``copies`` come from another node.
     """
 
     def __init__(
@@ -70,7 +64,6 @@ class HistoryLoader:
             self._asked.setdefault(key, asked)
 
     def get(self, key: bytes) -> PromptHistory | Pending | None:
-        """Start reading a prompt's history; in blocking mode return it."""
         asked = self._asked.get(key, 0)
         if self._pool is None:
             end = time.monotonic() + _COPY_TIMEOUT_S
@@ -85,7 +78,7 @@ class HistoryLoader:
         return PENDING
 
     def ready(self) -> list[tuple[bytes, PromptHistory | None]]:
-        """Return the prompts read since the last call with their histories; ``None`` for a prompt without one."""
+        """Return the prompts read since the last call with their histories."""
         if self._due and (now := time.monotonic()) >= self._looked_at + _POLL_S:
             self._looked_at = now
             full = sum(self._held.values()) >= self._max_bytes
@@ -98,7 +91,7 @@ class HistoryLoader:
         return [(key, history) for key, history in read if not isinstance(history, Pending)]
 
     def release(self, key: bytes, history: PromptHistory | None) -> None:
-        """Free the history of a prompt without live requests, in the loader's thread."""
+        """The loader's thread frees the memory."""
         self._asked.pop(key, None)
         self._due.pop(key, None)
         self._held.pop(key, None)
@@ -121,7 +114,7 @@ class HistoryLoader:
         return not asked or self._copies is None or self._copies.arrived(key, asked)
 
     def _read(self, key: bytes, asked: int) -> PromptHistory | Pending | None:
-        """Read and decode a history; return :data:`PENDING` if it must wait for others to be released."""
+        """Return :data:`PENDING` if the history must wait for others to be released."""
         if sum(list(self._held.values())) >= self._max_bytes:
             if not self._warned:
                 self._warned = True

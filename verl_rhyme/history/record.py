@@ -70,7 +70,7 @@ class Trajectory:
     epoch: int  # pass over the data set
     sample: int  # number in the group of its prompt
     logprobs: np.ndarray | None = None  # float32[length], under the policy that sampled each token
-    #: Label of the visit, the same for all samples of a group, in all parts and steps; -1: the epoch, for prompts once per epoch
+    #: Label of the visit, the same for all samples of a group, in all parts and steps. -1: the epoch.
     visit: int = -1
 
     def __post_init__(self) -> None:
