@@ -1,15 +1,11 @@
 """The adaptive drafter: several sources, calibrated confidence, drafts that end where they stop being profitable.
 
-The sources are the prompt's history, the live texts of its group, the request's text, and counts over all responses
-(:class:`~verl_rhyme.drafting.live_texts.LiveTexts`). Each draft position takes the token most likely to be accepted
-(:mod:`~verl_rhyme.drafting.confidence`). The walk ends where the probability that a token is reached and accepted falls
-below ``drafting.floor``. A batch drafts the likeliest planned tokens that its budget allows and that are worth their
-verification (:mod:`~verl_rhyme.drafting.budget`). A request that regenerates an interrupted response drafts from its
-previous text (:mod:`~verl_rhyme.drafting.regrowth`) wherever that promises as many tokens.
-
-The drafter is a state machine without a clock. A few calls of compiled code serve all rows of a step: they learn from
-the sampled tokens, plan all rows on any number of threads with the same result, then count the tokens for later plans.
-A history may arrive while its requests run; until then they draft from the other sources.
+The sources are the prompt's history, live texts of its group, the request's text, counts over all responses, and the
+previous text of a regenerated response. Each position takes the token most likely to be accepted. The walk ends where
+the probability that a token is reached and accepted falls below ``drafting.floor``. A batch drafts the likeliest
+planned tokens that its budget allows and that are worth their verification. There is no clock: compiled code learns
+from a step's sampled tokens, plans all rows with the same result on any number of threads, then counts the tokens for
+later plans. A history may arrive while its requests run.
 """
 
 from __future__ import annotations
@@ -354,7 +350,6 @@ def _slot_arrays(slots: int, longest: int) -> SlotArrays:
 
 
 def warm() -> None:
-    """Compile all kernels (or load them from numba's disk cache) before the first request."""
     suffix_index.warm()
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 10), lambda key: None, slots=1)
     drafter.start("", b"", np.array([2, 1], dtype=np.int32))

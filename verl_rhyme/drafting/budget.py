@@ -89,13 +89,11 @@ class Rest:
         self._waited = np.zeros(WIDTHS, dtype=np.int64)
 
     def plans(self, rows: int) -> bool:
-        """Return whether to plan the next step of ``rows`` rows."""
         width = width_of(rows)
         self._waited[width] += 1
         return bool(self._waited[width] > self._interval[width])
 
     def asleep(self, rows: int) -> bool:
-        """Return whether the drafter has long rested with ``rows`` rows."""
         return bool(self._interval[width_of(rows)] == self.SELDOM)
 
     def pays(self, rows: int, gain: float, seconds: float) -> bool:

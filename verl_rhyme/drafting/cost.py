@@ -81,7 +81,6 @@ class StepCost:
 
 
 def width_of(rows: int) -> int:
-    """Return the class of a batch's width."""
     return min(rows.bit_length(), WIDTHS - 1)
 
 

@@ -10,8 +10,6 @@ from verl_rhyme.history.record import PromptHistory
 
 
 class Pending(Enum):
-    """Type of :data:`PENDING`."""
-
     PENDING = 0
 
 
@@ -20,13 +18,11 @@ PENDING = Pending.PENDING
 
 
 class Source(Protocol):
-    """Source of histories."""
-
     def get(self, key: bytes) -> PromptHistory | Pending | None:
-        """Return a prompt's history. Called when the first request of the prompt starts."""
+        """Called when the first request of the prompt starts."""
 
     def release(self, key: bytes, history: PromptHistory | None) -> None:
-        """Free a prompt's history, which is no longer in use. Called when the last request of the prompt ends."""
+        """Called when the last request of the prompt ends, to free its history."""
 
 
 Get = Callable[[bytes], PromptHistory | None]

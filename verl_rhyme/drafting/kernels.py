@@ -1,11 +1,9 @@
 """Compiled core of the adaptive drafter: live texts, occurrences of the latest tokens, confidence, the walk.
 
-One call of :func:`observe` serves a whole batch. Then :func:`plan` changes only the rows that it plans, so that several
-threads may plan parts of a batch with the same result. :func:`count` does the work that plans do not wait for, while
-the engine decodes. This module holds no state: :mod:`verl_rhyme.drafting.live_texts`,
-:mod:`verl_rhyme.drafting.confidence` and :mod:`verl_rhyme.drafting.adaptive` own and describe the arrays. Code and
-constants are in one file, because numba's disk cache does not notice changes in other files. Only the types of the
-state, which are part of its key, are in :mod:`verl_rhyme.drafting.arrays`.
+:func:`observe` serves a whole batch. :func:`plan` changes only the rows that it plans, so that threads may plan parts
+of a batch with the same result. :func:`count` does the work that plans do not wait for. Modules ``live_texts``,
+``confidence`` and ``adaptive`` own and describe the arrays. Code and constants are in one file, because numba's disk
+cache does not notice changes in other files; the types of the state, part of its key, are in ``arrays``.
 """
 
 from __future__ import annotations
@@ -83,7 +81,6 @@ _RECORDED = (1 / (1 + np.exp(-(np.arange(256.0) - 128) / 16))).astype(np.float32
 
 
 def scratch(longest: int) -> Scratch:
-    """Allocate the work space of walks of up to ``longest`` draft tokens."""
     n, candidates = MAX_OCCURRENCES, _MAX_DISTINCT
     return Scratch(
         position=np.zeros(n, dtype=np.int64),
@@ -225,7 +222,6 @@ def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span):
 
 @njit(cache=True, nogil=True)
 def _prefetch_row(live, slots, scratch, slot, text, length):
-    """Prefetch the memory that a row's plan reads first, while another row is planned."""
     for order in range(_contexts(text, length, scratch.keys)):
         _prefetch(live.counts, _bucket(live.counts, scratch.keys[order])[0])
     heads = live.head_group
@@ -640,7 +636,6 @@ def _first_source(votes, j):
 
 @njit(cache=True, nogil=True)
 def _index(candidates, distinct, token):
-    """The number of candidates if the token is none of them."""
     j = 0
     while j < distinct and candidates[j] != token:
         j += 1

@@ -68,6 +68,5 @@ def _signs(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def refuse(found: str) -> None:
-    """Raise :class:`ConfigError` if ``found``, a sign of recurrent layers, is not empty."""
     if found:
         raise ConfigError(f"cannot draft for this model ({found}): {REASON}; {REMEDY}")

@@ -1,16 +1,12 @@
 """Drafts from the previous text of a request that a weight update interrupted and that is regenerated.
 
-Newer weights mostly generate the same tokens again, so the previous text is drafted in long windows. A pointer marks
-the expected token in it. A differing token is first taken for a substitution: the pointer continues at the same offset,
-because coupled noise is keyed by position and diverged texts realign at the same position. If they do not realign
-within a few tokens, tokens were inserted or deleted. The response's latest n-gram is then searched in the previous
-text, around the last aligned offset.
+Newer weights mostly generate the same tokens again. A pointer marks the expected token. A differing token is first
+taken for a substitution, because coupled noise is keyed by position and diverged texts realign at the same position. If
+they do not realign within a few tokens, the latest n-gram is searched around the last aligned offset.
 
 The probability of the expected token comes from a table of observed agreement, by kind of alignment and by the length
-of agreement since the last difference. Every sampled token updates it, drafted or not. The pointer's state is a
-function of the two texts only, however the response is split into steps.
-
-The module is a state machine without a clock or threads; one call of compiled code serves all rows of a step.
+of agreement since the last difference; every sampled token updates it. The state is a function of the two texts only,
+however the response is split into steps. One call of compiled code serves all rows of a step.
 """
 
 from __future__ import annotations
@@ -145,7 +141,6 @@ def _plan(slots, table, batch, plans, sampled, floor, vocabulary):
 
 @njit(cache=True, nogil=True)
 def _over(state, size):
-    """Whether the response has passed the end of the previous text, or there is none."""
     return state[POSITION] >= size and state[HOME] >= size
 
 

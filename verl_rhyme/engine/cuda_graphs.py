@@ -1,11 +1,9 @@
 """CUDA graph settings for steps whose rows hold different numbers of tokens.
 
-verl asks vLLM for ``FULL_AND_PIECEWISE``. With speculation, vLLM's full graphs serve only steps where every row drafted
-the same, longest number of tokens. Ragged drafts never do. vLLM also rounds all capture sizes up to multiples of that
-number plus one (33, 66, ...), which would pad every step that far. With the patch ``vllm_undrafted_graphs`` an engine
-captures full graphs for steps without drafts; ragged steps run in piecewise graphs, which depend only on the sum of
-tokens. vLLM stops capturing at 512 tokens. A wide batch with drafts exceeds that, and larger steps would run without a
-graph.
+With speculation, vLLM's full graphs serve only steps where every row drafted the same, longest number of tokens, and
+capture sizes are rounded up to multiples of that number plus one (33, 66, ...). With the patch
+``vllm_undrafted_graphs`` full graphs serve steps without drafts; ragged steps run in piecewise graphs, which depend
+only on the sum of tokens. vLLM stops at 512 tokens, which a wide batch with drafts exceeds.
 """
 
 from __future__ import annotations

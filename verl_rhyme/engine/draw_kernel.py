@@ -132,7 +132,6 @@ def _rank(logits, stride, tokens, vocabulary, part_size, ranks, BLOCK: tl.conste
 
 
 def _parts(rows: int, vocabulary: int) -> tuple[int, int]:
-    """Return the parts of a row and the entries of each part."""
     parts = max(1, min(-(-_PROGRAMS // rows), -(-vocabulary // _BLOCK)))
     size = -(-vocabulary // parts)
     size = -(-size // _BLOCK) * _BLOCK

@@ -1,17 +1,15 @@
 """Token draws for a batch of logits: noise keys, sampling options, log-probabilities.
 
-The noise is keyed by request and position (:mod:`verl_rhyme.sampling.noise`). A request may carry its key, so that it
-uses the same noise when it is regenerated. A request with a ``seed`` is keyed by it, any
-other by its id. Sampling options other than the temperature go through vLLM's processors first, a few rows at a time.
+The noise is keyed by position and by the request's own key (so that it repeats when it is regenerated), ``seed`` or id.
+Options other than the temperature go through vLLM's processors first, a few rows at a time.
 
 Log-probabilities are those of vLLM's ``logprobs_mode``, or with :data:`POLICY_LOGPROBS` the policy's: over the whole
 vocabulary at the request's temperature, as verl's actor computes them, before any option that masks or shifts logits.
-The masks of grammars and thinking budgets come before the draw, so the masked rows are kept (:meth:`Drawer.keep`).
 
-This module is for vLLM's V1 model runner. A row's ``num_tokens_no_spec`` there counts its prompt and the tokens sampled
-so far, hence it is the position of the next token. ``InputBatch.add_request`` sets it for new and resumed requests, and
-``_bookkeeping_sync`` advances it. While a prompt is prefilled in chunks, the draw is discarded. Asynchronous scheduling
-with a model's drafts does not advance it, so that combination is refused.
+In vLLM's V1 model runner a row's ``num_tokens_no_spec`` counts prompt and sampled tokens, hence it is the position of
+the next token; while a prompt is prefilled in chunks, the draw is discarded. ``InputBatch.add_request`` sets it, and
+``_bookkeeping_sync`` advances it. Asynchronous scheduling with a model's drafts does not advance it, so that
+combination is refused.
 """
 
 from __future__ import annotations
@@ -45,8 +43,6 @@ _LATER_TEXT = re.compile("([1-9][0-9]*)_")
 
 
 class BatchNoise:
-    """Noise keys and positions of the rows of a model runner's batch."""
-
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._ids: list[str] = []  # vLLM's request ids of the latest batch
@@ -123,7 +119,6 @@ class Drawer:
             self._kept.append((rows, logits[torch.from_numpy(rows).to(logits.device, non_blocking=True)]))
 
     def budgeted(self, metadata: SamplingMetadata) -> np.ndarray:
-        """Return the requests with a thinking budget, int64."""
         holder = metadata.thinking_budget_state_holder
         return self._noise.budgeted() if holder is not None and holder.has_tracked_requests() else np.empty(0, np.int64)
 
@@ -160,7 +155,6 @@ class Drawer:
         return Drawn(tokens, table)
 
     def _restore(self, table: LogprobsTensors, tokens: torch.Tensor, rows: Rows, metadata: SamplingMetadata) -> None:
-        """Write the policy's log-probabilities of the kept rows into the table."""
         for masked, logits in reversed(self._kept):  # a row of two masks was kept twice, at first as the model's
             for part in _slices(len(logits), _most(logits)):
                 at = masked[part]
@@ -261,7 +255,6 @@ def _table_of_one(tokens: torch.Tensor, logprobs: torch.Tensor, ranked: torch.Te
 
 
 def _wanted(metadata: SamplingMetadata) -> int | None:
-    """Log-probabilities of each row besides its token's; ``None``: no request wants any."""
     asked = metadata.logprob_token_ids
     return max(metadata.max_num_logprobs or 0, *map(len, asked.values())) if asked else metadata.max_num_logprobs
 

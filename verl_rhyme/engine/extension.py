@@ -55,7 +55,6 @@ class RhymeWorkerMethods:
         return [str(status) for status in patches.refused(patches.VLLM)]
 
     def take_request_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
-        """Return and forget the speculation counts of finished requests (``RequestMeta.id``)."""
         proposer = getattr(self.model_runner, "drafter", None)
         return proposer.take_counts(ids) if isinstance(proposer, HistoryProposer) else {}
 

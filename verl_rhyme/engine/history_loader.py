@@ -1,11 +1,9 @@
 """Background loading of prompts' histories, so that a step that admits requests does not wait for them.
 
-A history of 500k tokens takes 4.5 MB. Copying it out of the store (possibly from disk), checking and preparing it takes
-several milliseconds, mostly without the GIL. The thread frees its memory as well. On a node that does not record, a
-history is read once its copy has arrived (:mod:`verl_rhyme.history.copies`), for as long as a request needs it.
-
-All histories in memory have a bound: 16 responses of 32k tokens in each of 4 visits take 24 MiB when decoded. A prompt
-beyond it waits until others are released; its requests draft from other texts meanwhile.
+To read, check and prepare a history of 500k tokens (4.5 MB) takes several milliseconds, mostly without the GIL. A copy
+from another node (:mod:`verl_rhyme.history.copies`) is read once it has arrived. All histories in memory have a bound:
+16 responses of 32k tokens in each of 4 visits take 24 MiB when decoded. A prompt beyond it waits until others are
+released; its requests draft from other texts meanwhile.
 """
 
 from __future__ import annotations

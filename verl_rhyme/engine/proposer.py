@@ -240,7 +240,7 @@ class HistoryProposer:
     def take_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
         """Return and forget the RequestCounts of finished requests: record columns by ``RequestMeta.id``.
 
-        One of them also has the changes since the last call: ``draft_errors`` (drafter and history) and ``draft_seconds``.
+        One of them also has ``draft_errors`` (drafter and history) and ``draft_seconds`` since the last call.
         """
         drafter = self._drafter
         if drafter is None:

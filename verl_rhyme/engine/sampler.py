@@ -143,7 +143,7 @@ def install(runner: Any, logprobs_mode: str | None = None) -> str:
 
 
 def _custom_processors(present: Iterable[Any]) -> str:
-    """Return why logits processors other than vLLM's are refused: speculation omits those of entry points silently."""
+    """Return why processors other than vLLM's are refused: with speculation vLLM omits those of entry points."""
     known = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
     packages = [
         f"{point.value} (package {point.dist.name})" if point.dist else point.value

@@ -277,7 +277,7 @@ class RhymeHttpServer(vLLMHttpServer):
         rhyme: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Generate a response, as verl's server does, with a record. ``rhyme``: RequestMeta's fields, from our client."""
+        """Generate a response, as verl's server does, with a record. ``rhyme``: RequestMeta's fields, if ours."""
         meta = RequestMeta(**{**(rhyme or {}), "id": request_id})
         arrived = time.time()
         if not await self._gate.enter(request_id, meta.assignment.oldest_version):

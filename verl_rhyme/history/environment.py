@@ -243,7 +243,6 @@ def _truncation(file: Path) -> list[str]:
 
 
 def current(path: Path) -> Path | None:
-    """Return the environment in use."""
     try:
         name = (path / _CURRENT).read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -42,9 +42,8 @@ def acquire(path: Path, run: str | None, timeout: float) -> int:
 
     Data of another run are deleted, as are folders of killed writers next to this one; data of a dead writer of this
     run stay. Without a ``run`` all data stay. ``timeout`` is in seconds, for a writer that is just ending. Closing the
-    returned descriptor, or the death of the process, releases the lock.
-
-    Raises :class:`HistoryError` if another writer is or may be alive, or the folder is a link or another user's.
+    returned descriptor, or the death of the process, releases the lock. Raises HistoryError if another writer is or may
+    be alive, or the folder is a link or another user's.
     """
     descriptor = _lock_writer(path, timeout)
     try:

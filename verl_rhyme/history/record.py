@@ -202,7 +202,6 @@ class PromptHistory:
         return self.extended((), step=-1, epochs=epochs)
 
     def encode(self) -> bytes:
-        """Return the prompt's value in the store."""
         n = len(self.tokens)
         token_bits, suffix_bits = packing.width_of(int(self.tokens.max()) + 1), packing.width_of(n - 1)
         tokens = packing.pack(self.tokens + np.int32(1), token_bits)

@@ -1,12 +1,11 @@
 """Selection of the prompts and visits that fit a byte bound: first fewer visits per prompt, then fewer prompts.
 
-A visit is one group of responses to a prompt: one per epoch, or more if the data repeat the prompt. Each prompt has a
-fixed place in [0, 1), a hash of its key. Its latest visit has rank ``place``, the visit before ``1 + place``, and so
-on. Visits with a rank below one number, the level, are kept. A level of 2.3 keeps three visits of 30 % of the prompts
-and two of the others. A level of 0.4 keeps the latest visit of 40 % of the prompts, always the same ones. With
-reshuffled epochs, room for a share C of the prompts then has a hit rate of C. (Evicting the oldest first gives about
-C*C/2, because the evicted prompts come back soonest.) A prompt above the level is not written, but its size is
-remembered, so the level follows the sizes of all prompts in both directions.
+A visit is one group of responses to a prompt. Each prompt has a fixed place in [0, 1), a hash of its key. Its latest
+visit has rank ``place``, the visit before ``1 + place``, and so on; ranks below one number, the level, are kept. A
+level of 2.3 keeps three visits of 30 % of the prompts and two of the others, a level of 0.4 the latest visit of always
+the same 40 %. With reshuffled epochs, room for a share C of the prompts then has a hit rate of C. (Evicting the oldest
+first gives about C*C/2, because the evicted prompts come back soonest.) A prompt above the level is not written, but
+its size is remembered, so the level follows the sizes of all prompts in both directions.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ class Retention:
         return len(self._row)
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether any visit of a prompt is kept."""
         row = self._row.get(key)
         return row is not None and bool(self._table["units"][row])
 
@@ -96,7 +94,6 @@ class Retention:
 
     @property
     def prompts(self) -> int:
-        """Number of prompts with kept visits."""
         return int(np.count_nonzero(self._rows["units"]))
 
     @property

@@ -1,13 +1,10 @@
 """Values of the prompts in one environment, with the ledger of their sizes; both change together.
 
-:mod:`verl_rhyme.history.retention` decides which values stay. A prompt in an append is kept with as many visits as the
-level allows, or not written at all, to avoid thrashing (``HistoryStore.append``). Other values are removed here:
-
-- :meth:`Values.evict_excess` runs in the append's transaction while the values exceed their bound (0.7 of
-  ``history.max_bytes``). It drops excess visits and deletes excess prompts; LMDB reuses their pages later.
-- :meth:`Values.copy_to` runs if LMDB still has no pages left (a transaction writes before it frees, and values need
-  contiguous pages). It copies the remaining values into a new, dense environment that replaces the old one. Until then
-  the disk holds both: ``max_bytes`` and the values once more.
+:mod:`verl_rhyme.history.retention` decides which values stay: an append keeps as many visits of a prompt as the level
+allows, or does not write it, to avoid thrashing. :meth:`Values.evict_excess` runs in the append's transaction while the
+values exceed their bound; LMDB reuses their pages later. :meth:`Values.copy_to` runs if LMDB still has no pages left (a
+transaction writes before it frees, and values need contiguous pages), into a new, dense environment that replaces the
+old one. Until then the disk holds both: ``max_bytes`` and the values once more.
 """
 
 from __future__ import annotations

@@ -119,9 +119,9 @@ class HistoryService:
             )
 
     def rewards(self, stored: StoredSamples) -> np.ndarray:
-        """Return each sample's reward, float64[N]. The writer sums the token rewards, so they are not sent here.
+        """Return float64[N]. The writer sums the token rewards, so they are not sent here.
 
-        :class:`HistoryUnavailable` if the writer does not answer now, which does not count as a failure of the writer.
+        :class:`HistoryUnavailable` does not count as a failure of the writer.
         """
         if self._writer is None:
             raise HistoryUnavailable("no history writer is running now")
@@ -138,13 +138,12 @@ class HistoryService:
         self._ask(lambda writer: writer.fetch.remote(piece), _TIMEOUT_S)
 
     def append(self, piece: TrainedBatch, step: int) -> dict[str, Any]:
-        """Let the writer record a piece, fetching it if necessary; return its statistics and counts. As :meth:`fetch`."""
+        """Let the writer record a piece, fetching it if necessary; return its statistics. Raises as :meth:`fetch`."""
         stats = self._ask(lambda writer: writer.append.remote(piece, step), _TIMEOUT_S)
         self._bytes = int(stats["bytes"])
         return stats
 
     def snapshot(self, checkpoint: str) -> None:
-        """Copy the history into a checkpoint, or raise :class:`HistoryUnavailable`."""
         folder = os.path.join(checkpoint, SNAPSHOT_FOLDER)
         self._ask(lambda writer: writer.snapshot.remote(folder), self._copy_timeout)
 

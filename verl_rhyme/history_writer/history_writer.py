@@ -43,7 +43,6 @@ def node_history_dir(base: str, node_id: str) -> str:
 
 
 def object_store(node_id: str) -> int:
-    """Return the bytes of a node's Ray object store."""
     [node] = [node for node in ray.nodes() if node["NodeID"] == node_id]
     return int(node["Resources"].get("object_store_memory", 0))
 
@@ -89,7 +88,6 @@ class HistoryWriter:
         return os.getpid()
 
     def bound(self) -> int:
-        """Return the bytes that the history may take."""
         return self._store.max_bytes
 
     def lower_priority(self) -> None:
