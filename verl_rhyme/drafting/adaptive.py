@@ -1,18 +1,11 @@
 """The adaptive drafter: several sources, calibrated confidence, drafts that end where they stop being profitable.
 
-The sources are the prompt's history, the live texts of its group, the request's text, and counts over all responses
-(:class:`~verl_rhyme.drafting.live_texts.LiveTexts`).
-Each draft position takes the token most likely to be accepted (:mod:`~verl_rhyme.drafting.confidence`). The walk ends
-where the probability that a token is reached and accepted falls below ``drafting.floor``. A batch drafts the likeliest
-of all planned tokens, as many as its budget allows and as are worth their verification
-(:mod:`~verl_rhyme.drafting.budget`).
-
-A request that regenerates an interrupted response has its previous text (:mod:`~verl_rhyme.drafting.regrowth`). The
-draft comes from that text wherever it promises as many tokens.
-
-The drafter is a state machine without a clock. A few calls of compiled code serve all rows of a step: they learn from
-the sampled tokens, then plan all rows on any number of threads with the same result, then count the tokens for
-later plans. A history may arrive while its requests run; until then they draft from the other sources.
+The sources are the prompt's history, live texts of its group, the request's text, counts over all responses, and the
+previous text of a regenerated response. Each position takes the token most likely to be accepted. The walk ends where
+the probability that a token is reached and accepted falls below ``drafting.floor``. A batch drafts the likeliest
+planned tokens that its budget allows and that are worth their verification. There is no clock: compiled code learns
+from a step's sampled tokens, plans all rows with the same result on any number of threads, then counts the tokens for
+later plans. A history may arrive while its requests run.
 """
 
 from __future__ import annotations
@@ -62,22 +55,14 @@ class _Request:
 
 
 class AdaptiveDrafter:
-    """The adaptive drafter; a :class:`verl_rhyme.drafting.policy.DraftPolicy`.
-
-    Args:
-        config: ``drafting`` section of the config.
-        histories: Source of histories, or a function from a prompt's key to its history or ``None``.
-        slots: Expected number of running requests, at least 1; more of them cost a copy of the state.
-        vocabulary: Exclusive upper bound of drafted token ids.
-        threads: Threads that plan the rows.
-    """
+    """The adaptive drafter; a :class:`verl_rhyme.drafting.policy.DraftPolicy`."""
 
     def __init__(
         self,
         config: DraftingConfig,
         histories: Source | Get,
-        slots: int = 256,
-        vocabulary: int = 1 << 31,
+        slots: int = 256,  # expected running requests; more of them cost a copy of the state
+        vocabulary: int = 1 << 31,  # exclusive upper bound of drafted token ids
         threads: Threads | None = None,
     ):
         self._config, self._vocabulary = config, min(vocabulary, (1 << 31) - 1)
@@ -103,11 +88,9 @@ class AdaptiveDrafter:
         self._last: tuple[np.ndarray, np.ndarray] = np.zeros((0, 1)), np.zeros(0, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Return the number of live requests."""
         return len(self._requests)
 
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
-        """Start a request, or restart it (for example after a resume)."""
         self._forget(request)
         if not self._free:
             self._grow()
@@ -130,14 +113,12 @@ class AdaptiveDrafter:
         self._regrowth.start(slot, previous)
 
     def add_history(self, key: bytes, history: PromptHistory | None) -> bool:
-        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.add_history`."""
         waiting = self._shared.deliver(key, history)
         if waiting:
             self._set_history(history, key, waiting)
         return bool(waiting) and history is not None
 
     def step(self, done: DecodeStep) -> list[list[int]]:
-        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
         rows = len(done.requests)
         drafted, accepted = np.asarray(done.drafted, dtype=np.int64), np.asarray(done.accepted, dtype=np.int64)
         budget = max(0, done.budget)
@@ -188,7 +169,6 @@ class AdaptiveDrafter:
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
 
     def _weigh(self, done: DecodeStep, batch: Batch, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Learn a step's price, and what its plan gained."""
         assert done.seconds is not None
         rows, size = len(drafted), int(drafted.sum())
         self.cost.observe(rows, size, done.seconds, done.prefilled)
@@ -221,7 +201,7 @@ class AdaptiveDrafter:
     def _tried(
         self, reach: np.ndarray, planned: np.ndarray, granted: np.ndarray, most: int, prices: np.ndarray
     ) -> np.ndarray:
-        """Return the grants of an experiment: up to ``most`` tokens that take no more than a step's time, if at all."""
+        """An experiment grants up to ``most`` tokens that take no more than a step's time, if at all."""
         size = int(granted.sum())
         most = min(most, max(1, int(np.searchsorted(prices, prices[size] + prices[0], side="right")) - 1))
         tried = select_tokens(reach, planned, most, FREE)
@@ -248,14 +228,13 @@ class AdaptiveDrafter:
         return omits
 
     def _slots_of(self, requests: tuple[str, ...]) -> np.ndarray:
-        """Return the slots of the requests, int32[B]; the result of the last step is reused for the same requests."""
+        """int32[B]; the result of the last step is reused for the same requests."""
         if self._batch is None or self._batch[0] != requests:
             ids = np.array([self._requests[request].slot for request in requests], dtype=np.int32)
             self._batch = requests, ids
         return self._batch[1]
 
     def _plan(self, batch: Batch, plans: Plans, floor: float) -> None:
-        """Plan all rows, each thread a part of them; see :func:`verl_rhyme.drafting.kernels.plan`."""
         rows = len(batch.ids)
         parts = max(1, min(self._threads.count, rows // ROWS_A_THREAD))
         ends = [rows * part // parts for part in range(parts + 1)]
@@ -287,7 +266,6 @@ class AdaptiveDrafter:
         return [row[:k] for row, k in zip(*self._last, strict=True)]
 
     def finish(self, request: str) -> RequestCounts:
-        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.finish`."""
         live = self._requests.get(request)
         if live is None:
             return RequestCounts()
@@ -298,7 +276,6 @@ class AdaptiveDrafter:
         return RequestCounts(drafted, accepted, verified, live.history_hit, reverified, by_source)
 
     def _set_history(self, history: PromptHistory | None, key: bytes, requests: list[_Request]) -> None:
-        """Make requests of a prompt draft from its history."""
         # The group's number changes with the history, because texts that it contains are no longer siblings.
         newest = int(history.step.max()) if history is not None and len(history) else -1
         self._newest[key] = newest
@@ -343,7 +320,7 @@ class AdaptiveDrafter:
 
 
 def _group(key: bytes, newest: int) -> int:
-    """Return the number of a prompt's group, by the step of the latest response in its history (-1: none)."""
+    """``newest`` is the step of the latest response in the prompt's history (-1: none)."""
     return zlib.crc32(key, newest & 0xFFFFFFFF)
 
 
@@ -373,7 +350,6 @@ def _slot_arrays(slots: int, longest: int) -> SlotArrays:
 
 
 def warm() -> None:
-    """Compile all kernels (or load them from numba's disk cache) before the first request."""
     suffix_index.warm()
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 10), lambda key: None, slots=1)
     drafter.start("", b"", np.array([2, 1], dtype=np.int32))

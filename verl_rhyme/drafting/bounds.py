@@ -12,14 +12,9 @@ from verl_rhyme.config import MAX_DRAFT_TOKENS
 
 
 def logits_row_bytes(vocab: int, itemsize: int, ranks: int = 1) -> int:
-    """Return the peak bytes of one row of logits on a GPU.
+    """Return the peak bytes of one row of logits on a GPU; ``itemsize`` is in the model's dtype.
 
     With several tensor-parallel ranks vLLM holds the rank's part, the gathered parts, and the reordered row.
-
-    Args:
-        vocab: Vocabulary size.
-        itemsize: Bytes of a logit, in the model's dtype.
-        ranks: Tensor-parallel ranks.
     """
     whole = vocab * itemsize
     return whole if ranks == 1 else 2 * whole + -(-whole // ranks)
@@ -35,29 +30,19 @@ def profiled_bytes(vocab: int, itemsize: int, slots: int) -> int:
 
 
 def logits_budget(vocab: int, rows: int, slots: int, memory: int, itemsize: int = 2, ranks: int = 1) -> int:
-    """Return the most draft tokens of a batch whose logits take at most ``memory`` beyond :func:`profiled_bytes`.
+    """Return the most draft tokens of a batch of ``rows`` rows.
 
-    Args:
-        vocab: Vocabulary size.
-        rows: Rows of the batch, with or without drafts.
-        slots: vLLM's ``max_num_seqs``.
-        memory: Bytes.
-        itemsize, ranks: See :func:`logits_row_bytes`.
+    Their logits take at most ``memory`` bytes beyond :func:`profiled_bytes`.
     """
     fitting = (memory + profiled_bytes(vocab, itemsize, slots)) // logits_row_bytes(vocab, itemsize, ranks)
     return max(0, fitting - rows)
 
 
 def step_budget(step_tokens: int, rows: int, prompts_wait: bool) -> int:
-    """Return the most draft tokens that leave room for a step's other tokens.
+    """Return the most draft tokens that leave room for a step's other tokens: half as many if ``prompts_wait``.
 
     vLLM's scheduler gives a step's tokens to requests in the order in which they run, drafts included. Too many draft
     tokens truncate the last drafts, leave the last requests without a token, and delay the prefill of prompts.
-
-    Args:
-        step_tokens: Token budget of the scheduler for a step.
-        rows: Rows of the batch.
-        prompts_wait: Whether prompts may wait for prefill; half of the tokens are then left to them.
     """
     room = max(0, step_tokens - rows)
     return room // 2 if prompts_wait else room
@@ -66,17 +51,10 @@ def step_budget(step_tokens: int, rows: int, prompts_wait: bool) -> int:
 def request_limits(
     lengths: np.ndarray, generated: np.ndarray, max_tokens: np.ndarray, max_model_len: int, cap: int
 ) -> np.ndarray:
-    """Return the most draft tokens of each request. A draft of K tokens can yield K + 1, which must all fit.
+    """Return the most draft tokens of each request, int64[B]. A draft of K tokens can yield K + 1, which must all fit.
 
-    Args:
-        lengths: int[B], tokens so far, prompt and response.
-        generated: int[B], tokens of the response so far.
-        max_tokens: int[B], longest response.
-        max_model_len: vLLM's longest sequence.
-        cap: Value of ``drafting.max_tokens``.
-
-    Returns:
-        int64[B], each from 0 to ``min(cap, 128)``; 128 is vLLM's limit.
+    ``lengths`` are the tokens so far, ``generated`` those of the response, ``max_tokens`` the longest responses, int[B]
+    each; ``cap`` is ``drafting.max_tokens``, at most vLLM's 128.
     """
     room = np.minimum(max_tokens.astype(np.int64) - generated, max_model_len - lengths) - 1
     return np.maximum(0, np.minimum(room, min(cap, MAX_DRAFT_TOKENS)))

@@ -25,16 +25,12 @@ _ROUNDING = 1 - 1e-6
 
 @njit(cache=True, nogil=True)
 def select_tokens(reach: np.ndarray, planned: np.ndarray, budget: int, prices: np.ndarray) -> np.ndarray:
-    """Choose the most valuable draft tokens of a batch.
+    """Choose the most valuable draft tokens of a batch; return int64[B], tokens granted to each row.
 
-    Args:
-        reach: float64[B, K], probability that each token is reached and accepted, decreasing along each row.
-        planned: int64[B], planned tokens of each row.
-        budget: Most draft tokens of the batch.
-        prices: float64[n], seconds of a step with 0, 1, ... draft tokens; more tokens than that cost nothing more.
-
-    Returns:
-        int64[B], granted tokens; their sum is at most ``min(budget, sum(planned))``, and equal to it with :data:`FREE`.
+    ``reach`` is float64[B, K], the probability that each token is reached and accepted, decreasing along each row, and
+    ``planned`` int64[B] its tokens. ``prices`` is float64[n], seconds of a step with 0, 1, ... draft tokens; more
+    tokens than that cost nothing more. The sum is at most ``min(budget, sum(planned))``, and equal to it with
+    :data:`FREE`.
     """
     rows = len(planned)
     granted = np.zeros(rows, dtype=np.int64)
@@ -93,13 +89,11 @@ class Rest:
         self._waited = np.zeros(WIDTHS, dtype=np.int64)
 
     def plans(self, rows: int) -> bool:
-        """Return whether to plan the next step of ``rows`` rows."""
         width = width_of(rows)
         self._waited[width] += 1
         return bool(self._waited[width] > self._interval[width])
 
     def asleep(self, rows: int) -> bool:
-        """Return whether the drafter has long rested with ``rows`` rows."""
         return bool(self._interval[width_of(rows)] == self.SELDOM)
 
     def pays(self, rows: int, gain: float, seconds: float) -> bool:
@@ -108,14 +102,10 @@ class Rest:
         return bool(gain >= planned - resting - self.NEGLIGIBLE * seconds)
 
     def observe(self, rows: int, planned: bool, planning: float, gain: float, seconds: float) -> None:
-        """Take in a finished step.
+        """Take in a finished step; times are in seconds.
 
-        Args:
-            rows: Rows of the step.
-            planned: Whether it was planned.
-            planning: Seconds of the drafter for it.
-            gain: Seconds that its drafts saved, less those of their verification.
-            seconds: Price of the step without drafts.
+        ``planning`` is the drafter's time for it, ``gain`` the time that its drafts saved less that of their
+        verification, ``seconds`` the price of the step without drafts.
         """
         width = width_of(rows)
         mean = self._planning[width, int(planned)]

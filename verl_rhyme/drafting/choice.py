@@ -23,17 +23,7 @@ MAX_OCCURRENCES = 64
 
 
 def choose(history: PromptHistory, low: int, high: int, limit: int, reward_weight: float) -> np.ndarray:
-    """Draft the likely continuation of a match.
-
-    Args:
-        history: History that contains the match.
-        low, high: Range of ``history.suffixes``, from :func:`verl_rhyme.history.suffix_index.longest_match`.
-        limit: Most draft tokens.
-        reward_weight: Weight of rewards in the votes, at least 0.
-
-    Returns:
-        int32[k], 0 <= k <= limit.
-    """
+    """Return the likely continuation, int32[k], k <= ``limit``, of the match ``history.suffixes[low:high]``."""
     return _choose(
         history.tokens, history.bounds, history.suffixes, history.scaled_reward, reward_weight, low, high, limit
     )

@@ -1,13 +1,11 @@
 """Confidence that the target accepts a draft token, learnt online from accepted and rejected drafts.
 
-At every draft position the occurrences of the latest tokens vote for the next token. The inputs are their vote shares,
-by source and match length, and the probabilities that earlier policies gave the same token. They are mixed as logits
-with weights that follow the gradient of the log loss (logistic mixing: Mattern, DCC 2012). The weight set depends on
-the longest match and on whether it is the first draft token. A table of observed acceptance per class of logit then
-corrects the mix; the mean of both is the confidence. The product of a draft's confidences is the probability that its
-last token is reached and accepted.
-
-The prior only states that longer matches are more reliable; some hundred verified tokens replace it.
+The occurrences of the latest tokens vote for the next one. The inputs are vote shares, by source and match length, and
+the probabilities that earlier policies gave the token. They are mixed as logits with weights that follow the gradient
+of the log loss (logistic mixing: Mattern, DCC 2012), by longest match and first or later draft token. A table of
+observed acceptance per class of logit corrects the mix; the mean of both is the confidence. The product of a draft's
+confidences is the probability that its last token is reached and accepted. The prior only states that longer matches
+are more reliable; some hundred verified tokens replace it.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ _CALIBRATION_PRIOR = 20.0
 
 
 def prior() -> Model:
-    """Return an untrained model."""
     weights = np.zeros((N_SETS, N_INPUTS))
     weights[:, : N_TEXTS * N_TIERS] = np.tile(_SHARE_PRIOR, N_TEXTS)
     weights[:, N_TEXTS * N_TIERS : N_TEXTS * N_TIERS + N_TIERS] = _RECORDED_PRIOR

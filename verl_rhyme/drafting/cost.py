@@ -39,11 +39,7 @@ _PASSES, _CLOSE = 200, 1e-4
 
 
 class StepCost:
-    """Online fit of the price of a step.
-
-    Args:
-        memory: Steps of a width after which an observation's weight has fallen to 1/e.
-    """
+    """Online fit of the price of a step; an observation's weight falls to 1/e in ``memory`` steps of its width."""
 
     def __init__(self, memory: int = 512):
         self._decay = 1 - 1 / memory
@@ -57,18 +53,10 @@ class StepCost:
 
     @property
     def ready(self) -> bool:
-        """Whether a step was observed."""
         return self.largest > 0
 
     def observe(self, rows: int, drafted: int, seconds: float, prefilled: int = 0) -> None:
-        """Take in one step.
-
-        Args:
-            rows: Requests that decoded in the step.
-            drafted: Draft tokens that the step verified.
-            seconds: Duration of the step.
-            prefilled: Prompt tokens that the step computed.
-        """
+        """Take in a step of ``rows`` decoding requests, ``drafted`` verified tokens and ``prefilled`` prompt tokens."""
         if rows <= 0 or not np.isfinite(seconds) or seconds <= 0:
             return
         width = width_of(rows)
@@ -93,7 +81,6 @@ class StepCost:
 
 
 def width_of(rows: int) -> int:
-    """Return the class of a batch's width."""
     return min(rows.bit_length(), WIDTHS - 1)
 
 
@@ -118,7 +105,7 @@ def _add(xx, xy, decay, rows, drafted, prefilled, weight):
 
 @njit(cache=True, nogil=True)
 def _fit(all_xx, all_xy, shares, fit, width, rows):
-    """Fit the coefficients of a width without negative ones, by coordinate descent from its last fit."""
+    """Coordinate descent from the width's last fit; no coefficient is negative."""
     xx, xy = np.zeros((_FEATURES, _FEATURES)), np.zeros(_FEATURES)
     for other in range(len(shares)):
         if all_xx[other, 0, 0] > 0:

@@ -10,8 +10,6 @@ from verl_rhyme.history.record import PromptHistory
 
 
 class Pending(Enum):
-    """Type of :data:`PENDING`."""
-
     PENDING = 0
 
 
@@ -20,13 +18,11 @@ PENDING = Pending.PENDING
 
 
 class Source(Protocol):
-    """Source of histories."""
-
     def get(self, key: bytes) -> PromptHistory | Pending | None:
-        """Return a prompt's history. Called when the first request of the prompt starts."""
+        """Called when the first request of the prompt starts."""
 
     def release(self, key: bytes, history: PromptHistory | None) -> None:
-        """Free a prompt's history, which is no longer in use. Called when the last request of the prompt ends."""
+        """Called when the last request of the prompt ends, to free its history."""
 
 
 Get = Callable[[bytes], PromptHistory | None]
@@ -34,8 +30,6 @@ Request = TypeVar("Request")
 
 
 class _Function:
-    """Adapter of a function to :class:`Source`."""
-
     def __init__(self, get: Get) -> None:
         self.get = get
 
@@ -44,11 +38,7 @@ class _Function:
 
 
 class Histories(Generic[Request]):
-    """Histories of prompts with live requests.
-
-    Args:
-        source: Source of histories, or a function from a prompt's key to its history or ``None``.
-    """
+    """Histories of prompts with live requests."""
 
     def __init__(self, source: Source | Get) -> None:
         self._source = _Function(source) if callable(source) else source
@@ -56,7 +46,6 @@ class Histories(Generic[Request]):
         self._requests: dict[bytes, list[Request]] = {}
 
     def __len__(self) -> int:
-        """Return the number of prompts with a live request."""
         return len(self._found)
 
     def acquire(self, key: bytes, request: Request) -> PromptHistory | Pending | None:

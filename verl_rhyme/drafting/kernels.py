@@ -1,11 +1,9 @@
 """Compiled core of the adaptive drafter: live texts, occurrences of the latest tokens, confidence, the walk.
 
-One call of :func:`observe` serves a whole batch. Then :func:`plan` changes only the rows that it plans, so that several
-threads may plan parts of a batch with the same result. :func:`count` does the work that plans do not wait for, while
-the engine decodes. This module holds no state: :mod:`verl_rhyme.drafting.live_texts`,
-:mod:`verl_rhyme.drafting.confidence` and :mod:`verl_rhyme.drafting.adaptive` own and describe the arrays. Code and
-constants are in one file, because numba's disk cache does not notice changes in other files. Only the types of the
-state, which are part of its key, are in :mod:`verl_rhyme.drafting.arrays`.
+:func:`observe` serves a whole batch. :func:`plan` changes only the rows that it plans, so that threads may plan parts
+of a batch with the same result. :func:`count` does the work that plans do not wait for. Modules ``live_texts``,
+``confidence`` and ``adaptive`` own and describe the arrays. Code and constants are in one file, because numba's disk
+cache does not notice changes in other files; the types of the state, part of its key, are in ``arrays``.
 """
 
 from __future__ import annotations
@@ -83,7 +81,6 @@ _RECORDED = (1 / (1 + np.exp(-(np.arange(256.0) - 128) / 16))).astype(np.float32
 
 
 def scratch(longest: int) -> Scratch:
-    """Allocate the work space of walks of up to ``longest`` draft tokens."""
     n, candidates = MAX_OCCURRENCES, _MAX_DISTINCT
     return Scratch(
         position=np.zeros(n, dtype=np.int64),
@@ -137,8 +134,6 @@ def _borrowed(typing_context, arrays):
 
 @intrinsic
 def _prefetch(typing_context, array, index):
-    """Prefetch the cache line of an element."""
-
     def codegen(context, builder, signature, args):
         kind = signature.args[0]
         there = context.make_array(kind)(context, builder, args[0])
@@ -156,16 +151,11 @@ def _prefetch(typing_context, array, index):
 
 @njit(cache=True, nogil=True)
 def observe(live, slots, model, batch, drafted, accepted):
-    """Learn from a step's sampled tokens, and add them to the live texts.
+    """Learn from a step's sampled tokens, and add them to the live texts; the state is changed in place.
 
-    Args:
-        live, slots, model: State, changed in place.
-        batch: The step's rows.
-        drafted, accepted: int64[B], draft tokens that the step verified, and those that it accepted.
-
-    Returns:
-        Tokens for :func:`count`: int32[k], the new tokens of each row after their context; and int64[B, 2], begin and
-        end of a row's new tokens in it.
+    ``drafted``, ``accepted``: int64[B], draft tokens that the step verified and accepted. Return tokens for
+    :func:`count`: int32[k], the new tokens of each row after their context; and int64[B, 2], begin and end of a row's
+    new tokens in it.
     """
     live, slots, model = _borrowed(live), _borrowed(slots), _borrowed(model)
     batch, (drafted, accepted) = _borrowed(batch), _borrowed((drafted, accepted))
@@ -204,12 +194,7 @@ def observe(live, slots, model, batch, drafted, accepted):
 
 @njit(cache=True, nogil=True)
 def count(counts, sampled, spans):
-    """Count a step's sampled tokens for later plans; each token touches a few cache lines in gigabytes of memory.
-
-    Args:
-        counts: Counts of the live texts, changed in place.
-        sampled, spans: Result of :func:`observe`.
-    """
+    """Count the tokens from :func:`observe` for later plans; each touches a few cache lines in gigabytes of memory."""
     counts, sampled, spans = _borrowed((counts, sampled, spans))
     begin = 0
     for b in range(len(spans)):
@@ -219,18 +204,11 @@ def count(counts, sampled, spans):
 
 @njit(cache=True, nogil=True)
 def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span):
-    """Plan the next drafts of rows.
+    """Plan the next drafts of the rows ``span[0]`` to before ``span[1]``; write to ``plans`` and the rows' slots only.
 
-    Args:
-        live, model: State, read only.
-        slots: State; the plans are written to the slots of these rows.
-        scratch: Work space of this thread.
-        batch: The step's rows.
-        plans: Plans, filled in place; ``reach`` and ``planned`` are zeros before. ``reach`` also has the token below
-            the minimum.
-        floor: Minimum probability that a planned token is reached and accepted.
-        vocabulary: Exclusive upper bound of token ids.
-        span: First row and end (exclusive) of the rows to plan.
+    ``plans.reach`` and ``.planned`` are zeros before; ``reach`` also gets the token below ``floor``, the minimum
+    probability that a planned token is reached and accepted. Token ids are below ``vocabulary``. ``scratch`` is this
+    thread's.
     """
     live, slots, model, scratch = _borrowed(live), _borrowed(slots), _borrowed(model), _borrowed(scratch)
     batch, plans = _borrowed(batch), _borrowed(plans)
@@ -244,7 +222,6 @@ def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span):
 
 @njit(cache=True, nogil=True)
 def _prefetch_row(live, slots, scratch, slot, text, length):
-    """Prefetch the memory that a row's plan reads first, while another row is planned."""
     for order in range(_contexts(text, length, scratch.keys)):
         _prefetch(live.counts, _bucket(live.counts, scratch.keys[order])[0])
     heads = live.head_group
@@ -264,7 +241,6 @@ def _hash(token, group, size):
 
 @njit(cache=True, nogil=True)
 def _append(live, slots, slot, text, first, last):
-    """Add ``text[first:last]`` to the slot's live text."""
     # Local names, because passing a tuple of arrays in a loop costs more than the work on it.
     texts, fill, link_group, head_group = live.text, live.fill, live.link_group, live.head_group
     block, group = slots.block[slot], slots.group[slot]
@@ -312,7 +288,6 @@ def _bucket(counts, key):
 
 @njit(cache=True, nogil=True)
 def _count(counts, text, first, last):
-    """Count each of ``text[first:last]`` after the contexts that it follows."""
     keys = np.empty(len(ORDERS), dtype=np.int64)
     starts = np.empty(_AT_ONCE * len(ORDERS), dtype=np.int64)
     marks = np.empty(_AT_ONCE * len(ORDERS), dtype=np.int64)
@@ -338,7 +313,6 @@ def _count(counts, text, first, last):
 
 @njit(cache=True, nogil=True)
 def _count_one(counts, start, mark, token, order):
-    """Count a token after one context."""
     least, fewest, found = start, np.int64(1 << 16), False
     for i in range(start, start + WAYS):
         entry = counts[i]
@@ -467,10 +441,7 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
 
 @njit(cache=True, nogil=True)
 def _entries(table, token):
-    """Return the range of suffix array entries that begin with a token; equal bounds if there are none.
-
-    ``table`` is :func:`verl_rhyme.history.suffix_index.first_tokens`.
-    """
+    """Return the range of suffix array entries that begin with a token; ``table`` is suffix_index.first_tokens."""
     at = token & (len(table) - 1)
     while table[at, 0] != token:
         if table[at, 0] < 0:
@@ -481,10 +452,10 @@ def _entries(table, token):
 
 @njit(cache=True, nogil=True)
 def _narrowed(text, suffixes, low, high, length, token):
-    """Narrow the range ``low`` to ``high`` of entries, which agree on ``length`` tokens, to those with ``token`` next.
+    """Narrow entries ``low`` to ``high``, which agree on ``length`` tokens, to those with ``token`` next.
 
-    Each access to an entry misses the cache. The common case that all entries agree is therefore tested first. Else a
-    binary search finds one agreeing entry, and from it the first and the last.
+    Each access misses the cache, so the common case that all agree is tested first. Else a binary search finds one
+    agreeing entry, and from it the first and the last.
     """
     if text[suffixes[low] - length] == token and text[suffixes[high - 1] - length] == token:
         return low, high
@@ -574,11 +545,7 @@ def _probability(logit):
 
 @njit(cache=True, nogil=True)
 def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary):
-    """Walk from the occurrences of the latest tokens, at each position to the candidate most likely to be accepted.
-
-    Returns:
-        Planned tokens of row ``b``.
-    """
+    """Walk from the occurrences of the latest tokens, at each position to the candidate most likely to be accepted."""
     slot, text, length = batch.ids[b], batch.tokens[batch.rows[b]], batch.lengths[b]
     draft, reach, planned = plans.draft[b], plans.reach[b], 0
     limit = min(batch.limits[b], len(draft))
@@ -661,7 +628,6 @@ def _copy(inputs, into):
 
 @njit(cache=True, nogil=True)
 def _first_source(votes, j):
-    """Return the first source with a vote for candidate ``j``."""
     for k in range(_N_VOTES):
         if votes[j, k]:
             return k // N_TIERS
@@ -670,7 +636,6 @@ def _first_source(votes, j):
 
 @njit(cache=True, nogil=True)
 def _index(candidates, distinct, token):
-    """Return the index of a token among the candidates; their number if it is none of them."""
     j = 0
     while j < distinct and candidates[j] != token:
         j += 1
@@ -768,7 +733,7 @@ def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
 
 @njit(cache=True, nogil=True)
 def _weigh(votes, total, mass, known, active, weights, j, recent, inputs):
-    """Return the logit that candidate ``j`` is accepted, and fill ``inputs`` with its inputs.
+    """Return the logit that candidate ``j`` is accepted, and fill ``inputs``.
 
     ``active[1:active[0]]`` are the vote classes with votes; the inputs of all other classes stay 0.
     """

@@ -1,15 +1,12 @@
 """Live texts: recent text of this engine's requests, indexed token by token, in bounded memory.
 
-Texts lie in linked blocks of a ring. The blocks filled longest ago are overwritten first, so the text of a finished
-request serves its group until newer text needs the space. A hash table holds the latest position of every token by
-group. Each position links to the previous one with the same token, so occurrences are visited latest first.
+Texts lie in linked blocks of a ring; the blocks filled longest ago are overwritten first. A hash table holds the latest
+position of every token by group, and each position links to the previous one with the same token.
 
-A second table counts over all responses how often each token followed the latest 1, 2, 3, 4 and 6 tokens. Its entries
-(context, token, count) lie in buckets of one cache line, and a lookup reads one bucket for each length. The idea is
-prediction by partial matching (Cleary and Witten, IEEE Trans. Commun. 32(4), 1984). While a bucket has space, its
-counts are exact except for hash collisions; in a full one the least frequent entries are replaced (after Misra and
-Gries, Sci. Comput. Program. 2, 1982). Prompts and resumed texts are not counted: a group shares its prompt, and resumed
-texts were counted before.
+A second table counts over all responses how often each token followed the latest 1, 2, 3, 4 and 6 tokens: prediction by
+partial matching (Cleary and Witten, IEEE Trans. Commun. 32(4), 1984). Its entries lie in buckets of one cache line. In
+a full one the least frequent entries are replaced (after Misra and Gries, Sci. Comput. Program. 2, 1982), else counts
+are exact except for hash collisions. Prompts and resumed texts, counted before, are left out.
 """
 
 from __future__ import annotations
@@ -23,10 +20,8 @@ from verl_rhyme.drafting.kernels import BLOCK, WAYS
 class LiveTexts:
     """Ring of live texts. It takes 8 bytes a token of capacity and 12 a hash bucket: 20 bytes a token at the default.
 
-    Args:
-        capacity: Kept tokens, prompts included; rounded up to whole blocks, at least ``4 * slots`` blocks, so that
-            running requests hold at most a quarter of them open.
-        slots: Most running requests.
+    ``capacity`` are tokens, prompts included, rounded up to whole blocks, at least ``4 * slots`` of them, so that
+    ``slots`` running requests hold at most a quarter of the blocks open.
     """
 
     def __init__(self, capacity: int, slots: int):
@@ -61,6 +56,6 @@ class LiveTexts:
 
 
 def _aligned(entries: int) -> np.ndarray:
-    """Return int64[entries] of zeros, aligned to a cache line."""
+    """int64[entries] of zeros, aligned to a cache line."""
     room = np.zeros(entries + WAYS, dtype=np.int64)
     return room[-(room.ctypes.data // 8) % WAYS :][:entries]

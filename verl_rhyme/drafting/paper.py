@@ -19,18 +19,12 @@ _NO_DRAFT = np.empty(0, dtype=np.int32)
 
 @dataclass(slots=True)
 class Window:
-    """Draft window of one request: grows with fully accepted drafts, resets at any rejection (RhymeRL, HistoSpec).
+    """Draft window of one request: grows with fully accepted drafts, resets at any rejection (RhymeRL, HistoSpec)."""
 
-    Attributes:
-        cap: Largest window in tokens.
-        size: Present window in tokens.
-    """
-
-    cap: int = 32
+    cap: int = 32  # most tokens
     size: int = 2
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Learn from the verification of a draft of at least one token."""
         self.size = min(self.size + 2 if accepted >= drafted else 2, self.cap)
 
 
@@ -49,21 +43,14 @@ class PaperDrafter:
 
     It looks up the latest seven tokens, backing off to three, in the prompt's history, and continues the match by
     :func:`verl_rhyme.drafting.choice.choose`.
-
-    Args:
-        config: ``drafting`` section of the config.
-        histories: Source of histories, or a function from a prompt's key to its history or ``None``.
-        vocabulary: Exclusive upper bound of drafted token ids.
-        match: Shortest and longest match in tokens.
-        reward_weight: Weight of rewards; see :mod:`verl_rhyme.drafting.choice`.
     """
 
     def __init__(
         self,
         config: DraftingConfig,
         histories: Source | Get,
-        vocabulary: int = 1 << 31,
-        match: tuple[int, int] = (3, 7),
+        vocabulary: int = 1 << 31,  # exclusive upper bound of drafted token ids
+        match: tuple[int, int] = (3, 7),  # shortest and longest, in tokens
         reward_weight: float = 1.0,
     ):
         self._max_tokens, self._match, self._reward_weight = config.max_tokens, match, reward_weight
@@ -72,14 +59,12 @@ class PaperDrafter:
         self._live: dict[str, _Request] = {}
 
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
-        """Start a request, or restart it (for example after a preemption); ``previous`` is ignored."""
         self._forget(request)
         live = _Request(key, self._window())
         live.history = self._histories.acquire(key, live)
         self._live[request] = live
 
     def add_history(self, key: bytes, history: PromptHistory | None) -> bool:
-        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.add_history`."""
         waiting = self._histories.deliver(key, history)
         for live in waiting:
             live.history = history
@@ -89,7 +74,6 @@ class PaperDrafter:
         return Window(cap=self._max_tokens)
 
     def step(self, done: DecodeStep) -> list[list[int]]:
-        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
         drafts = []
         for request, row, length, drafted, accepted, limit in zip(
             done.requests, done.rows, done.lengths, done.drafted, done.accepted, done.limits, strict=True
@@ -110,7 +94,6 @@ class PaperDrafter:
         return [draft.tolist() for draft in drafts]
 
     def finish(self, request: str) -> RequestCounts:
-        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.finish`."""
         live = self._forget(request)
         if live is None:
             return RequestCounts()
@@ -136,7 +119,6 @@ class PaperDrafter:
 
 
 def warm() -> None:
-    """Compile all kernels (or load them from numba's disk cache) before the first request."""
     suffix_index.warm()
     text = np.ones(5, dtype=np.int32)
     history = PromptHistory.build([Trajectory(b"", text, 1.0, 0, 0, 0)])

@@ -33,60 +33,33 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A finished decode step, with the bounds of the next drafts.
+    """A finished decode step, with the bounds of the next drafts."""
 
-    Attributes:
-        requests: B started requests.
-        rows: int[B], rows of the requests in ``tokens``.
-        tokens: int32[rows, positions], prompt and response of each, C-contiguous.
-        lengths: int[B], tokens of each request so far.
-        drafted, accepted: int[B], drafted and accepted tokens of the step; 0 without a draft.
-        limits: int[B], most draft tokens of each request (:func:`verl_rhyme.drafting.bounds.request_limits`).
-        budget: Most draft tokens of the batch.
-        seconds: Duration of the step without its plan; ``None`` after a pause.
-        planning: Seconds of the plan before it.
-        prefilled: Prompt tokens that the step computed.
-    """
-
-    requests: Sequence[str]
-    rows: np.ndarray
-    tokens: np.ndarray
-    lengths: np.ndarray
-    drafted: Sequence[int] | np.ndarray
-    accepted: Sequence[int] | np.ndarray
-    limits: np.ndarray
-    budget: int
-    seconds: float | None = None
-    planning: float = 0.0
-    prefilled: int = 0
+    requests: Sequence[str]  # B started requests
+    rows: np.ndarray  # int[B], rows of the requests in ``tokens``
+    tokens: np.ndarray  # int32[rows, positions], prompt and response of each, C-contiguous
+    lengths: np.ndarray  # int[B], tokens of each request so far
+    drafted: Sequence[int] | np.ndarray  # int[B], of the step; 0 without a draft
+    accepted: Sequence[int] | np.ndarray  # int[B]
+    limits: np.ndarray  # int[B], most draft tokens of each request (bounds.request_limits)
+    budget: int  # most draft tokens of the batch
+    seconds: float | None = None  # of the step without its plan; None after a pause
+    planning: float = 0.0  # seconds of the plan before it
+    prefilled: int = 0  # prompt tokens that the step computed
 
 
 class DraftPolicy(Protocol):
     """Drafter for the live requests of one engine."""
 
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
-        """Start or restart a request.
-
-        Args:
-            request: Name of the request.
-            key: Key of its prompt (:mod:`verl_rhyme.history.keys`).
-            previous: int32[n], tokens of the response that the request regenerates, if any.
-        """
+        """Start or restart a request; ``previous``, int32[n], are the tokens of the response that it regenerates."""
 
     def add_history(self, key: bytes, history: PromptHistory | None) -> bool:
-        """Take in the history of a prompt that was pending.
-
-        Returns:
-            Whether a request uses the history; otherwise the source may free it.
-        """
+        """Take in the history of a pending prompt; return whether a request uses it, else the source may free it."""
         ...
 
     def step(self, done: DecodeStep) -> list[list[int]]:
-        """Take in a decode step and draft for the next one.
-
-        Returns:
-            B drafts, each within its limit, together within the budget.
-        """
+        """Take in a decode step; return B drafts for the next one, each within its limit, all within the budget."""
         ...
 
     def finish(self, request: str) -> RequestCounts:

@@ -43,13 +43,8 @@ _OTHERS = re.compile(r"vision|audio|quantization|generation")
 def recurrent(config: Mapping[str, Any]) -> str:
     """Return the entry of a model's config that shows recurrent layers, such as ``layer_types: linear_attention``.
 
-    Args:
-        config: Parsed ``config.json``, or ``to_dict()`` of the Hugging Face config, with nested language models
-            (``text_config``).
-
-    Returns:
-        Entry, or an empty string for a model with attention layers only or of an unknown family; the engine checks the
-        layers themselves.
+    ``config`` is ``config.json`` with nested language models (``text_config``). Empty for attention layers only or an
+    unknown family; the engine checks the layers themselves.
     """
     return next(_signs(config), "")
 
@@ -73,6 +68,5 @@ def _signs(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def refuse(found: str) -> None:
-    """Raise :class:`ConfigError` if ``found``, a sign of recurrent layers, is not empty."""
     if found:
         raise ConfigError(f"cannot draft for this model ({found}): {REASON}; {REMEDY}")

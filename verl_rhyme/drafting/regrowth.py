@@ -1,16 +1,12 @@
 """Drafts from the previous text of a request that a weight update interrupted and that is regenerated.
 
-Newer weights mostly generate the same tokens again, so the previous text is drafted in long windows. A pointer marks
-the expected token in it. A differing token is first taken for a substitution: the pointer continues at the same offset,
-because coupled noise is keyed by position and diverged texts realign at the same position. If they do not realign
-within a few tokens, tokens were inserted or deleted. The response's latest n-gram is then searched in the previous
-text, around the last aligned offset.
+Newer weights mostly generate the same tokens again. A pointer marks the expected token. A differing token is first
+taken for a substitution, because coupled noise is keyed by position and diverged texts realign at the same position. If
+they do not realign within a few tokens, the latest n-gram is searched around the last aligned offset.
 
 The probability of the expected token comes from a table of observed agreement, by kind of alignment and by the length
-of agreement since the last difference. Every sampled token updates it, drafted or not. The pointer's state is a
-function of the two texts only, however the response is split into steps.
-
-The module is a state machine without a clock or threads; one call of compiled code serves all rows of a step.
+of agreement since the last difference; every sampled token updates it. The state is a function of the two texts only,
+however the response is split into steps. One call of compiled code serves all rows of a step.
 """
 
 from __future__ import annotations
@@ -50,11 +46,7 @@ _DECAY = 0.998
 
 
 class Regrowth:
-    """Previous texts by slot of the adaptive drafter, with the probability of their tokens.
-
-    Args:
-        slots: Expected number of running requests.
-    """
+    """Previous texts by slot of the adaptive drafter, with the probability of their tokens."""
 
     def __init__(self, slots: int):
         self._slots = _arrays(slots)
@@ -63,16 +55,10 @@ class Regrowth:
         self.table = prior()
 
     def __len__(self) -> int:
-        """Return the number of requests with a previous text."""
         return len(self._texts)
 
     def start(self, slot: int, previous: np.ndarray | None) -> None:
-        """Start a request.
-
-        Args:
-            slot: Slot of the request.
-            previous: Integers [n], tokens of its previous response; ``None`` or empty without one.
-        """
+        """Start a request; ``previous`` are integers [n], the tokens of its previous response."""
         self.stop(slot)
         self._slots.state[slot] = 0
         if previous is None or not len(previous):
@@ -82,7 +68,6 @@ class Regrowth:
         self._slots.state[slot, SEEN] = -1
 
     def stop(self, slot: int) -> None:
-        """End a request and free its text."""
         self._slots.size[slot] = 0
         self._texts.pop(slot, None)
 
@@ -91,25 +76,17 @@ class Regrowth:
         return int(self._slots.state[slot, REVERIFIED])
 
     def grow(self) -> None:
-        """Double the slots."""
         old, count = self._slots, len(self._slots.size)
         self._slots = _arrays(2 * count)
         for new_array, old_array in zip(self._slots, old, strict=True):
             new_array[:count] = old_array
 
     def plan(self, batch: Batch, plans: Plans, sampled: np.ndarray, floor: float, vocabulary: int) -> np.ndarray:
-        """Take in a step's sampled tokens, and replace the plans of rows whose previous text promises as much.
+        """Take in a step's sampled tokens, and replace plans in place where the previous text promises as much.
 
-        Args:
-            batch: The step's rows.
-            plans: Plans of the other sources, replaced in place.
-            sampled: int64[B], sampled tokens of each request in this step, all but one of them drafted; at a request's
-                first step its whole response.
-            floor: Minimum probability that a planned token is reached and accepted.
-            vocabulary: Exclusive upper bound of drafted token ids.
-
-        Returns:
-            bool[B], whether each plan is from a previous text.
+        ``sampled`` is int64[B], sampled tokens of each request in this step, all but one of them drafted; at a
+        request's first step its whole response. ``floor`` and ``vocabulary``: see :func:`.kernels.plan`. Return
+        bool[B], whether each plan is from a previous text.
         """
         if not self._texts:
             return np.zeros(len(sampled), dtype=np.bool_)
@@ -164,7 +141,6 @@ def _plan(slots, table, batch, plans, sampled, floor, vocabulary):
 
 @njit(cache=True, nogil=True)
 def _over(state, size):
-    """Whether the response has passed the end of the previous text, or there is none."""
     return state[POSITION] >= size and state[HOME] >= size
 
 
@@ -224,10 +200,9 @@ def _agreed(run, lost, relocated):
 
 @njit(cache=True, nogil=True)
 def _search(previous, text, began, index, home):
-    """Find the position after the longest copy of the response's latest tokens, nearest to ``home``.
+    """Return the position after the longest copy of the response's latest tokens, and the copy's length.
 
-    Returns:
-        Position and the number of agreeing tokens before it; ``home`` if no n-gram agrees.
+    Among equals the nearest to ``home``; ``home`` if no n-gram agrees.
     """
     size, token = len(previous), text[index]
     best, most = home, _agreement(previous, text, began, index, home)

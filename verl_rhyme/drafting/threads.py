@@ -6,13 +6,9 @@ from collections.abc import Callable, Sequence
 
 
 class Threads:
-    """The caller's thread; subclasses may call functions concurrently.
+    """The caller's thread; subclasses may call functions concurrently."""
 
-    Attributes:
-        count: Number of concurrent calls.
-    """
-
-    count = 1
+    count = 1  # concurrent calls
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
         """Call each once and return when all have returned; then raise the error of a failed call.

@@ -1,11 +1,9 @@
 """CUDA graph settings for steps whose rows hold different numbers of tokens.
 
-verl asks vLLM for ``FULL_AND_PIECEWISE``. With speculation, vLLM's full graphs serve only steps where every row drafted
-the same, longest number of tokens. Ragged drafts never do. vLLM also rounds all capture sizes up to multiples of that
-number plus one (33, 66, ...), which would pad every step that far. With the patch ``vllm_undrafted_graphs`` an engine
-captures full graphs for steps without drafts; ragged steps run in piecewise graphs, which depend only on the sum of
-tokens. vLLM stops capturing at 512 tokens. A wide batch with drafts exceeds that, and larger steps would run without a
-graph.
+With speculation, vLLM's full graphs serve only steps where every row drafted the same, longest number of tokens, and
+capture sizes are rounded up to multiples of that number plus one (33, 66, ...). With the patch
+``vllm_undrafted_graphs`` full graphs serve steps without drafts; ragged steps run in piecewise graphs, which depend
+only on the sum of tokens. vLLM stops at 512 tokens, which a wide batch with drafts exceeds.
 """
 
 from __future__ import annotations
@@ -22,25 +20,16 @@ SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
 def capture_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
-    """Return the step sizes (tokens, ascending) to capture graphs for: vLLM's sizes up to 512, then every 64.
-
-    Args:
-        max_num_seqs: Rows of the widest batch.
-        max_num_batched_tokens: Tokens of the largest step.
-    """
+    """Return the step sizes (tokens, ascending) to capture graphs for: vLLM's sizes up to 512, then every 64."""
     top = max(1, min(TOKENS_PER_ROW * max_num_seqs, max_num_batched_tokens, LARGEST))
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, LARGEST + 1, 64), top}
     return sorted(size for size in sizes if size <= top)
 
 
 def settings(chosen: Any, sizes_chosen: bool, max_num_seqs: int, max_num_batched_tokens: int) -> dict[str, Any]:
-    """Return the ``compilation_config`` of an engine that drafts.
+    """Return the ``compilation_config`` of an engine that drafts; it keeps all keys of the user's, ``chosen``.
 
-    Args:
-        chosen: User's ``compilation_config`` (a mapping, JSON or ``None``); all of its keys are kept.
-        sizes_chosen: Whether the user set the capture sizes elsewhere (``rollout.cudagraph_capture_sizes``,
-            ``engine_kwargs``).
-        max_num_seqs, max_num_batched_tokens: See :func:`capture_sizes`.
+    ``sizes_chosen``: the user set the capture sizes elsewhere (``rollout.cudagraph_capture_sizes``, ``engine_kwargs``).
     """
     config = dict(json.loads(chosen) if isinstance(chosen, str) else chosen or {})
     config.setdefault("cudagraph_mode", "FULL_AND_PIECEWISE")

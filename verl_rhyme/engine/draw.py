@@ -16,21 +16,13 @@ from verl_rhyme.sampling import inversion, noise
 
 @dataclass(frozen=True)
 class Rows:
-    """Sampling inputs of some rows of logits, one row for each token to be drawn.
+    """Sampling inputs of some rows of logits, one row for each token to be drawn."""
 
-    Attributes:
-        request: int64 [N], row of the batch.
-        keys: uint64 [N], noise keys.
-        positions: int64 [N], position of the token in its sequence.
-        temperatures: float32 [N], 0 for greedy rows.
-        keyed: bool [N], whether another draw with the same key and position must use the same noise.
-    """
-
-    request: np.ndarray
-    keys: np.ndarray
-    positions: np.ndarray
-    temperatures: np.ndarray
-    keyed: np.ndarray
+    request: np.ndarray  # int64[N], row of the batch
+    keys: np.ndarray  # uint64[N], noise keys
+    positions: np.ndarray  # int64[N], position of the token in its sequence
+    temperatures: np.ndarray  # float32[N], 0 for greedy rows
+    keyed: np.ndarray  # bool[N], whether another draw with the same key and position must use the same noise
 
     def __len__(self) -> int:
         return len(self.request)
@@ -40,22 +32,16 @@ class Rows:
 
     @property
     def divisors(self) -> np.ndarray | None:
-        """Divisors of the logits, float32 [N]; ``None`` if all are 1."""
+        """Divisors of the logits, float32[N]; ``None`` if all are 1."""
         divisors = np.where(self.temperatures > 0, self.temperatures, np.float32(1))
         return None if (divisors == 1).all() else divisors
 
 
 def draw_on_gpu(logits: torch.Tensor, rows: Rows, scaled: bool, raw: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw tokens by the kernel; only ``rows`` is copied to the GPU.
+    """Return tokens, int64[N], and their log-probabilities, float32[N]; only ``rows`` is copied to the GPU.
 
-    Args:
-        logits: float [N, V].
-        rows: Sampling inputs of the N rows.
-        scaled: Whether the logits are already divided by the temperature.
-        raw: Whether to return log-probabilities of the logits before the temperature.
-
-    Returns:
-        Tokens (int64 [N]) and their log-probabilities (float32 [N]).
+    ``logits`` are float[N, V], already divided by the temperature if ``scaled``. With ``raw`` the log-probabilities are
+    those before the temperature.
     """
     from verl_rhyme.engine import draw_kernel  # Triton is not installed everywhere
 
@@ -69,16 +55,10 @@ def draw_on_gpu(logits: torch.Tensor, rows: Rows, scaled: bool, raw: bool) -> tu
 def draw_on_cpu(
     logits: torch.Tensor, rows: Rows, scratch: torch.Tensor, want_logprobs: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draw tokens of a few rows.
+    """Return tokens of a few rows, int64[N], and their log-probabilities, float32[N].
 
-    Args:
-        logits: float32 [N, V], contiguous, divided by the temperature.
-        rows: Sampling inputs of the N rows.
-        scratch: float32 buffer of at least N * V entries.
-        want_logprobs: Whether to return log-probabilities.
-
-    Returns:
-        Tokens (int64 [N]) and their log-probabilities (float32 [N]) or ``None``.
+    ``logits`` are float32[N, V], contiguous, divided by the temperature; ``scratch`` is float32, at least N * V
+    entries.
     """
     greedy = rows.temperatures == 0
     keyed = rows.keyed & ~greedy

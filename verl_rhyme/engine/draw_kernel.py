@@ -132,7 +132,6 @@ def _rank(logits, stride, tokens, vocabulary, part_size, ranks, BLOCK: tl.conste
 
 
 def _parts(rows: int, vocabulary: int) -> tuple[int, int]:
-    """Return the parts of a row and the entries of each part."""
     parts = max(1, min(-(-_PROGRAMS // rows), -(-vocabulary // _BLOCK)))
     size = -(-vocabulary // parts)
     size = -(-size // _BLOCK) * _BLOCK
@@ -142,16 +141,11 @@ def _parts(rows: int, vocabulary: int) -> tuple[int, int]:
 def draw(
     logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor, raw: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row, ``argmax(logits / T + gumbel)``, with its log-probability.
+    """Draw a token for each row, ``argmax(logits / T + gumbel)``, int64[N], with its log-probability, float32[N].
 
-    Args:
-        logits: float [N, V] of any float type, rows contiguous; -inf where a token is masked.
-        keys, positions: int64 [N], see :func:`verl_rhyme.sampling.noise.draw`.
-        temperatures: float32 [N]; 0 for greedy rows, whose log-probability is that at temperature 1.
-        raw: Whether to return log-probabilities of ``logits`` instead of ``logits / T``.
-
-    Returns:
-        Tokens (int64 [N]) and their log-probabilities (float32 [N]).
+    ``logits`` are float[N, V] of any float type, rows contiguous, -inf for masked tokens; ``keys`` and ``positions``
+    are int64[N] as in :func:`verl_rhyme.sampling.noise.draw`; ``temperatures`` are float32[N], 0 for greedy rows, whose
+    log-probability is that at temperature 1. With ``raw`` log-probabilities are those of ``logits``.
     """
     rows, vocabulary = logits.shape
     parts, size = _parts(rows, vocabulary)
@@ -172,7 +166,7 @@ def draw(
 
 
 def ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the ranks (int32 [N]) of tokens (int64 [N]): entries of each row (float [N, V]) that are at least it."""
+    """Return the ranks, int32[N], of tokens, int64[N]: entries of each row, float[N, V], that are at least it."""
     rows, vocabulary = logits.shape
     parts, size = _parts(rows, vocabulary)
     out = torch.zeros(rows, dtype=torch.int32, device=logits.device)

@@ -1,17 +1,15 @@
 """Token draws for a batch of logits: noise keys, sampling options, log-probabilities.
 
-The noise is keyed by request and position (:mod:`verl_rhyme.sampling.noise`). A request may carry its key, so that it
-uses the same noise when it is regenerated. A request with a ``seed`` is keyed by it, any
-other by its id. Sampling options other than the temperature go through vLLM's processors first, a few rows at a time.
+The noise is keyed by position and by the request's own key (so that it repeats when it is regenerated), ``seed`` or id.
+Options other than the temperature go through vLLM's processors first, a few rows at a time.
 
 Log-probabilities are those of vLLM's ``logprobs_mode``, or with :data:`POLICY_LOGPROBS` the policy's: over the whole
 vocabulary at the request's temperature, as verl's actor computes them, before any option that masks or shifts logits.
-The masks of grammars and thinking budgets come before the draw, so the masked rows are kept (:meth:`Drawer.keep`).
 
-This module is for vLLM's V1 model runner. A row's ``num_tokens_no_spec`` there counts its prompt and the tokens sampled
-so far, hence it is the position of the next token. ``InputBatch.add_request`` sets it for new and resumed requests, and
-``_bookkeeping_sync`` advances it. While a prompt is prefilled in chunks, the draw is discarded. Asynchronous scheduling
-with a model's drafts does not advance it, so that combination is refused.
+In vLLM's V1 model runner a row's ``num_tokens_no_spec`` counts prompt and sampled tokens, hence it is the position of
+the next token; while a prompt is prefilled in chunks, the draw is discarded. ``InputBatch.add_request`` sets it, and
+``_bookkeeping_sync`` advances it. Asynchronous scheduling with a model's drafts does not advance it, so that
+combination is refused.
 """
 
 from __future__ import annotations
@@ -45,8 +43,6 @@ _LATER_TEXT = re.compile("([1-9][0-9]*)_")
 
 
 class BatchNoise:
-    """Noise keys and positions of the rows of a model runner's batch."""
-
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._ids: list[str] = []  # vLLM's request ids of the latest batch
@@ -54,11 +50,7 @@ class BatchNoise:
         self._keyed = np.empty(0, dtype=bool)
 
     def rows(self, counts: np.ndarray) -> Rows:
-        """Return the sampling inputs of all rows of logits.
-
-        Args:
-            counts: int64 [B], rows of each request: its drafted tokens plus one.
-        """
+        """Return the inputs of all rows; ``counts`` are int64[B], rows of each request: its drafted tokens plus one."""
         requests = len(counts)
         batch = self._runner.input_batch
         request = np.repeat(np.arange(requests), counts)
@@ -88,7 +80,6 @@ class BatchNoise:
         )
 
     def budgeted(self) -> np.ndarray:
-        """Return the requests with a thinking budget, int64."""
         params = [self._runner.requests[id].sampling_params for id in self._runner.input_batch.req_ids]
         return np.flatnonzero([each.thinking_token_budget is not None for each in params])
 
@@ -128,17 +119,13 @@ class Drawer:
             self._kept.append((rows, logits[torch.from_numpy(rows).to(logits.device, non_blocking=True)]))
 
     def budgeted(self, metadata: SamplingMetadata) -> np.ndarray:
-        """Return the requests with a thinking budget, int64."""
         holder = metadata.thinking_budget_state_holder
         return self._noise.budgeted() if holder is not None and holder.has_tracked_requests() else np.empty(0, np.int64)
 
     def draw(self, logits: torch.Tensor, metadata: SamplingMetadata, counts: np.ndarray) -> Drawn:
-        """Draw a token for each row.
+        """Draw a token for each row of ``logits``, float[N, V]: each request's drafted positions and the one after.
 
-        Args:
-            logits: float [N, V]; each request's rows are adjacent: its drafted positions and the one after.
-            metadata: vLLM's sampling metadata of the B requests.
-            counts: int64 [B], rows of each request; N in all.
+        ``counts`` are int64[B], rows of each request, adjacent.
         """
         if len(budgeted := self.budgeted(metadata)):
             self.keep((counts.cumsum() - counts)[budgeted], logits)
@@ -168,7 +155,6 @@ class Drawer:
         return Drawn(tokens, table)
 
     def _restore(self, table: LogprobsTensors, tokens: torch.Tensor, rows: Rows, metadata: SamplingMetadata) -> None:
-        """Write the policy's log-probabilities of the kept rows into the table."""
         for masked, logits in reversed(self._kept):  # a row of two masks was kept twice, at first as the model's
             for part in _slices(len(logits), _most(logits)):
                 at = masked[part]
@@ -217,7 +203,7 @@ class Drawer:
     def _target(
         self, raw: torch.Tensor, policy: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int
     ) -> torch.Tensor:
-        """Return new logits (float32 [n, V]) with all sampling options of the requests applied.
+        """Return new logits, float32[n, V], with all sampling options of the requests applied.
 
         ``raw`` are the model's logits, ``policy`` the same divided by the temperatures.
         """
@@ -269,13 +255,12 @@ def _table_of_one(tokens: torch.Tensor, logprobs: torch.Tensor, ranked: torch.Te
 
 
 def _wanted(metadata: SamplingMetadata) -> int | None:
-    """Return the number of log-probabilities of each row besides its token's; ``None``: no request wants any."""
     asked = metadata.logprob_token_ids
     return max(metadata.max_num_logprobs or 0, *map(len, asked.values())) if asked else metadata.max_num_logprobs
 
 
 def _within_budgets(logits: torch.Tensor, metadata: SamplingMetadata, counts: np.ndarray) -> torch.Tensor:
-    """Return the logits, with the end of thinking forced in the first row of each request that exceeds its budget."""
+    """The end of thinking is forced in the first row of each request that exceeds its budget."""
     holder = metadata.thinking_budget_state_holder
     assert holder is not None
     holder.update_state(metadata.output_token_ids, None)
@@ -304,7 +289,6 @@ def _positional(metadata: SamplingMetadata) -> bool:
 
 
 def _masked(metadata: SamplingMetadata) -> bool:
-    """Whether a request truncates its distribution: top-k, top-p, min-p."""
     return (
         metadata.top_k is not None
         or metadata.top_p is not None
@@ -313,7 +297,7 @@ def _masked(metadata: SamplingMetadata) -> bool:
 
 
 def _chunks(logits: torch.Tensor, counts: np.ndarray, metadata: SamplingMetadata) -> Iterator[slice]:
-    """Yield slices of a few rows; they hold whole requests where vLLM's processors need that."""
+    """Slices of a few rows hold whole requests where vLLM's processors need that."""
     most = _most(logits)
     if not _positional(metadata):
         yield from _slices(logits.shape[0], most)
@@ -336,7 +320,7 @@ def _slices(rows: int, most: int) -> Iterator[slice]:
 
 
 def ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the ranks (int64 [N]) of tokens (int64 [N]): entries of each row (float [N, V]) that are at least it."""
+    """Return the ranks, int64[N], of tokens, int64[N]: entries of each row, float[N, V], that are at least it."""
     if logits.device.type == "cpu":
         return torch.from_numpy(inversion.ranks(logits.numpy(), tokens.numpy()))
     return (logits >= logits.gather(1, tokens[:, None])).sum(-1)

@@ -31,8 +31,7 @@ class RhymeWorkerMethods:
     def attach_proposer(self) -> bool:
         """Give the proposer its model runner, as ``propose()`` sees token rows only.
 
-        Returns:
-            Whether this worker has our proposer or needs none: only the last pipeline stage samples.
+        Return whether this worker has our proposer or needs none: only the last pipeline stage samples.
         """
         from vllm.distributed.parallel_state import get_pp_group
 
@@ -45,34 +44,27 @@ class RhymeWorkerMethods:
         return True
 
     def install_sampler(self, logprobs_mode: str | None = None) -> str:
-        """Make this worker draw tokens and verify drafts with :mod:`verl_rhyme.engine.sampler`.
-
-        Returns:
-            Reason for a refusal; empty on success.
-        """
+        """Draw tokens and verify drafts with :mod:`verl_rhyme.engine.sampler`; return the reason for a refusal."""
         from verl_rhyme.engine import sampler  # imports vLLM's samplers
 
         return sampler.install(self.model_runner, logprobs_mode)
 
     def refused_patches(self) -> list[str]:
-        """Return the refused patches of this worker, with reasons."""
         from verl_rhyme import patches
 
         return [str(status) for status in patches.refused(patches.VLLM)]
 
     def take_request_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
-        """Return and forget the speculation counts of finished requests (``RequestMeta.id``)."""
         proposer = getattr(self.model_runner, "drafter", None)
         return proposer.take_counts(ids) if isinstance(proposer, HistoryProposer) else {}
 
     def draft_totals(self) -> dict[str, Any]:
-        """See :meth:`HistoryProposer.totals`."""
         proposer = getattr(self.model_runner, "drafter", None)
         return proposer.totals() if isinstance(proposer, HistoryProposer) else {}
 
 
 def _exit_on_error(load: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a weight loader so that the worker, and its engine with it, exits if loading fails.
+    """Make the worker, and its engine with it, exit if loading weights fails.
 
     The sender (``BucketedWeightSender``) would wait forever for the worker's reply. A dead engine is detected
     (:mod:`verl_rhyme.processes.deaths`).
@@ -98,7 +90,6 @@ class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
     _trace_all: bool
 
     def held_weights(self) -> dict[str, Any]:
-        """Return :class:`Held` as a dict."""
         return asdict(getattr(self, "_held", None) or Held())
 
     @_exit_on_error
@@ -135,7 +126,6 @@ class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
     def _update_weights(
         self, weights: list[tuple[str, torch.Tensor]], peft_config: dict | None, base_sync_done: bool
     ) -> None:
-        """Load a bucket as verl does; trace the tensors that are compared."""
         held = self._held
         compared = [each for each in weights if not held.obstacle and is_compared(each[0], held.version)]
         # adapters are loaded all at once; at first, all parameters must get something
@@ -165,7 +155,7 @@ class _Missing:
 
 
 def _language_parameters(model: Any) -> set[int]:
-    """Return the storages of the parameters that text needs: no vision towers, which a run may never load."""
+    """Storages of the parameters that text needs: no vision towers, which a run may never load."""
     with suppress(AttributeError, NotImplementedError):  # text only
         model = model.get_language_model()
     return {each.untyped_storage().data_ptr() for each in model.parameters()}

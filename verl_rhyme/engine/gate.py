@@ -6,26 +6,19 @@ import asyncio
 
 
 class Gate:
-    """Request gate for one event loop.
-
-    Attributes:
-        version: Version of the served policy.
-        running: Requests that entered and have not left.
-        closed: Whether all requests are refused.
-    """
+    """Request gate for one event loop."""
 
     def __init__(self) -> None:
-        self.version = 0
-        self.running = 0
-        self.closed = False
+        self.version = 0  # of the served policy
+        self.running = 0  # requests that entered and have not left
+        self.closed = False  # all requests are refused
         self._waiting: dict[object, str] = {}  # waiting requests by a unique mark
         self._changed = asyncio.Condition()
 
     async def enter(self, request: str, version: int) -> bool:
-        """Wait until ``version`` or a newer one is served.
+        """Wait until ``version`` or a newer one is served; False after :meth:`cancel` or while the gate is closed.
 
-        Returns:
-            Whether the request entered and must :meth:`leave`; False after :meth:`cancel` or while the gate is closed.
+        A request that entered must :meth:`leave`.
         """
         if version > self.version and not self.closed:
             self._waiting[mark := object()] = request
@@ -44,7 +37,6 @@ class Gate:
         return True
 
     async def leave(self) -> None:
-        """Report the end of a request that entered."""
         self.running -= 1
         if not self.running:
             await self._notify()
@@ -60,7 +52,7 @@ class Gate:
         await self._notify()
 
     async def cancel(self, request: str) -> bool:
-        """Cancel a waiting request. Returns whether it was waiting."""
+        """Cancel a waiting request; return whether it was waiting."""
         marks = [mark for mark, waits in self._waiting.items() if waits == request]
         for mark in marks:
             del self._waiting[mark]
@@ -69,7 +61,6 @@ class Gate:
         return bool(marks)
 
     async def wait_until_idle(self) -> None:
-        """Wait until no request is running."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self.running)
 

@@ -1,11 +1,9 @@
 """Background loading of prompts' histories, so that a step that admits requests does not wait for them.
 
-A history of 500k tokens takes 4.5 MB. Copying it out of the store (possibly from disk), checking and preparing it takes
-several milliseconds, mostly without the GIL. The thread frees its memory as well. On a node that does not record, a
-history is read once its copy has arrived (:mod:`verl_rhyme.history.copies`), for as long as a request needs it.
-
-All histories in memory have a bound: 16 responses of 32k tokens in each of 4 visits take 24 MiB when decoded. A prompt
-beyond it waits until others are released; its requests draft from other texts meanwhile.
+To read, check and prepare a history of 500k tokens (4.5 MB) takes several milliseconds, mostly without the GIL. A copy
+from another node (:mod:`verl_rhyme.history.copies`) is read once it has arrived. All histories in memory have a bound:
+16 responses of 32k tokens in each of 4 visits take 24 MiB when decoded. A prompt beyond it waits until others are
+released; its requests draft from other texts meanwhile.
 """
 
 from __future__ import annotations
@@ -31,14 +29,8 @@ class HistoryLoader:
     """A :class:`verl_rhyme.drafting.histories.Source` whose histories are first pending and later :meth:`ready`.
 
     A history that no live request needs is not read, or is dropped after reading. The engine's thread calls all
-    methods; the loader's thread uses the readers.
-
-    Args:
-        reader: Reader of the local history store.
-        wait: Whether to read in the caller's thread, so that drafts do not depend on timing. A prompt beyond the bound
-            then has no history.
-        copies: Reader of histories copied from another node.
-        max_bytes: Bytes of decoded histories from which no other is read.
+    methods; the loader's thread uses the readers. With ``wait`` the caller's thread reads, so that drafts do not depend
+    on timing, and a prompt beyond ``max_bytes`` of decoded histories has none. ``copies`` come from another node.
     """
 
     def __init__(
@@ -70,7 +62,6 @@ class HistoryLoader:
             self._asked.setdefault(key, asked)
 
     def get(self, key: bytes) -> PromptHistory | Pending | None:
-        """Start reading a prompt's history; in blocking mode return it."""
         asked = self._asked.get(key, 0)
         if self._pool is None:
             end = time.monotonic() + _COPY_TIMEOUT_S
@@ -85,7 +76,7 @@ class HistoryLoader:
         return PENDING
 
     def ready(self) -> list[tuple[bytes, PromptHistory | None]]:
-        """Return the prompts read since the last call with their histories; ``None`` for a prompt without one."""
+        """Return the prompts read since the last call with their histories."""
         if self._due and (now := time.monotonic()) >= self._looked_at + _POLL_S:
             self._looked_at = now
             full = sum(self._held.values()) >= self._max_bytes
@@ -98,7 +89,7 @@ class HistoryLoader:
         return [(key, history) for key, history in read if not isinstance(history, Pending)]
 
     def release(self, key: bytes, history: PromptHistory | None) -> None:
-        """Free the history of a prompt without live requests, in the loader's thread."""
+        """The loader's thread frees the memory."""
         self._asked.pop(key, None)
         self._due.pop(key, None)
         self._held.pop(key, None)
@@ -121,7 +112,7 @@ class HistoryLoader:
         return not asked or self._copies is None or self._copies.arrived(key, asked)
 
     def _read(self, key: bytes, asked: int) -> PromptHistory | Pending | None:
-        """Read and decode a history; return :data:`PENDING` if it must wait for others to be released."""
+        """Return :data:`PENDING` if the history must wait for others to be released."""
         if sum(list(self._held.values())) >= self._max_bytes:
             if not self._warned:
                 self._warned = True

@@ -89,11 +89,9 @@ class HistoryProposer:
         self._calls = 0
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Check the target model's layers. vLLM calls it after loading the target model, to load a drafter's model.
+        """Check the target model's layers, after vLLM has loaded it; vLLM loads a drafter's model here.
 
-        Raises:
-            ConfigError: The model has recurrent layers (:mod:`verl_rhyme.drafting.recurrent`) that its config does not
-                show.
+        Raises ConfigError for recurrent layers (:mod:`verl_rhyme.drafting.recurrent`) that the config does not show.
         """
         from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -103,7 +101,7 @@ class HistoryProposer:
                 recurrent.refuse(f"layer {name} is a {type(layer).__name__}")
 
     def attach(self, model_runner: Any) -> None:
-        """Attach the model runner and start drafting. The worker extension calls it once the engine is up."""
+        """Start drafting. The worker extension calls it once the engine is up."""
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         self._runner = model_runner
@@ -123,15 +121,10 @@ class HistoryProposer:
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: Any
     ) -> list[list[int]]:
-        """Return the drafts of the next step.
+        """Return the drafts of the next step, ragged, from the tokens sampled for each row; none while it is prefilled.
 
-        Args:
-            sampled_token_ids: Tokens sampled for each row in this step; none while its prompt is prefilled.
-            num_tokens_no_spec: int32 [rows], tokens of each row, including the sampled ones.
-            token_ids_cpu: int32 [rows, max_model_len], prompt and response of each row.
-
-        Returns:
-            Draft tokens of each row, ragged.
+        ``num_tokens_no_spec``: int32[rows], tokens of each row with the sampled ones. ``token_ids_cpu``: int32[rows,
+        max_model_len], prompt and response of each row.
         """
         started = time.perf_counter()
         try:
@@ -203,7 +196,7 @@ class HistoryProposer:
         return drafts
 
     def _budget(self, rows: int, prefilling: bool) -> int:
-        """Return the draft tokens of the batch that memory, the step's token budget and the user allow."""
+        """Memory, the step's token budget and the user bound the draft tokens of the batch."""
         config = self._config
         budget = logits_budget(
             self._vocab_size, rows, self._slots, config.logits_memory, self._logit_bytes, self._ranks
@@ -213,7 +206,6 @@ class HistoryProposer:
         return budget if config.max_batch_tokens is None else min(budget, config.max_batch_tokens)
 
     def _new_batch(self, drafter: DraftPolicy, req_ids: tuple[str, ...]) -> _Batch:
-        """Return a batch of these requests; new requests are started."""
         running = [self._requests.get(req_id) or self._admit(drafter, req_id) for req_id in req_ids]
         return _Batch(req_ids, np.array([request.max_tokens for request in running], dtype=np.int64))
 
@@ -246,12 +238,9 @@ class HistoryProposer:
         self._batch = None
 
     def take_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
-        """Return and forget the counts of finished requests (``RequestMeta.id``).
+        """Return and forget the RequestCounts of finished requests: record columns by ``RequestMeta.id``.
 
-        Returns:
-            ``{id: fields of RequestCounts}`` of the requests that this worker drafted for: columns of their records.
-            One of them also has the changes since the last call: ``draft_errors`` (drafter and history) and
-            ``draft_seconds``.
+        One of them also has ``draft_errors`` (drafter and history) and ``draft_seconds`` since the last call.
         """
         drafter = self._drafter
         if drafter is None:

@@ -10,14 +10,12 @@ def _load_vllm_replica() -> type:
 
 
 def register() -> None:
-    """Register :class:`verl_rhyme.engine.replica.RhymeReplica` for ``rollout.name=vllm``."""
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     RolloutReplicaRegistry.register("vllm", _load_vllm_replica)
 
 
 def register_adapter() -> None:
-    """Register :class:`verl_rhyme.engine.weight_socket.RhymeServerAdapter` for vLLM's asynchronous mode."""
     from verl.workers.rollout import base
 
     base._ROLLOUT_REGISTRY["vllm", "async"] = "verl_rhyme.engine.weight_socket.RhymeServerAdapter"

@@ -28,5 +28,4 @@ class RhymeReplica(vLLMReplica):
 
     @property
     def max_concurrency(self) -> int:
-        """Concurrent calls of the server actor."""
         return MAX_CONCURRENCY if self._rhyme else super().max_concurrency

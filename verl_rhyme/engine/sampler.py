@@ -51,10 +51,7 @@ class DrawingSampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
-        """Sample a token for each request: ``sampled_token_ids`` is int32 [B, 1].
-
-        vLLM's rejection sampler sets the other arguments; :class:`DrawingVerifier` replaces it.
-        """
+        """``sampled_token_ids`` is int32[B, 1]. Only vLLM's rejection sampler would set the other arguments."""
         drawn = self.drawer.draw(logits, sampling_metadata, np.ones(len(logits), dtype=np.int64))
         return SamplerOutput(drawn.tokens.to(torch.int32)[:, None], drawn.logprobs)
 
@@ -72,7 +69,7 @@ class DrawingVerifier(RejectionSampler):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """Verify the drafts: ``sampled_token_ids`` is int32 [B, longest draft + 1], -1 after a row's last token."""
+        """``sampled_token_ids`` is int32[B, longest draft + 1], -1 after a row's last token."""
         drafted = np.array(metadata.num_draft_tokens, dtype=np.int64)
         drawer, drafts = self.sampler.drawer, metadata.draft_token_ids
         drawn = drawer.draw(logits, sampling_metadata, drafted + 1)
@@ -93,14 +90,9 @@ def accepted_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each request's tokens up to the first that differs from its draft, or all of them.
 
-    Args:
-        drafts: int [sum(drafted)], draft tokens.
-        tokens: int64 [sum(drafted + 1)], tokens drawn at each drafted position and at the one after.
-        drafted: int64 [B], draft tokens of each request.
-
-    Returns:
-        Output tokens, int32 [B, drafted.max() + 1], padded with -1; and the index of each entry of ``tokens`` in the
-        flattened output, int64.
+    ``drafts`` are int[sum(drafted)], ``tokens`` int64[sum(drafted + 1)], drawn at each drafted position and at the one
+    after, ``drafted`` int64[B]. Return int32[B, drafted.max() + 1], padded with -1, and the index of each entry of
+    ``tokens`` in it, flattened, int64.
     """
     width = int(drafted.max()) + 1
     starts = np.arange(len(drafted)) * width
@@ -117,14 +109,9 @@ def accepted_tokens(
 
 
 def install(runner: Any, logprobs_mode: str | None = None) -> str:
-    """Install our samplers in a V1 model runner.
+    """Install our samplers in a V1 model runner; return the reason for a refusal, after which nothing has changed.
 
-    Args:
-        runner: vLLM's model runner.
-        logprobs_mode: :data:`POLICY_LOGPROBS`, or ``None`` for the engine's.
-
-    Returns:
-        Reason for a refusal, after which nothing has changed; empty on success.
+    ``logprobs_mode`` is :data:`POLICY_LOGPROBS`, or ``None`` for the engine's.
     """
     sampler, verifier = getattr(runner, "sampler", None), getattr(runner, "rejection_sampler", None)
     batch: Any = getattr(runner, "input_batch", None)
@@ -156,10 +143,7 @@ def install(runner: Any, logprobs_mode: str | None = None) -> str:
 
 
 def _custom_processors(present: Iterable[Any]) -> str:
-    """Return why logits processors other than vLLM's are refused; empty if there are none.
-
-    With speculation vLLM omits those of entry points without a word.
-    """
+    """Return why processors other than vLLM's are refused: with speculation vLLM omits those of entry points."""
     known = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
     packages = [
         f"{point.value} (package {point.dist.name})" if point.dist else point.value
@@ -175,7 +159,7 @@ def _custom_processors(present: Iterable[Any]) -> str:
 
 
 def _sample_tokens(runner: Any, sample_tokens: Callable[[Any], Any], drawer: Drawer, grammar_output: Any) -> Any:
-    """Call the runner's method of this name; it masks the logits of requests with grammars in place, then samples."""
+    """The runner's method masks the logits of requests with grammars in place, then samples."""
     if grammar_output is not None and runner.execute_model_state is not None:
         drafts = runner.execute_model_state.scheduler_output.scheduled_spec_decode_tokens
         ids = runner.input_batch.req_ids
@@ -194,16 +178,11 @@ def is_installed(runner: Any) -> bool:
 
 
 def allow_all_options(engine: Any) -> None:
-    """Allow ``min_p`` and ``logit_bias`` with speculation in an engine whose workers all use our samplers.
-
-    Args:
-        engine: vLLM's ``AsyncLLM`` or ``LLMEngine``.
-    """
+    """Allow ``min_p`` and ``logit_bias`` with speculation in vLLM's engine; all workers use our samplers."""
     engine.input_processor.speculative_config = None
 
 
 def _warm_up(runner: Any) -> None:
-    """Compile all kernels before the first request."""
     vocabulary = runner.model_config.get_vocab_size()
     dtype = runner.model_config.dtype
     logits = torch.zeros((2, vocabulary), dtype=dtype, device=runner.device)

@@ -45,21 +45,13 @@ EXTENSION = "verl_rhyme.engine.extension.RhymeWorkerExtension"
 
 @dataclass(slots=True)
 class _Request:
-    """A request that runs.
+    """A request that runs."""
 
-    Attributes:
-        name: Name of the coordinator's attempt, or empty.
-        received: Whether the engine has received it.
-        version: Policy version when the engine received it.
-        output: vLLM's latest output for it.
-        engine_died: Whether its engine died after it had generated tokens.
-    """
-
-    name: str
-    received: bool = False
-    version: int | None = None
-    output: Any = None
-    engine_died: bool = False
+    name: str  # of the coordinator's attempt, or empty
+    received: bool = False  # by the engine
+    version: int | None = None  # policy version when the engine received it
+    output: Any = None  # vLLM's latest
+    engine_died: bool = False  # after it had generated tokens
 
 
 class RhymeHttpServer(vLLMHttpServer):
@@ -183,13 +175,10 @@ class RhymeHttpServer(vLLMHttpServer):
                 return
 
     async def healthy(self) -> None:
-        """Return once the engine has answered, which it does between two steps.
+        """Return once the engine has answered, which it does between two steps: it may hang while this process runs.
 
-        The engine's process may hang while this one runs. During a call to the workers, such as loading weights, the
-        engine is only checked for being alive.
-
-        Raises:
-            EngineDeadError: The engine has died (vLLM's class); this actor may outlive it.
+        During a call to the workers, such as loading weights, the engine is only checked for being alive. Raises vLLM's
+        EngineDeadError if the engine has died, which this actor may outlive.
         """
         if self.node_rank != 0:
             return
@@ -205,7 +194,6 @@ class RhymeHttpServer(vLLMHttpServer):
             answer.cancel()
 
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of all workers, as verl's server does."""
         self._rpcs += 1
         try:
             return await super().collective_rpc(*args, **kwargs)
@@ -213,7 +201,7 @@ class RhymeHttpServer(vLLMHttpServer):
             self._rpcs -= 1
 
     async def _ask_workers(self, method: str, *args: Any) -> list[Any]:
-        """Return the answers of all workers; vLLM's ``collective_rpc`` drops those of data parallel engines but one."""
+        """vLLM's ``collective_rpc`` drops the answers of data parallel engines but one."""
         client: Any = self.engine.engine_core
         calls = [
             client._call_utility_async("collective_rpc", method, None, args, None, engine=engine)
@@ -224,14 +212,14 @@ class RhymeHttpServer(vLLMHttpServer):
     async def cache_tokens(self) -> int:
         """Return the KV cache size in tokens of requests of maximum length, as vLLM logs it; 0 if vLLM reports none.
 
-        The size takes recurrent states and layers with separate caches (sliding windows) into account.
+        Recurrent states and layers with separate caches (sliding windows) count.
         """
         config = self.engine.vllm_config
         one = getattr(config.cache_config, "kv_cache_size_tokens", None) or 0  # of one data-parallel engine
         return one * config.parallel_config.data_parallel_size
 
     async def progress(self, names: list[str]) -> dict[str, int]:
-        """Return the response tokens so far of these attempts' requests that run here, by attempt name."""
+        """Return the response tokens so far of these attempts' requests that run here."""
         processor, wanted = self.engine.output_processor, set(names)
         made: dict[str, int] = {}
         for request_id, request in self._requests.items():
@@ -249,7 +237,7 @@ class RhymeHttpServer(vLLMHttpServer):
         await self._gate.open(global_steps)
 
     async def held_weights(self) -> list[dict[str, Any]]:
-        """Return samples of the weights of each worker (:class:`verl_rhyme.weights.samples.Held`)."""
+        """Return :class:`verl_rhyme.weights.samples.Held` of each worker."""
         return await self._ask_workers("held_weights")
 
     async def idle(self) -> None:
@@ -257,10 +245,9 @@ class RhymeHttpServer(vLLMHttpServer):
         await self._gate.wait_until_idle()
 
     async def suspend(self) -> None:
-        """Stop serving until new weights are loaded.
+        """Refuse new requests and abort running ones until new weights are loaded.
 
-        New requests are refused and running ones aborted. Device memory is freed if the engine can sleep (not on a
-        CPU, nor with ``free_cache_engine=false``).
+        Device memory is freed if the engine can sleep (not on a CPU, nor with ``free_cache_engine=false``).
         """
         await self._gate.close()
         await self.abort_all_requests(reject_request=True)
@@ -290,11 +277,7 @@ class RhymeHttpServer(vLLMHttpServer):
         rhyme: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Generate a response, as verl's server does, with a record of the request.
-
-        Args:
-            rhyme: Fields of :class:`RequestMeta` from our client; ``None`` from any other client.
-        """
+        """Generate a response, as verl's server does, with a record. ``rhyme``: RequestMeta's fields, if ours."""
         meta = RequestMeta(**{**(rhyme or {}), "id": request_id})
         arrived = time.time()
         if not await self._gate.enter(request_id, meta.assignment.oldest_version):
@@ -338,10 +321,7 @@ class RhymeHttpServer(vLLMHttpServer):
         return output
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
-        """Abort a request; does nothing for an unknown one.
-
-        verl's method looks the request up by its id, while vLLM 0.24 uses another id (``<id>-<8 characters>``).
-        """
+        """verl's method looks the request up by its id, while vLLM 0.24 uses another id (``<id>-<8 characters>``)."""
         if await self._gate.cancel(request_id):
             return {"aborted": True, "request_id": request_id}
         known = self.node_rank == 0 and bool(self.engine.output_processor.external_req_ids.get(request_id))
@@ -377,7 +357,7 @@ class RhymeHttpServer(vLLMHttpServer):
 
 
 def _as_aborted(output: Any) -> Any:
-    """Turn vLLM's output so far into that of an aborted request; vLLM may have extended its lists unequally."""
+    """vLLM may have extended the lists of its output unequally."""
     response = output.outputs[0]
     tokens = list(response.token_ids)
     if response.logprobs is not None:

@@ -22,9 +22,9 @@ _MOST = 4
 
 
 def thread_count(wanted: int | None) -> int:
-    """Return the number of planning threads: ``wanted``, at most the cores that this thread may use.
+    """Return ``wanted``, at most the cores that this thread may use; ``None``: half of these cores, at most 4.
 
-    ``None`` means half of these cores, at most 4. An engine on a CPU binds its thread to one core: one thread plans.
+    An engine on a CPU binds its thread to one core: one thread plans.
     """
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores // 2, _MOST) if wanted is None else min(wanted, cores))
@@ -49,7 +49,6 @@ class PlanningThreads(Threads):
         self.count, self._pool = count, pool
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Call each once and return when all have returned, so that their data may be freed."""
         self._settle()
         others = [] if self._pool is None else [self._pool.submit(call) for call in calls[1:]]
         try:
@@ -60,7 +59,6 @@ class PlanningThreads(Threads):
             other.result()
 
     def defer(self, call: Callable[[], None]) -> None:
-        """Call ``call`` once after the earlier calls, in another thread if there is one."""
         self._settle()
         if self._pool is None:
             call()
@@ -68,7 +66,6 @@ class PlanningThreads(Threads):
             self._deferred = self._pool.submit(call)
 
     def _settle(self) -> None:
-        """Wait for the call given to :meth:`defer`."""
         if self._deferred is not None:
             deferred, self._deferred = self._deferred, None
             deferred.result()

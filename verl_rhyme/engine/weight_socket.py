@@ -42,7 +42,6 @@ class RhymeServerAdapter(ServerAdapter):
             self.zmq_handle = verls.replace(f"-{job}-", f"-{_job(context.gcs_address, job)}-", 1)
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, **kwargs: Any) -> Any:
-        """Update the engine's weights as verl does, and pass it their version."""
         if config_tree.from_rollout(self.config) is not None:
             kwargs["version"] = global_steps
         return await super().update_weights(weights, global_steps=global_steps, **kwargs)

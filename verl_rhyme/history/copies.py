@@ -1,8 +1,8 @@
 """Copies of prompts' histories on a node without the store: one file for each prompt that its replicas answer.
 
-A copy serves the requests of one visit, because the next visit changes the history. Copies are bounded by bytes; the
-least recently used go first. A file's modification time is the time at which the copy was last known to be the latest,
-in nanoseconds since the epoch. A prompt without a history has an empty file.
+A copy serves the requests of one visit, because the next visit changes the history. A file's modification time is the
+time at which the copy was last known to be the latest, in ns since the epoch. A prompt without a history has an empty
+file.
 """
 
 from __future__ import annotations
@@ -41,17 +41,9 @@ _NONE = _Copy(b"", 0, 0)
 class Copies:
     """Writer of a folder of copies, one per folder; any number of :class:`CopyReader` may read it at the same time.
 
-    Copies of another process are useless, so existing files in the folder are deleted. Times are in ns since the epoch.
-
-    Args:
-        path: Node-local folder, created if missing.
-        max_bytes: Bound of all files; ``None``: half of the free space (:mod:`~verl_rhyme.history.share`).
-
-        object_store: Bytes of the node's Ray object store, see :func:`.share.bound`.
-
-    Raises:
-        HistoryError: Another process writes to the folder.
-        OSError: The folder cannot be written.
+    Existing files in the folder are useless and deleted. Beyond ``max_bytes`` (``None``: half of the free space) the
+    least recently used copies go first. Times are in ns since the epoch. Raises :class:`HistoryError` if another
+    process writes to the folder.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int | None, object_store: int = 0) -> None:
@@ -74,7 +66,7 @@ class Copies:
         return {key: known[key].version for key, time in asked.items() if known[key].time < time}
 
     def confirm(self, key: bytes, time: int) -> bool:
-        """Note that the copy of a prompt was still the latest at a time; return False if it is gone meanwhile."""
+        """Note that a copy was still the latest at ``time``; return False if it is gone meanwhile."""
         copy = self._known.pop(key, _NONE)
         try:
             os.utime(self._file(key), ns=(time, time))
@@ -85,16 +77,10 @@ class Copies:
         return True
 
     def put(self, key: bytes, value: np.ndarray | bytes, time: int) -> None:
-        """Replace a prompt's copy; the least recently used copies make room.
+        """Replace a prompt's copy by ``value``, ``PromptHistory.encode()`` as uint8[n], the latest at ``time``.
 
-        Args:
-            key: Prompt key.
-            value: Encoded history, uint8[n], ``PromptHistory.encode()``; empty: the prompt has no history. A value
-                larger than the bound counts as empty.
-            time: Time at which the value was the latest.
-
-        Raises:
-            HistoryError, OSError: The file cannot be written; the old copy stays. The next call tries again.
+        An empty value means no history, as does one larger than the bound. After a HistoryError or an OSError the old
+        copy stays, and the next call tries again.
         """
         if len(value) > self._bound:
             logger.warning(
@@ -153,7 +139,6 @@ class CopyReader:
             return False
 
     def get(self, key: bytes) -> PromptHistory | None:
-        """Return a prompt's copy; ``None`` if there is none or the prompt has no history."""
         try:
             value = np.fromfile(self._file(key), dtype=np.uint8)
             return PromptHistory.decode(value) if len(value) else None

@@ -62,28 +62,18 @@ class Environment:
     """An open environment and its databases, shared by all users of the folder in one process.
 
     LMDB allows one open environment per file and process, and forbids one inherited through a fork.
-
-    Attributes:
-        folder: Folder of the environment.
-        env: LMDB environment object.
-        prompts: Database, prompt key -> ``PromptHistory.encode()``.
-        seen: Database, prompt key -> msgpack of :class:`verl_rhyme.history.retention.Entry`, including evicted prompts.
-        meta: Database, ``b"meta"`` -> msgpack ``{"format", "namespace"}``.
-        pid: Id of the process that opened it.
-        files: Device and inode of each of its files.
-        users: Number of users in the process.
     """
 
     folder: Path
     env: lmdb.Environment
-    prompts: Any
-    seen: Any
-    meta: Any
+    prompts: Any  # database: prompt key -> PromptHistory.encode()
+    seen: Any  # database: prompt key -> msgpack of retention.Entry, including evicted prompts
+    meta: Any  # database: b"meta" -> msgpack {"format", "namespace"}
     pid: int = field(default_factory=os.getpid)
-    users: int = 1
+    users: int = 1  # in this process
 
     def __post_init__(self) -> None:
-        self.files = _inodes(self.folder)
+        self.files = _inodes(self.folder)  # device and inode of each
 
     def is_on_disk(self) -> bool:
         """Return whether its files still exist; without them, it is readable and writable until it is closed."""
@@ -94,15 +84,10 @@ class Environment:
 
     @property
     def bytes(self) -> int:
-        """Size of the data file."""
         return int((self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"])
 
     def namespace(self) -> str:
-        """Return the fingerprint of the vocabulary that the environment was recorded with.
-
-        Raises:
-            CorruptEnvironment: The fingerprint is missing, or the format is another one.
-        """
+        """Return the fingerprint of the recorded vocabulary; CorruptEnvironment if it or the format cannot be read."""
         with self.env.begin() as txn:
             value = txn.get(_META_KEY, db=self.meta)
         try:
@@ -152,10 +137,7 @@ def create(folder: Path, namespace: str, map_size: int) -> Environment:
 def acquire(folder: Path, namespace: str) -> Environment:
     """Open an environment, or share it if this process has it open already. Pair with :func:`release`.
 
-    Raises:
-        lmdb.Error: The environment cannot be opened.
-        CorruptEnvironment: Its format or vocabulary cannot be read.
-        HistoryMismatch: It belongs to another vocabulary than ``namespace``.
+    Raises lmdb.Error, CorruptEnvironment if it cannot be read, and HistoryMismatch if it has another vocabulary.
     """
     opened = _acquire(folder, 0, create=False)
     try:
@@ -205,7 +187,7 @@ def _databases(env: lmdb.Environment, create: bool = False) -> list[Any]:
 
 
 def release(opened: Environment) -> None:
-    """Release an environment from :func:`acquire` or :func:`create`; the last user closes it."""
+    """Release an environment; the last user closes it."""
     with _open_lock:
         opened.users -= 1
         if opened.users <= 0 and opened.pid == os.getpid():
@@ -216,11 +198,7 @@ def release(opened: Environment) -> None:
 
 @contextmanager
 def open_to_inspect(folder: Path) -> Iterator[Environment]:
-    """Open a store, without disturbing its writer, or a snapshot, without writing to its folder.
-
-    Raises:
-        CorruptEnvironment: The environment is damaged.
-    """
+    """Open a store, without disturbing its writer, or a snapshot, without writing to its folder."""
     if (folder / _LOCK_FILE).exists():
         opened = _acquire(folder, 0, create=False)
         try:
@@ -236,10 +214,7 @@ def open_to_inspect(folder: Path) -> Iterator[Environment]:
 def check(folder: Path) -> None:
     """Verify an environment's file, page by page, without mapping it: about 0.1 s per gigabyte.
 
-    No process may write to it meanwhile. The prompts' values have separate checksums.
-
-    Raises:
-        CorruptEnvironment: The file is truncated, altered, or no LMDB file.
+    No process may write to it meanwhile. The prompts' values have separate checksums. Raises CorruptEnvironment.
     """
     try:
         problems = _truncation(folder / DATA_FILE) + verify.verify(str(folder / DATA_FILE))
@@ -252,7 +227,7 @@ def check(folder: Path) -> None:
 
 
 def _truncation(file: Path) -> list[str]:
-    """Return whether the file is truncated, as a problem: the verifier does not check the end of large values."""
+    """The verifier does not check the end of large values."""
     with open(file, "rb") as opened:
         first = opened.read(_META.size)
         if len(first) < _META.size:
@@ -268,7 +243,6 @@ def _truncation(file: Path) -> list[str]:
 
 
 def current(path: Path) -> Path | None:
-    """Return the environment in use, or ``None`` if there is none."""
     try:
         name = (path / _CURRENT).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -308,8 +282,7 @@ def new_folder(path: Path, *others: Path) -> Path:
 def probe(folder: Path) -> None:
     """Try what a store needs of a folder, which may not exist yet: files, locks of files, a shared memory map.
 
-    Raises:
-        OSError: The folder cannot hold a store; the message has the reason.
+    The message of its OSError has the reason.
     """
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))  # a file fails below
     try:

@@ -40,18 +40,10 @@ _MARKS = (OWNER_FILE, _IN_USE, _LOCK)
 def acquire(path: Path, run: str | None, timeout: float) -> int:
     """Create a history folder if it is missing, acquire the writer's lock and sign the folder.
 
-    Args:
-        path: History folder.
-        run: Name of the run. Data of another run are deleted, as are folders of killed writers next to this one; data
-            of a dead writer of this run stay. ``None``: keep all data.
-        timeout: Seconds to wait for a writer that is just ending.
-
-    Returns:
-        A file descriptor; closing it, or the death of the process, releases the lock.
-
-    Raises:
-        HistoryError: Another writer is alive, or may be; the folder is a link, or belongs to another user.
-        OSError: The folder cannot be created or written.
+    Data of another run are deleted, as are folders of killed writers next to this one; data of a dead writer of this
+    run stay. Without a ``run`` all data stay. ``timeout`` is in seconds, for a writer that is just ending. Closing the
+    returned descriptor, or the death of the process, releases the lock. Raises HistoryError if another writer is or may
+    be alive, or the folder is a link or another user's.
     """
     descriptor = _lock_writer(path, timeout)
     try:
@@ -68,17 +60,9 @@ def acquire(path: Path, run: str | None, timeout: float) -> int:
 
 
 def renew(path: Path, run: str | None, held: int, timeout: float) -> int:
-    """Write files of :func:`acquire` again that another process deleted.
+    """Write files of :func:`acquire` again that another process deleted; return ``held`` or its replacement.
 
-    Args:
-        held: Descriptor of the lock, perhaps of a deleted file. It stays open after an error, so that the next call
-            tries again.
-
-    Returns:
-        ``held``, or the descriptor in its place.
-
-    Raises:
-        HistoryError, OSError: As :func:`acquire`.
+    ``held`` may be the lock of a deleted file. It stays open after an error, so that the next call tries again.
     """
     if not _is_at(held, path / _LOCK):
         renewed = acquire(path, run, timeout)
@@ -104,11 +88,7 @@ def place() -> Path:
 
 
 def check(folder: str | os.PathLike[str]) -> None:
-    """Check that a folder, which may not exist yet, can hold a store on this machine.
-
-    Raises:
-        HistoryError: It cannot; the message has the reason and the remedy.
-    """
+    """Check that a folder, which may not exist yet, can hold a store here; a HistoryError has reason and remedy."""
     path = Path(folder)
     base = next((parent for parent in (path, *path.parents) if is_user_folder(parent)), None)
     try:
@@ -123,9 +103,7 @@ def check(folder: str | os.PathLike[str]) -> None:
 
 
 def _lock_writer(path: Path, timeout: float) -> int:
-    """Acquire the writer's lock; see :func:`acquire`.
-
-    The kernel's lock shows whether an owner under this kernel is alive, in any container. An owner on another host
+    """The kernel's lock shows whether an owner under this kernel is alive, in any container. An owner on another host
     counts as alive, because its lock may not be visible here. An owner from before a reboot of this host does not.
     """
     deadline = time.monotonic() + timeout
@@ -170,7 +148,7 @@ def _sign(path: Path, run: str | None) -> None:
 
 
 def _is_at(descriptor: int, file: Path) -> bool:
-    """Return whether a locked file still exists: the previous writer may have deleted it with its folder."""
+    """The previous writer may have deleted a locked file with its folder."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
     except (FileNotFoundError, NotADirectoryError):
@@ -180,8 +158,7 @@ def _is_at(descriptor: int, file: Path) -> bool:
 def _remove_dead(base: Path, keep: Path) -> None:
     """Delete the folders below ``base`` whose writer was killed, except ``keep``: their lock is free, without readers.
 
-    If ``base`` is in the user's folder of a node, this includes folders of the user's other runs. A folder that no
-    writer signed, or that belongs to another user, is left alone.
+    In the user's folder of a node this includes the user's other runs. A folder that no writer signed stays.
     """
     shared = is_user_folder(base.parent)
     for file in base.parent.glob(f"*/*/{OWNER_FILE}") if shared else base.glob(f"*/{OWNER_FILE}"):
@@ -210,10 +187,9 @@ def _remove(folder: Path) -> None:
 
 
 def release(path: Path, descriptor: int, delete: bool = False) -> None:
-    """Release the writer's lock of a history folder, and perhaps delete the folder.
+    """Release the writer's lock, and perhaps delete the folder, with an empty run folder above it in the user's folder.
 
-    An empty run folder above it, in the user's folder, is deleted too. Without the lock's file, the folder may be
-    another run's by now, and stays as it is.
+    Without the lock's file, the folder may be another run's by now, and stays as it is.
     """
     if not _is_at(descriptor, path / _LOCK):
         pass
@@ -234,8 +210,7 @@ def release(path: Path, descriptor: int, delete: bool = False) -> None:
 def mark_in_use(path: Path, held: int | None = None) -> int | None:
     """Mark a folder as needed until the returned descriptor is closed, whether its writer is alive or not.
 
-    ``None``: no writer has created the folder, or it is being removed. ``held``: Earlier mark, replaced if its file was
-    deleted.
+    ``None``: there is no folder, or it is being removed. ``held``: earlier mark, replaced if its file was deleted.
     """
     with suppress(OSError):
         if held is not None and _is_at(held, path / _IN_USE):

@@ -16,30 +16,21 @@ from verl_rhyme.history.record import CorruptRecord, PromptHistory
 
 @dataclass
 class Inspection:
-    """Contents of one store or snapshot.
-
-    Attributes:
-        folder: Folder of the environment.
-        namespace: Fingerprint of the vocabulary.
-        bytes: Size of the file.
-        prompts, responses, tokens: Numbers of kept prompts, responses and tokens.
-        corrupt: Number of prompts with a damaged value.
-    """
+    """Contents of one store or snapshot."""
 
     folder: str
-    namespace: str
-    bytes: int
+    namespace: str  # fingerprint of the vocabulary
+    bytes: int  # of the file
     prompts: int = 0
     responses: int = 0
     tokens: int = 0
-    corrupt: int = 0
+    corrupt: int = 0  # prompts with a damaged value
 
 
 def find(path: Path) -> Iterator[Path]:
     """Yield the environments below a history folder, checkpoint or snapshot, by the numbers in their names.
 
-    Raises:
-        FileNotFoundError: There is no environment.
+    Raises FileNotFoundError without any.
     """
     current = environment.current(path)
     if current is not None:
@@ -53,11 +44,7 @@ def find(path: Path) -> Iterator[Path]:
 
 
 def inspect(folder: Path) -> Inspection:
-    """Read one environment without disturbing a running writer.
-
-    Raises:
-        CorruptEnvironment: The environment is damaged.
-    """
+    """Read one environment without disturbing a running writer; CorruptEnvironment if it is damaged."""
     with environment.open_to_inspect(folder) as opened:
         size = (folder / environment.DATA_FILE).stat().st_size
         result = Inspection(str(folder), opened.namespace(), size)
@@ -72,17 +59,12 @@ def inspect(folder: Path) -> Inspection:
 
 
 def lengths(folder: Path) -> dict[bytes, np.ndarray]:
-    """Return the response lengths in tokens by prompt key, int32[m], oldest first; damaged prompts are left out.
-
-    Raises:
-        CorruptEnvironment: The environment is damaged.
-    """
+    """Return the response lengths in tokens by prompt key, int32[m], oldest first; damaged prompts are left out."""
     with environment.open_to_inspect(folder) as opened:
         return {key: history.lengths for key, history in _histories(opened) if history is not None}
 
 
 def _histories(opened: Environment) -> Iterator[tuple[bytes, PromptHistory | None]]:
-    """Yield all keys and histories; ``None`` for a damaged one."""
     with opened.env.begin(db=opened.prompts, buffers=True) as txn:
         for key, value in txn.cursor():
             try:

@@ -1,13 +1,9 @@
 """Prompt keys, which identify a prompt across epochs.
 
-The key covers the user's data: the messages with their images, videos and audio, the arguments of the tools, and the
-rest of ``extra_info``, such as an environment's seed. It leaves out the row number, because repeated prompts have
-different row numbers. It leaves out text that a chat template adds: some templates add today's date, and the key would
-change at midnight. It covers the template itself with its options, because they change the policy's answers. (A date in
-the data's messages is part of the key.)
-
-Lengths, drafts, placement and the event log all use this key. A prompt without known data, such as a request of another
-client, uses a key of its token ids.
+The key covers the user's data: messages with images, videos and audio, tool arguments, and the rest of ``extra_info``,
+such as an environment's seed. It leaves out the row number, because repeated prompts have different ones, and text
+that a chat template adds, because a date would change the key at midnight. It covers the template itself with its
+options, because they change the policy's answers. A prompt without known data has a key of its token ids.
 """
 
 from __future__ import annotations
@@ -37,10 +33,7 @@ _NUMBERING = ("index", "split")
 def prompt_key(token_ids: Sequence[int]) -> bytes:
     """Return the key of a prompt without known data, 16 bytes: blake2b-128 of its token ids as little-endian int32.
 
-    The token ids are those of the first turn, chat template applied.
-
-    Raises:
-        OverflowError: A token id does not fit in int32.
+    The ids are those of the first turn, chat template applied. Raises OverflowError if one does not fit in int32.
     """
     tokens = np.asarray(token_ids, dtype=np.int64)
     if tokens.size and not (tokens.min() >= -(1 << 31) and tokens.max() < 1 << 31):
@@ -51,19 +44,11 @@ def prompt_key(token_ids: Sequence[int]) -> bytes:
 def turn_key(
     token_ids: Sequence[int], inputs: Mapping[str, Any], seen: dict[int, tuple[Any, Any]] | None = None
 ) -> str:
-    """Return the key of what a turn answers: the tokens before it and all other inputs of its request.
+    """Return the key of what a turn answers, 64 hex digits: the tokens before it and its media and sampling options.
 
-    Args:
-        token_ids: Tokens before the turn.
-        inputs: Media and sampling options, by name; ``None`` and empty ones count as missing.
-        seen: Hashes of media by identity, filled here: an object that several turns contain is hashed once. It keeps
-            the objects alive. They must not be changed in place while it lives.
-
-    Returns:
-        64 hex digits; unique if the inputs cannot be read.
-
-    Raises:
-        OverflowError: A token id does not fit in int32.
+    ``None`` and empty inputs count as missing; unreadable ones give a unique key. ``seen`` maps identities of media to
+    their hashes, so that an object of several turns is hashed once; it keeps them alive, and they must not change.
+    Raises OverflowError if a token id does not fit in int32.
     """
     try:
         others = _digest(inputs, seen)
@@ -74,16 +59,11 @@ def turn_key(
 
 
 def data_key(row: Mapping[str, Any], template: str = "") -> str:
-    """Return the key of a prompt from its data, the same in every process. Never raises.
+    """Return the key of a prompt from its data, 32 hex digits, the same in every process. Never raises.
 
-    Args:
-        row: Columns by name; :data:`KEY_COLUMNS` count. ``raw_prompt`` holds verl's messages, dicts with ``role`` and
-            ``content``, or one text. ``None`` and empty entries count as missing. Images count by their encoded bytes
-            or their pixels; files named by a path are not read.
-        template: Label from :func:`template_label`.
-
-    Returns:
-        32 hex digits; empty if the row has no message with content or cannot be read.
+    ``row`` holds columns by name, of which :data:`KEY_COLUMNS` count. ``raw_prompt`` is verl's messages or one text;
+    empty entries count as missing, images count by encoded bytes or pixels, and files named by a path are not read.
+    Empty if no message has content or the row cannot be read.
     """
     try:
         messages = row.get("raw_prompt")
@@ -104,12 +84,9 @@ def _warn(consequence: str, error: str) -> None:
 
 
 def template_label(tokenizer: Any, processor: Any = None, options: Mapping[str, Any] | None = None) -> str:
-    """Return a label that identifies a chat template and its options, 32 hex digits.
+    """Return a label, 32 hex digits, of a chat template and its options (``data.apply_chat_template_kwargs``).
 
-    Args:
-        tokenizer: Tokenizer with a ``chat_template``, or ``None``.
-        processor: Processor of a multimodal model; its template, if any, takes precedence.
-        options: Options of the template (``data.apply_chat_template_kwargs``).
+    The template of a multimodal model's processor takes precedence.
     """
     template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     return _digest([template, dict(options or {})])
@@ -138,7 +115,7 @@ def _hash(data: bytes) -> str:
 
 
 def _plain(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
-    """Return data for JSON that identify a value: media by a hash (``seen``: by identity), others by their type."""
+    """Return data for JSON: media by a hash (``seen``: by identity), other objects by their type."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, str | bool | int | float):
@@ -161,7 +138,6 @@ def _plain(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _plain_media(value: Any) -> list[Any] | None:
-    """Return what identifies encoded bytes, an array, a tensor or an image; ``None`` for other values."""
     if isinstance(value, bytes | bytearray | memoryview):
         return ["bytes", _hash(bytes(value))]
     if (array := _array(value)) is not None:
@@ -174,7 +150,6 @@ def _is_missing(value: Any) -> bool:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """Return the numbers of an array or a tensor; ``None`` for other values."""
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else value
     if not hasattr(value, "numpy"):
@@ -186,7 +161,6 @@ def _array(value: Any) -> np.ndarray | None:
 
 
 def _plain_image(image: Any) -> list[Any]:
-    """Return mode, size, palette and a hash of the pixels of a PIL image."""
     try:
         palette = image.getpalette() if image.mode == "P" else None
         return [image.mode, image.size, palette, _hash(image.tobytes())]

@@ -36,21 +36,15 @@ class Owner:
     """A process that holds a lock, or held it when it was killed.
 
     A pid alone does not identify a process: pids repeat after a reboot and in other containers and hosts.
-
-    Attributes:
-        run: Name of the process's run.
-        host, boot: Name of the machine, and id of its kernel's boot.
-        pid: Process id, for messages only.
     """
 
     run: str
     host: str
-    boot: str
-    pid: int
+    boot: str  # id of the kernel's boot
+    pid: int  # for messages only
 
     @classmethod
     def here(cls, run: str) -> Owner:
-        """Return the record of this process."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return cls(run, socket.gethostname(), boot, os.getpid())
 
@@ -63,12 +57,11 @@ class Owner:
             return None
 
     def sign(self, descriptor: int) -> None:
-        """Replace the content of an open file with this record."""
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{json.dumps(asdict(self))}\n".encode(), 0)
 
     def is_foreign(self) -> bool:
-        """Return whether the process ran on another machine: a reboot or a new container keeps boot id or host name."""
+        """A reboot or a new container keeps boot id or host name."""
         here = Owner.here("")
         return self.boot != here.boot and self.host != here.host
 
@@ -82,17 +75,11 @@ def user_folder(base: str) -> Path:
 
 
 def is_user_folder(path: Path) -> bool:
-    """Return whether a folder has the name of a user's :func:`user_folder`."""
     return _USER_FOLDER.fullmatch(path.name) is not None
 
 
 def make_private(path: Path) -> None:
-    """Create a private folder, or make an existing one private, with its parents up to the user's folder.
-
-    Raises:
-        NotOwned: One of the folders is a link, or belongs to another user.
-        OSError: A folder cannot be created.
-    """
+    """Create a folder or make it private, with its parents up to the user's folder. Raises NotOwned or OSError."""
     folders = [path, *path.parents]
     top = next((number for number, folder in enumerate(folders) if is_user_folder(folder)), 0)
     for folder in reversed(folders[: top + 1]):
@@ -124,7 +111,7 @@ def _require_own(path: Path) -> None:
 
 
 def _is_mine(uid: int, folder: Path) -> bool:
-    """Return whether the uid is that of this process's files: some network file systems map all users to one uid."""
+    """Some network file systems map all users to one uid, so compare with the uid of this process's files."""
     if uid == os.geteuid():
         return True
     try:
@@ -137,12 +124,7 @@ def _is_mine(uid: int, folder: Path) -> bool:
 def lock(file: Path, create: bool = False, shared: bool = False) -> int | None:
     """Acquire the kernel's lock on a file of this user, valid across containers, until the descriptor is closed.
 
-    Returns:
-        A file descriptor; ``None`` if a process of this host holds the lock.
-
-    Raises:
-        NotOwned: The path is a link, no plain file, or belongs to another user.
-        OSError: The file cannot be opened.
+    ``None`` if a process of this host holds it. Raises :class:`NotOwned` for a link, no plain file, or another user's.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     try:

@@ -18,7 +18,7 @@ def width_of(most: int) -> int:
 
 
 def words(count: int, width: int) -> int:
-    """Return the number of 32-bit words for ``count`` values of ``width`` bits."""
+    """Return the 32-bit words of ``count`` values."""
     return (count * width + 31) // 32 + 1
 
 

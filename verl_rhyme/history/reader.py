@@ -22,22 +22,16 @@ logger = logging.getLogger(__name__)
 class HistoryReader:
     """Reader of a :class:`~verl_rhyme.history.store.HistoryStore` through its memory map.
 
-    The store may not exist yet, and a restore or clear may replace it at any time; the reader follows. Files that were
-    deleted stay readable until the store has written them again. Unusable data
-    never raise: they are logged once, counted in :attr:`errors`, and read as no history. After a fork, the reader opens
-    a new environment in the child process.
-
-    Args:
-        path: History folder.
-        namespace: Fingerprint of this run's vocabulary; a history of another vocabulary is not read.
-        refresh_interval: Seconds between two checks for a replaced store.
+    The store may not exist yet, and a restore or clear may replace it at any time; the reader follows, also after a
+    fork. Deleted files stay readable until the store has written them again. Unusable data never raise: they are logged
+    once, counted in :attr:`errors`, and read as no history, as is another vocabulary than ``namespace``.
     """
 
     def __init__(self, path: str | os.PathLike[str], namespace: str, refresh_interval: float = 1.0):
         packing.warm()
         self._path = Path(path)
         self._namespace = namespace
-        self._interval = refresh_interval
+        self._interval = refresh_interval  # seconds between two checks for a replaced store
         self._next_look = 0.0
         self._identity: tuple[str, int, int] | None = None
         self._environment: Environment | None = None
@@ -47,7 +41,7 @@ class HistoryReader:
         self.errors = 0
 
     def get(self, key: bytes) -> PromptHistory | None:
-        """Return the history of a prompt after the last finished append; ``None`` if there is none."""
+        """Return a prompt's history after the last finished append."""
         opened = self._latest()
         if opened is None:
             return None
@@ -64,12 +58,9 @@ class HistoryReader:
 
     @contextmanager
     def value(self, key: bytes) -> Iterator[memoryview]:
-        """Yield a prompt's value as a view of the map, unchecked; empty if there is none.
+        """Yield a prompt's value as a view of the map, unchecked, valid within the block; empty if there is none.
 
-        The view is valid within the block. Only for the writer's process, which is the only one to resize the map.
-
-        Raises:
-            lmdb.Error: The value cannot be read.
+        Only for the writer's process, which is the only one to resize the map. Raises lmdb.Error.
         """
         opened = self._latest()
         if opened is None:
@@ -85,7 +76,6 @@ class HistoryReader:
         return self._environment
 
     def refresh(self) -> None:
-        """Check now whether the store was created or replaced."""
         self._next_look = time.monotonic() + self._interval
         identity = environment.identity(self._path)
         forked = self._environment is not None and self._environment.pid != os.getpid()
@@ -134,7 +124,7 @@ class HistoryReader:
 
 
 def _copy(opened: Environment, key: bytes) -> np.ndarray | None:
-    """Return a copy of a value: a view of the map would change when the writer reuses its pages."""
+    """A view of the map would change when the writer reuses its pages."""
     with opened.env.begin(db=opened.prompts, buffers=True) as txn:
         value = txn.get(key)
         # numpy releases the interpreter lock during the copy, which takes long if pages of the map are not in memory.

@@ -44,14 +44,9 @@ def _size(n: int, m: int, token_bits: int, suffix_bits: int) -> int:
 
 
 def confidence_codes(logprobs: np.ndarray | None, length: int) -> np.ndarray:
-    """Encode the probabilities of sampled tokens, one byte each.
+    """Encode the probabilities of sampled tokens, from natural log-probs, float[length], ``None`` if unknown.
 
-    Args:
-        logprobs: Log-probs (natural logarithm), float[length], or ``None`` if unknown.
-        length: Number of tokens.
-
-    Returns:
-        Codes, uint8[length]: ``128 + 16 * logit`` within 1 to 255; 0 if unknown.
+    Return uint8[length]: ``128 + 16 * logit`` within 1 to 255; 0 if unknown.
     """
     if logprobs is None:
         return np.zeros(length, dtype=np.uint8)
@@ -66,27 +61,16 @@ class CorruptRecord(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished response.
+    """One finished response."""
 
-    Attributes:
-        key: Prompt key, 16 bytes; see :func:`verl_rhyme.history.keys.prompt_key`.
-        tokens: Token ids of the response, int32[length].
-        reward: Scalar reward; the sum of token rewards.
-        policy_version: Policy version that finished the response.
-        epoch: Pass over the data set.
-        sample: Number of the sample in the group of its prompt.
-        logprobs: Log-probs of the tokens under the policy that sampled them, float32[length]; ``None`` if unknown.
-        visit: Label of the prompt's visit, at least 0: the same for all samples of a group, in all parts and steps that
-            record them. -1: use the epoch, for prompts that occur once per epoch.
-    """
-
-    key: bytes
-    tokens: np.ndarray
-    reward: float
-    policy_version: int
-    epoch: int
-    sample: int
-    logprobs: np.ndarray | None = None
+    key: bytes  # prompt key, 16 bytes
+    tokens: np.ndarray  # int32[length]
+    reward: float  # sum of token rewards
+    policy_version: int  # that finished the response
+    epoch: int  # pass over the data set
+    sample: int  # number in the group of its prompt
+    logprobs: np.ndarray | None = None  # float32[length], under the policy that sampled each token
+    #: Label of the visit, the same for all samples of a group, in all parts and steps. -1: the epoch.
     visit: int = -1
 
     def __post_init__(self) -> None:
@@ -100,26 +84,17 @@ class PromptHistory:
 
     The arrays are shared: treat them as read-only. (They stay writeable because numba takes several times longer to
     accept a read-only argument.)
-
-    Attributes:
-        tokens: Text, int32[n], ``[-1, r0..., -1, r1..., -1]``; see :mod:`verl_rhyme.history.suffix_index`.
-        bounds: Positions of the separators, int32[m + 1]; response i is ``tokens[bounds[i] + 1 : bounds[i + 1]]``.
-        suffixes: Suffix array of the reversed text, int32[n - m - 1].
-        reward: Rewards, float32[m].
-        visit, policy_version, sample, step: Labels of the responses, int32[m]. All responses of a visit share
-            :attr:`Trajectory.visit`; step is the training step that recorded the response.
-        confidence: Probability code of each token when it was sampled, uint8[n]; see :func:`confidence_codes`.
     """
 
-    tokens: np.ndarray
-    bounds: np.ndarray
-    suffixes: np.ndarray
-    reward: np.ndarray
-    visit: np.ndarray
-    policy_version: np.ndarray
-    sample: np.ndarray
-    step: np.ndarray
-    confidence: np.ndarray
+    tokens: np.ndarray  # int32[n], [-1, r0..., -1, r1..., -1]; see suffix_index
+    bounds: np.ndarray  # int32[m + 1], separators: response i is tokens[bounds[i] + 1 : bounds[i + 1]]
+    suffixes: np.ndarray  # int32[n - m - 1], suffix array of the reversed text
+    reward: np.ndarray  # float32[m]
+    visit: np.ndarray  # int32[m], Trajectory.visit
+    policy_version: np.ndarray  # int32[m]
+    sample: np.ndarray  # int32[m]
+    step: np.ndarray  # int32[m], training step that recorded the response
+    confidence: np.ndarray  # uint8[n], confidence_codes of the tokens
 
     @classmethod
     def build(cls, trajectories: Sequence[Trajectory], step: int = 0) -> PromptHistory:
@@ -141,7 +116,7 @@ class PromptHistory:
         indexed: int = 0,
         suffixes: np.ndarray | None = None,
     ) -> PromptHistory:
-        """Index responses; ``suffixes`` is the suffix array of the first ``indexed`` ones."""
+        """``suffixes`` is the suffix array of the first ``indexed`` responses."""
         tokens, bounds = suffix_index.join(responses)
         columns = np.ascontiguousarray(np.array(labels, dtype=np.int32).reshape(len(responses), 4).T)
         confidence = np.zeros(len(tokens), dtype=np.uint8)
@@ -154,20 +129,16 @@ class PromptHistory:
 
     @cached_property
     def first_tokens(self) -> np.ndarray:
-        """Table of :func:`verl_rhyme.history.suffix_index.first_tokens`, int32[2**k, 3]; computed on first use."""
         return suffix_index.first_tokens(self.tokens)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
         return sum(array.nbytes for array in vars(self).values())
 
     def __len__(self) -> int:
-        """Return the number of responses."""
         return len(self.reward)
 
     def response(self, i: int) -> np.ndarray:
-        """Return the tokens of a response, int32."""
         return self.tokens[self._span(i)]
 
     def _span(self, i: int) -> slice:
@@ -175,15 +146,12 @@ class PromptHistory:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each response, int32[m]."""
+        """int32[m], tokens of each response."""
         return np.diff(self.bounds) - 1
 
     @cached_property
     def scaled_reward(self) -> np.ndarray:
-        """Rewards scaled to [0, 1] over this prompt's history, float32[m]; all 0 if they are equal.
-
-        A reward that is not finite counts as the lowest.
-        """
+        """float32[m], rewards scaled to [0, 1]; all 0 if they are equal. One that is not finite is the lowest."""
         finite = np.isfinite(self.reward)
         scaled = np.zeros(len(self.reward), dtype=np.float32)
         if finite.any():
@@ -231,11 +199,9 @@ class PromptHistory:
         return suffix_index.drop_responses(self.suffixes, np.array(spans, dtype=np.int32).reshape(-1, 3))
 
     def latest(self, epochs: int) -> PromptHistory:
-        """Return this history with its latest visits only."""
         return self.extended((), step=-1, epochs=epochs)
 
     def encode(self) -> bytes:
-        """Return the prompt's value in the store."""
         n = len(self.tokens)
         token_bits, suffix_bits = packing.width_of(int(self.tokens.max()) + 1), packing.width_of(n - 1)
         tokens = packing.pack(self.tokens + np.int32(1), token_bits)
@@ -249,11 +215,7 @@ class PromptHistory:
 
     @classmethod
     def decode(cls, value: bytes | bytearray | memoryview | np.ndarray) -> PromptHistory:
-        """Decode a value. No array is a view: it would keep the value in memory, half as large as the history.
-
-        Raises:
-            CorruptRecord: The value is truncated, altered, or of another format.
-        """
+        """Decode a value, or raise CorruptRecord. No array is a view, which would keep the value in memory."""
         value = memoryview(value if isinstance(value, bytearray | np.ndarray) else bytearray(value))  # type: ignore[arg-type]
         if value[:4] != _MAGIC or len(value) < _HEADER.size:
             raise CorruptRecord(f"not a prompt's history ({len(value)} bytes, starts with {bytes(value[:4])!r})")

@@ -1,12 +1,11 @@
 """Selection of the prompts and visits that fit a byte bound: first fewer visits per prompt, then fewer prompts.
 
-A visit is one group of responses to a prompt: one per epoch, or more if the data repeat the prompt. Each prompt has a
-fixed place in [0, 1), a hash of its key. Its latest visit has rank ``place``, the visit before ``1 + place``, and so
-on. Visits with a rank below one number, the level, are kept. A level of 2.3 keeps three visits of 30 % of the prompts
-and two of the others. A level of 0.4 keeps the latest visit of 40 % of the prompts, always the same ones. With
-reshuffled epochs, room for a share C of the prompts then has a hit rate of C. (Evicting the oldest first gives about
-C*C/2, because the evicted prompts come back soonest.) A prompt above the level is not written, but its size is
-remembered, so the level follows the sizes of all prompts in both directions.
+A visit is one group of responses to a prompt. Each prompt has a fixed place in [0, 1), a hash of its key. Its latest
+visit has rank ``place``, the visit before ``1 + place``, and so on; ranks below one number, the level, are kept. A
+level of 2.3 keeps three visits of 30 % of the prompts and two of the others, a level of 0.4 the latest visit of always
+the same 40 %. With reshuffled epochs, room for a share C of the prompts then has a hit rate of C. (Evicting the oldest
+first gives about C*C/2, because the evicted prompts come back soonest.) A prompt above the level is not written, but
+its size is remembered, so the level follows the sizes of all prompts in both directions.
 """
 
 from __future__ import annotations
@@ -37,28 +36,18 @@ _COLUMNS = np.dtype(
 
 
 class Entry(NamedTuple):
-    """Ledger entry of a prompt.
+    """Ledger entry of a prompt."""
 
-    Attributes:
-        epoch: Pass over the data in which the prompt was last seen.
-        size: Bytes of one visit: the mean of the kept visits, or the size that the latest visit would have.
-        units: Number of kept visits; if 0, the next three are 0.
-        bytes, tokens, responses: Kept bytes, tokens and responses.
-        step: Latest training step that recorded the prompt, or would have.
-        visit: Label of the latest visit; -1 if unknown.
-    """
-
-    epoch: int
-    size: float
-    units: int = 0
-    bytes: int = 0
-    tokens: int = 0
-    responses: int = 0
-    step: int = -1
-    visit: int = -1
+    epoch: int  # pass over the data in which the prompt was last seen
+    size: float  # bytes of one visit: mean of the kept ones, or what the latest would have
+    units: int = 0  # kept visits; if 0, the next three are 0
+    bytes: int = 0  # kept
+    tokens: int = 0  # kept
+    responses: int = 0  # kept
+    step: int = -1  # latest training step that recorded the prompt, or would have
+    visit: int = -1  # label of the latest visit; -1 if unknown
 
     def emptied(self) -> Entry:
-        """Return the entry after the eviction of all visits."""
         return Entry(self.epoch, self.size, step=self.step, visit=self.visit)
 
 
@@ -70,19 +59,13 @@ def place(key: bytes) -> float:
 class Retention:
     """Ledger of a store: about 70 bytes per prompt, and as much again for Python's index of the keys.
 
-    Args:
-        bound: Most bytes of all values.
-        epochs: Most visits per prompt.
-
-    Attributes:
-        now: Current epoch.
-        changed: Keys of entries that were set or dropped; the owner clears it.
+    All values take at most ``bound`` bytes, with at most ``epochs`` visits per prompt.
     """
 
     def __init__(self, bound: int, epochs: int) -> None:
         self.bound, self.epochs = bound, epochs
-        self.now = 0
-        self.changed: set[bytes] = set()
+        self.now = 0  # current epoch
+        self.changed: set[bytes] = set()  # entries set or dropped; the owner clears it
         self._row: dict[bytes, int] = {}
         self._table = np.zeros(64, _COLUMNS)
         self._full, self._cut = epochs, 0.0
@@ -94,17 +77,14 @@ class Retention:
         return len(self._row)
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether any visit of a prompt is kept."""
         row = self._row.get(key)
         return row is not None and bool(self._table["units"][row])
 
     def get(self, key: bytes) -> Entry | None:
-        """Return a prompt's entry; ``None`` if the prompt is unknown."""
         row = self._row.get(key)
         return None if row is None else Entry(*self._table[row].tolist()[2:])
 
     def entries(self) -> Iterator[tuple[bytes, Entry]]:
-        """Yield all keys and entries."""
         for row in self._rows.tolist():
             yield bytes(row[0]), Entry(*row[2:])
 
@@ -114,16 +94,14 @@ class Retention:
 
     @property
     def prompts(self) -> int:
-        """Number of prompts with kept visits."""
         return int(np.count_nonzero(self._rows["units"]))
 
     @property
     def most_visits(self) -> int:
-        """Largest number of kept visits of any prompt."""
         return int(self._rows["units"].max(initial=0))
 
     def total(self, column: str) -> int:
-        """Return the sum of ``bytes``, ``tokens`` or ``responses`` over the kept visits."""
+        """Sum ``bytes``, ``tokens`` or ``responses`` over the kept visits."""
         return int(self._rows[column].sum())
 
     @property
@@ -139,7 +117,6 @@ class Retention:
     # ---- changes ----
 
     def record(self, key: bytes, entry: Entry) -> None:
-        """Set a prompt's entry."""
         row = self._row.setdefault(key, len(self._row))
         if row == len(self._table):
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
@@ -149,8 +126,7 @@ class Retention:
     def note_visit(self, key: bytes, epoch: int, visit: int, size: float, step: int) -> None:
         """Note that a prompt was seen; the bytes of its new responses estimate the size of a prompt that is not kept.
 
-        The responses of one visit may come in several parts, each in its training step; a repeated step does not count
-        again.
+        The responses of one visit may come in several parts, each in its step; a repeated step does not count again.
         """
         self.now = epoch
         if key in self:
@@ -185,8 +161,7 @@ class Retention:
     def excess(self, bound: int) -> dict[bytes, int]:
         """Return the prompts to shorten until the rest takes at most ``bound`` bytes, with the visits they keep.
 
-        Prompts that are gone from the data come first, then the highest ranks. All visits of a prompt count as equally
-        large.
+        Prompts that are gone from the data come first, then the highest ranks. Its visits count as equally large.
         """
         table = self._rows
         over = self.total("bytes") - bound
@@ -231,5 +206,5 @@ class Retention:
             self._row[self._table["key"][row].tobytes()] = row
 
     def _gone(self, table: np.ndarray) -> np.ndarray:
-        """Return which rows are prompts gone from the data: not seen for whole epochs."""
+        """A prompt that was not seen for whole epochs is gone from the data."""
         return self.now - table["epoch"] > max(_PATIENCE, self.epochs)

@@ -38,12 +38,10 @@ def automatic(folder: Path, object_store: int) -> int:
 
 
 def bound(folder: Path, free: int, object_store: int) -> int:
-    """Return the bytes for a history in a folder, which may not exist yet.
+    """Return the bytes for a history in a folder, which may not exist yet, with ``free`` bytes on its disk.
 
-    Args:
-        free: Free bytes on the folder's disk.
-        object_store: Bytes of the node's Ray object store, which fills later. If the folder is in memory, both need
-            the same room.
+    If it is in memory, it needs the same room as the node's Ray object store of ``object_store`` bytes, which fills
+    later.
     """
     room = min(free, available_memory())
     return max(1 << 20, (room - object_store if in_memory(folder) else room) // 2)

@@ -44,24 +44,15 @@ _LOCK_TIMEOUT_S = 10.0
 
 @dataclass
 class AppendStats:
-    """Result of one append.
-
-    Attributes:
-        prompts, trajectories: Recorded prompts and trajectories.
-        lost_steps: 1 if the step, or a part of it, could not be recorded.
-        dropped: Trajectories that could not be recorded (full disk, too large, bad tokens).
-        unkept: Trajectories of prompts above the level, which are not kept.
-        evicted: Prompts evicted for the byte bound.
-        shed_epochs: Visits evicted for the byte bound, except those of evicted prompts.
-    """
+    """Result of one append."""
 
     prompts: int = 0
     trajectories: int = 0
-    lost_steps: int = 0
-    dropped: int = 0
-    unkept: int = 0
-    evicted: int = 0
-    shed_epochs: int = 0
+    lost_steps: int = 0  # 1 if the step, or a part of it, could not be recorded
+    dropped: int = 0  # trajectories that could not be recorded (full disk, too large, bad tokens)
+    unkept: int = 0  # trajectories of prompts above the level
+    evicted: int = 0  # prompts evicted for the byte bound
+    shed_epochs: int = 0  # visits evicted for the byte bound, except those of evicted prompts
 
 
 class HistoryStore:
@@ -72,33 +63,18 @@ class HistoryStore:
     Values stay within 0.7 of ``max_bytes``, and the file within ``max_bytes``; :mod:`verl_rhyme.history.retention`
     decides which values go. Methods may be called from several threads.
 
-    Args:
-        path: Node-local folder, created if missing.
-        namespace: Fingerprint of tokenizer and vocabulary.
-        max_bytes: Bound of the file, at least 1 MiB; ``None``: half of the free space (:func:`.share.automatic`).
-        epochs: Most visits per prompt; the latest are kept.
-        run: Name of the run, see :func:`.history_folder.acquire`. ``None``: keep all data.
-        threads: Number of threads that index prompts; ``None``: a quarter of the cores.
-        object_store: Bytes of the node's Ray object store, see :func:`.share.bound`.
-
-    Attributes:
-        max_bytes: Bound of the file.
-
-    Raises:
-        HistoryMismatch: The folder holds the history of another vocabulary.
-        HistoryError: Another process writes to the folder, or it is a link or belongs to another user.
-        OSError: The folder cannot be written.
+    Raises HistoryMismatch for another vocabulary's folder, HistoryError for another writer's or user's, or OSError.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
-        namespace: str,
-        max_bytes: int | None,
-        epochs: int,
-        run: str | None = None,
-        threads: int | None = None,
-        object_store: int = 0,
+        path: str | os.PathLike[str],  # node-local folder
+        namespace: str,  # fingerprint of tokenizer and vocabulary
+        max_bytes: int | None,  # bound of the file, at least 1 MiB; None: share.automatic
+        epochs: int,  # most visits per prompt; the latest are kept
+        run: str | None = None,  # see history_folder.acquire; None: keep all data
+        threads: int | None = None,  # that index prompts; None: a quarter of the cores
+        object_store: int = 0,  # bytes of the node's Ray object store
     ):
         self._path = Path(path)
         self._namespace = namespace
@@ -117,18 +93,12 @@ class HistoryStore:
             raise
 
     def append(self, trajectories: Iterable[Trajectory], step: int) -> AppendStats:
-        """Record a step's trajectories and update the index of their prompts.
+        """Record a step's trajectories, in any order, and update the index of their prompts; skip empty responses.
 
-        A repeated step replaces the samples that it recorded before.
-
-        Args:
-            trajectories: Trajectories of any prompts, in any order; empty responses are skipped.
-            step: Training step, or any other number that a resumed run repeats for the same append.
-
-        Returns:
-            Counts of the append. A step that cannot be written, as on a full disk, is logged and counted in
-            ``lost_steps`` and ``dropped``, and the history is unchanged; the next append tries again. A full map is
-            rewritten, with fewer and fewer prompts if the step needs their room or the disk has none for a copy.
+        ``step`` is a number that a resumed run repeats for the same append; it replaces the samples that it recorded
+        before. A step that cannot be written, as on a full disk, is logged and counted in ``lost_steps`` and
+        ``dropped``, and the history is unchanged; the next append tries again. A full map is rewritten, with fewer and
+        fewer prompts if the step needs their room or the disk has none for a copy.
         """
         groups: dict[bytes, list[Trajectory]] = {}
         bad = 0
@@ -163,7 +133,6 @@ class HistoryStore:
             return stats
 
     def _append(self, groups: dict[bytes, list[Trajectory]], step: int) -> AppendStats:
-        """Append, and make room if the map is full."""
         error: Exception | None = None
         lost = 0
         for share_kept in (None, *_KEPT):
@@ -197,9 +166,7 @@ class HistoryStore:
     def _make_whole(self) -> None:
         """Write files again that another process deleted, from the map, which outlives them, and renew a stale ledger.
 
-        Raises:
-            HistoryError: The store is closed, or its folder cannot be owned.
-            Exception: One of :data:`_FAILURES`; the next call tries again.
+        The store stays usable after one of :data:`_FAILURES`: the next call tries again.
         """
         if self._lock is None:
             raise HistoryError("the store is closed")
@@ -274,8 +241,7 @@ class HistoryStore:
     def snapshot(self, dest_dir: str | os.PathLike[str]) -> None:
         """Copy the history, compacted, into a folder, atomically; an older snapshot is replaced.
 
-        Raises:
-            OSError, lmdb.Error: The snapshot cannot be written; no partial files remain.
+        After an OSError or lmdb.Error no partial files remain.
         """
         dest = Path(dest_dir)
         dest.parent.mkdir(parents=True, exist_ok=True)
@@ -300,11 +266,10 @@ class HistoryStore:
                 raise
 
     def restore(self, src_dir: str | os.PathLike[str]) -> bool:
-        """Replace the history with a snapshot, found by :func:`find_snapshot`.
+        """Replace the history with a snapshot, found by :func:`find_snapshot`; return whether it succeeded.
 
-        Returns:
-            True on success. False, with a warning and the present history kept, if the snapshot is missing or damaged,
-            belongs to another vocabulary, or does not fit on the disk, or if the store's folder cannot be written.
+        If the snapshot is missing, damaged, of another vocabulary or too large, or the folder cannot be written, the
+        present history stays, with a warning.
         """
         source, folder = Path(src_dir), None
         with self._mutex:
@@ -329,7 +294,6 @@ class HistoryStore:
             return True
 
     def clear(self) -> None:
-        """Delete all values."""
         with self._mutex:
             self._replace(self._create())
 
@@ -439,7 +403,7 @@ _Extended = tuple[int, PromptHistory, bytes]
 
 
 def _results(calls: Iterable[Callable[[], _Result]], threads: int) -> Iterator[_Result]:
-    """Yield the results of calls, in order; the caller's thread reads ``calls``, a few ahead of the results."""
+    """The caller's thread reads ``calls``, a few ahead of the results, which keep their order."""
     with ThreadPoolExecutor(threads, thread_name_prefix="rhyme-history") as pool:
         waiting: deque[Future[_Result]] = deque()
         for call in calls:
@@ -456,12 +420,11 @@ def find_snapshot(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _before(snapshot: Path) -> Path:
-    """Return the path of a snapshot while a new one replaces it."""
     return snapshot.with_name(f".{snapshot.name}.old")
 
 
 def _is_sound(trajectory: Trajectory) -> bool:
-    """Return whether token ids are non-negative (negative ids are separators) and fit int32, and the rest matches."""
+    """Token ids are non-negative, because negative ids are separators, and fit int32."""
     tokens, logprobs = trajectory.tokens, trajectory.logprobs
     if len(trajectory.key) != KEY_BYTES or (logprobs is not None and len(logprobs) != len(tokens)):
         return False

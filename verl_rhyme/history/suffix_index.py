@@ -34,11 +34,9 @@ _DIGIT = 11
 
 
 def join(responses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Join m responses (non-negative token ids) into one text.
+    """Join m responses into one text, int32[n], and positions of its separators, int32[m + 1].
 
-    Returns:
-        Text, int32[n], and positions of its separators, int32[m + 1]: response i is
-        ``text[bounds[i] + 1 : bounds[i + 1]]``.
+    Response i is ``text[bounds[i] + 1 : bounds[i + 1]]``.
     """
     lengths = np.fromiter((len(r) + 1 for r in responses), dtype=np.int64, count=len(responses))
     bounds = np.zeros(len(responses) + 1, dtype=np.int32)
@@ -50,15 +48,10 @@ def join(responses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def build(tokens: np.ndarray, begin: int = 0, known: np.ndarray | None = None) -> np.ndarray:
-    """Build the suffix array of the reversed text, without its separators.
+    """Build the suffix array of the reversed text from :func:`join`, int32[n], without its separators.
 
-    Args:
-        tokens: Text from :func:`join`, int32[n].
-        begin: Position of the separator where the new text begins.
-        known: Suffix array of the text before it, int32[k]; not modified.
-
-    Returns:
-        Positions in ``tokens``, int32[n - m - 1] for m responses, ordered by the tokens read backwards from each.
+    The new text begins at the separator at ``begin``; ``known`` is the suffix array of the text before it, int32[k].
+    Return positions, int32[n - m - 1] for m responses, ordered by the tokens read backwards from each.
     """
     text = np.asarray(tokens, dtype=np.int32)
     bits = max(1, (int(text.max()) + 1).bit_length())
@@ -70,16 +63,11 @@ def build(tokens: np.ndarray, begin: int = 0, known: np.ndarray | None = None) -
 
 
 def longest_match(history: PromptHistory, context: np.ndarray, max_len: int) -> tuple[int, int, int]:
-    """Find the positions in the text with the longest match to the latest tokens.
+    """Find the positions in the text with the longest match to the latest tokens of ``context``, int32[c], newest last.
 
-    Args:
-        history: Text and its suffix array.
-        context: Latest tokens, newest last, int32[c].
-        max_len: Most tokens of the context to compare; at most :data:`DEPTH` count.
-
-    Returns:
-        ``(length, lo, hi)``: ``history.suffixes[lo:hi]`` are all positions where the last ``length`` tokens of the
-        context end; no position matches more. ``(0, 0, n)`` if the newest token does not occur.
+    Return ``(length, lo, hi)``: ``history.suffixes[lo:hi]`` are all positions where the last ``length`` tokens of the
+    context end; no position matches more. ``length`` is at most ``max_len`` and :data:`DEPTH`. ``(0, 0, n)`` if the
+    newest token does not occur.
     """
     latest = context[max(0, len(context) - min(max_len, DEPTH)) :]
     # The compiled code accepts contiguous int32 arrays only.
@@ -130,14 +118,9 @@ def _longest_match(text, suffixes, context):
 def first_tokens(text):
     """Return the range of entries of each token in the suffix array, for the first step of a search.
 
-    The text alone suffices: one pass from front to back, a millisecond for 500k tokens.
-
-    Args:
-        text: Text from :func:`join`, int32[n].
-
-    Returns:
-        Hash table, int32[2**k, 3]: token (-1 in a free row), first entry, entry after the last. A token is in the row
-        of its lowest k bits or the next free row after it; at least half of the rows are free.
+    The text alone suffices: one pass over int32[n], a millisecond for 500k tokens. The result is a hash table,
+    int32[2**k, 3]: token (-1 in a free row), first entry, entry after the last. A token is in the row of its lowest k
+    bits or the next free row after it; at least half of the rows are free.
     """
     table = np.full((16, 3), -1, dtype=np.int32)
     known = 0
@@ -184,8 +167,7 @@ def first_tokens(text):
 def _key(text, position, depth, bits, each):
     """Return a sort key of the next ``each`` tokens, from ``depth`` on backwards.
 
-    The lowest token of the key is 0 if the response or the compared depth ends within these; entries with such a key
-    are equal.
+    Its lowest token is 0 if the response or the compared depth ends within these; entries with such a key are equal.
     """
     key = np.uint64(0)
     taken = 0
@@ -340,12 +322,10 @@ def _merged(text, old, new, new_keys, bits, each):
 
 @njit(cache=True, nogil=True)
 def drop_responses(suffixes, spans):
-    """Return the suffix array of a text after the removal of responses, in the same order.
+    """Return the suffix array, int32[n], of a text after the removal of responses, in the same order.
 
-    Args:
-        suffixes: Suffix array of the entire text, int32[n].
-        spans: Disjoint rows (start, stop, shift), int32[k, 3]: positions from start to before stop stay, and move down
-            by shift.
+    ``spans`` are disjoint rows (start, stop, shift), int32[k, 3]: positions from start to before stop stay, and move
+    down by shift.
     """
     kept = np.empty(len(suffixes), dtype=np.int32)
     n = 0

@@ -1,13 +1,10 @@
 """Values of the prompts in one environment, with the ledger of their sizes; both change together.
 
-:mod:`verl_rhyme.history.retention` decides which values stay. A prompt in an append is kept with as many visits as the
-level allows, or not written at all, to avoid thrashing (``HistoryStore.append``). Other values are removed here:
-
-- :meth:`Values.evict_excess` runs in the append's transaction while the values exceed their bound (0.7 of
-  ``history.max_bytes``). It drops excess visits and deletes excess prompts; LMDB reuses their pages later.
-- :meth:`Values.copy_to` runs if LMDB still has no pages left (a transaction writes before it frees, and values need
-  contiguous pages). It copies the remaining values into a new, dense environment that replaces the old one. Until then
-  the disk holds both: ``max_bytes`` and the values once more.
+:mod:`verl_rhyme.history.retention` decides which values stay: an append keeps as many visits of a prompt as the level
+allows, or does not write it, to avoid thrashing. :meth:`Values.evict_excess` runs in the append's transaction while the
+values exceed their bound; LMDB reuses their pages later. :meth:`Values.copy_to` runs if LMDB still has no pages left (a
+transaction writes before it frees, and values need contiguous pages), into a new, dense environment that replaces the
+old one. Until then the disk holds both: ``max_bytes`` and the values once more.
 """
 
 from __future__ import annotations
@@ -29,24 +26,13 @@ _COMMIT_BYTES = 256 << 20
 class Values:
     """Reads and writes of values within the caller's LMDB transactions.
 
-    After a failed transaction the ledger differs from the environment: create a new object.
-
-    Args:
-        opened: Environment.
-        bound: Most bytes of all values.
-        epochs: Most visits per prompt.
-        warn: Function that logs a warning about damaged values.
-
-    Attributes:
-        ledger: Ledger after the environment's last transaction and the changes here since.
-
-    Raises:
-        CorruptEnvironment: The environment's list of prompts cannot be read.
+    After a failed transaction the ledger differs from the environment: create a new object. Raises CorruptEnvironment
+    if the environment's list of prompts cannot be read.
     """
 
     def __init__(self, opened: Environment, bound: int, epochs: int, warn: Callable[[str], None]) -> None:
         self.opened = opened
-        self.ledger = Retention(bound, epochs)
+        self.ledger = Retention(bound, epochs)  # after the environment's last transaction and the changes here since
         self._warn = warn
         with opened.env.begin() as txn:
             try:
@@ -59,7 +45,7 @@ class Values:
         self.ledger.changed.clear()
 
     def stored(self, txn: Any, key: bytes) -> np.ndarray | None:
-        """Return a copy of a prompt's value, uint8[n]; ``None`` if there is none."""
+        """Return a copy of a prompt's value, uint8[n]."""
         value = txn.get(key, db=self.opened.prompts)
         return None if value is None else np.frombuffer(value, dtype=np.uint8).copy()
 
@@ -73,14 +59,13 @@ class Values:
         return PromptHistory.build([])
 
     def put(self, txn: Any, key: bytes, history: PromptHistory, value: bytes, epoch: int) -> Entry:
-        """Write the encoded history of a prompt that was last seen in ``epoch``."""
+        """Write the history of a prompt that was last seen in ``epoch``; ``value`` is its encoding."""
         txn.put(key, value, db=self.opened.prompts)
         entry = _entry(value, history, epoch)
         self.ledger.record(key, entry)
         return entry
 
     def evict(self, txn: Any, key: bytes) -> None:
-        """Delete a prompt's value; its size stays known."""
         txn.delete(key, db=self.opened.prompts)
         self.ledger.evict(key)
 
@@ -99,7 +84,6 @@ class Values:
         return lost
 
     def save_ledger(self, txn: Any) -> None:
-        """Write the changed entries of the ledger to the environment."""
         for key in self.ledger.changed:
             if (entry := self.ledger.get(key)) is None:
                 txn.delete(key, db=self.opened.seen)
@@ -110,11 +94,7 @@ class Values:
     def copy_to(self, into: Environment, bound: int) -> int:
         """Copy as many values as fit into ``bound`` bytes into a new environment that no process reads yet.
 
-        Returns:
-            Visits that the remaining prompts lost.
-
-        Raises:
-            lmdb.Error, OSError: The copy does not fit on the disk or into the map.
+        Return the visits that the remaining prompts lost. Raises lmdb.Error or OSError if the disk or the map is full.
         """
         excess = self.ledger.excess(bound)
         entries = list(self.ledger.entries())
@@ -129,7 +109,6 @@ class Values:
         return sum(entry.units - excess[key] for key, entry in self.ledger.entries() if excess.get(key))
 
     def _copy(self, source: Any, txn: Any, into: Environment, key: bytes, entry: Entry, visits: int) -> int:
-        """Copy the latest visits of one prompt and return their bytes."""
         value = source.get(key, b"", db=self.opened.prompts) if visits else b""
         if visits < entry.units and value:
             history = self._latest(source, key, visits)
@@ -143,7 +122,7 @@ class Values:
         return entry.bytes
 
     def _latest(self, txn: Any, key: bytes, visits: int) -> PromptHistory | None:
-        """Return the latest visits of a prompt; ``None`` if none are left or the value is damaged."""
+        """``None`` if no visits are left or the value is damaged."""
         return (self.decoded(key, self.stored(txn, key)).latest(visits) or None) if visits else None
 
 

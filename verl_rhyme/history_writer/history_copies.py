@@ -36,12 +36,10 @@ _RETRY_S = 1.0
 
 
 def node_copies_dir(base: str, node_id: str) -> str:
-    """Return the folder of one node's copies, next to the store's folder (:func:`node_history_dir`)."""
     return f"{node_history_dir(base, node_id)}.copies"
 
 
 def fetchers(base: str) -> list[Any]:
-    """Return the fetchers of all nodes."""
     found = []
     for name in ray.util.list_named_actors():
         if name.startswith(_fetcher_name(base, "")):
@@ -55,13 +53,7 @@ def _fetcher_name(base: str, node_id: str) -> str:
 
 
 class HistoryFetcher:
-    """Ray actor that keeps the copies of its node.
-
-    Args:
-        node_id: Ray's id of the node.
-        config: Options of the history. ``max_bytes`` bounds the copies; ``None``: a bound chosen as for a store, at the
-            first copy.
-    """
+    """Ray actor that keeps the copies of its node, bounded by ``max_bytes`` of the config as a store."""
 
     def __init__(self, node_id: str, config: HistoryConfig) -> None:
         self._base, self._node_id, self._config = str(config.dir), node_id, config
@@ -71,12 +63,8 @@ class HistoryFetcher:
     def fetch(self, asked: Mapping[bytes, int]) -> None:
         """Bring copies up to the times of their requests; servers that request the same prompts share one fetch.
 
-        Args:
-            asked: Prompt key -> time of the request, in ns since the epoch.
-
-        Raises:
-            RayError, ValueError: The history writer is dead or does not answer.
-            HistoryError, OSError: The folder cannot be written.
+        ``asked``: prompt key -> time of the request, in ns since the epoch. Raises RayError or ValueError if the
+        history writer is dead or does not answer, HistoryError or OSError if the folder cannot be written.
         """
         copies = self._opened()
         outdated = copies.outdated(asked)
@@ -104,7 +92,6 @@ class HistoryFetcher:
                     outdated[key] = b""
 
     def close(self) -> None:
-        """Delete the copies."""
         if self._copies is not None:
             self._copies.close()
 
@@ -116,12 +103,7 @@ class HistoryFetcher:
 
 
 class HistoryRequests:
-    """Client of a server to its node's fetcher, in the server's event loop.
-
-    Args:
-        node_id: Ray's id of the server's node.
-        config: Options of the history.
-    """
+    """Client of a server to its node's fetcher, in the server's event loop."""
 
     def __init__(self, node_id: str, config: HistoryConfig) -> None:
         self._node_id, self._config = node_id, config
@@ -139,8 +121,8 @@ class HistoryRequests:
     def ask(self, key: bytes) -> int:
         """Request the latest history of a prompt; returns at once.
 
-        Returns:
-            Time of the request, in ns since the epoch; a valid copy is at least as recent. 0: the node has the store.
+        Return the time of the request, in ns since the epoch; a valid copy is at least as recent. 0: the node has the
+        store.
         """
         if self._records():
             return 0
@@ -155,7 +137,7 @@ class HistoryRequests:
         return new
 
     def _records(self) -> bool:
-        """Return whether the history store is on this node, where engines read it in place."""
+        """On the node with the history store engines read it in place."""
         if not self._recorded_here:
             folder = Path(node_history_dir(str(self._config.dir), self._node_id))
             with history_folder.excluding_writer(folder) as unused:

@@ -102,11 +102,7 @@ class HistoryService:
         writer.lower_priority.remote()
 
     def ready(self) -> None:
-        """Wait until the writer has opened its folder; other failures are logged as a warning.
-
-        Raises:
-            HistoryError: The folder belongs to another run that is alive.
-        """
+        """Wait until the writer has opened its folder; HistoryError if a live run owns it, else a warning."""
         try:
             self._answer(self._opening, _TIMEOUT_S)
             if self._config.max_bytes is None:  # keep the bound for the next writer: less memory is free by then
@@ -123,10 +119,9 @@ class HistoryService:
             )
 
     def rewards(self, stored: StoredSamples) -> np.ndarray:
-        """Return each sample's reward, float64[N]. The writer sums the token rewards, so they are not sent here.
+        """Return float64[N]. The writer sums the token rewards, so they are not sent here.
 
-        Raises:
-            HistoryUnavailable: The writer does not answer now; this does not count as a failure of the writer.
+        :class:`HistoryUnavailable` does not count as a failure of the writer.
         """
         if self._writer is None:
             raise HistoryUnavailable("no history writer is running now")
@@ -136,47 +131,24 @@ class HistoryService:
             raise HistoryUnavailable(f"the history writer failed to sum the rewards: {error}") from error
 
     def fetch(self, piece: TrainedBatch) -> None:
-        """Let the writer fetch samples into its memory; afterwards they may be cleared, and recorded later.
+        """Let the writer fetch a piece of :meth:`TrainedBatch.pieces`; it may then be cleared, and appended later.
 
-        Args:
-            piece: Piece from :meth:`TrainedBatch.pieces`; pass the same piece to :meth:`append`.
-
-        Raises:
-            HistoryUnavailable: The writer does not fetch now.
-            MissingSamples: The samples were cleared before the fetch.
+        Raises :class:`HistoryUnavailable`, or MissingSamples if the samples were cleared before the fetch.
         """
         self._ask(lambda writer: writer.fetch.remote(piece), _TIMEOUT_S)
 
     def append(self, piece: TrainedBatch, step: int) -> dict[str, Any]:
-        """Let the writer record samples, fetching them if necessary; returns its statistics and counts.
-
-        Args:
-            piece: Piece from :meth:`TrainedBatch.pieces`.
-            step: Training step.
-
-        Raises:
-            HistoryUnavailable: The writer does not record now.
-            MissingSamples: The samples were cleared before the fetch.
-        """
+        """Let the writer record a piece, fetching it if necessary; return its statistics. Raises as :meth:`fetch`."""
         stats = self._ask(lambda writer: writer.append.remote(piece, step), _TIMEOUT_S)
         self._bytes = int(stats["bytes"])
         return stats
 
     def snapshot(self, checkpoint: str) -> None:
-        """Copy the history into a checkpoint.
-
-        Raises:
-            HistoryUnavailable: The writer does not write now.
-        """
         folder = os.path.join(checkpoint, SNAPSHOT_FOLDER)
         self._ask(lambda writer: writer.snapshot.remote(folder), self._copy_timeout)
 
     def restore(self, checkpoint: str) -> dict[str, Any] | None:
-        """Load a checkpoint's snapshot; returns ``None``, with a warning, if there is none.
-
-        Raises:
-            HistoryUnavailable: The writer does not restore now.
-        """
+        """Load a checkpoint's snapshot; ``None``, with a warning, without one. Raises :class:`HistoryUnavailable`."""
         folder = find_snapshot(Path(checkpoint, SNAPSHOT_FOLDER))
         if folder is None:
             logger.warning("the checkpoint %s has no history: drafting starts with an empty history", checkpoint)
@@ -208,12 +180,7 @@ class HistoryService:
             self._in_use = None
 
     def _ask(self, call: Callable[[Any], Any], timeout: float) -> Any:
-        """Call a method of the writer, and once more if the writer had to be restarted.
-
-        Raises:
-            HistoryUnavailable: The writer does not answer.
-            Exception: An exception of the writer's method.
-        """
+        """Call a method of the writer, and once more if the writer had to be restarted; pass on its exceptions."""
         for _ in range(2):
             self._start()
             if self._writer is not None:
@@ -222,12 +189,7 @@ class HistoryService:
         raise HistoryUnavailable(f"the history in {self._folder} is not recorded now: its writer {self._problem}")
 
     def _answer(self, call: Any, timeout: float) -> Any:
-        """Return the writer's answer. A writer without an answer is killed; :meth:`_start` starts the next one.
-
-        Raises:
-            HistoryUnavailable: The writer does not answer.
-            Exception: An exception of the writer's method.
-        """
+        """A writer without an answer is killed, and :meth:`_start` starts the next one. Pass on its exceptions."""
         started = time.monotonic()
         try:
             answer = ray.get(call, timeout=timeout)

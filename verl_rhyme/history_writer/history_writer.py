@@ -43,7 +43,6 @@ def node_history_dir(base: str, node_id: str) -> str:
 
 
 def object_store(node_id: str) -> int:
-    """Return the bytes of a node's Ray object store."""
     [node] = [node for node in ray.nodes() if node["NodeID"] == node_id]
     return int(node["Resources"].get("object_store_memory", 0))
 
@@ -56,13 +55,9 @@ def writer_name(base: str) -> str:
 class HistoryWriter:
     """Ray actor, the only writer of a run's history.
 
-    Args:
-        folder: Folder of the store, see :func:`node_history_dir`. Folders of killed runs next to it are deleted.
-        namespace: Fingerprint of the vocabulary.
-        config: Options of the history.
-        run: Name of the run. Data of another run in the folder are deleted; data of a dead writer of this run stay.
-        object_store: Bytes of the node's Ray object store. Fetched values stay in a part of it: samples of a prompt
-            start on several nodes at about the same time, and a node that has a value passes it on.
+    Folders of killed runs next to ``folder`` are deleted, as are data of another run in it; data of a dead writer of
+    this ``run`` stay. Fetched values stay in a part of Ray's object store: samples of a prompt start on several nodes
+    at about the same time, and a node that has a value passes it on.
     """
 
     def __init__(
@@ -88,16 +83,11 @@ class HistoryWriter:
         return self._opened
 
     def open(self) -> int:
-        """Open the folder and return the process id; a second call does nothing.
-
-        Raises:
-            HistoryError: The folder belongs to another run that is alive.
-        """
+        """Open the folder and return the process id; HistoryError if it belongs to another run that is alive."""
         assert self._store is not None
         return os.getpid()
 
     def bound(self) -> int:
-        """Return the bytes that the history may take."""
         return self._store.max_bytes
 
     def lower_priority(self) -> None:
@@ -109,25 +99,16 @@ class HistoryWriter:
         return stored.rewards()
 
     def fetch(self, batch: TrainedBatch) -> None:
-        """Fetch samples from TransferQueue and keep them for :meth:`append`; the queue may clear them afterwards.
-
-        Raises:
-            MissingSamples: The queue has cleared them already.
-        """
+        """Fetch samples for :meth:`append`; the queue may clear them afterwards. MissingSamples: it already has."""
         if fetched := list(batch.trajectories()):
             self._fetched[batch.stored.keys[0]] = fetched
 
     def append(self, batch: TrainedBatch, step: int) -> dict[str, Any]:
         """Record samples piece by piece; samples that :meth:`fetch` did not fetch are fetched now.
 
-        A killed writer leaves complete prompts and loses the samples in its memory.
-
-        Returns:
-            The store's statistics, the counts of the append (:data:`STORE_COUNTS`), and the number of tokens with the
-            sum of their nats (:data:`TOKEN_COUNTS`).
-
-        Raises:
-            MissingSamples: The samples were cleared before the fetch; earlier pieces are recorded.
+        A killed writer leaves complete prompts and loses the samples in its memory. Return the store's statistics, the
+        counts of the append (:data:`STORE_COUNTS`), and the number of tokens with the sum of their nats
+        (:data:`TOKEN_COUNTS`). After MissingSamples earlier pieces are recorded.
         """
         first = batch.stored.keys[0] if batch.stored.keys else ""
         fetched = None
@@ -160,13 +141,9 @@ class HistoryWriter:
     def values(self, known: Mapping[bytes, bytes]) -> dict[bytes, Any]:
         """Return the values of prompts for another node; call it in the group :data:`READ`.
 
-        Args:
-            known: Prompt key -> :func:`~verl_rhyme.history.record.version_of` the caller's value; empty if it has none.
-
-        Returns:
-            Key -> value for the first prompts, at least one: a reference to the value (uint8[n],
-            ``PromptHistory.encode()``) in Ray's object store, to an empty one if nothing is kept any more; ``None`` if
-            the caller's value is the latest.
+        ``known``: key -> :func:`~verl_rhyme.history.record.version_of` the caller's value, or empty. The answer has the
+        first prompts, at least one: a reference to the value (uint8[n], ``PromptHistory.encode()``) in Ray's object
+        store, empty if nothing is kept any more, or ``None`` if the caller's value is the latest.
         """
         answers: dict[bytes, Any] = {}
         size = 0
@@ -182,7 +159,7 @@ class HistoryWriter:
         return answers
 
     def _share(self, value: memoryview) -> Any:
-        """Return a reference to a value, kept while other nodes are likely to request the same prompt."""
+        """Keep the value while other nodes are likely to request the same prompt."""
         version = version_of(value)
         if version not in self._shared:
             self._shared[version] = ray.put(np.frombuffer(value, np.uint8)), len(value)

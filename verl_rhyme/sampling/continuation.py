@@ -29,29 +29,19 @@ ADAPTED = frozenset({"min_tokens", "seed", "stop"})
 
 
 def restart_options(params: Mapping[str, Any]) -> list[str]:
-    """Return the options whose state a later request cannot restore.
+    """Return the options whose state a later request cannot restore; empty if the response can continue.
 
     They are penalties and bans on the response's tokens only, grammars, thinking budgets, options of plug-ins, and
     unknown options. A response with any of them is regenerated from its first token, with its text so far as the draft.
-
-    Args:
-        params: Sampling options from an agent loop.
-
-    Returns:
-        Names of the options; empty if the response can continue.
     """
     return [name for name, value in params.items() if value and name not in UNCHANGED | ADAPTED]
 
 
 def continued_options(params: Mapping[str, Any], made: int, noise_by_position: bool) -> dict[str, Any]:
-    """Return a copy of the sampling options, adapted to the rest of a response.
+    """Return a copy of the options, except ``max_tokens``, adapted to the rest of a response of ``made`` tokens so far.
 
-    Args:
-        params: Options of the whole response, except ``max_tokens``; none of :func:`restart_options`.
-        made: Tokens of the response so far.
-        noise_by_position: Whether the engine uses :mod:`verl_rhyme.sampling.noise`, where a seed has the same effect at
-            any position. vLLM's generator restarts with its seed, so the rest would repeat the numbers of the first
-            tokens.
+    With ``noise_by_position`` (:mod:`verl_rhyme.sampling.noise`) a seed has the same effect at any position. vLLM's
+    generator restarts with its seed, so the rest would repeat the numbers of the first tokens.
     """
     rest = dict(params)
     if made and rest.get("min_tokens"):

@@ -14,14 +14,10 @@ _BLOCK = 1024
 
 
 def invert(weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
-    """Return the token of each row: the first at which the cumulative weight exceeds ``uniform * total``.
+    """Return the token of each row, int64[N]: the first at which the cumulative weight exceeds ``uniform * total``.
 
-    Args:
-        weights: float32 [N, V], at least 0, proportional to the probabilities; 0 where a token is masked.
-        uniforms: float64 [N], inside (0, 1).
-
-    Returns:
-        int64 [N]: 0 for a row without weight or with a NaN, else never a token of weight 0.
+    ``weights`` are float32[N, V], at least 0, proportional to the probabilities, 0 for masked tokens; ``uniforms`` are
+    float64[N], inside (0, 1). The token is 0 for a row without weight or with a NaN, else never one of weight 0.
     """
     rows, vocabulary = weights.shape
     whole = vocabulary // _BLOCK
@@ -61,15 +57,7 @@ def _locate(weights, sums, uniforms):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def ranks(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return the rank of each row's token: the number of entries that are at least the token's, itself included.
-
-    Args:
-        logits: float32 [N, V].
-        tokens: int64 [N].
-
-    Returns:
-        int64 [N], at least 1 (0 for a NaN).
-    """
+    """Return the rank of each row's token, int64[N]: the entries of float32[N, V] that are at least it; 0 for a NaN."""
     out = np.empty(len(tokens), dtype=np.int64)
     for row in range(len(tokens)):
         least = logits[row, tokens[row]]

@@ -35,7 +35,6 @@ _SIGN, _HALF, _SIXTY_FOURTH, _ONE = np.uint32(1 << 31), 2.0**31 + 0.5, 1 / 64, 1
 
 
 def key_of(*parts: int | str | bytes) -> int:
-    """Return a 64-bit key (blake2b) of a list of parts."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         kind = b"b" if isinstance(part, bytes) else b"s" if isinstance(part, str) else b"i"
@@ -62,16 +61,7 @@ def _block(key, position, block):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def words(keys: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Return the random bits of all vocabulary entries.
-
-    Args:
-        keys: uint64 [N].
-        positions: int64 [N], at least 0.
-        vocabulary: Vocabulary size.
-
-    Returns:
-        uint32 [N, vocabulary].
-    """
+    """Return the random bits of all vocabulary entries, uint32[N, V], by key (uint64[N]) and position (int64[N])."""
     out = np.empty((len(keys), vocabulary), dtype=np.uint32)
     for row in range(len(keys)):
         for first in range(0, vocabulary, BLOCK):
@@ -83,14 +73,9 @@ def words(keys: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarra
 
 @njit(cache=True, nogil=True)
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return one uniform for each row, from a Philox block beyond any vocabulary.
+    """Return float64[N] inside (0, 1), by key (uint64[N]) and position (int64[N]).
 
-    Args:
-        keys: uint64 [N].
-        positions: int64 [N], at least 0.
-
-    Returns:
-        float64 [N], inside (0, 1).
+    The Philox block lies beyond any vocabulary.
     """
     out = np.empty(len(keys))
     for row in range(len(keys)):
@@ -147,15 +132,10 @@ def _count_hopeful(logits, row, first, w, blocks, best):  # type: ignore[no-unty
 
 @njit(cache=True, nogil=True)
 def draw(logits: np.ndarray, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return the token of each row: ``argmax(logits + gumbel(words(...)))``.
+    """Return the token of each row, int64[N]: ``argmax(logits + gumbel(words(...)))``; 0 for a fully masked row.
 
-    Args:
-        logits: float32 [N, V], already divided by the temperature; -inf where a token is masked.
-        keys: uint64 [N].
-        positions: int64 [N], at least 0, position of the drawn token in its sequence.
-
-    Returns:
-        int64 [N]; 0 for a fully masked row.
+    ``logits`` are float32[N, V], divided by the temperature, -inf for masked tokens; ``keys`` uint64[N]; ``positions``
+    int64[N], of the drawn tokens in their sequences.
     """
     out = np.zeros(len(logits), dtype=np.int64)
     vocabulary = logits.shape[1]
