@@ -20,18 +20,10 @@ _TAILS = (0.05, 0.1, 0.2)
 
 @dataclass(frozen=True)
 class Pairs:
-    """P prompts with response lengths.
+    """P prompts with response lengths; raises ValueError if a prompt has no tokens or no length."""
 
-    Attributes:
-        prompts: int32[tokens] each, token ids.
-        lengths: int32[n] each, tokens of its responses, at least one.
-
-    Raises:
-        ValueError: A prompt has no tokens or no length.
-    """
-
-    prompts: list[Ints]
-    lengths: list[Ints]
+    prompts: list[Ints]  # int32[tokens] each, token ids
+    lengths: list[Ints]  # int32[n] each, tokens of its responses, at least one
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.lengths):
@@ -61,7 +53,6 @@ class Pairs:
         return np.array([np.log(lengths).mean(dtype=np.float64) for lengths in self.lengths], dtype=np.float64)
 
     def select(self, rows: Iterable[int]) -> Pairs:
-        """Return some of the prompts."""
         rows = list(rows)
         return Pairs([self.prompts[i] for i in rows], [self.lengths[i] for i in rows])
 
@@ -79,14 +70,10 @@ class Pairs:
         return self.select(order[aside:]), self.select(order[:aside])
 
     def evaluate(self, predicted: Floats) -> dict[str, float]:
-        """Return how well a prediction for each prompt finds the longest responses, next to an oracle's result.
+        """Return how well a prediction (float64[P], any scale) finds the longest responses, next to an oracle's.
 
-        Args:
-            predicted: float64[P], on any scale.
-
-        Returns:
-            ``rank_correlation`` with the prompts' means. For the longest 5, 10 and 20% of the responses: ``recall_*``,
-            ``oracle_*`` (with each prompt's true mean of these responses) and ``share_*``, the ratio of both.
+        ``rank_correlation`` is with the prompts' means. For the longest 5, 10 and 20% of the responses: ``recall_*``,
+        ``oracle_*`` (with each prompt's true mean of these responses) and ``share_*``, the ratio of both.
         """
         sizes = np.array([len(lengths) for lengths in self.lengths])
         lengths, means = np.concatenate(self.lengths).astype(np.float64), self.means
@@ -99,7 +86,6 @@ class Pairs:
 
 
 def join_by_key(prompts: Mapping[bytes, Sequence[int]], lengths: Mapping[bytes, Sequence[int]]) -> Pairs:
-    """Return the prompts with known lengths, joined by key."""
     return Pairs.from_rows((tokens, lengths[key]) for key, tokens in prompts.items() if len(lengths.get(key, ())))
 
 

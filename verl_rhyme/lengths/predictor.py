@@ -33,23 +33,15 @@ _MOST = 0.9
 
 
 class Forecast(NamedTuple):
-    """Forecast of B responses.
+    """Forecast of B responses."""
 
-    Attributes:
-        expected: int64[B], final tokens, including present ones.
-        p90: int64[B], their 90th percentile.
-    """
-
-    expected: npt.NDArray[np.int64]
-    p90: npt.NDArray[np.int64]
+    expected: npt.NDArray[np.int64]  # int64[B], final tokens, including present ones
+    p90: npt.NDArray[np.int64]  # int64[B], their 90th percentile
 
 
 class LengthPredictor:
-    """Predictor of response lengths; see the module.
-
-    Args:
-        limit: Maximum tokens of a response (``data.max_response_length``).
-        most: Maximum number of prompts with a history; the one visited longest ago goes first.
+    """Predictor of responses of at most ``limit`` tokens (``data.max_response_length``), from the history of at most
+    ``most`` prompts; the one visited longest ago goes first.
     """
 
     def __init__(self, limit: int, most: int = 1 << 18) -> None:
@@ -62,7 +54,6 @@ class LengthPredictor:
         self._growth = 0.0  # mean log ratio of new lengths to the known ones of their prompt
 
     def __len__(self) -> int:
-        """Number of prompts with a history."""
         return len(self._known)
 
     def knows(self, prompt: str) -> bool:
@@ -98,12 +89,9 @@ class LengthPredictor:
     def forecast(
         self, prompts: Sequence[str], emitted: npt.ArrayLike = 0, ended: Mapping[str, Sequence[int]] | None = None
     ) -> Forecast:
-        """Return the final lengths of responses.
+        """Return the final lengths of B responses, by their prompts' keys.
 
-        Args:
-            prompts: Key of each of B responses' prompts.
-            emitted: int[B] or one number, tokens that each response has.
-            ended: Tokens of ended siblings, by prompt.
+        ``emitted``, int[B] or one number, are tokens that each has; ``ended`` are those of ended siblings, by prompt.
         """
         rows = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         earlier, counts = np.zeros((len(rows), _LATEST), np.int32), np.zeros(len(rows), np.int64)
@@ -123,7 +111,6 @@ class LengthPredictor:
         return Forecast(expected.astype(np.int64), p90.astype(np.int64))
 
     def _ranking(self, prompt: str) -> list[int]:
-        """Return the ranker's forecast of a prompt; empty without one."""
         location = self._rankings.get(prompt)
         if location is None:
             return []
@@ -138,7 +125,7 @@ class LengthPredictor:
         return [ranked[(2 * i + 1) * len(ranked) // (2 * count)] for i in range(count)]
 
     def pop_changes(self) -> dict[str, Any]:
-        """Return what changed since the last call, or since :meth:`load_state_dict`, as plain values for JSON."""
+        """Return what changed since the last call, or since :meth:`load_state_dict`, for JSON."""
         changed, self._changed = self._changed, {}
         return {"lengths": {prompt: self._known[prompt].tolist() for prompt in changed if prompt in self._known}} | {
             "all": [*self._all],
@@ -148,10 +135,9 @@ class LengthPredictor:
         }
 
     def update(self, changes: Mapping[str, Any]) -> None:
-        """Take over the changes (:meth:`pop_changes`) of another predictor that was equal to this one.
+        """Take over the :meth:`pop_changes` of a predictor that was equal to this one.
 
-        Raises:
-            KeyError, TypeError, ValueError: They are invalid or incomplete.
+        Raises KeyError, TypeError or ValueError if they are invalid or incomplete.
         """
         known = {prompt: array("i", lengths) for prompt, lengths in changes["lengths"].items()}
         every = deque(map(int, changes["all"]), _ALL)
@@ -163,16 +149,12 @@ class LengthPredictor:
             self._keep(prompt, lengths)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values for JSON, lengths as one text (:func:`_packed`)."""
+        """Return the state for JSON, lengths as one text (:func:`_packed`)."""
         lengths = {"prompts": [*self._known], "packed": _packed(self._known.values())}
         return {**self.pop_changes(), "lengths": lengths}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a :meth:`state_dict`. (Those of version 0.1 have lists of lengths by prompt.)
-
-        Raises:
-            KeyError, TypeError, ValueError: The state is invalid or incomplete.
-        """
+        """Restore a :meth:`state_dict`; version 0.1 has lists of lengths by prompt. Errors as :meth:`update`."""
         lengths = state["lengths"]
         if "packed" in lengths:
             lengths = dict(zip(lengths["prompts"], _unpacked(lengths["packed"]), strict=True))
@@ -185,7 +167,6 @@ class LengthPredictor:
         self._changed = {}
 
     def _keep(self, prompt: str, lengths: array[int]) -> None:
-        """Add a prompt as the latest one."""
         self._known[prompt] = lengths
         if len(self._known) > self._most:
             self._known.popitem(last=False)
@@ -202,11 +183,6 @@ def _packed(lengths: Iterable[array[int]]) -> str:
 
 
 def _unpacked(text: str) -> list[array[int]]:
-    """Return the lists of :func:`_packed`.
-
-    Raises:
-        ValueError: The text is damaged.
-    """
     try:
         planes = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
     except zlib.error as error:
@@ -217,7 +193,7 @@ def _unpacked(text: str) -> list[array[int]]:
 
 
 def _remaining(earlier: npt.NDArray[np.int32], counts: npt.NDArray, emitted: npt.NDArray) -> npt.NDArray[np.float64]:
-    """Return the expected remaining tokens of B responses, float64[B].
+    """Return float64[B], the expected remaining tokens.
 
     Of ``earlier``, int32[B, _LATEST], the first ``counts`` lengths of each row count, at least 1.
     """

@@ -7,11 +7,7 @@ from collections.abc import Mapping
 
 
 class PromptLengths:
-    """Tokens by prompt. A state machine without a clock.
-
-    Args:
-        most: Maximum number of prompts; the one recorded longest ago goes first.
-    """
+    """Tokens by prompt, of at most ``most`` prompts; the one recorded longest ago goes first. Has no clock."""
 
     def __init__(self, most: int = 1 << 20) -> None:
         self._most = most
@@ -23,7 +19,6 @@ class PromptLengths:
         return len(self._tokens)
 
     def record(self, prompt: str, tokens: int) -> None:
-        """Set the tokens of a prompt."""
         self._sum += tokens - self._tokens.pop(prompt, 0)
         self._tokens[prompt] = tokens
         self._changed.pop(prompt, None)
@@ -48,10 +43,8 @@ class PromptLengths:
         self._changed = {}
 
     def state_dict(self) -> dict[str, int]:
-        """Return the tokens by prompt, for JSON."""
         return dict(self._tokens)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Replace the state by a :meth:`state_dict`."""
         self._tokens, self._sum = OrderedDict(), 0
         self.update(state)

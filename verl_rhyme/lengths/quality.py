@@ -15,20 +15,14 @@ _KEPT = 65536
 
 
 class Quality:
-    """Groups of responses with their forecasts, and the quality of these."""
-
     def __init__(self) -> None:
         self._groups: deque[tuple[Floats, ...]] = deque()
         self._count = 0
 
     def add(self, expected: float, lengths: Sequence[int], seen: bool, ranked: bool) -> None:
-        """Add a group.
+        """Add a group of responses, each of which was expected to have ``expected`` tokens before any started.
 
-        Args:
-            expected: Expected tokens of a response, before any started.
-            lengths: Tokens of the responses.
-            seen: Whether the prompt had a history or a ranker's forecast.
-            ranked: Whether it had only a ranker's forecast.
+        ``seen``: the prompt had a history or a ranker's forecast; ``ranked``: only the latter.
         """
         alike = (np.full(len(lengths), float(value)) for value in (expected, seen, ranked))
         self._groups.append((np.array(lengths, np.float64), *alike))
@@ -39,9 +33,7 @@ class Quality:
     def pop_metrics(self) -> dict[str, float]:
         """Return the quality of all groups since the last call; empty without any.
 
-        Returns:
-            ``rank_correlation``; ``mean_ratio``, expected length over length; ``seen``, share of responses to known
-            prompts; ``ranked``, share of responses to prompts with only a ranker's forecast.
+        ``mean_ratio`` is the expected length over the length; ``seen`` and ``ranked`` are shares of the responses.
         """
         if not self._groups:
             return {}

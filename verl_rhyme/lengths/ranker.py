@@ -44,10 +44,9 @@ _HEAD_RATE = 3e-3
 
 
 class LengthRanker(nn.Module):
-    """A length ranker. :func:`tiny_for` and :func:`from_folder` make one, :func:`load` reads a saved one.
+    """A length ranker on a transformers model without a head (``AutoModel``): token ids to hidden states.
 
-    Args:
-        body: A transformers model without a head (``AutoModel``): token ids to hidden states.
+    :func:`tiny_for` and :func:`from_folder` make one, :func:`load` reads a saved one.
     """
 
     def __init__(self, body: Any) -> None:
@@ -110,19 +109,14 @@ def tiny(vocabulary: int, seed: int = 0, **shape: int) -> LengthRanker:
 
 
 def tiny_for(pairs: Pairs, seed: int = 0) -> LengthRanker:
-    """Return a :func:`tiny` ranker with a vocabulary for these prompts."""
     return tiny(min(1 + max(int(prompt.max()) for prompt in pairs.prompts), _VOCABULARY), seed)
 
 
 def from_folder(folder: Path) -> LengthRanker:
-    """Return an untrained ranker on a language model's weights.
+    """Return an untrained ranker on a transformers folder with ``config.json`` and safetensors.
 
-    Args:
-        folder: A transformers model with ``config.json`` and safetensors. Its tokenizer must be the policy's, since
-            prompts come as the policy's token ids.
-
-    Raises:
-        ValueError: The model is missing or unreadable; the message says which file.
+    Its tokenizer must be the policy's, since prompts come as the policy's token ids. Raises ValueError if the model is
+    missing or unreadable; the message says which file.
     """
     from transformers import AutoModel
 
@@ -138,11 +132,7 @@ def from_folder(folder: Path) -> LengthRanker:
 
 
 def load(folder: Path) -> LengthRanker:
-    """Load a saved ranker (:meth:`LengthRanker.save`).
-
-    Raises:
-        ValueError: It is missing, incomplete or invalid.
-    """
+    """Load a saved ranker (:meth:`LengthRanker.save`). Raises ValueError if it is missing, incomplete or invalid."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -170,20 +160,11 @@ def fit(
     seed: int = 0,
     report: Callable[[float], object] | None = None,
 ) -> LengthRanker:
-    """Train a ranker in place and keep the weights of the best epoch.
+    """Train a ranker in place and keep the weights of the best epoch, by rank correlation on 15% held-out prompts.
 
     It starts from a line over the log of a prompt's number of tokens, which on many tasks is as good as what follows.
-
-    Args:
-        ranker: Ranker to train.
-        pairs: At least eight prompts; 15% of them are held out.
-        rate: Peak learning rate (AdamW; it rises over a tenth of the steps and falls to zero).
-        epochs: Maximum number of passes over the pairs.
-        seed: Random seed of the order.
-        report: Callback for each epoch's rank correlation on held-out prompts.
-
-    Raises:
-        ValueError: A number out of range, or fewer than eight prompts.
+    ``rate`` is the peak learning rate (AdamW; it rises over a tenth of the steps and falls to zero). ``report`` is
+    called with each epoch's rank correlation. Raises ValueError on fewer than eight prompts, or a number out of range.
     """
     if epochs < 1 or not rate > 0:
         raise ValueError("training needs at least one epoch and a positive rate")

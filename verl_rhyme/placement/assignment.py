@@ -11,22 +11,14 @@ class Assignment:
 
     It travels unchanged in the start, the agent loop's session, each request to router and server, and the event log.
     An attempt that the coordinator did not start has the defaults.
-
-    Attributes:
-        replica: Address of the replica; empty: the router decides.
-        reason: Reason for the replica, in a few words.
-        oldest_version: Oldest policy version that may generate; a replica with an older one takes a newer one first.
-        priority: Place in the engine's queue, lowest first; validation has 0.
-        expected_tokens: Expected response tokens over all turns; ``None`` without a forecast.
-        p90_tokens: 90th percentile of the response tokens; ``None`` without a forecast.
     """
 
-    replica: str = ""
-    reason: str = ""
-    oldest_version: int = 0
-    priority: int = 0
-    expected_tokens: int | None = None
-    p90_tokens: int | None = None
+    replica: str = ""  # its address; empty: the router decides
+    reason: str = ""  # for the replica, in a few words
+    oldest_version: int = 0  # that may generate; a replica with an older one takes a newer one first
+    priority: int = 0  # place in the engine's queue, lowest first; validation has 0
+    expected_tokens: int | None = None  # of the response over all turns; None without a forecast
+    p90_tokens: int | None = None  # 90th percentile of these; None without a forecast
 
     def remaining(self, tokens: int) -> tuple[int | None, int | None]:
         """Return the expected tokens and their 90th percentile, less the first ``tokens``."""

@@ -18,7 +18,6 @@ class Pool:
         self._columns: tuple[int, npt.NDArray[np.intp]] = (-1, np.zeros(0, np.intp))  # by version of the fleet
 
     def columns(self, fleet: Fleet) -> npt.NDArray[np.intp]:
-        """Return the columns of the replicas that are still in the fleet."""
         if self._columns[0] != fleet.version:
             serving = [fleet.index[name] for name in self.names if name in fleet]
             self._columns = fleet.version, np.array(serving, np.intp)
@@ -26,26 +25,18 @@ class Pool:
 
 
 class Fleet:
-    """Loads by replica. Changes of replicas and capacities cost time in the number of replicas, all else is constant.
-
-    Attributes:
-        names: Names of the replicas, in the order of the columns below.
-        index: Column by name.
-        requests: int64[replicas], running requests.
-        tokens: int64[replicas], KV tokens of these requests (the known ones).
-        capacity: float64[replicas], KV tokens that fit; infinite where unknown.
-        share: float64[replicas], fair share of the load: by capacity if all are known, else equal.
-        version: Counter of changes of replicas and capacities.
-        cost: Cost of a replica's work.
-    """
+    """Loads by replica. Changes of replicas cost time in their number; the rest is constant."""
 
     def __init__(self, cost: ReplicaCost = TYPICAL) -> None:
         self.cost = cost
-        self.names: list[str] = []
-        self.index: dict[str, int] = {}
+        self.names: list[str] = []  # in the order of the columns below
+        self.index: dict[str, int] = {}  # column by name
+        #: int64[replicas]: running requests, and their KV tokens (the known ones)
         self.requests, self.tokens = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        #: float64[replicas]: KV tokens that fit (infinite where unknown), and the fair share of the load (by capacity
+        #: if all are known, else equal).
         self.capacity, self.share = np.zeros(0), np.zeros(0)
-        self.version = 0
+        self.version = 0  # counts changes of replicas and capacities
 
     def __len__(self) -> int:
         return len(self.names)
@@ -54,12 +45,7 @@ class Fleet:
         return replica in self.index
 
     def add(self, replica: str, capacity: int | None = None) -> None:
-        """Add a replica, or set the capacity of a known one.
-
-        Args:
-            replica: Name.
-            capacity: KV tokens that fit into its cache; ``None`` or 0: unknown, or as before.
-        """
+        """Add a replica, or set the KV tokens that fit into a known one; ``None`` or 0: unknown, or as before."""
         if replica not in self.index:
             self.index[replica] = len(self.names)
             self.names.append(replica)
@@ -72,11 +58,6 @@ class Fleet:
         self._update()
 
     def remove(self, replica: str) -> None:
-        """Remove a replica with its load.
-
-        Raises:
-            KeyError: Unknown replica.
-        """
         i = self.index[replica]
         del self.names[i]
         self.index = {name: j for j, name in enumerate(self.names)}
@@ -98,8 +79,7 @@ class Fleet:
     def least_tokens(self, pool: Pool | None = None) -> int:
         """Return the column of the replica with the fewest tokens for its share; fewer requests decide among equals.
 
-        Args:
-            pool: Replicas to choose from. All are candidates without a pool, or if its replicas have left.
+        All replicas are candidates without a pool, or if the pool's have left.
         """
         # Loads are whole numbers far below 2**40: requests never outweigh a token.
         load = (self.tokens + self.requests * 2.0**-20) / self.share

@@ -35,17 +35,11 @@ class _Group:
 
 
 class HistoPipe(PlacementPolicy):
-    """HistoPipe; see the module.
+    """HistoPipe; see the module. ``groups`` is at most the number of replicas; ``tail`` is the share of a group that
+    counts as its last responses, of which outliers ``migrate``. Without ``two_tier`` all groups get the same number of
+    replicas.
 
-    Args:
-        fleet: Loads of the replicas.
-        groups: Number of length groups in a step, at most the number of replicas.
-        two_tier: Give a group replicas by its cost; else each group the same number.
-        migrate: Move outliers.
-        tail: Share of a group that counts as its last responses.
-
-    Raises:
-        ValueError: ``groups`` or ``tail`` is out of range.
+    Raises ValueError if ``groups`` or ``tail`` is out of range.
     """
 
     def __init__(
@@ -128,7 +122,6 @@ class HistoPipe(PlacementPolicy):
     # ---- within ----
 
     def _last(self) -> list[_Group]:
-        """Return the groups of which only the last responses run."""
         if not self._migrate or len(self._fleet) < 2:
             return []
         return [g for g in self._groups if g.running and len(g.ended) >= (1 - self._tail) * g.samples]

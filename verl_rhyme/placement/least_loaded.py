@@ -9,13 +9,7 @@ from verl_rhyme.placement.policy import PlacementPolicy, Request
 
 
 class LeastLoaded(PlacementPolicy):
-    """The least loaded replica (``verl.workers.rollout.router.GlobalRequestLoadBalancer``); ties are random, as in
-    verl.
-
-    Args:
-        fleet: Loads of the replicas.
-        seed: Random seed for ties; ``None``: a different one each time.
-    """
+    """The least loaded replica (``verl.workers.rollout.router.GlobalRequestLoadBalancer``); random ties, as in verl."""
 
     def __init__(self, fleet: Fleet, seed: int | None = None) -> None:
         self._fleet = fleet

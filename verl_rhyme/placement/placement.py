@@ -28,19 +28,7 @@ class NoReplica(RuntimeError):
 class Placement:
     """Events of a fleet, and the policy that chooses replicas. A failing policy costs balance, never a request.
 
-    Args:
-        policy: Name in :data:`POLICIES`.
-        options: Options of the policy.
-        cost: Cost of a replica's work.
-
-    Attributes:
-        fleet: Replicas and loads.
-        errors: Number of failed policy calls.
-        last_error: Call, type and text of the latest error.
-
-    Raises:
-        ValueError: Unknown policy.
-        TypeError: Unknown option.
+    Raises ValueError if the policy is not in :data:`POLICIES`, and TypeError on an unknown option.
     """
 
     def __init__(
@@ -53,17 +41,12 @@ class Placement:
             raise ValueError(f"placement.policy={policy!r} is unknown: choose {', '.join(sorted(POLICIES))}")
         self.fleet = Fleet(cost)
         self.policy = POLICIES[policy](self.fleet, **(options or {}))
-        self.errors = 0
-        self.last_error = ""
+        self.errors = 0  # failed policy calls
+        self.last_error = ""  # call, type and text
         self._fallback = LeastLoaded(self.fleet, seed=0)
         self._running: dict[str, tuple[Request, str]] = {}  # request and its replica, by id
 
     def remove(self, replica: str) -> None:
-        """Remove a replica and forget its requests.
-
-        Raises:
-            KeyError: Unknown replica.
-        """
         for request_id in [request_id for request_id, (_, at) in self._running.items() if at == replica]:
             self.release(request_id)
         self.fleet.remove(replica)
@@ -71,8 +54,7 @@ class Placement:
     def acquire(self, request: Request) -> str:
         """Return the replica for a request, which counts there until it is released or acquired again.
 
-        Raises:
-            NoReplica: The fleet is empty.
+        Raises :class:`NoReplica` if the fleet is empty.
         """
         if not self.fleet:
             raise NoReplica("No available servers in load balancer")
@@ -89,23 +71,18 @@ class Placement:
             self._call("released", request, replica, tokens)
 
     def replica(self, request_id: str) -> str:
-        """Return the replica of a running request; empty where unknown."""
         return self._running[request_id][1] if request_id in self._running else ""
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
-        """Plan the prompts of training step ``step``; the fleet has at least one replica."""
         self._call("plan", step, loads)
 
     def reason(self, request_id: str) -> str:
-        """Return the reason for a running request's replica; empty where unknown."""
         return self._call("reason", *self._running[request_id]) or "" if request_id in self._running else ""
 
     def watched(self) -> list[str]:
-        """Return ids of running requests whose progress :meth:`moves` needs."""
         return [name for name in self._call("watched") or () if name in self._running]
 
     def forget_prompts(self, keys: Sequence[str]) -> None:
-        """Forget planned prompts that have left."""
         self._call("forget_prompts", keys)
 
     def moves(self, progress: Mapping[str, Progress]) -> list[Move]:

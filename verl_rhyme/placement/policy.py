@@ -11,23 +11,14 @@ from verl_rhyme.planning.cost import Floats
 
 
 class Request(NamedTuple):
-    """A request that needs a replica; all fields but the id may be missing.
+    """A request that needs a replica; all fields but the id may be missing."""
 
-    Attributes:
-        id: Id of its sample; later attempts have the same id.
-        key: Id of its prompt.
-        prompt_tokens: Tokens at its start.
-        response_tokens: Tokens it will add, predicted or known; ``None`` where unknown.
-        p90_tokens: 90th percentile of the tokens it will add; ``None`` without a forecast.
-        replica: Replica on which it already runs; empty: the policy chooses.
-    """
-
-    id: str
-    key: str = ""
-    prompt_tokens: int = 0
-    response_tokens: int | None = None
-    p90_tokens: int | None = None
-    replica: str = ""
+    id: str  # of its sample, the same for later attempts
+    key: str = ""  # of its prompt
+    prompt_tokens: int = 0  # tokens at its start
+    response_tokens: int | None = None  # it will add, predicted or known; None where unknown
+    p90_tokens: int | None = None  # 90th percentile of these; None without a forecast
+    replica: str = ""  # on which it already runs; empty: the policy chooses
 
     @property
     def tokens(self) -> int:
@@ -36,19 +27,12 @@ class Request(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A prompt whose responses will be generated.
+    """A prompt whose responses will be generated."""
 
-    Attributes:
-        key: Id of the prompt (:attr:`Request.key`).
-        samples: Number of responses.
-        tokens: Expected tokens of each response; ``None`` where unknown.
-        prompt_tokens: Tokens of the prompt; 0 where unknown.
-    """
-
-    key: str
-    samples: int
-    tokens: float | None = None
-    prompt_tokens: int = 0
+    key: str  # Request.key
+    samples: int  # number of responses
+    tokens: float | None = None  # expected ones of each response; None where unknown
+    prompt_tokens: int = 0  # 0 where unknown
 
 
 def expected_tokens(loads: Sequence[Load]) -> Floats:
@@ -66,21 +50,15 @@ def roughly(tokens: float) -> str:
 
 
 class Progress(NamedTuple):
-    """Progress of a running request.
+    """Progress of a running request."""
 
-    Attributes:
-        made: Tokens generated since it was placed.
-        left: Expected further tokens; ``None`` where unknown.
-        p90_left: 90th percentile of the further tokens.
-    """
-
-    made: int
-    left: int | None = None
-    p90_left: int | None = None
+    made: int  # tokens since it was placed
+    left: int | None = None  # expected further tokens; None where unknown
+    p90_left: int | None = None  # their 90th percentile
 
 
 class Move(NamedTuple):
-    """A move of a running request to another replica, for a reason in a few words."""
+    """A move of a running request to another replica."""
 
     id: str
     replica: str
@@ -110,9 +88,8 @@ class PlacementPolicy:
         """Record that a request runs on a replica; the fleet counts it already."""
 
     def released(self, request: Request, replica: str, tokens: int | None) -> None:
-        """Record that a request left a replica; the fleet no longer counts it.
-
-        It added ``tokens`` there. With ``None`` it was interrupted, lost or moved, or its replica leaves.
+        """A request left a replica, and the fleet no longer counts it: it added ``tokens`` there, or with ``None`` was
+        interrupted, lost or moved, or its replica leaves.
         """
 
     def forget_prompts(self, keys: Sequence[str]) -> None:

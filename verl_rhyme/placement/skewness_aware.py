@@ -34,14 +34,10 @@ class _Part:
 
 
 class SkewnessAware(PlacementPolicy):
-    """Skewness-aware dispatch; see the module. Responses of unknown length count as the mean of the others.
+    """Skewness-aware dispatch; see the module. ``tail`` is the share of the prompts in the first pool.
 
-    Args:
-        fleet: Loads of the replicas, which count as equal: with the fleet's cost and the smallest cache of any.
-        tail: Share of the prompts in the first pool.
-
-    Raises:
-        ValueError: ``tail`` is not a share.
+    Replicas count as equal: with the fleet's cost and the smallest cache of any. Responses of unknown length count as
+    the mean of the others. Raises ValueError if ``tail`` is not a share.
     """
 
     def __init__(self, fleet: Fleet, tail: float = 0.2) -> None:

@@ -37,7 +37,7 @@ class UnknownArchitecture(ValueError):
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether ``path`` is a hub repository, ``owner/name``, and not a local folder."""
+    """Whether ``path`` is ``owner/name``, and not a local folder."""
     return bool(_HUB_ID.fullmatch(path)) and not Path(path).exists()
 
 
@@ -57,7 +57,6 @@ def find(path: str) -> Path | None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object of a file. Raises ValueError if it contains none."""
     content = json.loads(file.read_text())
     if not isinstance(content, dict):
         raise ValueError(f"{file} does not contain a JSON object")
@@ -84,11 +83,7 @@ class Architecture:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Architecture:
-        """Return the architecture of a parsed ``config.json``.
-
-        Raises:
-            UnknownArchitecture: ``model_type`` is not in :data:`KNOWN`, or a size is missing.
-        """
+        """Return that of a parsed ``config.json``; raises :class:`UnknownArchitecture` if a size is missing."""
         kind = config.get("model_type")
         if kind not in KNOWN:
             raise UnknownArchitecture(f"no estimate for this family ({kind}; only for {', '.join(KNOWN)})")
@@ -138,7 +133,6 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
         return self.layers * self.layer() + self.hidden + self.embedding * (1 if self.tied else 2)
 
     def rank_parameters(self, tp: int = 1, pp: int = 1) -> int:

@@ -22,15 +22,13 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StepCost:
-    """Coefficients of a decode step, in seconds: of a step (``base``), of each request, cached token and verified draft
-    token in it, and of drafting itself.
-    """
+    """Coefficients of a decode step, in seconds; see the module."""
 
-    base: float
-    row: float = 0.0
-    cached: float = 0.0
-    draft: float = 0.0
-    drafting: float = 0.0
+    base: float  # of a step
+    row: float = 0.0  # of each request in it
+    cached: float = 0.0  # of each cached token
+    draft: float = 0.0  # of each verified draft token
+    drafting: float = 0.0  # of drafting itself
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -62,7 +60,6 @@ class ReplicaCost:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}")
 
     def slowed(self, factor: float) -> ReplicaCost:
-        """Return this cost with all work ``factor`` times as slow."""
         if factor == 1:
             return self
         step = StepCost(*(factor * getattr(self.step, field.name) for field in fields(StepCost)))
@@ -83,10 +80,9 @@ class ReplicaCost:
     ) -> Floats:
         """Return the seconds until the last of some responses that start together ends, in any order of ends.
 
-        With steps of ``base + row R + cached C`` seconds that is ``base S + row tokens + cached held``. The number of
-        steps S is at least that of the longest response, and enough to bring all tokens through the slots and through
-        the cache. ``held`` are cached tokens, summed over the steps of all responses: ``n (p + n / 2)`` for n tokens
-        after a prompt of p. ``room`` are the tokens that fit into the cache (``None``: this kind's).
+        That is ``base S + row tokens + cached held``, with enough steps S for the longest response, and for all tokens
+        in the slots and in the cache. ``held`` are cached tokens, summed over the steps of all responses: ``n (p + n /
+        2)`` for n tokens after a prompt of p. ``room`` are the tokens that fit into the cache (``None``: this kind's).
         """
         room = self.room if room is None else room
         steps = np.maximum(np.maximum(longest, np.divide(tokens, self.slots)), np.divide(held, room))

@@ -80,7 +80,6 @@ class Split:
 
     @property
     def arrangement(self) -> str:
-        """Name of the arrangement, for tables."""
         if self.colocated:
             return f"in turns on {self.train.name}"
         return "one pool" if self.rollout is self.train else "two pools"
@@ -113,7 +112,7 @@ class Split:
 
     @property
     def hourly(self) -> float | None:
-        """Price of all its GPUs an hour; ``None``: a price is unknown."""
+        """Price of all its GPUs an hour; ``None``: unknown."""
         if self.train.price is None or self.rollout.price is None:
             return None
         return self.train.price * self.train_gpus + self.rollout.price * (self.gpus - self.train_gpus)
@@ -141,7 +140,6 @@ class Plan:
 
     @property
     def turns(self) -> Split | None:
-        """The split with both roles in turns on the same GPUs."""
         return next((split for split in self.others if split.colocated), None)
 
 
@@ -167,8 +165,7 @@ def profitable(plans: Sequence[Plan]) -> Plan:
 def plan(problem: Problem) -> Plan:
     """Return the plan with the best split; of those within :data:`WORTH` of it, the one with the fewest GPUs.
 
-    Raises:
-        NoSplit: No split fits, or none takes at most ``slowest`` seconds.
+    Raises :class:`NoSplit` if none fits, or none takes at most ``slowest`` seconds.
     """
     refused: list[str] = []
     found: list[Split] = []
@@ -219,10 +216,7 @@ def split(problem: Problem, train: tuple[Pool, int], rollout_on: tuple[Pool, int
 
 
 def colocated(problem: Problem, pool: Pool, gpus: int, tp: int) -> Split:
-    """Return the split with rollout and training in turns on the same GPUs.
-
-    Responses continue across versions, but the two roles never run at the same time.
-    """
+    """Return the split with both roles in turns on the same GPUs; responses continue across versions."""
     assert pool.training is not None
     rolled_out = float(rollout(pool.replicas[tp], gpus / tp, problem.work, problem.max_staleness))
     trained = float(pool.training.seconds(gpus, problem.work.trained_tokens)) + problem.weights
@@ -245,9 +239,7 @@ def _seconds(
 
 
 def _arrangements(problem: Problem, refused: list[str]) -> Iterator[tuple[Pool, Pool, int]]:
-    """Yield the pools that can train and generate, and GPUs of a replica; append reasons against others to
-    ``refused``.
-    """
+    """Yield the pools that train and generate, and a replica's GPUs; append reasons against others to ``refused``."""
     able: list[tuple[int, Pool]] = []
     for pool in problem.pools:
         for tp in sorted(pool.replicas):
@@ -273,7 +265,7 @@ def _arrangements(problem: Problem, refused: list[str]) -> Iterator[tuple[Pool, 
 
 
 def _all_splits(problem: Problem, train: Pool, share: Pool, tp: int) -> tuple[Floats, Floats, list[int], list[int]]:
-    """Return seconds and value of all splits, float64[ys, xs], and the GPUs ys and xs; infinite where impossible."""
+    """Return seconds and value of all splits, float64[ys, xs] (infinite where impossible), and the GPUs ys and xs."""
     assert train.training is not None
     ys = [y for y in train.shares(train.training.copy_gpus) if not train.check_training(problem.model, y)]
     xs = share.shares(tp)
@@ -290,7 +282,6 @@ def _all_splits(problem: Problem, train: Pool, share: Pool, tp: int) -> tuple[Fl
 
 
 def _in_turns(problem: Problem, best: Split) -> list[Split]:
-    """Return the split with both roles in turns on all GPUs of the training pool, where possible."""
     pool = best.train
     if best.tp not in pool.replicas or pool.check_replica(problem.model, problem.work, best.tp):
         return []

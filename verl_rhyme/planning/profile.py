@@ -19,8 +19,6 @@ from verl_rhyme.planning.typed_yaml import ClusterError, from_folder_of, read
 
 @dataclass
 class StepFile:
-    """The section ``step``: :class:`~verl_rhyme.planning.cost.StepCost`."""
-
     base: float = MISSING
     row: float = 0.0
     cached: float = 0.0
@@ -50,8 +48,7 @@ class Profile(NamedTuple):
 def measured(name: str, named_in: Path | None = None) -> Profile:
     """Return the profile in a file; its path is relative to the file that names it, or to the current folder.
 
-    Raises:
-        ClusterError: The profile is missing or invalid.
+    Raises :class:`ClusterError` if it is missing or invalid.
     """
     path = Path(name) if named_in is None else from_folder_of(named_in, name)
     found: ProfileFile = read(ProfileFile, path)
@@ -65,8 +62,7 @@ def measured(name: str, named_in: Path | None = None) -> Profile:
 def model(name: str, named_in: Path) -> Architecture:
     """Return a model's shape: a name in :data:`PUBLISHED`, or a ``config.json`` or its folder, relative to the file.
 
-    Raises:
-        ClusterError: The model is not found, or of a family without an estimate.
+    Raises :class:`ClusterError` if it is not found, or of a family without an estimate.
     """
     path = from_folder_of(named_in, name)
     try:
@@ -83,7 +79,7 @@ def model(name: str, named_in: Path) -> Architecture:
 
 
 def gpu(name: str, where: str) -> roofline.GPU:
-    """Return a GPU's data sheet. Raises ClusterError if it is unknown; ``where``: place of the name, for the error."""
+    """Return a GPU's data sheet; raises :class:`ClusterError` if it is unknown, at ``where``."""
     if name not in roofline.GPUS:
         raise ClusterError(
             f"{where}: no data sheet of {name}{nearest(name, roofline.GPUS) or '.'} Choose "
@@ -97,8 +93,7 @@ def calculated(
 ) -> Profile:
     """Return the profile of a model on a GPU of the table; ``where``: place of the kind, for errors.
 
-    Raises:
-        ClusterError: The model, the GPU or their sizes are not known or do not fit together.
+    Raises :class:`ClusterError` if the model or the GPU is unknown, or they do not fit together.
     """
     shape, sheet = model(name, named_in), gpu(device, f"{where}.gpu")
     if not 0 < factor < math.inf:
@@ -116,13 +111,9 @@ def training_token(name: str, device: str, named_in: Path, where: str) -> float:
 
 
 def of_run(path: str, devices: Iterable[str], tp: int, dtype: str) -> Profile | None:
-    """Return the calculated profile of a run's replicas, or ``None`` if its model or GPU is unknown.
+    """Return the calculated profile of a run's replicas; ``None`` if its model (folder or hub id) or GPU is unknown.
 
-    Args:
-        path: Model folder or hub id, on this machine.
-        devices: Names that may contain a GPU's.
-        tp: Tensor parallel size.
-        dtype: Type of the weights; an unknown one counts as bfloat16.
+    ``devices`` are names that may contain a GPU's. An unknown ``dtype`` counts as bfloat16.
     """
     file, device = find(path), roofline.gpu_named(" ".join(devices))
     if file is None or not device:
@@ -136,6 +127,5 @@ def of_run(path: str, devices: Iterable[str], tp: int, dtype: str) -> Profile | 
 
 
 def described(model: str, gpu: str, tp: int, dtype: str, factor: float = 1.0) -> str:
-    """Return the source of calculated figures, for people."""
     times = "" if factor == 1 else f" x {factor:g}"
     return f"roofline of {model}, {dtype}, on {tp} {gpu}{times}"

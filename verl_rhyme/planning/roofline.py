@@ -58,8 +58,7 @@ def replica(
 ) -> ReplicaCost:
     """Return the cost of a replica of ``tp`` GPUs, whose engines take a share ``utilization`` of the memory.
 
-    Raises:
-        ValueError: ``tp`` does not divide the model's attention heads, or ``dtype`` is not in :data:`DTYPES`.
+    Raises ValueError if ``tp`` does not divide the model's attention heads, or ``dtype`` is not in :data:`DTYPES`.
     """
     if tp < 1 or model.heads % tp:
         raise ValueError(f"tp={tp} must divide the model's {model.heads} attention heads")

@@ -93,7 +93,7 @@ class Pool:
         return ""
 
     def check_training(self, model: Model, gpus: int) -> str:
-        """Return the reason why ``gpus`` of the pool cannot train; empty if they can."""
+        """As :meth:`check_replica`, for training on ``gpus`` of the pool."""
         assert self.training is not None
         if not gpus:
             return (

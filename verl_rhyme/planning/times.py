@@ -64,15 +64,14 @@ class Work:
         return float(np.mean(n * (self.prompt_tokens + n / 2)))
 
     def longest(self, samples: float) -> float:
-        """Return the tokens of the longest of ``samples`` responses."""
         return float(np.quantile(self.lengths, 1 - 0.5 / max(1.0, samples)))
 
     def longest_left(self, rows: float) -> float:
         """Return the remaining tokens of the longest of ``rows`` running responses at a random moment, above their
         mean.
 
-        At a random moment a running response has more than x tokens left with the share of tokens that lie more than x
-        before their response's end.
+        A running response then has more than x tokens left with the share of tokens that lie more than x before their
+        response's end.
         """
         lengths = np.sort(np.asarray(self.lengths, dtype=float))
         longer = 1 - np.arange(len(lengths)) / len(lengths)
@@ -84,17 +83,10 @@ class Work:
 def rollout(
     cost: ReplicaCost, count: npt.ArrayLike, work: Work, max_staleness: int = 0, after: npt.ArrayLike = 0.0
 ) -> Floats:
-    """Return the minimum seconds of a training step because of rollout, of the arguments' common shape.
+    """Return the minimum seconds of a training step because of rollout; infinite without replicas.
 
-    This is ``P_gen`` of Algorithm 1 (StreamRL, arXiv:2504.15930, section 4.2), with the staleness bound. It is infinite
-    without replicas.
-
-    Args:
-        cost: Cost of a replica.
-        count: float64[...], number of replicas.
-        work: An update batch.
-        max_staleness: Bound k, in policy versions.
-        after: float64[...], seconds from the collection of a batch to engines with its policy (F).
+    This is ``P_gen`` of Algorithm 1 (StreamRL, arXiv:2504.15930, section 4.2), with the staleness bound. ``count`` and
+    ``after`` are float64[...]: replicas, and F, the seconds from the collection of a batch to engines with its policy.
     """
     count = np.asarray(count, dtype=float)
     samples = work.samples / np.maximum(count, 1.0)
@@ -142,5 +134,5 @@ class Training:
             raise ValueError(f"training needs token above 0, copy_gpus at least 1, other values at least 0: {self}")
 
     def seconds(self, gpus: npt.ArrayLike, tokens: float, share: float = 1.0) -> Floats:
-        """Return the seconds, float64[...], to train a share of ``tokens`` on ``gpus``; ``update`` counts in full."""
+        """Return float64[...], seconds to train a share of ``tokens`` on ``gpus``; ``update`` counts in full."""
         return self.update + share * self.token * tokens / np.asarray(gpus, dtype=float)

@@ -17,17 +17,15 @@ class ClusterError(ValueError):
 
 
 def from_folder_of(file: Path, name: str) -> Path:
-    """Return a path that a file names, relative to the file's folder."""
     return Path(os.path.normpath(file.parent / name))
 
 
 def read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
-    """Return a ``kind`` read from a file: :func:`plain`, then :func:`typed`."""
     return typed(kind, plain(path, overrides), path)
 
 
 def plain(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the mapping of a file. Raises ClusterError if it is unreadable, or not a mapping.
+    """Return the mapping of a file; raises :class:`ClusterError` if it is unreadable, or not a mapping.
 
     An override is ``key.in.it=value``; a list's element has its number, from 0, as key.
     """
@@ -46,9 +44,9 @@ def plain(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def typed(kind: type[Any], tree: Mapping[str, Any], path: Path) -> Any:
-    """Return a ``kind``, a dataclass, made of a file's mapping; keys with the default ``MISSING`` are required.
+    """Return a dataclass ``kind`` of a file's mapping; keys with the default ``MISSING`` are required.
 
-    Raises ClusterError if the mapping has other keys or types.
+    Raises :class:`ClusterError` if the mapping has other keys or types.
     """
     made = OmegaConf.structured(kind)
     for key, value in tree.items():
@@ -71,7 +69,9 @@ def _errors_with_key(path: Path, within: str = "") -> Iterator[None]:
 
 
 def by_percentile(percentiles: Mapping[Any, float], of: str, path: Path) -> dict[float, float]:
-    """Return tokens by percentile, from ``of.percentiles`` of a file. Raises ClusterError if a key is no number."""
+    """Return tokens by percentile, from ``of.percentiles`` of a file; raises :class:`ClusterError` if a key is no
+    number.
+    """
     found = {}
     for key, tokens in percentiles.items():
         try:
@@ -82,7 +82,6 @@ def by_percentile(percentiles: Mapping[Any, float], of: str, path: Path) -> dict
 
 
 def _override(tree: Any, override: str, path: Path) -> None:
-    """Apply one ``KEY=VALUE``; mappings are merged."""
     key, given, _ = override.partition("=")
     if not given or not key:
         raise ClusterError(f"{path}: write {override!r} as KEY=VALUE, such as preset=full")

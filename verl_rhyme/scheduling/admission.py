@@ -16,16 +16,12 @@ _MOST = 1 << 24
 def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[str, int]]:
     """Yield (uid, number) of pending samples that can be trained before they are too stale.
 
-    The ledger must not change while the iterator is read.
-
-    The oldest batch comes first. Within it, prompts with the longest expected responses come first (unknown lengths
-    count as long), prompt by prompt, so that groups complete. Within a prompt, samples that were longest at their
-    interruption come first. Between the collection of a batch and its policy no prompt starts, since it would be one
-    version more stale. Samples that span versions must fit into the batches of all training steps that may train them:
-    no more prompts start (AReaL's bound, arXiv:2505.24298). Exempt are prompts of the next batch, which can be pending
-    after a loss.
-
-    ``training`` is whether a batch was collected and its policy is not published yet.
+    The ledger must not change meanwhile. The oldest batch comes first. Within it, prompts with the longest expected
+    responses come first (unknown lengths count as long), prompt by prompt, so that groups complete. Within a prompt,
+    samples that were longest at their interruption come first. ``training`` lasts from the collection of a batch to its
+    policy; no prompt starts then, since it would be one version more stale. Samples that span versions must fit into
+    the batches of all training steps that may train them: no more prompts start (AReaL's bound, arXiv:2505.24298).
+    Exempt are prompts of the next batch, which can be pending after a loss.
     """
     if training and rules.max_staleness == 0:
         return
@@ -57,10 +53,9 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
 
 
 def priority(rules: Rules, prompt: Prompt) -> int:
-    """Return the place of a prompt's samples in an engine's queue, lowest first, from 1.
+    """Return a prompt's place in an engine's queue, lowest first, from 1: the order of :func:`startable`.
 
-    The order is that of :func:`startable`. One exception: a prompt that moved up to an earlier batch, in place of a
-    dropped one, keeps its place.
+    One exception: a prompt that moved up to an earlier batch, in place of a dropped one, keeps its place.
     """
     return 1 + prompt.number // rules.batch_prompts * (_MOST + 1) + int(_shorter(prompt))
 

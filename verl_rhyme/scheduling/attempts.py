@@ -34,91 +34,62 @@ class Attempt(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the attempt: verl's key of its trajectories, without their index.
-
-        Each attempt has a unique name, so that late writes of an abandoned attempt are never read.
+        """verl's key of the attempt's trajectories, without their index. It is unique: late writes of an abandoned
+        attempt are never read.
         """
         return f"{self.uid}_{self.attempt * _SAMPLES + self.number}"
 
     @classmethod
     def named(cls, name: str) -> Attempt:
-        """Return the attempt with this name; inverse of :attr:`name`."""
+        """Inverse of :attr:`name`."""
         uid, _, number = name.rpartition("_")
         attempt, sample = divmod(int(number), _SAMPLES)
         return cls(uid, sample, attempt)
 
 
 def sample_of(name: str) -> tuple[str, int]:
-    """Return the sample of an :attr:`Attempt.name`."""
     return Attempt.named(name).sample
 
 
 class Start(NamedTuple):
-    """A sample to start.
+    """A sample to start."""
 
-    Attributes:
-        name: :attr:`Attempt.name`.
-        predecessor: Name of the attempt whose turns this one continues or drafts from; ``None`` without one.
-        partial: Whether it continues from these turns rather than drafts from them.
-        stored: Whether the predecessor finished: its turns are in its trajectories.
-        assignment: Replica and queue place.
-        spans: Whether its tokens may be of several policy versions (``Rules.continues``).
-    """
-
-    name: str
-    predecessor: str | None = None
-    partial: bool = False
-    stored: bool = False
+    name: str  # Attempt.name
+    predecessor: str | None = None  # attempt whose turns this one continues or drafts from
+    partial: bool = False  # continues from these turns, rather than drafts from them
+    stored: bool = False  # the predecessor finished: its turns are in its trajectories
     assignment: Assignment = ANYWHERE
-    spans: bool = False
+    spans: bool = False  # its tokens may be of several policy versions (Rules.continues)
 
 
 class Ended(NamedTuple):
-    """Report of an attempt's end.
+    """Report of an attempt's end."""
 
-    Attributes:
-        name: :attr:`Attempt.name`.
-        tokens: Response tokens, including those it continued from.
-        first_version: Policy version of the oldest of them; ``None`` without tokens.
-        records: Servers' records of its requests, one mapping each (``processes.request.RequestRecord``).
-        scores: ``finished``: scores of its trajectories by which groups are filtered; empty without a filter.
-        error: ``failed``, ``lost``: the reason.
-        broken: ``failed``: whether the error is one of wrong code.
-        tries: ``failed``: number of failures that it counts as.
-        empty: ``finished``: whether the agent loop returned no trajectory; the group is trained without it.
-    """
-
-    name: str
+    name: str  # Attempt.name
     status: Status
-    tokens: int = 0
-    first_version: int | None = None
+    tokens: int = 0  # of the response, including those it continued from
+    first_version: int | None = None  # policy version of the oldest of them; None without tokens
+    #: Records of its requests by the servers (``processes.request.RequestRecord``).
     records: list[Record] = []  # noqa: RUF012  never changed
+    #: ``finished``: scores of its trajectories by which groups are filtered; empty without a filter.
     scores: list[float] = []  # noqa: RUF012
-    error: str = ""
-    empty: bool = False
-    broken: bool = False
-    tries: int = 1
+    error: str = ""  # failed, lost: the reason
+    empty: bool = False  # finished: the agent loop returned no trajectory; the group is trained without it
+    broken: bool = False  # failed: the error is one of wrong code
+    tries: int = 1  # failed: number of failures that it counts as
 
 
 @dataclass
 class Reported:
-    """What is kept of the reports of an untrained sample.
+    """What is kept of the reports of an untrained sample."""
 
-    Attributes:
-        attempt: Latest ended attempt that left turns, to continue from or to draft from; ``None`` without one.
-        records: Records of its requests, and of those of the attempts it continued from, with ``uid`` and ``sample``.
-        stored: Whether its turns are in its trajectories.
-        scores: Scores of its trajectories by which groups are filtered.
-        empty: Whether it finished without a trajectory.
-    """
-
-    attempt: int | None = None
+    attempt: int | None = None  # latest ended one that left turns, to continue or to draft from
+    #: With ``uid`` and ``sample``; also those of the attempts it continued from.
     records: list[Record] = field(default_factory=list)
-    stored: bool = False
-    scores: list[float] = field(default_factory=list)
-    empty: bool = False
+    stored: bool = False  # its turns are in its trajectories
+    scores: list[float] = field(default_factory=list)  # of its trajectories, by which groups are filtered
+    empty: bool = False  # finished without a trajectory
 
     @classmethod
     def of(cls, attempt: Attempt, records: Iterable[Record]) -> Reported:
-        """Return the report of an attempt that left its turns."""
         return cls(attempt.attempt, [{**record, "uid": attempt.uid, "sample": attempt.number} for record in records])

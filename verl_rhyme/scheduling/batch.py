@@ -13,21 +13,13 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Collected:
-    """The samples of an update batch.
+    """The samples of an update batch."""
 
-    Attributes:
-        samples: (uid, number in the group), shortest first.
-        lengths: Tokens of each sample.
-        waited: Training steps that left out each sample's prompt.
-        staleness: Versions between each sample's oldest token and the policy that is trained; 0 is on-policy.
-        unit: Samples that are trained together.
-    """
-
-    samples: list[tuple[str, int]]
-    lengths: list[int]
-    waited: list[int]
-    staleness: list[int]
-    unit: Unit = "group"
+    samples: list[tuple[str, int]]  # (uid, number in the group), shortest first
+    lengths: list[int]  # tokens
+    waited: list[int]  # training steps that left out each sample's prompt
+    staleness: list[int]  # versions between each sample's oldest token and the trained policy; 0 is on-policy
+    unit: Unit = "group"  # samples that are trained together
 
     @property
     def group_staleness(self) -> list[int]:
@@ -42,51 +34,28 @@ class Collected:
 
 @dataclass
 class StepCounts:
-    """Counts since the last batch.
+    """Counts since the last batch."""
 
-    Attributes:
-        loaded, dropped: Prompts.
-        interrupted: Running samples that were interrupted.
-        stale: Samples, finished or (where they span versions) running, that became too stale and are regenerated.
-        abandoned: Attempts that were lost, or abandoned since they kept the others waiting.
-        failed: Attempts of which the agent loop, a tool or the reward raised.
-        wasted_tokens: Generated tokens that will not be trained.
-    """
-
-    loaded: int = 0
-    dropped: int = 0
-    interrupted: int = 0
-    stale: int = 0
-    abandoned: int = 0
-    failed: int = 0
-    wasted_tokens: int = 0
+    loaded: int = 0  # prompts
+    dropped: int = 0  # prompts
+    interrupted: int = 0  # running samples
+    stale: int = 0  # samples, finished or (where they span versions) running, too stale: regenerated
+    abandoned: int = 0  # attempts that were lost, or kept the others waiting
+    failed: int = 0  # attempts of which the agent loop, a tool or the reward raised
+    wasted_tokens: int = 0  # generated, and will not be trained
 
 
 @dataclass
 class Batch:
-    """An update batch, and the statistics since the last one.
-
-    Attributes:
-        collected: The samples.
-        attempts: Name of each sample's attempt, the prefix of its trajectories' keys; samples without trajectories are
-            omitted.
-        version: Policy version that it trains.
-        trained: Request records of these samples, with ``uid`` and ``sample``.
-        ran: Records of attempts that ended since the last batch.
-        wasted: Records of attempts whose tokens will not be trained.
-        counts: The scheduler's counts.
-        left: Finished samples outside the batch.
-        failed: Prompts dropped since the last batch because a sample failed.
-        filtered: Groups dropped since the last batch, by their common score.
-    """
+    """An update batch, and the statistics since the last one."""
 
     collected: Collected
-    attempts: list[str]
-    version: int
-    trained: list[Record]
-    ran: list[Record]
-    wasted: list[Record]
+    attempts: list[str]  # of the samples with trajectories: prefixes of these trajectories' keys
+    version: int  # of the policy that it trains
+    trained: list[Record]  # request records of these samples, with uid and sample
+    ran: list[Record]  # of attempts that ended since the last batch
+    wasted: list[Record]  # of attempts whose tokens will not be trained
     counts: StepCounts
-    left: int
-    failed: int
-    filtered: dict[float, int]
+    left: int  # finished samples outside the batch
+    failed: int  # prompts dropped since the last batch because a sample failed
+    filtered: dict[float, int]  # groups dropped since the last batch, by their common score

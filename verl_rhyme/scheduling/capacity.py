@@ -14,25 +14,18 @@ class Capacity:
     """Running mean of the cache tokens of a request, from ended attempts.
 
     At a random moment a response of ``L`` tokens is met in proportion to ``L``, with half of its tokens. A running
-    request thus holds ``(sum p L + sum L**2 / 2) / sum L`` tokens, with ``p`` the tokens of its prompt.
-
-    Args:
-        limit: Maximum number of samples, by slots.
-        room: Tokens that fit into all caches; ``None`` where unknown.
-        state: State of an earlier instance.
-
-    Attributes:
-        share: Share of the replicas that serve.
+    request thus holds ``(sum p L + sum L**2 / 2) / sum L`` tokens, with ``p`` the tokens of its prompt. At most
+    ``limit`` samples fit into the slots, and ``room`` tokens into all caches (``None`` where unknown).
     """
 
     def __init__(self, limit: int, room: int | None = None, state: tuple[float, float] | None = None) -> None:
         self._most, self._room = limit, room
         self._lengths, self._held = state or (0.0, 0.0)
-        self.share = 1.0
+        self.share = 1.0  # of the replicas that serve
 
     @property
     def state(self) -> tuple[float, float]:
-        """State for JSON."""
+        """For JSON."""
         return self._lengths, self._held
 
     def observe(self, prompt_tokens: int, response_tokens: int) -> None:
@@ -47,7 +40,6 @@ class Capacity:
 
     @property
     def limit(self) -> int:
-        """Maximum number of samples at a time."""
         limit = float(self._most)
         if self._room is not None and self.held:
             limit = min(limit, self._room / self.held)

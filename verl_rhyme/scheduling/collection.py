@@ -34,10 +34,7 @@ _Bundle = tuple[Prompt, range]
 
 
 def fills_batch(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool:
-    """Return whether the generated (``rewarded``: finished) samples fill a batch, or are all that is left.
-
-    ``to_load`` prompts are still to be loaded.
-    """
+    """Return whether the generated (``rewarded``: finished) samples fill a batch, or are all that is left."""
     tally = ledger.tally
     if rules.take == "loaded":
         first = list(islice(ledger, rules.batch_prompts))
@@ -60,10 +57,10 @@ def lacks_due(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> boo
 def reservable(
     rules: Rules, ledger: Ledger, version: int, uids: Iterable[str], reserved: Collection[str] = ()
 ) -> list[str]:
-    """Return the prompts that can be reserved for streamed parts of the next batch, in the given order.
+    """Return the prompts, in the given order, that can be reserved for streamed parts of the next batch.
 
-    All samples of such a prompt are finished. The batch has room for them in addition to earlier reservations and to
-    the samples that must be trained in this batch.
+    All their samples are finished, and the batch has room for them in addition to earlier reservations and to the
+    samples that must be trained in it.
     """
     tally = ledger.tally
     waiting = [ledger.prompt(uid) for uid in uids if uid in ledger and uid not in reserved]
@@ -94,10 +91,7 @@ def reservable(
 def batch(
     rules: Rules, ledger: Ledger, version: int, *states: State, reserved: Collection[str] = ()
 ) -> list[tuple[Prompt, int]]:
-    """Return the update batch made of samples in these states.
-
-    The order is: samples that must be trained in this batch, reserved samples, then loading order.
-    """
+    """Return the update batch of samples in these states: those that must be trained, reserved ones, loading order."""
     taken = _taken(rules, ledger, version, *states, reserved=reserved)
     return [
         (prompt, number) for prompt, numbers in taken for number in numbers if prompt.samples[number].state in states
@@ -144,7 +138,6 @@ def _taken(
 
 
 def _bundles(rules: Rules, ledger: Ledger, *states: State) -> list[_Bundle]:
-    """Return the trainable whole groups, or single trajectories, in these states."""
     if rules.unit == "trajectory":
         return [(prompt, range(number, number + 1)) for state in states for prompt, number, _ in ledger.samples(state)]
     tally, wanted = ledger.tally, {*states}
@@ -154,7 +147,6 @@ def _bundles(rules: Rules, ledger: Ledger, *states: State) -> list[_Bundle]:
 
 
 def _oldest(rules: Rules, ledger: Ledger, prompt: Prompt, numbers: range) -> int:
-    """Return the version of the oldest token of a bundle."""
     if rules.unit == "group":
         return min(ledger.tally.part(prompt).trainable)
     return prompt.samples[numbers.start].known_version

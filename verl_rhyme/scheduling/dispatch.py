@@ -24,24 +24,12 @@ PromptTokens = Callable[[Sequence[str]], Sequence[int]]
 
 
 class _Placed(NamedTuple):
-    """Attempt on a replica: its name, and tokens that its sample had at the start there."""
-
     name: str
-    start_tokens: int
+    start_tokens: int  # of the sample at the start on its replica
 
 
 class Dispatch:
-    """Starts with forecasts and placement; see the module.
-
-    Args:
-        rollout: The rollout that starts samples.
-        lengths: Forecast of response lengths.
-        placement: Placement with a policy that plans; ``None``: the router decides.
-        prompts: Lookup of prompt lengths.
-
-    Attributes:
-        moved: Number of samples that were moved to other replicas.
-    """
+    """Starts with forecasts and placement; without a ``placement`` the router decides."""
 
     def __init__(
         self,
@@ -54,7 +42,7 @@ class Dispatch:
         self._lengths, self._prompts = lengths, prompts
         self._planned: set[str] = set()  # ids of planned prompts
         self._placed: dict[str, _Placed] = {}  # by id of the sample; its replica may have left since
-        self.moved = 0
+        self.moved = 0  # samples moved to other replicas
 
     def serve(self, rooms: Mapping[str, int | None]) -> None:
         """Set the replicas that serve from now on, by their KV cache tokens (``None`` where unknown)."""
@@ -66,7 +54,6 @@ class Dispatch:
             self.placement.fleet.add(name, room)
 
     def fill(self, limit: int | None = None, min_starts: int = 1, now: float = 0.0) -> list[Start]:
-        """Return the starts of :meth:`Rollout.fill` with forecasts and replicas."""
         starts = self.rollout.fill(limit, min_starts, now)
         if not starts:  # as after most events
             return starts
@@ -149,7 +136,6 @@ class Dispatch:
             self.placement.release(request_id, None if tokens is None else max(0, tokens - had))
 
     def retain(self, needed: Callable[[str], bool]) -> None:
-        """Forget the prompts for which ``needed`` is false."""
         if self.placement is None:
             return
         for name in [at.name for at in self._placed.values() if not needed(sample_of(at.name)[0])]:
@@ -188,7 +174,6 @@ class Dispatch:
         return moves
 
     def _runs(self, name: str) -> bool:
-        """Return whether this attempt is the latest one that was placed."""
         placed = self._placed.get(_id(*sample_of(name)))
         return placed is not None and placed.name == name
 

@@ -20,22 +20,12 @@ _NO_KEY = ""
 
 
 class Expectations:
-    """Expected lengths of responses; see the module.
-
-    Args:
-        limit: Maximum tokens of a response.
-
-    Attributes:
-        predictor: Predictor of response lengths.
-        prompts: Lengths of prompts.
-        errors: Number of failed calls.
-        last_error: Type and text of the latest error.
-    """
+    """Expected lengths of responses of at most ``limit`` tokens."""
 
     def __init__(self, limit: int) -> None:
         self.predictor = LengthPredictor(limit)
         self.prompts = PromptLengths()
-        self.errors, self.last_error = 0, ""
+        self.errors, self.last_error = 0, ""  # number of failed calls, and type and text of the latest
         self._quality = Quality()
         self._keys: dict[str, str] = {}
         self._lengths: dict[str, dict[int, int]] = {}
@@ -48,18 +38,14 @@ class Expectations:
         return self._expected(keys)
 
     def rank(self, locations: Mapping[str, float]) -> dict[str, float]:
-        """Take in a ranker's forecasts: expected log length of a response, by key.
-
-        Returns:
-            Expected response tokens by uid, of these prompts.
-        """
+        """Take in a ranker's expected log lengths by key; return expected response tokens of these prompts by uid."""
         with self._errors_counted():
             for key, location in locations.items():
                 self.predictor.rank(key, location)
         return self._expected({uid: key for uid, key in self._keys.items() if key in locations})
 
     def lengths(self, uids: Sequence[str], emitted: Sequence[int]) -> Forecast | None:
-        """Return the forecast of responses to these prompts, which have so many tokens; ``None`` after an error."""
+        """Return the forecast of responses that have ``emitted`` tokens; ``None`` after an error."""
         with self._errors_counted():
             # Prompts without a key are no siblings; a prompt with a key may be present twice.
             keys = {uid: self._keys.get(uid) or f"{_NO_KEY} {i}" for i, uid in enumerate(dict.fromkeys(uids))}
@@ -70,7 +56,6 @@ class Expectations:
         return None
 
     def set_prompt_tokens(self, uid: str, tokens: int) -> None:
-        """Set the number of tokens of a prompt."""
         if key := self._keys.get(uid, _NO_KEY):
             self.prompts.record(key, tokens)
 
@@ -79,10 +64,7 @@ class Expectations:
         return [self.prompts.expected(self._keys.get(uid, _NO_KEY)) for uid in uids]
 
     def generated(self, uid: str, number: int, tokens: int) -> None:
-        """Record the tokens of a finished response, in place of those of an earlier attempt.
-
-        Zero tokens are ignored: the agent loop may have dropped the response.
-        """
+        """Record the tokens of a finished response; zero is ignored, since the agent loop may have dropped it."""
         if uid in self._lengths and tokens:
             self._lengths[uid][number] = tokens
 
@@ -102,15 +84,11 @@ class Expectations:
 
     @property
     def prompt_state(self) -> dict[str, Any]:
-        """State of the present prompts, for JSON: key, and number and tokens of each ended sample."""
+        """Present prompts, for JSON: key, and number and tokens of each ended sample."""
         return {uid: [key, list(self._lengths[uid].items())] for uid, key in self._keys.items()}
 
     def restore_prompts(self, state: Mapping[str, Any], needed: Callable[[str], bool]) -> dict[str, float]:
-        """Restore the needed prompts of a :attr:`prompt_state`.
-
-        Returns:
-            As :meth:`add_prompts`.
-        """
+        """Restore the needed prompts of a :attr:`prompt_state`; return as :meth:`add_prompts`."""
         with self._errors_counted():
             known = {uid: (str(key), lengths) for uid, (key, lengths) in state.items() if needed(uid)}
             expected = self.add_prompts({uid: key for uid, (key, _) in known.items()})
@@ -120,7 +98,7 @@ class Expectations:
         return {}
 
     def pop_changes(self) -> dict[str, Any]:
-        """Return the lengths learnt since the last call, as plain values for JSON, for :meth:`update` elsewhere."""
+        """Return the lengths learnt since the last call, for JSON, for :meth:`update` elsewhere."""
         with self._errors_counted():
             return {**self.predictor.pop_changes(), "prompt_tokens": self.prompts.pop_changes()}
         return {}
@@ -133,13 +111,13 @@ class Expectations:
             self.prompts.update(changes.get("prompt_tokens", {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the known lengths as plain values for JSON, without the present prompts."""
+        """Return the known lengths for JSON, without the present prompts."""
         with self._errors_counted():
             return {**self.predictor.state_dict(), "prompt_tokens": self.prompts.state_dict()}
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a :meth:`state_dict`; unreadable parts are ignored."""
+        """Unreadable parts are ignored."""
         with self._errors_counted():
             self.predictor.load_state_dict(state)
         with self._errors_counted():
@@ -148,7 +126,6 @@ class Expectations:
     # ---- within ----
 
     def _expected(self, keys: Mapping[str, str]) -> dict[str, float]:
-        """Return the expected tokens of a response before it starts, by uid."""
         with self._errors_counted():
             expected = self.predictor.forecast(list(keys.values())).expected.astype(float)
             return dict(zip(keys, expected.tolist(), strict=True))
@@ -162,7 +139,6 @@ class Expectations:
 
     @contextmanager
     def _errors_counted(self) -> Iterator[None]:
-        """Count an error and go on after the ``with`` statement."""
         try:
             yield
         except Exception as error:

@@ -19,33 +19,21 @@ WINDOW, COSTLY = 256, 0.1
 
 
 class GroupFilter:
-    """Filter of finished groups.
-
-    Args:
-        metric: Name of the score; ``None``: all groups are kept.
-
-    Attributes:
-        dropped: Number of groups dropped since the last batch, by their common score.
-        warnings: Lines to be logged.
-    """
+    """Filter of finished groups by the score ``metric``; with ``None`` all are kept."""
 
     def __init__(self, metric: str | None) -> None:
         self.metric = metric
-        self.dropped: Counter[float] = Counter()
-        self.warnings: list[str] = []
+        self.dropped: Counter[float] = Counter()  # groups since the last batch, by their common score
+        self.warnings: list[str] = []  # to be logged
         self._in_a_row: Counter[float] = Counter()  # groups dropped since one was kept, by score
         self._ever_kept = False
         self._seen = self._kept = 0  # groups of this window
         self._warned = COSTLY
 
     def keeps(self, scores: Sequence[Sequence[float]]) -> bool:
-        """Return whether a group is kept, and count it.
+        """Count a group and return whether it is kept, by each sample's scores (kept if a sample's are unknown).
 
-        Args:
-            scores: Scores of each sample's trajectories. A group is kept if those of a sample are unknown.
-
-        Raises:
-            RolloutError: Too many consecutive groups were dropped.
+        Raises :class:`RolloutError` if too many consecutive groups were dropped.
         """
         if self.metric is None:
             return True
@@ -97,10 +85,9 @@ class GroupFilter:
     def _listed(self) -> str:
         return ", ".join(f"{round(score, 4)} in {groups}" for score, groups in self._in_a_row.most_common(4))
 
-    # ---- checkpoints ----
+    # ---- checkpoints: plain values for JSON ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values for JSON."""
         return {
             "in_a_row": list(self._in_a_row.items()),
             "ever_kept": self._ever_kept,

@@ -53,15 +53,9 @@ class Ledger:
 
     @property
     def size_put_off(self) -> int:
-        """The same of prompts that are put off."""
         return len(self.put_off) if self.unit == "group" else sum(self.put_off.values())
 
     def prompt(self, uid: str) -> Prompt:
-        """Return a prompt.
-
-        Raises:
-            KeyError: The prompt is not in the ledger.
-        """
         return self._prompts[uid]
 
     def place(self, prompt: Prompt) -> int:
@@ -70,7 +64,6 @@ class Ledger:
 
     @property
     def tally(self) -> Tally:
-        """Current counts of the ledger."""
         self._tally.update()
         return self._tally
 
@@ -82,7 +75,6 @@ class Ledger:
                     yield prompt, number, sample
 
     def load(self, uid: str, samples: int) -> None:
-        """Load a prompt with ``samples`` responses to generate."""
         if uid in self._prompts:
             raise ValueError(f"prompt {uid} is loaded already")
         self._prompts[uid] = Prompt(uid, self.loaded, [Sample() for _ in range(samples)])
@@ -100,13 +92,9 @@ class Ledger:
             self.put_off.pop(uid, None)
 
     def move(self, uid: str, number: int, state: State, restored: bool = False) -> Sample:
-        """Change the state of a sample.
+        """Change the state of a sample and return it; its tokens and versions are set before :attr:`tally` is read.
 
-        Returns:
-            The sample, whose tokens and versions the caller sets before it reads :attr:`tally`.
-
-        Raises:
-            ValueError: A sample in its state cannot get there; one that is ``restored`` is pending before.
+        Raises ValueError if a sample in its state cannot get there; one that is ``restored`` is pending before.
         """
         if uid not in self._prompts:
             raise ValueError(f"sample {number} of prompt {uid} cannot become {state}: the prompt is not loaded")
@@ -130,14 +118,13 @@ class Ledger:
             self.drop(uid)
 
     def drop(self, uid: str) -> None:
-        """Remove a prompt that is trained, failed or was filtered."""
         prompt = self._prompts.pop(uid)
         self.put_off.pop(uid, None)
         del self._numbers[self.place(prompt)]
         self._tally.left(prompt)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values for JSON; samples in progress are pending in it."""
+        """Return plain values for JSON; samples in progress are pending in them."""
         prompts = [
             {
                 "uid": prompt.uid,

@@ -16,44 +16,30 @@ from verl_rhyme.scheduling.scheduler import Scheduler
 
 
 class Evidence(NamedTuple):
-    """Facts about an attempt after the loss of its coordinator.
+    """Facts about an attempt after the loss of its coordinator."""
 
-    Attributes:
-        status, tokens, first_version, records, scores: Of its latest report
-            (:class:`~verl_rhyme.scheduling.attempts.Ended`), where there is one.
-        running: Whether an agent loop worker runs it.
-        stored: Whether all its trajectories are stored.
-        reported: Whether its report is present as well.
-        lost: Whether its report is present, and the turns that it left are not: neither in TransferQueue nor kept by a
-            worker.
-    """
-
-    status: str | None = None
+    status: str | None = None  # like tokens, first_version, records, scores: of its latest report
     tokens: int = 0
     first_version: int | None = None
-    running: bool = False
-    stored: bool = False
-    reported: bool = True
+    running: bool = False  # by an agent loop worker
+    stored: bool = False  # all its trajectories
+    reported: bool = True  # its report is present as well
     records: list[Record] = []  # noqa: RUF012  never changed
     scores: list[float] = []  # noqa: RUF012
+    #: Its report is present, and the turns that it left are not: neither in TransferQueue nor kept by a worker.
     lost: bool = False
 
     @property
     def has_turns(self) -> bool:
-        """Whether it has turns to continue from or to draft from. An interruption that is being reported leaves none
-        yet: its worker repeats the report."""
+        """Whether it has turns to go on from. An interruption that its worker still reports has none yet."""
         return self.status == "generated" or (self.status == "interrupted" and not (self.lost or self.running))
 
 
 class Recovery:
-    """The steps of :meth:`Rollout.restore <verl_rhyme.scheduling.rollout.Rollout.restore>`.
+    """The steps of :meth:`Rollout.restore <verl_rhyme.scheduling.rollout.Rollout.restore>`, on a scheduler with its
+    saved state: :meth:`load`, :meth:`remember`, then (after the version is published) :meth:`place`.
 
-    The order is :meth:`load`, :meth:`remember`, then (after the version is published) :meth:`place`.
-
-    Args:
-        scheduler: Scheduler with its saved state.
-        reported: Reports of untrained samples; filled here.
-        evidence: All known attempts, by name.
+    It fills ``reported``, the reports of untrained samples; ``evidence`` is of all known attempts, by name.
     """
 
     def __init__(
@@ -63,17 +49,9 @@ class Recovery:
         self._latest: dict[tuple[str, int], Attempt] = {}
 
     def load(self, stock: dict[str, int], prompts: set[str], prompt_limit: int) -> list[str]:
-        """Load the prompts that were loaded after the state was saved.
+        """Load the prompts of known attempts, and others of the ``stock`` until ``prompt_limit`` are in flight.
 
-        Prompts of known attempts are loaded, and others until ``prompt_limit`` is reached.
-
-        Args:
-            stock: Waiting prompts and their samples; prompts that still wait remain in it.
-            prompts: Ids of prompts whose data are available.
-            prompt_limit: Number of prompts in flight.
-
-        Returns:
-            Ids of prompts whose data are lost.
+        Prompts that still wait remain in the stock. Return the ids of prompts without available data (``prompts``).
         """
         scheduler, ledger = self._scheduler, self._scheduler.ledger
         gone = [prompt.uid for prompt in ledger if prompt.uid not in prompts]
@@ -94,10 +72,7 @@ class Recovery:
     def remember(self, counted: Iterable[str]) -> None:
         """Record which attempts left turns to continue from, and the latest attempt at each sample.
 
-        A sample whose turns are lost starts over.
-
-        Args:
-            counted: Names of attempts whose reports were counted in the saved state.
+        A sample whose turns are lost starts over. The reports of ``counted`` attempts were counted in the saved state.
         """
         ledger, counted = self._scheduler.ledger, set(counted)
         for attempt in sorted(map(Attempt.named, {*self._evidence, *counted})):
@@ -119,14 +94,9 @@ class Recovery:
                 self._scheduler.start_over(prompt.uid, number)
 
     def place(self, filters: bool) -> list[Attempt]:
-        """Restore samples to the state of their latest attempts.
+        """Restore samples to the state of their latest attempts; return those not to be trained or continued.
 
-        Args:
-            filters: Whether groups are filtered by scores. A stored sample without scores then does not count as
-                finished.
-
-        Returns:
-            Attempts whose tokens may neither be trained nor continued.
+        If groups are filtered by scores (``filters``), a stored sample without scores does not count as finished.
         """
         return [attempt for attempt in self._latest.values() if not self._place(attempt, filters)]
 

@@ -38,19 +38,11 @@ class RolloutError(RuntimeError):
 
 
 class Retries:
-    """The failed samples of a rollout; see the module.
-
-    Args:
-        outage_s: Seconds without a success after which the run ends.
-
-    Attributes:
-        waiting: Time from which each failed sample may start again, in the order of their failures.
-        proven: Whether a sample of the run has ever succeeded.
-    """
+    """The failed samples of a rollout; after ``outage_s`` seconds without a success the run ends."""
 
     def __init__(self, outage_s: float) -> None:
-        self._outage_s, self.proven = outage_s, False
-        self.waiting: dict[Sample, float] = {}
+        self._outage_s, self.proven = outage_s, False  # proven: a sample of the run has succeeded
+        self.waiting: dict[Sample, float] = {}  # when each may start again, in order of failures
         # Failures with another sample's success before each; failures since then; successes until the latest failure.
         self._failures: dict[Sample, tuple[int, int, int]] = {}
         self._successes = 0
@@ -68,16 +60,8 @@ class Retries:
     def failed(self, sample: Sample, error: str, now: float, in_progress: float, broken: bool, tries: int) -> bool:
         """Record a failure; return whether the sample starts again, else its prompt is to be replaced.
 
-        Args:
-            sample: The sample.
-            error: What failed.
-            now: Time.
-            in_progress: Number of other samples in progress.
-            broken: Whether the error is one of wrong code.
-            tries: Failures as which it counts; 0 if it cannot be the prompt's.
-
-        Raises:
-            RolloutError: The run cannot continue.
+        ``in_progress`` counts other samples. ``broken``: the error is one of wrong code. ``tries``: failures as which
+        it counts; 0 if it cannot be the prompt's. Raises :class:`RolloutError` if the run cannot continue.
         """
         if self._since is None:
             self._since, self._first, self._probe_at = now, error, now
@@ -98,13 +82,12 @@ class Retries:
         return True
 
     def succeeded(self, sample: Sample, now: float) -> None:
-        """Record the reward of a sample."""
         self._successes, self._succeeded_at, self.proven = self._successes + 1, now, True
         self._failures.pop(sample, None)
         self._end_outage()
 
     def trained(self) -> None:
-        """Record that a batch is trained: the time without a success begins again with the next failure."""
+        """A batch is trained: the time without a success begins again with the next failure."""
         self._end_outage()
 
     def release(self, now: float) -> None:
@@ -125,7 +108,6 @@ class Retries:
         return max(min(self.waiting.values()), -float("inf") if self._since is None else self._probe_at)
 
     def forget(self, samples: Iterable[Sample]) -> None:
-        """Forget samples whose prompt left."""
         for sample in samples:
             self.waiting.pop(sample, None)
             self._failures.pop(sample, None)
@@ -144,7 +126,7 @@ class Retries:
         )
 
     def state_dict(self) -> list[list]:
-        """Return the counted failures as plain values for JSON; a restored sample does not wait."""
+        """Return plain values for JSON; a restored sample does not wait."""
         return [[*sample, count] for sample, (count, _, _) in self._failures.items()]
 
     def load_state_dict(self, state: Iterable[list]) -> None:

@@ -1,8 +1,8 @@
-"""A run's rollout without its messages: waiting prompts, attempts and their reports, and the content of a batch.
+"""A run's rollout without its messages: under which name a sample starts, from whose text it continues, which report
+counts, what an ended attempt leaves, and the content of a batch.
 
-It surrounds the :class:`~verl_rhyme.scheduling.scheduler.Scheduler`, which counts tokens and versions. The rollout
-decides under which name a sample starts, from whose text it continues, which report counts, and what an ended attempt
-leaves. It is a pure state machine too; the coordinator (``coordinator/coordinator.py``) carries its messages.
+It surrounds the :class:`~verl_rhyme.scheduling.scheduler.Scheduler`, which counts tokens and versions. It is a pure
+state machine too; the coordinator (``coordinator/coordinator.py``) carries its messages.
 """
 
 from __future__ import annotations
@@ -29,17 +29,13 @@ _NOTHING = Reported()
 
 
 class Rollout:
-    """The rollout's state machine; see the module.
+    """The rollout's state machine.
 
     The caller reads :meth:`missing_prompts`, passes prompts to :meth:`add_prompts`, sends what :meth:`fill` and
     :meth:`pop_abandoned` return, and passes reports to :meth:`ended`. In between it calls the scheduler as that class
-    describes.
-
-    Args:
-        rules: Rules of the scheduler.
-        filters: Metric of the :class:`GroupFilter`; ``None``: no group is dropped.
-        generation: Number of this rollout among those that resume one another; it keeps attempt names unique.
-        outage_s: Seconds without a successful sample after which the run ends (:mod:`.retries`).
+    describes. ``filters`` is the metric of the :class:`GroupFilter` (``None``: no group is dropped). ``generation`` is
+    the number of this rollout among those that resume one another; it keeps attempt names unique. After ``outage_s``
+    seconds without a successful sample the run ends (:mod:`.retries`).
     """
 
     def __init__(
@@ -69,7 +65,7 @@ class Rollout:
 
     @property
     def filtered(self) -> dict[float, int]:
-        """Number of groups that were dropped since the last batch, by their common score."""
+        """Groups dropped since the last batch, by their common score."""
         return dict(self._filter.dropped)
 
     # ---- prompts ----
@@ -81,7 +77,6 @@ class Rollout:
                 self._stock.setdefault(uid, samples)
 
     def expect(self, tokens: Mapping[str, float]) -> None:
-        """Set the expected response tokens by prompt."""
         for uid, length in tokens.items():
             if not math.isfinite(length):
                 continue
@@ -91,7 +86,6 @@ class Rollout:
                 self.scheduler.expect(uid, length)
 
     def missing_prompts(self) -> int:
-        """Return the number of prompts to pass to :meth:`add_prompts` now."""
         return max(0, self.scheduler.loadable() - len(self._stock))
 
     # ---- versions ----
@@ -129,11 +123,9 @@ class Rollout:
         return starts
 
     def next_start(self) -> float | None:
-        """Return the time at which a failed sample may start again; ``None`` if none waits."""
         return self._retries.next_start()
 
     def load_prompts(self) -> None:
-        """Load waiting prompts, as far as the scheduler allows."""
         while self._stock and self.scheduler.loadable():  # a prompt put off makes room for another
             uid = next(iter(self._stock))
             self.scheduler.load(uid, self._stock.pop(uid))
@@ -153,13 +145,9 @@ class Rollout:
     def ended(self, report: Ended, now: float = 0.0) -> list[Record]:
         """Record the report of an attempt's end at ``now``; a report that no caller waits for changes nothing.
 
-        Returns:
-            Records of requests that were not reported before. A report repeats the records of attempts it continued
-            from.
-
-        Raises:
-            RolloutError: No sample succeeds, or the filter dropped too many consecutive groups.
-            RuntimeError: Its tokens come from a policy version that is not allowed.
+        Return the records of requests that were not reported before (a report repeats those of attempts it continued
+        from). Raises :class:`RolloutError` if no sample succeeds or the filter dropped too many consecutive groups, and
+        RuntimeError if its tokens come from a policy version that is not allowed.
         """
         attempt = Attempt.named(report.name)
         uid, number, _ = attempt
@@ -234,20 +222,15 @@ class Rollout:
         return abandoned
 
     def pop_warnings(self) -> list[str]:
-        """Return the lines to be logged since the last call."""
         warnings, self._warnings = self._warnings + self._filter.warnings, []
         self._filter.warnings = []
         return warnings
 
     def outage(self, now: float) -> str:
-        """Return what failed since the latest success, in one line; empty if nothing did."""
         return self._retries.summary(now)
 
     def pop_obsolete(self) -> list[str]:
-        """Return the attempts, since the last call, whose reports are no longer needed.
-
-        A later attempt replaced them, or their trajectories contain the same text.
-        """
+        """Return attempts, since the last call, that a later one replaced or whose text is in trajectories."""
         obsolete, self._obsolete = self._obsolete, []
         return obsolete
 
@@ -257,13 +240,10 @@ class Rollout:
         """Return attempts for a streamed part of the next batch: finished whole groups that the batch contains in any
         case.
 
-        Where batches are taken in loading order (``Rules.take``), this changes nothing. Elsewhere the part has the
-        groups that finished first, which need not be the shortest. Trajectories that are trained one by one
+        They were in no part before and are in the order in which their groups finished; with fewer than ``samples``
+        there is no part. Where batches are taken in loading order (``Rules.take``), a part changes nothing. Elsewhere
+        it has the groups that finished first, which need not be the shortest. Trajectories that are trained one by one
         (``Rules.unit``) are included once all samples of their prompt are finished.
-
-        Returns:
-            Attempts that were in no part before, in the order in which their groups finished; empty with fewer than
-            ``samples``.
         """
         if not self._new_part or sum(self._finished_groups.values()) < samples:
             return []
@@ -277,9 +257,7 @@ class Rollout:
     def take(self) -> Batch:
         """Return the update batch (:meth:`Scheduler.collect`) and the statistics since the last one.
 
-        Raises:
-            RolloutError: The batch contains no trajectory.
-            RuntimeError: A sample exceeds the staleness bound.
+        Raises :class:`RolloutError` without any trajectory, and RuntimeError if a sample exceeds the staleness bound.
         """
         finished = {attempt.sample: attempt.name for attempt in self.attempts(("finished",))}
         collected = self.scheduler.collect()
@@ -318,7 +296,6 @@ class Rollout:
     # ---- content of the queue ----
 
     def needs_prompt(self, uid: str) -> bool:
-        """Return whether this prompt's data may still be read."""
         return uid in self.scheduler.ledger or uid in self._stock
 
     def needs_turns(self, name: str) -> bool:
@@ -334,14 +311,13 @@ class Rollout:
         return drafted or self.may_train(name)
 
     def may_train(self, name: str) -> bool:
-        """Return whether this attempt's response may still be trained."""
         sample = self._sample(Attempt.named(name))
         return sample is not None and sample.state in (*IN_PROGRESS, "finished")
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values for JSON; :meth:`restore` needs it and the content of the queue."""
+        """Return plain values for JSON; :meth:`restore` needs them and the content of the queue."""
         turns = {sample: report.attempt for sample, report in self._reported.items() if report.attempt is not None}
         empty = [sample for sample, report in self._reported.items() if report.empty]
         return {
@@ -366,18 +342,10 @@ class Rollout:
         added: Iterable[tuple[str, int]] = (),
         now: float = 0.0,
     ) -> list[str]:
-        """Restore the rollout from a saved state and from the evidence that is newer.
+        """Restore the rollout from an earlier :meth:`state_dict` and newer ``evidence`` of all known attempts, by name.
 
-        Args:
-            state: Value of :meth:`state_dict` at an earlier moment.
-            version, batches_left: Arguments of :meth:`publish`.
-            evidence: All known attempts, by name.
-            prompts: Ids of prompts whose data are available.
-            added: Prompts that were passed to :meth:`add_prompts` since the state was saved.
-            now: Time.
-
-        Returns:
-            Ids of prompts whose data are lost; other prompts replace them.
+        ``prompts`` have available data; ``added`` ones came since the state was saved. Return the ids of prompts whose
+        data are lost; other prompts replace them.
         """
         self.scheduler.load_state_dict(state)
         self._failed = state["failed"]
@@ -418,11 +386,10 @@ class Rollout:
         return math.ceil(prompt_limit / rules.batch_prompts) * rules.batch_prompts
 
     def _latest(self, uid: str, number: int) -> Attempt:
-        """Return the latest attempt at a sample."""
         return Attempt(uid, number, self.scheduler.ledger.prompt(uid).samples[number].attempt)
 
     def _sample(self, attempt: Attempt) -> Sample | None:
-        """Return the ledger's sample if this is the latest attempt at it, else ``None``."""
+        """Return the ledger's sample if this is the latest attempt at it."""
         if attempt.uid not in self.scheduler.ledger:
             return None
         sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
@@ -441,7 +408,6 @@ class Rollout:
         self._abandoned.append(report.name)  # its reward is not needed
 
     def _waste(self, sample: tuple[str, int]) -> None:
-        """Count a sample's tokens as wasted: they may not be trained."""
         if self.rules.continues:
             self._wasted += self._forget(sample)
         elif (reported := self._reported.get(sample)) is not None:  # its text is still a draft
@@ -449,12 +415,10 @@ class Rollout:
             reported.records, reported.empty = [], False
 
     def _start_over(self, uid: str, number: int) -> None:
-        """Forget all of a sample: nothing is left to continue or to draft from."""
         self._wasted += self._forget((uid, number))
         self.scheduler.start_over(uid, number)
 
     def _forget(self, sample: tuple[str, int]) -> list[Record]:
-        """Forget the reports of a sample and return its records."""
         return self._reported.pop(sample, Reported()).records
 
     def _try_again(self, uid: str, number: int, error: str, now: float, broken: bool = False, tries: int = 1) -> bool:
@@ -487,7 +451,6 @@ class Rollout:
             self._finished_groups[uid], self._new_part = len(prompt.samples), True
 
     def _stored(self, prompt: Prompt) -> list[tuple[str, int]]:
-        """Return the samples of a finished prompt that have a trajectory."""
         samples = [(prompt.uid, number) for number in range(len(prompt.samples))]
         return [sample for sample in samples if not self._report(sample).empty]
 

@@ -45,40 +45,24 @@ STOP_WAIT_S = 30.0
 class Rules:
     """The scheduler's rules; :class:`SchedulingConfig` has checked the range of each option.
 
-    Attributes:
-        batch_prompts: Prompts of an update batch.
-        batch_samples: Trajectories of an update batch.
-        max_staleness: Maximum number of policy versions between a trained token and the policy it trains (k); 0 is
-            on-policy.
-        in_flight: Maximum number of update batches in flight; may be a fraction. ``None``: see :attr:`batches`.
-        put_off: On-policy: share of prompts, with the longest expected responses, that wait for a separate round.
-        unit: See :data:`Unit`.
-        take: See :data:`Take`.
-        refill: See :data:`Refill`. Dropped prompts are replaced at all times.
-        at_version: See :data:`AtVersion`; ``None``: see :attr:`version_rule`.
-        start_early: Whether prompts also start between the collection of a batch and its policy, as in verl's
-            separate_async (simulated only: verl's trainer runs it).
-        separate: Whether engines have separate devices and run while the actor trains.
-        relayed: Whether each replica takes a new version by itself, through the relay of weights.
-        drafts: Whether regenerated responses draft from their earlier text.
-
-    Raises:
-        ValueError: Contradictory rules; the message names the fix.
+    Raises ValueError on contradictory rules; the message names the fix.
     """
 
-    batch_prompts: int
-    batch_samples: int
-    max_staleness: int = 1
-    in_flight: float | None = None
-    put_off: float = 0.0
+    batch_prompts: int  # prompts of an update batch
+    batch_samples: int  # trajectories of an update batch
+    max_staleness: int = 1  # k: most policy versions between a trained token and the policy it trains; 0 is on-policy
+    in_flight: float | None = None  # most update batches in flight; may be a fraction; None: see batches
+    put_off: float = 0.0  # on-policy: share of prompts, the longest expected ones, that wait for a separate round
     unit: Unit = "group"
     take: Take = "finished"
-    refill: Refill = "always"
-    at_version: AtVersion | None = None
+    refill: Refill = "always"  # dropped prompts are replaced at all times
+    at_version: AtVersion | None = None  # None: see version_rule
+    #: Prompts also start between the collection of a batch and its policy, as in verl's separate_async (simulated only:
+    #: verl's trainer runs it).
     start_early: bool = False
-    separate: bool = False
-    relayed: bool = False
-    drafts: bool = True
+    separate: bool = False  # engines have separate devices and run while the actor trains
+    relayed: bool = False  # each replica takes a new version by itself, through the relay of weights
+    drafts: bool = True  # regenerated responses draft from their earlier text
 
     def __post_init__(self) -> None:
         if self.batch_prompts < 1 or self.batch_samples < self.batch_prompts:
@@ -117,7 +101,7 @@ class Rules:
 
     @property
     def batches(self) -> float:
-        """Maximum number of update batches in flight (n).
+        """Most update batches in flight (n).
 
         It is ``in_flight`` if set. With ``take=loaded`` it is what the bound allows, as published. Otherwise it is 1
         on-policy (with ``put_off`` :data:`TAIL_BATCHES`), and else ``1 + k / 2``, at least 2. A trained group then has
@@ -138,15 +122,12 @@ class Rules:
 
     @property
     def samples_in_flight(self) -> int:
-        """Maximum number of samples that may be started and unfinished."""
+        """Most samples that may be started and unfinished."""
         return math.ceil(self.batches * self.batch_samples)
 
     @property
     def rounds(self) -> bool:
-        """Whether tail batching applies: on-policy, more prompts start than a batch trains.
-
-        Prompts that a batch leaves out wait for a separate round.
-        """
+        """Tail batching: on-policy, more prompts start than a batch trains; those left out wait for their own round."""
         return (
             self.max_staleness == 0
             and self.refill == "always"
@@ -156,7 +137,6 @@ class Rules:
 
     @property
     def version_rule(self) -> AtVersion:
-        """``at_version``, or its default for ``None``."""
         if self.at_version is not None:
             return self.at_version
         if self.max_staleness > 0:
@@ -165,7 +145,6 @@ class Rules:
 
     @property
     def summary(self) -> str:
-        """The rules in one line."""
         return (
             f"max_staleness {self.max_staleness}, in_flight {self.batches:g}, put_off {self.put_off:g}, "
             f"take {self.take}, refill {self.refill}, at_version {self.version_rule}, unit {self.unit}"
@@ -173,47 +152,41 @@ class Rules:
 
     @property
     def finishes(self) -> bool:
-        """Whether a running sample is not interrupted at a new version."""
+        """Running samples are not interrupted at a new version."""
         return self.version_rule == "finish"
 
     @property
     def continues(self) -> bool:
-        """Whether an interrupted sample continues from its tokens, whatever interrupted it."""
+        """An interrupted sample continues from its tokens, whatever interrupted it."""
         return self.version_rule != "regenerate"
 
     @property
     def keeps(self) -> bool:
-        """Whether the text of an ended attempt is continued while it may be trained (at k = 0 under one version)."""
+        """The text of an ended attempt is continued while it may be trained (at k = 0 under one version)."""
         return self.continues or (self.max_staleness == 0 and self.at_version is None)
 
     @property
     def redrafts(self) -> bool:
-        """Whether an interrupted sample is regenerated with its earlier text as draft."""
+        """An interrupted sample is regenerated with its earlier text as draft."""
         return self.drafts and not self.continues
 
     @property
     def stops(self) -> bool:
-        """Whether engines stop when a batch is collected; running samples finish or are given up before."""
+        """Engines stop when a batch is collected; running samples finish or are given up before."""
         return not self.separate or (self.max_staleness == 0 and not self.finishes)
 
     @property
     def spans_versions(self) -> bool:
-        """Whether running samples may have tokens of earlier policies that are trained; their staleness is tracked
-        while they run.
-        """
+        """Running samples may have trained tokens of earlier policies; their staleness is tracked while they run."""
         return self.finishes or (self.separate and self.continues)
 
     @property
     def starts_through_training(self) -> bool:
-        """Whether samples also run while the actor trains."""
         return self.separate and self.max_staleness > 0
 
     @property
     def one_by_one(self) -> bool:
-        """Whether each replica takes a new version by itself.
-
-        Some replicas then serve an older version for a while, and a request that needs the new version waits there.
-        """
+        """Each replica takes a new version by itself; a request that needs it waits at a replica with an older one."""
         return self.separate and self.relayed and not self.stops
 
 
@@ -228,17 +201,9 @@ def of_options(
     relayed: bool = False,
     drafts: bool = True,
 ) -> Rules:
-    """Return the rules of a run's options.
+    """Return the rules of a run's options: ``samples`` of a prompt, the resolved ``unit``, weights ``relayed`` or not.
 
-    Args:
-        options: Scheduling options.
-        max_staleness, separate, batch_prompts, drafts: See :class:`Rules`.
-        samples: Samples of a prompt.
-        unit: Resolved ``options.unit``.
-        relayed: Whether weights go through the relay.
-
-    Raises:
-        ValueError: Contradictory rules.
+    Raises ValueError on contradictory rules.
     """
     in_flight, refill = options.in_flight, options.refill
     if max_staleness == 0 and options.take == "finished" and not options.put_off:
@@ -263,14 +228,9 @@ def of_options(
 
 
 def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
-    """Return the rules of a run's config; ``None`` without a ``max_staleness``.
+    """Return the rules of verl's ``DictConfig`` and its ``rhyme`` section; ``None`` without a ``max_staleness``.
 
-    Args:
-        config: verl's config (a ``DictConfig``); missing keys have the defaults of :func:`of_options`.
-        rhyme: The ``rhyme`` section; ``None`` without rhyme.
-
-    Raises:
-        ValueError: See :func:`of_options`.
+    Missing keys have the defaults of :func:`of_options`, and errors are the same.
     """
     if rhyme is None or rhyme.max_staleness is None:
         return None

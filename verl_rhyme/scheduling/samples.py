@@ -14,21 +14,13 @@ IN_PROGRESS: tuple[State, ...] = ("running", "generated")
 
 @dataclass(slots=True)
 class Sample:
-    """One response of a prompt.
-
-    Attributes:
-        state: See :data:`State`.
-        tokens: Response tokens; before the sample is finished, tokens that are kept or regenerated.
-        first_version: Policy version of the oldest kept token; ``None`` without any.
-        running_version: Lowest possible version of its oldest token while it runs over version changes, else ``None``.
-        attempt: Number of the latest attempt, from 0; reports of earlier attempts are ignored.
-    """
+    """One response of a prompt."""
 
     state: State = "pending"
-    tokens: int = 0
-    first_version: int | None = None
-    attempt: int = -1
-    running_version: int | None = None
+    tokens: int = 0  # of the response; before it is finished, those kept or regenerated
+    first_version: int | None = None  # of the oldest kept token
+    attempt: int = -1  # latest one, from 0; reports of earlier ones are ignored
+    running_version: int | None = None  # lowest possible one of its oldest token while it runs over version changes
 
     @property
     def oldest_version(self) -> int | None:
@@ -37,7 +29,6 @@ class Sample:
 
     @property
     def known_version(self) -> int:
-        """:attr:`oldest_version` of a sample that has tokens."""
         version = self.oldest_version
         assert version is not None, "a generated sample has tokens, and they a version"
         return version
@@ -54,29 +45,18 @@ class Sample:
 
 @dataclass(slots=True)
 class Prompt:
-    """One loading of a prompt.
+    """One loading of a prompt."""
 
-    Attributes:
-        uid: Id, new at every loading.
-        number: Number of prompts loaded before it.
-        samples: Samples of its group.
-        waited: Training steps since it was loaded.
-        expected: Expected response tokens; ``None`` where unknown.
-        put_off: Whether it waits for a separate round (``Rules.rounds``).
-    """
-
-    uid: str
-    number: int
+    uid: str  # new at every loading
+    number: int  # prompts loaded before it
     samples: list[Sample] = field(default_factory=list)
-    waited: int = 0
-    expected: float | None = None
-    put_off: bool = False
+    waited: int = 0  # training steps since it was loaded
+    expected: float | None = None  # response tokens; None where unknown
+    put_off: bool = False  # waits for a separate round (Rules.rounds)
 
     def complete(self, *states: State) -> bool:
-        """Return whether every sample is in one of the states."""
         return all(sample.state in states for sample in self.samples)
 
     @property
     def untrained_tokens(self) -> int:
-        """Tokens that may still be trained."""
         return sum(sample.kept_tokens for sample in self.samples if sample.state != "trained")

@@ -20,17 +20,12 @@ _COMPARED = 4
 
 
 class TailBatching:
-    """Puts off prompts of a ledger, where the rules say so (``Rules.rounds``).
-
-    Attributes:
-        own_round: Whether only prompts that were put off run.
-        expected: Expected tokens of the latest prompts.
-    """
+    """Puts off prompts of a ledger, where the rules say so (``Rules.rounds``)."""
 
     def __init__(self, rules: Rules, ledger: Ledger) -> None:
         self._rules, self._ledger = rules, ledger
-        self.own_round = False
-        self.expected: deque[float] = deque(maxlen=_COMPARED * rules.batch_prompts)
+        self.own_round = False  # only prompts that were put off run
+        self.expected: deque[float] = deque(maxlen=_COMPARED * rules.batch_prompts)  # of the latest prompts
         self._sorted: list[float] = []  # the same, sorted
 
     def restore(self, expected: Iterable[float], own_round: bool) -> None:
@@ -66,7 +61,7 @@ class TailBatching:
     def choose_round(self, batches_left: int | None) -> None:
         """Put off the prompts that a batch left out, and choose what the next round runs.
 
-        The next round runs prompts that were put off when they fill a batch, or when too few others are left.
+        It runs prompts that were put off when they fill a batch, or when too few others are left.
         """
         if not self._rules.rounds:
             return

@@ -21,32 +21,22 @@ Having = State | Literal["begun"]
 
 @dataclass(slots=True)
 class Part:
-    """Counts of one prompt.
+    """Counts of one prompt's samples; of single trajectories by each one's oldest token, of groups all by the group's.
 
-    With single trajectories, each sample counts by its oldest token; otherwise all count by the oldest token of the
-    group.
     Example: of 3 samples, 2 are finished, with tokens from versions 5 and 6, and one runs since version 6. As single
     trajectories 2 can be trained: ``trainable`` and ``rewarded`` are {5: 1, 6: 1}, ``held`` is {5: 1, 6: 2}. As a group
     none can be trained before all are finished: ``trainable`` and ``rewarded`` are {}, ``held`` is {5: 3}. ``begun`` is
     3 in both.
-
-    Attributes:
-        samples: Samples by state.
-        trainable: Generated or finished samples that can be trained, by version of the oldest token.
-        rewarded: The same for finished samples.
-        held: The same for all untrained samples that have tokens, or that are in a group with tokens.
-        begun: Untrained samples, if any of them has started.
     """
 
     samples: dict[State, int]
-    trainable: dict[int, int]
-    rewarded: dict[int, int]
-    held: dict[int, int]
-    begun: int
+    trainable: dict[int, int]  # generated or finished, and can be trained; by version of the oldest token
+    rewarded: dict[int, int]  # the same for finished ones
+    held: dict[int, int]  # the same for all untrained ones that have tokens, or are in a group with tokens
+    begun: int  # untrained ones, if any of them has started
 
     @property
     def finished(self) -> int:
-        """Number of finished samples."""
         return self.samples.get("finished", 0)
 
     @property
@@ -58,7 +48,6 @@ _NOTHING = Part({}, {}, {}, {}, 0)
 
 
 def part(prompt: Prompt, unit: Unit) -> Part:
-    """Return the counts of a prompt."""
     group = prompt.samples
     samples: dict[State, int] = {}
     held: dict[int, int] = {}
@@ -102,17 +91,14 @@ class Tally:
         self._changed: dict[int, Prompt] = {}
 
     def changed(self, prompt: Prompt) -> None:
-        """Mark a new or changed prompt for recounting."""
         self._changed[prompt.number] = prompt
 
     def left(self, prompt: Prompt) -> None:
-        """Remove a prompt."""
         self._changed.pop(prompt.number, None)
         self._replace(prompt.number, _NOTHING)
         self._prompts.pop(prompt.number, None)
 
     def update(self) -> None:
-        """Recount the changed prompts."""
         for number, prompt in self._changed.items():
             self._prompts[number] = prompt
             self._replace(number, part(prompt, self.unit))
@@ -125,11 +111,9 @@ class Tally:
 
     @property
     def untrained(self) -> int:
-        """Number of loaded samples that are not trained."""
         return sum(self.samples.values()) - self.samples["trained"]
 
     def part(self, prompt: Prompt) -> Part:
-        """Return the counts of a prompt."""
         return self._parts[prompt.number]
 
     def _replace(self, number: int, new: Part) -> None:

@@ -11,10 +11,7 @@ import numpy.typing as npt
 
 
 def by_length(lengths: npt.ArrayLike, rng: np.random.Generator, shuffled: bool = False) -> np.ndarray:
-    """Return int64[N], indices, shortest first; the order of equal lengths (or of all, ``shuffled``) is random.
-
-    ``lengths`` is int[N], tokens of each trajectory.
-    """
+    """Return int64[N], indices of int[N] tokens, shortest first; equal ones (``shuffled``: all) in random order."""
     chance = rng.permutation(len(np.asarray(lengths)))
     return chance if shuffled else np.lexsort((chance, np.asarray(lengths)))
 
@@ -22,17 +19,9 @@ def by_length(lengths: npt.ArrayLike, rng: np.random.Generator, shuffled: bool =
 def arrange(order: npt.ArrayLike, tokens: npt.ArrayLike, ranks: int, mini_batch: int) -> np.ndarray:
     """Lay out a batch so that verl's mini-batches follow ``order`` and its ranks have similar work in each.
 
-    Args:
-        order: int[N], indices in the order of training.
-        tokens: int[N], prompt and response tokens, by index.
-        ranks: Number of data-parallel ranks; divides ``mini_batch``.
-        mini_batch: Trajectories of one optimizer step over all ranks; divides N.
-
-    Returns:
-        int64[N]: indices, rank by rank; each rank's piece of a mini-batch keeps the order.
-
-    Raises:
-        ValueError: The sizes do not divide.
+    Of int[N] indices in the order of training and int[N] prompt and response tokens by index, return int64[N], indices
+    rank by rank; each rank's piece of a mini-batch keeps the order. ``mini_batch`` counts trajectories over all ranks.
+    Raises ValueError unless ``ranks`` divides ``mini_batch``, and that N.
     """
     indices, sizes = np.asarray(order, dtype=np.int64), np.asarray(tokens)
     if ranks < 1 or mini_batch % ranks or len(indices) % mini_batch:

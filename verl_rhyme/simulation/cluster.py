@@ -33,11 +33,9 @@ class Cluster:
         self._count = 0
 
     def call(self, after: float, what: Callable[[], None]) -> None:
-        """Schedule a call in ``after`` seconds."""
         self._push(self.now + after, None, what)
 
     def reschedule(self, name: str) -> None:
-        """Reschedule the next event of an engine that has changed."""
         engine = self.engines[name]
         self._count_running(name, engine.running)
         self._stamps[name] += 1
@@ -45,7 +43,6 @@ class Cluster:
             self._push(max(when, self.now), name, self._stamps[name])
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Process events until none is left or ``until`` returns true."""
         while self._heap and not until():
             when, _, name, what = heapq.heappop(self._heap)
             if name is None:

@@ -111,16 +111,13 @@ _LEAST = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """A simulation, as read from a cluster file.
-
-    ``prompts`` come in the order of the data loader, ``total`` of all epochs; ``sources`` are of the profiles' figures.
-    """
+    """A simulation, as read from a cluster file."""
 
     scenario: Scenario
-    prompts: Iterable[Prompt]
+    prompts: Iterable[Prompt]  # in the order of the data loader
     updates: int
-    sources: list[str]
-    total: int
+    sources: list[str]  # of the profiles' figures
+    total: int  # prompts of all epochs
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -140,7 +137,6 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
-    """Return the run's options: those of the preset, overridden by the file's."""
     preset = "off" if config.preset in (None, "False") else str(config.preset)  # YAML's off
     if preset not in PRESETS:
         raise ConfigError(f"preset must be {', '.join(PRESETS)}, not {preset!r}{nearest(preset, PRESETS)}")
@@ -231,7 +227,6 @@ def _profile(config: ClusterFile, number: int, path: Path) -> Profile:
 
 
 def _training(config: ClusterFile, gpus: int, path: Path) -> TrainingCost:
-    """Return the costs of training on the GPUs that train, by default the replicas' if they are colocated."""
     given = {**vars(config.training)}
     count, token, gpu = given.pop("gpus"), given.pop("token"), config.replicas[0].gpu
     if token is None:
@@ -260,7 +255,6 @@ def verls_rules(batch_prompts: int, samples: int, *, separate: bool) -> Rules:
 
 
 def _rules(config: ClusterFile, run: RhymeConfig) -> Rules:
-    """Return the rules of the pipeline, or verl's if ``max_staleness`` is null."""
     separate = config.topology == "separate"
     if run.max_staleness is None:
         return verls_rules(config.batch_prompts, config.workload.samples, separate=separate)

@@ -90,7 +90,7 @@ class Engine:
 
     @property
     def cached(self) -> float:
-        """Tokens in the KV cache at the last event."""
+        """At the last event, in tokens."""
         return self._cached
 
     def names(self) -> list[Hashable]:
@@ -105,7 +105,6 @@ class Engine:
         self._admit()
 
     def withdraw(self, name: Hashable, now: float) -> tuple[Request, float]:
-        """Remove a request; return it with its response tokens."""
         self._advance(now)
         if name in self._queued:
             request = self._queued.pop(name)[1]
@@ -117,7 +116,6 @@ class Engine:
         return run.request, emitted
 
     def progress(self, name: Hashable, now: float) -> float:
-        """Return the response tokens of a request."""
         self._advance(now)
         return self._queued[name][1].emitted if name in self._queued else self._emitted(self._running[name])
 
@@ -245,7 +243,6 @@ class Engine:
             self._on_segment(Segment(request, run.began, self._now, emitted, reason))
 
     def _preempt(self) -> None:
-        """Preempt the request admitted last."""
         run = self._running[next(reversed(self._running))]
         emitted = self._emitted(run)
         self._leave(run, "preempted")

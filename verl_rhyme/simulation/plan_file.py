@@ -38,9 +38,7 @@ class TrainFile:
 
 @dataclass
 class KindFile:
-    """A kind of GPU: of the table of data sheets, with the tensor parallel sizes of its replicas; or measured profiles
-    of replicas, with ``name``, ``memory`` and ``training.token``.
-    """
+    """A kind of GPU of the data sheets with ``tp`` of its replicas; or profiles with name, memory, training.token."""
 
     gpu: str | None = None
     tp: list[int] = field(default_factory=list)
@@ -68,16 +66,12 @@ class SiteFile:
 
 @dataclass
 class LinkFile:
-    """A network link ``between`` two sites."""
-
     between: list[str] = field(default_factory=list)
     gbps: float = MISSING
 
 
 @dataclass
 class BatchFile:
-    """An update batch."""
-
     prompts: int = MISSING
     samples: int = MISSING
     prompt_tokens: int = 512
@@ -95,8 +89,6 @@ class PlanDraftsFile:
 
 @dataclass
 class PlanFile:
-    """A plan file."""
-
     model: str | None = None
     parameters: float | None = None  # of a model without a calculated profile
     kinds: list[KindFile] = MISSING
@@ -113,13 +105,11 @@ class PlanFile:
 
 @dataclass(frozen=True)
 class LoadedPlan:
-    """A plan file: its problem, whether to compare staleness bounds because it has none, and the sources of the
-    profiles' figures by kind and tensor parallel size.
-    """
+    """A plan file's problem."""
 
     problem: Problem
-    compare_bounds: bool
-    sources: dict[str, str]
+    compare_bounds: bool  # it has no staleness bound
+    sources: dict[str, str]  # of the profiles' figures, by kind and tensor parallel size
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> LoadedPlan:

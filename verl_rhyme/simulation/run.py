@@ -46,8 +46,6 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Loaded:
-    """A prompt in the ledger."""
-
     prompt: Prompt
     unfinished: int  # samples
     texts: dict[int, int] = field(default_factory=dict)  # tokens that each sample can draft from
@@ -56,11 +54,8 @@ class _Loaded:
 class Simulation:
     """Simulation of a training run; its ``cluster`` has the clock and the engines.
 
-    Args:
-        scenario: Cluster and workload.
-        prompts: Prompts in the order of the data loader.
-        updates: Number of training steps; ``None``: as many as there are whole batches of prompts.
-        segments: List that receives segments of requests with the replica's name, or ``None``.
+    ``prompts`` come in the order of the data loader. ``updates=None``: as many training steps as they have whole
+    batches. ``segments`` receives segments of requests with the replica's name.
     """
 
     def __init__(
@@ -101,10 +96,8 @@ class Simulation:
         self._began = 0.0
 
     def run(self, on_step: Callable[[Step], object] = lambda step: None) -> list[Step]:
-        """Run the simulation; ``on_step`` is called with each finished step.
-
-        Raises:
-            RuntimeError: No event is left though training steps are: a rule waits for ever.
+        """Call ``on_step`` with each finished step. Raises RuntimeError if a rule waits for ever: no event is left,
+        steps are.
         """
         self._on_step = on_step
         collects = gc.isenabled()
@@ -131,7 +124,6 @@ class Simulation:
         return len(self.steps) >= self._updates
 
     def _load_prompts(self) -> None:
-        """Load the prompts that the rollout wants, with their length forecasts."""
         while prompts := [*itertools.islice(self._prompts, self.rollout.missing_prompts())]:
             loaded = []
             for prompt in prompts:
@@ -193,13 +185,11 @@ class Simulation:
             self.cluster.engines[replica].submit(request, self.cluster.now)
 
     def _update_if_idle(self, replica: str) -> None:
-        """Have an idle replica load the newest version."""
         engine = self.cluster.engines[replica]
         if not (self._versions[replica] == self._arrived or engine.running or engine.waiting):
             self._set_newest_version(replica)
 
     def _set_newest_version(self, replica: str) -> None:
-        """Give a replica the newest version and submit the requests that wait for it."""
         self._versions[replica] = self._arrived
         self.cluster.engines[replica].forget()
         waited = self._gates.pop(replica, {})
@@ -209,7 +199,6 @@ class Simulation:
             self.cluster.reschedule(replica)
 
     def _route(self, start: Start, attempt: Attempt, prompt: Prompt) -> str:
-        """Choose a replica, as the router does."""
         return self.placement.acquire(
             PlacementRequest(
                 id=self._name(attempt),
@@ -226,13 +215,12 @@ class Simulation:
     # ---- ends ----
 
     def _release(self, name: str, sample: _Sample, tokens: int | None = None) -> None:
-        """Note that an attempt has left its replica: finished with ``tokens``, or aborted (``None``)."""
+        """The attempt left its replica: finished with ``tokens``, or aborted (``None``)."""
         if self.dispatch.placement is None:
             self.placement.release(self._name(sample.attempt), tokens)
         self.dispatch.ended(name, tokens)
 
     def _move(self) -> None:
-        """Migrate samples to better replicas."""
         if not (watched := self.dispatch.watched()):
             return
         engines, now = self.cluster.engines, self.cluster.now
@@ -247,7 +235,6 @@ class Simulation:
             self._migrate(sample, request, move.replica, had)
 
     def _migrate(self, sample: _Sample, request: Request, replica: str, had: float) -> None:
-        """Continue a sample at another replica with the tokens it has."""
         left = sample.replica
         if had:
             sample.first_version = sample.first
@@ -292,7 +279,6 @@ class Simulation:
     # ---- updates ----
 
     def _collect_if_ready(self) -> None:
-        """Collect and train a batch if it is ready, else start a part."""
         scheduler, rules = self.rollout.scheduler, self.scenario.rules
         if self._training or self._in_part:
             return
@@ -348,7 +334,6 @@ class Simulation:
             self._dispatch()
 
     def _stream(self) -> None:
-        """Train the finished samples of the next batch as a part, if there are enough."""
         if (samples := self.scenario.part_samples) is None or not (names := self.rollout.part(samples)):
             return
         attempts = [Attempt.named(name) for name in names]
@@ -372,7 +357,6 @@ class Simulation:
         return self.scenario.colocated or rules.stops
 
     def _interrupt(self) -> None:
-        """Abort all requests."""
         for replica, engine in self.cluster.engines.items():
             for request, emitted in engine.withdraw_all(self.cluster.now):
                 name = str(request.name)
@@ -404,7 +388,7 @@ class Simulation:
         self._begin()
 
     def _publish(self) -> None:
-        """Publish the current version to the rollout; its weights may still be on their way to the engines."""
+        """Publish the version to the rollout; its weights may still be on their way to the engines."""
         self._training = self._stopped = False
         self.rollout.publish(self._version, self._updates - self._version)
         for name in self.rollout.pop_abandoned():
@@ -412,7 +396,6 @@ class Simulation:
         self._begin()
 
     def _begin(self) -> None:
-        """Send the first requests of a version to the engines."""
         if self.scenario.pauses:
             self._record_occupancy()
             self._occupancy.end_interval()

@@ -31,10 +31,10 @@ class Drafts:
             )
 
     def of(self, seen: int, tokens: float, text: float = 0.0) -> tuple[float, float]:
-        """Return the tokens and the draft tokens per step of a response.
+        """Return the tokens and the draft tokens per step of a response of ``tokens``, whose prompt was ``seen``
+        before.
 
-        ``seen`` are earlier visits of the prompt, ``tokens`` the response's length; of these, ``text`` are regenerated
-        with their earlier text as draft.
+        ``text`` of them are regenerated with their earlier text as draft.
         """
         pace = self.acceptance[min(seen, len(self.acceptance) - 1)]
         drafts = (pace - 1) * self.overhead
@@ -63,7 +63,6 @@ class Scenario:
 
     @property
     def redrafts(self) -> bool:
-        """Whether regenerated responses have their earlier text as draft."""
         return self.rules.redrafts and max(self.drafts.acceptance) > 1
 
     @property
@@ -73,7 +72,6 @@ class Scenario:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds for which the trainer waits for the publication of a version."""
         return self.training.blocked_s(self.rules.one_by_one)
 
     @property
@@ -115,17 +113,15 @@ class Step:
 
     @property
     def parts_s(self) -> float:
-        """Seconds that the trainer spent on parts during the rollout."""
         return sum(part.ended - part.began for part in self.parts)
 
     @property
     def idle_s(self) -> float:
-        """Seconds that the trainer waited idle for the batch."""
+        """Seconds that the trainer waited for the batch."""
         return self.rollout - self.parts_s
 
     @property
     def early_share(self) -> float:
-        """Share of the samples that were trained in parts."""
         return sum(part.samples for part in self.parts) / max(1, self.samples)
 
     @property

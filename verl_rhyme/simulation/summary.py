@@ -26,7 +26,6 @@ def row(step: Step) -> dict[str, Any]:
 
 
 def cells(step: Step) -> list[str]:
-    """Return the cells of a step in :data:`COLUMNS`."""
     correlation = step.lengths.get("rank_correlation")
     return [
         f"{step.idle_s:.1f}",
@@ -41,7 +40,6 @@ def cells(step: Step) -> list[str]:
 
 
 def _rate(step: Step) -> float:
-    """Return the trained tokens per second; 0 for a step without duration."""
     return step.tokens / step.seconds if step.seconds else 0.0
 
 
@@ -78,7 +76,6 @@ def totals(simulation: Simulation) -> dict[str, Any]:
 
 
 def lines(simulation: Simulation) -> list[str]:
-    """Return the statistics of all steps as sentences."""
     stats = totals(simulation)
     names = {
         "waiting": "waiting",

@@ -31,9 +31,6 @@ class Lengths:
     A response's quantile is a normal draw, the sum of a prompt's draw, shared by its samples, and the sample's own (a
     Gaussian copula). Between the percentiles the logarithm of the length is linear in the normal quantile. Below the
     first and above the last one the nearest slope continues, up to the limit.
-
-    Raises:
-        ValueError: Percentiles do not rise, or a share is not from 0 to 1.
     """
 
     percentiles: Mapping[float, float]  # tokens by percentile, at least two: {50: 2000, 90: 7000, 99: 16000}
@@ -66,7 +63,7 @@ class Lengths:
         return np.clip(np.exp(log), 1, self.limit).astype(np.int64)
 
     def epochs(self, prompts: int, samples: int, epochs: int, prompt_tokens: int, seed: int = 0) -> Iterator[Prompt]:
-        """Yield the prompts of a dataset's epochs, each epoch in random order."""
+        """Yield the prompts of a dataset's epochs, each in random order."""
         rng = np.random.default_rng(seed)
         own = rng.standard_normal(prompts)
         for epoch in range(epochs):
