@@ -129,10 +129,12 @@ def _taken(
                 stages[i] = stage
                 due -= len(bundles[i][1])
     left = rules.batch_samples
-    rest = (i for i in range(len(bundles)) if i not in stages)
-    for i in (*sorted(stages, key=lambda i: (stages[i], i)), *rest):
+    # Groups of unequal sizes may exceed the batch: the trainer works on the reserved ones, and the others cannot wait.
+    first = {i: len(bundles) for i, (prompt, _) in enumerate(bundles) if prompt.uid in reserved} | stages
+    rest = (i for i in range(len(bundles)) if i not in first)
+    for i in (*sorted(first, key=lambda i: (first[i], i)), *rest):
         prompt, numbers = bundles[i]
-        if len(numbers) <= left or left == rules.batch_samples:
+        if i in first or len(numbers) <= left or left == rules.batch_samples:
             left -= len(numbers)
             yield prompt, numbers
 

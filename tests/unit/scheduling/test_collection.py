@@ -2,7 +2,7 @@
 
 import sys
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
@@ -105,6 +105,7 @@ class StreamedStopping(Streamed, Stopping):
     st.booleans(),
     st.integers(0, 10**6),
 )
+@example(2, 1, "group", "finished", True, True, 0)  # a reserved group of two, and one of four that cannot wait
 def test_reservations_follow_their_definition(k, batch_prompts, unit, take, separate, uneven, seed):
     unit = "group" if take == "loaded" else unit
     rules = Rules(
