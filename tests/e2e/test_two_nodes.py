@@ -73,18 +73,18 @@ def stored(n, length=20, epoch=0, logprobs=True):
     made = trajectories(n, length, epoch)
     now = time.time()
     words = {"node": "n", "stop_reason": "completed", "reason": ""}
-    told = (
+    record = (
         dict.fromkeys(REQUESTS.names, 0) | words | {"by_source": [[0, 0]] * len(SOURCES)} | {"response_tokens": length}
     )
-    told |= {"queued_at": now - 1, "started_at": now - 1, "finished_at": now}
+    record |= {"queued_at": now - 1, "started_at": now - 1, "finished_at": now}
     fields = [
         {
             "prompts": torch.tensor([t.sample]),
             "responses": torch.from_numpy(t.tokens).long(),
             "rm_scores": torch.tensor([0.0] * (length - 2) + [t.reward - 1, 1.0]),  # some are given on the way
             **({"rollout_log_probs": torch.full((length,), -0.5)} if logprobs else {}),
-            # The servers told nothing of the last one.
-            "extra_fields": {"rhyme": [{**told, "id": str(t.sample), "prompt_key": t.key.hex()}]} if t.sample else {},
+            # The servers reported nothing of the last one.
+            "extra_fields": {"rhyme": [{**record, "id": str(t.sample), "prompt_key": t.key.hex()}]} if t.sample else {},
         }
         for t in made
     ]

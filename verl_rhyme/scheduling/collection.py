@@ -34,7 +34,10 @@ _Bundle = tuple[Prompt, range]
 
 
 def fills_batch(rules: Rules, ledger: Ledger, to_load: int, rewarded: bool) -> bool:
-    """Return whether the generated (``rewarded``: finished) samples fill a batch, or are all that is left."""
+    """Return whether the generated (``rewarded``: finished) samples fill a batch, or are all that is left.
+
+    ``to_load`` counts the prompts that may still be loaded.
+    """
     tally = ledger.tally
     if rules.take == "loaded":
         first = list(islice(ledger, rules.batch_prompts))

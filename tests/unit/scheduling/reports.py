@@ -34,9 +34,9 @@ def finished(session, *scores):
     return Ended(session, "finished", scores=list(scores))
 
 
-def tell(made, *ended):
-    for told in ended:
-        made.ended(told)
+def send(made, *ended):
+    for report in ended:
+        made.ended(report)
 
 
 def states(made, uid="a"):

@@ -148,7 +148,7 @@ def test_ended_attempts_take_no_room():
     starts = dispatch.fill()
     for start in starts:
         dispatch.ended(start.name, 10)
-        dispatch.ended(start.name, 10)  # told twice
+        dispatch.ended(start.name, 10)  # reported twice
     assert not dispatch.placement.fleet.requests.any()
     assert not dispatch.placement.fleet.tokens.any()
     rollout.lost([start.name for start in starts])

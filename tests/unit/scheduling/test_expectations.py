@@ -30,8 +30,8 @@ def test_expected_lengths_follow_the_history():
         expected = epoch(expectations, number)
     assert expected["c"] < expected["a"] < expected["b"]
     assert expected["b"] == pytest.approx(415, rel=0.2)
-    told = expectations.measures()
-    assert told["rank_correlation"] > 0
+    measured = expectations.measures()
+    assert measured["rank_correlation"] > 0
     assert expectations.measures() == {}
     assert expectations.prompt_state == {}
 
@@ -80,8 +80,8 @@ def test_prompts_without_a_key_are_no_siblings():
     forecasts = [expectations.lengths([f"{kind}{i}" for i in range(count)], [600] * count) for kind in "uv"]
     assert forecasts[0].expected.tolist() == forecasts[1].expected.tolist()
     expectations.generated("u0", 0, 20_000)
-    told = expectations.lengths(["u0", "u1"], [0, 0])
-    assert told.expected[0] > told.expected[1]
+    forecast = expectations.lengths(["u0", "u1"], [0, 0])
+    assert forecast.expected[0] > forecast.expected[1]
 
 
 def test_a_regenerated_sample_counts_once():
@@ -116,8 +116,8 @@ def test_present_prompts_are_restored_after_a_restart():
     before, after = Expectations(1000), Expectations(1000)
     before.add_prompts({"u": "key", "gone": "other"})
     before.generated("u", 0, 300)
-    told = json.loads(json.dumps(before.prompt_state))
-    assert set(after.restore_prompts(told, lambda uid: uid == "u")) == {"u"}
+    state = json.loads(json.dumps(before.prompt_state))
+    assert set(after.restore_prompts(state, lambda uid: uid == "u")) == {"u"}
     after.generated("u", 1, 310)
     after.retain(lambda uid: False)
     assert after.predictor.forecast(["key"]).expected[0] == 305
@@ -138,7 +138,7 @@ def test_prompt_tokens_are_the_reported_ones_or_the_mean():
     expectations.add_prompts({"u": "short", "v": "long", "w": "new", "x": ""})
     assert expectations.prompt_tokens(["u", "x", "gone"]) == [0, 0, 0]
     expectations.set_prompt_tokens("u", 90)
-    expectations.set_prompt_tokens("u", 100)  # what was told last counts
+    expectations.set_prompt_tokens("u", 100)  # the latest counts
     expectations.set_prompt_tokens("v", 301)
     expectations.set_prompt_tokens("x", 5000)  # nobody knows whose
     expectations.set_prompt_tokens("gone", 5000)

@@ -12,8 +12,8 @@ from tests.unit.scheduling.reports import (
     interrupted,
     record,
     rollout,
+    send,
     states,
-    tell,
 )
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
 from verl_rhyme.scheduling.recovery import Evidence, Recovery
@@ -45,7 +45,7 @@ def test_events_since_the_saved_state_are_restored(mode):
     assert states(again) == ["finished", "generated", "pending", "running"]
     assert [start.predecessor for start in again.fill()] == ["a_2"]
     assert again.needs_trajectories("a_0")
-    tell(again, finished("a_1"), generated("a_3"), finished("a_3"))
+    send(again, finished("a_1"), generated("a_3"), finished("a_3"))
     assert states(again)[1] == states(again)[3] == "finished"
 
 
@@ -56,13 +56,13 @@ def test_a_later_attempt_than_the_saved_one_counts():
         made, {"a_0": Evidence("interrupted", 3, 0), Attempt("a", 0, 2).name: Evidence(running=True)}, state=state
     )
     assert states(again) == ["running", "pending"]
-    tell(again, generated(Attempt("a", 0, 2).name))
+    send(again, generated(Attempt("a", 0, 2).name))
     assert states(again) == ["generated", "pending"]
 
 
 def test_turns_of_an_attempt_before_the_saved_one_are_only_continued():
     made = rollout(PARTIAL)
-    tell(made, interrupted("a_0"))
+    send(made, interrupted("a_0"))
     made.fill()  # attempt 1 goes on from it
     evidence = {"a_0": Evidence("interrupted", 3, 0), "a_1": Evidence("interrupted", 2, 0)}
     again, _ = reopened(made, evidence, mode=PARTIAL)
@@ -82,7 +82,7 @@ def test_a_response_without_its_reward_starts_again_from_its_tokens():
 
 def test_no_attempt_continues_from_a_lost_report():
     made = rollout()
-    tell(made, generated("a_0"))
+    send(made, generated("a_0"))
     again, _ = reopened(made, {})
     assert [start.predecessor for start in again.fill()] == [None, None]
 
@@ -115,7 +115,7 @@ def test_no_name_is_used_twice_though_the_first_attempt_is_unknown():
     before = {attempt.name for attempt in made.attempts()}
     again, _ = reopened(made, {}, generation=1)
     first = {start.name for start in again.fill()}
-    tell(again, generated("a_0"))
+    send(again, generated("a_0"))
     assert states(again) == ["running", "running"]
     third, _ = reopened(again, {}, generation=2)
     assert len(before | first | {start.name for start in third.fill()}) == 6
@@ -134,19 +134,19 @@ def test_text_too_stale_for_the_current_policy_is_not_trained(mode):
 
 def test_scores_are_restored_so_that_groups_are_filtered_by_all_of_them():
     made = rollout(prompts=[("a", 2), ("b", 2)], filters="acc")
-    tell(made, generated("a_0"), finished("a_0", 0.0))
+    send(made, generated("a_0"), finished("a_0", 0.0))
     state = json.loads(json.dumps(made.state_dict()))
 
     def known(session, *scores, **more):
         return Evidence("generated", 5, 0, stored=True, records=[record(session, 5)], scores=list(scores), **more)
 
     evidence = {"a_0": known("a_0", 0.0), "a_1": known("a_1", 0.0), "b_0": known("b_0", 1.0)}
-    evidence["b_1"] = known("b_1", running=True)  # about to tell its score
+    evidence["b_1"] = known("b_1", running=True)  # about to report its score
     again = Rollout(made.rules, filters="acc")
     again.restore(state, 0, 9, evidence, {"a", "b"})
     assert [prompt.uid for prompt in again.scheduler.ledger] == ["b"]
     assert states(again, "b") == ["finished", "generated"]
-    tell(again, finished("b_1", 0.0))
+    send(again, finished("b_1", 0.0))
     assert states(again, "b") == ["finished", "finished"]
 
 
@@ -156,7 +156,7 @@ def test_reports_of_trained_samples_are_ignored_after_a_loss():
     made.publish(0, 9)
     made.add_prompts([("a", 2)])
     made.fill()
-    tell(made, generated("a_0"), finished("a_0"))
+    send(made, generated("a_0"), finished("a_0"))
     made.take()
     again = Rollout(made.rules, generation=1)
     again.restore(made.state_dict(), 0, 8, {"a_0": Evidence("generated", 5, 0, stored=True)}, {"a"})
@@ -180,7 +180,7 @@ def test_as_many_prompts_are_in_flight_after_a_loss_though_some_were_replaced():
 
     for start in fill():
         if sample_of(start.name)[0] in ("p0", "p1", "p2"):
-            tell(made, generated(start.name), finished(start.name, 1.0))
+            send(made, generated(start.name), finished(start.name, 1.0))
             evidence[start.name] = Evidence("generated", 5, 0, stored=True, scores=[1.0])
     assert len(fill()) == 6
     assert (len(made.scheduler.ledger), made.missing_prompts()) == (8, 0)

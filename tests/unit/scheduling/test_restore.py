@@ -20,12 +20,12 @@ class Witness(Scheduler):
 
     def __init__(self, rules):
         super().__init__(rules)
-        self.prompts, self.told = [], {}
+        self.prompts, self.known = [], {}
 
     def load(self, uid, samples):
         super().load(uid, samples)
         self.prompts.append(("load", (uid, samples)))
-        self.told |= {(uid, number): (-1, "pending", 0, None) for number in range(samples)}
+        self.known |= {(uid, number): (-1, "pending", 0, None) for number in range(samples)}
 
     def drop(self, uid):
         super().drop(uid)
@@ -35,7 +35,7 @@ class Witness(Scheduler):
         started = super().dispatch(*args)
         for uid, number in started:
             sample = self.ledger.prompt(uid).samples[number]
-            self.told[uid, number] = (sample.attempt, "running", sample.tokens, sample.first_version)
+            self.known[uid, number] = (sample.attempt, "running", sample.tokens, sample.first_version)
         return started
 
     def generate(self, uid, number, tokens, first_version):
@@ -48,13 +48,13 @@ class Witness(Scheduler):
 
     def finish(self, uid, number):
         super().finish(uid, number)
-        attempt, _, *text = self.told[uid, number]
-        self.told[uid, number] = (attempt, "finished", *text)
+        attempt, _, *text = self.known[uid, number]
+        self.known[uid, number] = (attempt, "finished", *text)
 
     def abandon(self, uid, number):
         super().abandon(uid, number)
-        attempt, _, *text = self.told[uid, number]
-        self.told[uid, number] = (attempt, "pending", *text)
+        attempt, _, *text = self.known[uid, number]
+        self.known[uid, number] = (attempt, "pending", *text)
 
     def begin(self, version, batches_left=None):
         stale = super().begin(version, batches_left)
@@ -63,12 +63,12 @@ class Witness(Scheduler):
         return stale
 
     def _end(self, uid, number, state, *text):
-        self.told[uid, number] = (self.told[uid, number][0], state, *text)
+        self.known[uid, number] = (self.known[uid, number][0], state, *text)
 
     def _ended(self, uid, number):
         """It was ended; its text remains unless it was running."""
-        attempt, _, tokens, _ = self.told[uid, number]
-        self.told[uid, number] = (attempt, "pending", tokens, None)
+        attempt, _, tokens, _ = self.known[uid, number]
+        self.known[uid, number] = (attempt, "pending", tokens, None)
 
     def again(self, saved, prompts):
         """Return another one from the state saved when so many prompts had been loaded or dropped."""
@@ -79,11 +79,11 @@ class Witness(Scheduler):
         restored.batches_left = self.batches_left
         if restored.version != self.version:
             restored.begin(self.version, self.batches_left)
-        for (uid, number), (attempt, state, tokens, first_version) in self.told.items():
+        for (uid, number), (attempt, state, tokens, first_version) in self.known.items():
             if uid in self.ledger and restored.ledger.prompt(uid).samples[number].state == "pending":
                 restored.restore(uid, number, attempt, state, tokens, first_version)
         witness = Witness(self.rules)
-        vars(witness).update({**vars(restored), "prompts": list(self.prompts), "told": dict(self.told)})
+        vars(witness).update({**vars(restored), "prompts": list(self.prompts), "known": dict(self.known)})
         return witness
 
 

@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from tests.unit.scheduling.reports import ON_POLICY, PARTIAL, finished, generated, rollout, states, tell
+from tests.unit.scheduling.reports import ON_POLICY, PARTIAL, finished, generated, rollout, send, states
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.retries import (
     BROKEN_S,
@@ -211,7 +211,7 @@ def test_training_is_no_outage():
     """On the same devices nothing succeeds while the actor trains; rewards that come then may fail."""
     made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
     made._retries._outage_s = OUTAGE_S
-    tell(made, generated("a_0"), finished("a_0"), generated("a_1"), finished("a_1"), generated("b_0"), generated("b_1"))
+    send(made, generated("a_0"), finished("a_0"), generated("a_1"), finished("a_1"), generated("b_0"), generated("b_1"))
     made.take()
     made.ended(Ended("b_0", "failed", 5, 0, error="late"), 10.0)
     made.ended(Ended("b_1", "failed", 5, 0, error="late"), 2000.0)
@@ -225,7 +225,7 @@ def test_a_prompt_of_a_tool_that_hangs_is_replaced_sooner(others):
     made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
     made._retries._outage_s = OUTAGE_S
     if not others:
-        tell(made, *(report(name) for name in ("a_1", "b_0", "b_1") for report in (generated, finished)))
+        send(made, *(report(name) for name in ("a_1", "b_0", "b_1") for report in (generated, finished)))
     for hour in (1, 2):
         [name] = [attempt.name for attempt in made.attempts() if attempt.sample == ("a", 0)]
         if others:
@@ -238,7 +238,7 @@ def test_a_prompt_of_a_tool_that_hangs_is_replaced_sooner(others):
 def test_a_failed_sample_continues_from_its_text():
     made = rollout(mode={"max_staleness": 1}, prompts=[("a", 2)])
     made.ended(Ended("a_0", "failed", 3, 0, [{"id": "x", "response_tokens": 3}], error="no sandbox"), 0.0)
-    tell(made, generated("a_1"))
+    send(made, generated("a_1"))
     made.ended(Ended("a_1", "failed", 5, 0, error="no judge"), 0.0)
     assert states(made) == ["pending", "pending"]
     assert made.fill(now=0.5) == []
@@ -251,7 +251,7 @@ def test_a_failed_sample_continues_from_its_text():
 def test_a_sample_that_cannot_start_is_no_fault_of_its_prompt():
     made, now = rollout(mode={"max_staleness": 1}, prompts=[("a", 2), ("b", 2)]), 0.0
     for _ in range(3 * TRIES):
-        tell(made, *(Ended(attempt.name, "lost", error="TransferQueue") for attempt in made.attempts()))
+        send(made, *(Ended(attempt.name, "lost", error="TransferQueue") for attempt in made.attempts()))
         now += 2 * LONGEST_PAUSE_S
         assert made.fill(now=now)
     assert "a" in made.scheduler.ledger

@@ -357,7 +357,7 @@ class Stopping:
         return self.scheduler.ledger.prompt(uid).samples[number].state
 
     def lose(self, sample):
-        """Its worker dies; what it had told before is kept, and what it said since was told to nobody."""
+        """Its worker dies; what it had reported is kept, and what it generated since is lost."""
         generated = sample in self.unrewarded
         (self.unrewarded if generated else self.running).remove(sample)
         self.scheduler.abandon(*sample)
