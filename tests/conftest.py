@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from verl_rhyme import once
+
 # A first example compiles, and machines are busy.
 settings.register_profile("ours", deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("ours")
@@ -42,6 +44,7 @@ def our_logger() -> Iterator[None]:
     logger = logging.getLogger("verl_rhyme")
     before = logger.handlers[:], logger.propagate, logger.level
     logger.setLevel(logging.WARNING)
+    once._PRINTED.clear()
     yield
     logger.handlers[:], logger.propagate = before[:2]
     logger.setLevel(before[2])

@@ -27,7 +27,7 @@ LAYERS = [
     {"commands"},
 ]
 #: ``plugin.py`` names what it registers in strings, and imports none of it.
-ANYWHERE = {"config", "plugin", "testing", "__init__"}
+ANYWHERE = {"config", "once", "plugin", "testing", "__init__"}
 ENGINES = {"verl", "vllm", "ray", "torch", "transformers"}
 #: The last line of a package's docstring.
 LINE = re.compile(r"Process: .+\. Engines: (.+)\.$")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from verl_rhyme.once import warn_once
 from verl_rhyme.placement import Move
 from verl_rhyme.scheduling.dispatch import Dispatch
 
@@ -35,7 +36,6 @@ class Migrations:
         self._dispatch, self._router, self._moves, self._active = dispatch, router, moves, active
         self._locate = locate
         self._servers: dict[str, Any] = {}  # replica address -> handle
-        self._warned = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -85,9 +85,8 @@ class Migrations:
     def report_errors(self) -> None:
         """Log a failed plan, once; samples start nonetheless."""
         placement = self._dispatch.placement
-        if placement is not None and placement.errors and not self._warned:
-            self._warned = True
-            logger.warning("placement failed, and samples go to the least loaded replica: %s", placement.last_error)
+        if placement is not None and placement.errors:
+            warn_once(logger, "placement failed, and samples go to the least loaded replica: %s", placement.last_error)
 
     async def _run(self) -> None:
         while True:

@@ -18,6 +18,7 @@ from verl_rhyme.drafting.histories import PENDING, Pending
 from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import PromptHistory
+from verl_rhyme.once import warn_once
 
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
@@ -43,7 +44,7 @@ class HistoryLoader:
         self._reading: dict[bytes, Future[PromptHistory | Pending | None]] = {}
         self._looked_at = -math.inf
         self._failed = 0
-        self._max_bytes, self._warned = max_bytes, False
+        self._max_bytes = max_bytes
         self._held: dict[bytes, int] = {}  # bytes of decoded histories; both threads change it
 
     @property
@@ -114,13 +115,12 @@ class HistoryLoader:
     def _read(self, key: bytes, asked: int) -> PromptHistory | Pending | None:
         """Return :data:`PENDING` if the history must wait for others to be released."""
         if sum(list(self._held.values())) >= self._max_bytes:
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "decoded histories take %d bytes (drafting.history_memory): further prompts draft without theirs "
-                    "until others are done (logged once)",
-                    self._max_bytes,
-                )
+            warn_once(
+                logger,
+                "decoded histories take %d bytes (drafting.history_memory): further prompts draft without theirs "
+                "until others are done (logged once)",
+                self._max_bytes,
+            )
             return PENDING
         try:
             history = self._copies.get(key) if asked and self._copies is not None else self._own.get(key)

@@ -28,6 +28,7 @@ import pyarrow as pa
 
 from verl_rhyme.drafting.policy import SOURCES
 from verl_rhyme.observability.request_record import RequestRecord
+from verl_rhyme.once import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,6 @@ class EventLog:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._warned = False
         self._files = 0
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -165,14 +165,13 @@ class EventLog:
             self._warn(error)
 
     def _warn(self, error: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "event log: cannot write to %s (%s); training continues without these events. "
-                "Free disk space or set actor_rollout_ref.rollout.custom.rhyme.events.dir to another folder",
-                self.folder,
-                error,
-            )
+        warn_once(
+            logger,
+            "event log: cannot write to %s (%s); training continues without these events. "
+            "Free disk space or set actor_rollout_ref.rollout.custom.rhyme.events.dir to another folder",
+            self.folder,
+            error,
+        )
 
 
 def read_requests(folder: str | os.PathLike[str]) -> pa.Table:

@@ -10,6 +10,8 @@ from typing import Any
 
 import ray
 
+from verl_rhyme.once import warn_once
+
 logger = logging.getLogger(__name__)
 
 #: Seconds that servers have to answer; later answers go to records of a later step.
@@ -25,7 +27,6 @@ class DraftCounts:
         self._servers = servers  # gives the running ones by the rank of their replica
         self._answers: dict[int, Any] = {}  # pending answers by rank
         self._counts: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self._warned = False
 
     def fill(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the records without ids, with their counts, or zeros for counts that have not arrived. Wait for the
@@ -61,6 +62,4 @@ class DraftCounts:
             self._warn(f"{len(silent)} rollout servers did not answer within {_TIMEOUT_S:.0f} s")
 
     def _warn(self, what: str) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning("draft counts are missing in the metrics of this step (reported once): %s", what)
+        warn_once(logger, "draft counts are missing in the metrics of this step (reported once): %s", what)
