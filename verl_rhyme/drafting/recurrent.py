@@ -31,6 +31,11 @@ _NAMES = re.compile(
     r"lfm2|kimi_?linear|bailing_?moe_?(v2_5|linear)|plamo2|minicpmv4_6|interns2_?preview",
     re.IGNORECASE,
 )
+#: Families whose recurrent layers are gated delta nets of Qwen only: vLLM resumes them by the counts of accepted tokens
+#: (``patches/vllm_gdn_*``).
+_DRAFTED = re.compile(r"qwen3_?next|qwen3_?5", re.IGNORECASE)
+_DRAFTED_KINDS = {"linear_attention", "full_attention"}
+_DRAFTED_LAYERS = {"QwenGatedDeltaNetAttention"}
 #: Kinds of layers, as a config's lists name them: ``linear_attention``, ``mamba``, ``conv``, ``recurrent``, ``hybrid``.
 _KINDS = re.compile(r"linear|mamba|ssm|conv|recurrent|hybrid|delta|lightning|rwkv|kda", re.IGNORECASE)
 _LISTS = ("layer_types", "layers_block_type", "block_types")
@@ -53,12 +58,18 @@ def _signs(config: Mapping[str, Any]) -> Iterator[str]:
     kinds = {
         name: [str(kind) for kind in config[name]] for name in _LISTS if isinstance(config.get(name), list | tuple)
     }
+    names = [str(name) for name in (config.get("model_type"), *(config.get("architectures") or ())) if name]
+    if (
+        names
+        and all(map(_DRAFTED.match, names))
+        and {kind for found in kinds.values() for kind in found} <= _DRAFTED_KINDS
+    ):
+        return
     for name, listed in kinds.items():
         yield from (f"{name}: {kind}" for kind in listed if _KINDS.search(kind))
     # Granite's small models belong to a hybrid family and have its keys, but attention in every layer.
     if not kinds:
-        names = [config.get("model_type"), *(config.get("architectures") or ())]
-        yield from (f"model family {name}" for name in names if name and _NAMES.search(str(name)))
+        yield from (f"model family {name}" for name in names if _NAMES.search(name))
         yield from (key for key, value in config.items() if value is not None and _KEYS.match(str(key)))
         if 0 in (config.get("attn_type_list") or ()):  # MiniMax-Text-01; all of MiniMax-M2's are 1
             yield "attn_type_list: 0"
@@ -70,3 +81,17 @@ def _signs(config: Mapping[str, Any]) -> Iterator[str]:
 def refuse(found: str) -> None:
     if found:
         raise ConfigError(f"cannot draft for this model ({found}): {REASON}; {REMEDY}")
+
+
+def check_layer(name: str, kind: str, cache_mode: str) -> None:
+    """Raise ConfigError for a recurrent layer of the loaded model that cannot resume after drafts.
+
+    ``kind``: name of vLLM's class. ``cache_mode``: ``mamba_cache_mode`` of vLLM, ``none`` without prefix caching.
+    """
+    if kind not in _DRAFTED_LAYERS:
+        refuse(f"layer {name} is a {kind}")
+    if cache_mode != "none":
+        raise ConfigError(
+            f"cannot draft for this model with prefix caching (layer {name} is a {kind}, its cache mode {cache_mode}): "
+            "set actor_rollout_ref.rollout.enable_prefix_caching=false"
+        )
