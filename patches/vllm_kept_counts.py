@@ -31,7 +31,7 @@ def _keep_counts(original: Any, self: Any, scheduler_output: Any) -> Any:
 PATCH = Patch(
     name="vllm_kept_counts",
     target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
-    why="with drafts, a recurrent layer resumes a request that sat out a step from a stale state: silently wrong tokens",
+    why="with drafts, a recurrent layer resumes a request that sat out a step from a stale state: wrong tokens",
     requires="vllm==0.24.0",
     source_sha256="8384dce2bda3439cedfd765bc75586153b35520a8b69b0af335a74efc8772e17",
     replace=around(_keep_counts),

@@ -6,6 +6,9 @@ Random steps of requests: prompts in chunks, drafts that are accepted in part, s
 out a step, and mixtures. Prints the largest error of an output, and the kinds of steps.
 """
 
+# Triton reads at import that it interprets.
+# ruff: noqa: E402
+
 import os
 import sys
 
