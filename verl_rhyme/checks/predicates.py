@@ -128,7 +128,7 @@ def has_recurrent_layers(path: Any, run: Run) -> bool:
     """Whether a local ``config.json`` declares recurrent layers; engines check the loaded model's layers as well."""
     file = architecture.find(str(path))
     try:
-        return file is not None and bool(recurrent.recurrent(architecture.read_json(file)))
+        return file is not None and bool(recurrent.undrafted(architecture.read_json(file)))
     except ValueError:  # the preflight's model check reports it
         return False
 
