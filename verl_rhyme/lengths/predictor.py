@@ -139,14 +139,12 @@ class LengthPredictor:
 
         Raises KeyError, TypeError or ValueError if they are invalid or incomplete.
         """
-        known = {prompt: array("i", lengths) for prompt, lengths in changes["lengths"].items()}
-        every = deque(map(int, changes["all"]), _ALL)
+        self._all = deque(map(int, changes["all"]), _ALL)
         self._rankings = dict(changes["ranked"])
         self._bias, self._growth = float(changes["bias"]), float(changes["growth"])
-        self._all = every
-        for prompt, lengths in known.items():
+        for prompt, lengths in changes["lengths"].items():
             self._known.pop(prompt, None)
-            self._keep(prompt, lengths)
+            self._keep(prompt, array("i", lengths))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for JSON, lengths as one text (:func:`_packed`)."""
@@ -154,22 +152,64 @@ class LengthPredictor:
         return {**self.pop_changes(), "lengths": lengths}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a :meth:`state_dict`; version 0.1 has lists of lengths by prompt. Errors as :meth:`update`."""
+        """Restore a :meth:`state_dict`; errors as :meth:`update`, after which nothing has changed."""
         lengths = state["lengths"]
-        if "packed" in lengths:
-            lengths = dict(zip(lengths["prompts"], _unpacked(lengths["packed"]), strict=True))
-        before, self._known = self._known, OrderedDict()
-        try:
-            self.update({**state, "lengths": lengths})
-        except Exception:
-            self._known = before
-            raise
-        self._changed = {}
+        by_prompt = dict(zip(lengths["prompts"], _unpacked(lengths["packed"]), strict=True))
+        restored = LengthPredictor(self.limit, self._most)
+        restored.update({**state, "lengths": by_prompt})
+        vars(self).update(vars(restored))
 
     def _keep(self, prompt: str, lengths: array[int]) -> None:
         self._known[prompt] = lengths
         if len(self._known) > self._most:
             self._known.popitem(last=False)
+
+
+class PromptLengths:
+    """Lengths of prompts, as their requests report them; an unknown prompt has the mean of the others.
+
+    It keeps at most ``most`` prompts; the one recorded longest ago goes first.
+    """
+
+    def __init__(self, most: int = 1 << 20) -> None:
+        self._most = most
+        self._tokens: OrderedDict[str, int] = OrderedDict()
+        self._sum = 0
+        self._changed: dict[str, None] = {}  # recorded since the last pop_changes(), in this order
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def record(self, prompt: str, tokens: int) -> None:
+        self._sum += tokens - self._tokens.pop(prompt, 0)
+        self._tokens[prompt] = tokens
+        self._changed.pop(prompt, None)
+        self._changed[prompt] = None
+        if len(self._tokens) > self._most:
+            self._sum -= self._tokens.popitem(last=False)[1]
+
+    def expected(self, prompt: str) -> int:
+        """Return the tokens of a prompt, or the mean of all; 0 before any is known."""
+        tokens = self._tokens.get(prompt)
+        return round(self._sum / max(1, len(self._tokens))) if tokens is None else tokens
+
+    def pop_changes(self) -> dict[str, int]:
+        """Return the tokens recorded since the last call, or since :meth:`load_state_dict`, for JSON."""
+        changed, self._changed = self._changed, {}
+        return {prompt: self._tokens[prompt] for prompt in changed if prompt in self._tokens}
+
+    def update(self, changes: Mapping[str, int]) -> None:
+        """Take over the :meth:`pop_changes` of an object that was equal to this one."""
+        for prompt, tokens in changes.items():
+            self.record(prompt, int(tokens))
+        self._changed = {}
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self._tokens)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._tokens, self._sum = OrderedDict(), 0
+        self.update(state)
 
 
 def _packed(lengths: Iterable[array[int]]) -> str:
