@@ -7,9 +7,7 @@ from typing import Any
 
 from verl_rhyme.placement.fleet import Fleet
 from verl_rhyme.placement.histopipe import HistoPipe
-from verl_rhyme.placement.least_loaded import LeastLoaded
-from verl_rhyme.placement.longest_first import LongestFirst
-from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request
+from verl_rhyme.placement.policy import LeastLoaded, Load, LongestFirst, Move, PlacementPolicy, Progress, Request
 from verl_rhyme.placement.skewness_aware import SkewnessAware
 from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 
