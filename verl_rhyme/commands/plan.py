@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from verl_rhyme.planning.planner import Plan, Split
     from verl_rhyme.simulation.plan_file import LoadedPlan
 
-#: Minimum width of the tables in characters.
-_WIDTH = 104
+#: Minimum width of the table in characters.
+_WIDTH = 128
 #: Most step time of colocated training, as a share of that on separate GPUs, to be recommended.
 _BETTER = 0.99
 
@@ -136,44 +136,29 @@ def _reason(plans: Sequence[Plan], chosen: Plan) -> str:
 
 
 def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
-    best, turns = chosen.best, chosen.turns
-    by_time = loaded.problem.objective == "time"
-    bounds = _table(
-        "max_staleness", "rollout + trainer GPUs", "limit", "step s", "tokens/s", "mean staleness", "colocated"
-    )
+    best, turns, by_time = chosen.best, chosen.turns, loaded.problem.objective == "time"
+    columns = ("trainer", "TP", "limit", "step s", "tokens/s", "trainer idle", "cost", "mean staleness", "colocated")
+    table = Table("max_staleness", "rollout", *columns, box=None, pad_edge=False)
     for plan in plans:
-        bounds.add_row(
+        split = plan.best
+        table.add_row(
             str(plan.max_staleness),
-            f"{plan.best.rollout_gpus} + {plan.best.train_gpus}",
-            plan.best.binds,
-            f"{plan.best.step:.0f}",
-            f"{plan.best.tokens_per_s:.0f}",
+            escape(f"{split.rollout_gpus} {split.rollout.name}"),
+            escape(f"{split.train_gpus} {split.train.name}"),
+            str(split.tp),
+            split.binds,
+            f"{split.step:.0f}",
+            f"{split.tokens_per_s:.0f}",
+            f"{split.train_idle:.0%}",
+            "" if split.cost is None else f"{1000 * split.cost:.2f}",
             f"{_mean_staleness(plan.max_staleness):g}",
             "" if plan.turns is None else f"{plan.turns.step:.0f}",
         )
-    splits = _table("trainer", "rollout", "TP", "step s", "rollout s", "trainer s", "idle", "GPUs", "cost")
-    for split in [best, *chosen.others]:
-        splits.add_row(
-            escape(f"{split.train_gpus} {split.train.name}"),
-            "colocated" if split.colocated else escape(f"{split.rollout_gpus} {split.rollout.name}"),
-            str(split.tp),
-            *(f"{seconds:.0f}" for seconds in (split.step, split.rolled_out, split.trained)),
-            f"{split.train_idle:.0%}",
-            str(split.gpus),
-            "" if split.cost is None else f"{1000 * split.cost:.2f}",
-        )
-    console = Console(width=max(_WIDTH, Console().width))
-    console.print(bounds, highlight=False)
+    Console(width=max(_WIDTH, Console().width)).print(table, highlight=False)
+    print("rollout, trainer: GPUs; TP: GPUs of a replica; cost: of 1000 trained samples, in the currency of the prices")
     print("colocated: step s if rollout and training take turns on the same GPUs")
-    print(_reason(plans, chosen))
-    least = "step time" if by_time else "cost of a trained sample"
-    print(f"\nmax_staleness={chosen.max_staleness}, best of {chosen.compared} splits by {least}:")
-    print(f"  trainer  {best.train_gpus} GPUs of {best.train.name}")
-    gpus = best.rollout_gpus
-    print(f"  rollout  {gpus} GPUs of {best.rollout.name} ({gpus // best.tp} replicas of {best.tp})")
-    console.print(splits, highlight=False)
-    print("rollout s, trainer s: minimum step seconds by each; idle: share of a step in which the trainer waits")
-    print("cost: of 1000 trained samples, in the currency of the prices (none without prices)")
+    print(f"\n{_reason(plans, chosen)}")
+    print(f"best of {chosen.compared} splits by {'step time' if by_time else 'cost of a trained sample'}")
     if best.transfer:
         print(f"the transfer of a policy version between the sites takes {best.transfer:.0f} s")
     if turns is not None and turns.step < _BETTER * best.step and by_time:
@@ -186,10 +171,3 @@ def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
     for kind, source in loaded.sources.items():
         print(f"source of step costs on {kind}: {source}")
     print("overrides:", *_overrides(best, chosen.max_staleness), sep="\n  ")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, no_wrap=True, justify="left" if i < 2 else "right")
-    return table

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,6 +40,7 @@ def train(
     as_json: _Json = False,
 ) -> None:
     """Train a ranker on the prompts of a run and evaluate it on held-out prompts."""
+    rankers = _rankers()
     with one_line_errors("verl-rhyme ranker train"):
         if not 0 < test < 1:
             raise ValueError(f"--test {test}: must be a share of the prompts, above 0 and below 1")
@@ -46,7 +49,8 @@ def train(
             raise ValueError(f"{run}: {len(pairs)} prompts; training and evaluation need at least 16")
         known, held_out = pairs.split(test)
         began = time.monotonic()
-        ranker = _trained(known, model, rate, epochs, seed)
+        initial = rankers.tiny_for(known, seed) if model is None else rankers.from_folder(model)
+        ranker = rankers.fit(initial, known, rate=rate, epochs=epochs, seed=seed, report=_report)
         seconds = round(time.monotonic() - began, 1)
         ranker.save(out)
     _print(held_out, ranker, as_json, {"prompts": len(known), "seconds": seconds, "out": str(out)})
@@ -61,13 +65,8 @@ def evaluate(
     as_json: _Json = False,
 ) -> None:
     """Evaluate how well a ranker finds the longest responses to prompts it was not trained on, next to an oracle."""
-    from transformers.utils import logging
-
-    from verl_rhyme.lengths import ranker as rankers
-
-    logging.disable_progress_bar()  # transformers', for reading files
     with one_line_errors("verl-rhyme ranker evaluate"):
-        loaded, pairs = rankers.load(ranker), read(run)
+        loaded, pairs = _rankers().load(ranker), read(run)
         unseen = pairs.excluding(loaded.trained)
         if not len(unseen):
             raise ValueError(f"{run}: the ranker was trained on all {len(pairs)} prompts")
@@ -100,21 +99,18 @@ def read(run: Path) -> Pairs:
     return Pairs.from_rows(zip(prompts, lengths.values(), strict=True))
 
 
-def _trained(known: Pairs, model: Path | None, rate: float, epochs: int, seed: int) -> LengthRanker:
-    from rich.progress import Progress
+def _rankers() -> ModuleType:
+    """Import the rankers, which takes seconds."""
     from transformers.utils import logging
 
-    from verl_rhyme.lengths import ranker as rankers
+    from verl_rhyme.lengths import ranker
 
     logging.disable_progress_bar()  # transformers', for reading and writing files
-    initial = rankers.tiny_for(known, seed) if model is None else rankers.from_folder(model)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("epochs", total=epochs)
+    return ranker
 
-        def report(rank_correlation: float) -> None:
-            progress.update(task, advance=1, description=f"rank correlation {rank_correlation:.3f}")
 
-        return rankers.fit(initial, known, rate=rate, epochs=epochs, seed=seed, report=report)
+def _report(rank_correlation: float) -> None:
+    print(f"held-out rank correlation {rank_correlation:.3f}", file=sys.stderr)
 
 
 def _print(unseen: Pairs, ranker: LengthRanker, as_json: bool, training: dict[str, Any]) -> None:

@@ -6,17 +6,15 @@ with the earlier responses longer than e: it is expected to add the mean of thei
 If it is longer than all of them, it is expected to add half of its tokens: the mean excess of a Pareto tail with
 index 3.
 
-A state machine without a clock. 100,000 prompts with 64 responses take 60 MB of memory, and 18 MB of JSON.
+A state machine without a clock. 100,000 prompts with 64 responses take 60 MB of memory, and 45 MB of JSON.
 """
 
 from __future__ import annotations
 
-import base64
 import math
-import zlib
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,11 +55,10 @@ class LengthPredictor:
         return len(self._known)
 
     def knows(self, prompt: str) -> bool:
-        """Return whether a prompt has a history or a ranker's forecast."""
         return prompt in self._known or prompt in self._rankings
 
     def ranked(self, prompt: str) -> bool:
-        """Return whether a prompt has only a ranker's forecast."""
+        """Whether a prompt has only a ranker's forecast."""
         return prompt in self._rankings
 
     def rank(self, prompt: str, location: float) -> None:
@@ -147,16 +144,13 @@ class LengthPredictor:
             self._keep(prompt, array("i", lengths))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for JSON, lengths as one text (:func:`_packed`)."""
-        lengths = {"prompts": [*self._known], "packed": _packed(self._known.values())}
+        lengths = {prompt: known.tolist() for prompt, known in self._known.items()}
         return {**self.pop_changes(), "lengths": lengths}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a :meth:`state_dict`; errors as :meth:`update`, after which nothing has changed."""
-        lengths = state["lengths"]
-        by_prompt = dict(zip(lengths["prompts"], _unpacked(lengths["packed"]), strict=True))
         restored = LengthPredictor(self.limit, self._most)
-        restored.update({**state, "lengths": by_prompt})
+        restored.update(state)
         vars(self).update(vars(restored))
 
     def _keep(self, prompt: str, lengths: array[int]) -> None:
@@ -210,26 +204,6 @@ class PromptLengths:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._tokens, self._sum = OrderedDict(), 0
         self.update(state)
-
-
-def _packed(lengths: Iterable[array[int]]) -> str:
-    """Return lists of int32 as text: their sizes, then their values, byte planes compressed together."""
-    lists = [*lengths]
-    flat = array("i", [len(lists), *map(len, lists)])
-    for each in lists:
-        flat.extend(each)
-    planes = np.frombuffer(flat, np.uint8).reshape(-1, flat.itemsize).T.tobytes()
-    return base64.b64encode(zlib.compress(planes, 1)).decode()
-
-
-def _unpacked(text: str) -> list[array[int]]:
-    try:
-        planes = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
-    except zlib.error as error:
-        raise ValueError(f"packed lengths are damaged: {error}") from error
-    flat = array("i", planes.reshape(4, -1).T.tobytes())
-    ends = np.cumsum(flat[: 1 + flat[0]]) + 1
-    return [flat[start:end] for start, end in zip(ends.tolist(), ends[1:].tolist(), strict=False)]
 
 
 def _remaining(earlier: npt.NDArray[np.int32], counts: npt.NDArray, emitted: npt.NDArray) -> npt.NDArray[np.float64]:

@@ -37,8 +37,6 @@ class HistoPipe(PlacementPolicy):
     """HistoPipe; see the module. ``groups`` is at most the number of replicas; ``tail`` is the share of a group that
     counts as its last responses, of which outliers ``migrate``. Without ``two_tier`` all groups get the same number of
     replicas.
-
-    Raises ValueError if ``groups`` or ``tail`` is out of range.
     """
 
     def __init__(

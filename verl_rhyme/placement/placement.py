@@ -24,10 +24,7 @@ class NoReplica(RuntimeError):
 
 
 class Placement:
-    """Events of a fleet, and the policy that chooses replicas. A failing policy costs balance, never a request.
-
-    Raises ValueError if the policy is not in :data:`POLICIES`, and TypeError on an unknown option.
-    """
+    """Events of a fleet, and the policy that chooses replicas. A failing policy costs balance, never a request."""
 
     def __init__(
         self,

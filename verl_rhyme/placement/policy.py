@@ -63,8 +63,7 @@ class Move(NamedTuple):
 class PlacementPolicy:
     """Base class: a request goes to the replica with the fewest expected tokens, in its prompt's pool if it has one.
 
-    The caller updates the fleet. Any method may raise: :class:`~verl_rhyme.placement.placement.Placement` then takes
-    the least loaded replica.
+    The caller updates the fleet. Any method may raise.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -79,7 +78,6 @@ class PlacementPolicy:
         return self._fleet.least_tokens(self.pool(request.key))
 
     def reason(self, request: Request, replica: str) -> str:
-        """Return the reason for a choice in a few words; empty where the policy's name is enough."""
         pool = self.pool(request.key)
         if pool is None or replica not in pool.names:
             return "replica with the fewest tokens"
@@ -89,12 +87,10 @@ class PlacementPolicy:
         """Plan the prompts of training step ``step``; their requests come later, or have come."""
 
     def started(self, request: Request, replica: str) -> None:
-        """Record that a request runs on a replica; the fleet counts it already."""
+        """A request runs on a replica; the fleet counts it already."""
 
     def released(self, request: Request, replica: str, tokens: int | None) -> None:
-        """A request left a replica, and the fleet no longer counts it: it added ``tokens`` there, or with ``None`` was
-        interrupted, lost or moved, or its replica leaves.
-        """
+        """A request left a replica, with ``tokens`` generated there; ``None``: interrupted, lost or moved."""
 
     def forget_prompts(self, keys: Sequence[str]) -> None:
         """Forget planned prompts; none of their requests runs."""
@@ -109,17 +105,14 @@ class PlacementPolicy:
 
 
 class LongestFirst(PlacementPolicy):
-    """Graham's longest processing time first (SIAM J. Appl. Math. 1969), for requests in the order of falling length.
+    """Graham's longest processing time first (SIAM J. Appl. Math. 1969), with admission in the order of falling length.
 
-    :mod:`~verl_rhyme.scheduling.admission` makes that order. NeMo-RL's length-first scheduling does the same, by
-    history or an oracle.
+    NeMo-RL's length-first scheduling does the same, by history or an oracle.
     """
 
 
 class LeastLoaded(PlacementPolicy):
-    """The replica with the fewest requests, at random among equals, as verl's ``GlobalRequestLoadBalancer``: for the
-    simulator, and where a policy fails.
-    """
+    """The replica with the fewest requests, at random among equals, as verl's ``GlobalRequestLoadBalancer``."""
 
     def __init__(self, fleet: Fleet, seed: int | None = None) -> None:
         super().__init__(fleet)

@@ -26,8 +26,7 @@ _QUANTILES = (0.9, 0.5)
 class SkewnessAware(PlacementPolicy):
     """Skewness-aware dispatch; see the module. ``tail`` is the share of the prompts in the first pool.
 
-    Replicas count as equal: with the fleet's cost and the smallest cache of any. Responses of unknown length count as
-    the mean of the others. Raises ValueError if ``tail`` is not a share.
+    Replicas count as equal: with the fleet's cost and the smallest cache of any.
     """
 
     def __init__(self, fleet: Fleet, tail: float = 0.2) -> None:
