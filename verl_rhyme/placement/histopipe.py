@@ -58,15 +58,12 @@ class HistoPipe(PlacementPolicy):
         count = min(self._most, len(self._fleet), len(loads))
         ranked = np.array_split(np.argsort(tokens, kind="stable"), count)
         widths = self._widths([[loads[i] for i in group] for group in ranked], [tokens[group] for group in ranked])
-        names = list(self._fleet.names)
-        if step % 2:
-            names.reverse()
-        at = 0
-        for rank, (members, width) in enumerate(zip(ranked, widths, strict=True), 1):
+        names = self._fleet.names[:: -1 if step % 2 else 1]
+        shares = np.split(np.array(names), np.cumsum(widths)[:-1])
+        for rank, (members, own) in enumerate(zip(ranked, shares, strict=True), 1):
             unfinished = {loads[i].key: loads[i].samples for i in members}
-            pool = Pool(f"length group {rank} of {count} in step {step}", names[at : at + width])
+            pool = Pool(f"length group {rank} of {count} in step {step}", own.tolist())
             group = _Group(unfinished, sum(unfinished.values()), pool)
-            at += width
             self._groups.append(group)
             self._of.update((loads[i].key, group) for i in members)
 

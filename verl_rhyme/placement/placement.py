@@ -32,8 +32,6 @@ class Placement:
         options: dict[str, Any] | None = None,
         cost: ReplicaCost = TYPICAL,
     ) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"placement.policy={policy!r} is unknown: choose {', '.join(sorted(POLICIES))}")
         self.fleet = Fleet(cost)
         self.policy = POLICIES[policy](self.fleet, **(options or {}))
         self.errors = 0  # failed policy calls
