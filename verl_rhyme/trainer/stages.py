@@ -36,14 +36,8 @@ logger = logging.getLogger(__name__)
 
 #: ``algorithm.adv_estimator`` that compare only trajectories of the same prompt.
 GROUP_ESTIMATORS = (
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
+    *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo"),
+    *("optimal_token_baseline", "tir_optimal_token_baseline"),
 )
 _UPDATES_WAIT = "gradients wait for the whole batch (%s); the stages before them are streamed"
 #: ``policy_loss.loss_mode`` that are sums over tokens, divided as ``loss_agg_mode`` defines. Not these: ``sapo`` and
@@ -135,8 +129,8 @@ class Stages:
         )
         metrics.update(self._metrics.get_aggregated_metrics())
         if self._streams:
-            metrics[names.STREAM_EARLY] = early / max(1, len(batch.keys))
-            metrics[names.STREAM_PARTS] = len(self._batches)
+            metrics[names.EARLY_SHARE] = early / max(1, len(batch.keys))
+            metrics[names.PARTS] = len(self._batches)
         if self.updates:
             with marked_timer("update_actor", self._trainer.timing_raw, color="red"):
                 trained = next(each for each in self._trainer.actor_rollout_wg.finish_update() if each is not None)

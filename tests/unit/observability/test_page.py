@@ -210,8 +210,8 @@ def test_steps_of_one_batch_of_prompts_are_one_point() -> None:
             m.TRAINED_TOKENS: 100,
             m.REQUESTS: 10,
             m.ROLLOUT_S: seconds,
-            m.SORTED_LOADED: loaded,
-            m.SORTED_DROPPED: dropped,
+            m.LOADED_PROMPTS: loaded,
+            m.DROPPED_PROMPTS: dropped,
         }
 
     run = [step(8, 7.0), step(0, 1.0), step(2, 2.0, dropped=2), step(8, 4.0, dropped=1), step(1, 4.0), step(0, 2.0)]

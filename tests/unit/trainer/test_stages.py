@@ -183,7 +183,7 @@ def test_each_trajectory_runs_once(trainer):
     assert trainer.stages == [(stage, list(keys)) for keys in ("ab", "cd", "ef") for stage in STAGES]
     assert (sorted(whole.keys), len(whole)) == (list("abcdef"), 6)
     assert trainer.actor_rollout_wg.called == ["finish"]
-    assert (metrics[names.STREAM_EARLY], metrics[names.STREAM_PARTS]) == (4 / 6, 3)
+    assert (metrics[names.EARLY_SHARE], metrics[names.PARTS]) == (4 / 6, 3)
     assert metrics["actor/pg_loss"] == 2
     assert metrics["perf/mfu/actor"] == 0.5
     assert trainer.timing_raw["update_actor"] >= 0.05, "the optimizer's step is not timed"
@@ -196,7 +196,7 @@ def test_batch_without_parts_or_rest(trainer, early, share):
     for _ in range(2):  # one batch after another
         stages.run_part(part(early))
         assert sorted(stages.finish(batch("abcd"), metrics).keys) == list("abcd")
-        assert metrics[names.STREAM_EARLY] == share
+        assert metrics[names.EARLY_SHARE] == share
     assert trainer.actor_rollout_wg.called == ["finish", "finish"]
 
 
@@ -217,7 +217,7 @@ def test_parts_of_another_batch_are_dropped(trainer, warnings):
     assert trainer.actor_rollout_wg.called == ["drop", "finish"]
     assert sorted(whole.keys) == list("abcd")
     assert trainer.stages[-1] == ("update_actor", list("abcd"))
-    assert metrics[names.STREAM_EARLY] == 0
+    assert metrics[names.EARLY_SHARE] == 0
     assert "differs from its parts" in warnings[0]
 
 
