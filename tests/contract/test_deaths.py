@@ -191,10 +191,10 @@ def sender(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Waiting(Weights):
-    """Manager that waits for the worker of its replica."""
+    """Manager that waits for the workers of its replicas."""
 
-    def update_weights(self, version: int) -> None:  # seconds, here
-        return ray.get(self.replicas[0].workers[0].send.remote(version))
+    def update_weights(self, version: float) -> list[float]:  # seconds, here
+        return ray.get([worker.send.remote(version) for replica in self.replicas for worker in replica.workers])
 
     def resume_generation_replicas(self) -> None:
         ray.get([replica.servers[0].generate.remote() for replica in self.replicas])
@@ -229,18 +229,11 @@ def test_weight_sync_does_not_wait_for_a_dead_replica(
 def test_death_is_detected_while_other_calls_block(replica: Replica, sender: Any) -> None:
     other = Replica(1)
     asyncio.run(other.init_standalone())
-    blocked = ray.remote(num_cpus=0)(Sender).remote()
-    replica.workers = [blocked, sender]  # of the living one
-
-    class All(Weights):
-        def update_weights(self, version: int) -> None:
-            ray.get([worker.send.remote(version) for r in self.replicas for worker in r.workers])
-
-    dying = ray.remote(num_cpus=0)(Sender).remote()
-    other.workers = [dying]
+    blocked, dying = (ray.remote(num_cpus=0)(Sender).remote() for _ in range(2))
+    replica.workers, other.workers = [blocked, sender], [dying]
     threading.Timer(0.5, os.kill, (other.pid(), signal.SIGKILL)).start()
     with pytest.raises(ReplicaDied, match="replica 1 died during its weight sync"):
-        WatchedCheckpointManager(All(replicas=[replica, other])).update_weights(60)
+        WatchedCheckpointManager(Waiting(replicas=[replica, other])).update_weights(60)
     assert replica.pid()
     ray.kill(blocked)
 
@@ -257,9 +250,9 @@ def test_slow_weight_load_is_awaited(replica: Replica, sender: Any) -> None:
     pid = replica.pid()
     weights = WatchedCheckpointManager(Waiting(replicas=[replica]))
     os.kill(pid, signal.SIGSTOP)
-    assert weights.update_weights(1.0) == 1.0
+    assert weights.update_weights(1.0) == [1.0]
     os.kill(pid, signal.SIGCONT)
-    assert weights.update_weights(0.5) == 0.5
+    assert weights.update_weights(0.5) == [0.5]
     assert replica.pid() == pid
 
 

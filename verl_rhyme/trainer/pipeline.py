@@ -44,7 +44,6 @@ from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.elastic import ElasticReplicas
-from verl_rhyme.trainer.fetching import data_parallel_ranks
 from verl_rhyme.trainer.layout import arrange_batch
 from verl_rhyme.trainer.observers import Observer, Step
 from verl_rhyme.trainer.ranking import Ranking
@@ -315,7 +314,10 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     @property
     def actor_ranks(self) -> int:
         """Data parallel ranks of the actor."""
-        return max(data_parallel_ranks(self.actor_rollout_wg, "actor")) + 1
+        workers = self.actor_rollout_wg
+        if "actor" not in workers._dispatch_info:
+            workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
+        return max(workers._dispatch_info["actor"]) + 1
 
     def _sortedness(self) -> float:
         actor = self.config.actor_rollout_ref.actor

@@ -218,7 +218,7 @@ def test_steps_of_one_batch_of_prompts_are_one_point() -> None:
     unfinished = [step(8, 90.0)]
     points = matched.points(dict(enumerate([*run, *unfinished], 1)))
     assert [(point.length, point.speed) for point in points] == [(10, 30.0), (10, 30.0)]
-    stock = [{name: value for name, value in data.items() if "sorted" not in name} for data in run]
+    stock = [{name: value for name, value in data.items() if "rollout/prompts/" not in name} for data in run]
     assert len(matched.points(dict(enumerate(stock, 1)))) == 6
 
 
