@@ -440,17 +440,6 @@ def test_new_replica_that_dies_before_serving_is_replaced(
     assert Weights.sent == [(3, 9)]
 
 
-def test_new_replica_without_weights_ends_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The actor may still be sending, so that it is not called again."""
-    monkeypatch.setattr(Weights, "update_weights", lambda self, version: sent.append(version) or 1 / 0)
-    sent: list[int] = []
-    world.kill(0)
-    assert world.spares.replace_dead(7) == 1
-    with pytest.raises(ReplicaDied, match=r"replica 2 did not get its weights .*: .*\nThe same command"):
-        world.mended(7, [1, 2])
-    assert sent == [7]
-
-
 def test_run_ends_if_no_replica_is_left_or_can_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_NONE_LEFT_S", 1.0)
     Replica.troubles.extend(["no devices"] * 1000)

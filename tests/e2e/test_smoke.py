@@ -39,5 +39,5 @@ def test_two_steps(recipe, variables, metrics, tmp_path):
         assert line["data"]["rollout/spec/errors"] == 0
         assert line["data"]["actor/grad_norm"] > 0
     assert set(metrics) <= lines[-1]["data"].keys()
-    assert (tmp_path / "checkpoints" / "global_step_2" / "history").is_dir()
+    assert (tmp_path / "checkpoints" / "global_step_2" / "actor" / "history").is_dir()
     assert any(key.startswith("val-") for key in lines[-1]["data"])

@@ -40,7 +40,7 @@ def advise(generated: float, trained: float, replicas: int) -> int:
 
 
 class ElasticReplicas(Observer):
-    """Advice on the number of replicas in metrics and log; with ``spares``, it is carried out. Raise ``ConfigError`` if
+    """Advice on the number of replicas in the metrics; with ``spares``, it is carried out. Raise ``ConfigError`` if
     there are fewer replicas than ``min_replicas``, or weights cannot be sent to a single one."""
 
     def __init__(
@@ -53,7 +53,7 @@ class ElasticReplicas(Observer):
         self._servers, self._spares = servers, spares
         self._least, self._most = 1, 1 << 20
         self._seen: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        self._replicas = self._settling = self._logged = 0
+        self._replicas = self._settling = 0
         if config is None or spares is None:
             return
         option, replicas = f"{CONFIG_PATH}.streaming.elastic.min_replicas", servers.get_replicas()
@@ -91,11 +91,6 @@ class ElasticReplicas(Observer):
         generated, trained = map(median, zip(*self._seen, strict=True)) if self._seen else (0.0, 0.0)
         advice = advise(generated, trained, step.replicas) if len(self._seen) == WINDOW else 0
         advice = advice if self._least <= step.replicas + advice <= self._most else 0
-        if advice and advice != self._logged:
-            what = "one more" if advice > 0 else "one less"
-            behind = generated - trained
-            logger.info("%d replicas: %s is better (generation %+.1f s behind training)", step.replicas, what, behind)
-        self._logged = advice
         return advice, {names.BEHIND_S: generated - trained, names.REPLICA_ADVICE: float(advice)}
 
     def scale(self, advice: int, version: int) -> dict[str, float]:

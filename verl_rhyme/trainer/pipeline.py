@@ -113,9 +113,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
                 uid, number = sample_of(batch.keys[wrong[0]].rpartition("_")[0])
                 raise RolloutError(
                     f"the reward model returned {rewards[wrong[0]]} for sample {number} of prompt {uid}, and "
-                    f"{len(wrong)} of {len(rewards)} rewards are not finite, but training needs finite numbers: check "
-                    "the reward model (reward.reward_model). Then start the same command: it resumes from the last "
-                    "checkpoint."
+                    f"{len(wrong)} of {len(rewards)} rewards are not finite: check the reward model "
+                    "(reward.reward_model). Then start the same command: it resumes from the last checkpoint."
                 )
         return batch
 

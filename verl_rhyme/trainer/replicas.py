@@ -35,6 +35,11 @@ _ANSWER_S = 120.0
 _PAUSE_S = 30.0
 #: Seconds for which a run without any replica waits for one; an engine may compile for minutes.
 _NONE_LEFT_S, _LOOK_S = 1200.0, 1.0
+#: Backends of verl that cannot send to a single new replica.
+_OBSTACLES = {
+    "kimi_ckpt_engine": "keeps the process group of the first weight transfer",
+    "delta_sharded": "sends only the changes since the last weight transfer",
+}
 
 
 def readmit(servers: Any) -> None:
@@ -60,14 +65,10 @@ def _admit(router: Any, servers: dict[str, Any]) -> None:
 def single_transfer_obstacle(engine: Any, workers: int) -> str:
     """Return why verl's ``CheckpointEngineConfig`` cannot send weights to a single new replica of so many workers;
     empty if it can."""
-    backend = engine.backend
-    if backend == "kimi_ckpt_engine":
-        return f"checkpoint_engine.backend={backend} keeps the process group of the first weight transfer"
-    if backend == "delta_sharded":
-        return f"checkpoint_engine.backend={backend} sends only the changes since the last weight transfer"
-    if backend == "nixl" and workers == 1:
-        return f"checkpoint_engine.backend={backend} cannot send weights to a single replica of one GPU"
-    return ""
+    why = _OBSTACLES.get(engine.backend, "")
+    if engine.backend == "nixl" and workers == 1:
+        why = "cannot send weights to a single replica of one GPU"
+    return why and f"checkpoint_engine.backend={engine.backend} {why}"
 
 
 def kill_replica(replica: Any) -> None:
