@@ -111,14 +111,6 @@ def replica(cluster: None) -> Iterator[Replica]:
     ray.kill(made._server_handle)
 
 
-@pytest.fixture
-def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    for module in (deaths, replicas):
-        monkeypatch.setattr(module.logger, "warning", lambda message, *values: lines.append(message % values))
-    return lines
-
-
 def test_server_with_many_requests_is_healthy(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """At DAPO's batch sizes a replica has 2048 requests and more: each holds one of its actor's calls."""
     ours = object.__new__(RhymeReplica)
@@ -136,7 +128,7 @@ def test_server_with_many_requests_is_healthy(cluster: None, monkeypatch: pytest
 
 
 def test_busy_replica_is_awaited_and_hung_one_is_dead(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pid = replica.pid()
     monkeypatch.setattr(deaths, "_SILENT_S", 0.3)
@@ -144,7 +136,7 @@ def test_busy_replica_is_awaited_and_hung_one_is_dead(
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
     assert dead([replica]) == {}
-    assert [line for line in warned if "replicas [0] are alive but do not answer" in line]
+    assert "replicas [0] are alive but do not answer" in caplog.text
     monkeypatch.setattr(deaths, "_HUNG_S", 1.0)
     os.kill(pid, signal.SIGSTOP)
     assert dead([replica]) == {replica: "no answer for 1 s"}
@@ -363,11 +355,11 @@ def test_resting_replica_replaces_a_dead_one(world: World) -> None:
     assert Weights.sent == [(0, 4), (2, 5)]
 
 
-def test_replica_that_dies_at_rest_is_replaced_on_wake(world: World, warned: list[str]) -> None:
+def test_replica_that_dies_at_rest_is_replaced_on_wake(world: World, caplog: pytest.LogCaptureFixture) -> None:
     first = world.servers.rollout_replicas[0]
     ray.get(first._server_handle.lose_engine.remote())
     world.spares.suspend(first, lambda address: 0)
-    assert "replica 0 could not rest" in warned[-1]
+    assert "replica 0 could not rest" in caplog.text
     assert world.spares.replace_dead(4) == 0
     assert world.spares.wake_up(5) is None
     world.mended(5, [1, 2])
@@ -382,23 +374,25 @@ def test_no_replica_starts_if_weights_cannot_be_sent_to_it_alone(world: World) -
     assert Weights.sent == []
 
 
-def test_failed_start_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+def test_failed_start_is_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(replicas, "_PAUSE_S", 0.4)
     Replica.troubles.append("Total available GPUs 0 is less than total desired GPUs 1")
     world.kill(0)
     assert world.spares.replace_dead(7) == 1
     deadline = time.monotonic() + 30
-    while not (said := [line for line in warned if "1 replicas are missing" in line]):
+    while "1 replicas are missing" not in caplog.text:
         assert time.monotonic() < deadline
         assert world.spares.replace_dead(8) == 0
-    assert "the next try to start one is in 0 s: Total available GPUs 0" in said[0]
+    assert "the next try to start one is in 0 s: Total available GPUs 0" in caplog.text
     assert world.spares.replace_dead(8) == 0, "not before the pause is over"
     assert (world.ranks(), world.spares._starts) == ([1], [])
     world.mended(9, [1, 3])
     assert Weights.sent == [(3, 9)]
 
 
-def test_starting_replicas_are_not_awaited(world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+def test_starting_replicas_are_not_awaited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each starts by itself; new deaths are replaced as well, and only without any replica the call waits."""
     starting = threading.Semaphore(0)
     monkeypatch.setattr(Replica, "hold", starting)
@@ -418,7 +412,7 @@ def test_starting_replicas_are_not_awaited(world: World, monkeypatch: pytest.Mon
 
 
 def test_new_replica_that_dies_before_serving_is_replaced(
-    world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may be up for minutes before a step ends. A failed weight transfer would end the run."""
 
@@ -435,7 +429,7 @@ def test_new_replica_that_dies_before_serving_is_replaced(
     start.up.result(60)
     os.kill(start.replica.pid(), signal.SIGKILL)
     assert world.spares.replace_dead(8) == 0
-    assert [line for line in warned if "replica 2 died before it served" in line]
+    assert "replica 2 died before it served" in caplog.text
     world.mended(9, [1, 3])
     assert Weights.sent == [(3, 9)]
 
