@@ -164,7 +164,7 @@ def p_value():
 def build_engine(small_model):
     """``build_engine(history_dir=None, **vllm options)``: a vLLM engine, drafting where it is given a store.
 
-    It draws with our sampler where it drafts, and where it is told ``draws=True``.
+    It draws with our sampler where it drafts, and where it is given ``draws=True``.
     """
 
     def build(history_dir=None, model=None, drafting=None, namespace=NAMESPACE, draws=False, **options):

@@ -92,7 +92,7 @@ def test_every_package_has_a_layer_and_says_whose_process_runs_it():
 
 
 def test_nothing_else_lies_at_the_root():
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "cli.py", "plugin.py"}
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "cli.py", "once.py", "plugin.py"}
 
 
 def sources():
@@ -116,15 +116,12 @@ def test_imports_point_down(path, module):
     [
         ("verl_rhyme.history.store", "import torch", True),
         ("verl_rhyme.drafting.adaptive", "def f():\n    from vllm.v1 import x", True),
-        ("verl_rhyme.drafting.adaptive", "from verl_rhyme.history.record import PromptHistory", False),
         ("verl_rhyme.drafting.adaptive", "from verl_rhyme import engine", True),
         ("verl_rhyme.drafting.adaptive", "from ..trainer import base", True),
         ("verl_rhyme.drafting.adaptive", "from . import choice", False),
         ("verl_rhyme.lengths.ranker", "import torch.nn", False),
-        ("verl_rhyme.lengths.ranker", "import vllm", True),
         ("verl_rhyme.history.store", "import verl_rhyme_other", False),
         ("verl_rhyme.agent_loop.client", "import ray, verl", False),
-        ("verl_rhyme.trainer.base", "import verl_rhyme.cli", True),
         ("verl_rhyme.cli", "import verl_rhyme.trainer.base", False),
         ("verl_rhyme.patches.core", "import verl_rhyme.checks.startup", True),
     ],

@@ -184,7 +184,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     else:  # no drafts, or counted by verl alone, which logs 0 without drafts
         length = _mean(rows, metrics.SPEC_ACCEPT_LENGTH, weight=metrics.REQUESTS) or 1.0
     rate = accepted / drafted if drafted else _mean(rows, metrics.SPEC_ACCEPT_RATE, weight=metrics.REQUESTS)
-    waiting = [v for row in rows if (v := metrics.finite(row, metrics.SORTED_WAITING_MAX)) is not None]
+    waiting = [v for row in rows if (v := metrics.finite(row, metrics.WAITING_MAX)) is not None]
     total, trained_total = _total(tokens), _total(trained)
     useful = metrics.useful_tokens_per_s(trained_total, rollout_s) if rollout_s and trained_total else None
     timed = all(metrics.ROLLOUT_S in row for row in rows)  # stock verl and earlier versions do not log it
@@ -202,7 +202,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "useful_tokens_per_s": useful,
         "bubble_ratio": None if useful is None else bubble,  # misleading without useful_tokens_per_s
         **_staleness(rows),
-        "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
+        "discarded_tokens": _count(rows, metrics.DISCARDED_TOKENS),
         "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
         "drafted_by_source": {source: _count(rows, names[0]) for source, names in metrics.SPEC_SOURCES.items()},
         "accepted_by_source": {source: _count(rows, names[1]) for source, names in metrics.SPEC_SOURCES.items()},

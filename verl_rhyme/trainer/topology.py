@@ -9,9 +9,9 @@ from typing import Any
 
 from ray.exceptions import ActorUnavailableError
 
-from verl_rhyme.coordinator.replicas import SpareReplicas, readmit
 from verl_rhyme.processes.deaths import ReplicaDied, dead, is_death
 from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.trainer.replicas import SpareReplicas, readmit
 from verl_rhyme.weights.manager import RelayManager
 
 #: Seconds between two checks of the replicas while the trainer waits.
@@ -24,14 +24,10 @@ class Topology:
     """Interface between a trainer of verl and its engines. It decides nothing; the coordinator does."""
 
     separate: bool  # engines are disaggregated, and run while the actor trains (Rules.separate)
+    _engines: Any  # verl's checkpoint manager, which syncs, stops and resumes the engines
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-
-    @property
-    def _engines(self) -> Any:
-        """verl's checkpoint manager, which syncs, stops and resumes the engines."""
-        raise NotImplementedError
 
     @property
     def _lost_after(self) -> float:
@@ -131,7 +127,7 @@ class Separate(Topology):
         self._over_deaths(super().resume)
 
     def _over_deaths(self, call: Callable[[], None]) -> None:
-        """Call all replicas. On failure, replace dead ones first, or wait out broken connections, and try again."""
+        """Call all replicas. If some died meanwhile, replace them, wait out broken connections, and try again."""
         for _ in range(_DEATHS):
             try:
                 return call()

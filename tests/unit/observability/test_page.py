@@ -210,15 +210,15 @@ def test_steps_of_one_batch_of_prompts_are_one_point() -> None:
             m.TRAINED_TOKENS: 100,
             m.REQUESTS: 10,
             m.ROLLOUT_S: seconds,
-            m.SORTED_LOADED: loaded,
-            m.SORTED_DROPPED: dropped,
+            m.LOADED_PROMPTS: loaded,
+            m.DROPPED_PROMPTS: dropped,
         }
 
     run = [step(8, 7.0), step(0, 1.0), step(2, 2.0, dropped=2), step(8, 4.0, dropped=1), step(1, 4.0), step(0, 2.0)]
     unfinished = [step(8, 90.0)]
     points = matched.points(dict(enumerate([*run, *unfinished], 1)))
     assert [(point.length, point.speed) for point in points] == [(10, 30.0), (10, 30.0)]
-    stock = [{name: value for name, value in data.items() if "sorted" not in name} for data in run]
+    stock = [{name: value for name, value in data.items() if "rollout/prompts/" not in name} for data in run]
     assert len(matched.points(dict(enumerate(stock, 1)))) == 6
 
 

@@ -78,8 +78,8 @@ def _steps_by_loading(by_step: steps.Steps) -> list[list[Mapping[str, Any]]]:
     groups: list[list[Mapping[str, Any]]] = []
     owed = 0.0
     for data in by_step.values():
-        loaded = metrics.finite(data, metrics.SORTED_LOADED)
-        dropped = metrics.finite(data, metrics.SORTED_DROPPED) or 0.0
+        loaded = metrics.finite(data, metrics.LOADED_PROMPTS)
+        dropped = metrics.finite(data, metrics.DROPPED_PROMPTS) or 0.0
         owed += dropped
         if loaded is None or loaded > owed or not groups:
             groups.append([])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
 
-from verl_rhyme.coordinator.replica_start import ReplicaStart, kill_replica
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.processes import background
 from verl_rhyme.processes.deaths import ReplicaDied, dead, watched
@@ -28,12 +29,17 @@ logger = logging.getLogger(__name__)
 #: Lines of the log that ``benchmarks.faults`` counts.
 GONE, REPLACED = "replica %d (%s) is dead: %s", "replica %d replaces a dead one"
 
-#: Seconds that servers of hung engines have to return the tokens generated so far.
-_LET_GO_S = 5.0
-#: Seconds that a server has to report its capacity, and to rest once no request runs.
-_ANSWER_S, _REST_S = 60.0, 120.0
-#: Seconds for which starts are retried when no replica is left; the first pause between two tries, and the longest.
-_NONE_LEFT_S, _PAUSE_S, _LONGEST_PAUSE_S = 300.0, 2.0, 600.0
+#: Seconds that a server has to report its capacity, or to rest once no request runs.
+_ANSWER_S = 120.0
+#: Seconds after a failed start until the next: devices of dead processes become free with a delay.
+_PAUSE_S = 30.0
+#: Seconds for which a run without any replica waits for one; an engine may compile for minutes.
+_NONE_LEFT_S, _LOOK_S = 1200.0, 1.0
+#: Backends of verl that cannot send to a single new replica.
+_OBSTACLES = {
+    "kimi_ckpt_engine": "keeps the process group of the first weight transfer",
+    "delta_sharded": "sends only the changes since the last weight transfer",
+}
 
 
 def readmit(servers: Any) -> None:
@@ -59,23 +65,38 @@ def _admit(router: Any, servers: dict[str, Any]) -> None:
 def single_transfer_obstacle(engine: Any, workers: int) -> str:
     """Return why verl's ``CheckpointEngineConfig`` cannot send weights to a single new replica of so many workers;
     empty if it can."""
-    backend = engine.backend
-    if backend == "kimi_ckpt_engine":
-        return f"checkpoint_engine.backend={backend} keeps the process group of the first weight transfer"
-    if backend == "delta_sharded":
-        return f"checkpoint_engine.backend={backend} sends only the changes since the last weight transfer"
-    if backend == "nixl" and workers == 1:
-        return f"checkpoint_engine.backend={backend} cannot send weights to a single replica of one GPU"
-    return ""
+    why = _OBSTACLES.get(engine.backend, "")
+    if engine.backend == "nixl" and workers == 1:
+        why = "cannot send weights to a single replica of one GPU"
+    return why and f"checkpoint_engine.backend={engine.backend} {why}"
+
+
+def kill_replica(replica: Any) -> None:
+    """Kill the actors of a replica and release its devices."""
+    for actor in [*replica.servers, *replica.workers]:
+        ray.kill(actor)
+    for group in getattr(replica.resource_pool, "pgs", None) or ():
+        remove_placement_group(group)
+
+
+class _Start(NamedTuple):
+    """A replica that starts in a thread."""
+
+    replica: Any
+    up: Future[None]
+
+    def has_devices(self) -> bool:
+        """Return whether the replica has all its devices, or its start is over."""
+        return self.up.done() or bool(getattr(self.replica.resource_pool, "pgs", None))
 
 
 class SpareReplicas:
     """Replaces dead replicas of separate (disaggregated) engines by resting or new ones, and lets replicas rest.
 
     New replicas start while others serve, and no call waits for them. A later :meth:`replace_dead` sends them their
-    weights and adds them to the router. A failed start is retried, after growing pauses. A resting replica keeps its
-    processes and its placement in Ray. It gets no requests and no weights, and frees its device memory where its engine
-    can. Like a new replica, it gets the current weights before it serves again.
+    weights and adds them to the router. A resting replica keeps its processes and its placement in Ray. It gets no
+    requests and no weights, and frees its device memory where its engine can. Like a new replica, it gets the current
+    weights before it serves again.
     """
 
     def __init__(self, servers: Any, weights: Any, hung_s: float | None = None) -> None:
@@ -84,13 +105,12 @@ class SpareReplicas:
         # Fresh ranks give fresh actor names: Ray may know those of dead replicas for a while.
         self._ranks = itertools.count(1 + max(replica.replica_rank for replica in servers.rollout_replicas))
         self._nodes = max(replica.nnodes for replica in servers.rollout_replicas)
+        self._launched = len(servers.rollout_replicas)
         self.missing = 0  # replicas to add, including those that are starting
-        self._failures = 0
-        self._starts: list[ReplicaStart] = []
-        self._retry_at = 0.0
+        self._starts: list[_Start] = []
+        self._retry_at, self._error = 0.0, ""  # of the last failed start
         self._looking: Future[dict[Any, str]] | None = None
         self.resting: list[Any] = []
-        self.vacant = 0  # further replicas that may start: resting ones replaced as many dead ones
 
     def replace_dead(self, version: int, waits: bool = True) -> int:
         """Remove dead replicas, start as many, and let those that are up serve with the actor's weights, of policy
@@ -100,28 +120,10 @@ class SpareReplicas:
         replica is left and none could be started in time, or a new one did not get its weights (with the relay, another
         is started) or cannot get them (:func:`single_transfer_obstacle`); ``WeightsError`` if the relay has lost them.
         """
-        manager = self._servers
-        gone = dead(manager.rollout_replicas, self._hung_s) if waits else self._seen()
-        for replica, why in gone.items():
-            logger.warning(GONE, replica.replica_rank, replica._server_address, why)
+        gone = dead(self._servers.rollout_replicas, self._hung_s) if waits else self._seen()
         if gone:
-            if why := single_transfer_obstacle(self._weights.config, len(manager.rollout_replicas[0].workers)):
-                first = next(iter(gone))
-                raise ReplicaDied(
-                    f"rollout replica {first.replica_rank} died ({gone[first]}) and cannot be replaced: {why}\n"
-                    "The same command continues from the last checkpoint."
-                )
-            router = manager.global_load_balancer
-            with waiting_for("the router"):
-                ray.get(router.remove_servers.remote([replica._server_address for replica in gone]))
-            self._set([replica for replica in manager.rollout_replicas if replica not in gone])
-            _let_go(gone)
-            for replica in gone:
-                kill_replica(replica)
-            self.missing += len(gone)
-        readmit(manager)
-        if gone:
-            self._retry_at = 0.0  # their devices are free now
+            self._remove(gone)
+        readmit(self._servers)
         if self.missing:
             with waiting_for("a rollout replica to serve"):
                 self._fill(version)
@@ -134,6 +136,25 @@ class SpareReplicas:
         serving, looking = list(self._servers.rollout_replicas), self._looking
         self._looking = background.run_in_thread(dead, serving, self._hung_s)
         return {} if looking is None else {each: why for each, why in looking.result().items() if each in serving}
+
+    def _remove(self, gone: dict[Any, str]) -> None:
+        serving = self._servers.rollout_replicas
+        for replica, why in gone.items():
+            logger.warning(GONE, replica.replica_rank, replica._server_address, why)
+        if why := single_transfer_obstacle(self._weights.config, len(serving[0].workers)):
+            first = next(iter(gone))
+            raise ReplicaDied(
+                f"rollout replica {first.replica_rank} died ({gone[first]}) and cannot be replaced: {why}\n"
+                "The same command continues from the last checkpoint."
+            )
+        with waiting_for("the router"):
+            addresses = [replica._server_address for replica in gone]
+            ray.get(self._servers.global_load_balancer.remove_servers.remote(addresses))
+        self._set([replica for replica in serving if replica not in gone])
+        for replica in gone:
+            kill_replica(replica)
+        self.missing += len(gone)
+        self._retry_at = 0.0  # their devices are free now
 
     def suspend(self, replica: Any, drain: Callable[[str], int]) -> int:
         """Let a serving replica rest that is not the last one; ``drain`` moves the samples of its address to other
@@ -148,7 +169,7 @@ class SpareReplicas:
         try:
             if isinstance(self._weights, RelayManager):
                 self._weights.release(replica)
-            ray.get([server.suspend.remote() for server in replica.servers], timeout=_REST_S)
+            ray.get([server.suspend.remote() for server in replica.servers], timeout=_ANSWER_S)
         except (RayError, WeightsError) as error:  # it has no requests left; wake_up() checks whether it lives
             logger.warning("replica %d could not rest: %s", replica.replica_rank, last_line(error))
         return moved
@@ -157,53 +178,41 @@ class SpareReplicas:
         """Let a resting replica serve again, with the actor's weights, and return it. If none rests, start one for one
         that died and return ``None``: a later :meth:`replace_dead` adds it. Raise :class:`ReplicaDied` if it did not
         get its weights."""
-        replica = self.resting.pop(0) if self.resting else None
-        if replica is not None and (gone := dead([replica])):
+        while self.resting:
+            replica = self.resting.pop(0)
+            if not (gone := dead([replica])):
+                self._send(replica, version)
+                self._enter(replica)
+                return replica
             logger.warning("resting replica %d is dead: %s", replica.replica_rank, gone[replica])
             kill_replica(replica)
-            replica, self.vacant = None, self.vacant + 1
-        if replica is None:
-            if not self.vacant:
-                return None
-            self.vacant, self.missing = self.vacant - 1, self.missing + 1
+        if len(self._servers.rollout_replicas) + self.missing < self._launched:
+            self.missing += 1
             self._fill(version)
-            return None
-        self._send(replica, version)
-        self._enter(replica)
-        return replica
+        return None
 
     def _enter(self, replica: Any) -> None:
         self._set([*self._servers.rollout_replicas, replica])
         _admit(self._servers.global_load_balancer, {replica._server_address: replica._server_handle})
 
     def _fill(self, version: int) -> None:
-        """Let replicas that are up serve, and start the missing ones; if none serves, wait for one."""
-        while self.missing > len(self._starts) and self.resting:
-            self.missing, self.vacant = self.missing - 1, self.vacant + 1
+        """Wake or start the missing replicas, and let those that are up serve; if none serves, wait for one."""
+        while self.resting and self.missing > len(self._starts):
+            self.missing -= 1
             self.wake_up(version)
         began = time.monotonic()
-        if not self._servers.rollout_replicas:
-            self._retry_at = 0.0
-        why: Exception | None = None
         while True:
-            error = self._let_in(version)
-            serving, spent = self._servers.rollout_replicas, time.monotonic() - began
-            if error is not None:
-                why = error
-                self._put_off(error, alone=not serving)
-            late = not serving and spent >= _NONE_LEFT_S  # replicas that are starting may still come up
-            if late and not self._starts:
-                raise ReplicaDied(
-                    f"no rollout replica is left, and none could be started in {spent:.0f} s: {why}\nThe same command "
-                    "continues from the last checkpoint."
-                ) from why
-            if time.monotonic() >= self._retry_at and not late:
+            self._let_in(version)
+            if time.monotonic() >= self._retry_at:
                 self._start()
-            if serving:
+            if self._servers.rollout_replicas:
                 return
-            wait([start.up for start in self._starts], timeout=_PAUSE_S, return_when=FIRST_COMPLETED)
-            if not self._starts:
-                time.sleep(_PAUSE_S)
+            if time.monotonic() - began >= _NONE_LEFT_S:
+                raise ReplicaDied(
+                    f"no rollout replica is left, and none could be started in {_NONE_LEFT_S:.0f} s: {self._error}\n"
+                    "The same command continues from the last checkpoint."
+                )
+            time.sleep(_LOOK_S)
 
     def _start(self) -> None:
         """Start the missing replicas; those that span nodes one by one, because Ray reserves devices node by node: two
@@ -211,52 +220,37 @@ class SpareReplicas:
         while self.missing > len(self._starts):
             if self._nodes > 1 and not all(start.has_devices() for start in self._starts):
                 return
-            self._starts.append(ReplicaStart(self._new))
+            manager = self._servers
+            new = manager.rollout_replica_class(
+                replica_rank=next(self._ranks),
+                config=manager.rollout_config,
+                model_config=manager.model_config,
+                gpus_per_node=manager.rollout_config.n_gpus_per_node,
+            )
+            self._starts.append(_Start(new, background.run_in_thread(asyncio.run, new.init_standalone())))
 
-    def _new(self) -> Any:
-        manager = self._servers
-        return manager.rollout_replica_class(
-            replica_rank=next(self._ranks),
-            config=manager.rollout_config,
-            model_config=manager.model_config,
-            gpus_per_node=manager.rollout_config.n_gpus_per_node,
-        )
-
-    def _let_in(self, version: int) -> Exception | None:
-        """Let replicas that are up serve; return the error of the last one that failed."""
-        failed: Exception | None = None
-        for start in list(self._starts):
-            try:
-                start.check()
-                if not start.up.done():
-                    continue
-                new = start.up.result()
-                try:
-                    if gone := dead([new], self._hung_s):  # checked first: a failed weight transfer would end the run
-                        raise RuntimeError(f"replica {new.replica_rank} died before it served: {gone[new]}")
-                    self._send(new, version)
-                except BaseException:
-                    kill_replica(new)
-                    raise
-            except (ReplicaDied, WeightsError):
-                raise
-            except Exception as error:
-                self._starts.remove(start)
-                failed = error
-                continue
+    def _let_in(self, version: int) -> None:
+        """Let replicas that are up serve; put off the next start after one that failed."""
+        for start in [start for start in self._starts if start.up.done()]:
             self._starts.remove(start)
+            new = start.replica
+            try:
+                start.up.result()
+                if gone := dead([new], self._hung_s):  # checked first: a failed weight transfer would end the run
+                    raise RuntimeError(f"replica {new.replica_rank} died before it served: {gone[new]}")
+                self._send(new, version)
+            except Exception as error:
+                kill_replica(new)
+                if isinstance(error, ReplicaDied | WeightsError):
+                    raise
+                self._retry_at, self._error = time.monotonic() + _PAUSE_S, str(error)
+                logger.warning(
+                    "%d replicas are missing; the next try to start one is in %.0f s: %s", self.missing, _PAUSE_S, error
+                )
+                continue
             self._enter(new)
-            self.missing, self._failures = self.missing - 1, 0
+            self.missing -= 1
             logger.warning(REPLACED, new.replica_rank)
-        return failed
-
-    def _put_off(self, error: Exception, alone: bool) -> None:
-        self._failures += 1
-        pause = _PAUSE_S if alone else min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(self._failures, 30))
-        self._retry_at = time.monotonic() + pause
-        logger.warning(
-            "%d replicas are missing; the next try to start one is in %.0f s: %s", self.missing, pause, error
-        )
 
     def _send(self, new: Any, version: int) -> None:
         """Send the actor's weights once: after a failure the actor may still be sending."""
@@ -285,10 +279,3 @@ class SpareReplicas:
         manager.server_handles = [replica._server_handle for replica in replicas]
         manager.server_addresses = [replica._server_address for replica in replicas]
         self._weights.replicas = list(replicas)
-
-
-def _let_go(replicas: Iterable[Any]) -> None:
-    """Ask servers that still answer to return the tokens generated so far."""
-    servers = [server for replica in replicas for server in replica.servers]
-    if pending := [s.return_partial_responses.remote() for s in servers if hasattr(s, "return_partial_responses")]:
-        ray.wait(pending, num_returns=len(pending), timeout=_LET_GO_S)

@@ -1,7 +1,6 @@
 """Replicas that replace dead ones."""
 
 import threading
-import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -9,9 +8,9 @@ from unittest.mock import Mock
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from verl_rhyme.coordinator import replicas
-from verl_rhyme.coordinator.replicas import SpareReplicas, single_transfer_obstacle
 from verl_rhyme.processes.deaths import ReplicaDied
+from verl_rhyme.trainer import replicas
+from verl_rhyme.trainer.replicas import SpareReplicas, single_transfer_obstacle
 from verl_rhyme.weights.manager import RelayManager
 
 
@@ -67,10 +66,3 @@ def test_slow_replica_does_not_delay_publication(monkeypatch):
     assert spares.replace_dead(4, waits=False) == 0, "a dead replica was replaced twice"
     assert looks[0] == [one, other]
     assert looks[-1] == [one]
-
-
-def test_pause_between_tries_grows_to_its_limit():
-    spares = object.__new__(SpareReplicas)
-    spares.missing, spares._failures = 1, 2000  # weeks of failures
-    spares._put_off(ValueError("no devices"), alone=False)
-    assert spares._retry_at <= time.monotonic() + replicas._LONGEST_PAUSE_S
