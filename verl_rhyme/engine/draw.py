@@ -79,3 +79,12 @@ def draw_on_cpu(
     if weights is None or not want_logprobs:
         return drawn, None
     return drawn, weights.gather(1, drawn[:, None])[:, 0].log()
+
+
+def ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the ranks, int[N], of tokens, int64[N]: entries of each row, float[N, V], that are at least it."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(inversion.ranks(logits.numpy(), tokens.numpy()))
+    from verl_rhyme.engine import draw_kernel
+
+    return draw_kernel.ranks(logits, tokens)

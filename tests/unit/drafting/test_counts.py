@@ -12,7 +12,6 @@ from verl_rhyme.drafting import kernels
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.kernels import MAX_COUNT, ORDERS, WAYS
 from verl_rhyme.drafting.policy import DecodeStep
-from verl_rhyme.engine.threads import PlanningThreads
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
@@ -73,8 +72,7 @@ def test_full_bucket_keeps_frequent_and_drops_formerly_frequent_tokens():
 def test_sampled_tokens_are_counted_once(seed):
     """Rows come in any order, some missing; prompts and texts of restarted requests are not counted."""
     rng, rows = np.random.default_rng(seed), 6
-    pool = PlanningThreads(3)
-    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 16), lambda key: None, 4, threads=pool)
+    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 16), lambda key: None, 4, threads=3)
     counts = np.zeros_like(drafter._live.arrays.counts)
     tokens, lengths, seen = np.zeros((rows, 600), np.int32), rng.integers(1, 12, rows), [0] * rows
     tokens[:] = rng.integers(0, [5, 300, 152_064][seed], tokens.shape)
@@ -95,5 +93,5 @@ def test_sampled_tokens_are_counted_once(seed):
             text = tokens[row, : lengths[row]].copy()
             kernels._count(counts, text, seen[row] or len(text) - 1, len(text))
             seen[row] = len(text)
-    pool.run([])
+    drafter._threads.run([])
     np.testing.assert_array_equal(drafter._live.arrays.counts, counts)

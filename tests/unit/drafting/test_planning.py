@@ -7,9 +7,8 @@ from tests.unit.drafting.engine import KEY, Engine, history
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import adaptive
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
-from verl_rhyme.drafting.histories import PENDING
 from verl_rhyme.drafting.policies import build
-from verl_rhyme.engine.threads import PlanningThreads
+from verl_rhyme.drafting.threads import Threads
 
 pytestmark = pytest.mark.xdist_group("kernels")  # one process compiles them in a fresh checkout
 
@@ -21,7 +20,7 @@ class Late:
         self.released = []
 
     def get(self, key):
-        return PENDING
+        return None
 
     def release(self, key, history):
         self.released.append((key, history))
@@ -35,9 +34,8 @@ def test_drafts_do_not_depend_on_the_number_of_threads(seed, monkeypatch):
     keys = [bytes([i]) * 16 for i in range(5)]
     texts = {key: rng.integers(0, 30, 400) for key in keys}
     histories = {key: history(*np.where(rng.random((3, 400)) < 0.1, 30, texts[key])) for key in keys[1:]}
-    pools = [PlanningThreads(count) for count in (1, 2, 5)]
     config = DraftingConfig(live_tokens=1 << 13, floor=0.02)
-    engine = Engine(*(AdaptiveDrafter(config, histories.get, 8, threads=pool) for pool in pools), rows=12)
+    engine = Engine(*(AdaptiveDrafter(config, histories.get, 8, threads=count) for count in (1, 2, 5)), rows=12)
     names = [""] * 12
     for number in range(150):
         for row, key in enumerate(keys * 2):
@@ -58,7 +56,7 @@ def test_drafts_do_not_depend_on_the_number_of_threads(seed, monkeypatch):
 
 
 def test_deferred_counting_does_not_read_the_engines_rows():
-    class Slow(PlanningThreads):
+    class Slow(Threads):
         """Defers the counting until the engine has changed its rows."""
 
         def defer(self, call):
@@ -66,8 +64,9 @@ def test_deferred_counting_does_not_read_the_engines_rows():
 
     texts = np.random.default_rng(0).integers(0, 50, (8, 200))
     counted = []
-    for pool in (PlanningThreads(1), Slow(1)):
-        drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 13), lambda key: None, 8, threads=pool)
+    for pool in (Threads(1), Slow(1)):
+        drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 13), lambda key: None, 8)
+        drafter._threads = pool
         engine = Engine(drafter)
         for row in range(8):
             engine.start(str(row), texts[row, : 3 + row], bytes(16))
@@ -90,7 +89,7 @@ def test_deferred_counting_does_not_read_the_engines_rows():
 @pytest.mark.parametrize("policy", ["adaptive", "paper"])
 def test_running_requests_draft_from_a_history_that_arrives(policy):
     source, text = Late(), np.random.default_rng(0).permutation(600)
-    drafter = build(DraftingConfig(policy=policy), source, 8, 1 << 30)
+    drafter = build(DraftingConfig(policy=policy), source.get, 8, 1 << 30, release=source.release)
     engine = Engine(drafter)
     engine.start("a", [1, 2])
     engine.start("b", [1, 2])
@@ -108,7 +107,7 @@ def test_running_requests_draft_from_a_history_that_arrives(policy):
 
 def test_request_with_pending_history_drafts_from_live_texts():
     source, text = Late(), np.random.default_rng(0).permutation(600)
-    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), source, 8)
+    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), source.get, 8, release=source.release)
     engine = Engine(drafter)
     engine.start("a", [1, 2])
     engine.start("b", [1, 2])
@@ -124,7 +123,7 @@ def test_request_with_pending_history_drafts_from_live_texts():
 def test_siblings_stay_in_one_group_when_their_history_arrives(known):
     """The group's number changes with the history, and no text is indexed twice."""
     rng = np.random.default_rng(1)
-    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 14), Late(), 8)
+    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 14), lambda key: None, 8)
     engine = Engine(drafter)
     if known:
         engine.start("before", [1, 2])
@@ -148,7 +147,7 @@ def test_history_that_arrives_before_the_first_step_gives_the_same_drafts():
     rng = np.random.default_rng(2)
     text = rng.integers(0, 40, 500)
     known = history(np.where(rng.random(500) < 0.1, 41, text), text[::-1], step=3)
-    late = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), Late(), 8)
+    late = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), lambda key: None, 8)
     engine = Engine(late, AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), lambda key: known, 8))
     for name in "abc":
         engine.start(name, [1, 2])
