@@ -38,10 +38,9 @@ class Rows:
 
 
 def draw_on_gpu(logits: torch.Tensor, rows: Rows, scaled: bool, raw: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens, int64[N], and their log-probabilities, float32[N]; only ``rows`` is copied to the GPU.
+    """Return tokens, int64[N], and their log-probabilities, float32[N], before the temperature if ``raw``.
 
-    ``logits`` are float[N, V], already divided by the temperature if ``scaled``. With ``raw`` the log-probabilities are
-    those before the temperature.
+    ``logits`` are float[N, V], already divided by the temperature if ``scaled``.
     """
     from verl_rhyme.engine import draw_kernel  # Triton is not installed everywhere
 
@@ -57,8 +56,7 @@ def draw_on_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return tokens of a few rows, int64[N], and their log-probabilities, float32[N].
 
-    ``logits`` are float32[N, V], contiguous, divided by the temperature; ``scratch`` is float32, at least N * V
-    entries.
+    ``logits`` are float32[N, V], contiguous, divided by the temperature; ``scratch`` has at least N * V entries.
     """
     greedy = rows.temperatures == 0
     keyed = rows.keyed & ~greedy

@@ -118,10 +118,7 @@ class Drawer:
         return self._noise.budgeted() if holder is not None and holder.has_tracked_requests() else np.empty(0, np.int64)
 
     def draw(self, logits: torch.Tensor, metadata: SamplingMetadata, counts: np.ndarray) -> Drawn:
-        """Draw a token for each row of ``logits``, float[N, V]: each request's drafted positions and the one after.
-
-        ``counts`` are int64[B], rows of each request, adjacent.
-        """
+        """Draw a token for each row of ``logits``, float[N, V]; ``counts`` are int64[B], adjacent rows of a request."""
         if len(budgeted := self.budgeted(metadata)):
             self.keep((counts.cumsum() - counts)[budgeted], logits)
             logits = _within_budgets(logits, metadata, counts)
@@ -198,10 +195,7 @@ class Drawer:
     def _target(
         self, raw: torch.Tensor, policy: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int
     ) -> torch.Tensor:
-        """Return new logits, float32[n, V], with all sampling options of the requests applied.
-
-        ``raw`` are the model's logits, ``policy`` the same divided by the temperatures.
-        """
+        """Return new logits with all sampling options applied; ``policy`` is ``raw`` divided by the temperatures."""
         if _positional(metadata):
             target = _scaled(self._processed(raw.clone(), rows, metadata, requests), rows)
         else:

@@ -43,8 +43,7 @@ class _Request:
 class HistoryProposer:
     """Draft proposer that vLLM builds from ``speculative_config={"method": "custom_class", "model": "<this class>"}``.
 
-    ``additional_config["rhyme"]`` holds ``drafting`` (the config tree), ``history_dir`` and ``namespace``. With
-    ``copies_dir``, a request may state that its prompt's history is copied from another node.
+    ``additional_config["rhyme"]`` holds ``drafting`` (the config tree), ``history_dir``, ``namespace``, ``copies_dir``.
     """
 
     def __init__(self, vllm_config: Any) -> None:

@@ -3,11 +3,8 @@
 It samples a token from the target's distribution at every drafted position. Sampled tokens count up to the first that
 differs from the draft. For drafts without probabilities (one-hot) this *is* rejection sampling (Leviathan et al., 2023,
 arXiv:2211.17192, section 2.3): a draft x is kept with probability p(x), and a token that differs is a draw from the
-residual. No residual and no table of log-probabilities is computed: one pass over B + D rows (B requests, D draft
-tokens in all) gives each row's token and log-probability.
-
-:mod:`verl_rhyme.engine.drawer` draws the tokens of all requests, whatever their options, so that each keeps its noise.
-Requests with a thinking budget verify no drafts. Custom logits processors are refused.
+residual. One pass over B + D rows (B requests, D draft tokens) gives each row's token and log-probability, whatever the
+requests' options. Requests with a thinking budget verify no drafts.
 """
 
 from __future__ import annotations
@@ -87,11 +84,10 @@ class DrawingVerifier(RejectionSampler):
 def accepted_tokens(
     drafts: torch.Tensor, tokens: torch.Tensor, drafted: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each request's tokens up to the first that differs from its draft, or all of them.
+    """Return each request's tokens up to the first that differs from its draft, int32[B, drafted.max() + 1].
 
-    ``drafts`` are int[sum(drafted)], ``tokens`` int64[sum(drafted + 1)], drawn at each drafted position and at the one
-    after, ``drafted`` int64[B]. Return int32[B, drafted.max() + 1], padded with -1, and the index of each entry of
-    ``tokens`` in it, flattened, int64.
+    ``drafts`` are int[sum(drafted)], ``tokens`` int64[sum(drafted + 1)], ``drafted`` int64[B]. The result is padded
+    with -1; also return the index of each entry of ``tokens`` in it, flattened, int64.
     """
     width = int(drafted.max()) + 1
     starts = np.arange(len(drafted)) * width
@@ -108,10 +104,7 @@ def accepted_tokens(
 
 
 def install(runner: Any, logprobs_mode: str | None = None) -> str:
-    """Install our samplers in a V1 model runner; return the reason for a refusal, after which nothing has changed.
-
-    ``logprobs_mode`` is :data:`POLICY_LOGPROBS`, or ``None`` for the engine's.
-    """
+    """Install our samplers in a V1 model runner; return the reason for a refusal, after which nothing has changed."""
     sampler, verifier = getattr(runner, "sampler", None), getattr(runner, "rejection_sampler", None)
     batch: Any = getattr(runner, "input_batch", None)
     if not isinstance(sampler, Sampler) or not hasattr(batch, "num_tokens_no_spec"):

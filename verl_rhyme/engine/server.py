@@ -175,10 +175,9 @@ class RhymeHttpServer(vLLMHttpServer):
                 return
 
     async def healthy(self) -> None:
-        """Return once the engine has answered, which it does between two steps: it may hang while this process runs.
+        """Return once the engine, which may hang while this process runs, has answered between two steps.
 
-        During a call to the workers, such as loading weights, the engine is only checked for being alive. Raises vLLM's
-        EngineDeadError if the engine has died, which this actor may outlive.
+        During a call to the workers, such as loading weights, the engine need only be alive. Raises EngineDeadError.
         """
         if self.node_rank != 0:
             return
@@ -210,10 +209,7 @@ class RhymeHttpServer(vLLMHttpServer):
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def cache_tokens(self) -> int:
-        """Return the KV cache size in tokens of requests of maximum length, as vLLM logs it; 0 if vLLM reports none.
-
-        Recurrent states and layers with separate caches (sliding windows) count.
-        """
+        """Return the KV cache size in tokens of requests of maximum length, as vLLM logs it; 0 if vLLM reports none."""
         config = self.engine.vllm_config
         one = getattr(config.cache_config, "kv_cache_size_tokens", None) or 0  # of one data-parallel engine
         return one * config.parallel_config.data_parallel_size
@@ -232,7 +228,6 @@ class RhymeHttpServer(vLLMHttpServer):
     # ---- weights ----
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Set the policy version, as verl's server does, and admit the requests that wait for it."""
         await super().set_global_steps(global_steps)
         await self._gate.open(global_steps)
 
@@ -245,10 +240,7 @@ class RhymeHttpServer(vLLMHttpServer):
         await self._gate.wait_until_idle()
 
     async def suspend(self) -> None:
-        """Refuse new requests and abort running ones until new weights are loaded.
-
-        Device memory is freed if the engine can sleep (not on a CPU, nor with ``free_cache_engine=false``).
-        """
+        """Refuse new requests and abort running ones until new weights are loaded; free memory if the engine sleeps."""
         await self._gate.close()
         await self.abort_all_requests(reject_request=True)
         if self.node_rank == 0 and self.config.free_cache_engine and self.config.enable_sleep_mode:

@@ -70,10 +70,13 @@ def test_full_bucket_keeps_frequent_and_drops_formerly_frequent_tokens():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sampled_tokens_are_counted_once(seed):
-    """Rows come in any order, some missing; prompts and texts of restarted requests are not counted."""
+    """Rows come in any order, some missing, and are overwritten before a deferred call counts; prompts and texts of
+    restarted requests are not counted.
+    """
     rng, rows = np.random.default_rng(seed), 6
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 16), lambda key: None, 4, threads=3)
-    counts = np.zeros_like(drafter._live.arrays.counts)
+    counts, deferred = np.zeros_like(drafter._live.arrays.counts), []
+    drafter._threads.defer = deferred.append
     tokens, lengths, seen = np.zeros((rows, 600), np.int32), rng.integers(1, 12, rows), [0] * rows
     tokens[:] = rng.integers(0, [5, 300, 152_064][seed], tokens.shape)
     for row in range(rows):
@@ -89,9 +92,12 @@ def test_sampled_tokens_are_counted_once(seed):
         limits = np.full(len(batch), 32)
         names = [str(row) for row in batch]
         drafter.step(DecodeStep(names, batch, tokens, lengths[batch], nothing, nothing, limits, budget))
+        kept = tokens.copy()
+        tokens[:] = 7
+        deferred.pop()()
+        tokens[:] = kept
         for row in batch:  # the whole text in one call
             text = tokens[row, : lengths[row]].copy()
             kernels._count(counts, text, seen[row] or len(text) - 1, len(text))
             seen[row] = len(text)
-    drafter._threads.run([])
     np.testing.assert_array_equal(drafter._live.arrays.counts, counts)

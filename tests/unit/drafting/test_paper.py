@@ -4,17 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.drafting.engine import KEY, OTHER_KEY, history
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.paper import PaperDrafter, Window
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
-from verl_rhyme.history.record import PromptHistory, Trajectory
-
-KEY, OTHER = b"k" * 16, b"o" * 16
-
-
-def history(*responses):
-    return PromptHistory.build([Trajectory(KEY, np.array(r, np.int32), 1.0, 0, 0, i) for i, r in enumerate(responses)])
-
 
 COUNTING = history(range(100))
 
@@ -131,7 +124,7 @@ def test_bounds_and_budget_are_never_exceeded_and_drafts_are_deterministic(respo
     pair = [PaperDrafter(DraftingConfig(max_tokens=20), {KEY: index}.get, match=(1, 5)) for _ in range(2)]
     for drafter in pair:
         for i in range(6):
-            drafter.start(str(i), KEY if i < 5 else OTHER)
+            drafter.start(str(i), KEY if i < 5 else OTHER_KEY)
     drafted = dict.fromkeys(range(6), 0)
     for batch, budget in steps:
         verified = [
