@@ -69,7 +69,7 @@ class AdaptiveDrafter:
         self._config, self._vocabulary = config, min(vocabulary, (1 << 31) - 1)
         self._shared: Histories[_Request] = Histories(get, release)
         self._threads = Threads(threads)
-        self._slots = slot_arrays(slots, config.max_tokens)
+        self._slots, self._unused = (slot_arrays(n, config.max_tokens) for n in (slots, 1))
         self._live = LiveTexts(config.live_tokens, slots)
         self._model, self._agreement = confidence.prior(), regrowth.prior()
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
@@ -103,10 +103,8 @@ class AdaptiveDrafter:
         self._requests[request] = live
         self._batch = None
         slots = self._slots
-        for array in (slots.length, slots.planned, slots.candidates, slots.recent, slots.by_source, slots.regrowth):
-            array[slot] = 0
-        slots.verify_steps[slot] = 0
-        slots.planned_at[slot] = slots.block[slot] = -1
+        for array, unused in zip(slots, self._unused, strict=True):
+            array[slot] = unused[0]
         slots.previous[slot], slots.previous_size[slot] = earlier.ctypes.data, len(earlier)
         slots.owner[slot] = self._texts
         self._texts += 1
@@ -310,10 +308,9 @@ class AdaptiveDrafter:
             return
         self._batch = None
         self._live.close(int(self._slots.block[live.slot]))
-        self._slots.history_size[live.slot] = self._slots.previous_size[live.slot] = 0
-        live.history, live.previous = (), live.previous[:0]
+        live.history = ()
         self._free.append(live.slot)
-        self._shared.release(live.key, live)
+        self._shared.release(live.key, live)  # the last reference to its history
 
     def _grow(self) -> None:
         """Double the slots. The live texts do not grow: if all of their blocks are open, new text is not indexed."""

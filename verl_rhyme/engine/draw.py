@@ -30,12 +30,6 @@ class Rows:
     def part(self, at: slice | np.ndarray) -> Rows:
         return Rows(self.request[at], self.keys[at], self.positions[at], self.temperatures[at], self.keyed[at])
 
-    @property
-    def divisors(self) -> np.ndarray | None:
-        """Divisors of the logits, float32[N]; ``None`` if all are 1."""
-        divisors = np.where(self.temperatures > 0, self.temperatures, np.float32(1))
-        return None if (divisors == 1).all() else divisors
-
 
 def draw_on_gpu(logits: torch.Tensor, rows: Rows, scaled: bool, raw: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens, int64[N], and their log-probabilities, float32[N], before the temperature if ``raw``.

@@ -55,14 +55,8 @@ class BatchNoise:
         request = np.repeat(np.arange(requests), counts)
         offset = np.arange(len(request)) - np.repeat(counts.cumsum() - counts, counts)
         if not batch.req_ids:  # vLLM profiles its samplers without requests
-            nothing = np.zeros(len(request))
-            keys, at = nothing.astype(np.uint64), nothing.astype(np.int64)
-            return Rows(request, keys, at, nothing.astype(np.float32) + 1, nothing.astype(bool))
-        if len(batch.req_ids) != requests:
-            raise RuntimeError(
-                f"vLLM asks to sample for {requests} requests, but its batch has {len(batch.req_ids)}: "
-                "this vLLM version is not supported, see `verl-rhyme doctor`"
-            )
+            keys, at, keyed = (np.zeros(len(request), dtype=kind) for kind in (np.uint64, np.int64, bool))
+            return Rows(request, keys, at, np.ones(len(request), dtype=np.float32), keyed)
         if batch.req_ids != self._ids:
             known = dict(zip(self._ids, zip(self._keys, self._keyed, strict=True), strict=True))
             self._ids = list(batch.req_ids)
@@ -234,7 +228,8 @@ class Drawer:
 
 def _scaled(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Return the logits divided by the rows' temperatures; the same tensor if all are 1."""
-    if (divisors := rows.divisors) is None:
+    divisors = np.where(rows.temperatures > 0, rows.temperatures, np.float32(1))
+    if (divisors == 1).all():
         return logits
     return logits / torch.from_numpy(divisors).to(logits.device, non_blocking=True)[:, None]
 

@@ -48,8 +48,7 @@ class _Request:
     """A request that runs."""
 
     name: str  # of the coordinator's attempt, or empty
-    received: bool = False  # by the engine
-    version: int | None = None  # policy version when the engine received it
+    version: int | None  # of the policy, when the engine received it
     output: Any = None  # vLLM's latest
     engine_died: bool = False  # after it had generated tokens
 
@@ -145,7 +144,7 @@ class RhymeHttpServer(vLLMHttpServer):
     ) -> AsyncIterator[Any]:
         request = self._requests.get(request_id)  # None for a client of the engine's HTTP server
         if request is not None:
-            request.received, request.version = True, self.global_steps  # verl holds requests until weights are loaded
+            request.version = self.global_steps  # verl holds requests until weights are loaded
         outputs = self._engine_generate(prompt, sampling_params, request_id, **kwargs)
         # verl's abort waits for a first output of every request before it stops the engine (`_admitting` in its
         # generate()). With more requests than slots, that is when the last one gets a slot. The placeholder admits a
@@ -275,7 +274,7 @@ class RhymeHttpServer(vLLMHttpServer):
         if not await self._gate.enter(request_id, meta.assignment.oldest_version):
             fields = {"global_steps": self.global_steps, FIELD: []}
             return TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields=fields)
-        request = self._requests[request_id] = _Request(meta.name)
+        request = self._requests[request_id] = _Request(meta.name, self.global_steps)
         if self._rhyme.drafting.enable:
             key = bytes.fromhex(meta.key) if meta.key else prompt_key(prompt_ids)
             meta.history_requested_ns = self._histories.ask(key)
@@ -288,7 +287,6 @@ class RhymeHttpServer(vLLMHttpServer):
         if self._rhyme.drafting.enable:
             self._finished.append(request_id)  # the trainer fetches counts in bulk, so no response waits for them
         scheduled, first = _wall_times(getattr(request.output, "metrics", None))
-        version = request.version if request.received else self.global_steps
         record = RequestRecord(
             id=request_id,
             prompt_key=meta.key,
@@ -303,7 +301,7 @@ class RhymeHttpServer(vLLMHttpServer):
             prompt_tokens=len(prompt_ids),
             response_tokens=len(output.token_ids),
             predicted_tokens=meta.assignment.remaining(meta.earlier_tokens)[0],
-            policy_version_start=-1 if version is None else version,
+            policy_version_start=-1 if request.version is None else request.version,
             policy_version_end=-1 if self.global_steps is None else self.global_steps,
             stop_reason=output.stop_reason or "",
         )
