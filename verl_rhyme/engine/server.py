@@ -245,13 +245,6 @@ class RhymeHttpServer(vLLMHttpServer):
         if self.node_rank == 0 and self.config.free_cache_engine and self.config.enable_sleep_mode:
             await self.engine.sleep(level=self._resolve_sleep_level())
 
-    async def return_partial_responses(self) -> None:
-        """Return the partial responses of all requests to their callers, before the replica is removed."""
-        if self.node_rank == 0:
-            self.engine.output_processor.propagate_error(EngineDeadError())
-            while self._requests:
-                await asyncio.sleep(_ADMISSION_POLL_S)
-
     async def stop_engine(self) -> None:
         """Shut down vLLM's processes; if they are killed with the Ray actor, their shared memory remains."""
         if self.node_rank == 0:

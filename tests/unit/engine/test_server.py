@@ -292,17 +292,6 @@ async def test_request_of_another_client_fails_as_with_verl(dying):
     assert not dying._requests
 
 
-async def test_removed_replica_returns_partial_responses(server):
-    server._requests["r"], given = None, []
-    server.engine.output_processor.propagate_error = given.append
-    leaves = asyncio.create_task(server.return_partial_responses())
-    done, _ = await asyncio.wait({leaves}, timeout=0.05)
-    assert not done, "one request has not returned yet"
-    server._requests.clear()
-    await asyncio.wait_for(leaves, 1)
-    assert [type(error) for error in given] == [EngineDeadError]
-
-
 # ---- health: a replica is healthy only if its engine answers as well ----
 
 
