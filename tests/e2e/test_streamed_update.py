@@ -19,19 +19,25 @@ LOSSES = {
     "gspo": {"loss_agg_mode": "seq-mean-token-sum", "by_tokens": False, "use_kl_loss": True},
 }
 WRONG_SCALE = {**TOKENS, "by_tokens": False}
-#: Each of two ranks.
-FSDP = {"engine": "fsdp2", "dynamic": True}
-MEGATRON = {
+#: Each of two ranks, and with the loss that is divided by tokens.
+ENGINES = {
+    "fsdp-dp2": {"engine": "fsdp2", "dynamic": True},
+    "megatron-pp2": {"engine": "megatron", "pp": 2, "options": {"virtual_pipeline_model_parallel_size": 2}},
     # reduced bucket by bucket, beside the backward pass
-    "dp2": {"options": {"override_ddp_config": {"overlap_grad_reduce": True, "bucket_size": 2000}}, "dynamic": True},
-    "pp2": {"pp": 2, "options": {"virtual_pipeline_model_parallel_size": 2}},
-    "tp2": {"tp": 2},
+    "megatron-dp2": {
+        "engine": "megatron",
+        "options": {"override_ddp_config": {"overlap_grad_reduce": True, "bucket_size": 2000}},
+        "dynamic": True,
+    },
+    "megatron-tp2": {"engine": "megatron", "tp": 2},
 }
-STEPS = 5
+DAILY = ("fsdp-dp2", "megatron-pp2")
+STEPS = 10  # the weights move far beyond rounding
 
 
-def steps(cases, **settings):
-    return run(2, "streamed_steps", model=str(MODELS / "qwen2"), parts=UNEVEN, cases=cases, steps=STEPS, **settings)
+def steps(world, cases, **settings):
+    model = str(MODELS / "qwen2")
+    return run(world, "streamed_steps", model=model, parts=UNEVEN, cases=cases, steps=STEPS, **settings)
 
 
 def assert_same(reported):
@@ -44,17 +50,15 @@ def assert_same(reported):
     assert reported["moved"] > 1e-3, "nothing was learnt"
 
 
-def test_updates_in_parts_are_those_of_the_whole_whatever_the_loss_is_divided_by():
-    *losses, wrong_scale = steps([*LOSSES.values(), WRONG_SCALE], **FSDP)
+@pytest.mark.parametrize("engine", [name if name in DAILY else pytest.param(name, marks=ONLY_SLOW) for name in ENGINES])
+def test_ten_updates_in_parts_are_those_of_the_whole(engine):
+    [reported] = steps(2, [TOKENS], **ENGINES[engine])
+    assert_same(reported)
+
+
+def test_whatever_the_loss_is_divided_by():
+    *losses, wrong_scale = steps(1, [*LOSSES.values(), WRONG_SCALE], engine="fsdp2")
     for reported in losses:
         assert_same(reported)
     with pytest.raises(AssertionError):
         assert_same(wrong_scale)
-
-
-@pytest.mark.parametrize(
-    "parallel", [name if name == "pp2" else pytest.param(name, marks=ONLY_SLOW) for name in MEGATRON]
-)
-def test_updates_of_megatron(parallel):
-    [reported] = steps([TOKENS], engine="megatron", **MEGATRON[parallel])
-    assert_same(reported)

@@ -4,36 +4,13 @@ import pytest
 
 from verl_rhyme.drafting.recurrent import recurrent
 
-ATTENTION = [
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_vl",
-    "gpt_oss",
-    "gemma3",
-    "olmo3",
-    "deepseek_v3",
-    "minimax_m2",
-]
+ATTENTION = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "gpt_oss", "gemma3", "olmo3", "minimax_m2"]
 RECURRENT = {
-    "qwen3_next": "linear_attention",
-    "qwen3_5": "qwen3_5",
-    "qwen3_5_moe": "qwen3_5_moe",
-    "olmo_hybrid": "linear_attention",
-    "minimax": "linear_attention",
-    "granitemoehybrid": "mamba",
-    "nemotron_h": "mamba",
-    "zamba2": "mamba",
-    "falcon_h1": "falcon_h1",
-    "falcon_mamba": "falcon_mamba",
-    "bamba": "bamba",
-    "jamba": "jamba",
-    "mamba": "mamba",
-    "mamba2": "mamba2",
+    **dict.fromkeys(["qwen3_next", "olmo_hybrid", "minimax"], "linear_attention"),
+    **dict.fromkeys(["granitemoehybrid", "nemotron_h", "zamba2", "mamba"], "mamba"),
+    **{name: name for name in ("qwen3_5", "qwen3_5_moe", "falcon_h1", "falcon_mamba", "bamba", "jamba", "mamba2")},
+    **{name: name for name in ("rwkv", "xlstm")},
     "recurrent_gemma": "recurrent",
-    "rwkv": "rwkv",
-    "xlstm": "xlstm",
 }
 
 
