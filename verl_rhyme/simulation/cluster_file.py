@@ -23,9 +23,9 @@ from verl_rhyme.planning import profile
 from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.planning.profile import Profile
 from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, plain, typed
+from verl_rhyme.planning.workload import Lengths, Prompt
 from verl_rhyme.scheduling.rules import Rules, of_options
 from verl_rhyme.simulation.scenario import Drafts, Scenario
-from verl_rhyme.simulation.workload import Lengths, Prompt
 
 
 @dataclass
@@ -57,7 +57,7 @@ class TrainingFile:
 
 @dataclass
 class WorkloadFile:
-    """Arguments of :class:`~verl_rhyme.simulation.workload.Lengths` and its ``epochs``."""
+    """Arguments of :class:`~verl_rhyme.planning.workload.Lengths` and its ``epochs``."""
 
     prompts: int = MISSING
     samples: int = MISSING

@@ -18,6 +18,7 @@ from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.batches import Occupancy
 from verl_rhyme.placement import Placement
 from verl_rhyme.placement import Request as PlacementRequest
+from verl_rhyme.planning.workload import Prompt
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
@@ -25,7 +26,6 @@ from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.simulation.cluster import Cluster
 from verl_rhyme.simulation.engine import Engine, Request, Segment
 from verl_rhyme.simulation.scenario import Part, Scenario, Step
-from verl_rhyme.simulation.workload import Prompt
 
 
 @dataclass(slots=True)
