@@ -11,7 +11,7 @@ from whole_run import MOSTLY, finish, kill_all, steps_of, wait_for_step
 
 from tests.conftest import ONLY_SLOW
 from verl_rhyme.observability import events
-from verl_rhyme.observability.summary import read
+from verl_rhyme.observability.run import read
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
 #: 16 prompts x 4 samples, two steps an epoch.
@@ -68,7 +68,7 @@ def trained(engine, tmp_path_factory):
 def test_trains_drafts_and_reports(trained):
     run_dir, output = trained
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert set(summary) == {"run", "epochs", "bubble_slots", "engine", "versions", "staleness_mean", "staleness_max"}
+    assert set(summary) == {"run", "epochs", "bubble_slots", "engine", "staleness_mean", "staleness_max"}
     assert summary["run"] == "histospec"
     assert len(summary["epochs"]) == EPOCHS
     first, second = summary["epochs"][:2]

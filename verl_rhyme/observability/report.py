@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from . import metrics, trace
 from .page import document
-from .page.run import Run
-from .summary import FIRST_WARM_EPOCH, ReportError, compare, read, tokens_per_s
+from .run import ReportError, Run, read
+from .summary import COLUMNS, FIRST_WARM_EPOCH, compare, formatted
 
 SUMMARY_FILE = "summary.json"
 TRACE_FILE = "trace.json"
@@ -47,7 +46,7 @@ def report(
     summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
     notes += _unequal_slots(summaries)
     try:
-        paths = [write(summary, to), document.write(runs, to, FIRST_WARM_EPOCH)]
+        paths = [write(summary, to), document.write(runs, to)]
         if perfetto:
             notes += [line for run in runs if (line := _missing_step(run, step))]
             paths += _traces(runs, to, step)
@@ -72,7 +71,7 @@ def _unequal_slots(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _missing_step(run: Run, step: int | None) -> str:
-    steps = run.requests["step"] if run.requests else np.zeros(0)
+    steps = run.requests["step"]
     if step is None or not len(steps) or step in steps:
         return ""
     return f"{run.name}: no request of step {step} was logged; steps {min(steps)} to {max(steps)} are available"
@@ -85,13 +84,10 @@ def _rename_equal(runs: Sequence[Run]) -> list[str]:
         return []
     if first.folder.resolve() == second.folder.resolve():
         raise ReportError(f"{first.folder} and {second.folder} are the same run: give another run to compare with")
-    name = first.name
-    for depth in range(1, 1 + max(len(run.folder.resolve().parts) for run in runs)):
-        folders = ["/".join(run.folder.resolve().parts[-depth:]) for run in runs]
-        if folders[0] != folders[1]:
-            break
+    name, folders = first.name, [run.folder.resolve() for run in runs]
+    shared = os.path.commonpath(folders)
     for run, folder in zip(runs, folders, strict=True):
-        run.name = f"{name} ({folder})"
+        run.name = f"{name} ({os.path.relpath(folder, shared)})"
     return [f"both runs are named {name}: here they are {first.name} and {second.name}; --name names the first"]
 
 
@@ -125,12 +121,10 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
     """Print the table per epoch, and the speedup of two runs: the first run comes first, as in the page."""
     runs = [*summary["runs"].values()][::-1] if "runs" in summary else [summary]
     names = [str(run["run"]) for run in runs]
-    table = _table(runs, names)
-    if len(names) > 1 and console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
+    if len(runs) > 1:
         for letter, name in zip("AB", names, strict=True):
             console.print(f"{letter}  {name}", highlight=False, markup=False, soft_wrap=True)
-        table = _table(runs, list("AB"))
-    console.print(table)
+    console.print(_table(runs))
     for name, run in zip(names, runs, strict=True):
         if (low_yield := _low_yield(run)) is not None:
             console.print(f"{name}: {low_yield}", highlight=False, markup=False, soft_wrap=True)
@@ -157,37 +151,17 @@ def _sources(run: Mapping[str, Any]) -> str:
     return f"draft tokens of the last epoch: {drafted}; accepted: {accepted}" if accepted else ""
 
 
-def _table(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
+def _table(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table by epoch; two runs are A and B, and columns without values are left out."""
+    columns = [c for c in COLUMNS if any(row[c[0]] is not None for run in runs for row in run["epochs"])]
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    numbers_shown = ("reward", "rollout\nseconds", "tokens", "tokens\nper s", "tokens\nper step")
-    shares_shown = ("accepted", "history", "bubble")
-    stale = any(row["staleness_max"] for run in runs for row in run["epochs"])
-    names_shown = (*numbers_shown, *shares_shown, *(["stale\n(max)"] if stale else []))
-    for name in ("epoch", *(["run"] if len(runs) > 1 else []), *names_shown):
-        wraps = name == "run" or name.startswith("stale")
-        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=not wraps, overflow="fold")
-    for number in sorted({row["epoch"] for run in runs for row in run["epochs"]}):
-        rows = [(name, row) for name, run in zip(names, runs, strict=True) for row in run["epochs"]]
-        for at, (name, row) in enumerate((name, row) for name, row in rows if row["epoch"] == number):
-            lead = [str(number) if at == 0 else "", *([escape(name)] if len(runs) > 1 else [])]
-            table.add_row(*lead, *_cells(row)[: len(names_shown)])
+    for title in ("epoch", *(["run"] if len(runs) > 1 else []), *(title for _, title, _ in columns)):
+        table.add_column(title, justify="right")
+    rows = [(row["epoch"], letter, row) for letter, run in zip("AB", runs, strict=False) for row in run["epochs"]]
+    for number, letter, row in sorted(rows, key=lambda each: each[:2]):
+        lead = [str(number), *([letter] if len(runs) > 1 else [])]
+        table.add_row(*lead, *(formatted(row[key], form) for key, _, form in columns))
     return table
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    return [
-        cell(row["reward_mean"], ".3f"),
-        cell(row["rollout_s"], ".1f"),
-        cell(row["tokens"], ",").replace(",", " "),
-        cell(tokens_per_s(row), ".0f"),
-        cell(row["accept_length"], ".2f"),
-        *(cell(row[name], ".0%") for name in ("accept_rate", "history_hit_rate")),
-        cell(row["bubble_ratio"], ".0%"),
-        cell(row["staleness_mean"], ".1f") + ("" if row["staleness_max"] is None else f" ({row['staleness_max']})"),
-    ]
 
 
 def _speedups(summary: Mapping[str, Any]) -> str:

@@ -43,7 +43,8 @@ TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "upd
 _STEP, _GEN, _SYNC = "step", "gen", "update_weights"
 #: Minimum length of a pause (the run was stopped and resumed): share of the run's time, and seconds.
 _PAUSE_SHARE, _PAUSE_S = 0.05, 20.0
-#: Most requests that a replica may seem to run, as a multiple of its share of the slots.
+#: Most requests of a replica with all its slots in use, over its slots: an engine reuses a slot shortly before the last
+#: response has left it.
 _FULL = 1.2
 
 
@@ -103,20 +104,13 @@ class SlotTime:
         return np.split(order, np.searchsorted(replica[order], np.arange(1, len(self.replicas))))
 
     @cached_property
-    def lane_slots(self) -> list[float]:
-        """Height of each replica's lane: its equal share of the slots, or, as shares may be unequal, what the replica
-        filled for a twentieth of its busy time if that is clearly more.
-        """
-        return [self._measured_slots(mine) for mine in self.by_replica]
-
-    def _measured_slots(self, mine: Array) -> float:
+    def lane_slots(self) -> float:
+        """Height of a lane: an equal share of the slots, or the most that a replica ran if that is clearly more."""
         share = self.slots / len(self.replicas)
-        times, counts = _running(self.requests["started"][mine], self.requests["finished"][mine])
-        order = np.argsort(counts[:-1])
-        spent = np.cumsum(np.where(counts[:-1] > 0, np.diff(times), 0.0)[order])
-        often = float(counts[:-1][order][np.searchsorted(spent, 0.95 * spent[-1])]) if spent.any() else 1.0
-        # An engine reuses a slot shortly before the last response has left it, so slightly more is no larger share.
-        return often if often > _FULL * share else share
+        most = max(
+            _running(*(self.requests[n][mine] for n in ("started", "finished")))[1].max() for mine in self.by_replica
+        )
+        return float(most) if most > _FULL * share else share
 
     def occupied(self, replica: int, edges: Array) -> Array:
         """Return the mean number of running requests of a replica between ``edges`` [k + 1]: float64[k]."""

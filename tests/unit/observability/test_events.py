@@ -20,7 +20,6 @@ from verl_rhyme.observability.events import (
     read_info,
     read_requests,
     read_stages,
-    runs_of,
     to_numpy,
 )
 
@@ -232,26 +231,16 @@ def test_a_folder_that_cannot_be_created_causes_one_warning(tmp_path: Path, capl
     with caplog.at_level(logging.WARNING):
         log = EventLog(tmp_path / "file" / "events")
         log.append_requests(1, 0, requests(3))
-        log.describe(1, run="histospec")
+        log.describe(run="histospec")
     assert len(caplog.records) == 1
 
 
-def test_description_is_kept_and_extended(tmp_path: Path) -> None:
-    EventLog(tmp_path).describe(1, run="histospec", slots=32)
-    EventLog(tmp_path).describe(1, run="histospec", engine="vllm 0.24.0")
-    assert read_info(tmp_path) == {"runs": [[1, "histospec"]], "slots": 32, "engine": "vllm 0.24.0"}
+def test_description_is_kept_and_extended_with_every_name(tmp_path: Path) -> None:
+    for name, more in (("histospec", {"slots": 32}), ("undrafted", {}), ("histospec", {"engine": "vllm"})):
+        EventLog(tmp_path).describe(name, **more)
+    assert read_info(tmp_path) == {"names": ["histospec", "undrafted"], "slots": 32, "engine": "vllm"}
     (tmp_path / "run.json").write_text("{broken")
     assert read_info(tmp_path) == {}
-
-
-def test_each_start_keeps_its_name_until_its_steps_are_replaced(tmp_path: Path) -> None:
-    starts = [(1, "histospec"), (5, "histospec"), (9, "coupled"), (13, "undrafted"), (11, "coupled"), (17, "histospec")]
-    for step, name in starts:
-        EventLog(tmp_path).describe(step, run=name)
-    assert runs_of(read_info(tmp_path)) == [(1, "histospec"), (9, "coupled"), (17, "histospec")]
-    EventLog(tmp_path).describe(1, run="undrafted")  # from the beginning
-    assert runs_of(read_info(tmp_path)) == [(1, "undrafted")]
-    assert runs_of({}) == []
 
 
 def test_equal_texts_are_one_object_and_null_is_none(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,76 +11,18 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from tests.unit.observability.logged_run import stock, write_metrics, write_run
 from verl_rhyme.observability import metrics as m
-from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.page import document, matched, timeline
 from verl_rhyme.observability.page.matched import Point
+from verl_rhyme.observability.run import read
 from verl_rhyme.observability.slot_time import measure
-from verl_rhyme.observability.summary import read
-
-REPLICAS, PER_STEP = 3, 24
-
-
-def write_run(folder: Path, name: str, speed: float = 1.0, steps: int = 6, predicted: bool = True) -> Path:
-    """Write a run of three replicas that stop while the actor trains, with two steps per epoch."""
-    rng = np.random.default_rng(len(name))
-    log = EventLog(folder / "events")
-    log.describe(1, name, slots=12, engine="vllm test", rollout="gen")
-    lines, now = [], 1.7e9
-    for step in range(1, steps + 1):
-        epoch = (step - 1) // 2
-        tokens = np.minimum(rng.lognormal(4.5, 0.6, PER_STEP).astype(int) + 1, 400)
-        started = now + rng.random(PER_STEP)
-        finished = started + tokens / (20 * speed)
-        collected = float(finished.max()) + 0.1
-        columns: dict[str, Any] = {
-            "uid": [str(k // 4) for k in range(PER_STEP)],
-            "sample": np.arange(PER_STEP) % 4,
-            "attempt": np.zeros(PER_STEP, dtype=int),
-            "replica": rng.integers(0, REPLICAS, PER_STEP),
-            "started_at": started,
-            "finished_at": finished,
-            "response_tokens": tokens,
-            "predicted_tokens": [int(t * 1.3) if k % 3 and predicted else None for k, t in enumerate(tokens)],
-            "drafted_tokens": tokens,
-            "accepted_tokens": tokens // 2,
-            "verify_steps": tokens // 4,
-            "policy_version_end": step - 1,
-            "reward": rng.random(PER_STEP),
-            "trained": True,
-            "validate": False,
-        }
-        log.append_requests(step, epoch, columns)
-        parts = {"gen": (now, collected), "update_actor": (collected, collected + 3), "step": (now, collected + 4)}
-        parts["update_weights"] = (collected + 3, collected + 4)
-        log.append_stages(
-            step,
-            epoch,
-            {
-                "stage": list(parts),
-                "started_at": [begin for begin, _ in parts.values()],
-                "duration_s": [end - begin for begin, end in parts.values()],
-            },
-        )
-        data = {
-            m.EPOCH: epoch,
-            m.REWARD_MEAN: 0.1 * step,
-            **{m.TIMING + name: end - begin for name, (begin, end) in parts.items()},
-            m.GEN_MS_PER_TOKEN: 1000.0 * (collected - now) / int(tokens.sum()),
-            m.RESPONSE_LENGTH_MEAN: float(tokens.mean()),
-            m.REQUESTS: PER_STEP,
-            m.LENGTH_CORRELATION: 0.6,
-        }
-        lines.append(json.dumps({"step": step, "data": data}))
-        now = collected + 4
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("runs")
-    return write_run(folder / "fast", "fast", speed=2.0), write_run(folder / "slow", "slow", predicted=False)
+    return write_run(folder / "fast", "fast"), write_run(folder / "slow", "slow", slower=2.0)
 
 
 class Checker(HTMLParser):
@@ -117,7 +58,7 @@ class Checker(HTMLParser):
 
 
 def page_of(*folders: Path) -> str:
-    return document.page([read(folder) for folder in folders], 2)
+    return document.page([read(folder) for folder in folders])
 
 
 def test_the_page_is_self_contained(runs) -> None:
@@ -132,10 +73,10 @@ def test_the_page_is_self_contained(runs) -> None:
 
 def test_every_figure_is_present_and_valid_xml(runs) -> None:
     page = page_of(*runs)
-    wanted = {"lanes-1", "lanes-2", "bubbles-1", "lengths-1", "rank"}
-    wanted |= {"accepted", "rate", "stages-1", "stages-2", "reward", "useful", "length", "matched"}
+    wanted = {"lanes-1", "lanes-2", "bubbles-1", "bubbles-2", "rank", "accepted", "rate"}
+    wanted |= {"stages-1", "stages-2", "reward", "useful", "length"}
     assert wanted <= set(Checker().check(page).ids)
-    assert "lengths-2" not in Checker().check(page).ids, "the second run has no predictions"
+    assert "<b>fast generates 2.00 times the tokens per second of slow</b>" in page
     pictures = re.findall(r"(<svg xmlns=.*?</svg>)(?:</div>)?<div class=\"tools\">", page, re.S)
     assert len(pictures) == page.count("<figure ")
     for picture in pictures:
@@ -175,8 +116,16 @@ def test_names_are_escaped(tmp_path) -> None:
 
 
 def test_a_single_step_gives_a_page(tmp_path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": {m.EPOCH: 0, m.REWARD_MEAN: 0.5}}) + "\n")
-    Checker().check(page_of(tmp_path))
+    Checker().check(page_of(write_metrics(tmp_path, [stock(1, 0)])))
+
+
+def test_the_page_shows_staleness_in_its_table_and_a_curve(tmp_path) -> None:
+    pages = []
+    for stale in (0, 1):
+        rows = [stock(k, 0, **{m.STALENESS_MEAN: 0.75 * stale, m.STALENESS_MAX: 2.0 * stale}) for k in (1, 2)]
+        pages.append(page_of(write_metrics(tmp_path, rows)))
+    assert "<td>0.75</td><td>2</td>" in pages[1]
+    assert ['id="staleness"' in page for page in pages] == [False, True], "on-policy runs have no curve"
 
 
 def test_the_page_of_a_large_run_is_small(tmp_path) -> None:
@@ -220,17 +169,3 @@ def test_steps_of_one_batch_of_prompts_are_one_point() -> None:
     assert [(point.length, point.speed) for point in points] == [(10, 30.0), (10, 30.0)]
     stock = [{name: value for name, value in data.items() if "sorted" not in name} for data in run]
     assert len(matched.points(dict(enumerate(stock, 1)))) == 6
-
-
-def test_a_response_is_as_long_as_all_its_requests(tmp_path) -> None:
-    """One response migrates twice, one is regenerated, one runs through, and one has no prediction."""
-    log = EventLog(tmp_path / "events")
-    log.describe(1, "moved", slots=4)
-    rows = [("a", 0, 0, 90, 10, True), ("b", 0, 0, 70, 5, False), ("a", 0, 1, 80, 20, True), ("a", 1, 0, 50, 40, True)]
-    rows += [("a", 0, 2, 60, 70, True), ("b", 0, 1, 65, 60, True), ("b", 1, 0, None, 30, True)]
-    names = ("uid", "sample", "attempt", "predicted_tokens", "response_tokens", "trained")
-    columns = {name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
-    times = {"started_at": np.arange(7.0), "finished_at": np.arange(7.0) + 1, "replica": 0}
-    log.append_requests(1, 0, {**columns, **times, "validate": False})
-    predicted, real = read(tmp_path).lengths
-    assert list(zip(predicted.tolist(), real.tolist(), strict=True)) == [(90, 100), (50, 40), (65, 60)]

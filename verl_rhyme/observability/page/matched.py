@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from verl_rhyme.observability import metrics, steps
 
 #: Ratio of a bin's upper end to its lower end.
@@ -99,25 +101,17 @@ def _length(data: Mapping[str, Any]) -> float | None:
 
 
 def match(first: list[Point], second: list[Point], first_warm_epoch: int) -> Matched:
-    binned: list[dict[int, list[float]]] = []
-    for points_of_run in (first, second):
-        mine: dict[int, list[float]] = {}
+    binned: tuple[dict[int, list[float]], dict[int, list[float]]] = {}, {}
+    for mine, points_of_run in zip(binned, (first, second), strict=True):
         for point in points_of_run:
             if point.epoch >= first_warm_epoch:
                 mine.setdefault(math.floor(math.log(point.length, WIDTH)), []).append(point.speed)
-        binned.append(mine)
-    first_bins, second_bins = binned
+    ours, theirs = binned
     bins = [
-        Bin(WIDTH**k, WIDTH ** (k + 1), len(one), len(other), median(one), median(other))
-        for k in sorted(first_bins.keys() & second_bins.keys())
-        for one, other in [(first_bins[k], second_bins[k])]
+        Bin(WIDTH**k, WIDTH ** (k + 1), len(ours[k]), len(theirs[k]), median(ours[k]), median(theirs[k]))
+        for k in sorted(ours.keys() & theirs.keys())
     ]
-    alone = (
-        sum(len(speeds) for k, speeds in first_bins.items() if k not in second_bins),
-        sum(len(speeds) for k, speeds in second_bins.items() if k not in first_bins),
-    )
+    alone = (sum(len(ours[k]) for k in ours.keys() - theirs), sum(len(theirs[k]) for k in theirs.keys() - ours))
     weights = [min(b.first, b.second) for b in bins]
-    ratio = None
-    if bins:
-        ratio = math.exp(sum(w * math.log(b.ratio) for w, b in zip(weights, bins, strict=True)) / sum(weights))
+    ratio = float(np.exp(np.average([math.log(b.ratio) for b in bins], weights=weights))) if bins else None
     return Matched(bins, alone, ratio)
