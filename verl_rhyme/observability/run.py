@@ -90,7 +90,15 @@ def read(
         summary["step_cost"] = calculated["source"]
         summary["step_factor"] = step_factor(requests, StepCost(**calculated["step"]))
     problems = [*dict.fromkeys(str(warning.message) for warning in caught)]
-    problems += _missing(run, log, measured, bool(len(stages["step"])))
+    if not log.is_dir():
+        problems.append(f"{run} has no event log (events/ next to its checkpoints), so there are no lanes")
+    elif measured is None:
+        problems.append(f"the event log {log} has no times of requests and stages, so there are no lanes")
+    elif not measured.logged:
+        problems.append(
+            f"{log / events.INFO_FILE} does not contain the request slots: lanes are as high as the most requests that "
+            "ran at a time, and there is no bubble ratio"
+        )
     return Run(run, summary, by_step, requests, stages, measured, runs_on, problems)
 
 
@@ -135,22 +143,3 @@ def _marked_name(run: Path) -> str | None:
         return str(json.loads(next(run.glob(f"*/{MARKER_FILE}")).read_text())["run"])
     except (StopIteration, OSError, ValueError, LookupError):
         return None
-
-
-def _missing(run: Path, log: Path, measured: SlotTime | None, staged: bool) -> list[str]:
-    if not log.is_dir():
-        return [f"{run} has no event log (events/ next to its checkpoints), so there are no lanes"]
-    if measured is None:
-        return [f"no request of the event log {log} has times, so there are no lanes"]
-    problems = []
-    if not measured.logged:
-        problems.append(
-            f"{log / events.INFO_FILE} does not contain the request slots: lanes are as high as the most requests that "
-            "ran at a time, and there is no bubble ratio"
-        )
-    if not staged:
-        problems.append(
-            f"the event log {log} has no stages (stages-*.arrow): training and weight sync count as other, and "
-            "rollouts are separated only by the steps of their requests"
-        )
-    return problems

@@ -120,19 +120,19 @@ class SlotTime:
 
 
 def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool) -> SlotTime | None:
-    """Compute slot time from columns of ``events.REQUESTS`` and ``events.STAGES``; ``None`` if no request ran.
+    """Compute slot time from columns of ``events.REQUESTS`` and ``events.STAGES``; ``None`` if they have no times.
 
     Validation is ignored. ``slots``: Q of the bubble ratio, if known; ``runs_on``: engines continue while the actor
     trains.
     """
     ran = ~requests["validate"] & np.isfinite(requests["started_at"]) & np.isfinite(requests["finished_at"])
     rows = np.flatnonzero(ran)
-    if not len(rows):
+    kept = np.isfinite(stages["started_at"]) & (stages["duration_s"] >= 0)  # a ready batch takes 0 s
+    if not len(rows) or _GEN not in stages["stage"][kept]:
         return None
     rows = rows[np.argsort(requests["started_at"][rows], kind="stable")]
     started = requests["started_at"][rows].astype(np.float64)
     finished = np.maximum(started, requests["finished_at"][rows])
-    kept = np.isfinite(stages["started_at"]) & (stages["duration_s"] >= 0)  # a ready batch takes 0 s
     stage = {name: values[kept] for name, values in stages.items()}
     began, ended = stage["started_at"].astype(np.float64), stage["started_at"] + stage["duration_s"]
 
@@ -146,10 +146,7 @@ def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool
     q = slots or int(counts.max(initial=1))
     last = max(float(finished.max()), float(ended.max(initial=0.0)))
     steps = _Steps.of(columns)
-    if runs_on and steps:
-        windows = _between_batches(started, steps)
-    else:
-        windows = _between_trainings(started, finished, requests["step"][rows], steps)
+    windows = _between_batches(started, steps) if runs_on else _between_trainings(started, finished, steps)
     edges, reason = _reasons(columns, windows, steps, started, runs_on, last)
     windows, shares = _count_seconds(q, windows, edges, reason, times, counts)
     return SlotTime(
@@ -172,9 +169,6 @@ class _Steps:
     collected: Array
     synced: Array
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
     @classmethod
     def of(cls, stages: Columns) -> _Steps:
         gen, sync, step = (stages["stage"] == name for name in (_GEN, _SYNC, _STEP))
@@ -189,23 +183,18 @@ class _Steps:
         return cls(np.array(numbers), np.array(collected), np.array(synced))
 
 
-def _between_trainings(started: Array, finished: Array, step: Array, steps: _Steps) -> list[Window]:
+def _between_trainings(started: Array, finished: Array, steps: _Steps) -> list[Window]:
     """Return the windows of engines that stop while the actor trains. They are idle from the collection of a batch to
     the weight sync; windows are divided in the middle of that time, because clocks of nodes may differ.
     """
-    if len(steps):
-        borders = (steps.collected + steps.synced) / 2
-        phase = np.searchsorted(borders, finished)
-        numbers = np.append(steps.numbers, steps.numbers[-1] + 1)  # an unfinished step has requests but no stages
-    else:
-        numbers, phase = np.unique(step, return_inverse=True)
-    order = np.argsort(phase, kind="stable")
-    first = np.searchsorted(phase[order], np.arange(len(numbers)))
+    phase = np.searchsorted((steps.collected + steps.synced) / 2, finished)
+    numbers = np.append(steps.numbers, steps.numbers[-1] + 1)  # an unfinished step has requests but no stages
     windows = []
-    for k, rows in enumerate(np.split(order, first[1:])):
-        if len(rows):
-            last_start = float(started[rows].max())
-            windows.append(Window(int(numbers[k]), float(started[rows].min()), float(finished[rows].max()), last_start))
+    for k, number in enumerate(numbers.tolist()):
+        rows = phase == k
+        if rows.any():
+            mine = started[rows]
+            windows.append(Window(number, float(mine.min()), float(finished[rows].max()), float(mine.max())))
     return windows
 
 

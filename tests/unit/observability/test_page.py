@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -100,7 +99,7 @@ def test_numbers_agree_with_the_log(runs) -> None:
 def test_a_lane_is_filled_as_high_as_its_busy_slots() -> None:
     """One request runs in two slots; the lane is 110 high."""
     requests = {"step": [1], "replica": [0], "started_at": [0.0], "finished_at": [10.0], "validate": [False]}
-    stages: dict[str, list[Any]] = {"step": [], "stage": [], "started_at": [], "duration_s": []}
+    stages = {"step": [1], "stage": ["gen"], "started_at": [0.0], "duration_s": [10.0]}
     measured = measure(*({k: np.array(v) for k, v in each.items()} for each in (requests, stages)), 2, runs_on=False)
     assert measured is not None
     picture = timeline.draw(measured, "title", measured.ended)
