@@ -1,4 +1,4 @@
-"""Runner of a training command: output to a log, a readable line per step and a bar to the terminal.
+"""Runner of a training command: output to a log, a readable line per step to the terminal.
 
 ``python -m verl_rhyme.observability.progress --metrics RUN/metrics.jsonl --log RUN/train.log --total-steps N -- CMD``
 
@@ -19,9 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from . import metrics, steps
 from .errors import last_error
@@ -121,26 +118,12 @@ class MetricsFollower:
         return list(steps.parse_lines(whole.splitlines(), self.path))
 
 
-def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int | None, console: Console) -> int:
+def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int | None) -> int:
     metrics_file.parent.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     follower = MetricsFollower(metrics_file)
     follower.poll()  # steps of earlier starts
     log_begin = log.stat().st_size if log.exists() else 0
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
-        *(TextColumn("left"), TimeRemainingColumn()),
-    )
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-    def show(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def show_steps() -> None:
-        for step, data in follower.poll():
-            show(step_line(step, data, total_steps))
-            bar.update(task, completed=step, description="training")
-
     with log.open("ab") as output:
         child = subprocess.Popen(
             command,
@@ -155,30 +138,32 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
         child.send_signal(number)
         raise KeyboardInterrupt
 
+    def show_steps() -> None:
+        for step, data in follower.poll():
+            print(step_line(step, data, total_steps), flush=True)
+
     before = signal.signal(signal.SIGTERM, pass_on)
-    with bar:
-        task = bar.add_task("starting", total=total_steps)
-        show(f"starting verl, Ray and vLLM (about a minute); log: {log}")
-        interrupted = False
-        try:
-            while child.poll() is None:
-                show_steps()
-                time.sleep(POLL_S)
-        except KeyboardInterrupt:
-            interrupted = True
-            show(f"stopping (at most {2 * GRACE_S:.0f} s; interrupt again to hurry) ...")
-            _stop(child)
-        finally:
-            signal.signal(signal.SIGTERM, before)
-        show_steps()
+    print(f"starting verl, Ray and vLLM (about a minute); log: {log}", flush=True)
+    interrupted = False
+    try:
+        while child.poll() is None:
+            show_steps()
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"stopping (at most {2 * GRACE_S:.0f} s; interrupt again to hurry) ...", flush=True)
+        _stop(child)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    show_steps()
     status = child.returncode if child.returncode >= 0 else 128 - child.returncode
     if interrupted:
-        show(f"training interrupted; the same command goes on from the last checkpoint; log: {log}")
+        print(f"training interrupted; the same command goes on from the last checkpoint; log: {log}")
     elif status:
         why = ", killed: out of memory?" if status == 128 + signal.SIGKILL else ""
-        show(f"training failed (exit status {status}{why}); error from {log}:")
+        print(f"training failed (exit status {status}{why}); error from {log}:")
         for text in last_error(log, log_begin):
-            show(f"  {text}")
+            print(f"  {text}")
     return status
 
 
@@ -199,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--total-steps", type=int, help="number of training steps")
     parser.add_argument("command", nargs="+", help="the training command, after --")
     options = parser.parse_args(arguments)
-    return run(options.command, options.metrics, options.log, options.total_steps, Console())
+    return run(options.command, options.metrics, options.log, options.total_steps)
 
 
 if __name__ == "__main__":

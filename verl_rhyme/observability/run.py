@@ -105,8 +105,6 @@ def read(
 def _metrics(run: Path, log: Path) -> steps.Steps:
     path = run / steps.METRICS_FILE
     in_file, in_log = steps.from_metrics(path), events.read_metrics(log)
-    if not (in_log or path.exists()) and (above := run.parent / steps.METRICS_FILE).exists():
-        warnings.warn(f"{above} is not read: give {run.parent} for rewards and times", stacklevel=2)
     by_step = {step: {**in_file.get(step, {}), **in_log.get(step, {})} for step in sorted({*in_file, *in_log})}
     if not by_step:
         raise ReportError(

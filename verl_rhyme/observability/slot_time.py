@@ -77,8 +77,8 @@ class SlotTime:
     windows: list[Window]  # of rollout
     shares: Array  # of all slot seconds by :data:`REASONS`, float64[6]
     stages: dict[str, Array]  # columns ``step``, ``stage``, ``started``, ``ended``
-    pauses: list[float]  # times at which pauses were cut out
-    origin: float  # time of the first event in seconds since the Unix epoch (or of a simulation)
+    pauses: int  # cut out
+    origin: float  # time of the first event in seconds since the Unix epoch
 
     @property
     def ended(self) -> float:
@@ -275,8 +275,8 @@ def busy_until(started: Array, finished: Array, at: Array) -> Array:
     return passed(started) - passed(finished)
 
 
-def _pauses(began: Array, ended: Array) -> tuple[Any, list[float], float]:
-    """Return a function that cuts pauses out of times, the places of the pauses, and the time of the first event."""
+def _pauses(began: Array, ended: Array) -> tuple[Any, int, float]:
+    """Return a function that cuts pauses out of times, the number of pauses, and the time of the first event."""
     order = np.argsort(began)
     began, reached = began[order], np.maximum.accumulate(ended[order])
     origin, span = float(began[0]), float(reached[-1] - began[0])
@@ -287,4 +287,4 @@ def _pauses(began: Array, ended: Array) -> tuple[Any, list[float], float]:
     def cut(times: Array) -> Array:
         return times - origin - lost[np.searchsorted(at, times, side="left")]
 
-    return cut, cut(at).tolist(), origin
+    return cut, len(at), origin

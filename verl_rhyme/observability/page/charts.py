@@ -64,14 +64,14 @@ def curve(
     return _svg(axes, f"{y} by {x}")
 
 
-def stages(run: Run, top: float | None = None) -> str | None:
-    """Draw the seconds of each step by :data:`STAGES`, stacked; ``top`` is the end of a y axis that runs share."""
+def stages(run: Run, top: float) -> str | None:
+    """Draw the seconds of each step by :data:`STAGES`, stacked; ``top`` is the end of the y axis, which runs share."""
     rows = stage_seconds(run)
     if not rows:
         return None
     axes = _axes("training step", "seconds per step")
-    highest = _stack(axes, rows, STAGE_COLOURS)
-    axes.set_ylim(0.0, top or 1.05 * highest)
+    _stack(axes, rows, STAGE_COLOURS)
+    axes.set_ylim(0.0, top)
     return _svg(axes, f"step time of {run.name} by stage")
 
 
@@ -125,8 +125,8 @@ def _axes(x: str, y: str, write: Callable[[float], str] = short) -> Axes:
     return axes
 
 
-def _stack(axes: Axes, rows: Sequence[tuple[int, list[float]]], colours: Sequence[str]) -> float:
-    """Draw at most :data:`_BARS` stacked bars of one or more steps each; return the greatest height."""
+def _stack(axes: Axes, rows: Sequence[tuple[int, list[float]]], colours: Sequence[str]) -> None:
+    """Draw at most :data:`_BARS` stacked bars of one or more steps each."""
     each = -(-len(rows) // _BARS)
     shared = [rows[at : at + each] for at in range(0, len(rows), each)]
     edges = [*(mine[0][0] - 0.5 for mine in shared), rows[-1][0] + 0.5]
@@ -136,7 +136,6 @@ def _stack(axes: Axes, rows: Sequence[tuple[int, list[float]]], colours: Sequenc
         axes.stairs(base + values, edges, baseline=base, fill=True, color=COLOURS[colour], linewidth=0)
         base = base + values
     axes.set_xlim(edges[0], edges[-1])
-    return float(base.max())
 
 
 def _svg(axes: Axes, title: str) -> str:

@@ -13,8 +13,6 @@ from verl_rhyme.observability.run import Run
 
 PAGE_FILE = "report.html"
 _HERE = Path(__file__).parent
-#: Smallest origin of time that is a date; smaller ones are a simulation's.
-_DATES_BEGIN = 1e9
 
 
 def write(runs: Sequence[Run], out: Path) -> Path:
@@ -49,14 +47,9 @@ def page(runs: Sequence[Run]) -> str:
 
 def _about(run: Run) -> str:
     engine = run.summary["engine"]
-    parts = [run.name, *([engine] if engine else []), f"{len(run.steps)} steps, {_counted(len(run.epochs), 'epoch')}"]
+    parts = [run.name, *([engine] if engine else []), f"steps: {len(run.steps)}", f"epochs: {len(run.epochs)}"]
     if (measured := run.slot_time) is not None:
-        parts.append(f"{_counted(len(measured.replicas), 'replica')}, {measured.slots} request slots")
-        if measured.origin > _DATES_BEGIN:
-            began = datetime.datetime.fromtimestamp(measured.origin, datetime.timezone.utc)
-            parts.append(f"{began:%Y-%m-%d %H:%M} UTC")
+        parts += [f"replicas: {len(measured.replicas)}", f"request slots: {measured.slots}"]
+        began = datetime.datetime.fromtimestamp(measured.origin, datetime.timezone.utc)
+        parts.append(f"{began:%Y-%m-%d %H:%M} UTC")
     return f'<p class="about">{" · ".join(escape(part) for part in parts)}</p>'
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -48,15 +48,6 @@ class Bin:
         return self.first_speed / self.second_speed
 
 
-@dataclass(frozen=True)
-class Matched:
-    """Comparison of two runs."""
-
-    bins: list[Bin]  # with steps of both runs
-    unmatched: tuple[int, int]  # warm steps of the first and second run in other bins
-    ratio: float | None  # geometric mean of the bins', weighted by the smaller number of steps; ``None`` without bins
-
-
 def points(by_step: steps.Steps) -> list[Point]:
     """Return the points of steps with the necessary metrics; all steps of a point must have them."""
     points = []
@@ -100,18 +91,21 @@ def _length(data: Mapping[str, Any]) -> float | None:
     return mean
 
 
-def match(first: list[Point], second: list[Point], first_warm_epoch: int) -> Matched:
+def match(first: list[Point], second: list[Point], first_warm_epoch: int) -> list[Bin]:
+    """Return the bins with warm steps of both runs."""
     binned: tuple[dict[int, list[float]], dict[int, list[float]]] = {}, {}
     for mine, points_of_run in zip(binned, (first, second), strict=True):
         for point in points_of_run:
             if point.epoch >= first_warm_epoch:
                 mine.setdefault(math.floor(math.log(point.length, WIDTH)), []).append(point.speed)
     ours, theirs = binned
-    bins = [
+    return [
         Bin(WIDTH**k, WIDTH ** (k + 1), len(ours[k]), len(theirs[k]), median(ours[k]), median(theirs[k]))
         for k in sorted(ours.keys() & theirs.keys())
     ]
-    alone = (sum(len(ours[k]) for k in ours.keys() - theirs), sum(len(theirs[k]) for k in theirs.keys() - ours))
+
+
+def mean_ratio(bins: list[Bin]) -> float:
+    """Return the geometric mean of the bins' ratios, weighted by the smaller number of steps."""
     weights = [min(b.first, b.second) for b in bins]
-    ratio = float(np.exp(np.average([math.log(b.ratio) for b in bins], weights=weights))) if bins else None
-    return Matched(bins, alone, ratio)
+    return float(np.exp(np.average([math.log(b.ratio) for b in bins], weights=weights)))

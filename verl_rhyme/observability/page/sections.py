@@ -49,7 +49,7 @@ def replicas(runs: Sequence[Run]) -> Iterator[str]:
         height = words.ITS_SLOTS if measured.logged else words.MOST_REQUESTS
         caption = words.LANES.format(name=escape(run.name), height=height)
         if measured.pauses:
-            caption += words.PAUSES.format(count=len(measured.pauses))
+            caption += words.PAUSES.format(count=measured.pauses)
         yield _figure(f"lanes-{at + 1}", picture, caption + words.RUNS_ON * run.runs_on, wide=True)
     terms = (
         f'<dt><i class="{timeline.reason_class(code)}"></i>{name}</dt><dd>{escape(DEFINITIONS[name])}</dd>'
@@ -133,22 +133,21 @@ def comparison(runs: Sequence[Run]) -> Iterator[str]:
     if len(runs) != 2:
         return
     first, second = (matched.points(run.steps) for run in runs)
-    compared = matched.match(first, second, FIRST_WARM_EPOCH)
+    bins = matched.match(first, second, FIRST_WARM_EPOCH)
     yield f"<h2>Speed at matched lengths</h2><p>{words.MATCHED}</p>"
-    if compared.ratio is None:
+    if not bins:
         yield f"<p><b>{words.UNMATCHED}</b></p>"
         return
-    ratios = [b.ratio for b in compared.bins]
     names = {"first": escape(runs[0].name), "second": escape(runs[1].name)}
-    alone = dict(zip(("alone", "other"), compared.unmatched, strict=True))
-    spread = {"low": min(ratios), "high": max(ratios), "bins": len(ratios)}
-    yield f"<p>{words.RATIO.format(**names, **alone, **spread, ratio=compared.ratio)}</p>"
+    ratios = [b.ratio for b in bins]
+    spread = {"ratio": matched.mean_ratio(bins), "low": min(ratios), "high": max(ratios), "bins": len(bins)}
+    yield f"<p>{words.RATIO.format(**names, **spread)}</p>"
     rows = [
         (
             [f"{b.low:.0f} to {b.high:.0f}"],
             [str(b.first), str(b.second), f"{b.first_speed:.0f}", f"{b.second_speed:.0f}", f"{b.ratio:.2f}"],
         )
-        for b in compared.bins
+        for b in bins
     ]
     head = [f"{what}, {run.name}" for what in ("steps", "tokens/s") for run in runs]
     yield _table(["mean length (tokens)"], [*head, "ratio"], rows)

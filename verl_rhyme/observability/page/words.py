@@ -44,7 +44,6 @@ rollouts with one mean, the one with the longer tail is slower."""
 UNMATCHED = """After the first epoch, no step of one run has the mean length of a step of the other, so there is no
 ratio at matched lengths."""
 RATIO = """<b>{first} generates {ratio:.2f} times the tokens per second of {second}</b> (geometric mean over {bins} bins
-with ratios from {low:.2f} to {high:.2f}, weighted by the smaller number of steps; {alone} and {other} steps have no
-counterpart)."""
+with ratios from {low:.2f} to {high:.2f}, weighted by the smaller number of steps)."""
 
 FOOTER = "Drag over a timeline to zoom in; double-click to reset the zoom."
