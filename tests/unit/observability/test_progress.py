@@ -31,9 +31,9 @@ FULL = {
 }
 
 
-COLD = {m.SPEC_DRAFTED: 0.0, m.SPEC_ACCEPTED: 0.0, m.SPEC_VERIFY_STEPS: 9.0, m.SPEC_ACCEPT_LENGTH: 0.0}
 TRAJECTORIES = {m.VERL_STALENESS_MEAN: 2.0, m.VERL_STALENESS_MAX: 4.0}
 GROUPS = {m.STALENESS_MEAN: 0.96, m.STALENESS_MAX: 2.0}
+DROPPED = {m.FILTERED_GROUPS: 40.0, m.FILTERED_SCORE: 0.25, m.FAILED_PROMPTS: 3.0}
 
 
 @pytest.mark.parametrize(
@@ -42,18 +42,15 @@ GROUPS = {m.STALENESS_MEAN: 0.96, m.STALENESS_MAX: 2.0}
         ({m.REWARD_MEAN_AFTER_KL: 0.5, m.REWARD_MEAN: float("nan")}, "reward 0.50"),
         ({"val-core/knights/acc/mean@1": 0.25}, "validation knights/acc/mean@1 0.25"),
         ({m.SPEC_ACCEPT_LENGTH: 2.0, m.SPEC_ACCEPT_RATE: 0.5}, "2.0 tokens/step, 50% accepted"),
-        (COLD, ""),
+        ({m.SPEC_DRAFTED: 0.0, m.SPEC_ACCEPTED: 0.0, m.SPEC_VERIFY_STEPS: 9.0, m.SPEC_ACCEPT_LENGTH: 0.0}, ""),
         ({m.HISTORY_LOST: 2.0}, "history lost 2 steps"),
         ({m.BUBBLE_RATIO: 0.2}, ""),
         ({**TRAJECTORIES, **GROUPS}, "staleness 1.0 (max 2)"),
         ({**GROUPS, m.STALENESS_MAX: 0.0, **TRAJECTORIES}, ""),
         (TRAJECTORIES, "staleness 2.0 (max 4)"),
-        (
-            {m.FILTERED_GROUPS: 40.0, m.FILTERED_SCORE: 0.25, m.FAILED_PROMPTS: 3.0},
-            "40 groups dropped: equal scores (mean 0.25), 3 prompts failed",
-        ),
+        (DROPPED, "40 groups dropped: equal scores (mean 0.25), 3 prompts failed"),
         ({m.FILTERED_GROUPS: 1.0}, "1 group dropped: equal scores"),  # in verl's trainer modes
-        ({m.FILTERED_GROUPS: 0.0, m.FAILED_PROMPTS: 0.0}, ""),
+        (dict.fromkeys(DROPPED, 0.0), ""),
     ],
 )
 def test_a_line_leaves_out_what_is_missing(data: dict[str, float], line: str) -> None:

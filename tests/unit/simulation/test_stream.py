@@ -114,20 +114,6 @@ def test_a_part_and_the_rest_in_closed_form():
         assert step.bubble == pytest.approx(1 - 400 / 600), "the wait for the part counts as a bubble"
 
 
-def test_a_heavy_tail_gains_most():
-    """Share of the trainer's time hidden behind the rollout: none if all requests end at once."""
-    training, wide = TrainingCost(token=4e-4, update=0.5), (ReplicaCost(COST.step, slots=32),) * 3
-    hidden = []
-    for spread in (1.0001, 2.0, 9.0):
-        prompts = made(1, 100, spread)
-        given = {"training": training, "replicas": wide}
-        plain, parts = (simulated(prompts, 0, each, **given)[-1].ended for each in (None, 1))
-        tokens = sum(int(prompt.lengths.sum()) + 80 for prompt in prompts)
-        hidden.append((plain - parts) / (training.token * tokens))
-    assert hidden[0] < 0.2
-    assert hidden[0] + 0.1 < hidden[1] < hidden[2] - 0.1
-
-
 def test_parts_train_before_replicas_have_the_version():
     prompts, training = made(0, prompts=40), TrainingCost(token=6e-4, update=1.0, sync=3.0)  # the trainer is slower
     waits, overlapped = (simulated(prompts, 2, training=replace(training, copy=copy)) for copy in (None, 0.5))
