@@ -12,16 +12,16 @@ from .steps import Steps
 #: First warm epoch; earlier ones are cold, because the history is still empty.
 FIRST_WARM_EPOCH = 2
 
-#: Columns of the tables by epoch: key, title and format.
+#: Columns of the tables by epoch: key, title and format. In a terminal of 80 columns they show large counts.
 COLUMNS = (
     ("reward_mean", "reward", ".3f"),
     ("rollout_s", "rollout s", ".1f"),
     ("tokens", "tokens", ",d"),
-    ("useful_tokens_per_s", "useful tokens/s", ".0f"),
+    ("useful_tokens_per_s", "useful tok/s", ".0f"),
     ("bubble_ratio", "bubble", ".0%"),
     ("staleness_mean", "stale mean", ".2f"),
     ("staleness_max", "stale max", "d"),
-    ("accept_length", "acceptance length", ".2f"),
+    ("accept_length", "tokens per step", ".2f"),
     ("history_hit_rate", "history", ".0%"),
 )
 

@@ -69,14 +69,6 @@ class WorkloadFile:
 
 
 @dataclass
-class DraftsFile:
-    """:class:`~verl_rhyme.simulation.scenario.Drafts`."""
-
-    acceptance: list[float] = field(default_factory=lambda: [1.0])
-    overhead: float = 1.5
-
-
-@dataclass
 class ClusterFile:
     """A cluster file; in addition to these keys it has the run's own (:data:`_RUN`)."""
 
@@ -87,7 +79,7 @@ class ClusterFile:
     preset: str | None = None
     training: TrainingFile = field(default_factory=TrainingFile)
     topology: str = "colocated"
-    drafts: DraftsFile = field(default_factory=DraftsFile)
+    drafts: Drafts = field(default_factory=Drafts)
     forecasts: str = "history"
 
 
@@ -176,7 +168,6 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
             "raise workload.prompts, or lower batch_prompts"
         )
     Placement(run.placement.policy or "least_loaded", dict(run.placement.options))  # checks the options early
-    drafts = Drafts(tuple(config.drafts.acceptance), config.drafts.overhead)
     if run.pipeline and config.topology == "separate" and run.streaming.part is not None:
         part_samples = max(1, int(run.streaming.part * rules.batch_samples))
     scenario = Scenario(
@@ -187,7 +178,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         colocated=config.topology == "colocated",
         placement=run.placement.policy or "least_loaded",  # verl's router
         options=dict(run.placement.options),
-        drafts=drafts,
+        drafts=config.drafts,
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
     )

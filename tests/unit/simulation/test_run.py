@@ -12,6 +12,7 @@ import pytest
 from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.planning.workload import Lengths, Prompt
 from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.simulation import summary
 from verl_rhyme.simulation.engine import Request, Segment
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario
@@ -61,6 +62,8 @@ def test_every_sample_is_trained_once(mode, room):
     for before, after in itertools.pairwise(steps):
         assert before.began <= before.collected < before.ended == after.began
     assert all(0 <= step.bubble <= 1 for step in steps)
+    wasted = sum(step.wasted for step in steps)
+    assert summary.totals(simulation)["wasted"] == pytest.approx(wasted / made, rel=0.01)
     for replica in simulation.cluster.engines:  # no more requests at a time than slots
         own = sorted((s.began, s.ended) for name, s in segments if name == replica)
         for at in {began for began, _ in own}:
@@ -142,15 +145,24 @@ def test_a_sample_migrated_to_a_replica_with_an_older_version_waits_there():
     assert seen, "no sample migrated to an older version: the test is void"
 
 
-def test_a_step_takes_as_long_as_its_longest_replica():
-    """One request per replica: times and bubble ratio have a closed form."""
+def test_steps_take_as_long_as_their_longest_replica():
+    """One request per replica: times and bubble ratios have a closed form."""
     costs = tuple(ReplicaCost(StepCost(base=0.01), slots=1) for _ in range(2))
     rules = Rules(batch_prompts=2, batch_samples=2, max_staleness=0)
-    prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300))]
-    [step] = Simulation(scenario(replicas=costs, rules=rules, training=TrainingCost(update=2.0)), prompts).run()
-    assert (step.rollout, step.seconds) == (pytest.approx(3.0), pytest.approx(5.0))
-    assert step.bubble == pytest.approx(1 - 400 / 600)
-    assert step.tokens == 400
+    training = TrainingCost(update=2.0, sync=1.0)
+    prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300, 200, 200))]
+    simulation = Simulation(scenario(replicas=costs, rules=rules, training=training), prompts)
+    steps = simulation.run()
+    assert [(step.rollout, step.seconds, step.tokens) for step in steps] == [
+        (pytest.approx(rollout), pytest.approx(rollout + 3.0), 400) for rollout in (3.0, 2.0)
+    ]
+    assert [step.bubble for step in steps] == pytest.approx([1 - 400 / 600, 0.0])
+    whole = summary.totals(simulation)
+    assert whole["bubble_ratio"] == pytest.approx(1 - 800 / 1000)
+    assert (whole["step_s"], whole["rollout_s"]) == (pytest.approx(5.5), pytest.approx(2.5))
+    assert (whole["tokens_per_s"], whole["wasted"]) == (pytest.approx(800 / 11), 0)
+    shares = [whole[f"trainer_{name}"] for name in ("waiting", "parts", "training", "weights")]
+    assert shares == pytest.approx([5 / 11, 0, 4 / 11, 2 / 11])
 
 
 def test_drafts_shorten_the_second_epoch():

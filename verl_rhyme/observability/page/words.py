@@ -1,9 +1,9 @@
 """Texts of the page. Terms are defined where they are used."""
 
 TABLE = """Useful tokens are trained response tokens per second of rollout. The bubble ratio is the idle share of the
-request slots during rollout. The acceptance length is the mean number of tokens emitted by a step that verifies drafts,
-1 without drafts. Staleness is the number of policy versions between a trained group's oldest token and the policy that
-it trains."""
+request slots during rollout. Tokens per step is the acceptance length: the mean number of tokens emitted by a step that
+verifies drafts, 1 without drafts. Staleness is the number of policy versions between a trained group's oldest token and
+the policy that it trains."""
 
 LANES = """<b>{name}.</b> Each lane is a replica. The blue area shows the running requests, relative to {height}. The
 colour above it shows why the other slots are empty. Right: the filled share of the replica's slots during rollout."""
