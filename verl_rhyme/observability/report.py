@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from . import metrics, trace
 from .page import document
 from .run import ReportError, Run, read
-from .summary import COLUMNS, FIRST_WARM_EPOCH, compare, formatted
+from .summary import FIRST_WARM_EPOCH, compare, table
 
 SUMMARY_FILE = "summary.json"
 TRACE_FILE = "trace.json"
@@ -46,7 +46,9 @@ def report(
     summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
     notes += _unequal_slots(summaries)
     try:
-        paths = [write(summary, to), document.write(runs, to)]
+        to.mkdir(parents=True, exist_ok=True)
+        (to / SUMMARY_FILE).write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        paths = [to / SUMMARY_FILE, document.write(runs, to)]
         if perfetto:
             notes += [line for run in runs if (line := _missing_step(run, step))]
             paths += _traces(runs, to, step)
@@ -54,10 +56,9 @@ def report(
         _print_notes([*notes, f"cannot write to {to} ({error.strerror or error}): set --out to a writable folder"])
         return 1
     _print_notes([*dict.fromkeys([*notes, *(problem for run in runs for problem in run.problems)])])
-    console = Console()
-    show(summary, console)
+    show(summary)
     for path in paths:
-        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+        print(path)
     return 0
 
 
@@ -95,9 +96,8 @@ def _traces(runs: Sequence[Run], out: Path, step: int | None) -> list[Path]:
     paths = []
     for run in runs:
         if run.slot_time is not None:
-            path = out / (TRACE_FILE if run is runs[0] else f"other-{TRACE_FILE}")
-            trace.write(path, *(_of_step(columns, step) for columns in (run.requests, run.stages)))
-            paths.append(path)
+            paths.append(out / (TRACE_FILE if run is runs[0] else f"other-{TRACE_FILE}"))
+            trace.write(paths[-1], *(_of_step(columns, step) for columns in (run.requests, run.stages)))
     return paths
 
 
@@ -110,31 +110,26 @@ def _print_notes(notes: Sequence[str]) -> None:
         print(f"verl-rhyme report: {note}", file=sys.stderr)
 
 
-def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> Path:
-    path = Path(out) / SUMMARY_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    return path
-
-
-def show(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the table per epoch, and the speedup of two runs: the first run comes first, as in the page."""
+def show(summary: Mapping[str, Any]) -> None:
+    """Print the table by epoch, and the speedup of two runs: the first run comes first, as in the page."""
     runs = [*summary["runs"].values()][::-1] if "runs" in summary else [summary]
-    names = [str(run["run"]) for run in runs]
-    if len(runs) > 1:
-        for letter, name in zip("AB", names, strict=True):
-            console.print(f"{letter}  {name}", highlight=False, markup=False, soft_wrap=True)
-    console.print(_table(runs))
-    for name, run in zip(names, runs, strict=True):
-        if (low_yield := _low_yield(run)) is not None:
-            console.print(f"{name}: {low_yield}", highlight=False, markup=False, soft_wrap=True)
-        if sources := _sources(run):
-            console.print(f"{name}: {sources}", highlight=False, markup=False, soft_wrap=True)
+    letters = "AB"[: len(runs)]
+    for letter, run in zip(letters, runs if len(runs) > 1 else [], strict=False):
+        print(f"{letter}  {run['run']}")
+    titles, rows = table(runs, letters)
+    shown = Table(*(Column(title, justify="right") for title in titles), box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    for row in rows:
+        shown.add_row(*row)
+    Console().print(shown)
+    for run in runs:
+        lines = [_low_yield(run), _sources(run)]
         if factor := run.get("step_factor"):
-            line = f"decode steps take {factor:.2f} times the {run['step_cost']} (factor={factor:.2f} in plan files)"
-            console.print(f"{name}: {line}", highlight=False, markup=False, soft_wrap=True)
+            cost = run["step_cost"]
+            lines.append(f"decode steps take {factor:.2f} times the {cost} (factor={factor:.2f} in plan files)")
+        for line in filter(None, lines):
+            print(f"{run['run']}: {line}")
     if "rollout_speedup_warm" in summary:
-        console.print(_speedups(summary), highlight=False, markup=False)
+        print(_speedups(summary))
 
 
 def _low_yield(run: Mapping[str, Any]) -> str | None:
@@ -149,19 +144,6 @@ def _sources(run: Mapping[str, Any]) -> str:
     last = run["epochs"][-1] if run["epochs"] else {}
     drafted, accepted = (metrics.shares(last.get(f"{kind}_by_source", {})) for kind in ("drafted", "accepted"))
     return f"draft tokens of the last epoch: {drafted}; accepted: {accepted}" if accepted else ""
-
-
-def _table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table by epoch; two runs are A and B, and columns without values are left out."""
-    columns = [c for c in COLUMNS if any(row[c[0]] is not None for run in runs for row in run["epochs"])]
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    for title in ("epoch", *(["run"] if len(runs) > 1 else []), *(title for _, title, _ in columns)):
-        table.add_column(title, justify="right")
-    rows = [(row["epoch"], letter, row) for letter, run in zip("AB", runs, strict=False) for row in run["epochs"]]
-    for number, letter, row in sorted(rows, key=lambda each: each[:2]):
-        lead = [str(number), *([letter] if len(runs) > 1 else [])]
-        table.add_row(*lead, *(formatted(row[key], form) for key, _, form in columns))
-    return table
 
 
 def _speedups(summary: Mapping[str, Any]) -> str:

@@ -12,8 +12,8 @@ from .steps import Steps
 #: First warm epoch; earlier ones are cold, because the history is still empty.
 FIRST_WARM_EPOCH = 2
 
-#: Columns of the tables by epoch: key, title and format. In a terminal of 80 columns they show large counts.
-COLUMNS = (
+#: Columns of the table by epoch: key, title and format. They fit into a terminal of 80 columns.
+_COLUMNS = (
     ("reward_mean", "reward", ".3f"),
     ("rollout_s", "rollout s", ".1f"),
     ("tokens", "tokens", ",d"),
@@ -36,6 +36,20 @@ def formatted(value: Any, form: str) -> str:
     if value is None:
         return "–"
     return format(int(value) if form.endswith("d") else value, form).replace(",", "\u202f")
+
+
+def table(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return the titles and rows of a table by epoch; columns without values are left out. With two runs, the second
+    column has their ``names``, and the rows of an epoch follow each other.
+    """
+    columns = [c for c in _COLUMNS if any(row[c[0]] is not None for run in runs for row in run["epochs"])]
+    found = []
+    for number in sorted({row["epoch"] for run in runs for row in run["epochs"]}):
+        rows = [(name, row) for name, run in zip(names, runs, strict=True) for row in run["epochs"]]
+        for at, (name, row) in enumerate((name, row) for name, row in rows if row["epoch"] == number):
+            lead = ["" if at else str(number), *([name] if len(runs) > 1 else [])]
+            found.append([*lead, *(formatted(row[key], form) for key, _, form in columns)])
+    return ["epoch", *(["run"] if len(runs) > 1 else []), *(title for _, title, _ in columns)], found
 
 
 def summarize(name: str, info: Mapping[str, Any], by_step: Steps) -> dict[str, Any]:

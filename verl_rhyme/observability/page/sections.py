@@ -13,7 +13,7 @@ from verl_rhyme.observability.page.charts import Points
 from verl_rhyme.observability.page.svg import percent
 from verl_rhyme.observability.run import Run
 from verl_rhyme.observability.slot_time import DEFINITIONS, REASONS, SlotTime
-from verl_rhyme.observability.summary import COLUMNS, FIRST_WARM_EPOCH, formatted
+from verl_rhyme.observability.summary import FIRST_WARM_EPOCH, formatted, table
 
 #: Name, SVG or ``None``, caption.
 Figure = tuple[str, str | None, str]
@@ -27,15 +27,9 @@ def problems(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def epochs(runs: Sequence[Run]) -> Iterator[str]:
-    columns = [c for c in COLUMNS if any(row.get(c[0]) is not None for run in runs for row in run.epochs)]
-    head = ["epoch", *(["run"] if len(runs) > 1 else [])], [title for _, title, _ in columns]
-    rows = []
-    for number in sorted({row["epoch"] for run in runs for row in run.epochs}):
-        mine = [(run, row) for run in runs for row in run.epochs if row["epoch"] == number]
-        for at, (run, row) in enumerate(mine):
-            lead = [str(number) if at == 0 else "", *([run.name] if len(runs) > 1 else [])]
-            rows.append((lead, [formatted(row.get(key), form) for key, _, form in columns]))
-    yield _table(*head, rows) + _note(words.TABLE)
+    titles, rows = table([run.summary for run in runs], [run.name for run in runs])
+    lead = len(runs)  # columns of text
+    yield _table(titles[:lead], titles[lead:], [(row[:lead], row[lead:]) for row in rows]) + _note(words.TABLE)
 
 
 def replicas(runs: Sequence[Run]) -> Iterator[str]:
@@ -101,12 +95,9 @@ def step_time(runs: Sequence[Run]) -> Iterator[str]:
         f'<span><i style="background: var(--{colour})"></i>{name}</span>'
         for name, colour in zip(names, charts.STAGE_COLOURS, strict=True)
     )
+    caption, on = words.STAGES, words.STAGES_ON
     figures = (
-        (
-            f"stages-{at + 1}",
-            charts.stages(run, top),
-            words.STAGES.format(name=escape(run.name), on=words.STAGES_ON * run.runs_on),
-        )
+        (f"stages-{at + 1}", charts.stages(run, top), caption.format(name=escape(run.name), on=on * run.runs_on))
         for at, run in enumerate(runs)
     )
     yield f"<h2>Step time by stage</h2><div class=legend>{keys}</div>" + _pair(figures)
@@ -142,13 +133,10 @@ def comparison(runs: Sequence[Run]) -> Iterator[str]:
     ratios = [b.ratio for b in bins]
     spread = {"ratio": matched.mean_ratio(bins), "low": min(ratios), "high": max(ratios), "bins": len(bins)}
     yield f"<p>{words.RATIO.format(**names, **spread)}</p>"
-    rows = [
-        (
-            [f"{b.low:.0f} to {b.high:.0f}"],
-            [str(b.first), str(b.second), f"{b.first_speed:.0f}", f"{b.second_speed:.0f}", f"{b.ratio:.2f}"],
-        )
-        for b in bins
-    ]
+    rows = []
+    for b in bins:
+        speeds = [f"{b.first_speed:.0f}", f"{b.second_speed:.0f}", f"{b.ratio:.2f}"]
+        rows.append(([f"{b.low:.0f} to {b.high:.0f}"], [str(b.first), str(b.second), *speeds]))
     head = [f"{what}, {run.name}" for what in ("steps", "tokens/s") for run in runs]
     yield _table(["mean length (tokens)"], [*head, "ratio"], rows)
 
