@@ -69,6 +69,14 @@ class WorkloadFile:
 
 
 @dataclass
+class DraftsFile:
+    """:class:`~verl_rhyme.simulation.scenario.Drafts`."""
+
+    acceptance: list[float] = field(default_factory=lambda: [1.0])
+    overhead: float = 1.5
+
+
+@dataclass
 class ClusterFile:
     """A cluster file; in addition to these keys it has the run's own (:data:`_RUN`)."""
 
@@ -79,7 +87,7 @@ class ClusterFile:
     preset: str | None = None
     training: TrainingFile = field(default_factory=TrainingFile)
     topology: str = "colocated"
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: DraftsFile = field(default_factory=DraftsFile)
     forecasts: str = "history"
 
 
@@ -178,7 +186,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         colocated=config.topology == "colocated",
         placement=run.placement.policy or "least_loaded",  # verl's router
         options=dict(run.placement.options),
-        drafts=config.drafts,
+        drafts=Drafts(tuple(config.drafts.acceptance), config.drafts.overhead),
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
     )
