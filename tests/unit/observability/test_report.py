@@ -78,13 +78,6 @@ def test_a_run_resumed_under_another_name_has_both(on: Path) -> None:
     assert read(on).summary["run"] == "histospec, then histospec-undrafted"
 
 
-def test_no_bubble_ratio_without_the_useful_tokens(tmp_path: Path) -> None:
-    missing = {m.GEN_S: None, m.GEN_MS_PER_TOKEN: None}
-    write_metrics(tmp_path, [stock(1, 0, **{m.BUBBLE_RATIO: 0.1, **missing})])
-    (epoch,) = read(tmp_path).summary["epochs"]
-    assert (epoch["useful_tokens_per_s"], epoch["bubble_ratio"]) == (None, None)
-
-
 def test_a_resumed_run_counts_no_step_twice(tmp_path: Path) -> None:
     resumed = [{"step": 2, "data": {"val-core/x": 1.0}}, stock(3, 0, **{m.GEN_S: 10.0})]
     write_metrics(tmp_path, [*(stock(step, 0, **{m.GEN_S: 1.0}) for step in (1, 2, 3, 4)), *resumed])
@@ -104,11 +97,12 @@ def test_a_resumed_run_counts_no_step_twice(tmp_path: Path) -> None:
 
 
 def test_unknown_values_are_null(tmp_path: Path) -> None:
-    broken = {m.REWARD_MEAN: None, m.GEN_MS_PER_TOKEN: None}
+    broken = {m.REWARD_MEAN: None, m.GEN_MS_PER_TOKEN: None, m.BUBBLE_RATIO: 0.1}
     write_metrics(tmp_path, [stock(1, 0), stock(2, 0, **broken), stock(3, 1, **broken)])
     part, nothing = read(tmp_path).summary["epochs"]
     assert (part["tokens"], part["rollout_s"], part["reward_mean"]) == (None, 8.0, pytest.approx(0.1))
     assert (nothing["tokens"], nothing["reward_mean"], nothing["useful_tokens_per_s"]) == (None, None, None)
+    assert nothing["bubble_ratio"] is None, "misleading without the useful tokens"
 
 
 def test_staleness_is_weighted_by_groups_or_that_of_trajectories(tmp_path: Path) -> None:

@@ -43,16 +43,3 @@ def test_a_group_is_as_stale_as_its_oldest_token() -> None:
     tokens = {"tokens/mean": 30 / 70, "tokens/max": 1.0}
     assert crossing("group") == pytest.approx({"mean": 0.5, "max": 1.0, "groups": 2.0, **tokens})
     assert crossing("trajectory") == pytest.approx({"mean": 0.25, "max": 1.0, "groups": 4.0, **tokens})
-
-
-def test_on_policy_staleness_is_logged_as_zero() -> None:
-    rollout = Rollout(Rules(batch_prompts=1, batch_samples=2, max_staleness=0))
-    rollout.publish(7, None)
-    rollout.add_prompts([("a", 2)])
-    for start in rollout.fill():
-        rollout.ended(Ended(start.name, "generated", 5, 7, [record(start.name, 5, 7)]))
-        rollout.ended(Ended(start.name, "finished"))
-    assert staleness(batch_metrics(rollout.take(), slots=2)) == {
-        **{"mean": 0.0, "max": 0.0, "groups": 1.0},
-        **{"tokens/mean": 0.0, "tokens/max": 0.0},
-    }
