@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from verl_rhyme.weights.coding import DamagedError, decode, is_difference
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before a lost chunk is requested again: at first, and at most; doubled after each failure.
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+#: Seconds until an answer counts as lost, and before it is requested again.
+ANSWER_S, _PAUSE_S = 60.0, 0.5
 
 
 class LinkError(Exception):
@@ -40,59 +39,43 @@ class Source(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    answer: float = 60.0  # seconds until an answer counts as lost
-    silence: float = 600.0  # seconds without any valid chunk until the receiver gives up on a source
-
-
-async def start_transfer(folder: Folder, version: int, parts: list[Part]) -> Transfer:
-    """Start a transfer of a version; verified chunks of an interrupted transfer are kept."""
-    transfer = Transfer(parts)
-    folder.remove_foreign_files(version, parts)
-    for number, part in enumerate(parts):
-        damaged = set(await asyncio.to_thread(folder.damaged_chunks, version, number, part))
-        for index in set(range(len(part.digests))) - damaged:
-            transfer.mark_stored(Chunk(number, index))
-    return transfer
-
-
 def newest_base(folder: Folder, version: int) -> Base | None:
     others = [other for other in folder.versions() if other != version]
     return Base(others[-1], identity(folder.parts(others[-1]))) if others else None
 
 
-async def request_parts(source: Source, version: int, timeouts: Timeouts = Timeouts()) -> list[Part]:
-    """Call :meth:`Source.parts` until it answers. Raises LinkError after ``timeouts.silence``."""
-    pause, until = _PAUSE_S, time.monotonic() + timeouts.silence
+async def request_parts(source: Source, version: int, silence: float = 600.0) -> list[Part]:
+    """Call :meth:`Source.parts` until it answers. Raises LinkError after ``silence`` seconds."""
+    until = time.monotonic() + silence
     while True:
         try:
-            return await asyncio.wait_for(source.parts(version), timeouts.silence)
+            return await asyncio.wait_for(source.parts(version), silence)
         except (LinkError, asyncio.TimeoutError) as error:
             if time.monotonic() > until:
                 raise LinkError(f"the source sends no manifest of weights of version {version}: {error}") from error
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        await asyncio.sleep(_PAUSE_S)
 
 
 class Receiver:
-    """Receiver of one version, from one source at a time; another source may continue the same ``transfer``.
+    """Receiver of the ``parts`` of one version, from one source at a time; another source may continue.
 
-    ``on_chunk`` is called for each stored chunk, which may now be passed on.
+    ``on_chunk`` is called for each stored chunk, which may now be passed on. ``silence``: seconds without any valid
+    chunk after which a source is given up.
     """
 
     def __init__(
         self,
         folder: Folder,
         version: int,
-        transfer: Transfer,
+        parts: list[Part],
         on_chunk: Callable[[Chunk], Awaitable[None]],
-        timeouts: Timeouts = Timeouts(),
+        silence: float = 600.0,
     ) -> None:
-        self.counts = transfer.counts
-        self._folder, self._version, self._transfer = folder, version, transfer
-        self._on_chunk, self._timeouts = on_chunk, timeouts
-        self._heard, self._pause = time.monotonic(), _PAUSE_S
+        self._transfer = Transfer(parts)
+        self.counts = self._transfer.counts
+        self._folder, self._version = folder, version
+        self._on_chunk, self._silence = on_chunk, silence
+        self._heard = time.monotonic()
         self._base: Base | None = None
         self._base_parts: list[Part] = []
         self._writes: set[asyncio.Task[bool]] = set()
@@ -101,11 +84,11 @@ class Receiver:
         """Fetch all chunks and complete the version; ``base`` is a result of :func:`newest_base`.
 
         If ``pack``, for a slow link, chunks are compressed, against the base if both sides have it. Raises LinkError if
-        no chunk arrived for ``timeouts.silence``, WeightsError if there is no room or a chunk arrived damaged too
+        no chunk arrived for ``silence`` seconds, WeightsError if there is no room or a chunk arrived damaged too
         often.
         """
         transfer = self._transfer
-        self._heard, self._pause, self._base = time.monotonic(), _PAUSE_S, base
+        self._heard, self._base = time.monotonic(), base
         self._base_parts = [] if base is None else self._folder.parts(base.version)
         running: set[asyncio.Task[None]] = set()
         try:
@@ -127,22 +110,19 @@ class Receiver:
         pack = pack and not transfer.needs_plain(chunk)
         try:
             request = source.chunk(version, chunk, self._base if pack else None, pack)
-            coded = await asyncio.wait_for(request, self._timeouts.answer)
+            coded = await asyncio.wait_for(request, ANSWER_S)
         except (LinkError, asyncio.TimeoutError) as error:
-            if time.monotonic() - self._heard > self._timeouts.silence:
-                raise LinkError(
-                    f"no chunk of weights of version {version} arrived for {self._timeouts.silence:.0f} s"
-                ) from error
-            pause = self._pause
-            await asyncio.sleep(pause)
-            self._pause = max(self._pause, min(2 * pause, _LONGEST_PAUSE_S))  # once for chunks lost together
+            if time.monotonic() - self._heard > self._silence:
+                silence = f"no chunk of weights of version {version} arrived for {self._silence:.0f} s"
+                raise LinkError(silence) from error
+            await asyncio.sleep(_PAUSE_S)
             transfer.lose(chunk)
             return
         write = asyncio.create_task(asyncio.to_thread(self._write, chunk, coded))
         self._writes.add(write)
         write.add_done_callback(self._writes.discard)
         if await asyncio.shield(write):
-            self._heard, self._pause = time.monotonic(), _PAUSE_S
+            self._heard = time.monotonic()
             transfer.accept(chunk, len(coded))
             self.counts["full"] += pack and self._base is not None and not is_difference(coded)
             await self._on_chunk(chunk)

@@ -1,8 +1,8 @@
 """State of a weight transfer: missing chunks and chunks in flight.
 
 A version consists of *parts* (files), a part of *chunks* (ranges of its bytes). The version's manifest arrives first
-and has a checksum of each chunk. The receiver requests chunk by chunk; the sender is stateless. A broken link or a
-restart therefore costs only the chunks in flight.
+and has a checksum of each chunk. The receiver requests chunk by chunk; the sender is stateless. A broken link
+therefore costs only the chunks in flight.
 
 No clock, thread, file, verl, ray or torch here: :mod:`verl_rhyme.weights.receiving` drives it.
 """
@@ -59,7 +59,7 @@ def identity(parts: Sequence[Part]) -> str:
 
 
 class Transfer:
-    """The receiver's state of one version, of whose ``parts`` the caller has verified the :func:`identity`.
+    """The receiver's state of one version.
 
     At most ``window`` chunks are in flight. The window is halved when an answer is lost and grows by one with each
     accepted one, so that answers of a slow link arrive before they count as lost. A chunk may arrive damaged ``tries``
@@ -67,7 +67,7 @@ class Transfer:
     """
 
     def __init__(self, parts: Sequence[Part], window: int = WINDOW, tries: int = TRIES) -> None:
-        self.parts = tuple(parts)
+        self.parts = list(parts)
         #: ``bytes`` received (coded), ``chunks`` accepted, and of these those that came ``full`` though a difference
         #: from a base was requested; ``damaged`` and ``lost`` answers.
         self.counts: Counter[str] = Counter()
@@ -83,10 +83,6 @@ class Transfer:
     @property
     def done(self) -> bool:
         return not self._missing
-
-    def mark_stored(self, chunk: Chunk) -> None:
-        """Note that a chunk that :meth:`fits` is stored from before this transfer."""
-        del self._missing[chunk]
 
     def take_requests(self) -> list[Chunk]:
         """Return the chunks to request now; they are in flight from now on."""
