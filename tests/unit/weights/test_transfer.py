@@ -6,13 +6,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_rhyme.weights.folder import Folder, WeightsError
 from verl_rhyme.weights.receiving import LinkError, Receiver, newest_base, request_parts
 from verl_rhyme.weights.sending import Base, Sender
-from verl_rhyme.weights.transfer import Part, Transfer, all_chunks, digest, identity
+from verl_rhyme.weights.transfer import Part, all_chunks, digest, identity
 
 CHUNK = 64
 
@@ -31,77 +31,13 @@ def slice_of(files, chunk):
 FILES = st.lists(st.binary(min_size=1, max_size=5 * CHUNK), min_size=1, max_size=4)
 
 
-class TestProtocol:
-    """The state machine against a link that loses, damages, repeats and reorders answers."""
-
-    @settings(max_examples=300)
-    @given(files=FILES, seed=st.integers(0, 2**32), window=st.integers(1, 6), bad=st.floats(0, 0.8))
-    def test_the_received_version_equals_the_sent_one(self, files, seed, window, bad):
-        rng = random.Random(seed)
-        parts, stored = parts_of(files), {}
-        transfer = Transfer(parts, window, tries=10**9)
-        under_way, old = [], b"\0" * CHUNK
-        for _ in range(20_000):
-            if transfer.done:
-                break
-            requests = transfer.take_requests()
-            assert not set(requests) & set(stored), "a stored chunk is requested"
-            under_way += requests
-            assert len(set(under_way)) == len(under_way) <= window
-            chunk = under_way.pop(rng.randrange(len(under_way)))  # in any order
-            answer, fate = slice_of(files, chunk), rng.random()
-            if fate < bad / 2:
-                transfer.lose(chunk)
-                continue
-            if fate < bad:
-                answer = old[: rng.randrange(CHUNK)] if rng.random() < 0.5 else bytes([answer[0] ^ 1]) + answer[1:]
-            if transfer.fits(chunk, answer):
-                stored[chunk] = answer
-                transfer.accept(chunk, len(answer))
-            else:
-                assert transfer.reject(chunk, len(answer))
-            if fate > 1 - bad / 50:  # another source goes on
-                under_way = []
-                transfer.forget_requests()
-        assert transfer.done
-        assert {chunk: slice_of(files, chunk) for chunk in all_chunks(parts)} == stored
-
-    @given(files=FILES)
-    def test_each_chunk_is_requested_once_over_a_good_link(self, files):
-        parts, requests = parts_of(files), Counter()
-        transfer = Transfer(parts, 3)
-        while not transfer.done:
-            now = transfer.take_requests()
-            requests.update(now)
-            for chunk in now:
-                transfer.accept(chunk, 1)
-        assert requests == Counter(all_chunks(parts))
-        assert transfer.counts == Counter(bytes=len(requests), chunks=len(requests))
-
-    def test_a_chunk_that_never_fits_fails(self):
-        transfer = Transfer(parts_of([b"x" * 100]), 1, tries=3)
-        [chunk] = transfer.take_requests()
-        outcomes = [(transfer.needs_plain(chunk), transfer.reject(chunk, 5)) for _ in range(3)]
-        assert outcomes == [(False, True), (False, True), (True, False)], "plain only after two packed answers"
-        assert transfer.counts["damaged"] == 3
-
-    def test_the_window_shrinks_on_a_link_that_loses_answers(self):
-        transfer = Transfer(parts_of([bytes(40 * CHUNK)]), 8)
-        for chunk in transfer.take_requests():
-            transfer.lose(chunk)
-        assert len(transfer.take_requests()) == 1
-        transfer.forget_requests()
-        for _ in range(3):
-            transfer.accept(transfer.missing[0], 1)
-        assert len(transfer.take_requests()) == 4
-
-    @given(files=FILES)
-    def test_different_versions_have_different_identities(self, files):
-        parts = parts_of(files)
-        other = [*files[:-1], files[-1][:-1] + bytes([files[-1][-1] ^ 1])]
-        assert identity(parts) == identity(parts_of(files))
-        assert identity(parts) != identity(parts_of(other))
-        assert identity(parts) != identity(parts[:-1])
+@given(files=FILES)
+def test_different_versions_have_different_identities(files):
+    parts = parts_of(files)
+    other = [*files[:-1], files[-1][:-1] + bytes([files[-1][-1] ^ 1])]
+    assert identity(parts) == identity(parts_of(files))
+    assert identity(parts) != identity(parts_of(other))
+    assert identity(parts) != identity(parts[:-1])
 
 
 def store(path, version, files):
