@@ -152,7 +152,7 @@ def test_replica_without_its_process_is_dead_at_once(replica: Replica) -> None:
 
 
 class Weights:
-    """verl's checkpoint manager, built for one replica."""
+    """The carrier of weights."""
 
     sent: ClassVar[list[tuple[int, int]]] = []
 
@@ -160,8 +160,10 @@ class Weights:
         config = config or SimpleNamespace(backend="mooncake", engine_kwargs={})
         self.config, self.actor_wg, self.replicas = config, actor_wg, replicas
 
-    def update_weights(self, version: int) -> None:
-        self.sent += [(replica.replica_rank, version) for replica in self.replicas]
+    def deliver(self, replicas: Any, version: int) -> None:
+        self.sent += [(replica.replica_rank, version) for replica in replicas]
+
+    def release(self, replica: Any) -> None: ...
 
 
 class Sender:
@@ -306,7 +308,6 @@ class World:
 
 @pytest.fixture
 def world(router: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(replicas, "CheckpointEngineManager", Weights)
     monkeypatch.setattr(replicas, "_PAUSE_S", 0.05)
     monkeypatch.setattr(replicas, "_LOOK_S", 0.05)
     monkeypatch.setattr(Replica, "troubles", deque())

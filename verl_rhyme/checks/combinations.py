@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks.predicates import (
     ACTOR,
-    ALL_AT_ONCE,
     BACKEND,
     BOUND,
     CORRECTION,
@@ -66,6 +65,7 @@ from verl_rhyme.config import (
     TOPOLOGIES,
     RhymeConfig,
 )
+from verl_rhyme.config.backends import backend
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER, POLICY_LOGPROBS
 from verl_rhyme.drafting import recurrent
 from verl_rhyme.scheduling.rules import of_config
@@ -429,7 +429,7 @@ TABLE = (
                 lambda least, run: run.rules is None or not run.rules.starts_through_training,
                 named_with=(MODE, BOUND),
             ),
-            Option(BACKEND, lambda backend, run: backend in ALL_AT_ONCE),
+            Option(BACKEND, lambda name, run: bool(backend(str(name)).obstacle())),
         ),
         is_elastic,
         "replicas can stop and return only on separate engines that generate during training, with a backend that "

@@ -55,9 +55,6 @@ ON_POLICY_ESTIMATORS = ("opo", "remax")
 #: All other losses of verl 0.9.1 take ``old_log_probs``.
 RATIO_FREE_LOSSES = ("gpg",)
 
-#: Checkpoint-engine backends that send weights to all replicas at once only.
-ALL_AT_ONCE = ("kimi_ckpt_engine", "delta_sharded")
-
 
 @dataclass(frozen=True)
 class Run:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 
 from verl_rhyme.config import TOPOLOGIES, RhymeConfig, SchedulingConfig, trained_unit
+from verl_rhyme.config.backends import backend
 
 #: Unit of training: all samples of a prompt in one batch (GRPO, RLOO, DAPO), or single trajectories (PPO, REINFORCE++).
 Unit = Literal["group", "trajectory"]
@@ -242,7 +243,7 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
         batch_prompts=int(OmegaConf.select(config, "data.train_batch_size") or 1),
         samples=int(OmegaConf.select(config, f"{rollout}.n") or 1),
         unit=trained_unit(rhyme.scheduling.unit, str(OmegaConf.select(config, "algorithm.adv_estimator"))),
-        relayed=OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend") == "relay",
+        relayed=backend(str(OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend"))).one_by_one,
         drafts=rhyme.drafting.enable and rhyme.drafting.policy == "adaptive",
     )
     replay = OmegaConf.select(config, f"{rollout}.enable_rollout_routing_replay")  # of one request's experts only

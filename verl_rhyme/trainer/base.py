@@ -39,7 +39,7 @@ from verl_rhyme.scheduling.retries import RolloutError
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.observers import Observer, Step
 from verl_rhyme.trainer.recorder import Recorder
-from verl_rhyme.weights.manager import RelayManager, choose_manager
+from verl_rhyme.weights.carrier import carrier
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class RhymeTrainerMixin(PPOTrainer):
         super()._setup()
         for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter with separate engines
             if (weights := getattr(self, name, None)) is not None:
-                ours = choose_manager(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout)
+                ours = carrier(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout)
                 setattr(self, name, WatchedCheckpointManager(ours))
         router = self._router()
         if router is not None:
@@ -335,14 +335,14 @@ class RhymeTrainerMixin(PPOTrainer):
             super().fit(agent_loop_manager)
         finally:
             observers = [observer.close for observer in self.observers]
-            for end in (*observers, self._history.close, self._stop_servers, self._close_relay):
+            for end in (*observers, self._history.close, self._stop_servers, self._close_weights):
                 try:  # an error in closing the history must not keep the engines running
                     end()
                 except Exception:
                     logger.warning("an error occurred while the run ended", exc_info=True)
 
-    def _close_relay(self) -> None:
-        if isinstance(weights := getattr(self, "standalone_checkpoint_manager", None), RelayManager):
+    def _close_weights(self) -> None:
+        if (weights := getattr(self, "standalone_checkpoint_manager", None)) is not None:
             weights.close()
 
     def _stop_servers(self) -> None:

@@ -18,10 +18,11 @@ from statistics import median
 from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, ElasticConfig
+from verl_rhyme.config.backends import backend
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.observers import Observer, Step
-from verl_rhyme.trainer.replicas import SpareReplicas, single_transfer_obstacle
+from verl_rhyme.trainer.replicas import SpareReplicas
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,8 @@ class ElasticReplicas(Observer):
         if config is None or spares is None:
             return
         option, replicas = f"{CONFIG_PATH}.streaming.elastic.min_replicas", servers.get_replicas()
-        if why := single_transfer_obstacle(engine, len(replicas[0].workers)):
-            raise ConfigError(f"{option}: {why}; use the relay, or drop the option")
+        if why := backend(engine.backend).obstacle(len(replicas[0].workers)):
+            raise ConfigError(f"{option}, checkpoint_engine.backend={engine.backend}: {why}; use the relay, or drop it")
         launched = self._launched = self._reported = len(replicas)
         self._least, self._most = config.min_replicas or 1, min(launched, config.max_replicas or launched)
         if self._least > self._most:

@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
-from verl.checkpoint_engine import CheckpointEngineManager
 
+from verl_rhyme.config.backends import backend
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.processes import background
 from verl_rhyme.processes.deaths import ReplicaDied, dead, watched
 from verl_rhyme.processes.waiting import waiting_for
 from verl_rhyme.weights.folder import WeightsError
-from verl_rhyme.weights.manager import RelayManager, compare_replicas
-from verl_rhyme.weights.process_group import ProcessGroupManager
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +33,6 @@ _ANSWER_S = 120.0
 _PAUSE_S = 30.0
 #: Seconds for which a run without any replica waits for one; an engine may compile for minutes.
 _NONE_LEFT_S, _LOOK_S = 1200.0, 1.0
-#: Backends of verl that cannot send to a single new replica.
-_OBSTACLES = {
-    "kimi_ckpt_engine": "keeps the process group of the first weight transfer",
-    "delta_sharded": "sends only the changes since the last weight transfer",
-}
 
 
 def readmit(servers: Any) -> None:
@@ -60,15 +53,6 @@ def _admit(router: Any, servers: dict[str, Any]) -> None:
         with suppress(RayError):  # a server that just died is detected by the next check
             if tokens := ray.get(server.cache_tokens.remote(), timeout=_ANSWER_S):
                 report.remote(address, tokens)
-
-
-def single_transfer_obstacle(engine: Any, workers: int) -> str:
-    """Return why verl's ``CheckpointEngineConfig`` cannot send weights to a single new replica of so many workers;
-    empty if it can."""
-    why = _OBSTACLES.get(engine.backend, "")
-    if engine.backend == "nixl" and workers == 1:
-        why = "cannot send weights to a single replica of one GPU"
-    return why and f"checkpoint_engine.backend={engine.backend} {why}"
 
 
 def kill_replica(replica: Any) -> None:
@@ -100,7 +84,7 @@ class SpareReplicas:
     """
 
     def __init__(self, servers: Any, weights: Any, hung_s: float | None = None) -> None:
-        # verl's LLMServerManager, and the CheckpointEngineManager of the same replicas
+        # verl's LLMServerManager, and the carrier of weights of the same replicas (verl_rhyme.weights.carrier)
         self._servers, self._weights, self._hung_s = servers, weights, hung_s
         # Fresh ranks give fresh actor names: Ray may know those of dead replicas for a while.
         self._ranks = itertools.count(1 + max(replica.replica_rank for replica in servers.rollout_replicas))
@@ -118,7 +102,7 @@ class SpareReplicas:
 
         Without ``waits``, use the answers to queries that the last such call began. Raise :class:`ReplicaDied` if no
         replica is left and none could be started in time, or a new one did not get its weights (with the relay, another
-        is started) or cannot get them (:func:`single_transfer_obstacle`); ``WeightsError`` if the relay has lost them.
+        is started) or cannot get them; ``WeightsError`` if the relay has lost them.
         """
         gone = dead(self._servers.rollout_replicas, self._hung_s) if waits else self._seen()
         if gone:
@@ -141,10 +125,11 @@ class SpareReplicas:
         serving = self._servers.rollout_replicas
         for replica, why in gone.items():
             logger.warning(GONE, replica.replica_rank, replica._server_address, why)
-        if why := single_transfer_obstacle(self._weights.config, len(serving[0].workers)):
+        if why := backend(self._weights.config.backend).obstacle(len(serving[0].workers)):
             first = next(iter(gone))
             raise ReplicaDied(
-                f"rollout replica {first.replica_rank} died ({gone[first]}) and cannot be replaced: {why}\n"
+                f"rollout replica {first.replica_rank} died ({gone[first]}) and cannot be replaced with "
+                f"checkpoint_engine.backend={self._weights.config.backend}: {why}\n"
                 "The same command continues from the last checkpoint."
             )
         with waiting_for("the router"):
@@ -167,8 +152,7 @@ class SpareReplicas:
             ray.get(manager.global_load_balancer.remove_servers.remote([address]))
         moved = drain(address)
         try:
-            if isinstance(self._weights, RelayManager):
-                self._weights.release(replica)
+            self._weights.release(replica)
             ray.get([server.suspend.remote() for server in replica.servers], timeout=_ANSWER_S)
         except (RayError, WeightsError) as error:  # it has no requests left; wake_up() checks whether it lives
             logger.warning("replica %d could not rest: %s", replica.replica_rank, last_line(error))
@@ -253,25 +237,8 @@ class SpareReplicas:
             logger.warning(REPLACED, new.replica_rank)
 
     def _send(self, new: Any, version: int) -> None:
-        """Send the actor's weights once: after a failure the actor may still be sending."""
-        if isinstance(self._weights, RelayManager):  # not sent by the actor: after a failure another can start
-            with watched([new]), waiting_for("the weights to reach a new replica"):
-                self._weights.deliver([new])
-            return
-        try:
-            with watched([new]), waiting_for("the weights to reach a new replica"):
-                if isinstance(self._weights, ProcessGroupManager):
-                    self._weights.send([new], version)
-                else:
-                    CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
-                compare_replicas(self._weights.actor_wg, [new])
-        except WeightsError:
-            raise
-        except Exception as error:
-            raise ReplicaDied(
-                f"rollout replica {new.replica_rank} did not get its weights before it served: {error}\n"
-                "The same command continues from the last checkpoint."
-            ) from error
+        with watched([new]), waiting_for("the weights to reach a new replica"):
+            self._weights.deliver([new], version)
 
     def _set(self, replicas: list[Any]) -> None:
         manager = self._servers

@@ -12,7 +12,6 @@ from ray.exceptions import ActorUnavailableError
 from verl_rhyme.processes.deaths import ReplicaDied, dead, is_death
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer.replicas import SpareReplicas, readmit
-from verl_rhyme.weights.manager import RelayManager
 
 #: Seconds between two checks of the replicas while the trainer waits.
 _CHECK_S = 20.0
@@ -117,8 +116,7 @@ class Separate(Topology):
         return list(self.spares.resting) if "spares" in vars(self) else []
 
     def sync_weights(self) -> None:
-        if isinstance(self._engines, RelayManager):
-            self._over_deaths(self._engines.finish_deliveries)
+        self._over_deaths(self._engines.finish_deliveries)
 
     def stop(self) -> None:
         self._over_deaths(super().stop)
@@ -144,8 +142,7 @@ class Separate(Topology):
             # Engines on the actor's devices serve as well, so that there is no memory to send weights from.
             return Colocated(self._trainer).replace_dead(version)
         died = self.spares.replace_dead(version, waits)
-        if isinstance(self._engines, RelayManager):
-            self._engines.check()
+        self._engines.check()
         return died
 
 

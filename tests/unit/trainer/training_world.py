@@ -571,10 +571,8 @@ class Namespace(SimpleNamespace):
 class Weights(RelayManager):
     """The trainer's side of the relay, with simulated deliveries."""
 
-    _distribution = None
-
     def __init__(self, world):
-        self._world, self._nodes, self._under_way = world, {}, {}
+        self._world, self._nodes, self._behind = world, {}, {}
         self.config, self.replicas = SimpleNamespace(backend="relay"), []
 
     def call(self, method, *arguments):
@@ -599,10 +597,10 @@ class Weights(RelayManager):
     def send(self, replica, version, patient):
         delivery = self._world.deliveries.setdefault(replica, Delivery(contextlib.nullcontext))
         taking = delivery.update(Replica(self._world, replica._server_handle), version, patient)
-        self._under_way[replica] = task = self._world.cluster.clock.create_task(_unless_dead(taking))
+        self._behind[replica] = task = self._world.cluster.clock.create_task(_unless_dead(taking))
         return task
 
-    def deliver(self, replicas):
+    def deliver(self, replicas, version=None):
         self._world.cluster.get([self.send(replica, self._world.version, False) for replica in replicas])
         if not all(replica._server_handle.alive for replica in replicas):
             raise RayActorError

@@ -16,14 +16,12 @@ from verl_rhyme.checks.preflight import compose, user_code
 from verl_rhyme.checks.preflight.datasets import REWARD_MANAGERS
 from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
 from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, config_tree, training_order
+from verl_rhyme.config.backends import BACKENDS
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.config.run_name import run_name
 from verl_rhyme.planning.architecture import Architecture
 from verl_rhyme.router import router_file
 from verl_rhyme.weights import BACKEND as RELAY
-
-#: Checkpoint-engine backends of verl 0.9.1 (``rollout.checkpoint_engine.backend``), and rhyme's relay.
-BACKENDS = ("naive", "nccl", "nixl", "mooncake", "kimi_ckpt_engine", "delta_sharded", RELAY)
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -223,8 +221,8 @@ def weights(config: Any) -> Iterator[Check]:
     engine, key = config.actor_rollout_ref.rollout.checkpoint_engine, f"{_R}.checkpoint_engine"
     backend = str(engine.backend)
     if backend not in BACKENDS:
-        remedy = f"{key}.custom_backend_module for your own backend"
-        yield user_code.unknown("weights", f"{key}.backend", backend, BACKENDS, config, user_code.WORKERS, remedy)
+        remedy, known = f"{key}.custom_backend_module for your own backend", tuple(BACKENDS)
+        yield user_code.unknown("weights", f"{key}.backend", backend, known, config, user_code.WORKERS, remedy)
     given, where = (engine.get("engine_kwargs") or {}).get(RELAY) or {}, f"{key}.engine_kwargs.{RELAY}"
     if not (isinstance(given, Mapping) and {*given} <= {"folder"} and isinstance(given.get("folder"), str | None)):
         yield Check("weights", FAIL, f"{where}={given}: the relay takes only folder=PATH", f"set {where}.folder")
