@@ -12,7 +12,7 @@ from whole_run import MOSTLY, finish, kill_all, requests_of, steps_of, wait_for_
 
 from tests.conftest import ONLY_SLOW
 from verl_rhyme.observability import events
-from verl_rhyme.observability.summary import read
+from verl_rhyme.observability.run import read
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
 #: 16 prompts x 4 samples, two steps an epoch.
@@ -57,6 +57,7 @@ def trained(request, tmp_path_factory):
 def test_trains_drafts_and_reports(trained, tmp_path):
     run_dir, output = trained
     summary = json.loads((run_dir / "summary.json").read_text())
+    assert set(summary) == {"run", "epochs", "bubble_slots", "engine", "staleness_mean", "staleness_max"}
     assert summary["run"] == "histospec"
     first, second = summary["epochs"]
     assert first["history_hit_rate"] == 0

@@ -15,8 +15,8 @@ from rich.table import Table
 from verl_rhyme.commands.errors import one_line_errors
 
 if TYPE_CHECKING:
+    from verl_rhyme.planning.plan_file import LoadedPlan
     from verl_rhyme.planning.planner import Plan, Split
-    from verl_rhyme.simulation.plan_file import LoadedPlan
 
 #: Minimum width of the table in characters.
 _WIDTH = 128
@@ -32,8 +32,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Divide GPUs between rollout and training and find the profitable max_staleness: steps, costs, overrides."""
-    from verl_rhyme.planning import planner
-    from verl_rhyme.simulation import plan_file
+    from verl_rhyme.planning import plan_file, planner
 
     with one_line_errors("verl-rhyme plan"):
         loaded = plan_file.load(cluster, overrides or [])

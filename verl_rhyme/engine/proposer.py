@@ -81,8 +81,9 @@ class HistoryProposer:
 
         for name, layer in self._vllm_config.compilation_config.static_forward_context.items():
             cache = getattr(layer, "get_kv_cache_spec", None)
-            if cache is not None and isinstance(cache(self._vllm_config), MambaSpec):
-                recurrent.refuse(f"layer {name} is a {type(layer).__name__}")
+            spec = cache(self._vllm_config) if cache is not None else None
+            if isinstance(spec, MambaSpec):
+                recurrent.check_layer(name, type(layer).__name__, spec.mamba_cache_mode)
 
     def attach(self, model_runner: Any) -> None:
         """Start drafting. The worker extension calls it once the engine is up."""

@@ -89,12 +89,16 @@ class RhymeHttpServer(vLLMHttpServer):
         if not self._rhyme.drafting.enable:
             return
         # The driver may not have the model's config.json; an error here is shorter than the engine's.
-        recurrent.refuse(recurrent.recurrent(self.model_config.hf_config.to_dict()))
+        fields = self.model_config.hf_config.to_dict()
+        recurrent.refuse(recurrent.undrafted(fields))
+        drafting = self._rhyme.to_dict()["drafting"]
+        if recurrent.recurrent(fields):
+            drafting["max_tokens"] = min(drafting["max_tokens"], recurrent.MAX_TOKENS)
         assert self._rhyme.history.dir is not None, "the trainer sets history.dir before any worker starts"
         engine_kwargs["speculative_config"] = {
             "method": "custom_class",
             "model": PROPOSER,
-            "num_speculative_tokens": self._rhyme.drafting.max_tokens,
+            "num_speculative_tokens": drafting["max_tokens"],
         }
         engine_kwargs["compilation_config"] = cuda_graphs.settings(
             engine_kwargs.get("compilation_config"),
@@ -105,7 +109,7 @@ class RhymeHttpServer(vLLMHttpServer):
         engine_kwargs["additional_config"] = {
             **(engine_kwargs.get("additional_config") or {}),
             FIELD: {
-                "drafting": self._rhyme.to_dict()["drafting"],
+                "drafting": drafting,
                 "history_dir": node_history_dir(self._rhyme.history.dir, self._node_id),
                 "copies_dir": node_copies_dir(self._rhyme.history.dir, self._node_id),
                 "namespace": tokenizer_namespace(self.model_config.tokenizer),

@@ -12,27 +12,6 @@ from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
 
 
-class Occupancy:
-    """Bubble ratio where every change of the number of running requests is reported at once, as in a simulation.
-    ``slots``: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`; ``now``: seconds, by any clock.
-    """
-
-    def __init__(self, slots: int, now: float) -> None:
-        self._slots, self._now, self._running, self._busy, self._room = slots, now, 0, 0.0, 0.0
-
-    def set_running(self, now: float, running: int) -> None:
-        passed = now - self._now
-        self._busy += passed * min(self._running, self._slots)
-        self._room += passed * self._slots
-        self._now, self._running = now, running
-
-    def end_interval(self) -> float:
-        """Return the ratio from the last call until the latest :meth:`set_running`."""
-        busy, room = self._busy, self._room
-        self._busy = self._room = 0.0
-        return 1.0 - busy / room if room > 0 else 0.0
-
-
 def forecast_metrics(expectations: Expectations) -> dict[str, float]:
     """Return ``rollout/lengths/*``: accuracy of the forecasts for groups completed since the last call."""
     measures = expectations.measures()

@@ -157,7 +157,6 @@ class RhymeTrainerMixin(PPOTrainer):
         rollout = self.config.actor_rollout_ref.rollout
         cost = self._replica_profile()
         events.describe(
-            self.global_steps + 1,  # first step of this start
             run=run_name(self._rhyme),
             engine=f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}",
             slots=self._bubble_slots,

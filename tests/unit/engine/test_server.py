@@ -365,9 +365,12 @@ def test_without_drafts_the_pipeline_draws_with_rhymes_sampler(server, monkeypat
     assert options(server, "qwen3", drafting=False, given=mtp, max_staleness=0)["async_scheduling"] is False
 
 
-def test_server_drafts_for_no_recurrent_model(server):
+def test_server_drafts_by_the_models_layers(server):
     """The driver may have no config.json, but verl's server has the model's config."""
-    with pytest.raises(ConfigError, match=r"layer_types: linear_attention.*drafting\.enable=false"):
-        options(server, "qwen3_next", drafting=True)
-    assert "speculative_config" not in options(server, "qwen3_next", drafting=False)
+    with pytest.raises(ConfigError, match=r"mamba.*drafting\.enable=false"):
+        options(server, "nemotron_h", drafting=True)
+    assert "speculative_config" not in options(server, "nemotron_h", drafting=False)
     assert options(server, "qwen3", drafting=True)["speculative_config"]["num_speculative_tokens"] == 32
+    hybrid = options(server, "qwen3_next", drafting=True)
+    assert hybrid["speculative_config"]["num_speculative_tokens"] == 4
+    assert hybrid["additional_config"][FIELD]["drafting"]["max_tokens"] == 4
