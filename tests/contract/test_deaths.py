@@ -370,9 +370,7 @@ def test_replica_that_dies_at_rest_is_replaced_on_wake(world: World, caplog: pyt
 def test_no_replica_starts_if_weights_cannot_be_sent_to_it_alone(world: World) -> None:
     world.weights.config = SimpleNamespace(backend="delta_sharded", engine_kwargs={})
     world.kill(0)
-    with pytest.raises(
-        ReplicaDied, match=r"replica 0 died .* replaced.* only the changes since.*\nThe same command"
-    ):
+    with pytest.raises(ReplicaDied, match=r"replica 0 died .* replaced.* only the changes since.*\nThe same command"):
         world.spares.replace_dead(7)
     assert Weights.sent == []
 
