@@ -141,7 +141,6 @@ class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
         held.obstacle = trace.error
         held.values |= trace.values
         held.altered += sorted(trace.altered)
-        held.unused += trace.unused
         for storage, count in trace.written.items():
             if storage in self._missing:
                 self._missing[storage].left -= count

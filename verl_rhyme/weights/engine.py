@@ -13,12 +13,11 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.utils.device import get_device_id, get_device_name
 
-from verl_rhyme.weights import BACKEND
+from verl_rhyme.weights import BACKEND, PATIENCE_S
 from verl_rhyme.weights.folder import Folder
 from verl_rhyme.weights.writer import PART_BYTES, Writer
 
-#: Seconds for which a worker waits for a version to arrive on its node.
-_TIMEOUT_S = 600.0
+#: Seconds between two looks for a version that has yet to arrive.
 _PAUSE_S = 0.02
 #: Matrices that engines may hold in float32 whatever their dtype: expert routers, scales of quantised matrices.
 _WIDE = re.compile(r"(^|\.)(gate|router)(\.|$)|_scale")
@@ -81,11 +80,11 @@ class RelayCheckpointEngine(CheckpointEngine):
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         assert self._folder is not None
         assert global_steps is not None
-        deadline = time.monotonic() + _TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while not self._folder.has(global_steps):  # nodes of one replica receive it at different times
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"weights of version {global_steps} did not arrive in {self._folder.path} within {_TIMEOUT_S:.0f} s"
+                    f"weights of version {global_steps} did not arrive in {self._folder.path} within {PATIENCE_S:.0f} s"
                 )
             await asyncio.sleep(_PAUSE_S)
         for name, weight in self._folder.read(global_steps):

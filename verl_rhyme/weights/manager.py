@@ -16,14 +16,12 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl_rhyme.config import WeightsConfig
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.errors import last_line
-from verl_rhyme.weights import BACKEND, relay
+from verl_rhyme.weights import BACKEND, PATIENCE_S, relay
 from verl_rhyme.weights.delivery import Target
 from verl_rhyme.weights.folder import UnsentError, WeightsError
 from verl_rhyme.weights.samples import sent_by
 from verl_rhyme.weights.sites import tree
 
-#: Seconds without an answer after which a node is given up: network failures of minutes pass.
-_LINK_PATIENCE_S = 600.0
 #: Seconds for which relays may keep the trainer waiting for metrics, or for the removal of their files at the end.
 _CLOSE_S = 20.0
 #: Seconds between two looks at the relays during a delivery, and before a delivery is retried.
@@ -112,18 +110,18 @@ class RelayManager(CheckpointEngineManager):
 
     def deliver(self, replicas: Iterable[Any], version: int | None = None) -> None:
         """Wait until these replicas have loaded the newest version. Raises RayError or WeightsError if one could not;
-        broken links have :data:`_LINK_PATIENCE_S` to come back.
+        broken links have :data:`.PATIENCE_S` to come back.
         """
         replicas, until = list(replicas), 0.0  # deadline of all retries
         self._start(replicas)
         while left := [replica for replica in replicas if replica in self._behind]:
             under_way = [each for replica in left if not isinstance(each := self._behind[replica], Exception)]
-            ray.wait(under_way, num_returns=len(under_way), timeout=_LOOK_S) if under_way else None
-            failed = self._poll(left)
-            if not failed:
-                self._request_fetches()  # which detects relays that hang
+            ray.wait(under_way, num_returns=len(under_way), timeout=_LOOK_S)
+            if not (failed := self._poll(left)):
+                if not self._behind.keys().isdisjoint(left):
+                    self._request_fetches()  # which detects relays that hang
                 continue
-            until = until or time.monotonic() + _LINK_PATIENCE_S
+            until = until or time.monotonic() + PATIENCE_S
             for error in failed.values():
                 if time.monotonic() > until or not isinstance(error, (ActorUnavailableError, UnsentError)):
                     raise error  # the replica's own
@@ -249,7 +247,7 @@ class RelayManager(CheckpointEngineManager):
                 ray.get(call, timeout=0)
                 del self._fetches[node]
             except GetTimeoutError as error:
-                if time.monotonic() - since > _LINK_PATIENCE_S:
+                if time.monotonic() - since > PATIENCE_S:
                     self._drop_relay(node, error)
             except RayActorError as error:
                 self._drop_relay(node, error)
@@ -297,7 +295,7 @@ class RelayManager(CheckpointEngineManager):
     def _relay(self, node: str) -> Any:
         if node not in self._relays:
             heir_of = self._folders.get(node)
-            self._relays[node] = relay.start(node, self._root, heir_of, self._options.pack, _LINK_PATIENCE_S)
+            self._relays[node] = relay.start(node, self._root, heir_of, self._options.pack)
         return self._relays[node]
 
     def _ask(self, node: str, method: str, *arguments: Any) -> Any:
@@ -305,7 +303,7 @@ class RelayManager(CheckpointEngineManager):
         for _ in range(_DEATHS):
             try:
                 call = getattr(self._relay(node), method).remote(*arguments)
-                return ray.get(call, timeout=_LINK_PATIENCE_S)
+                return ray.get(call, timeout=PATIENCE_S)
             except (RayActorError, GetTimeoutError) as error:
                 if not self._drop_relay(node, error):
                     raise

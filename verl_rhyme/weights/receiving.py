@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
+from verl_rhyme.weights import PATIENCE_S
 from verl_rhyme.weights.coding import DamagedError, decode, is_difference
 from verl_rhyme.weights.folder import Folder, WeightsError
 from verl_rhyme.weights.sending import Base, read_base
@@ -49,7 +50,7 @@ def newest_base(folder: Folder, version: int) -> Base | None:
     return Base(others[-1], identity(folder.parts(others[-1]))) if others else None
 
 
-async def request_parts(source: Source, version: int, silence: float = 600.0) -> list[Part]:
+async def request_parts(source: Source, version: int, silence: float = PATIENCE_S) -> list[Part]:
     """Call :meth:`Source.parts` until it answers. Raises LinkError after ``silence`` seconds."""
     until = time.monotonic() + silence
     while True:
@@ -74,7 +75,7 @@ class Receiver:
         version: int,
         parts: list[Part],
         on_chunk: Callable[[Chunk], Awaitable[None]],
-        silence: float = 600.0,
+        silence: float = PATIENCE_S,
     ) -> None:
         #: ``bytes`` received (coded), ``chunks`` accepted, and of these those that came ``full`` though a difference
         #: from a base was requested; ``damaged`` and ``lost`` answers.

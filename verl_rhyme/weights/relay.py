@@ -69,17 +69,14 @@ class Relay:
     """The relay of a node; :func:`start` starts it as an actor.
 
     ``root`` is the parent of the weight folder (``None``: shared memory), ``heir_of`` the folder of the dead relay that
-    this one replaces. If ``pack``, transfers between sites are compressed, against the previous version. ``silence``:
-    seconds to wait for a source that sends nothing.
+    this one replaces. If ``pack``, transfers between sites are compressed, against the previous version.
     """
 
-    def __init__(
-        self, root: str | None = None, heir_of: str | None = None, pack: bool = True, silence: float = 600.0
-    ) -> None:
+    def __init__(self, root: str | None = None, heir_of: str | None = None, pack: bool = True) -> None:
         add_log_handler()
         self._folder = claim(SHARED_MEMORY if root is None else Path(root), heir_of)
         self._sender = Sender(self._folder)
-        self._pack, self._silence = pack, silence
+        self._pack = pack
         self._tally: Counter[str] = Counter()
         self._remote_requests: dict[int, float] = {}  # when another site last requested a version, or it as base
         self._fetches: dict[int, asyncio.Task[None]] = {}
@@ -155,7 +152,7 @@ class Relay:
                 source = RaySource(relay, remote)
                 try:
                     if receiver is None:
-                        receiver = await self._receiver(version, await request_parts(source, version, self._silence))
+                        receiver = await self._receiver(version, await request_parts(source, version))
                     return await self._receive(receiver, source, version, remote)
                 except (RayError, LinkError, WeightsError) as error:
                     if number == len(sources):
@@ -176,7 +173,7 @@ class Relay:
             stored.add(chunk)
             await self._notify()
 
-        return Receiver(self._folder, version, parts, on_chunk, self._silence)
+        return Receiver(self._folder, version, parts, on_chunk)
 
     async def _receive(self, receiver: Receiver, source: RaySource, version: int, remote: bool) -> None:
         before = Counter(receiver.counts)

@@ -73,7 +73,6 @@ class Held:
     #: factor by which the engine scales them.
     values: dict[str, list[tuple[str, list[int], list[float], float]]] = field(default_factory=dict)
     altered: list[str] = field(default_factory=list)  # tensors that the loader converts in an unknown way
-    unused: list[str] = field(default_factory=list)  # tensors that were stored nowhere
     incomplete: list[str] = field(default_factory=list)  # compared parameters that got fewer elements than they have
     blank: list[str] = field(default_factory=list)  # parameters that got none and were not read from a file either
     aside: list[str] = field(default_factory=list)  # compared parameters outside of the language model that got none

@@ -76,15 +76,12 @@ class Trace(TorchDispatchMode):
 
     #: Compared elements as the parameters hold them (``Held.values``).
     values: dict[str, list[tuple[str, list[int], list[float], float]]]
-    #: Tensors that were stored nowhere.
-    unused: list[str]
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> None:
         super().__init__()
         #: Where elements lie, by the first and last address of their tensor, with a number.
         self._places: list[tuple[int, int, int, _Elements]] = []
         self._number = self._longest = 0  # of places; bytes of one
-        self._names = list[str]()
         #: Tensors from which the loader computed something, so that they cannot be followed.
         self.altered = set[str]()
         #: Elements written into each storage, by its address.
@@ -92,7 +89,6 @@ class Trace(TorchDispatchMode):
         #: Why the elements could not be followed.
         self.error = ""
         for name, tensor in tensors:
-            self._names.append(name)
             where = points(tensor.numel(), version).numpy()
             index = np.unravel_index(where, tensor.shape) if tensor.ndim else ()
             storage = StorageWeakRef(tensor.untyped_storage())
@@ -133,7 +129,6 @@ class Trace(TorchDispatchMode):
             if each.stored and (values := each.read()) is not None:
                 piece = str(each.dtype).removeprefix("torch."), each.which.tolist(), values, each.scale
                 self.values.setdefault(each.name, []).append(piece)
-        self.unused = [name for name in self._names if name not in self.altered | self.values.keys()]
         self._places = []
 
     # ---- operations ----

@@ -92,13 +92,24 @@ def test_only_names_made_by_claim_are_removed(tmp_path, stem):
     assert other.exists()
 
 
-@pytest.mark.parametrize("signed", [{"host": "elsewhere", "boot": "another"}, None], ids=["another host", "unsigned"])
-def test_folders_of_other_hosts_stay(tmp_path, signed):
+ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder, lock: lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "x", "boot": "y"})),
+        lambda folder, lock: lock.write_text(""),
+        pytest.param(lambda folder, lock: os.chown(folder, 12345, -1), marks=ROOT),
+        pytest.param(lambda folder, lock: os.chown(lock, 12345, -1), marks=ROOT),
+    ],
+    ids=["another host", "unsigned", "another user's folder", "another user's lock"],
+)
+def test_folders_of_others_stay(tmp_path, change):
     """On some network file systems locks do not reach other hosts, so that a live owner's lock can be taken."""
     theirs = claim(tmp_path)
     write(theirs, 1)
-    lock = theirs.path.with_suffix(".lock")
-    lock.write_text("" if signed is None else json.dumps({**json.loads(lock.read_text()), **signed}))
+    change(theirs.path, theirs.path.with_suffix(".lock"))
     let_go(theirs)
     claim(tmp_path)
     assert same(theirs, 1)
@@ -119,17 +130,6 @@ def test_links_are_not_followed(tmp_path):
     claim(tmp_path / "root")
     assert target.is_dir()
     assert linked.is_dir(), "a folder with a linked lock is removed"
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
-@pytest.mark.parametrize("what", ["lock", "folder"])
-def test_folders_of_other_users_stay(tmp_path, what):
-    theirs = claim(tmp_path)
-    write(theirs, 1)
-    let_go(theirs)
-    os.chown(theirs.path if what == "folder" else theirs.path.with_suffix(".lock"), 12345, -1)
-    claim(tmp_path)
-    assert same(theirs, 1)
 
 
 def test_an_old_folder_that_cannot_be_removed_is_only_logged(tmp_path, monkeypatch):

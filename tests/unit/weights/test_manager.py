@@ -173,7 +173,7 @@ def test_a_broken_link_has_time_to_come_back(world, monkeypatch, error):
     assert set(world.taken) == {(0, 1), (1, 1)}
     world.failing[1] = error
     monkeypatch.setattr(managers.time, "sleep", lambda _: None)
-    monkeypatch.setattr(managers, "_LINK_PATIENCE_S", 0.01)
+    monkeypatch.setattr(managers, "PATIENCE_S", 0.01)
     with pytest.raises(type(error)):
         world.manager.deliver(world.replicas)
 
@@ -194,7 +194,7 @@ def test_the_trainer_waits_only_for_the_actors_relay(background):
 def test_a_relay_that_hangs_is_replaced(background, monkeypatch):
     background.hangs_at += ["fetch", "deliver"]
     background.manager.update_weights(2)
-    monkeypatch.setattr(managers, "_LINK_PATIENCE_S", -1.0)
+    monkeypatch.setattr(managers, "PATIENCE_S", -1.0)
     background.hangs_at.clear()
     assert background.manager.check() == 3  # its deliveries fail now
     assert [relay.lives for relay in background.relays if relay.node == "far"] == [False, True]

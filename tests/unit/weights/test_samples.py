@@ -108,7 +108,7 @@ FAULTS = {
     ),
     "an adapter that no module takes": (
         sent({ADAPTER: OLD}),
-        Held(VERSION, unused=[ADAPTER]),
+        Held(VERSION),
         rf"{re.escape(ADAPTER)}: it was not loaded",
     ),
     "an adapter without its scale": (
@@ -147,7 +147,7 @@ FAULTS = {
     ),
     "a tied embedding that was not updated": (
         sent({"lm_head.weight": WEIGHTS["lm_head.weight"]}),
-        Held(VERSION, unused=["lm_head.weight"], incomplete=["model.embed_tokens.weight"]),
+        Held(VERSION, incomplete=["model.embed_tokens.weight"]),
         r"lm_head.weight: it was not loaded; model.embed_tokens.weight got less",
     ),
     "a parameter with random values": (sent(), held(blank=["model.bias"]), r"model.bias of worker 0 got nothing"),
@@ -171,7 +171,7 @@ def test_a_difference_names_replica_version_and_tensor(actors, engines, named):
 def test_what_an_engine_has_no_use_for_is_no_difference():
     """Layers that only training has, or names that the loader drops."""
     more = changed(mtp__layers__2__norm__weight=torch.randn(16))
-    compare(0, sent(more), [held(unused=["mtp.layers.2.norm.weight"])])
+    compare(0, sent(more), [held()])
 
 
 def test_what_a_loader_computes_is_not_compared():
