@@ -92,7 +92,7 @@ def test_every_package_has_a_layer_and_says_whose_process_runs_it():
 
 
 def test_nothing_else_lies_at_the_root():
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "cli.py", "plugin.py"}
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "cli.py", "once.py", "plugin.py"}
 
 
 def sources():
