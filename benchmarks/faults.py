@@ -41,8 +41,8 @@ from benchmarks import tiny_run
 from benchmarks.machine import about, print_row
 from benchmarks.real_run import Cell, Kept, faults, requests_of, short
 from benchmarks.tiny_run import RHYME, ROLLOUT
-from verl_rhyme.coordinator import replicas
 from verl_rhyme.observability import metrics, steps
+from verl_rhyme.trainer import replicas
 from verl_rhyme.weights import manager
 
 REPLICAS, BATCH, SAMPLES, SLOTS, LIMIT, PROMPTS, EPOCHS = 3, 6, 4, 6, 384, 24, 3
@@ -357,7 +357,7 @@ def measure(cell: Cell, folder: Path, injected: dict[str, Any], epochs: int) -> 
         **injected,
         "thrown_away_tokens": int(requests["response_tokens"][thrown].sum()),
         "trained_tokens": int(requests["response_tokens"][requests["trained"]].sum()),
-        "early_share": short(float(np.mean([row.get(metrics.STREAM_EARLY, 0.0) for row in by_step.values()]))),
+        "early_share": short(float(np.mean([row.get(metrics.EARLY_SHARE, 0.0) for row in by_step.values()]))),
         "pearson_least": short(float(min(correlation))),
         "spanning": checked["spanning"],
         "faults": [*checked["faults"], *not_once(requests, wanted, epochs, PROMPTS * SAMPLES)],

@@ -45,13 +45,14 @@ from verl_rhyme.config import RhymeConfig, StreamingConfig
 from verl_rhyme.config.config_tree import parse
 from verl_rhyme.config.presets import tree
 from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
+from verl_rhyme.planning import plan_file
 from verl_rhyme.planning.planner import plan
+from verl_rhyme.planning.workload import Prompt
 from verl_rhyme.scheduling.batch import Collected
 from verl_rhyme.scheduling.rules import Rules, Unit, of_options
-from verl_rhyme.simulation import cluster_file, plan_file
+from verl_rhyme.simulation import cluster_file
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Step
-from verl_rhyme.simulation.workload import Prompt
 
 Row = dict[str, Any]
 

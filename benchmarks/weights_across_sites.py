@@ -38,7 +38,7 @@ from examples.tiny_world.sampling import encode_prompt, sample
 from verl_rhyme.weights.claims import claim
 from verl_rhyme.weights.coding import decode, encode
 from verl_rhyme.weights.folder import Folder
-from verl_rhyme.weights.receiving import Receiver, Timeouts, newest_base, start_transfer
+from verl_rhyme.weights.receiving import Receiver, newest_base
 from verl_rhyme.weights.transfer import Chunk, digest, identity
 from verl_rhyme.weights.writer import Writer
 
@@ -262,7 +262,7 @@ async def fetch(
             came.append(time.perf_counter())
 
     source, parts = TcpSource("127.0.0.1", wire.at), there.parts(version)
-    receiver = Receiver(here, version, await start_transfer(here, version, parts), kept, Timeouts(60.0, 600.0))
+    receiver = Receiver(here, version, parts, kept)
     await receiver.fetch(source, newest_base(here, version), pack)
 
 

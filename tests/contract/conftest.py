@@ -50,8 +50,8 @@ class Forks:
         print(json.dumps({**request, **{name: str(file) for name, file in files.items()}}), file=self._server.stdin)
         self._server.stdin.flush()
         status = int(self._answer())
-        told = {name: file.read_text() if file.exists() else "" for name, file in files.items()}
-        return subprocess.CompletedProcess(request["arguments"], status, **told)
+        printed = {name: file.read_text() if file.exists() else "" for name, file in files.items()}
+        return subprocess.CompletedProcess(request["arguments"], status, **printed)
 
     def _answer(self):
         line = self._server.stdout.readline()

@@ -57,46 +57,6 @@ def recover(fp64: bool) -> dict[str, Any]:
     return {"got": recovered.tolist(), "expected": scores.argmax(-1).tolist()}
 
 
-def load_linear() -> dict[str, Any]:
-    """Run a linear layer after vLLM has prepared its weights, and again after new weights are loaded."""
-    import torch
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    layer, method = torch.nn.Module(), UnquantizedLinearMethod()
-    weight = torch.randn(32, 64)
-    layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
-    layer.bias = None
-    x = torch.randn(4, 64)
-    method.process_weights_after_loading(layer)
-    errors = [float((method.apply(layer, x) - x @ weight.T).abs().max())]
-    kept = layer.weight.numel()
-    if kept:
-        layer.weight.data.copy_(2 * weight)
-        method.process_weights_after_loading(layer)
-        errors.append(float((method.apply(layer, x) - 2 * x @ weight.T).abs().max()))
-    return {"kept": kept, "errors": errors, "packs": bool(ops._supports_onednn)}
-
-
-def join_process_group() -> str:
-    import torch.distributed
-    from verl.plugin.platform.platform_manager import set_platform
-
-    from verl_rhyme.testing.cpu import PlatformCPU
-
-    if MODE != "patched":
-        set_platform(PlatformCPU())
-    from verl.workers.engine_workers import initialize_global_process_group_ray  # the name that verl's workers import
-
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["DIST_INIT_METHOD"] = f"file://{folder}/rendezvous"
-        initialize_global_process_group_ray(timeout_second=30)
-        total = torch.ones(1)
-        torch.distributed.all_reduce(total)
-        torch.distributed.destroy_process_group()
-    return f"sum {total.item()}"
-
-
 def log_with_flush() -> str:
     from verl.trainer.ppo.v1 import trainer_separate_async
 
@@ -193,12 +153,10 @@ def behave() -> dict[str, Any]:
         "expand": {name: expand(name) for name in ("float32", "int32", "int64")},
         "recover": attempt(lambda: recover(False)),
         "recover_fp64": attempt(lambda: recover(True)),
-        "linear": load_linear(),
         "run_misspelt": attempt(lambda: run_command("+actor_rollout_ref.rollout.custom.rhyme.enabel=true")),
         "run_stock": attempt(run_command),
         "log": attempt(log_with_flush),
         "metrics": [attempt(lambda: resume_metrics(True)), attempt(lambda: resume_metrics(False))],
-        "process_group": attempt(join_process_group),
     }
     result["statuses"] = {patch.name: patches.status(patch).state.value for patch in patches.ALL}
     return result

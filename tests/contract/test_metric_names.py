@@ -26,17 +26,13 @@ def test_acceptance_is_defined_as_verl_does() -> None:
 
 
 def test_verl_logs_the_names_we_read(tmp_path, monkeypatch) -> None:
-    lengths = torch.tensor([3.0, 5.0])
+    tokens = ("responses", "response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns")
+    lengths = {"prompt_length": torch.tensor([4.0, 4.0]), "response_length": torch.tensor([3.0, 5.0])}
     batch = DataProto.from_dict(
         tensors={
-            "prompts": torch.zeros(2, 4),
-            "responses": torch.zeros(2, 5),
-            "attention_mask": torch.ones(2, 9),
-            "response_mask": torch.ones(2, 5),
-            "prompt_length": torch.tensor([4.0, 4.0]),
-            "response_length": lengths,
-            **{name: torch.ones(2, 5) for name in ("token_level_scores", "token_level_rewards")},
-            **{name: torch.ones(2, 5) for name in ("advantages", "returns")},
+            **{"prompts": torch.zeros(2, 4), "attention_mask": torch.ones(2, 9)},
+            **{name: torch.ones(2, 5) for name in tokens},
+            **lengths,
         },
         meta_info={"global_token_num": [7, 9]},
     )

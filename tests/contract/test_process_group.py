@@ -14,11 +14,8 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from verl.checkpoint_engine import base
 from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineRegistry
 
-from verl_rhyme.config import WeightsConfig
 from verl_rhyme.processes.deaths import ReplicaDied
-from verl_rhyme.weights import process_group
-from verl_rhyme.weights.manager import choose_manager
-from verl_rhyme.weights.process_group import ProcessGroupManager
+from verl_rhyme.weights.broadcast import KeptGroup
 
 
 class Groups:
@@ -134,7 +131,7 @@ def world(nccl, monkeypatch):
 
 
 def ours(theirs):
-    return choose_manager(theirs, WeightsConfig(), {})
+    return KeptGroup(theirs.config, theirs.actor_wg, theirs.replicas)
 
 
 class Run:
@@ -188,7 +185,7 @@ def test_after_a_death_the_group_is_built_for_the_new_replica_and_for_all_and_is
     run.sync(3)
     living, new = run.replace()
     run.manager.replicas = living
-    run.manager.send([new], 3)
+    run.manager.deliver([new], 3)
     run.check([new])
     run.manager.replicas = [*living, new]
     run.sync(4)
@@ -202,17 +199,18 @@ def test_a_resting_replica_leaves_the_group_and_returns(world):
     run.manager.replicas = [second]
     run.sync(2)
     assert not any(worker.groups for worker in first.workers)
-    run.manager.send([first], 2)
+    run.manager.deliver([first], 2)
     run.manager.replicas = [second, first]
     run.sync(2)
     assert world.groups.built == 4
 
 
-def test_with_rebuild_group_verls_manager_stays(world):
+def test_with_rebuild_group_each_sync_builds_one(world):
     run = Run(world, ours, rebuild_group=True)
-    assert not isinstance(run.manager, ProcessGroupManager)
     run.sync(3)
-    assert world.groups.built == 3
+    run.manager.replicas = run.manager.replicas[1:]
+    run.sync(1)
+    assert world.groups.built == 4
 
 
 def test_a_worker_that_cannot_leave_ends_the_run_instead_of_a_hang(world, monkeypatch):
@@ -223,5 +221,4 @@ def test_a_worker_that_cannot_leave_ends_the_run_instead_of_a_hang(world, monkey
     run.manager.replicas = living
     living[0].workers[0].stuck = True
     with pytest.raises(ReplicaDied, match="have not left the process group"):
-        run.manager.send([new], 1)
-    assert process_group._LEAVE_S < 300
+        run.manager.deliver([new], 1)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
@@ -60,12 +58,12 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verls_manager_makes_it(tmp_path: Any, manager: str) -> None:
     """As ``sync`` and ``colocate_async`` make it, and as ``separate_async`` does, twice."""
     config = configured(tmp_path, PLACED)
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).router_config_path == str(router_file.FILE)
     if manager == "empty":
         made = Manager.create_empty(config=config)
     else:
-        made = Manager.create(
-            config=config, worker_group=SimpleNamespace(world_size=4) if manager == "hybrid" else None
-        )
+        workers = SimpleNamespace(world_size=4) if manager == "hybrid" else None
+        made = Manager.create(config=config, worker_group=workers)
     router = made.global_load_balancer
     assert isinstance(router, PlacementRouter)
     assert router.get_all_servers() == made.get_addresses()
@@ -75,19 +73,6 @@ def test_verls_manager_makes_it(tmp_path: Any, manager: str) -> None:
 def test_without_a_policy_it_is_verls(tmp_path: Any) -> None:
     config = configured(tmp_path)
     assert type(Manager.create(config=config).global_load_balancer) is GlobalRequestLoadBalancer
-
-
-def test_the_workers_config_takes_the_path(tmp_path: Any) -> None:
-    rollout = configured(tmp_path, PLACED).actor_rollout_ref.rollout
-    assert omega_conf_to_dataclass(rollout).router_config_path == str(router_file.FILE)
-
-
-def test_verls_trainers_leave_the_choice_to_the_config() -> None:
-    """A ``load_balancer_cls`` of theirs would go before the file."""
-    for module in (trainer_base, trainer_separate_async):
-        source = inspect.getsource(module)
-        assert "LLMServerManager.create(" in source
-        assert "load_balancer_cls" not in source
 
 
 def test_what_replicas_cost_is_read_before_any_starts(tmp_path: Any) -> None:

@@ -322,30 +322,3 @@ def test_an_agent_loop_manager_of_ones_own(tmp_path, monkeypatch, build, name, t
     tree = build(tmp_path, agent={"agent_loop_manager_class": f"own_managers.{name}"})
     found = [str(each) for each in config_checks.agent_loops(tree, config_tree.from_verl(tree))]
     assert not found if told is None else told in found[0]
-
-
-@pytest.mark.parametrize(
-    ("written", "told"),
-    [
-        (None, "does not exist"),
-        ("policy: mine", "names no router_class"),
-        ("router_class: own_routers.Missing", "cannot be imported"),
-        ("router_class: own_routers.Half", "own_routers.Half lacks add_servers, "),
-        ("router_class: own_routers.Mine", None),
-    ],
-)
-def test_a_router_of_ones_own(tmp_path, monkeypatch, written, told):
-    """It serves as with verl; what would fail when all engines stand is told before they start."""
-    (tmp_path / "own_routers.py").write_text(
-        "from verl.workers.rollout.router import GlobalRequestLoadBalancer\n"
-        "class Mine(GlobalRequestLoadBalancer): pass\n"
-        "class Half:\n    def acquire_server(self, request_id): pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_routers", raising=False)
-    file = tmp_path / "router.yaml"
-    if written:
-        file.write_text(written)
-    tree = config(tmp_path, router_config_path=str(file))
-    [found] = config_checks.rhyme(tree, None)
-    assert found.status == "ok" if told is None else told in found.detail

@@ -1,6 +1,5 @@
 """What of verl's losses and estimators lets an update come in parts, as ``trainer/stages.py`` names them."""
 
-import dataclasses
 import inspect
 from types import SimpleNamespace
 
@@ -10,9 +9,10 @@ import torch
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
-from verl.workers.config import ActorConfig, PolicyLossConfig
+from verl.workers.config import PolicyLossConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from tests.e2e.engine_steps import actor_config
 from verl_rhyme.actor.actor import StreamedActor, streamed
 from verl_rhyme.actor.streamed_update import BY_TOKENS, find_unsupported_engine_option
 from verl_rhyme.trainer.stages import GROUP_ESTIMATORS, STREAMED_LOSSES
@@ -31,18 +31,6 @@ def test_every_loss_and_estimator_of_verl_is_known():
     assert known == {*GROUP_ESTIMATORS, *OTHER_ESTIMATORS}
 
 
-def config(aggregation):
-    made = ActorConfig.__new__(ActorConfig)  # __init__ would check batch sizes that only a trainer has
-    for field in dataclasses.fields(ActorConfig):
-        if field.default is not dataclasses.MISSING:
-            object.__setattr__(made, field.name, field.default)
-        elif field.default_factory is not dataclasses.MISSING:
-            object.__setattr__(made, field.name, field.default_factory())
-    object.__setattr__(made, "loss_agg_mode", aggregation)
-    object.__setattr__(made, "policy_loss", PolicyLossConfig(dro_beta=0.1))
-    return made
-
-
 def tensors(seed=0):
     random = torch.Generator().manual_seed(seed)
     mask = torch.arange(WIDTH) < torch.randint(1, WIDTH + 1, (ROWS, 1), generator=random)
@@ -53,7 +41,7 @@ def tensors(seed=0):
 def loss(name, aggregation, rows, divisor, weighted):
     """Gradient of the loss of some rows, where the mini-batch is said to have so many tokens; ``weighted``: by
     importance sampling, as where stale tokens are trained."""
-    settings = config(aggregation)
+    settings = actor_config(loss_agg_mode=aggregation, policy_loss=PolicyLossConfig(dro_beta=0.1))
     info = {"dp_size": 1, "batch_num_tokens": divisor, "global_batch_size": ROWS, "loss_scale_factor": WIDTH}
     settings.global_batch_info.clear()
     settings.global_batch_info.update(info)

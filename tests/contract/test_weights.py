@@ -25,9 +25,11 @@ from verl_rhyme.actor.sent_weights import SentWeights
 from verl_rhyme.config import WeightsConfig
 from verl_rhyme.weights import manager as managers
 from verl_rhyme.weights import relay
+from verl_rhyme.weights.broadcast import Broadcast, KeptGroup
+from verl_rhyme.weights.carrier import carrier
 from verl_rhyme.weights.engine import RelayCheckpointEngine, register
 from verl_rhyme.weights.folder import Folder, WeightsError
-from verl_rhyme.weights.manager import RelayManager, choose_manager
+from verl_rhyme.weights.manager import RelayManager
 from verl_rhyme.weights.samples import Held, Sent
 from verl_rhyme.weights.tracing import Trace
 
@@ -201,47 +203,42 @@ def test_another_site_gets_a_difference_and_the_update_returns_its_size(
 
 def test_the_trainer_continues_while_replicas_load(manager: RelayManager) -> None:
     manager.waits = False
-    assert manager.update_weights(4) == {"rollout/weights/replicas_behind": 0.0}
+    assert manager.update_weights(5) == {"rollout/weights/replicas_behind": 0.0}
     manager.finish_deliveries()
     assert manager.check() == 0
-    assert served(manager) == [40.0] * 2
+    assert served(manager) == [50.0] * 2
 
 
 def test_missing_room_stops_the_trainer_with_a_remedy(manager: RelayManager) -> None:
     [actor] = manager.actor_wg.ranks
     ray.get(actor.limit_files.remote(1000))
     with pytest.raises(WeightsError, match=r"--shm-size.*relay\.folder"):
-        manager.update_weights(5)
+        manager.update_weights(6)
     ray.get(actor.limit_files.remote(resource.RLIM_INFINITY))
 
 
-def test_an_error_in_the_background_is_raised(manager: RelayManager) -> None:
+def test_the_death_of_a_replica_is_raised_and_another_starts(manager: RelayManager) -> None:
     manager.waits = False
     ray.kill(manager.replicas[1].workers[0])
     manager.update_weights(6)
     with pytest.raises(RayError):
         manager.finish_deliveries()
-    gone = manager.replicas.pop()  # as the trainer's mend does
-    manager._under_way = {gone: manager._deliver(gone)}
-    ray.wait(list(manager._under_way.values()), timeout=30)
+    manager.replicas[1] = far = Replica(1, "far")  # as the trainer's mend does
+    manager.deliver([far])
     assert manager.check() == 0, "a replaced replica still counts"
 
 
 def test_a_dead_relay_is_replaced(manager: RelayManager) -> None:
     manager.waits = False
-    far = Replica(1, "far")
-    manager.replicas.append(far)
-    manager.update_weights(7)
-    manager.finish_deliveries()
-    kill(manager._relays["far"])
-    manager._under_way[far] = manager._deliver(far)
-    ray.wait([manager._under_way[far]], timeout=30)
-    assert manager.check() == 1, "the delivery is not retried in the background"
-    manager.finish_deliveries()
-    assert served(manager) == [70.0] * 2
-    manager.update_weights(8)
-    manager.finish_deliveries()
-    assert served(manager) == [80.0] * 2
+    for version, node in ((7, "far"), (18, "near")):  # of the actor, too
+        manager.update_weights(version)
+        manager.finish_deliveries()
+        kill(manager._relays[node])
+        manager.deliver([new := Replica(2, "far")])
+        assert new.serves() == 10.0 * version
+        manager.update_weights(version + 1)
+        manager.finish_deliveries()
+        assert served(manager) == [10.0 * (version + 1)] * 2
 
 
 def test_a_hung_relay_is_replaced_in_time(manager: RelayManager, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +247,8 @@ def test_a_hung_relay_is_replaced_in_time(manager: RelayManager, monkeypatch: py
     monkeypatch.setattr(managers, "_LOOK_S", 0.5)
     os.kill(owner(manager._folders["far"]), signal.SIGSTOP)
     manager.deliver(manager.replicas)
-    manager.update_weights(9)
-    assert served(manager) == [90.0] * 2
+    manager.update_weights(20)
+    assert served(manager) == [200.0] * 2
 
 
 def owner(folder: str) -> int:
@@ -266,7 +263,7 @@ def owner(folder: str) -> int:
     [
         ("old", True, r"worker 0 has loaded version \d+ last"),
         ("skipped", False, r"layer\.4: it was not loaded; engine\.4 got less"),
-        ("torn", False, r"layer\.4: worker 0 has 0, the actor 1\d4"),
+        ("torn", False, r"layer\.4: worker 0 has 0, the actor 2\d4"),
     ],
 )
 def test_a_replica_with_other_weights_ends_the_run_before_it_serves(
@@ -281,7 +278,7 @@ def test_a_replica_with_other_weights_ends_the_run_before_it_serves(
     ):
         publish(manager, version)
     ray.get(worker.break_down.remote(""))
-    manager._under_way.clear()
+    manager._behind.clear()
     publish(manager, version + 1)
     assert served(manager) == [10.0 * (version + 1)] * 2
 
@@ -299,12 +296,11 @@ def test_a_late_replica_loads_the_newest_version_without_the_actor(manager: Rela
     assert new.serves() == 10.0 * manager._newest.version
 
 
-def test_only_the_relay_has_a_relay_manager() -> None:
-    theirs = SimpleNamespace(backend="nixl")
-    assert choose_manager(theirs, WeightsConfig(), {}).__wrapped__ is theirs
-    config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
-    theirs = SimpleNamespace(backend="relay", config=config, actor_wg=None, replicas=[])
+def test_a_backend_has_its_carrier() -> None:
     register()
-    ours = choose_manager(theirs, WeightsConfig(pack=False), {"dtype": "bfloat16"})
-    assert isinstance(ours, RelayManager)
-    assert (ours._dtype, ours._options.pack) == ("bfloat16", False)
+    for name, kind in (("relay", RelayManager), ("nccl", KeptGroup), ("nixl", Broadcast), ("mine", Broadcast)):
+        config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
+        theirs = SimpleNamespace(backend=name, config=config, actor_wg=None, replicas=[])
+        ours = carrier(theirs, WeightsConfig(pack=False), {"dtype": "bfloat16"})
+        assert type(ours) is kind
+        assert kind is not RelayManager or (ours._dtype, ours._options.pack) == ("bfloat16", False)

@@ -85,12 +85,12 @@ def distribution_of(small_model):
     return distribution_of_model(small_model)
 
 
-def distribution_of_model(folder):
+def distribution_of_model(folder, dtype="float64"):
     """The same for any model over these tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
     @torch.no_grad()
     def distribution(prompt, length, temperature=1.0, top_p=1.0, top_k=0):
@@ -98,7 +98,7 @@ def distribution_of_model(folder):
         probabilities = torch.ones(1, dtype=torch.float64)
         for _ in range(length):
             tokens = torch.cat([torch.tensor(prompt).expand(len(prefixes), -1), prefixes], dim=1)
-            logits = model(tokens).logits[:, -1] / temperature
+            logits = model(tokens).logits[:, -1].double() / temperature
             if top_k:
                 logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
             if top_p < 1:
@@ -164,7 +164,7 @@ def p_value():
 def build_engine(small_model):
     """``build_engine(history_dir=None, **vllm options)``: a vLLM engine, drafting where it is given a store.
 
-    It draws with our sampler where it drafts, and where it is told ``draws=True``.
+    It draws with our sampler where it drafts, and where it is given ``draws=True``.
     """
 
     def build(history_dir=None, model=None, drafting=None, namespace=NAMESPACE, draws=False, **options):

@@ -99,10 +99,9 @@ def make_batch(seed=1):
     return batch
 
 
-def ppo(**changes):
-    """verl's own loss, with verl's own defaults but for these."""
+def actor_config(**changes):
+    """verl's defaults but for these."""
     from verl.workers.config import ActorConfig
-    from verl.workers.utils.losses import ppo_loss
 
     config = ActorConfig.__new__(ActorConfig)  # __init__ would check batch sizes that only a trainer has
     for field in dataclasses.fields(ActorConfig):
@@ -112,21 +111,20 @@ def ppo(**changes):
             object.__setattr__(config, field.name, field.default_factory())
     for name, value in changes.items():
         object.__setattr__(config, name, value)
-    return partial(ppo_loss, config)
+    return config
+
+
+def ppo(**changes):
+    from verl.workers.utils.losses import ppo_loss
+
+    return partial(ppo_loss, actor_config(**changes))
 
 
 def main(engine, model, steps, port, tp=1, pp=1, lr=1e-3, checkpoint=None):
     """Print ``{"log_probs", "losses", "grad_norms", "weights", "resumed"}`` on the rank that has them.
 
-    Args:
-        engine: "megatron", "fsdp" or "fsdp2".
-        model: A model folder.
-        steps: Training steps.
-        port: Of the rendezvous on this machine.
-        tp, pp: Megatron's tensor and pipeline parallel sizes.
-        lr: Learning rate.
-        checkpoint: A folder: save there after the last step, take one more, and take it again with a new engine that
-            loads: ``resumed`` has loss and gradient norm of both.
+    With a folder ``checkpoint``, ``resumed`` has loss and gradient norm of a step after it, of the engine that saved it
+    and of a new one that loads it.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("cpu:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)

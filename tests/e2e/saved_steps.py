@@ -28,12 +28,7 @@ def main(model, port, folder, cases):
     """Print of each engine's cases the steps of three engines: the one that has saved, one that has loaded, and a new
     one. An error in loading takes the place of the second. Cases of the same options share the first and the third.
 
-    Args:
-        model: A model folder.
-        port: Of the rendezvous on this machine.
-        folder: For checkpoints.
-        cases: By engine ("megatron", "fsdp" or "fsdp2"), dictionaries with ``save`` and ``load``, the options of the
-            checkpoint, and ``options`` of :func:`build`.
+    A case has ``save`` and ``load``, the options of the checkpoint, and ``options`` of :func:`build`.
     """
     dist.init_process_group(
         "cpu:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(os.environ["RANK"]), world_size=1

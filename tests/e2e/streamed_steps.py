@@ -34,7 +34,7 @@ def train(engine, steps, parts, loss, streamed, by_tokens=True, dynamic=False):
 
     rank, ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
     shares = [split(part, rank, ranks) for part in parts]
-    told = []
+    reported = []
     for step in range(steps):
         batch = make_batch(seed=step)
         if streamed:
@@ -52,33 +52,26 @@ def train(engine, steps, parts, loss, streamed, by_tokens=True, dynamic=False):
             value = torch.tensor(sum(done["loss"]))
             dist.all_reduce(value, group=engine.get_data_parallel_group())
             metrics = done["metrics"]
-            told.append([value.item() / ranks, metrics["grad_norm"], metrics["actor/pg_loss"].aggregate()])
-    return told
+            reported.append([value.item() / ranks, metrics["grad_norm"], metrics["actor/pg_loss"].aggregate()])
+    return reported
 
 
 def main(engine, model, port, parts, cases, steps=10, tp=1, pp=1, options=None, dynamic=False):
-    """Print ``{"whole", "streamed", "apart", "moved"}`` of each case: what steps tell, how far the weights are from
+    """Print ``{"whole", "streamed", "apart", "moved"}`` of each case: what steps report, how far the weights are from
     each other afterwards, and how far from where they were.
 
-    Args:
-        engine: "megatron" or "fsdp2".
-        model: A model folder.
-        port: Of the rendezvous on this machine.
-        parts: Rows of the mini-batch as they come.
-        cases: Changes of the actor's options; ``by_tokens``, if there, is what :class:`StreamedUpdate` is told.
-        steps: Training steps.
-        tp, pp: Parallel sizes; the other ranks are data parallel.
-        options: Of Megatron's engine.
-        dynamic: Micro-batches by tokens.
+    ``parts`` are rows of the mini-batch as they come; ``cases`` change the actor's options, and may contain
+    ``by_tokens`` of :class:`StreamedUpdate`; ``dynamic``: micro-batches by tokens. Ranks beyond ``tp * pp`` are data
+    parallel.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("cpu:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     import verl  # noqa: F401  (loads the plugins)
 
     make = partial(build, engine, model, tp, pp, 3e-4, options)
-    told = [compare(make, steps, parts, dynamic, **case) for case in cases]
-    if None not in told:
-        print("RESULT" + json.dumps(told))
+    reported = [compare(make, steps, parts, dynamic, **case) for case in cases]
+    if None not in reported:
+        print("RESULT" + json.dumps(reported))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -89,8 +82,8 @@ def compare(make, steps, parts, dynamic, by_tokens=True, **changes):
     for streamed in (False, True):
         built = make()
         before = weights(built)
-        told = train(built, steps, parts, loss, streamed, by_tokens, dynamic)
-        found.append((told, before, weights(built)))
+        reported = train(built, steps, parts, loss, streamed, by_tokens, dynamic)
+        found.append((reported, before, weights(built)))
     (whole, before, after), (streamed, _, ours) = found
     if not built.is_mp_src_rank_with_outputs() or built.get_data_parallel_rank() != 0:
         return None

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from test_megatron import MODELS, run
 
+from tests.conftest import ONLY_SLOW
 from tests.unit.configs import verl_config
 from verl_rhyme.checks import combinations
 from verl_rhyme.config import config_tree
 
-pytestmark = pytest.mark.xdist_group("megatron_engine")
+pytestmark = [ONLY_SLOW, pytest.mark.xdist_group("megatron_engine")]  # versions are pinned: what verl restores is known
 
 ALL = ["model", "optimizer", "extra"]
 #: Saved and loaded contents, further options, whether all is restored, the weights or nothing, and whether the checks

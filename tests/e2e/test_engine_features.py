@@ -127,28 +127,6 @@ def test_aborted_and_resumed_requests_keep_their_budget(pressed, stock, write_hi
     assert [partial[f"{i}"] for i in range(len(requests))] == expected
 
 
-def test_later_turns_draft_from_the_first_prompts_history(pressed, stock, write_history):
-    """A second turn goes on from prompt, response and what a tool said; its key is the first turn's prompt."""
-    first = prompts(8, longest=20)
-    answers = [tokens[:20] for tokens in generate(stock, first)]
-    second = [p + a + [1, 2, 3] for p, a in zip(first, answers, strict=True)]
-    expected = generate(stock, second)
-    whole = [[*a, 1, 2, 3, *e] for a, e in zip(answers, expected, strict=True)]
-    write_history(pressed.history_folder, list(zip(first, whole, strict=True)))
-    engine = pressed.llm_engine
-    found = {}
-    with Drafted(pressed) as drafted:
-        for i, request in enumerate(second):
-            params = greedy(extra_args={"rhyme": {"key": prompt_key(first[i]).hex(), "attempt": 1}})
-            engine.add_request(f"turn-{i}", {"prompt_token_ids": request}, params)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    found[output.request_id] = list(output.outputs[0].token_ids)
-    assert [found[f"turn-{i}"] for i in range(len(second))] == expected
-    assert drafted.accepted > len(second) * LENGTH // 2
-
-
 def test_lora(build_engine, write_history, small_model, tmp_path):
     """Drafts are verified with the adapter that each request asks for, whichever wrote the history (vllm 20284)."""
     import torch

@@ -105,21 +105,6 @@ def _drafted(drafted):
     return ~np.isin(np.arange(last[-1] + 1), last)
 
 
-@ADAPTIVE
-def test_vllms_rejection_sampler_has_the_same_distribution(engine, write_history, distribution_of, p_value):
-    """Benchmarks compare with vLLM's sampler, which needs our patches on a CPU."""
-    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
-    ours = runner.sampler, runner.rejection_sampler
-    write_history(engine.history_folder, history_of("true", distribution_of))
-    runner.sampler = type(ours[0]).__mro__[1](ours[0].logprobs_mode)
-    runner.rejection_sampler = type(ours[1]).__mro__[1](runner.sampler)
-    try:
-        tokens = sample(engine, SETTINGS["T=0.7"], SAMPLES)
-    finally:
-        runner.sampler, runner.rejection_sampler = ours
-    assert p_value(tokens, distribution_of(PROMPT, LENGTH, **SETTINGS["T=0.7"])) > 1e-4
-
-
 def test_greedy_output_equals_the_undrafted_one(engine, write_history, stock):
     from vllm import SamplingParams
 
@@ -136,28 +121,3 @@ def test_greedy_output_equals_the_undrafted_one(engine, write_history, stock):
     after = engine.collective_rpc("draft_totals")[0]
     assert after["accepted"] - before["accepted"] > 200
     assert drafted == expected
-
-
-@ADAPTIVE
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_the_targets(engine, write_history, small_model, distribution_of, temperature):
-    """``rollout_log_probs``, which verl trains on, equal a recomputation by the actor's code path."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from vllm import SamplingParams
-
-    write_history(engine.history_folder, history_of("true", distribution_of))
-    settings = SamplingParams(
-        temperature=temperature, max_tokens=24, ignore_eos=True, detokenize=False, logprobs=0, n=32
-    )
-    output = engine.generate([{"prompt_token_ids": PROMPT}], settings, use_tqdm=False)[0]
-    tokens = torch.tensor([o.token_ids for o in output.outputs])
-    returned = torch.tensor(
-        [[p[t].logprob for t, p in zip(o.token_ids, o.logprobs, strict=True)] for o in output.outputs]
-    )
-    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
-    with torch.no_grad():
-        sequence = torch.cat([torch.tensor(PROMPT).expand(len(tokens), -1), tokens], dim=1)
-        logits = model(sequence).logits[:, len(PROMPT) - 1 : -1] / temperature
-    expected = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
-    torch.testing.assert_close(returned, expected, atol=2e-4, rtol=2e-4)

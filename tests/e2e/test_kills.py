@@ -8,7 +8,8 @@ import numpy as np
 import psutil
 import pytest
 import whole_run
-from test_sorted import BATCH, PROMPTS, SAMPLES, requests_of, runs_while_the_actor_trains, start
+from test_sorted import BATCH, PROMPTS, SAMPLES, runs_while_the_actor_trains, start
+from whole_run import requests_of
 
 from tests.conftest import ONLY_SLOW, examples
 

@@ -19,7 +19,7 @@ STEPS, LR = 10, 3e-4
 
 
 def run(world, script="engine_steps", **settings):
-    """What a script of this folder tells, of so many ranks."""
+    """What a script of this folder reports, of so many ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         settings["port"] = free.getsockname()[1]
@@ -40,9 +40,9 @@ def run(world, script="engine_steps", **settings):
     finally:
         for rank in ranks:
             rank.kill()
-    told = [line[len("RESULT") :] for output in outputs for line in output.splitlines() if line.startswith("RESULT")]
-    assert len(told) == 1, "\n".join(output[-3000:] for output in outputs)
-    return json.loads(told[0])
+    lines = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT")]
+    assert len(lines) == 1, "\n".join(output[-3000:] for output in outputs)
+    return json.loads(lines[0][len("RESULT") :])
 
 
 def assert_same(found, expected):
@@ -56,13 +56,9 @@ def assert_same(found, expected):
     np.testing.assert_allclose(after, before, rtol=1e-5)
 
 
+@ONLY_SLOW  # test_streamed_update runs its pipeline every day, test_sorted the trainer on it
 @pytest.mark.parametrize(
-    ("model", "parallel"),
-    [
-        # test_streamed_update runs tensor parallelism every day
-        pytest.param("qwen2", {"tp": 2}, marks=ONLY_SLOW, id="qwen2-tp2"),
-        pytest.param("llama", {"pp": 2}, id="llama-pp2"),
-    ],
+    ("model", "parallel"), [pytest.param("qwen2", {"tp": 2}, id="tp2"), pytest.param("llama", {"pp": 2}, id="pp2")]
 )
 def test_megatron_learns_what_fsdp_does(model, parallel, tmp_path):
     """Embeddings are tied as in the smallest Qwen2s, or untied: for a tied model mbridge has no pipeline."""

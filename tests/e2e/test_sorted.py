@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import whole_run
-from whole_run import ROOT
+from whole_run import ROOT, requests_of, steps_of
 
 from tests.conftest import ONLY_SLOW
 from verl_rhyme.observability import events
@@ -28,77 +28,25 @@ def start(run_dir, *overrides, epochs, **env):
     return whole_run.start(run_dir, *SMALL, *overrides, epochs=epochs, **{"RHYME": "full", "STALENESS": "0", **env})
 
 
-def requests_of(run_dir):
-    return events.to_numpy(events.read_requests(run_dir / "checkpoints" / "events"))
+def run(run_dir, *overrides, epochs, timeout=900, **env):
+    """Metrics of each step of a run to its end, and its requests."""
+    whole_run.finish(start(run_dir, *overrides, epochs=epochs, **env), run_dir, timeout)
+    return [metrics for _, metrics in steps_of(run_dir)], requests_of(run_dir)
 
 
-@pytest.fixture(scope="module")
-def coupled(tmp_path_factory):
-    """Two epochs of tail batching, coupled; killed past a checkpoint, and resumed."""
-    run_dir = tmp_path_factory.mktemp("coupled")
-    process = start(run_dir, epochs=2)
-    whole_run.wait_for_step(process, run_dir, 3)
-    whole_run.kill_all(process)
-    whole_run.finish(start(run_dir, epochs=2), run_dir)
-    return run_dir
+def check_on_policy(steps, requests):
+    """Only tokens of the current policy are trained: with vLLM's and the actor's probabilities equal."""
+    trained = requests["trained"]
+    for end in ("policy_version_start", "policy_version_end"):
+        np.testing.assert_array_equal(requests[end][trained], requests["step"][trained] - 1)
+    for metrics in steps:
+        assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 0
+        assert metrics["training/staleness/tokens/max"] == 0
+        assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
+        assert metrics["training/order/by_length"] == 1
 
 
-@pytest.mark.xdist_group("sorted-on-policy")
-class TestOnPolicy:
-    def test_reports_what_it_cost(self, coupled):
-        summary = json.loads((coupled / "summary.json").read_text())
-        assert summary["run"] == "full-k0"
-        assert summary["staleness_max"] == summary["staleness_mean"] == 0
-        for epoch in summary["epochs"]:
-            assert 1 <= epoch["waiting_max"] <= BATCH + 2, "none waits for longer than a batch of those put off takes"
-            assert epoch["discarded_tokens"] > 0
-        assert sum(epoch["reverified_tokens"] for epoch in summary["epochs"]) > 0
-        requests = requests_of(coupled)
-        trained = np.flatnonzero(requests["trained"])
-        first = dict[bytes, int]()
-        for key, step in zip(requests["prompt_key"][trained], requests["step"][trained], strict=True):
-            first[key] = min(int(step), first.get(key, int(step)))
-        again = [row for row in trained if requests["step"][row] > first[requests["prompt_key"][row]]]
-        # what was put off in the first epoch is trained in the second, and has no history yet
-        assert requests["history_hit"][again].mean() >= whole_run.MOSTLY
-
-    def test_trains_nothing_but_the_current_policys_tokens(self, coupled):
-        requests = requests_of(coupled)
-        trained = requests["trained"]
-        np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
-        np.testing.assert_array_equal(requests["policy_version_start"][trained], requests["step"][trained] - 1)
-        assert (~trained).any(), "nothing was cut short: the test sees no interruption"
-        for _, metrics in whole_run.steps_of(coupled):
-            assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 0
-            assert metrics["training/staleness/tokens/max"] == 0
-            # vLLM's and the actor's probabilities of every token: made by these very weights.
-            assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
-            assert metrics["training/sorted/order"] == 1
-
-    def test_lengths_are_forecast_from_the_first_epoch_over_the_kill(self, coupled):
-        told = [metrics for _, metrics in whole_run.steps_of(coupled) if "rollout/lengths/seen" in metrics]
-        assert told[0]["rollout/lengths/seen"] == 0
-        assert told[-1]["rollout/lengths/seen"] == 1
-        assert 0.2 < told[-1]["rollout/lengths/mean_ratio"] < 5
-        assert not any("rollout/lengths/forecast_errors" in metrics for _, metrics in whole_run.steps_of(coupled))
-        last = json.loads((coupled / "summary.json").read_text())["epochs"][1]
-        assert -1 <= last["length_rank_correlation"] <= 1
-
-    def test_each_prompt_is_trained_once_for_each_epoch(self, coupled):
-        check_each_prompt_once(coupled, epochs=2)
-
-    def test_resumes_where_it_was_killed(self, coupled):
-        history = whole_run.steps_of(coupled)
-        assert [step for step, _ in history][-6:] == [3, 4, 5, 6, 7, 8]
-        assert len(history) > 8, "nothing was done twice: the kill came too late"
-        resumed = history[-6][1]
-        assert resumed["training/sorted/loaded_prompts"] < 2 * BATCH, "what was put off was not restored"
-        again = sum(metrics["rollout/spec/reverified_tokens"] for _, metrics in history[-6:-4])
-        assert again > 0, "what was interrupted before was not restored"
-
-
-def check_each_prompt_once(run_dir, epochs):
-    requests = requests_of(run_dir)
+def check_each_prompt_once(requests, epochs):
     trained = requests["trained"]
     steps, counts = np.unique(requests["step"][trained], return_counts=True)
     assert steps.tolist() == list(range(1, epochs * STEPS_AN_EPOCH + 1))
@@ -106,6 +54,58 @@ def check_each_prompt_once(run_dir, epochs):
     # What is put off at the end of an epoch is trained in the next.
     counts = np.unique(requests["prompt_key"][trained], return_counts=True)[1]
     assert counts.tolist() == [epochs * SAMPLES] * PROMPTS, "a prompt was not trained once for each epoch"
+
+
+@pytest.fixture(scope="module")
+def coupled(tmp_path_factory):
+    """Two epochs of tail batching, coupled; killed past a checkpoint, and resumed. Its folder, requests and output."""
+    run_dir = tmp_path_factory.mktemp("coupled")
+    process = start(run_dir, epochs=2)
+    whole_run.wait_for_step(process, run_dir, 3)
+    whole_run.kill_all(process)
+    output = whole_run.finish(start(run_dir, epochs=2), run_dir)
+    return run_dir, requests_of(run_dir), output
+
+
+@pytest.mark.xdist_group("sorted-on-policy")
+class TestOnPolicy:
+    def test_reports_what_it_cost(self, coupled):
+        run_dir, requests, _ = coupled
+        summary = json.loads((run_dir / "summary.json").read_text())
+        assert summary["run"] == "full-k0"
+        assert summary["staleness_max"] == summary["staleness_mean"] == 0
+        for epoch in summary["epochs"]:
+            assert 1 <= epoch["waiting_max"] <= BATCH + 2, "none waits for longer than a batch of those put off takes"
+            assert epoch["discarded_tokens"] > 0
+        assert sum(epoch["reverified_tokens"] for epoch in summary["epochs"]) > 0
+        trained = np.flatnonzero(requests["trained"])
+        keys, steps = requests["prompt_key"][trained], requests["step"][trained]
+        again = [row for row, key, step in zip(trained, keys, steps, strict=True) if step > steps[keys == key].min()]
+        # what was put off in the first epoch is trained in the second, and has no history yet
+        assert requests["history_hit"][again].mean() >= whole_run.MOSTLY, "the history was not restored"
+
+    def test_trains_each_prompt_once_for_each_epoch_and_only_tokens_of_the_current_policy(self, coupled):
+        run_dir, requests, _ = coupled
+        check_on_policy([metrics for _, metrics in steps_of(run_dir)], requests)
+        assert (~requests["trained"]).any(), "no sample was interrupted: the test sees no interruption"
+        check_each_prompt_once(requests, epochs=2)
+
+    def test_lengths_are_forecast_from_the_first_epoch_over_the_kill(self, coupled):
+        steps = [metrics for _, metrics in steps_of(coupled[0])]
+        seen = [metrics for metrics in steps if "rollout/lengths/seen" in metrics]
+        assert (seen[0]["rollout/lengths/seen"], seen[-1]["rollout/lengths/seen"]) == (0, 1)
+        assert 0.2 < seen[-1]["rollout/lengths/mean_ratio"] < 5
+        assert not any("rollout/lengths/forecast_errors" in metrics for metrics in steps)
+
+    def test_resumes_where_it_was_killed(self, coupled):
+        run_dir, _, output = coupled
+        history = steps_of(run_dir)
+        assert "resuming after step " in output
+        assert [step for step, _ in history][-6:] == [3, 4, 5, 6, 7, 8]
+        assert len(history) > 8, "nothing was done twice, or the metrics file lost the steps before the kill"
+        assert history[-6][1]["rollout/prompts/loaded"] < 2 * BATCH, "what was put off was not restored"
+        again = sum(metrics["rollout/spec/reverified_tokens"] for _, metrics in history[-6:-4])
+        assert again > 0, "what was interrupted before was not restored"
 
 
 @pytest.mark.xdist_group("sorted-partial")
@@ -118,25 +118,20 @@ def test_partial_with_reference_and_validation(tmp_path):
         "actor_rollout_ref.actor.use_kl_loss=true",
         *("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16", "trainer.test_freq=4"),
     )
-    whole_run.finish(start(tmp_path, *overrides, epochs=1, MODEL="llama", STALENESS="1"), tmp_path)
-    steps = whole_run.steps_of(tmp_path)
-    assert [step for step, _ in steps] == list(range(1, STEPS_AN_EPOCH + 1))
-    for _, metrics in steps:
+    steps, requests = run(tmp_path, *overrides, epochs=1, MODEL="llama", STALENESS="1")
+    assert len(steps) == STEPS_AN_EPOCH
+    for metrics in steps:
         assert "actor/kl_loss" in metrics
         assert metrics["training/off_policy/trajectory_staleness_worst/max"] <= 1
-        assert metrics["training/sorted/discarded_tokens"] == 0
+        assert metrics["rollout/samples/discarded_tokens"] == 0
         assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.02)
-    assert steps[0][1]["training/rollout_probs_diff_max"] < 0.01, "the policy of the first step has not moved"
-    assert any(key.startswith("val-") for key in steps[-1][1])
-    assert max(metrics["training/staleness/tokens/max"] for _, metrics in steps) == 1, "nothing was continued"
-    requests = requests_of(tmp_path)
-    train = ~requests["validate"]
-    samples = {}
-    for uid, sample, tokens in zip(*(requests[n][train] for n in ("uid", "sample", "response_tokens")), strict=True):
-        samples[uid, sample] = samples.get((uid, sample), 0) + tokens
-    assert len(samples) == PROMPTS * SAMPLES
-    assert max(samples.values()) <= 384
-    assert sum(samples.values()) == requests["response_tokens"][requests["trained"]].sum()
+    assert steps[0]["training/rollout_probs_diff_max"] < 0.01, "the policy of the first step has not moved"
+    assert any(key.startswith("val-") for key in steps[-1])
+    assert max(metrics["training/staleness/tokens/max"] for metrics in steps) == 1, "nothing was continued"
+    lengths = whole_run.lengths_of(requests)
+    assert len(lengths) == PROMPTS * SAMPLES
+    assert max(lengths.values()) <= 384
+    assert sum(lengths.values()) == requests["response_tokens"][requests["trained"]].sum()
 
 
 @pytest.mark.xdist_group("sorted-unreliable")
@@ -149,20 +144,15 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
         f"{agent}.default_agent_loop=unreliable",
     )
     quick = whole_run.importing("quick_stops")
-    whole_run.finish(start(tmp_path, *overrides, epochs=1, RHYME="sorted", **quick), tmp_path, timeout=400)
-    steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
+    steps, requests = run(tmp_path, *overrides, epochs=1, timeout=400, RHYME="sorted", **quick)
     assert len(steps) == STEPS_AN_EPOCH
     assert (tmp_path / "died").exists()
-    assert sum(metrics["training/sorted/abandoned"] for metrics in steps) > 0
-    assert sum(metrics["training/sorted/dropped_prompts"] for metrics in steps) == 0
-    assert sum(metrics["training/sorted/failed_attempts"] for metrics in steps) >= PROMPTS // 4
-    for metrics in steps:
-        assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 0
-        assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
-        assert metrics["rollout/history/errors"] == 0
-    requests = requests_of(tmp_path)
+    assert sum(metrics["rollout/samples/abandoned_attempts"] for metrics in steps) > 0
+    assert sum(metrics["rollout/prompts/dropped"] for metrics in steps) == 0
+    assert sum(metrics["rollout/samples/failed_attempts"] for metrics in steps) >= PROMPTS // 4
+    assert not any(metrics["rollout/history/errors"] for metrics in steps)
+    check_on_policy(steps, requests)
     trained = requests["trained"]
-    np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
     counts = np.unique(requests["prompt_key"][trained], return_counts=True)[1]
     # A canned answer took no request, nor did a sample without a trajectory; all else is there once.
     assert sorted(counts) == [SAMPLES - 1] * (PROMPTS // 2) + [SAMPLES] * (PROMPTS - PROMPTS // 2)
@@ -189,42 +179,19 @@ def test_two_ranks_and_two_replicas(tmp_path):
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",  # a rank's share of the batch
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
     )
-    whole_run.finish(start(tmp_path, *overrides, epochs=2), tmp_path)
-    check_each_prompt_once(tmp_path, epochs=2)
-    requests = requests_of(tmp_path)
-    trained = requests["trained"]
-    np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
-    np.testing.assert_array_equal(requests["policy_version_start"][trained], requests["step"][trained] - 1)
-    assert set(requests["replica"][trained]) == {0, 1}
-    steps = whole_run.steps_of(tmp_path)
-    for _, metrics in steps:
-        assert metrics["training/staleness/tokens/max"] == 0
-        assert metrics["training/sorted/order"] == 1
-        assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
-    assert sum(metrics["rollout/spec/reverified_tokens"] for _, metrics in steps) > 0
-
-
-@ONLY_SLOW
-@pytest.mark.parametrize("staleness", ["0", "1"])
-def test_ppo_with_a_critic(tmp_path, staleness):
-    """The recipe on Megatron, cut down: FSDP's critic needs flash-attn or trl."""
-    settings = {"SMOKE": "1", "SKIP_BOOTSTRAP": "1", "RHYME": "full", "STALENESS": staleness}
-    few = "actor_rollout_ref.rollout.max_num_seqs=6"
-    whole_run.finish(whole_run.start_recipe("qwen32b_ppo_math", tmp_path, few, **settings), tmp_path)
-    steps = whole_run.steps_of(tmp_path)
-    assert len(steps) == 2
-    for _, metrics in steps:
-        assert {"critic/vf_loss", "critic/grad_norm", "training/sorted/order"} <= metrics.keys()
+    steps, requests = run(tmp_path, *overrides, epochs=2)
+    check_each_prompt_once(requests, epochs=2)
+    check_on_policy(steps, requests)
+    assert set(requests["replica"][requests["trained"]]) == {0, 1}
+    assert sum(metrics["rollout/spec/reverified_tokens"] for metrics in steps) > 0
 
 
 @ONLY_SLOW
 def test_a_filtered_group_is_replaced(tmp_path):
     overrides = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=reward")
-    whole_run.finish(start(tmp_path, *overrides, epochs=1), tmp_path)
-    steps = whole_run.steps_of(tmp_path)
+    steps, requests = run(tmp_path, *overrides, epochs=1)
     assert len(steps) == STEPS_AN_EPOCH
-    assert sum(metrics.get("training/filter_groups/evicted_samples", 0) for _, metrics in steps) > 0
-    requests = requests_of(tmp_path)
+    assert sum(metrics.get("training/filter_groups/evicted_samples", 0) for metrics in steps) > 0
     rewards = {}
     trained = requests["trained"]
     for uid, reward in zip(requests["uid"][trained], requests["reward"][trained], strict=True):

@@ -1,4 +1,4 @@
-"""Start, watch, kill and read whole runs of ``recipes/run_tiny_cpu.sh``."""
+"""Start, watch, kill and read training runs of ``recipes/run_tiny_cpu.sh``."""
 
 import json
 import os
@@ -8,7 +8,10 @@ import subprocess
 import time
 from pathlib import Path
 
+from verl_rhyme.observability import events
+
 ROOT = Path(__file__).parents[2]
+RHYME = "actor_rollout_ref.rollout.custom.rhyme"
 _FAILURE = re.compile(r"failed; its prompt is replaced|Traceback \(most recent call last\)")
 #: Share of requests that must draft from their prompt's history. It is read beside the engine's steps: on a busy
 #: machine the shortest responses are over before theirs has come.
@@ -74,8 +77,8 @@ def _story(run_dir):
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     first = next((n for n, line in enumerate(lines) if _FAILURE.search(line)), len(lines))
     ended = [line for line in lines if "OOM" in line or "memory pressure" in line or "died unexpectedly" in line]
-    told = {"what failed first": lines[first : first + 40], "deaths": ended[:5], "train.log": lines[-20:]}
-    return "\n".join(f"--- {name}\n" + "\n".join(line[:300] for line in part) for name, part in told.items())
+    parts = {"what failed first": lines[first : first + 40], "deaths": ended[:5], "train.log": lines[-20:]}
+    return "\n".join(f"--- {name}\n" + "\n".join(line[:300] for line in part) for name, part in parts.items())
 
 
 def steps_of(run_dir):
@@ -83,6 +86,19 @@ def steps_of(run_dir):
     file = run_dir / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return [(line["step"], line["data"]) for line in map(json.loads, lines)]
+
+
+def requests_of(run_dir):
+    """Columns of the event log's requests."""
+    return events.to_numpy(events.read_requests(run_dir / "checkpoints" / "events"))
+
+
+def lengths_of(requests):
+    """Generated tokens of each sample for training, over all its requests, by uid and number."""
+    lengths, train = {}, ~requests["validate"]
+    for uid, sample, count in zip(*(requests[n][train] for n in ("uid", "sample", "response_tokens")), strict=True):
+        lengths[uid, sample] = lengths.get((uid, sample), 0) + count
+    return lengths
 
 
 def wait_for_step(process, run_dir, step, timeout=800, known=0):

@@ -27,36 +27,20 @@ WORDS = {
     r"whole runs?": "training run",
 }
 PRIVATE = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
-PAGES = [
-    *ROOT.glob("*.md"),
-    *(ROOT / "docs").glob("*.md"),
-    *(ROOT / "docs" / "papers").glob("*.md"),
-    *(ROOT / "recipes").glob("*.md"),
-    *(ROOT / "benchmarks").glob("*.md"),
-    *(ROOT / "examples").glob("*/*.md"),
-]
+FOLDERS = [ROOT / name for name in ("docs", "recipes", "benchmarks", "examples")]
+PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.rglob("*.md"))]
 MODULES = [*(ROOT / "verl_rhyme").rglob("*.py"), *(ROOT / "patches").glob("*.py")]
 
 
-def found(text: str) -> list[str]:
-    return [match.group(0) for match in PRIVATE.finditer(text)]
-
-
-def texts(module: Path) -> str:
-    """Docstrings and other strings of a module."""
-    constants = (node.value for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Constant))
+def prose(file: Path) -> str:
+    """Text of a page without code; docstrings and other strings of a module."""
+    text = file.read_text()
+    if file.suffix == ".md":
+        return re.sub(r"`[^`]*`", "", re.sub(r"^    .*$", "", text, flags=re.MULTILINE))
+    constants = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
     return "\n".join(value for value in constants if isinstance(value, str))
 
 
-def test_a_private_word_is_found():
-    assert found("Nobody is told; what remains is a charm.") == ["Nobody", "told"]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_pages(page):
-    assert found(re.sub(r"`[^`]*`", "", re.sub(r"^    .*$", "", page.read_text(), flags=re.MULTILINE))) == []
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.relative_to(ROOT).as_posix())
-def test_modules(module):
-    assert found(texts(module)) == []
+@pytest.mark.parametrize("file", [*PAGES, *MODULES], ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_no_private_word(file):
+    assert [match.group(0) for match in PRIVATE.finditer(prose(file))] == []

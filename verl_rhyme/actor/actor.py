@@ -20,7 +20,6 @@ from verl.utils.metric.utils import Metric
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from verl_rhyme.actor.held_rows import ROWS
 from verl_rhyme.actor.sent_weights import SentWeights
 from verl_rhyme.actor.streamed_update import BY_TOKENS, StreamedUpdate, find_unsupported_engine_option
 from verl_rhyme.processes import queue
@@ -41,19 +40,9 @@ class StreamedActor(ActorRolloutRefWorker):
         queue.join()  # verl fetches and stores data around each method
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
-        return super().compute_log_prob(ROWS.join(data))
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
-    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
-        return super().compute_ref_log_prob(ROWS.join(data))
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: TensorDict) -> TensorDict | None:
-        data = ROWS.join(data)
         if not tu.pop(data, key=PART, default=False):
             return super().update_actor(data)
-        ROWS.drop()  # this is the last stage
         assert self.actor is not None, "this worker has no actor"
         began = time.perf_counter()
         maybe_fix_3d_position_ids(data)
@@ -134,8 +123,7 @@ class StreamedActor(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def drop_update(self) -> None:
-        """Drop the gradients accumulated since the last step, and the rows of the last part."""
-        ROWS.drop()
+        """Drop the gradients accumulated since the last step."""
         update, self._update = self._update, None
         if update is not None:
             update.drop()

@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks.predicates import (
     ACTOR,
-    ALL_AT_ONCE,
     BACKEND,
     BOUND,
     CORRECTION,
@@ -44,8 +43,9 @@ from verl_rhyme.checks.predicates import (
     adapters_in_engines,
     below_drafts,
     below_one_response,
+    caches_states,
     differs_from,
-    has_recurrent_layers,
+    has_undrafted_layers,
     is_elastic,
     loads_no_weights,
     other_rank,
@@ -66,6 +66,7 @@ from verl_rhyme.config import (
     TOPOLOGIES,
     RhymeConfig,
 )
+from verl_rhyme.config.backends import backend
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER, POLICY_LOGPROBS
 from verl_rhyme.drafting import recurrent
 
@@ -202,11 +203,18 @@ TABLE = (
         f"set that key of {ROLLOUT} instead",
     ),
     Row(
-        (Option("actor_rollout_ref.model.path", has_recurrent_layers),),
+        (Option("actor_rollout_ref.model.path", has_undrafted_layers),),
         with_drafts,
         recurrent.REASON,
         recurrent.REMEDY,
         (DRAFTING,),
+    ),
+    Row(
+        (Option(f"{ROLLOUT}.enable_prefix_caching", caches_states),),
+        with_drafts,
+        "vLLM 0.24 would cache the states of recurrent layers while drafts change them",
+        f"set {ROLLOUT}.enable_prefix_caching=false",
+        ("actor_rollout_ref.model.path", DRAFTING),
     ),
     Row(
         (Option(f"{ROLLOUT}.data_parallel_size", lambda size, run: int(size or 1) > 1),),
@@ -408,7 +416,7 @@ TABLE = (
                 lambda least, run: run.rules is None or not run.rules.starts_through_training,
                 named_with=(MODE, BOUND),
             ),
-            Option(BACKEND, lambda backend, run: backend in ALL_AT_ONCE),
+            Option(BACKEND, lambda name, run: bool(backend(str(name)).obstacle())),
         ),
         is_elastic,
         "replicas can stop and return only on separate engines that generate during training, with a backend that "

@@ -55,9 +55,6 @@ ON_POLICY_ESTIMATORS = ("opo", "remax")
 #: All other losses of verl 0.9.1 take ``old_log_probs``.
 RATIO_FREE_LOSSES = ("gpg",)
 
-#: Checkpoint-engine backends that send weights to all replicas at once only.
-ALL_AT_ONCE = ("kimi_ckpt_engine", "delta_sharded")
-
 
 @dataclass(frozen=True)
 class Run:
@@ -124,13 +121,21 @@ def differs_from(key: str) -> Callable[[Any, Run], bool]:
     return lambda value, run: value is not None and value != run.value(key)
 
 
-def has_recurrent_layers(path: Any, run: Run) -> bool:
-    """Whether a local ``config.json`` declares recurrent layers; engines check the loaded model's layers as well."""
+def _fields(path: Any) -> dict[str, Any]:
+    """Return a local ``config.json``; empty if there is none. Engines check the loaded model's layers as well."""
     file = architecture.find(str(path))
     try:
-        return file is not None and bool(recurrent.recurrent(architecture.read_json(file)))
+        return {} if file is None else architecture.read_json(file)
     except ValueError:  # the preflight's model check reports it
-        return False
+        return {}
+
+
+def has_undrafted_layers(path: Any, run: Run) -> bool:
+    return bool(recurrent.undrafted(_fields(path)))
+
+
+def caches_states(caching: Any, run: Run) -> bool:
+    return bool(caching) and bool(recurrent.recurrent(_fields(run.value("actor_rollout_ref.model.path"))))
 
 
 def below_one_response(tokens: int, run: Run) -> bool:

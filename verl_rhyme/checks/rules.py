@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme.config import TOPOLOGIES, RhymeConfig, trained_unit
+from verl_rhyme.config.backends import backend
 from verl_rhyme.scheduling.rules import Rules, of_options
 
 
@@ -26,7 +27,7 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
         batch_prompts=int(OmegaConf.select(config, "data.train_batch_size") or 1),
         samples=int(OmegaConf.select(config, f"{rollout}.n") or 1),
         unit=trained_unit(rhyme.scheduling.unit, str(OmegaConf.select(config, "algorithm.adv_estimator"))),
-        relayed=OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend") == "relay",
+        relayed=backend(str(OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend"))).one_by_one,
         drafts=rhyme.drafting.enable and rhyme.drafting.policy == "adaptive",
     )
     replay = OmegaConf.select(config, f"{rollout}.enable_rollout_routing_replay")  # of one request's experts only

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,11 +15,11 @@ from rich.table import Table
 from verl_rhyme.commands.output import one_line_errors
 
 if TYPE_CHECKING:
+    from verl_rhyme.planning.plan_file import LoadedPlan
     from verl_rhyme.planning.planner import Plan, Split
-    from verl_rhyme.simulation.plan_file import LoadedPlan
 
-#: Minimum width of the tables in characters.
-_WIDTH = 104
+#: Minimum width of the table in characters.
+_WIDTH = 128
 #: Most step time of colocated training, as a share of that on separate GPUs, to be recommended.
 _BETTER = 0.99
 
@@ -32,8 +32,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Divide GPUs between rollout and training and find the profitable max_staleness: steps, costs, overrides."""
-    from verl_rhyme.planning import planner
-    from verl_rhyme.simulation import plan_file
+    from verl_rhyme.planning import plan_file, planner
 
     with one_line_errors("verl-rhyme plan"):
         loaded = plan_file.load(cluster, overrides or [])
@@ -45,18 +44,20 @@ def plan(
         _print(plans, best, loaded)
 
 
-def list_overrides(split: Split, max_staleness: int) -> list[str]:
-    def nodes(section: str, gpus: int, node: int) -> Iterator[str]:
-        yield f"{section}.nnodes={-(-gpus // node)}"
-        yield f"{section}.n_gpus_per_node={min(gpus, node)}"
-
+def _overrides(split: Split, max_staleness: int) -> list[str]:
+    train, rollout = (
+        (-(-gpus // pool.node), min(gpus, pool.node))  # nodes, and GPUs of each
+        for gpus, pool in ((split.train_gpus, split.train), (split.rollout_gpus, split.rollout))
+    )
     return [
         "+rhyme=full",
         "trainer.v1.trainer_mode=separate_async",
+        f"trainer.nnodes={train[0]}",
+        f"trainer.n_gpus_per_node={train[1]}",
         "actor_rollout_ref.hybrid_engine=false",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=relay",
-        *nodes("trainer", split.train_gpus, split.train.node),
-        *nodes("actor_rollout_ref.rollout", split.rollout_gpus, split.rollout.node),
+        f"actor_rollout_ref.rollout.nnodes={rollout[0]}",
+        f"actor_rollout_ref.rollout.n_gpus_per_node={rollout[1]}",
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={split.tp}",
         f"actor_rollout_ref.rollout.gpu_memory_utilization={split.rollout.utilization}",
         f"actor_rollout_ref.rollout.max_num_seqs={split.rollout.replicas[split.tp].slots}",
@@ -79,7 +80,7 @@ def _report(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> dict[str
             for plan in plans
         ],
         "best": _row(chosen.best),
-        "overrides": list_overrides(chosen.best, chosen.max_staleness),
+        "overrides": _overrides(chosen.best, chosen.max_staleness),
         "compared": [_row(split) for split in chosen.others],
         "looked_at": chosen.compared,
         "refused": chosen.refused,
@@ -134,51 +135,32 @@ def _reason(plans: Sequence[Plan], chosen: Plan) -> str:
 
 
 def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
-    best = chosen.best
-    table = _table(
-        "max_staleness", "rollout + trainer GPUs", "limit", "step s", "tokens/s", "mean staleness", "colocated"
-    )
+    best, turns, by_time = chosen.best, chosen.turns, loaded.problem.objective == "time"
+    columns = ("trainer", "TP", "limit", "step s", "tokens/s", "trainer idle", "cost", "mean staleness", "colocated")
+    table = Table("max_staleness", "rollout", *columns, box=None, pad_edge=False)
     for plan in plans:
+        split = plan.best
         table.add_row(
             str(plan.max_staleness),
-            f"{plan.best.rollout_gpus} + {plan.best.train_gpus}",
-            plan.best.binds,
-            f"{plan.best.step:.0f}",
-            f"{plan.best.tokens_per_s:.0f}",
+            escape(f"{split.rollout_gpus} {split.rollout.name}"),
+            escape(f"{split.train_gpus} {split.train.name}"),
+            str(split.tp),
+            split.binds,
+            f"{split.step:.0f}",
+            f"{split.tokens_per_s:.0f}",
+            f"{split.train_idle:.0%}",
+            "" if split.cost is None else f"{1000 * split.cost:.2f}",
             f"{_mean_staleness(plan.max_staleness):g}",
             "" if plan.turns is None else f"{plan.turns.step:.0f}",
         )
-    _show(table)
+    Console(width=max(_WIDTH, Console().width)).print(table, highlight=False)
+    print("rollout, trainer: GPUs; TP: GPUs of a replica; cost: of 1000 trained samples, in the currency of the prices")
     print("colocated: step s if rollout and training take turns on the same GPUs")
-    print(_reason(plans, chosen))
-    least = "step time" if loaded.problem.objective == "time" else "cost of a trained sample"
-    print(f"\nmax_staleness={chosen.max_staleness}, best of {chosen.compared} splits by {least}:")
-    print(f"  trainer  {best.train_gpus} GPUs of {best.train.name}")
-    gpus = best.rollout_gpus
-    print(f"  rollout  {gpus} GPUs of {best.rollout.name} ({gpus // best.tp} replicas of {best.tp})")
-    table = _table("trainer", "rollout", "TP", "step s", "rollout s", "trainer s", "idle", "GPUs", "cost")
-    for split in [best, *chosen.others]:
-        rollout = f"{split.rollout_gpus} {split.rollout.name}"
-        table.add_row(
-            escape(f"{split.train_gpus} {split.train.name}"),
-            "colocated" if split.colocated else escape(rollout),
-            str(split.tp),
-            *(f"{seconds:.0f}" for seconds in (split.step, split.rolled_out, split.trained)),
-            f"{split.train_idle:.0%}",
-            str(split.gpus),
-            "" if split.cost is None else f"{1000 * split.cost:.2f}",
-        )
-    _show(table)
-    print("rollout s, trainer s: minimum step seconds by each; idle: share of a step in which the trainer waits")
-    print(
-        "cost: of 1000 trained samples, in the currency of the prices"
-        if best.cost is not None
-        else "no cost: the file contains no prices"
-    )
+    print(f"\n{_reason(plans, chosen)}")
+    print(f"best of {chosen.compared} splits by {'step time' if by_time else 'cost of a trained sample'}")
     if best.transfer:
         print(f"the transfer of a policy version between the sites takes {best.transfer:.0f} s")
-    turns = chosen.turns
-    if turns is not None and turns.step < _BETTER * best.step and loaded.problem.objective == "time":
+    if turns is not None and turns.step < _BETTER * best.step and by_time:
         print(
             f"colocated on {turns.gpus} GPUs, a step takes {turns.step:.0f} s: +rhyme=full "
             "trainer.v1.trainer_mode=colocate_async"
@@ -187,17 +169,4 @@ def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
         print(f"not possible: {reason}")
     for kind, source in loaded.sources.items():
         print(f"source of step costs on {kind}: {source}")
-    print("overrides:")
-    for line in list_overrides(best, chosen.max_staleness):
-        print(f"  {line}")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, no_wrap=True, justify="left" if i < 2 else "right")
-    return table
-
-
-def _show(table: Table) -> None:
-    Console(width=max(_WIDTH, Console().width)).print(table, highlight=False)
+    print("overrides:", *_overrides(best, chosen.max_staleness), sep="\n  ")

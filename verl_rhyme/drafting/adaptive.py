@@ -19,15 +19,14 @@ from itertools import pairwise
 import numpy as np
 
 from verl_rhyme.config import DraftingConfig
-from verl_rhyme.drafting import confidence, kernels
+from verl_rhyme.drafting import confidence, kernels, regrowth
 from verl_rhyme.drafting.arrays import Batch, Plans, SlotArrays
 from verl_rhyme.drafting.budget import FREE, Rest, lowest_profitable, select_tokens
 from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
-from verl_rhyme.drafting.histories import PENDING, Get, Histories, Source
+from verl_rhyme.drafting.histories import Get, Histories, Release, keep
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
 from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import SOURCES, DecodeStep, RequestCounts
-from verl_rhyme.drafting.regrowth import Regrowth
 from verl_rhyme.drafting.threads import Threads
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
@@ -50,7 +49,8 @@ _WAITING = 0.01
 class _Request:
     key: bytes
     slot: int
-    history: tuple[np.ndarray, ...] = ()  # arrays whose addresses the compiled code holds
+    previous: np.ndarray  # int32[n], tokens of the response that it regenerates, if any
+    history: tuple[np.ndarray, ...] = ()  # the compiled code holds addresses of these arrays and of ``previous``
     history_hit: bool = False
 
 
@@ -60,18 +60,18 @@ class AdaptiveDrafter:
     def __init__(
         self,
         config: DraftingConfig,
-        histories: Source | Get,
+        get: Get,
         slots: int = 256,  # expected running requests; more of them cost a copy of the state
         vocabulary: int = 1 << 31,  # exclusive upper bound of drafted token ids
-        threads: Threads | None = None,
+        threads: int = 1,  # that plan the rows of a batch
+        release: Release = keep,
     ):
         self._config, self._vocabulary = config, min(vocabulary, (1 << 31) - 1)
-        self._shared: Histories[_Request] = Histories(histories)
-        self._threads = threads or Threads()
-        self._slots = _slot_arrays(slots, config.max_tokens)
+        self._shared: Histories[_Request] = Histories(get, release)
+        self._threads = Threads(threads)
+        self._slots, self._unused = (slot_arrays(n, config.max_tokens) for n in (slots, 1))
         self._live = LiveTexts(config.live_tokens, slots)
-        self._regrowth = Regrowth(slots)
-        self._model = confidence.prior()
+        self._model, self._agreement = confidence.prior(), regrowth.prior()
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
         self.cost, self.rest = StepCost(), Rest()
         self._steps = 0
@@ -85,7 +85,9 @@ class AdaptiveDrafter:
         self._batch: tuple[tuple[str, ...], np.ndarray] | None = None  # the last step's requests and their slots
         self._newest: OrderedDict[bytes, int] = OrderedDict()  # step of the latest response in a prompt's history
         self._texts = 0
-        self._last: tuple[np.ndarray, np.ndarray] = np.zeros((0, 1)), np.zeros(0, dtype=np.int64)
+        #: Of the last step: probability that each planned token is reached and accepted, float64[B, K]; tokens granted
+        #: to each row, int64[B].
+        self.reach, self.granted = np.zeros((0, 1)), np.zeros(0, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -94,23 +96,23 @@ class AdaptiveDrafter:
         self._forget(request)
         if not self._free:
             self._grow()
-        live = _Request(key, self._free[-1])
+        earlier = np.array([] if previous is None else previous, dtype=np.int32)
+        live = _Request(key, self._free[-1], earlier)
         history = self._shared.acquire(key, live)
         slot = self._free.pop()
         self._requests[request] = live
         self._batch = None
         slots = self._slots
-        for array in (slots.length, slots.planned, slots.candidates, slots.recent, slots.counts, slots.by_source):
-            array[slot] = 0
-        slots.planned_at[slot] = slots.block[slot] = -1
+        for array, unused in zip(slots, self._unused, strict=True):
+            array[slot] = unused[0]
+        slots.previous[slot], slots.previous_size[slot] = earlier.ctypes.data, len(earlier)
         slots.owner[slot] = self._texts
         self._texts += 1
         slots.visited[slot] = self._steps
-        if history is PENDING:
+        if history is None:
             slots.group[slot] = _group(key, self._newest.get(key, -1))
         else:
             self._set_history(history, key, [live])
-        self._regrowth.start(slot, previous)
 
     def add_history(self, key: bytes, history: PromptHistory | None) -> bool:
         waiting = self._shared.deliver(key, history)
@@ -133,7 +135,7 @@ class AdaptiveDrafter:
         kept = np.where(verified, accepted, 0)
         if done.seconds is not None:
             self._weigh(done, batch, drafted, kept)
-        self._slots.counts[batch.ids] += np.stack([drafted, kept, verified], axis=1)
+        self._slots.verify_steps[batch.ids] += verified
         self._steps += 1
         sampled = kernels.observe(self._live.arrays, self._slots, self._model, batch, drafted, kept)
         weigh = self._config.weigh_cost and self.cost.ready
@@ -155,7 +157,7 @@ class AdaptiveDrafter:
             least = 0.0 if more or self.rest.asleep(rows) else lowest_profitable(prices, rows)
             within = batch._replace(limits=self._within(budget, batch))
             self._plan(within, plans, max(floor, least))
-        regrown = self._regrowth.plan(batch, plans, 1 + accepted, floor, self._vocabulary)
+        regrown = regrowth.plan(self._slots, self._agreement, batch, plans, 1 + accepted, floor, self._vocabulary)
         self._slots.source[batch.ids[regrown]] = kernels.PREVIOUS
         reach, planned = plans.reach, plans.planned
         granted = select_tokens(reach, planned, most, prices)
@@ -163,7 +165,7 @@ class AdaptiveDrafter:
             granted = self._tried(reach, planned, granted, min(most, int(granted.sum()) + more), prices)
         elif weigh and self._omits(rows, granted, reach, prices):
             granted[:] = 0
-        self._last = reach, granted
+        self.reach, self.granted = reach, granted
         self._threads.defer(partial(kernels.count, self._live.arrays.counts, *sampled))
         flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
@@ -260,20 +262,22 @@ class AdaptiveDrafter:
         visited[ids[limits > 0]] = self._steps
         return limits
 
-    @property
-    def reach(self) -> list[np.ndarray]:
-        """Probability that each token of the last step's drafts is reached and accepted, float64[k] for each row."""
-        return [row[:k] for row, k in zip(*self._last, strict=True)]
-
     def finish(self, request: str) -> RequestCounts:
         live = self._requests.get(request)
         if live is None:
             return RequestCounts()
-        reverified = self._regrowth.reverified(live.slot)
-        drafted, accepted, verified = self._slots.counts[live.slot].tolist()
-        by_source = self._slots.by_source[live.slot, : len(SOURCES)].tolist()
+        by_source = self._slots.by_source[live.slot]
+        drafted, accepted = by_source.sum(axis=0).tolist()
+        counts = RequestCounts(
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
+            verify_steps=int(self._slots.verify_steps[live.slot]),
+            history_hit=live.history_hit,
+            reverified_tokens=int(by_source[kernels.PREVIOUS, 1]),
+            by_source=by_source[: len(SOURCES)].tolist(),
+        )
         self._forget(request)
-        return RequestCounts(drafted, accepted, verified, live.history_hit, reverified, by_source)
+        return counts
 
     def _set_history(self, history: PromptHistory | None, key: bytes, requests: list[_Request]) -> None:
         # The group's number changes with the history, because texts that it contains are no longer siblings.
@@ -304,18 +308,16 @@ class AdaptiveDrafter:
             return
         self._batch = None
         self._live.close(int(self._slots.block[live.slot]))
-        self._slots.history_size[live.slot], live.history = 0, ()
-        self._regrowth.stop(live.slot)
+        live.history = ()
         self._free.append(live.slot)
-        self._shared.release(live.key, live)
+        self._shared.release(live.key, live)  # the last reference to its history
 
     def _grow(self) -> None:
         """Double the slots. The live texts do not grow: if all of their blocks are open, new text is not indexed."""
         old, count = self._slots, len(self._slots.length)
-        self._slots = _slot_arrays(2 * count, self._config.max_tokens)
+        self._slots = slot_arrays(2 * count, self._config.max_tokens)
         for new_array, old_array in zip(self._slots, old, strict=True):
             new_array[:count] = old_array
-        self._regrowth.grow()
         self._free = list(range(count, 2 * count))[::-1]
 
 
@@ -324,28 +326,36 @@ def _group(key: bytes, newest: int) -> int:
     return zlib.crc32(key, newest & 0xFFFFFFFF)
 
 
-def _slot_arrays(slots: int, longest: int) -> SlotArrays:
+def slot_arrays(slots: int, longest: int) -> SlotArrays:
+    """One entry for each live request; drafts have up to ``longest`` tokens."""
     return SlotArrays(
-        length=np.zeros(slots, dtype=np.int64),
-        block=np.full(slots, -1, dtype=np.int32),
-        owner=np.zeros(slots, dtype=np.int64),
+        length=np.zeros(slots, dtype=np.int64),  # tokens taken in, prompt and response
+        block=np.full(slots, -1, dtype=np.int32),  # last block of the text, or -1
+        owner=np.zeros(slots, dtype=np.int64),  # number of the text
         group=np.zeros(slots, dtype=np.int64),
+        # Of the prompt's history: addresses of text, suffix array, confidence and table of first tokens; and entries
+        # of the text, the suffix array and the table.
         history=np.zeros((slots, 4), dtype=np.int64),
         history_size=np.zeros((slots, 3), dtype=np.int64),
-        recent=np.zeros(slots),
-        planned=np.zeros(slots, dtype=np.int32),
-        planned_at=np.full(slots, -1, dtype=np.int64),
+        recent=np.zeros(slots),  # from -1 to 1, recent acceptance of first draft tokens
+        # The plan of the last step, to learn from.
+        planned=np.zeros(slots, dtype=np.int32),  # draft tokens, granted or not
+        planned_at=np.full(slots, -1, dtype=np.int64),  # length of the text at the plan
         draft=np.zeros((slots, longest), dtype=np.int32),
         inputs=np.zeros((slots, longest, N_INPUTS), dtype=np.float32),
         weight_set=np.zeros((slots, longest), dtype=np.int8),
         bin=np.zeros((slots, longest), dtype=np.int8),
-        candidates=np.zeros(slots, dtype=np.int32),
+        candidates=np.zeros(slots, dtype=np.int32),  # candidates of the first token
         candidate=np.zeros((slots, MAX_CANDIDATES), dtype=np.int32),
         candidate_inputs=np.zeros((slots, MAX_CANDIDATES, N_INPUTS), dtype=np.float32),
-        source=np.zeros((slots, longest), dtype=np.int8),
-        by_source=np.zeros((slots, len(SOURCES) + 1, 2), dtype=np.int32),
-        counts=np.zeros((slots, 3), dtype=np.int64),
-        visited=np.zeros(slots, dtype=np.int64),
+        source=np.zeros((slots, longest), dtype=np.int8),  # the first source that proposed the token (policy.SOURCES)
+        by_source=np.zeros((slots, len(SOURCES) + 1, 2), dtype=np.int32),  # verified and accepted draft tokens
+        previous=np.zeros(slots, dtype=np.int64),  # address of the previous text
+        previous_size=np.zeros(slots, dtype=np.int64),  # its tokens; 0 if there is none
+        regrowth=np.zeros((slots, regrowth.N_STATE), dtype=np.int64),  # columns: see regrowth
+        # Not read by the compiled core.
+        verify_steps=np.zeros(slots, dtype=np.int64),
+        visited=np.zeros(slots, dtype=np.int64),  # the step at which the slot was last planned
     )
 
 

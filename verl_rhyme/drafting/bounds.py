@@ -11,31 +11,18 @@ import numpy as np
 from verl_rhyme.config import MAX_DRAFT_TOKENS
 
 
-def logits_row_bytes(vocab: int, itemsize: int, ranks: int = 1) -> int:
-    """Return the peak bytes of one row of logits on a GPU; ``itemsize`` is in the model's dtype.
-
-    With several tensor-parallel ranks vLLM holds the rank's part, the gathered parts, and the reordered row.
-    """
-    whole = vocab * itemsize
-    return whole if ranks == 1 else 2 * whole + -(-whole // ranks)
-
-
-def profiled_bytes(vocab: int, itemsize: int, slots: int) -> int:
-    """Return a lower bound of the bytes of logits and tables in vLLM's profile run with speculation.
-
-    The profile run verifies one draft token for each of ``slots`` (``max_num_seqs``) requests (``_dummy_sampler_run``
-    in vllm/v1/worker/gpu_model_runner.py). Each has two rows of logits and two float32 tables (targets, probabilities).
-    """
-    return slots * vocab * (2 * itemsize + 8)
-
-
 def logits_budget(vocab: int, rows: int, slots: int, memory: int, itemsize: int = 2, ranks: int = 1) -> int:
-    """Return the most draft tokens of a batch of ``rows`` rows.
+    """Return the most draft tokens of a batch of ``rows`` rows; their logits take ``memory`` bytes beyond the profiled.
 
-    Their logits take at most ``memory`` bytes beyond :func:`profiled_bytes`.
+    vLLM's profile run verifies one draft token for each of ``slots`` (``max_num_seqs``) requests
+    (``_dummy_sampler_run`` in vllm/v1/worker/gpu_model_runner.py). Each has two rows of logits, of ``itemsize`` bytes
+    an entry, and two float32 tables (targets, probabilities). With several tensor-parallel ranks vLLM holds of each row
+    the rank's part, the gathered parts, and the reordered row.
     """
-    fitting = (memory + profiled_bytes(vocab, itemsize, slots)) // logits_row_bytes(vocab, itemsize, ranks)
-    return max(0, fitting - rows)
+    profiled = slots * vocab * (2 * itemsize + 8)
+    row = vocab * itemsize
+    peak = row if ranks == 1 else 2 * row + -(-row // ranks)
+    return max(0, (memory + profiled) // peak - rows)
 
 
 def step_budget(step_tokens: int, rows: int, prompts_wait: bool) -> int:
@@ -56,5 +43,5 @@ def request_limits(
     ``lengths`` are the tokens so far, ``generated`` those of the response, ``max_tokens`` the longest responses, int[B]
     each; ``cap`` is ``drafting.max_tokens``, at most vLLM's 128.
     """
-    room = np.minimum(max_tokens.astype(np.int64) - generated, max_model_len - lengths) - 1
+    room = np.minimum(max_tokens - generated, max_model_len - lengths).astype(np.int64) - 1
     return np.maximum(0, np.minimum(room, min(cap, MAX_DRAFT_TOKENS)))

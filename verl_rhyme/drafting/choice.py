@@ -55,13 +55,6 @@ def _choose(text, bounds, suffixes, scaled_reward, reward_weight, low, high, lim
     newest = np.empty(active, dtype=np.int32)
     length = 0
     while length < limit:
-        if active == 1:  # nothing left to choose
-            position = positions[0] + 1
-            while length < limit and text[position] >= 0:
-                draft[length] = text[position]
-                length += 1
-                position += 1
-            break
         distinct = 0
         for i in range(active):
             token = text[positions[i] + 1]

@@ -29,13 +29,6 @@ def prior() -> Model:
     weights[:, : N_TEXTS * N_TIERS] = np.tile(_SHARE_PRIOR, N_TEXTS)
     weights[:, N_TEXTS * N_TIERS : N_TEXTS * N_TIERS + N_TIERS] = _RECORDED_PRIOR
     weights[::N_TIERS, N_TEXTS * N_TIERS + N_TIERS] = _SHORT_PRIOR
-    return Model(
-        weights=weights,
-        calibration=np.stack([_CALIBRATION_PRIOR * bin_centres(), np.full(N_BINS, _CALIBRATION_PRIOR)], 1),
-    )
-
-
-def bin_centres() -> np.ndarray:
-    """Return the probability in the middle of each calibration class, float64[N_BINS]."""
-    logits = np.arange(N_BINS // 2) / 2 - 6 + 0.25
-    return np.tile(1 / (1 + np.exp(-logits)), 2)
+    centres = np.tile(1 / (1 + np.exp(-(np.arange(N_BINS // 2) / 2 - 6 + 0.25))), 2)  # probability amid each class
+    calibration = _CALIBRATION_PRIOR * np.stack([centres, np.ones(N_BINS)], axis=1)  # accepted and tried, both decayed
+    return Model(weights=weights, calibration=calibration)

@@ -7,12 +7,8 @@ A step of B rows that verifies D draft tokens and computes P prompt tokens takes
 f is convex and made of lines: flat while the step is bound by memory, a knee, then proportional. No coefficient is
 negative; d is the fixed cost of verifying any draft. Batch widths (powers of two) have sums of their own, which forget
 old steps of that width only. A fit takes the sums of the other widths as few observations, and a guess
-(:data:`MEMORY_BOUND`) as fewer. Beyond the largest step so far the price is only a guess: :meth:`StepCost.room` limits
-the next step.
-
-The fit minimises ``(1 - predicted / seconds)**2``. The relative error suits noise that grows with a step's length,
-and gives little weight to outliers (a pause of the machine, a compilation). :mod:`verl_rhyme.drafting.budget` grants
-draft tokens by this price. The module has no clock: times are arguments.
+(:data:`MEMORY_BOUND`) as fewer. It minimises ``(1 - predicted / seconds)**2``: the relative error suits noise that
+grows with a step's length, and gives little weight to outliers (a pause of the machine, a compilation).
 """
 
 from __future__ import annotations

@@ -3,61 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from verl_rhyme.history.record import PromptHistory
 
-
-class Pending(Enum):
-    PENDING = 0
-
-
-#: Placeholder for a history that the source is still reading; :meth:`Histories.deliver` delivers it.
-PENDING = Pending.PENDING
-
-
-class Source(Protocol):
-    def get(self, key: bytes) -> PromptHistory | Pending | None:
-        """Called when the first request of the prompt starts."""
-
-    def release(self, key: bytes, history: PromptHistory | None) -> None:
-        """Called when the last request of the prompt ends, to free its history."""
-
-
+#: Returns a prompt's history when its first request starts; None if there is none, or not yet: it may follow by
+#: ``add_history`` of the drafter.
 Get = Callable[[bytes], PromptHistory | None]
+#: Frees a prompt's history when its last request has ended.
+Release = Callable[[bytes, PromptHistory | None], None]
 Request = TypeVar("Request")
 
 
-class _Function:
-    def __init__(self, get: Get) -> None:
-        self.get = get
-
-    def release(self, key: bytes, history: PromptHistory | None) -> None:
-        pass
+def keep(key: bytes, history: PromptHistory | None) -> None:
+    """The :data:`Release` of histories that are not freed."""
 
 
 class Histories(Generic[Request]):
     """Histories of prompts with live requests."""
 
-    def __init__(self, source: Source | Get) -> None:
-        self._source = _Function(source) if callable(source) else source
-        self._found: dict[bytes, PromptHistory | Pending | None] = {}
+    def __init__(self, get: Get, release: Release = keep) -> None:
+        self._get, self._release = get, release
+        self._found: dict[bytes, PromptHistory | None] = {}
         self._requests: dict[bytes, list[Request]] = {}
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def acquire(self, key: bytes, request: Request) -> PromptHistory | Pending | None:
+    def acquire(self, key: bytes, request: Request) -> PromptHistory | None:
         """Return the history for a new request, which must :meth:`release` it once."""
         if key not in self._found:
-            self._found[key] = self._source.get(key)
+            self._found[key] = self._get(key)
         self._requests.setdefault(key, []).append(request)
         return self._found[key]
 
     def deliver(self, key: bytes, history: PromptHistory | None) -> list[Request]:
-        """Set a pending history. Returns the requests that wait for it."""
-        if self._found.get(key) is not PENDING:
+        """Set a history that was missing; return the requests that wait for it."""
+        if self._found.get(key) is not None or key not in self._found:
             return []
         self._found[key] = history
         return self._requests[key]
@@ -67,5 +49,4 @@ class Histories(Generic[Request]):
         self._requests[key].remove(request)
         if not self._requests[key]:
             del self._requests[key]
-            history = self._found.pop(key)
-            self._source.release(key, None if history is PENDING else history)
+            self._release(key, self._found.pop(key))

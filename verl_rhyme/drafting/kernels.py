@@ -81,21 +81,22 @@ _RECORDED = (1 / (1 + np.exp(-(np.arange(256.0) - 128) / 16))).astype(np.float32
 
 
 def scratch(longest: int) -> Scratch:
+    """Work space of one walk with drafts of up to ``longest`` tokens."""
     n, candidates = MAX_OCCURRENCES, _MAX_DISTINCT
     return Scratch(
-        position=np.zeros(n, dtype=np.int64),
+        position=np.zeros(n, dtype=np.int64),  # last matched position of each occurrence
         source=np.zeros(n, dtype=np.int32),
-        match=np.zeros(n, dtype=np.int32),
-        following=np.zeros(n, dtype=np.int64),
-        which=np.zeros(n, dtype=np.int32),
-        candidate=np.zeros(candidates, dtype=np.int32),
+        match=np.zeros(n, dtype=np.int32),  # matched tokens
+        following=np.zeros(n, dtype=np.int64),  # position of the next token
+        which=np.zeros(n, dtype=np.int32),  # candidate of the occurrence
+        candidate=np.zeros(candidates, dtype=np.int32),  # tokens
         votes=np.zeros((candidates, _N_VOTES), dtype=np.int32),
-        mass=np.zeros((candidates, N_TIERS), dtype=np.float32),
-        known=np.zeros((candidates, N_TIERS), dtype=np.int32),
+        mass=np.zeros((candidates, N_TIERS), dtype=np.float32),  # sum of recorded probabilities
+        known=np.zeros((candidates, N_TIERS), dtype=np.int32),  # number of recorded probabilities
         total=np.zeros(_N_VOTES, dtype=np.int32),
-        active=np.zeros(1 + _N_VOTES, dtype=np.int32),
+        active=np.zeros(1 + _N_VOTES, dtype=np.int32),  # nonzero entries of ``total`` plus one, then their indices
         inputs=np.zeros(N_INPUTS, dtype=np.float32),
-        keys=np.zeros(len(ORDERS), dtype=np.int64),
+        keys=np.zeros(len(ORDERS), dtype=np.int64),  # hashes of the context's last tokens
         context=np.zeros(MAX_MATCH + longest, dtype=np.int32),
     )
 

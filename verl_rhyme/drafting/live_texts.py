@@ -27,18 +27,18 @@ class LiveTexts:
     def __init__(self, capacity: int, slots: int):
         blocks = max(-(-capacity // BLOCK), 4 * slots)
         buckets = 1 << int(np.ceil(np.log2(min(blocks * BLOCK, 1 << 22))))
-        self.arrays = LiveArrays(
+        self.arrays = LiveArrays(  # a position is ``block * BLOCK + offset``
             text=np.zeros(blocks * BLOCK, dtype=np.int32),
-            link_group=np.full(blocks * BLOCK, -1, dtype=np.int32),
-            head_group=np.full(buckets, -1, dtype=np.int32),
-            counts=_aligned(buckets),
-            fill=np.zeros(blocks, dtype=np.int32),
-            before=np.full(blocks, -1, dtype=np.int32),
-            after=np.full(blocks, -1, dtype=np.int32),
-            owner=np.full(blocks, -1, dtype=np.int64),
-            group=np.full(blocks, -1, dtype=np.int64),
-            open=np.zeros(blocks, dtype=np.bool_),
-            cursor=np.zeros(1, dtype=np.int64),
+            link_group=np.full(blocks * BLOCK, -1, dtype=np.int32),  # earlier position of the token in the group, or -1
+            head_group=np.full(buckets, -1, dtype=np.int32),  # latest position by hash
+            counts=_aligned(buckets),  # context's mark (23 bits), count (8) and next token (32), by buckets of WAYS
+            fill=np.zeros(blocks, dtype=np.int32),  # tokens in the block
+            before=np.full(blocks, -1, dtype=np.int32),  # previous block of the same text, or -1
+            after=np.full(blocks, -1, dtype=np.int32),  # next block of the same text, or -1
+            owner=np.full(blocks, -1, dtype=np.int64),  # number of the text
+            group=np.full(blocks, -1, dtype=np.int64),  # group of the text
+            open=np.zeros(blocks, dtype=np.bool_),  # whether a running request writes to the block
+            cursor=np.zeros(1, dtype=np.int64),  # next block to take
         )
 
     def discard(self, block: int) -> None:

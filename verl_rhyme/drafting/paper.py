@@ -9,7 +9,7 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import choice
 from verl_rhyme.drafting.budget import FREE, select_tokens
-from verl_rhyme.drafting.histories import PENDING, Get, Histories, Pending, Source
+from verl_rhyme.drafting.histories import Get, Histories, Release, keep
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory, Trajectory
@@ -32,7 +32,7 @@ class Window:
 class _Request:
     key: bytes
     window: Window
-    history: PromptHistory | Pending | None = None
+    history: PromptHistory | None = None
     drafted: int = 0
     accepted: int = 0
     verify_steps: int = 0
@@ -48,14 +48,15 @@ class PaperDrafter:
     def __init__(
         self,
         config: DraftingConfig,
-        histories: Source | Get,
+        get: Get,
         vocabulary: int = 1 << 31,  # exclusive upper bound of drafted token ids
+        release: Release = keep,
         match: tuple[int, int] = (3, 7),  # shortest and longest, in tokens
         reward_weight: float = 1.0,
     ):
         self._max_tokens, self._match, self._reward_weight = config.max_tokens, match, reward_weight
         self._vocabulary = vocabulary
-        self._histories: Histories[_Request] = Histories(histories)
+        self._histories: Histories[_Request] = Histories(get, release)
         self._live: dict[str, _Request] = {}
 
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
@@ -97,11 +98,10 @@ class PaperDrafter:
         live = self._forget(request)
         if live is None:
             return RequestCounts()
-        hit = live.history is not None and live.history is not PENDING
-        return RequestCounts(live.drafted, live.accepted, live.verify_steps, hit)
+        return RequestCounts(live.drafted, live.accepted, live.verify_steps, history_hit=live.history is not None)
 
     def _draft(self, live: _Request, context: np.ndarray, limit: int) -> np.ndarray:
-        if live.history is None or live.history is PENDING or limit <= 0:
+        if live.history is None or limit <= 0:
             return _NO_DRAFT
         least, most = self._match
         length, low, high = suffix_index.longest_match(live.history, context, most)

@@ -17,10 +17,7 @@ SOURCES = ("history", "siblings", "own", "others")
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """What drafting did for one request; columns of its record of the same names.
-
-    Tokens per verify step are ``1 + accepted_tokens / verify_steps``.
-    """
+    """What drafting did for one request; columns of its record of the same names."""
 
     drafted_tokens: int = 0
     accepted_tokens: int = 0

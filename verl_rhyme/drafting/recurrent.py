@@ -1,14 +1,11 @@
-"""Detection of models with recurrent layers, for which vLLM 0.24 uses a wrong state after accepted drafts.
+"""Models with recurrent layers: which of them drafts are right for in vLLM 0.24.
 
 An attention layer's cache holds every token, and rejected ones are overwritten. A gated delta net, a Mamba or a short
 convolution holds one state for all tokens so far. vLLM keeps one state for each draft token of a step, in the columns
-of the request's block table. It reads column ``accepted`` at the next step only if that step has drafts. Otherwise
-(vLLM 0.24, ``GPUModelRunner._build_attention_metadata`` and ``_update_states``):
-
-- A gated delta net reads a stale state for a request without drafts.
-- Mamba-2 reads stale states in a step without any drafts.
-- Mamba-1, short convolution and linear attention never get the counts of accepted tokens.
-- A request left out of a step by the token budget loses its count.
+of the request's block table, and must resume from the column of the last accepted token. vLLM 0.24 does so only for a
+request with drafts. For gated delta nets of Qwen3-Next and Qwen3.5, ``patches/vllm_gdn_*`` and ``vllm_kept_counts``
+mend it. Mamba-2 reads stale states in steps without drafts; Mamba-1, short convolutions, lightning attention and KDA
+never get the counts of accepted tokens: no drafts for these.
 """
 
 from __future__ import annotations
@@ -20,8 +17,8 @@ from typing import Any
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 
 REASON = (
-    "its recurrent layers (gated delta net, Mamba, short convolution) would go on from a wrong state after accepted "
-    "drafts in vLLM 0.24"
+    "its recurrent layers (Mamba, short convolution, lightning attention) would go on from a wrong state after "
+    "accepted drafts in vLLM 0.24"
 )
 REMEDY = f"set {CONFIG_PATH}.drafting.enable=false; everything else works with such models"
 
@@ -38,6 +35,11 @@ _LISTS = ("layer_types", "layers_block_type", "block_types")
 _KEYS = re.compile(r"mamba_|ssm_|time_step_|linear_(attn|conv|key|num_key)|conv_L_cache$|lru_width$")
 #: Parts of a config other than language models.
 _OTHERS = re.compile(r"vision|audio|quantization|generation")
+#: Families with gated delta nets that vLLM resumes by the counts of accepted tokens, and vLLM's class of such a layer.
+_DRAFTED = re.compile(r"qwen3_?(next|5)", re.IGNORECASE)
+_DRAFTED_LAYER = "QwenGatedDeltaNetAttention"
+#: Drafts longer than this gain little there, and each token of them keeps a state of tens of megabytes a request.
+MAX_TOKENS = 4
 
 
 def recurrent(config: Mapping[str, Any]) -> str:
@@ -47,6 +49,12 @@ def recurrent(config: Mapping[str, Any]) -> str:
     unknown family; the engine checks the layers themselves.
     """
     return next(_signs(config), "")
+
+
+def undrafted(config: Mapping[str, Any]) -> str:
+    """Return :func:`recurrent` of a model that drafts would be wrong for, else an empty string."""
+    families = [config.get("model_type"), *(config.get("architectures") or ())]
+    return "" if all(_DRAFTED.match(str(family)) for family in families) else recurrent(config)
 
 
 def _signs(config: Mapping[str, Any]) -> Iterator[str]:
@@ -70,3 +78,18 @@ def _signs(config: Mapping[str, Any]) -> Iterator[str]:
 def refuse(found: str) -> None:
     if found:
         raise ConfigError(f"cannot draft for this model ({found}): {REASON}; {REMEDY}")
+
+
+def check_layer(name: str, kind: str, cache_mode: str) -> None:
+    """Raise ConfigError for a recurrent layer of the loaded model that drafts would be wrong for.
+
+    ``kind``: name of vLLM's class. ``cache_mode``: ``mamba_cache_mode`` of vLLM, ``none`` without prefix caching.
+    """
+    if kind != _DRAFTED_LAYER:
+        refuse(f"layer {name} is a {kind}")
+    if cache_mode != "none":
+        raise ConfigError(
+            f"cannot draft for this model with prefix caching: layer {name} is a {kind}, whose states vLLM 0.24 would "
+            "cache while drafts change them; set actor_rollout_ref.rollout.enable_prefix_caching=false, or "
+            f"{CONFIG_PATH}.drafting.enable=false"
+        )

@@ -14,15 +14,13 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from verl_rhyme.drafting.arrays import Batch, Plans, RegrowthArrays
 from verl_rhyme.drafting.kernels import pointer
 
-#: Columns of the state: tokens before the response; tokens so far (prompt and response; -1 before the first step);
-#: position of the expected token; its position at the last aligned offset; agreeing tokens since the last difference;
-#: tokens since the alignment was lost (0 while aligned); whether an n-gram gave the position; whether the latest plan
-#: is from the previous text; accepted tokens of such plans.
-BEGAN, SEEN, POSITION, HOME, RUN, LOST, RELOCATED, DRAFTS, REVERIFIED = range(9)
-N_STATE = 9
+#: Columns of a request's state: tokens before the response; tokens so far (prompt and response; 0 before the first
+#: step); position of the expected token; its position at the last aligned offset; agreeing tokens since the last
+#: difference; tokens since the alignment was lost (0 while aligned); whether an n-gram gave the position.
+BEGAN, SEEN, POSITION, HOME, RUN, LOST, RELOCATED = range(7)
+N_STATE = 7
 
 #: Kinds of alignment: aligned, just after a difference, by an n-gram, none.
 STEADY, SUBSTITUTED, BY_NGRAM, ASTRAY = range(4)
@@ -45,54 +43,6 @@ _PRIOR = 10.0
 _DECAY = 0.998
 
 
-class Regrowth:
-    """Previous texts by slot of the adaptive drafter, with the probability of their tokens."""
-
-    def __init__(self, slots: int):
-        self._slots = _arrays(slots)
-        self._texts: dict[int, np.ndarray] = {}  # slot to the array whose address the compiled code holds
-        #: float64[KINDS, runs, 2]: accepted and tried, both decayed.
-        self.table = prior()
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def start(self, slot: int, previous: np.ndarray | None) -> None:
-        """Start a request; ``previous`` are integers [n], the tokens of its previous response."""
-        self.stop(slot)
-        self._slots.state[slot] = 0
-        if previous is None or not len(previous):
-            return
-        text = self._texts[slot] = np.array(previous, dtype=np.int32)
-        self._slots.previous[slot], self._slots.size[slot] = text.ctypes.data, len(text)
-        self._slots.state[slot, SEEN] = -1
-
-    def stop(self, slot: int) -> None:
-        self._slots.size[slot] = 0
-        self._texts.pop(slot, None)
-
-    def reverified(self, slot: int) -> int:
-        """Return the accepted tokens that were drafted from the previous text."""
-        return int(self._slots.state[slot, REVERIFIED])
-
-    def grow(self) -> None:
-        old, count = self._slots, len(self._slots.size)
-        self._slots = _arrays(2 * count)
-        for new_array, old_array in zip(self._slots, old, strict=True):
-            new_array[:count] = old_array
-
-    def plan(self, batch: Batch, plans: Plans, sampled: np.ndarray, floor: float, vocabulary: int) -> np.ndarray:
-        """Take in a step's sampled tokens, and replace plans in place where the previous text promises as much.
-
-        ``sampled`` is int64[B], sampled tokens of each request in this step, all but one of them drafted; at a
-        request's first step its whole response. ``floor`` and ``vocabulary``: see :func:`.kernels.plan`. Return
-        bool[B], whether each plan is from a previous text.
-        """
-        if not self._texts:
-            return np.zeros(len(sampled), dtype=np.bool_)
-        return _plan(self._slots, self.table, batch, plans, sampled, floor, vocabulary)
-
-
 def prior() -> np.ndarray:
     """Return the initial table, float64[KINDS, runs, 2], which assumes that agreeing texts continue to agree."""
     runs, agreed = np.array([0.0, *_RUNS]), np.array(_AGREED)[:, None]
@@ -100,30 +50,25 @@ def prior() -> np.ndarray:
     return np.stack([accepted, np.full(accepted.shape, _PRIOR)], axis=2)
 
 
-def _arrays(slots: int) -> RegrowthArrays:
-    return RegrowthArrays(
-        previous=np.zeros(slots, dtype=np.int64),
-        size=np.zeros(slots, dtype=np.int64),
-        state=np.zeros((slots, N_STATE), dtype=np.int64),
-    )
-
-
 @njit(cache=True, nogil=True)
-def _plan(slots, table, batch, plans, sampled, floor, vocabulary):
+def plan(slots, table, batch, plans, sampled, floor, vocabulary):
+    """Take in a step's sampled tokens, and replace plans in place where the previous text promises as much.
+
+    ``table`` is as of :func:`prior`. ``sampled`` is int64[B], sampled tokens of each request in this step, all but one
+    of them drafted; at a request's first step its whole response. ``floor`` and ``vocabulary``: see
+    :func:`.kernels.plan`. Return bool[B], whether each plan is from a previous text.
+    """
     ids, rows, tokens, lengths, limits = batch
     draft, reach, planned = plans
     replaced = np.zeros(len(ids), dtype=np.bool_)
     reached = np.empty(draft.shape[1])
     for b in range(len(ids)):
-        size, state = slots.size[ids[b]], slots.state[ids[b]]
-        if state[DRAFTS]:
-            state[REVERIFIED] += sampled[b] - 1
-            state[DRAFTS] = 0
+        size, state = slots.previous_size[ids[b]], slots.regrowth[ids[b]]
         if _over(state, size):
             continue
         previous = carray(pointer(slots.previous[ids[b]]), (size,), dtype=np.int32)
         text, length = tokens[rows[b]], lengths[b]
-        if state[SEEN] < 0:
+        if not state[SEEN]:
             state[BEGAN] = state[SEEN] = max(0, length - sampled[b])
         while state[SEEN] < length and not _over(state, size):
             _take(state, table, previous, text, state[SEEN])
@@ -134,7 +79,6 @@ def _plan(slots, table, batch, plans, sampled, floor, vocabulary):
             draft[b, :count] = previous[state[POSITION] : state[POSITION] + count]
             reach[b, :count] = reached[:count]
             planned[b] = count
-            state[DRAFTS] = 1
             replaced[b] = True
     return replaced
 

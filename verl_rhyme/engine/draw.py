@@ -30,18 +30,11 @@ class Rows:
     def part(self, at: slice | np.ndarray) -> Rows:
         return Rows(self.request[at], self.keys[at], self.positions[at], self.temperatures[at], self.keyed[at])
 
-    @property
-    def divisors(self) -> np.ndarray | None:
-        """Divisors of the logits, float32[N]; ``None`` if all are 1."""
-        divisors = np.where(self.temperatures > 0, self.temperatures, np.float32(1))
-        return None if (divisors == 1).all() else divisors
-
 
 def draw_on_gpu(logits: torch.Tensor, rows: Rows, scaled: bool, raw: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens, int64[N], and their log-probabilities, float32[N]; only ``rows`` is copied to the GPU.
+    """Return tokens, int64[N], and their log-probabilities, float32[N], before the temperature if ``raw``.
 
-    ``logits`` are float[N, V], already divided by the temperature if ``scaled``. With ``raw`` the log-probabilities are
-    those before the temperature.
+    ``logits`` are float[N, V], already divided by the temperature if ``scaled``.
     """
     from verl_rhyme.engine import draw_kernel  # Triton is not installed everywhere
 
@@ -57,8 +50,7 @@ def draw_on_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return tokens of a few rows, int64[N], and their log-probabilities, float32[N].
 
-    ``logits`` are float32[N, V], contiguous, divided by the temperature; ``scratch`` is float32, at least N * V
-    entries.
+    ``logits`` are float32[N, V], contiguous, divided by the temperature; ``scratch`` has at least N * V entries.
     """
     greedy = rows.temperatures == 0
     keyed = rows.keyed & ~greedy
@@ -79,3 +71,12 @@ def draw_on_cpu(
     if weights is None or not want_logprobs:
         return drawn, None
     return drawn, weights.gather(1, drawn[:, None])[:, 0].log()
+
+
+def ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the ranks, int[N], of tokens, int64[N]: entries of each row, float[N, V], that are at least it."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(inversion.ranks(logits.numpy(), tokens.numpy()))
+    from verl_rhyme.engine import draw_kernel
+
+    return draw_kernel.ranks(logits, tokens)

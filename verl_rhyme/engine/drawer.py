@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,9 +30,8 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 
 from verl_rhyme.config.presets import POLICY_LOGPROBS
 from verl_rhyme.engine import draw
-from verl_rhyme.engine.draw import Rows
+from verl_rhyme.engine.draw import Rows, ranks
 from verl_rhyme.processes.request import RequestMeta
-from verl_rhyme.sampling import inversion
 from verl_rhyme.sampling.noise import key_of
 
 #: Bytes of float32 logits processed at a time: they fit into a CPU's caches, or fill a GPU. Temporaries take a few
@@ -56,14 +55,8 @@ class BatchNoise:
         request = np.repeat(np.arange(requests), counts)
         offset = np.arange(len(request)) - np.repeat(counts.cumsum() - counts, counts)
         if not batch.req_ids:  # vLLM profiles its samplers without requests
-            nothing = np.zeros(len(request))
-            keys, at = nothing.astype(np.uint64), nothing.astype(np.int64)
-            return Rows(request, keys, at, nothing.astype(np.float32) + 1, nothing.astype(bool))
-        if len(batch.req_ids) != requests:
-            raise RuntimeError(
-                f"vLLM asks to sample for {requests} requests, but its batch has {len(batch.req_ids)}: "
-                "this vLLM version is not supported, see `verl-rhyme doctor`"
-            )
+            keys, at, keyed = (np.zeros(len(request), dtype=kind) for kind in (np.uint64, np.int64, bool))
+            return Rows(request, keys, at, np.ones(len(request), dtype=np.float32), keyed)
         if batch.req_ids != self._ids:
             known = dict(zip(self._ids, zip(self._keys, self._keyed, strict=True), strict=True))
             self._ids = list(batch.req_ids)
@@ -95,12 +88,8 @@ class BatchNoise:
         return key_of("request", id), False
 
 
-@dataclass
-class Drawn:
-    """Drawn tokens (int64 [N]) and, if requested, vLLM's table of log-probabilities."""
-
-    tokens: torch.Tensor
-    logprobs: LogprobsTensors | None
+#: Drawn tokens, int64[N], and, if requested, vLLM's table of log-probabilities.
+Drawn = tuple[torch.Tensor, LogprobsTensors | None]
 
 
 class Drawer:
@@ -123,10 +112,7 @@ class Drawer:
         return self._noise.budgeted() if holder is not None and holder.has_tracked_requests() else np.empty(0, np.int64)
 
     def draw(self, logits: torch.Tensor, metadata: SamplingMetadata, counts: np.ndarray) -> Drawn:
-        """Draw a token for each row of ``logits``, float[N, V]: each request's drafted positions and the one after.
-
-        ``counts`` are int64[B], rows of each request, adjacent.
-        """
+        """Draw a token for each row of ``logits``, float[N, V]; ``counts`` are int64[B], adjacent rows of a request."""
         if len(budgeted := self.budgeted(metadata)):
             self.keep((counts.cumsum() - counts)[budgeted], logits)
             logits = _within_budgets(logits, metadata, counts)
@@ -136,23 +122,19 @@ class Drawer:
         plain = not (_changed(metadata) or wanted) and not self.mode.endswith("logits")
         if plain and logits.device.type == "cuda":
             tokens, logprobs = draw.draw_on_gpu(logits, rows, scaled=False, raw=self.mode.startswith("raw"))
-            table = None
-            if wanted is not None:
-                from verl_rhyme.engine import draw_kernel
-
-                table = _table_of_one(tokens, logprobs, draw_kernel.ranks(logits, tokens))
+            table = None if wanted is None else _table_of_one(tokens, logprobs, ranks(logits, tokens))
         else:
             parts = [
                 self._draw_some(logits[at], rows.part(at), metadata, len(counts))
                 for at in _chunks(logits, counts, metadata)
             ]
-            tokens = torch.cat([part.tokens for part in parts])
-            tables = [part.logprobs[:3] for part in parts if part.logprobs is not None]
+            tokens = torch.cat([drawn for drawn, _ in parts])
+            tables = [each[:3] for _, each in parts if each is not None]
             table = LogprobsTensors(*map(torch.cat, zip(*tables, strict=True))) if tables else None
         if table is not None:
             self._restore(table, tokens, rows, metadata)
         self._kept = []
-        return Drawn(tokens, table)
+        return tokens, table
 
     def _restore(self, table: LogprobsTensors, tokens: torch.Tensor, rows: Rows, metadata: SamplingMetadata) -> None:
         for masked, logits in reversed(self._kept):  # a row of two masks was kept twice, at first as the model's
@@ -170,27 +152,31 @@ class Drawer:
         target = self._target(raw, policy, rows, metadata, requests) if _changed(metadata) else policy
         base = raw if self.mode.startswith("raw") else policy if self.mode == POLICY_LOGPROBS else target
         wanted = _wanted(metadata)
-        quick = wanted == 0 and base is target and not self.mode.endswith("logits")
         if logits.device.type == "cuda":
             tokens, logprobs = draw.draw_on_gpu(target, rows, scaled=True, raw=False)
         else:
             if self._scratch.numel() < target.numel():
                 self._scratch = torch.empty(target.numel())
-            tokens, logprobs = draw.draw_on_cpu(target, rows, self._scratch, want_logprobs=quick)
+            wants = wanted == 0 and base is target
+            tokens, logprobs = draw.draw_on_cpu(target, rows, self._scratch, want_logprobs=wants)
         if wanted is None:
-            return Drawn(tokens, None)
-        if quick:
-            assert logprobs is not None
-            return Drawn(tokens, _table_of_one(tokens, logprobs, ranks(base, tokens)))
-        return Drawn(tokens, self._table(base, tokens, rows.request, metadata))
+            return tokens, None
+        return tokens, self._table(base, tokens, rows.request, metadata, logprobs if base is target else None)
 
     def _table(
-        self, base: torch.Tensor, tokens: torch.Tensor, request: np.ndarray, metadata: SamplingMetadata
+        self,
+        base: torch.Tensor,
+        tokens: torch.Tensor,
+        request: np.ndarray,
+        metadata: SamplingMetadata,
+        logprobs: torch.Tensor | None = None,
     ) -> LogprobsTensors:
+        """Return vLLM's table from logits ``base``, float32[N, V]; ``logprobs``: of the tokens, if known."""
         wanted = _wanted(metadata)
         assert wanted is not None
         if wanted == 0 and not self.mode.endswith("logits"):
-            logprobs = base.gather(1, tokens[:, None])[:, 0] - base.logsumexp(dim=-1)
+            if logprobs is None:
+                logprobs = base.gather(1, tokens[:, None])[:, 0] - base.logsumexp(dim=-1)
             return _table_of_one(tokens, logprobs, ranks(base, tokens))
         table = base if self.mode.endswith("logits") else base.log_softmax(dim=-1)
         ids = table.topk(wanted, dim=-1).indices
@@ -203,10 +189,7 @@ class Drawer:
     def _target(
         self, raw: torch.Tensor, policy: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int
     ) -> torch.Tensor:
-        """Return new logits, float32[n, V], with all sampling options of the requests applied.
-
-        ``raw`` are the model's logits, ``policy`` the same divided by the temperatures.
-        """
+        """Return new logits with all sampling options applied; ``policy`` is ``raw`` divided by the temperatures."""
         if _positional(metadata):
             target = _scaled(self._processed(raw.clone(), rows, metadata, requests), rows)
         else:
@@ -245,7 +228,8 @@ class Drawer:
 
 def _scaled(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Return the logits divided by the rows' temperatures; the same tensor if all are 1."""
-    if (divisors := rows.divisors) is None:
+    divisors = np.where(rows.temperatures > 0, rows.temperatures, np.float32(1))
+    if (divisors == 1).all():
         return logits
     return logits / torch.from_numpy(divisors).to(logits.device, non_blocking=True)[:, None]
 
@@ -317,10 +301,3 @@ def _most(logits: torch.Tensor) -> int:
 
 def _slices(rows: int, most: int) -> Iterator[slice]:
     yield from (slice(first, min(first + most, rows)) for first in range(0, rows, most))
-
-
-def ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the ranks, int64[N], of tokens, int64[N]: entries of each row, float[N, V], that are at least it."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(inversion.ranks(logits.numpy(), tokens.numpy()))
-    return (logits >= logits.gather(1, tokens[:, None])).sum(-1)

@@ -12,23 +12,21 @@ class Gate:
         self.version = 0  # of the served policy
         self.running = 0  # requests that entered and have not left
         self.closed = False  # all requests are refused
-        self._waiting: dict[object, str] = {}  # waiting requests by a unique mark
-        self._changed = asyncio.Condition()
+        self._waiting: dict[asyncio.Future[None], str] = {}  # request of each
+        self._idle = asyncio.Event()
 
     async def enter(self, request: str, version: int) -> bool:
         """Wait until ``version`` or a newer one is served; False after :meth:`cancel` or while the gate is closed.
 
         A request that entered must :meth:`leave`.
         """
-        if version > self.version and not self.closed:
-            self._waiting[mark := object()] = request
+        while version > self.version and not self.closed:
+            changed = asyncio.get_running_loop().create_future()
+            self._waiting[changed] = request
             try:
-                async with self._changed:
-                    await self._changed.wait_for(
-                        lambda: version <= self.version or mark not in self._waiting or self.closed
-                    )
+                await changed
             finally:
-                cancelled = self._waiting.pop(mark, None) is None
+                cancelled = self._waiting.pop(changed, None) is None
             if cancelled:
                 return False
         if self.closed:
@@ -39,31 +37,32 @@ class Gate:
     async def leave(self) -> None:
         self.running -= 1
         if not self.running:
-            await self._notify()
+            self._idle.set()
 
     async def open(self, version: int) -> None:
         """Open the gate for a policy whose weights the engine has loaded."""
         self.version, self.closed = version, False
-        await self._notify()
+        self._wake(list(self._waiting))
 
     async def close(self) -> None:
         """Refuse all waiting requests, and new ones until :meth:`open`."""
         self.closed = True
-        await self._notify()
+        self._wake(list(self._waiting))
 
     async def cancel(self, request: str) -> bool:
         """Cancel a waiting request; return whether it was waiting."""
-        marks = [mark for mark, waits in self._waiting.items() if waits == request]
-        for mark in marks:
-            del self._waiting[mark]
-        if marks:
-            await self._notify()
-        return bool(marks)
+        cancelled = [changed for changed, waits in self._waiting.items() if waits == request]
+        for changed in cancelled:
+            del self._waiting[changed]
+        self._wake(cancelled)
+        return bool(cancelled)
 
     async def wait_until_idle(self) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self.running)
+        while self.running:
+            self._idle.clear()
+            await self._idle.wait()
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _wake(self, waiting: list[asyncio.Future[None]]) -> None:
+        for changed in waiting:
+            if not changed.done():
+                changed.set_result(None)

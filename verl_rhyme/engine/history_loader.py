@@ -12,9 +12,7 @@ import logging
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 
-from verl_rhyme.drafting.histories import PENDING, Pending
 from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import PromptHistory
@@ -22,12 +20,16 @@ from verl_rhyme.once import warn_once
 
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
-#: Seconds between two checks for an expected copy in blocking mode, and the longest wait for it.
+#: Seconds between two checks for an expected copy, and the longest wait for it in blocking mode.
 _POLL_S, _COPY_TIMEOUT_S = 0.02, 10.0
 
 
+class _Full(Exception):
+    """Decoded histories take all of their memory."""
+
+
 class HistoryLoader:
-    """A :class:`verl_rhyme.drafting.histories.Source` whose histories are first pending and later :meth:`ready`.
+    """Histories that :meth:`get` only asks for, and that are :meth:`ready` later.
 
     A history that no live request needs is not read, or is dropped after reading. The engine's thread calls all
     methods; the loader's thread uses the readers. With ``wait`` the caller's thread reads, so that drafts do not depend
@@ -40,8 +42,8 @@ class HistoryLoader:
         self._own, self._copies = reader, copies
         self._pool = None if wait else ThreadPoolExecutor(1, "rhyme-history")
         self._asked: dict[bytes, int] = {}
-        self._due: dict[bytes, int] = {}  # prompts whose copy has not arrived, or that do not fit
-        self._reading: dict[bytes, Future[PromptHistory | Pending | None]] = {}
+        self._due: set[bytes] = set()  # prompts whose copy has not arrived, or that do not fit
+        self._reading: dict[bytes, Future[PromptHistory | None]] = {}
         self._looked_at = -math.inf
         self._failed = 0
         self._max_bytes = max_bytes
@@ -62,76 +64,73 @@ class HistoryLoader:
         if asked:
             self._asked.setdefault(key, asked)
 
-    def get(self, key: bytes) -> PromptHistory | Pending | None:
-        asked = self._asked.get(key, 0)
+    def get(self, key: bytes) -> PromptHistory | None:
         if self._pool is None:
             end = time.monotonic() + _COPY_TIMEOUT_S
-            while not self._arrived(key, asked) and time.monotonic() < end:
+            while not self._arrived(key) and time.monotonic() < end:
                 time.sleep(_POLL_S)
-            history = self._read(key, asked)
-            return None if history is PENDING else history
-        if self._arrived(key, asked):
-            self._begin(key, asked)
+            try:
+                return self._read(key)
+            except _Full:
+                return None
+        if self._arrived(key):
+            self._reading[key] = self._pool.submit(self._read, key)
         else:
-            self._due[key] = asked
-        return PENDING
+            self._due.add(key)
+        return None
 
     def ready(self) -> list[tuple[bytes, PromptHistory | None]]:
         """Return the prompts read since the last call with their histories."""
-        if self._due and (now := time.monotonic()) >= self._looked_at + _POLL_S:
+        if self._due and self._pool and (now := time.monotonic()) >= self._looked_at + _POLL_S:
             self._looked_at = now
-            full = sum(self._held.values()) >= self._max_bytes
-            for key, asked in [due for due in self._due.items() if not full and self._arrived(*due)]:
-                self._begin(key, asked)
-                del self._due[key]
-        done = [key for key, reading in self._reading.items() if reading.done()]
-        read = [(key, self._reading.pop(key).result()) for key in done]
-        self._due |= {key: self._asked.get(key, 0) for key, history in read if history is PENDING}
-        return [(key, history) for key, history in read if not isinstance(history, Pending)]
+            for key in [] if self._is_full() else list(filter(self._arrived, self._due)):
+                self._reading[key] = self._pool.submit(self._read, key)
+                self._due.remove(key)
+        read = []
+        for key in [key for key, reading in self._reading.items() if reading.done()]:
+            try:
+                read.append((key, self._reading.pop(key).result()))
+            except _Full:
+                self._due.add(key)
+        return read
 
     def release(self, key: bytes, history: PromptHistory | None) -> None:
         """The loader's thread frees the memory."""
         self._asked.pop(key, None)
-        self._due.pop(key, None)
+        self._due.discard(key)
         self._held.pop(key, None)
         if (reading := self._reading.pop(key, None)) is not None and not reading.cancel():
             reading.add_done_callback(lambda _: self._held.pop(key, None))
         if history is not None and self._pool is not None:
-            with suppress(RuntimeError):  # no thread can start
-                # This is the last reference: the drafter drops its own before it calls this.
-                self._pool.submit([history].clear)
+            # This is the last reference: the drafter drops its own before it calls this.
+            self._pool.submit([history].clear)
 
-    def _begin(self, key: bytes, asked: int) -> None:
-        assert self._pool is not None
-        try:
-            self._reading[key] = self._pool.submit(self._read, key, asked)
-        except RuntimeError:  # no thread can start
-            self._reading[key] = Future()
-            self._reading[key].set_result(self._read(key, asked))
+    def _arrived(self, key: bytes) -> bool:
+        asked = self._asked.get(key)
+        return asked is None or self._copies is None or self._copies.arrived(key, asked)
 
-    def _arrived(self, key: bytes, asked: int) -> bool:
-        return not asked or self._copies is None or self._copies.arrived(key, asked)
+    def _is_full(self) -> bool:
+        return sum(list(self._held.values())) >= self._max_bytes
 
-    def _read(self, key: bytes, asked: int) -> PromptHistory | Pending | None:
-        """Return :data:`PENDING` if the history must wait for others to be released."""
-        if sum(list(self._held.values())) >= self._max_bytes:
+    def _read(self, key: bytes) -> PromptHistory | None:
+        if self._is_full():
             warn_once(
                 logger,
                 "decoded histories take %d bytes (drafting.history_memory): further prompts draft without theirs "
                 "until others are done (logged once)",
                 self._max_bytes,
             )
-            return PENDING
+            raise _Full
         try:
-            history = self._copies.get(key) if asked and self._copies is not None else self._own.get(key)
+            source = self._own if self._copies is None or key not in self._asked else self._copies
+            history = source.get(key)
             if history is not None:
                 history.first_tokens  # noqa: B018 - a cached property, computed here so that no step waits for it
                 self._held[key] = history.nbytes
             return history
         except Exception:
             self._failed += 1
-            if self._failed == 1:
-                logger.warning(
-                    "cannot read a prompt's history; its requests draft without it (logged once)", exc_info=True
-                )
+            warn_once(
+                logger, "cannot read a prompt's history; its requests draft without it (logged once)", exc_info=True
+            )
             return None

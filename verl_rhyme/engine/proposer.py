@@ -20,22 +20,15 @@ from verl_rhyme.drafting import recurrent
 from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
+from verl_rhyme.drafting.threads import thread_count
 from verl_rhyme.engine.history_loader import HistoryLoader
-from verl_rhyme.engine.threads import PlanningThreads, thread_count
 from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
+from verl_rhyme.once import warn_once
 from verl_rhyme.processes.request import FIELD, RequestMeta
 
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
-
-#: vLLM's logger that denies two sampling options with speculation, which our sampler supports.
-_VLLM_NOTICE = "vllm.v1.sample.logits_processor"
-
-
-def _is_no_notice(record: logging.LogRecord) -> bool:
-    return "min_p and logit_bias parameters won't work" not in record.getMessage()
-
 
 #: Most finished requests whose counts are kept (100 bytes each): no caller takes those of other clients' requests.
 _MAX_FINISHED = 1 << 15
@@ -47,23 +40,16 @@ class _Request:
     max_tokens: int
 
 
-@dataclass(slots=True)
-class _Batch:
-    """The requests of a step, reused until a request comes or goes."""
-
-    req_ids: tuple[str, ...]  # vLLM's internal ids
-    max_tokens: np.ndarray  # int64
-
-
 class HistoryProposer:
     """Draft proposer that vLLM builds from ``speculative_config={"method": "custom_class", "model": "<this class>"}``.
 
-    ``additional_config["rhyme"]`` holds ``drafting`` (the config tree), ``history_dir`` and ``namespace``. With
-    ``copies_dir``, a request may state that its prompt's history is copied from another node.
+    ``additional_config["rhyme"]`` holds ``drafting`` (the config tree), ``history_dir``, ``namespace``, ``copies_dir``.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        logging.getLogger(_VLLM_NOTICE).addFilter(_is_no_notice)
+        # vLLM denies two sampling options with speculation, which our sampler supports.
+        notice = "min_p and logit_bias parameters won't work"
+        logging.getLogger("vllm.v1.sample.logits_processor").addFilter(lambda line: notice not in line.getMessage())
         self._vllm_config = vllm_config
         settings = vllm_config.additional_config[FIELD]
         self._config = config_tree.parse({"drafting": settings["drafting"]}).drafting  # type: ignore[union-attr]
@@ -79,14 +65,12 @@ class HistoryProposer:
         self._history = HistoryLoader(reader, self._config.wait_for_history, copies, self._config.history_memory)
         self._drafter: DraftPolicy | None = None  # only on the rank whose drafts are used
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
-        self._batch: _Batch | None = None  # of the last step, unless one of its requests has ended since
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
         self._runner: Any = None
         self._drafted = self._accepted = self._errors = 0
         self._seconds = self._ended = 0.0
         self._planning = 0.0  # seconds of the last plan
-        self._reported: dict[str, float] = {}  # totals at the last report
-        self._calls = 0
+        self._reported = 0, 0.0  # errors and seconds at the last report
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Check the target model's layers, after vLLM has loaded it; vLLM loads a drafter's model here.
@@ -97,26 +81,25 @@ class HistoryProposer:
 
         for name, layer in self._vllm_config.compilation_config.static_forward_context.items():
             cache = getattr(layer, "get_kv_cache_spec", None)
-            if cache is not None and isinstance(cache(self._vllm_config), MambaSpec):
-                recurrent.refuse(f"layer {name} is a {type(layer).__name__}")
+            spec = cache(self._vllm_config) if cache is not None else None
+            if isinstance(spec, MambaSpec):
+                recurrent.check_layer(name, type(layer).__name__, spec.mamba_cache_mode)
 
     def attach(self, model_runner: Any) -> None:
         """Start drafting. The worker extension calls it once the engine is up."""
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         self._runner = model_runner
-        # The scheduler takes the drafts of the first rank only.
-        drafts = get_tensor_model_parallel_rank() == 0
-        if drafts:
+        if get_tensor_model_parallel_rank() == 0:  # the scheduler takes the drafts of the first rank only
             self._start()
         # vLLM skips the drafter and drafts zeros for all requests once one sequence is within the draft length of
         # max_model_len. The bounds here are per request, so that limit is lifted.
         model_runner.effective_drafter_max_model_len = self._max_model_len + self._config.max_tokens + 1
 
     def _start(self) -> None:
-        threads = PlanningThreads(thread_count(self._config.plan_threads))
+        threads, history = thread_count(self._config.plan_threads), self._history
         self._ended = 0.0
-        self._drafter = build(self._config, self._history, self._slots, self._vocab_size, threads)
+        self._drafter = build(self._config, history.get, self._slots, self._vocab_size, threads, history.release)
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: Any
@@ -131,13 +114,11 @@ class HistoryProposer:
             return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, started)
         except Exception:
             self._errors += 1
-            if self._errors == 1:
-                logger.warning("drafting failed; the step continues without drafts (logged once)", exc_info=True)
+            warn_once(logger, "drafting failed; the step continues without drafts (logged once)", exc_info=True)
             return [[] for _ in sampled_token_ids]
         finally:
             self._ended = time.perf_counter()
             self._seconds += self._ended - started
-            self._calls += 1
 
     def _propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, now: float
@@ -164,10 +145,9 @@ class HistoryProposer:
         drafted = np.fromiter(map(len, batch.spec_token_ids), np.int64, count)[rows]
         accepted = sampled[rows] - 1
         names = tuple(req_ids if len(rows) == count else [req_ids[row] for row in rows.tolist()])
-        drafting, known = self._batch, True
-        if drafting is None or drafting.req_ids != names:
-            known = any(name in self._requests for name in names)
-            drafting = self._batch = self._new_batch(drafter, names)
+        known = any(name in self._requests for name in names)
+        running = [self._requests.get(name) or self._admit(drafter, name) for name in names]
+        max_tokens = np.array([request.max_tokens for request in running])
         # Without a request of the step before, the engine was idle before the step. The first step has no price yet.
         timed, first = known and bool(self._ended), not self._ended
         self._drafted += int(drafted.sum())
@@ -178,7 +158,7 @@ class HistoryProposer:
             budget = 0
         generated = lengths - prompt_tokens[rows]
         longest = self._config.max_tokens
-        limits = request_limits(lengths, generated, drafting.max_tokens, self._max_model_len, longest)
+        limits = request_limits(lengths, generated, max_tokens, self._max_model_len, longest)
         seconds = now - self._ended if timed else None
         prefilled = max(0, int(self._runner.query_start_loc.np[count]) - len(rows) - int(drafted.sum()))
         began = time.perf_counter()
@@ -204,10 +184,6 @@ class HistoryProposer:
         # Waiting requests are not visible here, so a free slot counts as a waiting prompt.
         budget = min(budget, step_budget(self._step_tokens, rows, prefilling or rows < self._slots))
         return budget if config.max_batch_tokens is None else min(budget, config.max_batch_tokens)
-
-    def _new_batch(self, drafter: DraftPolicy, req_ids: tuple[str, ...]) -> _Batch:
-        running = [self._requests.get(req_id) or self._admit(drafter, req_id) for req_id in req_ids]
-        return _Batch(req_ids, np.array([request.max_tokens for request in running], dtype=np.int64))
 
     def _admit(self, drafter: DraftPolicy, req_id: str) -> _Request:
         state = self._runner.requests[req_id]
@@ -235,7 +211,6 @@ class HistoryProposer:
 
     def _end(self, drafter: DraftPolicy, req_id: str) -> None:
         self._finished[self._requests.pop(req_id).id] = drafter.finish(req_id)
-        self._batch = None
 
     def take_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
         """Return and forget the RequestCounts of finished requests: record columns by ``RequestMeta.id``.
@@ -250,23 +225,15 @@ class HistoryProposer:
         # The server learns of the end of a request before the workers do.
         for req_id in [req_id for req_id, request in self._requests.items() if request.id in wanted]:
             self._end(drafter, req_id)
-        finished = {id: self._finished.pop(id) for id in ids if id in self._finished}
-        counts = {id: asdict(count) for id, count in finished.items()}
+        counts = {id: asdict(self._finished.pop(id)) for id in ids if id in self._finished}
         if counts:
-            totals = self.totals()
-            known = {"draft_errors": totals["errors"] + totals["history_errors"], "draft_seconds": totals["seconds"]}
+            errors, seconds = self._errors + self._history.errors, self._seconds
             first = next(iter(counts.values()))
-            first |= {name: value - self._reported.get(name, 0) for name, value in known.items()}
-            self._reported = known
+            first |= {"draft_errors": errors - self._reported[0], "draft_seconds": seconds - self._reported[1]}
+            self._reported = errors, seconds
         return counts
 
-    def totals(self) -> dict[str, Any]:
-        """Return totals since the start: drafted and accepted tokens, calls, seconds, errors of drafter and history."""
-        return {
-            "drafted": self._drafted,
-            "accepted": self._accepted,
-            "calls": self._calls,
-            "seconds": self._seconds,
-            "errors": self._errors,
-            "history_errors": self._history.errors,
-        }
+    def totals(self) -> dict[str, int]:
+        """Return totals since the start: drafted and accepted tokens, errors of drafter and history."""
+        errors, history = self._errors, self._history.errors
+        return {"drafted": self._drafted, "accepted": self._accepted, "errors": errors, "history_errors": history}

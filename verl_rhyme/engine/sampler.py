@@ -3,11 +3,8 @@
 It samples a token from the target's distribution at every drafted position. Sampled tokens count up to the first that
 differs from the draft. For drafts without probabilities (one-hot) this *is* rejection sampling (Leviathan et al., 2023,
 arXiv:2211.17192, section 2.3): a draft x is kept with probability p(x), and a token that differs is a draw from the
-residual. No residual and no table of log-probabilities is computed: one pass over B + D rows (B requests, D draft
-tokens in all) gives each row's token and log-probability.
-
-:mod:`verl_rhyme.engine.drawer` draws the tokens of all requests, whatever their options, so that each keeps its noise.
-Requests with a thinking budget verify no drafts. Custom logits processors are refused.
+residual. One pass over B + D rows (B requests, D draft tokens) gives each row's token and log-probability, whatever the
+requests' options. Requests with a thinking budget verify no drafts.
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from verl_rhyme.engine import draw
-from verl_rhyme.engine.draw import Rows
-from verl_rhyme.engine.drawer import Drawer, ranks
+from verl_rhyme.engine.drawer import Drawer
 
 
 class DrawingSampler(Sampler):
@@ -52,15 +48,14 @@ class DrawingSampler(Sampler):
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
         """``sampled_token_ids`` is int32[B, 1]. Only vLLM's rejection sampler would set the other arguments."""
-        drawn = self.drawer.draw(logits, sampling_metadata, np.ones(len(logits), dtype=np.int64))
-        return SamplerOutput(drawn.tokens.to(torch.int32)[:, None], drawn.logprobs)
+        tokens, logprobs = self.drawer.draw(logits, sampling_metadata, np.ones(len(logits), dtype=np.int64))
+        return SamplerOutput(tokens.to(torch.int32)[:, None], logprobs)
 
 
 class DrawingVerifier(RejectionSampler):
     """Replacement for vLLM's rejection sampler, used by steps with drafts; it ignores draft probabilities."""
 
-    def __init__(self, sampler: DrawingSampler, spec_config: Any, device: torch.device) -> None:
-        super().__init__(sampler, spec_config, device)
+    sampler: DrawingSampler
 
     def forward(
         self,
@@ -72,27 +67,27 @@ class DrawingVerifier(RejectionSampler):
         """``sampled_token_ids`` is int32[B, longest draft + 1], -1 after a row's last token."""
         drafted = np.array(metadata.num_draft_tokens, dtype=np.int64)
         drawer, drafts = self.sampler.drawer, metadata.draft_token_ids
-        drawn = drawer.draw(logits, sampling_metadata, drafted + 1)
+        drawn, logprobs = drawer.draw(logits, sampling_metadata, drafted + 1)
         if len(budgeted := drawer.budgeted(sampling_metadata)):  # our proposer drafts nothing for them, vLLM's may
             of = torch.from_numpy(np.isin(np.arange(len(drafted)), budgeted).repeat(drafted))
             drafts = drafts.masked_fill(of.to(drafts.device, non_blocking=True), PLACEHOLDER_TOKEN_ID)
-        tokens, at = accepted_tokens(drafts, drawn.tokens, drafted)
-        if drawn.logprobs is None:
+        tokens, at = accepted_tokens(drafts, drawn, drafted)
+        if logprobs is None:
             return SamplerOutput(tokens, None)
         # vLLM expects one line for each entry of `tokens`, but reads none after a row's last token.
-        lines = (column.new_zeros((tokens.numel(), *column.shape[1:])) for column in drawn.logprobs[:3])
-        filled = (line.index_copy_(0, at, column) for line, column in zip(lines, drawn.logprobs[:3], strict=True))
-        return SamplerOutput(tokens, LogprobsTensors(*filled))
+        columns = [
+            column.new_zeros((tokens.numel(), *column.shape[1:])).index_copy_(0, at, column) for column in logprobs[:3]
+        ]
+        return SamplerOutput(tokens, LogprobsTensors(*columns))
 
 
 def accepted_tokens(
     drafts: torch.Tensor, tokens: torch.Tensor, drafted: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each request's tokens up to the first that differs from its draft, or all of them.
+    """Return each request's tokens up to the first that differs from its draft, int32[B, drafted.max() + 1].
 
-    ``drafts`` are int[sum(drafted)], ``tokens`` int64[sum(drafted + 1)], drawn at each drafted position and at the one
-    after, ``drafted`` int64[B]. Return int32[B, drafted.max() + 1], padded with -1, and the index of each entry of
-    ``tokens`` in it, flattened, int64.
+    ``drafts`` are int[sum(drafted)], ``tokens`` int64[sum(drafted + 1)], ``drafted`` int64[B]. The result is padded
+    with -1; also return the index of each entry of ``tokens`` in it, flattened, int64.
     """
     width = int(drafted.max()) + 1
     starts = np.arange(len(drafted)) * width
@@ -109,10 +104,7 @@ def accepted_tokens(
 
 
 def install(runner: Any, logprobs_mode: str | None = None) -> str:
-    """Install our samplers in a V1 model runner; return the reason for a refusal, after which nothing has changed.
-
-    ``logprobs_mode`` is :data:`POLICY_LOGPROBS`, or ``None`` for the engine's.
-    """
+    """Install our samplers in a V1 model runner; return the reason for a refusal, after which nothing has changed."""
     sampler, verifier = getattr(runner, "sampler", None), getattr(runner, "rejection_sampler", None)
     batch: Any = getattr(runner, "input_batch", None)
     if not isinstance(sampler, Sampler) or not hasattr(batch, "num_tokens_no_spec"):
@@ -121,7 +113,7 @@ def install(runner: Any, logprobs_mode: str | None = None) -> str:
         return "asynchronous scheduling of drafts is not supported: it does not track the positions of the next tokens"
     if getattr(verifier, "synthetic_mode", False):
         return "simulated acceptance is not supported; unset speculative_config.rejection_sample_method=synthetic"
-    if is_installed(runner):
+    if isinstance(sampler, DrawingSampler):
         return ""
     if refusal := _custom_processors(batch.logitsprocs.all):
         return refusal
@@ -169,30 +161,22 @@ def _sample_tokens(runner: Any, sample_tokens: Callable[[Any], Any], drawer: Dra
     return sample_tokens(grammar_output)
 
 
-def is_installed(runner: Any) -> bool:
-    """Whether both of a runner's samplers are ours and share one drawer."""
-    sampler, verifier = getattr(runner, "sampler", None), getattr(runner, "rejection_sampler", None)
-    if not isinstance(sampler, DrawingSampler):
-        return False
-    return verifier is None or (isinstance(verifier, DrawingVerifier) and verifier.sampler is sampler)
-
-
 def allow_all_options(engine: Any) -> None:
     """Allow ``min_p`` and ``logit_bias`` with speculation in vLLM's engine; all workers use our samplers."""
     engine.input_processor.speculative_config = None
 
 
 def _warm_up(runner: Any) -> None:
-    vocabulary = runner.model_config.get_vocab_size()
-    dtype = runner.model_config.dtype
-    logits = torch.zeros((2, vocabulary), dtype=dtype, device=runner.device)
+    dtype, device = runner.model_config.dtype, runner.device
+    logits = torch.zeros((2, runner.model_config.get_vocab_size()), dtype=dtype, device=device)
     one = np.ones(2)
     for keyed in (False, True):
-        rows = Rows(np.arange(2), one.astype(np.uint64), one.astype(np.int64), one.astype(np.float32), one == keyed)
-        if logits.device.type == "cuda":
-            from verl_rhyme.engine import draw_kernel
-
-            draw_kernel.ranks(logits, draw.draw_on_gpu(logits, rows, scaled=False, raw=False)[0])
+        rows = draw.Rows(
+            np.arange(2), one.astype(np.uint64), one.astype(np.int64), one.astype(np.float32), one == keyed
+        )
+        if device.type == "cuda":
+            tokens, _ = draw.draw_on_gpu(logits, rows, scaled=False, raw=False)
         else:
-            target = logits.float()
-            ranks(target, draw.draw_on_cpu(target, rows, torch.empty(target.numel()), want_logprobs=True)[0])
+            logits = logits.float()
+            tokens, _ = draw.draw_on_cpu(logits, rows, torch.empty(logits.numel()), want_logprobs=True)
+        draw.ranks(logits, tokens)

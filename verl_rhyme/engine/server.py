@@ -48,8 +48,7 @@ class _Request:
     """A request that runs."""
 
     name: str  # of the coordinator's attempt, or empty
-    received: bool = False  # by the engine
-    version: int | None = None  # policy version when the engine received it
+    version: int | None  # of the policy, when the engine received it
     output: Any = None  # vLLM's latest
     engine_died: bool = False  # after it had generated tokens
 
@@ -90,12 +89,16 @@ class RhymeHttpServer(vLLMHttpServer):
         if not self._rhyme.drafting.enable:
             return
         # The driver may not have the model's config.json; an error here is shorter than the engine's.
-        recurrent.refuse(recurrent.recurrent(self.model_config.hf_config.to_dict()))
+        fields = self.model_config.hf_config.to_dict()
+        recurrent.refuse(recurrent.undrafted(fields))
+        drafting = self._rhyme.to_dict()["drafting"]
+        if recurrent.recurrent(fields):
+            drafting["max_tokens"] = min(drafting["max_tokens"], recurrent.MAX_TOKENS)
         assert self._rhyme.history.dir is not None, "the trainer sets history.dir before any worker starts"
         engine_kwargs["speculative_config"] = {
             "method": "custom_class",
             "model": PROPOSER,
-            "num_speculative_tokens": self._rhyme.drafting.max_tokens,
+            "num_speculative_tokens": drafting["max_tokens"],
         }
         engine_kwargs["compilation_config"] = cuda_graphs.settings(
             engine_kwargs.get("compilation_config"),
@@ -106,7 +109,7 @@ class RhymeHttpServer(vLLMHttpServer):
         engine_kwargs["additional_config"] = {
             **(engine_kwargs.get("additional_config") or {}),
             FIELD: {
-                "drafting": self._rhyme.to_dict()["drafting"],
+                "drafting": drafting,
                 "history_dir": node_history_dir(self._rhyme.history.dir, self._node_id),
                 "copies_dir": node_copies_dir(self._rhyme.history.dir, self._node_id),
                 "namespace": tokenizer_namespace(self.model_config.tokenizer),
@@ -145,7 +148,7 @@ class RhymeHttpServer(vLLMHttpServer):
     ) -> AsyncIterator[Any]:
         request = self._requests.get(request_id)  # None for a client of the engine's HTTP server
         if request is not None:
-            request.received, request.version = True, self.global_steps  # verl holds requests until weights are loaded
+            request.version = self.global_steps  # verl holds requests until weights are loaded
         outputs = self._engine_generate(prompt, sampling_params, request_id, **kwargs)
         # verl's abort waits for a first output of every request before it stops the engine (`_admitting` in its
         # generate()). With more requests than slots, that is when the last one gets a slot. The placeholder admits a
@@ -175,10 +178,9 @@ class RhymeHttpServer(vLLMHttpServer):
                 return
 
     async def healthy(self) -> None:
-        """Return once the engine has answered, which it does between two steps: it may hang while this process runs.
+        """Return once the engine, which may hang while this process runs, has answered between two steps.
 
-        During a call to the workers, such as loading weights, the engine is only checked for being alive. Raises vLLM's
-        EngineDeadError if the engine has died, which this actor may outlive.
+        During a call to the workers, such as loading weights, the engine need only be alive. Raises EngineDeadError.
         """
         if self.node_rank != 0:
             return
@@ -210,10 +212,7 @@ class RhymeHttpServer(vLLMHttpServer):
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def cache_tokens(self) -> int:
-        """Return the KV cache size in tokens of requests of maximum length, as vLLM logs it; 0 if vLLM reports none.
-
-        Recurrent states and layers with separate caches (sliding windows) count.
-        """
+        """Return the KV cache size in tokens of requests of maximum length, as vLLM logs it; 0 if vLLM reports none."""
         config = self.engine.vllm_config
         one = getattr(config.cache_config, "kv_cache_size_tokens", None) or 0  # of one data-parallel engine
         return one * config.parallel_config.data_parallel_size
@@ -232,7 +231,6 @@ class RhymeHttpServer(vLLMHttpServer):
     # ---- weights ----
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Set the policy version, as verl's server does, and admit the requests that wait for it."""
         await super().set_global_steps(global_steps)
         await self._gate.open(global_steps)
 
@@ -245,21 +243,11 @@ class RhymeHttpServer(vLLMHttpServer):
         await self._gate.wait_until_idle()
 
     async def suspend(self) -> None:
-        """Refuse new requests and abort running ones until new weights are loaded.
-
-        Device memory is freed if the engine can sleep (not on a CPU, nor with ``free_cache_engine=false``).
-        """
+        """Refuse new requests and abort running ones until new weights are loaded; free memory if the engine sleeps."""
         await self._gate.close()
         await self.abort_all_requests(reject_request=True)
         if self.node_rank == 0 and self.config.free_cache_engine and self.config.enable_sleep_mode:
             await self.engine.sleep(level=self._resolve_sleep_level())
-
-    async def return_partial_responses(self) -> None:
-        """Return the partial responses of all requests to their callers, before the replica is removed."""
-        if self.node_rank == 0:
-            self.engine.output_processor.propagate_error(EngineDeadError())
-            while self._requests:
-                await asyncio.sleep(_ADMISSION_POLL_S)
 
     async def stop_engine(self) -> None:
         """Shut down vLLM's processes; if they are killed with the Ray actor, their shared memory remains."""
@@ -283,7 +271,7 @@ class RhymeHttpServer(vLLMHttpServer):
         if not await self._gate.enter(request_id, meta.assignment.oldest_version):
             fields = {"global_steps": self.global_steps, FIELD: []}
             return TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields=fields)
-        request = self._requests[request_id] = _Request(meta.name)
+        request = self._requests[request_id] = _Request(meta.name, self.global_steps)
         if self._rhyme.drafting.enable:
             key = bytes.fromhex(meta.key) if meta.key else prompt_key(prompt_ids)
             meta.history_requested_ns = self._histories.ask(key)
@@ -296,7 +284,6 @@ class RhymeHttpServer(vLLMHttpServer):
         if self._rhyme.drafting.enable:
             self._finished.append(request_id)  # the trainer fetches counts in bulk, so no response waits for them
         scheduled, first = _wall_times(getattr(request.output, "metrics", None))
-        version = request.version if request.received else self.global_steps
         record = RequestRecord(
             id=request_id,
             prompt_key=meta.key,
@@ -311,7 +298,7 @@ class RhymeHttpServer(vLLMHttpServer):
             prompt_tokens=len(prompt_ids),
             response_tokens=len(output.token_ids),
             predicted_tokens=meta.assignment.remaining(meta.earlier_tokens)[0],
-            policy_version_start=-1 if version is None else version,
+            policy_version_start=-1 if request.version is None else request.version,
             policy_version_end=-1 if self.global_steps is None else self.global_steps,
             stop_reason=output.stop_reason or "",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,18 +20,10 @@ _TAILS = (0.05, 0.1, 0.2)
 
 @dataclass(frozen=True)
 class Pairs:
-    """P prompts with response lengths; raises ValueError if a prompt has no tokens or no length."""
+    """P prompts with response lengths."""
 
     prompts: list[Ints]  # int32[tokens] each, token ids
     lengths: list[Ints]  # int32[n] each, tokens of its responses, at least one
-
-    def __post_init__(self) -> None:
-        if len(self.prompts) != len(self.lengths):
-            raise ValueError(f"{len(self.prompts)} prompts, but lengths of {len(self.lengths)} prompts")
-        if not all(map(len, self.prompts)):
-            raise ValueError("a prompt has no tokens")
-        if not all(map(len, self.lengths)):
-            raise ValueError("a prompt has no length")
 
     @classmethod
     def from_rows(cls, rows: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Pairs:
@@ -83,10 +75,6 @@ class Pairs:
             ours, best = (tail_recall(np.repeat(of, sizes), lengths, tail) for of in (predicted, means))
             recalls |= {f"recall_{name}": ours, f"oracle_{name}": best, f"share_{name}": ours / max(best, 1e-9)}
         return recalls
-
-
-def join_by_key(prompts: Mapping[bytes, Sequence[int]], lengths: Mapping[bytes, Sequence[int]]) -> Pairs:
-    return Pairs.from_rows((tokens, lengths[key]) for key, tokens in prompts.items() if len(lengths.get(key, ())))
 
 
 def identity(prompt: Ints) -> int:

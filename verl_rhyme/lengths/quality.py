@@ -10,14 +10,13 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-#: Number of the latest samples that are kept.
-_KEPT = 65536
+#: Number of the latest groups that are kept.
+_KEPT = 1 << 15
 
 
 class Quality:
     def __init__(self) -> None:
-        self._groups: deque[tuple[Floats, ...]] = deque()
-        self._count = 0
+        self._groups: deque[tuple[Floats, ...]] = deque(maxlen=_KEPT)
 
     def add(self, expected: float, lengths: Sequence[int], seen: bool, ranked: bool) -> None:
         """Add a group of responses, each of which was expected to have ``expected`` tokens before any started.
@@ -26,9 +25,6 @@ class Quality:
         """
         alike = (np.full(len(lengths), float(value)) for value in (expected, seen, ranked))
         self._groups.append((np.array(lengths, np.float64), *alike))
-        self._count += len(lengths)
-        while self._count - len(self._groups[0][0]) >= _KEPT:
-            self._count -= len(self._groups.popleft()[0])
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the quality of all groups since the last call; empty without any.
@@ -39,7 +35,6 @@ class Quality:
             return {}
         lengths, expected, seen, ranked = map(np.concatenate, zip(*self._groups, strict=True))
         self._groups.clear()
-        self._count = 0
         return {
             "rank_correlation": rank_correlation(expected, lengths),
             "mean_ratio": float(expected.mean() / lengths.mean()),
@@ -56,10 +51,7 @@ def rank_correlation(predicted: Floats, lengths: Floats) -> float:
 
 
 def _ranks(values: Floats) -> Floats:
-    """Return ranks from 1; equal values share their mean.
-
-    As ``scipy.stats.rankdata``, whose import would block the coordinator for half a second.
-    """
+    """As ``scipy.stats.rankdata``, whose import would block the coordinator for half a second."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (counts.cumsum() - (counts - 1) / 2)[place]
 
@@ -67,8 +59,7 @@ def _ranks(values: Floats) -> Floats:
 def tail_recall(predicted: Floats, lengths: Floats, share: float) -> float:
     """Return the part of the longest ``share`` of the responses that is among as many predicted longest.
 
-    Equal values at the boundary count by the chance that a random draw takes each: siblings that have not started share
-    one prediction.
+    Equal values at the boundary count by the chance that a random draw takes each: siblings share one prediction.
     """
     top = max(1, round(share * len(lengths)))
     return float((_among(predicted, top) * _among(lengths, top)).sum() / top)

@@ -12,27 +12,6 @@ from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
 
 
-class Occupancy:
-    """Bubble ratio where every change of the number of running requests is reported at once, as in a simulation.
-    ``slots``: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`; ``now``: seconds, by any clock.
-    """
-
-    def __init__(self, slots: int, now: float) -> None:
-        self._slots, self._now, self._running, self._busy, self._room = slots, now, 0, 0.0, 0.0
-
-    def set_running(self, now: float, running: int) -> None:
-        passed = now - self._now
-        self._busy += passed * min(self._running, self._slots)
-        self._room += passed * self._slots
-        self._now, self._running = now, running
-
-    def end_interval(self) -> float:
-        """Return the ratio from the last call until the latest :meth:`set_running`."""
-        busy, room = self._busy, self._room
-        self._busy = self._room = 0.0
-        return 1.0 - busy / room if room > 0 else 0.0
-
-
 def forecast_metrics(expectations: Expectations) -> dict[str, float]:
     """Return ``rollout/lengths/*``: accuracy of the forecasts for groups completed since the last call."""
     measures = expectations.measures()
@@ -50,7 +29,7 @@ def placement_metrics(dispatch: Dispatch) -> dict[str, float]:
 
 
 def batch_metrics(batch: Batch, slots: int, taken: float | None = None) -> dict[str, float]:
-    """Return ``training/sorted/*``, ``training/staleness/*`` and the bubble ratio of a batch (Q: ``slots``).
+    """Return the metrics of a batch's samples and prompts, of their staleness, and its bubble ratio (Q: ``slots``).
 
     ``taken`` is the time of collection in seconds since the Unix epoch, where rollout continues while the actor trains:
     there the finished requests alone give no bubble ratio, the event log does
@@ -58,17 +37,16 @@ def batch_metrics(batch: Batch, slots: int, taken: float | None = None) -> dict[
     """
     collected, counts = batch.collected, batch.counts
     metrics: dict[str, Any] = {
-        names.SORTED_DISCARDED: counts.wasted_tokens,
-        names.SORTED_INTERRUPTED: counts.interrupted,
-        names.SORTED_STALE: counts.stale,
-        names.SORTED_ABANDONED: counts.abandoned,
-        names.SORTED_FAILED: counts.failed,
-        names.SORTED_LOADED: counts.loaded,
-        names.SORTED_DROPPED: counts.dropped,
-        names.SORTED_WAITING_MEAN: np.mean(collected.waited),
-        names.SORTED_WAITING_MAX: max(collected.waited),
-        names.SORTED_TRAINED: sum(collected.lengths),
-        names.SORTED_LEFT: batch.left,
+        names.DISCARDED_TOKENS: counts.wasted_tokens,
+        names.INTERRUPTED: counts.interrupted,
+        names.STALE: counts.stale,
+        names.ABANDONED: counts.abandoned,
+        names.FAILED_ATTEMPTS: counts.failed,
+        names.LOADED_PROMPTS: counts.loaded,
+        names.DROPPED_PROMPTS: counts.dropped,
+        names.WAITING_MEAN: np.mean(collected.waited),
+        names.WAITING_MAX: max(collected.waited),
+        names.FINISHED_LEFT: batch.left,
         **names.staleness_metrics(
             collected.group_staleness,
             [batch.version - record["policy_version_end"] for record in batch.trained],
@@ -79,5 +57,5 @@ def batch_metrics(batch: Batch, slots: int, taken: float | None = None) -> dict[
         started, finished = ([record[name] for record in batch.ran] for name in ("started_at", "finished_at"))
         metrics[names.BUBBLE_RATIO] = names.bubble_ratio(started, finished, slots)
     if taken is not None and batch.trained:
-        metrics[names.STREAM_AHEAD] = max(0.0, taken - max(record["finished_at"] for record in batch.trained))
+        metrics[names.AHEAD_S] = max(0.0, taken - max(record["finished_at"] for record in batch.trained))
     return {name: float(value) for name, value in metrics.items()}

@@ -132,16 +132,14 @@ class EventLog:
     def append_responses(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:  # RESPONSES
         self._append("responses", step, epoch, columns)
 
-    def describe(self, step: int, run: str, **info: Any) -> None:
+    def describe(self, run: str, **info: Any) -> None:
         """Write facts that the report needs as JSON: ``engine``, ``slots`` (Q of ``metrics.bubble_ratio``) and
-        ``rollout`` (the stage that lasts as long as rollout); later values replace earlier ones. The run has the name
-        ``run`` from ``step``, the first of this start, on; earlier starts keep theirs (:func:`runs_of`).
+        ``rollout`` (the stage that lasts as long as rollout); later values replace earlier ones. A run that resumes
+        under another name keeps all its ``names``, oldest first.
         """
         before = read_info(self.folder)
-        runs = [[first, name] for first, name in runs_of(before) if first < step]
-        if not runs or runs[-1][1] != run:
-            runs.append([step, run])
-        self._write(INFO_FILE, json.dumps({**before, **info, "runs": runs}, indent=2).encode())
+        names = [*dict.fromkeys([*before.get("names", []), run])]
+        self._write(INFO_FILE, json.dumps({**before, **info, "names": names}, indent=2).encode())
 
     def _append(self, kind: str, step: int, epoch: int, columns: Mapping[str, Any], validation: bool = False) -> None:
         batch = _record_batch(_SCHEMAS[kind], {**columns, "step": step, "epoch": epoch})
@@ -184,9 +182,10 @@ def read_stages(folder: str | os.PathLike[str]) -> pa.Table:
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> dict[int, dict[str, float]]:
-    table = _read(Path(folder), "metrics")
+    """Read the metrics of finished steps, by step and name."""
     steps: dict[int, dict[str, float]] = {}
-    for step, name, value in zip(*(table[column].to_pylist() for column in ("step", "name", "value")), strict=True):
+    columns = _read(Path(folder), "metrics").to_pydict()
+    for step, name, value in zip(*(columns[column] for column in ("step", "name", "value")), strict=True):
         steps.setdefault(step, {})[name] = value
     return steps
 
@@ -202,31 +201,6 @@ def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return info if isinstance(info, dict) else {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Log:
-    """Event log of a run in memory."""
-
-    folder: Path
-    requests: dict[str, np.ndarray]  # columns of :data:`REQUESTS` (:func:`to_numpy`), and ``group`` (:func:`groups_of`)
-    stages: dict[str, np.ndarray]  # columns of :data:`STAGES`
-    metrics: dict[int, dict[str, float]]  # by step and name
-    info: dict[str, Any]  # of :func:`read_info`
-    versioned: bool  # whether requests have policy versions
-
-
-def read_log(folder: str | os.PathLike[str]) -> Log:
-    path = Path(folder)
-    table = read_requests(path)
-    requests = {**to_numpy(table), "group": groups_of(table)}
-    versioned = table["policy_version_end"].null_count < table.num_rows
-    return Log(path, requests, to_numpy(read_stages(path)), read_metrics(path), read_info(path), versioned)
-
-
-def runs_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """Return (first step, name) for every name a run had, oldest first, from :func:`read_info`."""
-    return [(step, name) for step, name in info.get("runs", [])]
 
 
 def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
@@ -250,14 +224,6 @@ def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
         else:
             columns[field.name] = column.to_numpy()
     return columns
-
-
-def groups_of(table: pa.Table) -> np.ndarray:
-    """Return the group of each request, int64[N]: equal numbers mean the same prompt of a step. Each request without a
-    ``uid`` gets a unique number below 0.
-    """
-    uids = table["uid"].dictionary_encode().unify_dictionaries().combine_chunks().indices.to_numpy(zero_copy_only=False)
-    return np.where(np.isnan(uids), -1 - np.arange(len(uids)), uids).astype(np.int64)
 
 
 def _record_batch(schema: pa.Schema, columns: Mapping[str, Any]) -> pa.RecordBatch:

@@ -104,32 +104,31 @@ VERL_STALENESS_MEAN = "training/off_policy/trajectory_staleness_worst/mean"  # v
 VERL_STALENESS_MAX = "training/off_policy/trajectory_staleness_worst/max"  # versions: the same, maximum (verl's)
 
 # -- Schedule (the pipeline)
-SORTED_TRAINED = "training/sorted/trained_tokens"  # tokens: of the step
-SORTED_DISCARDED = "training/sorted/discarded_tokens"  # tokens: generated, not trained; lower `scheduling.in_flight`
-SORTED_INTERRUPTED = "training/sorted/interrupted"  # samples: interrupted
-SORTED_STALE = "training/sorted/stale"  # samples: finished, but too stale
-SORTED_ABANDONED = "training/sorted/abandoned"  # attempts: lost, or too late; look for dead workers, slow tools
-SORTED_FAILED = "training/sorted/failed_attempts"  # attempts: agent loop or reward raised; the sample starts again
-SORTED_WAITING_MEAN = "training/sorted/waiting/mean"  # steps: that passed a prompt by
-SORTED_WAITING_MAX = "training/sorted/waiting/max"  # steps: the same, maximum; lower `scheduling.in_flight`
-SORTED_ORDER = "training/sorted/order"  # -1 to 1: 1 sorted by length, 0 shuffled
-SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"  # ratio: longest to shortest mini-batch
-SORTED_LOADED = "training/sorted/loaded_prompts"  # prompts: loaded
-SORTED_DROPPED = "training/sorted/dropped_prompts"  # prompts: failed or filtered
-SORTED_LEFT = "training/sorted/finished_left"  # samples: finished, for a later step
+DISCARDED_TOKENS = "rollout/samples/discarded_tokens"  # tokens: generated, not trained; lower `scheduling.in_flight`
+INTERRUPTED = "rollout/samples/interrupted"  # samples: interrupted
+STALE = "rollout/samples/stale"  # samples: finished, but too stale
+FINISHED_LEFT = "rollout/samples/finished_left"  # samples: finished, for a later step
+ABANDONED = "rollout/samples/abandoned_attempts"  # attempts: lost, or too late; look for dead workers, slow tools
+FAILED_ATTEMPTS = "rollout/samples/failed_attempts"  # attempts: agent loop or reward raised; the sample starts again
+LOADED_PROMPTS = "rollout/prompts/loaded"  # prompts: loaded
+DROPPED_PROMPTS = "rollout/prompts/dropped"  # prompts: failed or filtered
+WAITING_MEAN = "rollout/prompts/waiting/mean"  # steps: that passed a prompt by
+WAITING_MAX = "rollout/prompts/waiting/max"  # steps: the same, maximum; lower `scheduling.in_flight`
 FAILED_PROMPTS = "training/rollout_failure/evicted_samples"  # prompts: of which a sample failed; fix reward or tool
 FILTERED_GROUPS = "training/filter_groups/evicted_samples"  # groups: dropped for equal scores; choose other prompts
 FILTERED_SCORE = "training/filter_groups/evicted_score/mean"  # score: of those groups
+BATCH_ORDER = "training/order/by_length"  # -1 to 1: 1 sorted by length, 0 shuffled
+MINI_BATCH_SPREAD = "training/order/mini_batch_length_ratio"  # ratio: longest to shortest mini-batch
 
 # -- Streaming (separate engines)
-STREAM_EARLY = "training/stream/early_share"  # share: processed before the batch was complete; lower `streaming.part`
-STREAM_PARTS = "training/stream/parts"  # count: of the batch
-STREAM_AHEAD = "training/stream/ahead_s"  # s: the complete batch waited for the trainer; fewer replicas
-STREAM_BEHIND = "training/stream/behind_s"  # s: rollout slower than training; more replicas
-STREAM_ELASTIC = "training/stream/elastic"  # -1, 0, 1: advice: a replica less or more
-STREAM_REPLICAS = "training/stream/replicas"  # replicas: serving (`streaming.elastic`)
-STREAM_MOVED = "training/stream/moved"  # samples: moved by a change of replicas
-STREAM_CHANGE = "training/stream/change_s"  # s: of such a change
+EARLY_SHARE = "training/parts/early_share"  # share: processed before the batch was complete; lower `streaming.part`
+PARTS = "training/parts/count"  # count: of the batch
+AHEAD_S = "rollout/ahead_s"  # s: the complete batch waited for the trainer; fewer replicas
+BEHIND_S = "rollout/behind_s"  # s: rollout slower than training; more replicas
+REPLICA_ADVICE = "rollout/replicas/advice"  # -1, 0, 1: a replica less or more
+REPLICAS_SERVING = "rollout/replicas/serving"  # replicas: serving (`streaming.elastic`)
+REPLICA_MOVES = "rollout/replicas/moved_samples"  # samples: moved by a change of replicas
+REPLICA_CHANGE_S = "rollout/replicas/change_s"  # s: of such a change
 
 #: Share of the tokens below which drafts are hardly worth their cost.
 LOW_YIELD = 0.1

@@ -1,31 +1,32 @@
-"""Runner of a training command: output to a log, a readable line per step and a bar to the terminal.
+"""Runner of a training command: output to a log, a readable line per step to the terminal.
 
 ``python -m verl_rhyme.observability.progress --metrics RUN/metrics.jsonl --log RUN/train.log --total-steps N -- CMD``
 
-The command runs in a separate session with ``VERL_FILE_LOGGER_PATH`` set. Steps are read from that file, so
-``trainer.logger`` must contain ``file``. Interrupts reach the whole session, and no process of the session outlives the
-command. The exit status is the command's (128 + n for signal n).
+Steps are read from verl's metrics file, so ``trainer.logger`` must contain ``file``. The exit status is the command's
+(128 + n for signal n). An interrupt of the terminal reaches the command, too; SIGTERM is passed on to it. Ray and vLLM
+end their processes with the command.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from . import metrics, steps
 from .errors import last_error
-from .supervise import Supervised
 
 LOGGER_VARIABLE = "VERL_FILE_LOGGER_PATH"
 POLL_S = 0.2
+#: Seconds that an interrupted command has to end before it is terminated, and then killed.
+GRACE_S = 15.0
 
 #: Function from names of metrics to the value of the first that is known.
 Value = Callable[..., "float | None"]
@@ -117,44 +118,63 @@ class MetricsFollower:
         return list(steps.parse_lines(whole.splitlines(), self.path))
 
 
-def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int | None, console: Console) -> int:
+def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int | None) -> int:
     metrics_file.parent.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     follower = MetricsFollower(metrics_file)
     follower.poll()  # steps of earlier starts
     log_begin = log.stat().st_size if log.exists() else 0
-    child = Supervised(command, log, {**os.environ, LOGGER_VARIABLE: str(metrics_file.resolve())})
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
-        *(TextColumn("left"), TimeRemainingColumn()),
-    )
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, LOGGER_VARIABLE: str(metrics_file.resolve())},
+            close_fds=False,  # the lock of the run folder (checks/run_lock.py)
+        )
 
-    def show(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def pass_on(number: int, _: object) -> None:
+        child.send_signal(number)
+        raise KeyboardInterrupt
 
     def show_steps() -> None:
         for step, data in follower.poll():
-            show(step_line(step, data, total_steps))
-            bar.update(task, completed=step, description="training")
+            print(step_line(step, data, total_steps), flush=True)
 
-    with child, bar:
-        task = bar.add_task("starting", total=total_steps)
-        show(f"starting verl, Ray and vLLM (about a minute); log: {log}")
-        while child.wait(POLL_S) is None:
+    before = signal.signal(signal.SIGTERM, pass_on)
+    print(f"starting verl, Ray and vLLM (about a minute); log: {log}", flush=True)
+    interrupted = False
+    try:
+        while child.poll() is None:
             show_steps()
-            if child.notice:
-                show(child.notice)
-                child.notice = None
-        show_steps()
-    if child.interrupted:
-        show(f"training interrupted; the same command goes on from the last checkpoint; log: {log}")
-    elif child.status:
-        why = ", killed: out of memory?" if child.status == 128 + signal.SIGKILL else ""
-        show(f"training failed (exit status {child.status}{why}); error from {log}:")
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"stopping (at most {2 * GRACE_S:.0f} s; interrupt again to hurry) ...", flush=True)
+        _stop(child)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    show_steps()
+    status = child.returncode if child.returncode >= 0 else 128 - child.returncode
+    if interrupted:
+        print(f"training interrupted; the same command goes on from the last checkpoint; log: {log}")
+    elif status:
+        why = ", killed: out of memory?" if status == 128 + signal.SIGKILL else ""
+        print(f"training failed (exit status {status}{why}); error from {log}:")
         for text in last_error(log, log_begin):
-            show(f"  {text}")
-    return child.status
+            print(f"  {text}")
+    return status
+
+
+def _stop(child: subprocess.Popen) -> None:
+    """Wait for an interrupted command; after a while, or at another interrupt, terminate it, and then kill it."""
+    for end in (child.terminate, child.kill):
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            child.wait(GRACE_S)
+            return
+        end()
+    child.wait()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--total-steps", type=int, help="number of training steps")
     parser.add_argument("command", nargs="+", help="the training command, after --")
     options = parser.parse_args(arguments)
-    return run(options.command, options.metrics, options.log, options.total_steps, Console())
+    return run(options.command, options.metrics, options.log, options.total_steps)
 
 
 if __name__ == "__main__":

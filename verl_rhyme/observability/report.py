@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from . import metrics, trace
 from .page import document
-from .page.run import Run
-from .summary import FIRST_WARM_EPOCH, ReportError, compare, read, tokens_per_s
+from .run import ReportError, Run, read
+from .summary import FIRST_WARM_EPOCH, compare, table
 
 SUMMARY_FILE = "summary.json"
 TRACE_FILE = "trace.json"
@@ -47,7 +46,9 @@ def report(
     summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
     notes += _unequal_slots(summaries)
     try:
-        paths = [write(summary, to), document.write(runs, to, FIRST_WARM_EPOCH)]
+        to.mkdir(parents=True, exist_ok=True)
+        (to / SUMMARY_FILE).write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        paths = [to / SUMMARY_FILE, document.write(runs, to)]
         if perfetto:
             notes += [line for run in runs if (line := _missing_step(run, step))]
             paths += _traces(runs, to, step)
@@ -55,10 +56,9 @@ def report(
         _print_notes([*notes, f"cannot write to {to} ({error.strerror or error}): set --out to a writable folder"])
         return 1
     _print_notes([*dict.fromkeys([*notes, *(problem for run in runs for problem in run.problems)])])
-    console = Console()
-    show(summary, console)
+    show(summary)
     for path in paths:
-        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+        print(path)
     return 0
 
 
@@ -72,7 +72,7 @@ def _unequal_slots(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _missing_step(run: Run, step: int | None) -> str:
-    steps = run.requests["step"] if run.requests else np.zeros(0)
+    steps = run.requests["step"]
     if step is None or not len(steps) or step in steps:
         return ""
     return f"{run.name}: no request of step {step} was logged; steps {min(steps)} to {max(steps)} are available"
@@ -85,13 +85,10 @@ def _rename_equal(runs: Sequence[Run]) -> list[str]:
         return []
     if first.folder.resolve() == second.folder.resolve():
         raise ReportError(f"{first.folder} and {second.folder} are the same run: give another run to compare with")
-    name = first.name
-    for depth in range(1, 1 + max(len(run.folder.resolve().parts) for run in runs)):
-        folders = ["/".join(run.folder.resolve().parts[-depth:]) for run in runs]
-        if folders[0] != folders[1]:
-            break
+    name, folders = first.name, [run.folder.resolve() for run in runs]
+    shared = os.path.commonpath(folders)
     for run, folder in zip(runs, folders, strict=True):
-        run.name = f"{name} ({folder})"
+        run.name = f"{name} ({os.path.relpath(folder, shared)})"
     return [f"both runs are named {name}: here they are {first.name} and {second.name}; --name names the first"]
 
 
@@ -99,9 +96,8 @@ def _traces(runs: Sequence[Run], out: Path, step: int | None) -> list[Path]:
     paths = []
     for run in runs:
         if run.slot_time is not None:
-            path = out / (TRACE_FILE if run is runs[0] else f"other-{TRACE_FILE}")
-            trace.write(path, *(_of_step(columns, step) for columns in (run.requests, run.stages)))
-            paths.append(path)
+            paths.append(out / (TRACE_FILE if run is runs[0] else f"other-{TRACE_FILE}"))
+            trace.write(paths[-1], *(_of_step(columns, step) for columns in (run.requests, run.stages)))
     return paths
 
 
@@ -114,33 +110,26 @@ def _print_notes(notes: Sequence[str]) -> None:
         print(f"verl-rhyme report: {note}", file=sys.stderr)
 
 
-def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> Path:
-    path = Path(out) / SUMMARY_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    return path
-
-
-def show(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the table per epoch, and the speedup of two runs: the first run comes first, as in the page."""
+def show(summary: Mapping[str, Any]) -> None:
+    """Print the table by epoch, and the speedup of two runs: the first run comes first, as in the page."""
     runs = [*summary["runs"].values()][::-1] if "runs" in summary else [summary]
-    names = [str(run["run"]) for run in runs]
-    table = _table(runs, names)
-    if len(names) > 1 and console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
-        for letter, name in zip("AB", names, strict=True):
-            console.print(f"{letter}  {name}", highlight=False, markup=False, soft_wrap=True)
-        table = _table(runs, list("AB"))
-    console.print(table)
-    for name, run in zip(names, runs, strict=True):
-        if (low_yield := _low_yield(run)) is not None:
-            console.print(f"{name}: {low_yield}", highlight=False, markup=False, soft_wrap=True)
-        if sources := _sources(run):
-            console.print(f"{name}: {sources}", highlight=False, markup=False, soft_wrap=True)
+    letters = "AB"[: len(runs)]
+    for letter, run in zip(letters, runs if len(runs) > 1 else [], strict=False):
+        print(f"{letter}  {run['run']}")
+    titles, rows = table(runs, letters)
+    shown = Table(*(Column(title, justify="right") for title in titles), box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    for row in rows:
+        shown.add_row(*row)
+    Console().print(shown)
+    for run in runs:
+        lines = [_low_yield(run), _sources(run)]
         if factor := run.get("step_factor"):
-            line = f"decode steps take {factor:.2f} times the {run['step_cost']} (factor={factor:.2f} in plan files)"
-            console.print(f"{name}: {line}", highlight=False, markup=False, soft_wrap=True)
+            cost = run["step_cost"]
+            lines.append(f"decode steps take {factor:.2f} times the {cost} (factor={factor:.2f} in plan files)")
+        for line in filter(None, lines):
+            print(f"{run['run']}: {line}")
     if "rollout_speedup_warm" in summary:
-        console.print(_speedups(summary), highlight=False, markup=False)
+        print(_speedups(summary))
 
 
 def _low_yield(run: Mapping[str, Any]) -> str | None:
@@ -155,39 +144,6 @@ def _sources(run: Mapping[str, Any]) -> str:
     last = run["epochs"][-1] if run["epochs"] else {}
     drafted, accepted = (metrics.shares(last.get(f"{kind}_by_source", {})) for kind in ("drafted", "accepted"))
     return f"draft tokens of the last epoch: {drafted}; accepted: {accepted}" if accepted else ""
-
-
-def _table(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    numbers_shown = ("reward", "rollout\nseconds", "tokens", "tokens\nper s", "tokens\nper step")
-    shares_shown = ("accepted", "history", "bubble")
-    stale = any(row["staleness_max"] for run in runs for row in run["epochs"])
-    names_shown = (*numbers_shown, *shares_shown, *(["stale\n(max)"] if stale else []))
-    for name in ("epoch", *(["run"] if len(runs) > 1 else []), *names_shown):
-        wraps = name == "run" or name.startswith("stale")
-        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=not wraps, overflow="fold")
-    for number in sorted({row["epoch"] for run in runs for row in run["epochs"]}):
-        rows = [(name, row) for name, run in zip(names, runs, strict=True) for row in run["epochs"]]
-        for at, (name, row) in enumerate((name, row) for name, row in rows if row["epoch"] == number):
-            lead = [str(number) if at == 0 else "", *([escape(name)] if len(runs) > 1 else [])]
-            table.add_row(*lead, *_cells(row)[: len(names_shown)])
-    return table
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    return [
-        cell(row["reward_mean"], ".3f"),
-        cell(row["rollout_s"], ".1f"),
-        cell(row["tokens"], ",").replace(",", " "),
-        cell(tokens_per_s(row), ".0f"),
-        cell(row["accept_length"], ".2f"),
-        *(cell(row[name], ".0%") for name in ("accept_rate", "history_hit_rate")),
-        cell(row["bubble_ratio"], ".0%"),
-        cell(row["staleness_mean"], ".1f") + ("" if row["staleness_max"] is None else f" ({row['staleness_max']})"),
-    ]
 
 
 def _speedups(summary: Mapping[str, Any]) -> str:

@@ -43,7 +43,8 @@ TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "upd
 _STEP, _GEN, _SYNC = "step", "gen", "update_weights"
 #: Minimum length of a pause (the run was stopped and resumed): share of the run's time, and seconds.
 _PAUSE_SHARE, _PAUSE_S = 0.05, 20.0
-#: Most requests that a replica may seem to run, as a multiple of its share of the slots.
+#: Most requests of a replica with all its slots in use, over its slots: an engine reuses a slot shortly before the last
+#: response has left it.
 _FULL = 1.2
 
 
@@ -76,8 +77,8 @@ class SlotTime:
     windows: list[Window]  # of rollout
     shares: Array  # of all slot seconds by :data:`REASONS`, float64[6]
     stages: dict[str, Array]  # columns ``step``, ``stage``, ``started``, ``ended``
-    pauses: list[float]  # times at which pauses were cut out
-    origin: float  # time of the first event in seconds since the Unix epoch (or of a simulation)
+    pauses: int  # cut out
+    origin: float  # time of the first event in seconds since the Unix epoch
 
     @property
     def ended(self) -> float:
@@ -103,20 +104,13 @@ class SlotTime:
         return np.split(order, np.searchsorted(replica[order], np.arange(1, len(self.replicas))))
 
     @cached_property
-    def lane_slots(self) -> list[float]:
-        """Height of each replica's lane: its equal share of the slots, or, as shares may be unequal, what the replica
-        filled for a twentieth of its busy time if that is clearly more.
-        """
-        return [self._measured_slots(mine) for mine in self.by_replica]
-
-    def _measured_slots(self, mine: Array) -> float:
+    def lane_slots(self) -> float:
+        """Height of a lane: an equal share of the slots, or the most that a replica ran if that is clearly more."""
         share = self.slots / len(self.replicas)
-        times, counts = _running(self.requests["started"][mine], self.requests["finished"][mine])
-        order = np.argsort(counts[:-1])
-        spent = np.cumsum(np.where(counts[:-1] > 0, np.diff(times), 0.0)[order])
-        often = float(counts[:-1][order][np.searchsorted(spent, 0.95 * spent[-1])]) if spent.any() else 1.0
-        # An engine reuses a slot shortly before the last response has left it, so slightly more is no larger share.
-        return often if often > _FULL * share else share
+        most = max(
+            _running(*(self.requests[n][mine] for n in ("started", "finished")))[1].max() for mine in self.by_replica
+        )
+        return float(most) if most > _FULL * share else share
 
     def occupied(self, replica: int, edges: Array) -> Array:
         """Return the mean number of running requests of a replica between ``edges`` [k + 1]: float64[k]."""
@@ -126,19 +120,19 @@ class SlotTime:
 
 
 def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool) -> SlotTime | None:
-    """Compute slot time from columns of ``events.REQUESTS`` and ``events.STAGES``; ``None`` if no request ran.
+    """Compute slot time from columns of ``events.REQUESTS`` and ``events.STAGES``; ``None`` if they have no times.
 
     Validation is ignored. ``slots``: Q of the bubble ratio, if known; ``runs_on``: engines continue while the actor
     trains.
     """
     ran = ~requests["validate"] & np.isfinite(requests["started_at"]) & np.isfinite(requests["finished_at"])
     rows = np.flatnonzero(ran)
-    if not len(rows):
+    kept = np.isfinite(stages["started_at"]) & (stages["duration_s"] >= 0)  # a ready batch takes 0 s
+    if not len(rows) or _GEN not in stages["stage"][kept]:
         return None
     rows = rows[np.argsort(requests["started_at"][rows], kind="stable")]
     started = requests["started_at"][rows].astype(np.float64)
     finished = np.maximum(started, requests["finished_at"][rows])
-    kept = np.isfinite(stages["started_at"]) & (stages["duration_s"] >= 0)  # a ready batch takes 0 s
     stage = {name: values[kept] for name, values in stages.items()}
     began, ended = stage["started_at"].astype(np.float64), stage["started_at"] + stage["duration_s"]
 
@@ -152,10 +146,7 @@ def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool
     q = slots or int(counts.max(initial=1))
     last = max(float(finished.max()), float(ended.max(initial=0.0)))
     steps = _Steps.of(columns)
-    if runs_on and steps:
-        windows = _between_batches(started, steps)
-    else:
-        windows = _between_trainings(started, finished, requests["step"][rows], steps)
+    windows = _between_batches(started, steps) if runs_on else _between_trainings(started, finished, steps)
     edges, reason = _reasons(columns, windows, steps, started, runs_on, last)
     windows, shares = _count_seconds(q, windows, edges, reason, times, counts)
     return SlotTime(
@@ -178,9 +169,6 @@ class _Steps:
     collected: Array
     synced: Array
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
     @classmethod
     def of(cls, stages: Columns) -> _Steps:
         gen, sync, step = (stages["stage"] == name for name in (_GEN, _SYNC, _STEP))
@@ -195,23 +183,18 @@ class _Steps:
         return cls(np.array(numbers), np.array(collected), np.array(synced))
 
 
-def _between_trainings(started: Array, finished: Array, step: Array, steps: _Steps) -> list[Window]:
+def _between_trainings(started: Array, finished: Array, steps: _Steps) -> list[Window]:
     """Return the windows of engines that stop while the actor trains. They are idle from the collection of a batch to
     the weight sync; windows are divided in the middle of that time, because clocks of nodes may differ.
     """
-    if len(steps):
-        borders = (steps.collected + steps.synced) / 2
-        phase = np.searchsorted(borders, finished)
-        numbers = np.append(steps.numbers, steps.numbers[-1] + 1)  # an unfinished step has requests but no stages
-    else:
-        numbers, phase = np.unique(step, return_inverse=True)
-    order = np.argsort(phase, kind="stable")
-    first = np.searchsorted(phase[order], np.arange(len(numbers)))
+    phase = np.searchsorted((steps.collected + steps.synced) / 2, finished)
+    numbers = np.append(steps.numbers, steps.numbers[-1] + 1)  # an unfinished step has requests but no stages
     windows = []
-    for k, rows in enumerate(np.split(order, first[1:])):
-        if len(rows):
-            last_start = float(started[rows].max())
-            windows.append(Window(int(numbers[k]), float(started[rows].min()), float(finished[rows].max()), last_start))
+    for k, number in enumerate(numbers.tolist()):
+        rows = phase == k
+        if rows.any():
+            mine = started[rows]
+            windows.append(Window(number, float(mine.min()), float(finished[rows].max()), float(mine.max())))
     return windows
 
 
@@ -292,8 +275,8 @@ def busy_until(started: Array, finished: Array, at: Array) -> Array:
     return passed(started) - passed(finished)
 
 
-def _pauses(began: Array, ended: Array) -> tuple[Any, list[float], float]:
-    """Return a function that cuts pauses out of times, the places of the pauses, and the time of the first event."""
+def _pauses(began: Array, ended: Array) -> tuple[Any, int, float]:
+    """Return a function that cuts pauses out of times, the number of pauses, and the time of the first event."""
     order = np.argsort(began)
     began, reached = began[order], np.maximum.accumulate(ended[order])
     origin, span = float(began[0]), float(reached[-1] - began[0])
@@ -304,4 +287,4 @@ def _pauses(began: Array, ended: Array) -> tuple[Any, list[float], float]:
     def cut(times: Array) -> Array:
         return times - origin - lost[np.searchsorted(at, times, side="left")]
 
-    return cut, cut(at).tolist(), origin
+    return cut, len(at), origin

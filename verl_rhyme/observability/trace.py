@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-_TRAINER = "trainer"
-
 
 def write(path: Path, requests: Mapping[str, np.ndarray], stages: Mapping[str, np.ndarray]) -> None:
     """Write the trace file, an event per line, from columns of ``events.REQUESTS`` and ``events.STAGES``."""
@@ -35,35 +33,23 @@ def spans(requests: Mapping[str, np.ndarray], stages: Mapping[str, np.ndarray]) 
     timed = np.flatnonzero(np.isfinite(stages["started_at"]) & (stages["duration_s"] > 0))
     began = np.concatenate([requests["started_at"][rows], stages["started_at"][timed]])
     ended = np.concatenate([requests["finished_at"][rows], (stages["started_at"] + stages["duration_s"])[timed]])
-    origin = began.min(initial=np.inf)
-    start, end = ((np.floor(1e6 * (times - origin))).astype(np.int64) for times in (began, ended))
-
-    replicas, at_replica = np.unique(requests["replica"][rows], return_inverse=True)
-    order = np.argsort(at_replica, kind="stable")
-    by_replica = np.split(order, np.searchsorted(at_replica[order], np.arange(1, len(replicas))))
-    first_lane = 1
-    for pid, (replica, mine) in enumerate(zip(replicas.tolist(), by_replica, strict=False), 1):
-        yield from _process(pid, f"replica {replica}", first_lane)
-        lanes = assign_lanes(start[mine], end[mine])
-        for slot in range(int(lanes.max()) + 1):
-            yield _named("thread_name", pid, first_lane + slot, f"slot {slot}")
-        for at, lane in zip(mine.tolist(), lanes.tolist(), strict=True):
-            name, details = _request(requests, int(rows[at]))
-            yield _span(pid, first_lane + lane, name, int(start[at]), int(end[at]), details)
-        first_lane += int(lanes.max()) + 1
-    if len(timed):
-        pid, first = len(replicas) + 1, len(rows)
-        yield from _process(pid, _TRAINER, first_lane)
-        names = stages["stage"][timed].astype(str)
-        whole = names == "step"  # spans all other stages
-        mine, until = start[first:], end[first:]
-        lanes = np.zeros(len(timed), dtype=np.int64)
-        lanes[whole] = assign_lanes(mine[whole], until[whole])
-        lanes[~whole] = 1 + lanes.max() + assign_lanes(mine[~whole], until[~whole])
-        for at, lane in enumerate(lanes.tolist()):
-            details = {name: int(stages[name][timed[at]]) for name in ("step", "epoch")}
-            name = f"{names[at]} {details['step']}"
-            yield _span(pid, first_lane + lane, name, int(start[first + at]), int(end[first + at]), details)
+    start, end = (np.floor(1e6 * (times - began.min(initial=np.inf))).astype(np.int64) for times in (began, ended))
+    replica = requests["replica"][rows]
+    trainer = int(replica.max(initial=0)) + 1
+    process = np.concatenate([replica, np.full(len(timed), trainer)])
+    lane = 1
+    for pid, number in enumerate(np.unique(process).tolist(), 1):
+        mine = np.flatnonzero(process == number)
+        lanes = lane + assign_lanes(start[mine], end[mine])
+        yield _named("process_name", pid, lane, "trainer" if number == trainer else f"replica {number}")
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": lane, "ts": 0, "args": {"sort_index": pid}}
+        for slot in range(int(lanes.max()) - lane + 1 if number != trainer else 0):
+            yield _named("thread_name", pid, lane + slot, f"slot {slot}")
+        for at, tid in zip(mine.tolist(), lanes.tolist(), strict=True):
+            described = _request(requests, rows[at]) if number != trainer else _stage(stages, timed[at - len(rows)])
+            span = {"ph": "X", "pid": pid, "tid": tid, "ts": int(start[at]), "dur": int(end[at] - start[at])}
+            yield {**span, "name": described[0], "args": described[1]}
+        lane = int(lanes.max()) + 1
 
 
 def assign_lanes(began: np.ndarray, ended: np.ndarray) -> np.ndarray:
@@ -96,14 +82,10 @@ def _request(requests: Mapping[str, np.ndarray], row: int) -> tuple[str, dict[st
     return f"{prompt[:8]}-{details['sample']}", details
 
 
-def _process(pid: int, name: str, lane: int) -> Iterator[dict[str, Any]]:
-    yield _named("process_name", pid, lane, name)
-    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": lane, "ts": 0, "args": {"sort_index": pid}}
+def _stage(stages: Mapping[str, np.ndarray], row: int) -> tuple[str, dict[str, Any]]:
+    details = {name: int(stages[name][row]) for name in ("step", "epoch")}
+    return f"{stages['stage'][row]} {details['step']}", details
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
-
-
-def _span(pid: int, lane: int, name: str, start: int, end: int, details: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "pid": pid, "tid": lane, "ts": start, "dur": end - start, "args": details}

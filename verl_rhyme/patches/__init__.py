@@ -47,8 +47,13 @@ VLLM = _load(
     "testing.vllm_cpu_recovered_tokens",
     "testing.vllm_cpu_expand",
     "testing.vllm_cpu_keep_weight",
+    "testing.vllm_cpu_delta_net",
     "patches.vllm_stop_strings",
     "patches.vllm_undrafted_graphs",
+    "patches.vllm_gdn_counts",
+    "patches.vllm_gdn_steps",
+    "patches.vllm_gdn_gates",
+    "patches.vllm_kept_counts",
 )
 
 ALL = VERL + VLLM

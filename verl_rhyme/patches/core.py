@@ -95,6 +95,28 @@ def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
     return replace
 
 
+def edited(*changes: tuple[str, str]) -> Callable[[Any], Any]:
+    """Return a ``replace`` of a patch: the original compiled from its own source with each old text, which must occur
+    once, replaced by the new one of as many lines."""
+
+    def replace(original: Any) -> Any:
+        source = inspect.getsource(original)
+        for old, new in changes:
+            if source.count(old) != 1 or old.count("\n") != new.count("\n"):
+                raise PatchRefusedError(f"{original.__qualname__} has {source.count(old)} times: {old!r}")
+            source = source.replace(old, new)
+        before = "\n" * (original.__code__.co_firstlineno - 1)  # lines in tracebacks stay
+        names: dict[str, Any] = {}
+        exec(
+            compile(before + textwrap.dedent(source), original.__code__.co_filename, "exec"),
+            original.__globals__,
+            names,
+        )
+        return functools.wraps(original)(names[original.__name__])
+
+    return replace
+
+
 def apply(patch: Patch) -> Status:
     """Apply ``patch`` if its target's module has been imported, else it is PENDING; a second call changes nothing.
 

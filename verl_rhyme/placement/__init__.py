@@ -4,9 +4,8 @@ Process: the coordinator. Engines: none.
 """
 
 from verl_rhyme.placement.fleet import Fleet
-from verl_rhyme.placement.least_loaded import LeastLoaded
 from verl_rhyme.placement.placement import POLICIES, NoReplica, Placement
-from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request
+from verl_rhyme.placement.policy import LeastLoaded, Load, Move, PlacementPolicy, Progress, Request
 
 __all__ = [
     "POLICIES",

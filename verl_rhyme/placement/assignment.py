@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Assignment of an attempt, made by the coordinator.
-
-    It travels unchanged in the start, the agent loop's session, each request to router and server, and the event log.
-    An attempt that the coordinator did not start has the defaults.
-    """
+    """Assignment of an attempt: it travels unchanged from the coordinator to session, router, server and event log."""
 
     replica: str = ""  # its address; empty: the router decides
     reason: str = ""  # for the replica, in a few words

@@ -13,7 +13,8 @@ from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 class Pool:
     """Some replicas of a fleet, of which some may have left since."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, name: str, names: Iterable[str]) -> None:
+        self.name = name
         self.names = tuple(names)
         self._columns: tuple[int, npt.NDArray[np.intp]] = (-1, np.zeros(0, np.intp))  # by version of the fleet
 
@@ -33,10 +34,8 @@ class Fleet:
         self.index: dict[str, int] = {}  # column by name
         #: int64[replicas]: running requests, and their KV tokens (the known ones)
         self.requests, self.tokens = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        #: float64[replicas]: KV tokens that fit (infinite where unknown), and the fair share of the load (by capacity
-        #: if all are known, else equal).
-        self.capacity, self.share = np.zeros(0), np.zeros(0)
-        self.version = 0  # counts changes of replicas and capacities
+        self.capacity = np.zeros(0)  # float64[replicas], KV tokens that fit; infinite where unknown
+        self.version = 0  # counts changes of replicas
 
     def __len__(self) -> int:
         return len(self.names)
@@ -51,11 +50,9 @@ class Fleet:
             self.names.append(replica)
             self.requests, self.tokens = np.append(self.requests, 0), np.append(self.tokens, 0)
             self.capacity = np.append(self.capacity, np.inf)
-        elif not capacity or capacity == self.capacity[self.index[replica]]:
-            return
+            self.version += 1
         if capacity:
             self.capacity[self.index[replica]] = capacity
-        self._update()
 
     def remove(self, replica: str) -> None:
         i = self.index[replica]
@@ -63,12 +60,7 @@ class Fleet:
         self.index = {name: j for j, name in enumerate(self.names)}
         self.requests, self.tokens = np.delete(self.requests, i), np.delete(self.tokens, i)
         self.capacity = np.delete(self.capacity, i)
-        self._update()
-
-    def _update(self) -> None:
         self.version += 1
-        weight = self.capacity if np.isfinite(self.capacity).all() else np.ones(len(self.names))
-        self.share = weight / weight.sum() if len(weight) else weight
 
     def run(self, replica: str, requests: int, tokens: int) -> None:
         """Add requests and tokens to a replica's load; negative numbers subtract."""
@@ -76,12 +68,12 @@ class Fleet:
         self.requests[i] += requests
         self.tokens[i] += tokens
 
-    def least_tokens(self, pool: Pool | None = None) -> int:
-        """Return the column of the replica with the fewest tokens for its share; fewer requests decide among equals.
+    def least_tokens(self, pool: Pool | None = None) -> str:
+        """Return the replica with the fewest tokens; fewer requests decide among equals.
 
         All replicas are candidates without a pool, or if the pool's have left.
         """
         # Loads are whole numbers far below 2**40: requests never outweigh a token.
-        load = (self.tokens + self.requests * 2.0**-20) / self.share
+        load = self.tokens + self.requests * 2.0**-20
         columns = () if pool is None else pool.columns(self)
-        return int(load.argmin()) if len(columns) == 0 else int(columns[load[columns].argmin()])
+        return self.names[int(load.argmin()) if len(columns) == 0 else int(columns[load[columns].argmin()])]

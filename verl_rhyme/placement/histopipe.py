@@ -25,7 +25,6 @@ from verl_rhyme.planning.cost import Floats
 class _Group:
     """Prompts of similar length, in one training step."""
 
-    name: str
     unfinished: dict[str, int]  # number of samples by prompt
     samples: int
     pool: Pool
@@ -38,8 +37,6 @@ class HistoPipe(PlacementPolicy):
     """HistoPipe; see the module. ``groups`` is at most the number of replicas; ``tail`` is the share of a group that
     counts as its last responses, of which outliers ``migrate``. Without ``two_tier`` all groups get the same number of
     replicas.
-
-    Raises ValueError if ``groups`` or ``tail`` is out of range.
     """
 
     def __init__(
@@ -49,7 +46,7 @@ class HistoPipe(PlacementPolicy):
             raise ValueError(
                 f"histopipe: placement.options.groups={groups} must be at least 1, tail={tail} above 0 and at most 1"
             )
-        self._fleet = fleet
+        super().__init__(fleet)
         self._most, self._two_tier, self._migrate, self._tail = groups, two_tier, migrate, tail
         self._groups: list[_Group] = []  # groups with present prompts
         self._of: dict[str, _Group] = {}  # by key
@@ -61,27 +58,18 @@ class HistoPipe(PlacementPolicy):
         count = min(self._most, len(self._fleet), len(loads))
         ranked = np.array_split(np.argsort(tokens, kind="stable"), count)
         widths = self._widths([[loads[i] for i in group] for group in ranked], [tokens[group] for group in ranked])
-        names = list(self._fleet.names)
-        if step % 2:
-            names.reverse()
-        at = 0
-        for rank, (members, width) in enumerate(zip(ranked, widths, strict=True), 1):
+        names = self._fleet.names[:: -1 if step % 2 else 1]
+        shares = np.split(np.array(names), np.cumsum(widths)[:-1])
+        for rank, (members, own) in enumerate(zip(ranked, shares, strict=True), 1):
             unfinished = {loads[i].key: loads[i].samples for i in members}
-            name = f"length group {rank} of {count} in step {step}"
-            group = _Group(name, unfinished, sum(unfinished.values()), Pool(names[at : at + width]))
-            at += width
+            pool = Pool(f"length group {rank} of {count} in step {step}", own.tolist())
+            group = _Group(unfinished, sum(unfinished.values()), pool)
             self._groups.append(group)
             self._of.update((loads[i].key, group) for i in members)
 
-    def choose(self, request: Request) -> str:
-        group = self._of.get(request.key)
-        return self._fleet.names[self._fleet.least_tokens(None if group is None else group.pool)]
-
-    def reason(self, request: Request, replica: str) -> str:
-        group = self._of.get(request.key)
-        if group is None:
-            return "not in a plan: replica with the fewest tokens"
-        return f"{group.name}, on {len(group.pool.names)} replicas"
+    def pool(self, key: str) -> Pool | None:
+        group = self._of.get(key)
+        return None if group is None else group.pool
 
     def started(self, request: Request, replica: str) -> None:
         if (group := self._of.get(request.key)) is not None:
@@ -113,11 +101,12 @@ class HistoPipe(PlacementPolicy):
                 p90, now = request.p90_tokens, progress.get(name)
                 if name in group.moved or now is None or p90 is None or now.made <= p90:
                     continue
-                source, target = fleet.index[replica], fleet.least_tokens()
+                target = fleet.least_tokens()
+                load, least = (fleet.tokens[fleet.index[each]] for each in (replica, target))
                 again = prefill * (request.prompt_tokens + now.made)  # its cache is recomputed
-                if fleet.tokens[target] + request.tokens + again < fleet.tokens[source]:
+                if least + request.tokens + again < load:
                     group.moved.add(name)
-                    yield Move(name, fleet.names[target], f"{now.made} tokens, more than {p90} by its history")
+                    yield Move(name, target, f"{now.made} tokens, more than {p90} by its history")
 
     # ---- within ----
 
@@ -129,20 +118,15 @@ class HistoPipe(PlacementPolicy):
     def _widths(self, groups: Sequence[Sequence[Load]], tokens: Sequence[Floats]) -> list[int]:
         """Return the number of replicas of each group, at least one, that add up to the fleet."""
         total, count = len(self._fleet), len(groups)
-        even = [total // count + (rank < total % count) for rank in range(count)]
         if not self._two_tier:
-            return even
-        room = float(np.min(self._fleet.capacity))
-        cost = self._fleet.cost
-        samples = [np.array([load.samples for load in group]) for group in groups]
-        prompts = [np.array([load.prompt_tokens for load in group]) for group in groups]
-        longest = np.array([each.max() for each in tokens])[:, None]
-        whole = np.array([(n * each).sum() for n, each in zip(samples, tokens, strict=True)])[:, None]
-        held = np.array(
-            [(n * each * (p + each / 2)).sum() for n, p, each in zip(samples, prompts, tokens, strict=True)]
-        )[:, None]
-        widths = np.ones(count, np.int64)
-        seconds = cost.together(longest, whole / np.arange(1, total + 1), held / np.arange(1, total + 1), room)
-        for _ in range(total - count):  # seconds decrease with the replicas: one after the other to the slowest group
-            widths[np.argmax(seconds[np.arange(count), widths - 1])] += 1
-        return widths.tolist()
+            return [total // count + (rank < total % count) for rank in range(count)]
+        work = []  # of each group: its longest response, and all tokens and cached tokens
+        for group, each in zip(groups, tokens, strict=True):
+            samples, prompt = np.array([(load.samples, load.prompt_tokens) for load in group]).T
+            work.append((each.max(), samples @ each, samples @ (each * (prompt + each / 2))))
+        longest, whole, held = np.array(work).T[:, :, None]
+        number, room = np.arange(1, total + 1), float(np.min(self._fleet.capacity))
+        seconds = self._fleet.cost.together(longest, whole / number, held / number, room)
+        # They fall with the replicas: giving one after another to the slowest group meets the largest of all first.
+        met = np.argsort(-seconds, axis=None, kind="stable")[: total - count]
+        return (1 + np.bincount(met // total, minlength=count)).tolist()

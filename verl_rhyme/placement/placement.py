@@ -7,9 +7,7 @@ from typing import Any
 
 from verl_rhyme.placement.fleet import Fleet
 from verl_rhyme.placement.histopipe import HistoPipe
-from verl_rhyme.placement.least_loaded import LeastLoaded
-from verl_rhyme.placement.longest_first import LongestFirst
-from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request
+from verl_rhyme.placement.policy import LeastLoaded, Load, LongestFirst, Move, PlacementPolicy, Progress, Request
 from verl_rhyme.placement.skewness_aware import SkewnessAware
 from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 
@@ -26,10 +24,7 @@ class NoReplica(RuntimeError):
 
 
 class Placement:
-    """Events of a fleet, and the policy that chooses replicas. A failing policy costs balance, never a request.
-
-    Raises ValueError if the policy is not in :data:`POLICIES`, and TypeError on an unknown option.
-    """
+    """Events of a fleet, and the policy that chooses replicas. A failing policy costs balance, never a request."""
 
     def __init__(
         self,
@@ -37,8 +32,6 @@ class Placement:
         options: dict[str, Any] | None = None,
         cost: ReplicaCost = TYPICAL,
     ) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"placement.policy={policy!r} is unknown: choose {', '.join(sorted(POLICIES))}")
         self.fleet = Fleet(cost)
         self.policy = POLICIES[policy](self.fleet, **(options or {}))
         self.errors = 0  # failed policy calls

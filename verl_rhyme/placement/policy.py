@@ -1,12 +1,14 @@
-"""Input and output of placement policies."""
+"""Input, output and base class of placement policies, and the policies without a plan."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from verl_rhyme.placement.fleet import Fleet, Pool
 from verl_rhyme.planning.cost import Floats
 
 
@@ -42,13 +44,6 @@ def expected_tokens(loads: Sequence[Load]) -> Floats:
     return np.array([mean if load.tokens is None else load.tokens for load in loads])
 
 
-def roughly(tokens: float) -> str:
-    """Return the tokens rounded to one digit (3,000), so that equal reasons can be counted."""
-    whole = max(1, int(tokens))
-    digit = 10 ** (len(str(whole)) - 1)
-    return f"{(2 * whole + digit) // (2 * digit) * digit:,}"
-
-
 class Progress(NamedTuple):
     """Progress of a running request."""
 
@@ -66,31 +61,36 @@ class Move(NamedTuple):
 
 
 class PlacementPolicy:
-    """Base class of policies that choose replicas, over a :class:`~verl_rhyme.placement.fleet.Fleet` that the caller
-    updates.
+    """Base class: a request goes to the replica with the fewest expected tokens, in its prompt's pool if it has one.
 
-    Any method may raise: :class:`~verl_rhyme.placement.placement.Placement` then takes the least loaded replica. Only
-    :meth:`choose` must be implemented.
+    The caller updates the fleet. Any method may raise.
     """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def pool(self, key: str) -> Pool | None:
+        """Return the replicas planned for a prompt; ``None``: all."""
+        return None
 
     def choose(self, request: Request) -> str:
         """Return the replica for a request, without side effects; the fleet has at least one."""
-        raise NotImplementedError
+        return self._fleet.least_tokens(self.pool(request.key))
 
     def reason(self, request: Request, replica: str) -> str:
-        """Return the reason for a choice in a few words; empty where the policy's name is enough."""
-        return ""
+        pool = self.pool(request.key)
+        if pool is None or replica not in pool.names:
+            return "replica with the fewest tokens"
+        return f"{pool.name}, on {len(pool.names)} replicas"
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
         """Plan the prompts of training step ``step``; their requests come later, or have come."""
 
     def started(self, request: Request, replica: str) -> None:
-        """Record that a request runs on a replica; the fleet counts it already."""
+        """A request runs on a replica; the fleet counts it already."""
 
     def released(self, request: Request, replica: str, tokens: int | None) -> None:
-        """A request left a replica, and the fleet no longer counts it: it added ``tokens`` there, or with ``None`` was
-        interrupted, lost or moved, or its replica leaves.
-        """
+        """A request left a replica, with ``tokens`` generated there; ``None``: interrupted, lost or moved."""
 
     def forget_prompts(self, keys: Sequence[str]) -> None:
         """Forget planned prompts; none of their requests runs."""
@@ -102,3 +102,26 @@ class PlacementPolicy:
     def moves(self, progress: Mapping[str, Progress]) -> Iterable[Move]:
         """Yield moves of running requests; the caller carries out each before it takes the next."""
         return ()
+
+
+class LongestFirst(PlacementPolicy):
+    """Graham's longest processing time first (SIAM J. Appl. Math. 1969), with admission in the order of falling length.
+
+    NeMo-RL's length-first scheduling does the same, by history or an oracle.
+    """
+
+
+class LeastLoaded(PlacementPolicy):
+    """The replica with the fewest requests, at random among equals, as verl's ``GlobalRequestLoadBalancer``."""
+
+    def __init__(self, fleet: Fleet, seed: int | None = None) -> None:
+        super().__init__(fleet)
+        self._random = random.Random(seed)
+
+    def choose(self, request: Request) -> str:
+        requests = self._fleet.requests
+        least = (requests == requests.min()).nonzero()[0]
+        return self._fleet.names[least[self._random.randrange(len(least))]]
+
+    def reason(self, request: Request, replica: str) -> str:
+        return ""

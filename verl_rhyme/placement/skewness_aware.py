@@ -12,39 +12,32 @@ Within a replica the longest start first (:mod:`~verl_rhyme.scheduling.admission
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from verl_rhyme.placement.fleet import Fleet, Pool
-from verl_rhyme.placement.policy import Load, PlacementPolicy, Request, expected_tokens, roughly
+from verl_rhyme.placement.policy import Load, PlacementPolicy, expected_tokens
 from verl_rhyme.planning.cost import Floats
 
 #: Quantiles that represent the lengths of the tail and of the other prompts.
 _QUANTILES = (0.9, 0.5)
 
 
-@dataclass
-class _Part:
-    """Prompts that share a pool of replicas."""
-
-    name: str
-    tokens: float  # minimum expected tokens of their samples
-    pool: Pool
-
-
 class SkewnessAware(PlacementPolicy):
     """Skewness-aware dispatch; see the module. ``tail`` is the share of the prompts in the first pool.
 
-    Replicas count as equal: with the fleet's cost and the smallest cache of any. Responses of unknown length count as
-    the mean of the others. Raises ValueError if ``tail`` is not a share.
+    Replicas count as equal: with the fleet's cost and the smallest cache of any.
     """
 
     def __init__(self, fleet: Fleet, tail: float = 0.2) -> None:
         if not 0 < tail < 1:
             raise ValueError(f"skewness_aware: placement.options.tail={tail} must be above 0 and below 1")
-        self._fleet, self._tail = fleet, tail
-        self._part: dict[str, _Part] = {}  # by prompt
+        super().__init__(fleet)
+        self._tail = tail
+        self._pools: dict[str, Pool] = {}  # by prompt
+
+    def pool(self, key: str) -> Pool | None:
+        return self._pools.get(key)
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
         names = self._fleet.names
@@ -60,26 +53,12 @@ class SkewnessAware(PlacementPolicy):
         both = np.stack([np.maximum(tail, rest[::-1]), tail + rest[::-1]])  # with 1, 2, ... replicas for the tail
         width = 1 + int(np.lexsort(both)[0])  # among equal sums, the fastest slower pool
         for rank, (part, own) in enumerate(zip(parts, (names[:width], names[width:]), strict=True), 1):
-            name = f"pool {rank} of 2 in step {step}"
-            shared = _Part(name, float(tokens[part[-1]]), Pool(own))
-            self._part.update((loads[i].key, shared) for i in part.tolist())
+            pool = Pool(f"pool {rank} of 2 in step {step}", own)
+            self._pools.update((loads[i].key, pool) for i in part.tolist())
 
     def forget_prompts(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._part.pop(key, None)
-
-    def choose(self, request: Request) -> str:
-        part = self._part.get(request.key)
-        return self._fleet.names[self._fleet.least_tokens(None if part is None else part.pool)]
-
-    def reason(self, request: Request, replica: str) -> str:
-        part = self._part.get(request.key)
-        if part is None:
-            return "not in a plan: replica with the fewest tokens"
-        if replica not in part.pool.names:
-            return "the pool's replicas have left: replica with the fewest tokens"
-        own = f"{len(part.pool.names)} of {len(self._fleet)} replicas"
-        return f"{part.name}, at least {roughly(part.tokens)} tokens expected: {own}"
+            self._pools.pop(key, None)
 
     def _seconds(self, loads: Sequence[Load], tokens: Floats, share: float) -> Floats:
         """Return float64[R - 1], seconds of a pool on 1, 2, ... replicas."""

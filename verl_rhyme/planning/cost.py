@@ -20,6 +20,12 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 
+def _check_seconds(record: object, section: str) -> None:
+    for name, value in vars(record).items():
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{section}.{name} must be seconds, at least 0, not {value!r}")
+
+
 @dataclass(frozen=True)
 class StepCost:
     """Coefficients of a decode step, in seconds; see the module."""
@@ -31,10 +37,7 @@ class StepCost:
     drafting: float = 0.0  # of drafting itself
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"step.{field.name} must be seconds, at least 0, not {value!r}")
+        _check_seconds(self, "step")
         if not self.base + self.row > 0:
             raise ValueError("step.base and step.row are both 0: set one above 0, since a step takes time")
 
@@ -106,10 +109,7 @@ class TrainingCost:
     copy: float | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"training.{field.name} must be seconds, at least 0, not {value!r}")
+        _check_seconds(self, "training")
 
     def blocked_s(self, one_by_one: bool) -> float:
         """Return the seconds for which publication blocks the trainer (``Rules.one_by_one``)."""

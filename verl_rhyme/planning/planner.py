@@ -169,50 +169,43 @@ def plan(problem: Problem) -> Plan:
     """
     refused: list[str] = []
     found: list[Split] = []
-    compared, fastest, least = 0, np.inf, np.inf
+    compared, least = 0, np.inf
     for train, share, tp in _arrangements(problem, refused):
         seconds, value, ys, xs = _all_splits(problem, train, share, tp)
-        count = int(np.isfinite(seconds).sum())
-        if not count:
+        compared += np.isfinite(seconds).sum().item()
+        if not np.isfinite(seconds).any():
             refused.append(
                 f"training on {train.name}, generation on {share.name} with tensor parallel size {tp}: its "
                 f"{train.gpus} GPUs are too few for both"
             )
-        compared, fastest = compared + count, min(fastest, float(seconds.min(initial=np.inf)))
-        if np.isfinite(value).any():
-            least = min(least, float(value.min()))
-            # of the splits that are nearly the best, the smallest, and the best of these
-            gpus = np.where(value <= (1 + WORTH) * value.min(), np.add.outer(ys, xs), np.inf)
-            y, x = np.unravel_index(np.argmin(np.where(gpus == gpus.min(), value, np.inf)), value.shape)
-            found.append(split(problem, (train, ys[int(y)]), (share, xs[int(x)]), tp))
-    if not found:
-        if compared:
-            refused.insert(
-                0,
-                f"no step takes {problem.slowest:.0f} s or less, the fastest takes {fastest:.0f} s: allow more, or add "
-                "GPUs (training and rollout use one pool each)",
+            continue
+        if not np.isfinite(value).any():
+            refused.append(
+                f"no step takes {problem.slowest:.0f} s or less, the fastest takes {seconds.min():.0f} s: allow more, "
+                f"or add GPUs (training on {train.name}, generation on {share.name})"
             )
-        raise NoSplit("no split is possible:\n" + "\n".join(f"- {reason}" for reason in dict.fromkeys(refused)))
+            continue
+        least = min(least, float(value.min()))
+        # of the splits that are nearly the best, the smallest, and the best of these
+        gpus = np.where(value <= (1 + WORTH) * value.min(), np.add.outer(ys, xs), np.inf)
+        y, x = np.unravel_index(np.argmin(np.where(gpus == gpus.min(), value, np.inf)), value.shape)
+        found.append(split(problem, (train, ys[int(y)]), (share, xs[int(x)]), tp))
+    refused = list(dict.fromkeys(refused))
+    if not found:
+        raise NoSplit("no split is possible:\n" + "\n".join(f"- {reason}" for reason in refused))
     enough = (1 + WORTH) * least * (1 + 1e-9)  # rounding
     best = min((each for each in found if each.value <= enough), key=lambda each: (each.gpus, each.value))
     others = [each for each in found if each is not best] + _in_turns(problem, best)
-    others.sort(key=lambda each: each.value)
-    return Plan(problem.max_staleness, best, others, list(dict.fromkeys(refused)), compared)
+    return Plan(problem.max_staleness, best, sorted(others, key=lambda each: each.value), refused, compared)
 
 
 def split(problem: Problem, train: tuple[Pool, int], rollout_on: tuple[Pool, int], tp: int) -> Split:
-    """Return the results of a given split, with separate GPUs for both roles. Raises NoSplit if it does not fit."""
+    """Return the results of a given split that fits, with separate GPUs for both roles."""
     (pool, gpus), (other, share) = train, rollout_on
     assert pool.training is not None
-    transfer = problem.links.seconds(pool.site, other.site, problem.model.bytes)
-    reasons = [other.check_replica(problem.model, problem.work, tp), pool.check_training(problem.model, gpus)]
-    reasons += ["no link between the sites"] if transfer is None else []
-    if reason := "; ".join(filter(None, reasons)):
-        raise NoSplit(reason)
-    seconds, rolled_out = _seconds(problem, pool, other, tp, np.array([gpus]), np.array([share]), transfer or 0.0)
+    seconds, rolled_out, transfer = _seconds(problem, pool, other, tp, np.array([gpus]), np.array([share]))
     trained = float(pool.training.seconds(gpus, problem.work.trained_tokens)) + problem.blocked
-    found = rolled_out.item(), trained, transfer or 0.0, seconds.item()
-    return Split(problem, pool, gpus, other, share, tp, *found)
+    return Split(problem, pool, gpus, other, share, tp, rolled_out.item(), trained, transfer, seconds.item())
 
 
 def colocated(problem: Problem, pool: Pool, gpus: int, tp: int) -> Split:
@@ -224,18 +217,21 @@ def colocated(problem: Problem, pool: Pool, gpus: int, tp: int) -> Split:
 
 
 def _seconds(
-    problem: Problem, train: Pool, share: Pool, tp: int, ys: Floats, xs: Floats, transfer: float
-) -> tuple[Floats, Floats]:
-    """Return the seconds of a step and of rollout, float64[ys, xs], by GPUs that train and that generate."""
+    problem: Problem, train: Pool, share: Pool, tp: int, ys: Floats, xs: Floats
+) -> tuple[Floats, Floats, float]:
+    """Return the seconds of a step and of rollout, float64[ys, xs], by GPUs that train and that generate, and those of
+    the weights' transfer.
+    """
     training, work, on_policy = train.training, problem.work, not problem.max_staleness
     assert training is not None
+    transfer = problem.links.seconds(train.site, share.site, problem.model.bytes) or 0.0
     ys = ys[:, None]
     # from the collection of a batch to engines with its policy: its last part, and fixed costs
     after = training.seconds(ys, work.trained_tokens, _PART) + problem.weights + transfer
     rolled_out = rollout(share.replicas[tp], xs / tp, work, problem.max_staleness, 0.0 if on_policy else after)
     tokens = training.seconds(ys, work.trained_tokens) - training.update
     fixed = training.update + problem.blocked + transfer * on_policy
-    return np.maximum(step(rolled_out, tokens, fixed, on_policy), transfer), rolled_out
+    return np.maximum(step(rolled_out, tokens, fixed, on_policy), transfer), rolled_out, transfer
 
 
 def _arrangements(problem: Problem, refused: list[str]) -> Iterator[tuple[Pool, Pool, int]]:
@@ -269,15 +265,14 @@ def _all_splits(problem: Problem, train: Pool, share: Pool, tp: int) -> tuple[Fl
     assert train.training is not None
     ys = [y for y in train.shares(train.training.copy_gpus) if not train.check_training(problem.model, y)]
     xs = share.shares(tp)
-    transfer = problem.links.seconds(train.site, share.site, problem.model.bytes) or 0.0
-    seconds, _ = _seconds(problem, train, share, tp, np.array(ys, float), np.array(xs, float), transfer)
+    seconds, *_ = _seconds(problem, train, share, tp, np.array(ys, float), np.array(xs, float))
+    value = seconds
+    if problem.objective == "cost":
+        price = np.add.outer(np.array(ys) * (train.price or 0.0), np.array(xs) * (share.price or 0.0))
+        value = seconds * price / 3600 / problem.work.samples
     if share is train:
         seconds = np.where([[train.fits(x, y) for x in xs] for y in ys], seconds, np.inf)
     possible = np.isfinite(seconds) & (seconds <= problem.slowest)
-    value = np.where(possible, seconds, 0.0)
-    if problem.objective == "cost":
-        price = np.add.outer(np.array(ys) * (train.price or 0.0), np.array(xs) * (share.price or 0.0))
-        value = value * price / 3600 / problem.work.samples
     return seconds, np.where(possible, value, np.inf), ys, xs
 
 

@@ -46,10 +46,7 @@ class Profile(NamedTuple):
 
 
 def measured(name: str, named_in: Path | None = None) -> Profile:
-    """Return the profile in a file; its path is relative to the file that names it, or to the current folder.
-
-    Raises :class:`ClusterError` if it is missing or invalid.
-    """
+    """Return the profile in a file, relative to the file that names it; ClusterError if it is missing or invalid."""
     path = Path(name) if named_in is None else from_folder_of(named_in, name)
     found: ProfileFile = read(ProfileFile, path)
     try:
@@ -60,10 +57,7 @@ def measured(name: str, named_in: Path | None = None) -> Profile:
 
 
 def model(name: str, named_in: Path) -> Architecture:
-    """Return a model's shape: a name in :data:`PUBLISHED`, or a ``config.json`` or its folder, relative to the file.
-
-    Raises :class:`ClusterError` if it is not found, or of a family without an estimate.
-    """
+    """Return a model's shape: a name in :data:`PUBLISHED`, or a ``config.json`` or its folder, relative to the file."""
     path = from_folder_of(named_in, name)
     try:
         if (config := PUBLISHED.get(name)) is None:
@@ -91,10 +85,7 @@ def gpu(name: str, where: str) -> roofline.GPU:
 def calculated(
     name: str, device: str, tp: int, dtype: str, factor: float, named_in: Path, where: str, **sizes: Any
 ) -> Profile:
-    """Return the profile of a model on a GPU of the table; ``where``: place of the kind, for errors.
-
-    Raises :class:`ClusterError` if the model or the GPU is unknown, or they do not fit together.
-    """
+    """Return the profile of a model on a GPU of the table; ``where``: place of the kind, for :class:`ClusterError`."""
     shape, sheet = model(name, named_in), gpu(device, f"{where}.gpu")
     if not 0 < factor < math.inf:
         raise ClusterError(f"{where}.factor must be above 0 and finite, not {factor}")

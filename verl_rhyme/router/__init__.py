@@ -1,4 +1,4 @@
 """verl's request router, which follows the coordinator's placement.
 
-Process: verl's agent loop workers. Engines: verl.
+Process: an actor of its own, which the trainer's process makes from the router file. Engines: verl.
 """

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from verl_rhyme.lengths.predictor import Forecast, LengthPredictor
-from verl_rhyme.lengths.prompts import PromptLengths
+from verl_rhyme.lengths.predictor import Forecast, LengthPredictor, PromptLengths
 from verl_rhyme.lengths.quality import Quality
 
 #: Key of prompts without a key; no history is kept for it.

@@ -14,20 +14,16 @@ class Cluster:
     """Event loop over engines and calls; events of equal times run in the order in which they were scheduled.
 
     A caller that changes an engine must call :meth:`reschedule`. ``done`` is called for each finished request with the
-    engine's name, ``occupied`` for each change of the number of requests in slots with the time.
+    engine's name; ``slots`` is Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
     """
 
-    def __init__(
-        self,
-        engines: dict[str, Engine],
-        done: Callable[[str, Request], None],
-        occupied: Callable[[float, int], None] = lambda now, running: None,
-    ) -> None:
+    def __init__(self, engines: dict[str, Engine], done: Callable[[str, Request], None], slots: int) -> None:
         self.engines = engines
         self.now = 0.0
-        self._done, self._occupied = done, occupied
+        self._done, self._slots = done, slots
         self._rows = dict.fromkeys(engines, 0)
-        self._running = 0
+        self._running = self._counted = 0
+        self._counted_at = self._busy = self._room = 0.0
         self._heap: list[tuple[float, int, str | None, Any]] = []
         self._stamps = dict.fromkeys(engines, 0)
         self._count = 0
@@ -37,7 +33,10 @@ class Cluster:
 
     def reschedule(self, name: str) -> None:
         engine = self.engines[name]
-        self._count_running(name, engine.running)
+        if change := engine.running - self._rows[name]:
+            self._rows[name] = engine.running
+            self._running += change
+            self._set_running(self._running)
         self._stamps[name] += 1
         if (when := engine.next_event()) < math.inf:
             self._push(max(when, self.now), name, self._stamps[name])
@@ -54,12 +53,21 @@ class Cluster:
                     self._done(name, request)
                 self.reschedule(name)
 
-    def _count_running(self, name: str, rows: int) -> None:
-        change = rows - self._rows[name]
-        if change:
-            self._rows[name] = rows
-            self._running += change
-            self._occupied(self.now, self._running)
+    def count_running(self) -> None:
+        """Count the seconds of busy slots until now."""
+        self._set_running(sum(engine.running for engine in self.engines.values()))
+
+    def end_interval(self) -> float:
+        """Return the bubble ratio from the last call until the latest change of the running requests."""
+        busy, room = self._busy, self._room
+        self._busy = self._room = 0.0
+        return 1.0 - busy / room if room > 0 else 0.0
+
+    def _set_running(self, running: int) -> None:
+        passed = self.now - self._counted_at
+        self._busy += passed * min(self._counted, self._slots)
+        self._room += passed * self._slots
+        self._counted_at, self._counted = self.now, running
 
     def _push(self, when: float, name: str | None, what: Any) -> None:
         self._count += 1

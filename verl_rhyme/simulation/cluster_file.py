@@ -23,9 +23,9 @@ from verl_rhyme.planning import profile
 from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.planning.profile import Profile
 from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, plain, typed
+from verl_rhyme.planning.workload import Lengths, Prompt
 from verl_rhyme.scheduling.rules import Rules, of_options
 from verl_rhyme.simulation.scenario import Drafts, Scenario
-from verl_rhyme.simulation.workload import Lengths, Prompt
 
 
 @dataclass
@@ -38,8 +38,6 @@ class ReplicasFile:
     dtype: str = "bfloat16"
     factor: float = 1.0  # measured over calculated time
     profile: str | None = None
-    slots: int | None = None  # these two override the profile's
-    room: float | None = None
 
 
 @dataclass
@@ -57,7 +55,7 @@ class TrainingFile:
 
 @dataclass
 class WorkloadFile:
-    """Arguments of :class:`~verl_rhyme.simulation.workload.Lengths` and its ``epochs``."""
+    """Arguments of :class:`~verl_rhyme.planning.workload.Lengths` and its ``epochs``."""
 
     prompts: int = MISSING
     samples: int = MISSING
@@ -91,7 +89,6 @@ class ClusterFile:
     topology: str = "colocated"
     drafts: DraftsFile = field(default_factory=DraftsFile)
     forecasts: str = "history"
-    updates: int | None = None
 
 
 #: Keys of the run's options, as in :mod:`verl_rhyme.config`, and those of them that the simulator does not know.
@@ -102,11 +99,6 @@ _NOT_SIMULATED = (
 )
 #: verl's staleness bound in separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
 VERLS_STALENESS = 7
-#: Minimum of integers, by key.
-_LEAST = {
-    **dict.fromkeys(("updates", "training.gpus", "batch_prompts", "workload.prompts", "workload.samples"), 1),
-    **{"workload.epochs": 1, "workload.prompt_tokens": 1, "workload.seed": 0},
-}
 
 
 @dataclass(frozen=True)
@@ -126,7 +118,6 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     given = {key: tree.pop(key) for key in _RUN if key in tree}
     config: ClusterFile = typed(ClusterFile, tree, path)
     try:
-        _check_bounds(config, path)
         return _scenario(config, _run(config, given), path)
     except ClusterError:
         raise
@@ -154,32 +145,23 @@ def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
     return run
 
 
-def _check_bounds(config: ClusterFile, path: Path) -> None:
-    bounds = [(key, attrgetter(key)(config), least) for key, least in _LEAST.items()]
-    bounds += [(f"replicas.{i}.count", kind.count, 1) for i, kind in enumerate(config.replicas)]
-    for key, value, least in bounds:
-        if value is not None and value < least:
-            raise ClusterError(f"{path}: {key} must be at least {least}, not {value}")
-
-
 def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
-    if not config.replicas:
-        raise ClusterError(f"{path}: replicas is empty: add at least one kind of replica")
     work = config.workload
     largest, total = work.prompt_tokens + work.response_limit, work.prompts * work.epochs
     costs: list[ReplicaCost] = []
     sources: dict[str, None] = {}  # in order
     for i, kind in enumerate(config.replicas):
         cost, source = _profile(config, i, path)
-        changes = {name: value for name in ("slots", "room") if (value := getattr(kind, name)) is not None}
-        cost = replace(cost, **changes)
         costs += [cost] * kind.count
         sources[source] = None
         if cost.room < largest:
             raise ClusterError(
                 f"{path}: replicas.{i} has KV cache for {cost.room:.0f} tokens, but a request may have {largest}: "
-                f"raise replicas.{i}.room, or lower workload.prompt_tokens or workload.response_limit"
+                f"raise replicas.{i}.tp, or lower workload.prompt_tokens or workload.response_limit"
             )
+    if not costs:
+        raise ClusterError(f"{path}: replicas is empty: add at least one replica")
+    rules, part_samples = _rules(config, run), None
     for name, value, values in (
         ("topology", config.topology, ("colocated", "separate")),
         ("forecasts", config.forecasts, ("history", "none")),
@@ -193,10 +175,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
             f"{path}: the workload has {total} prompts, fewer than batch_prompts={config.batch_prompts}: "
             "raise workload.prompts, or lower batch_prompts"
         )
-    updates = updates if config.updates is None else min(updates, config.updates)
     Placement(run.placement.policy or "least_loaded", dict(run.placement.options))  # checks the options early
-    drafts = Drafts(tuple(config.drafts.acceptance), config.drafts.overhead)
-    rules, part_samples = _rules(config, run), None
     if run.pipeline and config.topology == "separate" and run.streaming.part is not None:
         part_samples = max(1, int(run.streaming.part * rules.batch_samples))
     scenario = Scenario(
@@ -207,7 +186,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         colocated=config.topology == "colocated",
         placement=run.placement.policy or "least_loaded",  # verl's router
         options=dict(run.placement.options),
-        drafts=drafts,
+        drafts=Drafts(tuple(config.drafts.acceptance), config.drafts.overhead),
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
     )
@@ -231,7 +210,7 @@ def _training(config: ClusterFile, gpus: int, path: Path) -> TrainingCost:
     count, token, gpu = given.pop("gpus"), given.pop("token"), config.replicas[0].gpu
     if token is None:
         count = gpus if count is None and config.topology == "colocated" else count
-        if config.model is None or gpu is None or count is None:
+        if config.model is None or gpu is None or not count:
             raise ClusterError(
                 f"{path}: training.token is missing: set it (seconds of a token), or what makes it: model, "
                 "replicas.0.gpu and training.gpus"

@@ -15,9 +15,9 @@ from statistics import fmean
 
 from verl_rhyme.config import PLACEMENTS
 from verl_rhyme.lengths.predictor import Forecast
-from verl_rhyme.observability.batches import Occupancy
 from verl_rhyme.placement import Placement
 from verl_rhyme.placement import Request as PlacementRequest
+from verl_rhyme.planning.workload import Prompt
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
@@ -25,7 +25,6 @@ from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.simulation.cluster import Cluster
 from verl_rhyme.simulation.engine import Engine, Request, Segment
 from verl_rhyme.simulation.scenario import Part, Scenario, Step
-from verl_rhyme.simulation.workload import Prompt
 
 
 @dataclass(slots=True)
@@ -91,8 +90,7 @@ class Simulation:
             engines[name] = Engine(cost, on_segment)
             self._versions[name] = 0
             self.placement.fleet.add(name, int(cost.room) if math.isfinite(cost.room) else None)
-        self._occupancy = Occupancy(scenario.slots, 0.0)
-        self.cluster = Cluster(engines, self._generated, self._occupancy.set_running)
+        self.cluster = Cluster(engines, self._generated, scenario.slots)
         self._began = 0.0
 
     def run(self, on_step: Callable[[Step], object] = lambda step: None) -> list[Step]:
@@ -290,11 +288,11 @@ class Simulation:
             self._stopped = True
             self._interrupt()
         if not self.scenario.pauses:
-            self._record_occupancy()
+            self.cluster.count_running()
         else:  # as in training, the bubble's time span ends with the last request, which may have ended just now
             for replica in self.cluster.engines:
                 self.cluster.reschedule(replica)
-        bubble = self._occupancy.end_interval()
+        bubble = self.cluster.end_interval()
         batch = self.rollout.take()
         self._training = True
         stale, uids = batch.collected.group_staleness, [uid for uid, _ in batch.collected.samples]
@@ -397,8 +395,8 @@ class Simulation:
 
     def _begin(self) -> None:
         if self.scenario.pauses:
-            self._record_occupancy()
-            self._occupancy.end_interval()
+            self.cluster.count_running()
+            self.cluster.end_interval()
         self._dispatch()
         self._collect_if_ready()
 
@@ -414,6 +412,3 @@ class Simulation:
             self._release(name, sample)
             self._update_if_idle(sample.replica)
             self.cluster.reschedule(sample.replica)
-
-    def _record_occupancy(self) -> None:
-        self._occupancy.set_running(self.cluster.now, sum(engine.running for engine in self.cluster.engines.values()))

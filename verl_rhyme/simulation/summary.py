@@ -62,13 +62,13 @@ def totals(simulation: Simulation) -> dict[str, Any]:
         "step_s": float(np.mean(seconds)),
         "step_s_median": float(np.median(seconds)),
         "rollout_s": float(np.mean([step.rollout for step in steps])),
-        "tokens_per_s": tokens / span if span else 0.0,
+        "tokens_per_s": tokens / span,
         "bubble_ratio": float(np.dot(weights, [step.bubble for step in steps]) / max(weights.sum(), 1e-12)),
         "wasted": wasted / max(1, tokens + wasted),
         "staleness_mean": float(np.average([step.staleness_mean for step in steps], weights=[s.groups for s in steps])),
         "staleness_max": max(step.staleness_max for step in steps),
         "early": float(np.mean([step.early_share for step in steps])),
-        **{f"trainer_{name}": spent / span if span else 0.0 for name, spent in times.items()},
+        **{f"trainer_{name}": spent / span for name, spent in times.items()},
         "preempted": sum(engine.preempted for engine in engines),
         "replicas": len(simulation.scenario.replicas),
         "gpus": sum(cost.gpus for cost in simulation.scenario.replicas),
@@ -77,12 +77,8 @@ def totals(simulation: Simulation) -> dict[str, Any]:
 
 def lines(simulation: Simulation) -> list[str]:
     stats = totals(simulation)
-    names = {
-        "waiting": "waiting",
-        "parts": "training parts",
-        "training": "training whole batches",
-        "weights": "sending weights",
-    }
+    names = {"waiting": "waiting", "parts": "training parts", "training": "training whole batches"}
+    names["weights"] = "sending weights"
     trainer = ", ".join(f"{words} {stats[f'trainer_{name}']:.0%}" for name, words in names.items())
     waited = stats["trainer_waiting"] * stats["step_s"]
     return [

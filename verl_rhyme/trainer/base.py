@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+from verl.utils.tracking import FileLogger
 
 from verl_rhyme.actor.actor import streamed
 from verl_rhyme.agent_loop.client import rhymed
@@ -35,17 +36,22 @@ from verl_rhyme.processes.deaths import WatchedCheckpointManager
 from verl_rhyme.processes.waiting import waiting_for
 from verl_rhyme.router import router_file
 from verl_rhyme.scheduling.retries import RolloutError
-from verl_rhyme.trainer import checkpoints
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.observers import Observer, Step
 from verl_rhyme.trainer.recorder import Recorder
-from verl_rhyme.weights.manager import RelayManager, choose_manager
+from verl_rhyme.weights.carrier import carrier
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 20
 #: Maximum seconds between two polls of verl's replay buffer; verl's default is 2.
 _POLL_INTERVAL_S = 0.25
+
+
+def continue_metrics(config: Any) -> None:
+    """Make verl's file logger continue the metrics of a run that resumes (``patches/verl_continue_metrics.py``)."""
+    mode, folder = (OmegaConf.select(config, f"trainer.{key}") for key in ("resume_mode", "default_local_dir"))
+    FileLogger.resumed = mode == "resume_path" or (mode == "auto" and find_latest_ckpt_path(folder) is not None)
 
 
 class StageTimes(dict):
@@ -86,7 +92,7 @@ class RhymeTrainerMixin(PPOTrainer):
             super().__init__(config)
             return
         add_log_handler()
-        checkpoints.continue_metrics(config)
+        continue_metrics(config)
         rhyme = self._rhyme
         run_dir = Path(config.trainer.default_local_dir).absolute()
         if rhyme.history.dir is None:
@@ -137,7 +143,7 @@ class RhymeTrainerMixin(PPOTrainer):
         super()._setup()
         for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter with separate engines
             if (weights := getattr(self, name, None)) is not None:
-                ours = choose_manager(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout)
+                ours = carrier(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout)
                 setattr(self, name, WatchedCheckpointManager(ours))
         router = self._router()
         if router is not None:
@@ -151,7 +157,6 @@ class RhymeTrainerMixin(PPOTrainer):
         rollout = self.config.actor_rollout_ref.rollout
         cost = self._replica_profile()
         events.describe(
-            self.global_steps + 1,  # first step of this start
             run=run_name(self._rhyme),
             engine=f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}",
             slots=self._bubble_slots,
@@ -305,26 +310,23 @@ class RhymeTrainerMixin(PPOTrainer):
     @_hook
     def _save_checkpoint(self) -> None:
         # Before verl marks this checkpoint as the latest: after a crash in between, the run resumes from the previous.
-        folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
+        folder = _own_folder(Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}"))
+        folder.mkdir(parents=True, exist_ok=True)
         for observer in self.observers:
-            observer.save(os.path.abspath(folder))
+            observer.save(str(folder))
         super()._save_checkpoint()
-        checkpoints.remove_orphans(Path(self.config.trainer.default_local_dir), self.global_steps)
 
     @_hook
     def _load_checkpoint(self) -> None:
         self._history.ready()  # fails here, before training, if the folder belongs to another run
         super()._load_checkpoint()
         if self.global_steps > 0:
+            trainer = self.config.trainer
+            checkpoint = Path(trainer.default_local_dir, f"global_step_{self.global_steps}")
+            if trainer.resume_mode == "resume_path":
+                checkpoint = Path(trainer.resume_from_path)
             for observer in self.observers:
-                observer.load(str(self._checkpoint_folder()))
-
-    def _checkpoint_folder(self) -> Path:
-        trainer = self.config.trainer
-        folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
-        if trainer.resume_mode == "resume_path":
-            folder = trainer.resume_from_path
-        return Path(folder).absolute()
+                observer.load(str(_own_folder(checkpoint)))
 
     @_hook
     def fit(self, agent_loop_manager: Any) -> None:
@@ -333,19 +335,24 @@ class RhymeTrainerMixin(PPOTrainer):
             super().fit(agent_loop_manager)
         finally:
             observers = [observer.close for observer in self.observers]
-            for end in (*observers, self._history.close, self._stop_servers, self._close_relay):
+            for end in (*observers, self._history.close, self._stop_servers, self._close_weights):
                 try:  # an error in closing the history must not keep the engines running
                     end()
                 except Exception:
                     logger.warning("an error occurred while the run ended", exc_info=True)
 
-    def _close_relay(self) -> None:
-        if isinstance(weights := getattr(self, "standalone_checkpoint_manager", None), RelayManager):
+    def _close_weights(self) -> None:
+        if (weights := getattr(self, "standalone_checkpoint_manager", None)) is not None:
             weights.close()
 
     def _stop_servers(self) -> None:
         servers = [server for replica in self._launched() for server in replica.servers]
         ray.wait([s.stop_engine.remote() for s in servers], num_returns=len(servers), timeout=_STOP_TIMEOUT_S)
+
+
+def _own_folder(checkpoint: Path) -> Path:
+    """Return the folder of the observers' files: the actor's, which verl removes with old weights."""
+    return (checkpoint / "actor").absolute()
 
 
 def _merge_adapters(model: DictConfig) -> None:

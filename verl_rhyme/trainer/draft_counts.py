@@ -45,21 +45,19 @@ class DraftCounts:
 
     def _fetch(self) -> None:
         servers = self._servers()
-        requests = {rank: servers[rank].take_counts.remote() for rank in servers.keys() - self._answers.keys()}
-        if requests:
-            ray.wait(list(requests.values()), num_returns=len(requests), timeout=_TIMEOUT_S)
-        self._answers |= requests
-        if not self._answers:
-            return
-        answered, silent = ray.wait(list(self._answers.values()), num_returns=len(self._answers), timeout=0)
-        arrived = set(answered)
-        for rank in [rank for rank, answer in self._answers.items() if answer in arrived]:
+        asked = {rank: servers[rank].take_counts.remote() for rank in servers.keys() - self._answers.keys()}
+        if asked:
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=_TIMEOUT_S)
+        self._answers |= asked
+        for rank, answer in list(self._answers.items()):
+            if not ray.wait([answer], num_returns=1, timeout=0)[0]:
+                self._warn(f"rollout replica {rank} did not answer within {_TIMEOUT_S:.0f} s")
+                continue
+            del self._answers[rank]
             try:
-                self._counts.update(ray.get(self._answers.pop(rank)))
+                self._counts.update(ray.get(answer))
             except ray.exceptions.RayError as error:
                 self._warn(f"rollout replica {rank}: {error}")
-        if silent:
-            self._warn(f"{len(silent)} rollout servers did not answer within {_TIMEOUT_S:.0f} s")
 
     def _warn(self, what: str) -> None:
         warn_once(logger, "draft counts are missing in the metrics of this step (reported once): %s", what)

@@ -18,10 +18,11 @@ from statistics import median
 from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, ElasticConfig
-from verl_rhyme.coordinator.replicas import SpareReplicas, single_transfer_obstacle
+from verl_rhyme.config.backends import backend
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.observers import Observer, Step
+from verl_rhyme.trainer.replicas import SpareReplicas
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def advise(generated: float, trained: float, replicas: int) -> int:
 
 
 class ElasticReplicas(Observer):
-    """Advice on the number of replicas in metrics and log; with ``spares``, it is carried out. Raise ``ConfigError`` if
+    """Advice on the number of replicas in the metrics; with ``spares``, it is carried out. Raise ``ConfigError`` if
     there are fewer replicas than ``min_replicas``, or weights cannot be sent to a single one."""
 
     def __init__(
@@ -53,12 +54,12 @@ class ElasticReplicas(Observer):
         self._servers, self._spares = servers, spares
         self._least, self._most = 1, 1 << 20
         self._seen: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        self._replicas = self._settling = self._logged = 0
+        self._replicas = self._settling = 0
         if config is None or spares is None:
             return
         option, replicas = f"{CONFIG_PATH}.streaming.elastic.min_replicas", servers.get_replicas()
-        if why := single_transfer_obstacle(engine, len(replicas[0].workers)):
-            raise ConfigError(f"{option}: {why}; use the relay, or drop the option")
+        if why := backend(engine.backend).obstacle(len(replicas[0].workers)):
+            raise ConfigError(f"{option}, checkpoint_engine.backend={engine.backend}: {why}; use the relay, or drop it")
         launched = self._launched = self._reported = len(replicas)
         self._least, self._most = config.min_replicas or 1, min(launched, config.max_replicas or launched)
         if self._least > self._most:
@@ -66,18 +67,18 @@ class ElasticReplicas(Observer):
 
     def on_train_begin(self, driver: Driver) -> None:
         self._driver = driver
-        for replica in self._servers.get_replicas()[self._most :] if self._spares else ():
-            self._rest(replica)
+        if self._spares is not None:
+            for replica in self._servers.get_replicas()[self._most :]:
+                self._spares.suspend(replica, self._report)
 
     def on_step(self, step: Step) -> dict[str, float]:
         advice, metrics = self._advice(step)
         if self._spares is None:
             return metrics
-        self.report_changes()
         return metrics | self.scale(0 if step.last else advice, step.number)
 
     def _advice(self, step: Step) -> tuple[int, dict[str, float]]:
-        ahead = None if step.reply is None else step.reply.metrics.get(names.STREAM_AHEAD)
+        ahead = None if step.reply is None else step.reply.metrics.get(names.AHEAD_S)
         # None: rollout stands still while the actor trains
         if ahead is None or not (step.seconds > 0 and step.replicas):
             return 0, {}
@@ -91,25 +92,16 @@ class ElasticReplicas(Observer):
         generated, trained = map(median, zip(*self._seen, strict=True)) if self._seen else (0.0, 0.0)
         advice = advise(generated, trained, step.replicas) if len(self._seen) == WINDOW else 0
         advice = advice if self._least <= step.replicas + advice <= self._most else 0
-        if advice and advice != self._logged:
-            what = "one more" if advice > 0 else "one less"
-            behind = generated - trained
-            logger.info("%d replicas: %s is better (generation %+.1f s behind training)", step.replicas, what, behind)
-        self._logged = advice
-        return advice, {names.STREAM_BEHIND: generated - trained, names.STREAM_ELASTIC: float(advice)}
-
-    # ---- hands ----
-
-    def report_changes(self) -> None:
-        """Report a changed number of replicas at the end of a step: one died, or a new one serves."""
-        if len(self._servers.get_replicas()) != self._reported:
-            self._report()
+        return advice, {names.BEHIND_S: generated - trained, names.REPLICA_ADVICE: float(advice)}
 
     def scale(self, advice: int, version: int) -> dict[str, float]:
-        """Carry out an advice under the published policy ``version``, which is the actor's; return metrics."""
+        """Carry out an advice under the published policy ``version``, which is the actor's; return metrics. Report a
+        changed number of replicas to the coordinator, also if one died or a new one serves."""
         assert self._spares is not None
         serving = self._servers.get_replicas()
-        metrics = {names.STREAM_REPLICAS: float(len(serving))}
+        if len(serving) != self._reported:
+            self._report()
+        metrics = {names.REPLICAS_SERVING: float(len(serving))}
         began = time.monotonic()
         if advice > 0 and len(serving) + self._spares.missing < self._most:  # starting replicas count
             replica = self._spares.wake_up(version)
@@ -118,20 +110,13 @@ class ElasticReplicas(Observer):
             self._report()
         elif advice < 0 and len(serving) > self._least:
             replica = serving[-1]
-            metrics[names.STREAM_MOVED] = float(self._rest(replica))
+            metrics[names.REPLICA_MOVES] = float(self._spares.suspend(replica, self._report))
         else:
             return metrics
-        metrics[names.STREAM_CHANGE] = time.monotonic() - began
-        what, count = "serves again" if advice > 0 else "rests", len(self._servers.get_replicas())
-        logger.info(
-            "replica %d %s; %d of %d serve now (%.1f s)",
-            *(replica.replica_rank, what, count, self._launched, metrics[names.STREAM_CHANGE]),
-        )
+        metrics[names.REPLICA_CHANGE_S] = time.monotonic() - began
+        what = "serves again" if advice > 0 else "rests"
+        logger.info("replica %d %s; %d of %d serve now", replica.replica_rank, what, self._reported, self._launched)
         return metrics
-
-    def _rest(self, replica: Any) -> int:
-        assert self._spares is not None
-        return self._spares.suspend(replica, lambda address: self._report(address))
 
     def _report(self, leaves: str = "") -> int:
         self._reported = len(self._servers.get_replicas())

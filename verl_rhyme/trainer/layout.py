@@ -38,6 +38,6 @@ def _metrics(tags: Sequence[dict[str, Any]], mini_batch: int) -> dict[str, float
     lengths = [tag["response_len"] for tag in tags if not tag.get("is_padding", False)]
     means = np.array([tag["seq_len"] for tag in tags]).reshape(-1, mini_batch).mean(axis=1)
     return {
-        names.SORTED_ORDER: sortedness(lengths),
-        names.SORTED_MINI_BATCH_SPREAD: float(means.max() / means.min()) if means.min() > 0 else 1.0,
+        names.BATCH_ORDER: sortedness(lengths),
+        names.MINI_BATCH_SPREAD: float(means.max() / means.min()) if means.min() > 0 else 1.0,
     }

@@ -1,6 +1,5 @@
 """Observers of a run, which do not affect what is trained: history, event log, length ranker, number of replicas. The
-trainer calls each at the same points of a step. Recorder and ranker handle their own failures: a counter, one warning,
-and the step continues."""
+trainer calls each at the same points of a step."""
 
 from __future__ import annotations
 
@@ -31,24 +30,23 @@ class Observer:
     """Base class whose methods do nothing; subclasses override the ones they need."""
 
     def on_train_begin(self, driver: Driver) -> None:
-        """Called when the coordinator is open and no step has begun."""
+        """The coordinator is open, and no step has begun."""
 
     def on_prompts(self, prompts: Mapping[str, Any]) -> None:
-        """Called with messages by prompt key, before their prompts are passed to the coordinator."""
+        """Messages by prompt key, before their prompts are passed to the coordinator."""
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
-        """Called when an update batch is collected and its rewards are known, before it trains and verl pads and
-        reorders it. Steps count from 1, epochs from 0."""
+        """An update batch with its rewards, before verl pads and reorders it. Epochs count from 0."""
 
     def on_step(self, step: Step) -> Mapping[str, float]:
-        """Called when a step has ended and its policy is published; returns metrics of it."""
+        """A step has ended, and its policy is published; returns metrics of it."""
         return {}
 
     def save(self, folder: str) -> None:
-        """Called to write to a checkpoint's folder, before verl marks it as the latest."""
+        """Write to a checkpoint's folder, before verl marks the checkpoint as the latest."""
 
     def load(self, folder: str) -> None:
-        """Called when the run resumes from the checkpoint in this folder."""
+        """The run resumes from the checkpoint in this folder."""
 
     def close(self) -> None:
-        """Called when the run ends."""
+        """The run ends."""

@@ -20,7 +20,6 @@ import transfer_queue as tq
 from tensordict.tensorclass import NonTensorData
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.utils import need_reward_model
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -43,17 +42,34 @@ from verl_rhyme.processes.stored_samples import StoredSamples
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.scheduling.retries import RolloutError
 from verl_rhyme.trainer.base import RhymeTrainerMixin
-from verl_rhyme.trainer.checkpoints import STATE_FILE
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.elastic import ElasticReplicas
-from verl_rhyme.trainer.fetching import data_parallel_ranks
 from verl_rhyme.trainer.layout import arrange_batch
-from verl_rhyme.trainer.observers import Step
+from verl_rhyme.trainer.observers import Observer, Step
 from verl_rhyme.trainer.ranking import Ranking
 from verl_rhyme.trainer.stages import Stages
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, check_while_waiting
 
 logger = logging.getLogger(__name__)
+
+
+class _PromptsInFlight(Observer):
+    """Keeps the coordinator's state in checkpoints; :attr:`state` is that of the one from which the run resumed."""
+
+    state: dict[str, Any] | None = None
+
+    def on_train_begin(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def save(self, folder: str) -> None:
+        Path(folder, "prompts_in_flight.json").write_text(json.dumps(self._driver.state()))
+
+    def load(self, folder: str) -> None:
+        path = Path(folder, "prompts_in_flight.json")
+        if path.is_file():
+            self.state = json.loads(path.read_text())
+        else:
+            logger.warning("%s does not exist: the checkpoint's prompts in flight, if it had some, are lost", path)
 
 
 class RhymePipelineTrainer(RhymeTrainerMixin):
@@ -97,9 +113,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
                 uid, number = sample_of(batch.keys[wrong[0]].rpartition("_")[0])
                 raise RolloutError(
                     f"the reward model returned {rewards[wrong[0]]} for sample {number} of prompt {uid}, and "
-                    f"{len(wrong)} of {len(rewards)} rewards are not finite, but training needs finite numbers: check "
-                    "the reward model (reward.reward_model). Then start the same command: it resumes from the last "
-                    "checkpoint."
+                    f"{len(wrong)} of {len(rewards)} rewards are not finite: check the reward model "
+                    "(reward.reward_model). Then start the same command: it resumes from the last checkpoint."
                 )
         return batch
 
@@ -160,7 +175,6 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         self.rules = rules
         self.topology: Topology = Separate(self) if rules.separate else Colocated(self)
         self._filters = self._resolve_filter_groups_metric()
-        self._state: dict[str, Any] | None = None  # state from the checkpoint that the run resumed from
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
         self._streams = rules.separate and self._rhyme.streaming.part is not None
         self._stages = Stages(self, streams=self._streams)
@@ -180,6 +194,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
+        self._in_flight = _PromptsInFlight()
+        self.observers.append(self._in_flight)
         ranker = self._rhyme.lengths.ranker
         if ranker is not None:  # it starts while models load
             if problem := unusable(ranker, len(self.tokenizer)):
@@ -198,10 +214,11 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         self.observers.append(self._elastic())
         self.topology.prepare(self.rules)
         self._driver = Driver(setting, self._fetch_prompts, self.agent_loop_manager.replace_workers)
-        self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
+        version, workers = self.global_steps - 1, self.agent_loop_manager.agent_loop_workers
+        self._driver.open(workers, self._in_flight.state, version)
         for observer in self.observers:
             observer.on_train_begin(self._driver)
-        self._publish(self.global_steps - 1)
+        self._publish(version)
 
     def _setting(self) -> RunSettings:
         slots = self._request_slots()
@@ -296,33 +313,16 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     @property
     def actor_ranks(self) -> int:
         """Data parallel ranks of the actor."""
-        return max(data_parallel_ranks(self.actor_rollout_wg, "actor")) + 1
+        workers = self.actor_rollout_wg
+        if "actor" not in workers._dispatch_info:
+            workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
+        return max(workers._dispatch_info["actor"]) + 1
 
     def _sortedness(self) -> float:
         actor = self.config.actor_rollout_ref.actor
         mini_batches = self.config.data.train_batch_size // actor.ppo_mini_batch_size
         factor = actor.get("loss_scale_factor")
         return training_order(self._rhyme.scheduling.order, mini_batches, str(actor.loss_agg_mode), factor)
-
-    # ---- checkpoints ----
-
-    def _save_checkpoint(self) -> None:
-        folder = Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / STATE_FILE).write_text(json.dumps(self._driver.state()))
-        super()._save_checkpoint()
-
-    def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()
-        if self.global_steps == 0:
-            return
-        path = self._checkpoint_folder() / STATE_FILE
-        if path.is_file():
-            self._state = json.loads(path.read_text())
-        else:
-            logger.warning(
-                "%s does not exist: another trainer mode made this checkpoint; its prompts in flight are lost", path
-            )
 
     def fit(self, agent_loop_manager: Any) -> None:
         try:
@@ -345,20 +345,10 @@ class _Separate(PPOTrainerSeparateAsync):
     """verl's trainer without its rule of one weight sync per mini-batch: here a sync follows each training step."""
 
     def __init__(self, config: Any) -> None:
-        rollout = config.actor_rollout_ref.rollout
-        for ok, remedy in (
-            (rollout.nnodes > 0, "actor_rollout_ref.rollout.nnodes must be above 0: separate engines need nodes"),
-            (rollout.n_gpus_per_node > 0, "actor_rollout_ref.rollout.n_gpus_per_node must be above 0"),
-            (
-                not need_reward_model(config) or config.reward.reward_model.enable_resource_pool,
-                "reward.reward_model.enable_resource_pool must be true: separate engines never free their memory",
-            ),
-        ):
-            if not ok:
-                raise ConfigError(f"trainer_mode=separate_async: {remedy}")
-        self._enable_hybrid_replicas = bool(config.actor_rollout_ref.get("hybrid_engine", True))
-        PPOTrainer.__init__(self, config)
-        self.hybrid_rollout_config = omega_conf_to_dataclass(config.trainer.v1.separate_async.hybrid_rollout)
+        mini_batches = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
+        config.trainer.v1.separate_async.parameter_sync_step = mini_batches  # verl demands it
+        super().__init__(config)
+        self.parameter_sync_step = 1
 
 
 class RhymePipelineSeparate(RhymePipelineTrainer, _Separate):

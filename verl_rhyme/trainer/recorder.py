@@ -33,6 +33,7 @@ from verl_rhyme.observability.alarms import AcceptanceAlarm
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import DRAFTER, drafter_metrics, step_metrics
+from verl_rhyme.once import warn_once
 from verl_rhyme.processes.messages import Reply
 from verl_rhyme.processes.request import FIELD
 from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
@@ -47,18 +48,18 @@ logger = logging.getLogger(__name__)
 MAX_LAG = 2
 
 
-def _guarded(method: Callable[..., None]) -> Callable[..., None]:
-    """Make a method of the recorder count its seconds and errors, and raise nothing."""
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method of the recorder count its seconds and errors; it returns ``None`` instead of raising one."""
 
     @functools.wraps(method)
-    def guarded(self: Recorder, *args: Any, **kwargs: Any) -> None:
+    def guarded(self: Recorder, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         try:
-            method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         except Exception:
             self._errors += 1
-            if self._errors == 1:
-                logger.warning("recording failed; training continues (logged once)", exc_info=True)
+            warn_once(logger, "recording failed; training continues (logged once)", exc_info=True)
+            return None
         finally:
             self._seconds += time.perf_counter() - started
 
@@ -86,12 +87,10 @@ class Recorder(Observer):
         self._closing = False
         self._steps = 0  # ended steps
         self._lock = threading.Lock()  # guards _store, _tokens, _drafter
-        self._late = False
         self._requests: list[dict[str, Any]] = []
         self._seconds = 0.0
         self._drafter: Counter[str] = Counter()  # sums of DRAFTER in this step, also of untrained samples
         self._errors = 0
-        self._fetched_rewards = False
         self._alarm = AcceptanceAlarm()
         self._store: dict[str, Any] = {}
         self._untrained = 0  # recorded responses of this step that are not trained
@@ -106,9 +105,7 @@ class Recorder(Observer):
 
     def on_step(self, step: Step) -> dict[str, float]:
         self._steps += 1
-        metrics: dict[str, float] = {}
-        self._take_metrics(metrics, step.rollout_s)
-        return metrics or {names.HISTORY_ERRORS: float(self._errors)}
+        return self._take_metrics(step.rollout_s) or {names.HISTORY_ERRORS: float(self._errors)}
 
     def save(self, folder: str) -> None:
         self.join()
@@ -197,10 +194,10 @@ class Recorder(Observer):
         self._pending.append(self._executor.submit(method, *args))
 
     @_guarded
-    def _take_metrics(self, metrics: dict[str, float], rollout_s: float) -> None:
+    def _take_metrics(self, rollout_s: float) -> dict[str, float]:
         with self._lock:
             requests, self._requests = self._requests, []
-            metrics |= {
+            metrics = {
                 names.ROLLOUT_S: rollout_s,
                 names.HISTORY_UPDATE_S: self._seconds,
                 names.HISTORY_ERRORS: float(self._errors),
@@ -221,6 +218,7 @@ class Recorder(Observer):
             metrics[names.SPEC_ALARM] = float(self._alarm.active)
         if drafter:
             metrics |= drafter_metrics(drafter)  # also of untrained samples
+        return metrics
 
     @_guarded
     def _record(self, samples: _Samples, step: int, part: int, epoch: int) -> None:
@@ -279,13 +277,13 @@ class Recorder(Observer):
         with self._lock:
             for name, lost in (("dropped", len(batch.prompts)), ("lost_steps", 1)):
                 self._store[name] = self._store.get(name, 0) + lost
-        if not self._late:
-            self._late = True
-            logger.warning(
-                f"recording is more than {MAX_LAG} steps behind training: the history leaves out whole batches, and "
-                "drafts come from older responses (rollout/history/dropped; logged once). The trainer's node has too "
-                "few free cores or a slow disk below history.dir; history.epochs limits the work per prompt"
-            )
+        warn_once(
+            logger,
+            "recording is more than %d steps behind training: the history leaves out whole batches, and drafts come "
+            "from older responses (rollout/history/dropped; logged once). The trainer's node has too few free cores or "
+            "a slow disk below history.dir; history.epochs limits the work per prompt",
+            MAX_LAG,
+        )
 
     @_guarded
     def _record_untrained(self, samples: _Samples, step: int, epoch: int) -> None:
@@ -306,9 +304,7 @@ class Recorder(Observer):
         try:
             return self._history.rewards(stored)
         except HistoryUnavailable as error:
-            if not self._fetched_rewards:
-                self._fetched_rewards = True
-                logger.warning("the trainer fetches rewards for the event log itself (logged once): %s", error)
+            warn_once(logger, "the trainer fetches rewards for the event log itself (logged once): %s", error)
             return stored.rewards()
 
     def _append_responses(self, batch: TrainedBatch, step: int) -> None:

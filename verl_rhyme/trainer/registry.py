@@ -13,8 +13,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.checks import startup
 from verl_rhyme.config import config_tree
-from verl_rhyme.trainer.base import RhymeTrainerMixin
-from verl_rhyme.trainer.checkpoints import continue_metrics
+from verl_rhyme.trainer.base import RhymeTrainerMixin, continue_metrics
 from verl_rhyme.trainer.pipeline import RhymePipelineColocated, RhymePipelineSeparate
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, check_while_waiting
 

@@ -9,7 +9,6 @@ several mini-batches or epochs per training step, or estimators that compare tra
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -30,20 +29,13 @@ from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import Part
 from verl_rhyme.scheduling.training_order import arrange
-from verl_rhyme.trainer.fetching import Fetching
 
 logger = logging.getLogger(__name__)
 
 #: ``algorithm.adv_estimator`` that compare only trajectories of the same prompt.
 GROUP_ESTIMATORS = (
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
+    *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo"),
+    *("optimal_token_baseline", "tir_optimal_token_baseline"),
 )
 _UPDATES_WAIT = "gradients wait for the whole batch (%s); the stages before them are streamed"
 #: ``policy_loss.loss_mode`` that are sums over tokens, divided as ``loss_agg_mode`` defines. Not these: ``sapo`` and
@@ -88,7 +80,6 @@ class Stages:
         if why is not None:
             logger.warning(_UPDATES_WAIT, why)
         self.updates = streams and why is None  # else the trainer goes on with the whole batch's advantages
-        self._fetching = Fetching(trainer, holds=self.updates)
         self._begin()
 
     def check_workers(self) -> None:
@@ -100,7 +91,7 @@ class Stages:
 
     def _stop_updates(self, why: str) -> None:
         self._trainer.actor_rollout_wg.drop_update()
-        self.updates = self._fetching.holds = False
+        self.updates = False
         logger.warning(_UPDATES_WAIT, why)
 
     def _begin(self) -> None:
@@ -135,8 +126,8 @@ class Stages:
         )
         metrics.update(self._metrics.get_aggregated_metrics())
         if self._streams:
-            metrics[names.STREAM_EARLY] = early / max(1, len(batch.keys))
-            metrics[names.STREAM_PARTS] = len(self._batches)
+            metrics[names.EARLY_SHARE] = early / max(1, len(batch.keys))
+            metrics[names.PARTS] = len(self._batches)
         if self.updates:
             with marked_timer("update_actor", self._trainer.timing_raw, color="red"):
                 trained = next(each for each in self._trainer.actor_rollout_wg.finish_update() if each is not None)
@@ -151,7 +142,7 @@ class Stages:
         rows = [(key, tag) for key, tag in zip(keys, tags, strict=True) if key not in self._done]
         if not rows:
             return
-        trainer, fetching, timing = self._trainer, self._fetching, self._trainer.timing_raw
+        trainer, timing = self._trainer, self._trainer.timing_raw
         actor, rollout = trainer.config.actor_rollout_ref.actor, trainer.config.actor_rollout_ref.rollout
         mini_batch = actor.ppo_mini_batch_size * rollout.n
         if self.updates and len(self._done) + len(rows) > mini_batch:
@@ -162,21 +153,17 @@ class Stages:
         batch = KVBatchMeta(partition_id=TRAIN, keys=keys, tags=tags)
         batch.extra_info["temperature"] = rollout.temperature
         batch = self._pad_and_balance(batch, last)
-        fetching.begin_part()
-        # In bypass mode no worker computes old log-probs.
-        bypassed = (trainer.config.algorithm.get("rollout_correction") or {}).get("bypass_mode")
-        on_workers = contextlib.nullcontext() if bypassed else fetching.stage(batch)
-        with marked_timer("old_log_prob", timing, color="blue"), on_workers:
+        with marked_timer("old_log_prob", timing, color="blue"):
             batch = trainer._compute_old_log_prob(batch, metrics=of_tokens)
         trainer.load_prompts()
         if trainer.use_reference_policy:
-            with marked_timer("ref", timing, color="olive"), fetching.reference_stage(batch):
+            with marked_timer("ref", timing, color="olive"):
                 batch = trainer._compute_ref_log_prob(batch, metrics=metrics)
             trainer.load_prompts()
         if self.updates:
             with marked_timer("adv", timing, color="brown"):
                 batch = trainer._compute_advantage(batch, metrics=metrics)
-            with marked_timer("update_actor", timing, color="red"), fetching.stage(batch, new=True):
+            with marked_timer("update_actor", timing, color="red"):
                 batch.extra_info[PART] = True
                 trainer._update_actor(batch, metrics={})
                 del batch.extra_info[PART]

@@ -9,10 +9,9 @@ from typing import Any
 
 from ray.exceptions import ActorUnavailableError
 
-from verl_rhyme.coordinator.replicas import SpareReplicas, readmit
 from verl_rhyme.processes.deaths import ReplicaDied, dead, is_death
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.weights.manager import RelayManager
+from verl_rhyme.trainer.replicas import SpareReplicas, readmit
 
 #: Seconds between two checks of the replicas while the trainer waits.
 _CHECK_S = 20.0
@@ -24,14 +23,10 @@ class Topology:
     """Interface between a trainer of verl and its engines. It decides nothing; the coordinator does."""
 
     separate: bool  # engines are disaggregated, and run while the actor trains (Rules.separate)
+    _engines: Any  # verl's checkpoint manager, which syncs, stops and resumes the engines
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-
-    @property
-    def _engines(self) -> Any:
-        """verl's checkpoint manager, which syncs, stops and resumes the engines."""
-        raise NotImplementedError
 
     @property
     def _lost_after(self) -> float:
@@ -121,8 +116,7 @@ class Separate(Topology):
         return list(self.spares.resting) if "spares" in vars(self) else []
 
     def sync_weights(self) -> None:
-        if isinstance(self._engines, RelayManager):
-            self._over_deaths(self._engines.finish_deliveries)
+        self._over_deaths(self._engines.finish_deliveries)
 
     def stop(self) -> None:
         self._over_deaths(super().stop)
@@ -131,7 +125,7 @@ class Separate(Topology):
         self._over_deaths(super().resume)
 
     def _over_deaths(self, call: Callable[[], None]) -> None:
-        """Call all replicas. On failure, replace dead ones first, or wait out broken connections, and try again."""
+        """Call all replicas. If some died meanwhile, replace them, wait out broken connections, and try again."""
         for _ in range(_DEATHS):
             try:
                 return call()
@@ -148,8 +142,7 @@ class Separate(Topology):
             # Engines on the actor's devices serve as well, so that there is no memory to send weights from.
             return Colocated(self._trainer).replace_dead(version)
         died = self.spares.replace_dead(version, waits)
-        if isinstance(self._engines, RelayManager):
-            self._engines.check()
+        self._engines.check()
         return died
 
 

@@ -29,15 +29,13 @@ _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 def claim(root: Path = SHARED_MEMORY, heir_of: str | None = None) -> Folder:
     """Make a folder of this process in ``root``, and remove the folders of dead processes there.
 
-    ``heir_of``, the folder of a dead process, is taken over if it still exists; its versions are incomplete until
-    :meth:`Folder.recover`. Raises WeightsError if the folder cannot be made.
+    ``heir_of``, the folder of a dead process, is taken over with its complete versions if it still exists. Raises
+    WeightsError if the folder cannot be made.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
         if heir_of is not None and _take_over(Path(heir_of)):
-            folder = Folder(heir_of)
-            folder.mark_unverified()
-            return folder
+            return Folder(heir_of)
         path = root / f"{_PREFIX}{uuid.uuid4().hex}"
         while (held := lock(lock_of(path), create=True)) is None:
             time.sleep(0.001)  # another process's cleanup holds the lock briefly; it leaves unsigned locks alone

@@ -98,9 +98,6 @@ class Delivery:
             if self._urgent <= self._loaded:
                 self._hurry.clear()
 
-    def invalidate(self, version: int) -> None:
-        self._loaded = min(self._loaded, version - 1)
-
 
 async def _every(calls: Iterable[Awaitable[Any]]) -> None:
     """Wait for all calls, then raise the first error: no call is in flight afterwards."""

@@ -82,7 +82,7 @@ class RelayCheckpointEngine(CheckpointEngine):
         assert self._folder is not None
         assert global_steps is not None
         deadline = time.monotonic() + _TIMEOUT_S
-        while global_steps not in self._folder.versions():  # nodes of one replica receive it at different times
+        while not self._folder.has(global_steps):  # nodes of one replica receive it at different times
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"weights of version {global_steps} did not arrive in {self._folder.path} within {_TIMEOUT_S:.0f} s"

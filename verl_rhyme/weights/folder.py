@@ -1,8 +1,7 @@
 """Weight versions as files of one node.
 
 A version is a folder of safetensors files, its *parts*, and a manifest of them. The manifest is written last: a version
-with a manifest is complete. Only the user who runs training may read the files. A process can take over the folder of
-a dead one (:mod:`~verl_rhyme.weights.claims`); a version there is complete again only after all of it was verified.
+with a manifest is complete. Only the user who runs training may read the files.
 """
 
 from __future__ import annotations
@@ -11,22 +10,20 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from verl_rhyme.weights.transfer import Chunk, Part, digest, identity
+from verl_rhyme.weights.transfer import Chunk, Part
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
 _MANIFEST = "manifest.json"
-#: Name of an unverified manifest in a folder that was taken over.
-_UNVERIFIED = "manifest.left"
 
 
 class WeightsError(RuntimeError):
@@ -46,6 +43,10 @@ class Folder:
     def versions(self) -> list[int]:
         """Return the complete versions, in order."""
         return sorted(int(folder.parent.name) for folder in self.path.glob(f"*/{_MANIFEST}"))
+
+    def has(self, version: int) -> bool:
+        """Return whether a version is complete."""
+        return (self._of(version) / _MANIFEST).exists()
 
     def incomplete_versions(self) -> list[int]:
         return sorted({int(each.name) for each in self.path.iterdir() if each.is_dir()} - set(self.versions()))
@@ -112,25 +113,19 @@ class Folder:
     def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors, memory-mapped where possible. :meth:`is_read` is true until the last one.
 
-        Raises WeightsError if the version is missing or a part is incomplete; after the last tensor, if the version was
-        written again during the read, so that the tensors may be of both.
+        Raises WeightsError if the version is missing or a part is incomplete.
         """
         from safetensors import safe_open
 
         with self._manifest(version) as manifest:
             fcntl.flock(manifest, fcntl.LOCK_SH)  # until it is closed, or this process ends
-            parts = _parts(manifest.read())
-            for number, part in enumerate(parts):
+            for number, part in enumerate(_parts(manifest.read())):
                 file = self._file(version, number)  # its checksums were verified on arrival
                 if not file.exists() or file.stat().st_size != part.bytes:
                     raise WeightsError(f"{file} is incomplete: weights of version {version} cannot be loaded from it")
                 with safe_open(file, framework="pt") as tensors:
                     for name in tensors.keys():  # noqa: SIM118 - not a dict
                         yield name, tensors.get_tensor(name)
-        if self.parts(version) != parts:
-            raise WeightsError(
-                f"weights of version {version} were written again during the load: the tensors may be of both writes"
-            )
 
     def is_read(self, version: int) -> bool:
         """Whether any process reads a version, also one unknown to this node's relay."""
@@ -142,37 +137,6 @@ class Folder:
         except (WeightsError, OSError):  # it is missing, or the file system has no such locks
             pass
         return False
-
-    # ---- remains of a dead owner, or of an interrupted transfer ----
-
-    def mark_unverified(self) -> None:
-        for manifest in self.path.glob(f"*/{_MANIFEST}"):
-            manifest.rename(manifest.with_name(_UNVERIFIED))
-
-    def recover(self, version: int, wanted: str) -> bool:
-        """Verify an unverified version and make it complete; return whether it is intact and of the wanted identity."""
-        manifest = self._of(version) / _UNVERIFIED
-        if not manifest.exists() or identity(parts := _parts(manifest.read_text())) != wanted:
-            return False
-        if any(self.damaged_chunks(version, number, part) for number, part in enumerate(parts)):
-            return False
-        manifest.rename(manifest.with_name(_MANIFEST))
-        return True
-
-    def damaged_chunks(self, version: int, number: int, part: Part) -> list[int]:
-        """Read a part and return its chunks that are missing or whose checksum differs."""
-        damaged = []
-        for index, wanted in enumerate(part.digests):
-            data = self.read_chunk(version, Chunk(number, index), part)
-            if data is None or digest(data.data) != wanted:
-                damaged.append(index)
-        return damaged
-
-    def remove_foreign_files(self, version: int, parts: Sequence[Part]) -> None:
-        for file in self._of(version).glob("*.safetensors"):
-            number = int(file.stem)
-            if number >= len(parts) or file.stat().st_size > parts[number].bytes:
-                file.unlink()
 
     # ---- names ----
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,17 +25,10 @@ from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.weights.claims import SHARED_MEMORY, claim
 from verl_rhyme.weights.delivery import Delivery, Target
 from verl_rhyme.weights.folder import UnsentError, WeightsError
-from verl_rhyme.weights.receiving import (
-    LinkError,
-    Receiver,
-    Timeouts,
-    newest_base,
-    request_parts,
-    start_transfer,
-)
+from verl_rhyme.weights.receiving import ANSWER_S, LinkError, Receiver, newest_base, request_parts
 from verl_rhyme.weights.samples import Sent
 from verl_rhyme.weights.sending import Base, Sender
-from verl_rhyme.weights.transfer import Chunk, Part, all_chunks, identity
+from verl_rhyme.weights.transfer import Chunk, Part, all_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +79,10 @@ class Relay:
         add_log_handler()
         self._folder = claim(SHARED_MEMORY if root is None else Path(root), heir_of)
         self._sender = Sender(self._folder)
-        self._pack, self._timeouts = pack, Timeouts(min(60.0, silence), silence)
+        self._pack, self._silence = pack, silence
         self._tally: Counter[str] = Counter()
         self._remote_requests: dict[int, float] = {}  # when another site last requested a version, or it as base
         self._fetches: dict[int, asyncio.Task[None]] = {}
-        self._running: set[asyncio.Task[None]] = set()  # also fetches of removed versions
-        self._identities: dict[int, str] = {}  # from the trainer
         self._versions: dict[int, _Version] = {}
         self._changed = asyncio.Condition()
         self._removed: set[int] = set()
@@ -102,10 +93,10 @@ class Relay:
         return str(self._folder.path)
 
     async def close(self) -> None:
-        for fetch in self._running:
+        fetches = list(self._fetches.values())
+        for fetch in fetches:
             fetch.cancel()
-        if self._running:
-            await asyncio.wait(self._running)
+        await asyncio.gather(*fetches, return_exceptions=True)
         self._folder.close()
 
     async def take_tally(self) -> Counter[str]:
@@ -116,98 +107,68 @@ class Relay:
     # ---- the actor's node ----
 
     async def expect(self, version: int) -> str:
-        """Make room for a version that the actor is about to write, instead of any of its number; return the folder."""
+        """Make room for a version that the actor is about to write; return the folder."""
         self._make_room(version)
-        self._replace(version)
-        await self._expect_again(version)
         return await self.folder()
 
-    async def publish(self, version: int) -> str:
-        """Offer a complete version to other nodes and return its identity."""
-        parts = self._folder.parts(version)
-        self._versions[version] = _Version(parts, set(all_chunks(parts)))
-        self._identities[version] = identity(parts)
+    async def has(self, version: int) -> bool:
+        """Return whether a version is complete here; if so, offer it to other nodes."""
         await self._notify()
-        return self._identities[version]
-
-    async def recover(self, version: int, wanted: str) -> bool:
-        """Offer a version from a dead relay's folder; return whether it is intact."""
-        if not await asyncio.to_thread(self._folder.recover, version, wanted):
-            return False
-        await self.publish(version)
-        return True
+        return self._folder.has(version)
 
     # ---- between nodes ----
 
     async def parts(self, version: int) -> list[Part]:
         """Return the parts of a version, once they are known here. Raises WeightsError if it was removed."""
-        await self._until(version, lambda: version in self._versions)
-        return self._versions[version].parts
+        return (await self._known(version)).parts
 
     async def chunk(
         self, version: int, chunk: Chunk, base: Base | None = None, pack: bool = False, remote: bool = False
     ) -> np.ndarray:
         """Return the coded chunk, uint8[M], once it is stored; for another site if ``remote``. Raises WeightsError."""
-        await self._until(version, lambda: version in self._versions and chunk in self._versions[version].stored)
-        parts = self._versions[version].parts
+        parts = (await self._known(version, chunk)).parts
         if remote:
             requested = [version] if base is None else [version, base.version]
             self._remote_requests |= dict.fromkeys(requested, asyncio.get_running_loop().time())
         return await asyncio.to_thread(self._sender.encode_chunk, version, chunk, parts, base, pack)
 
-    async def fetch(self, version: int, wanted: str, sources: list[tuple[Any, bool]]) -> None:
+    async def fetch(self, version: int, sources: list[tuple[Any, bool]]) -> None:
         """Start to fetch a version, unless it is here or being fetched. Errors are raised by :meth:`deliver`.
-
-        Only the version of the identity ``wanted`` is accepted. ``sources``: relays to try in order, and whether at
-        another site.
+        ``sources``: relays to try in order, and whether at another site.
         """
-        self._expect_identity(version, wanted)
-        known = self._fetches.get(version)
-        if version in self._folder.versions() or (known is not None and not known.done()):
+        running = self._fetches.get(version)
+        if self._folder.has(version) or (running is not None and not running.done()):
             return
-        fetch = asyncio.create_task(self._fetch(version, wanted, sources, list(self._running)))
+        self._removed.discard(version)
+        fetch = asyncio.create_task(self._fetch(version, sources, list(self._fetches.values())))
         fetch.add_done_callback(lambda each: each.cancelled() or each.exception())  # no delivery may await it
-        fetch.add_done_callback(self._running.discard)
-        self._running.add(fetch)
         self._fetches[version] = fetch
 
-    async def _fetch(
-        self, version: int, wanted: str, sources: list[tuple[Any, bool]], before: list[asyncio.Task[None]]
-    ) -> None:
-        if before:  # the folder has room for one fetch at a time
-            await asyncio.wait(before)
+    async def _fetch(self, version: int, sources: list[tuple[Any, bool]], before: list[asyncio.Task[None]]) -> None:
+        await asyncio.gather(*before, return_exceptions=True)  # the folder has room for one fetch at a time
         for other in self._folder.incomplete_versions():
-            if other != version:
-                self._folder.remove(other)
+            self._folder.remove(other)
         self._make_room(version)
-        await self._expect_again(version)
-        if await self.recover(version, wanted):
-            return
         receiver: Receiver | None = None
-        for number, (relay, remote) in enumerate(sources, 1):
-            source = RaySource(relay, remote)
-            try:
-                parts = await request_parts(source, version, self._timeouts)
-                if identity(parts) != wanted:
-                    raise WeightsError(f"a source has other weights under version {version}")
-                if receiver is None:
-                    receiver = await self._receiver(version, parts)
-                return await self._receive(receiver, source, version, remote)
-            except Exception as error:
-                if number < len(sources) and isinstance(error, (RayError, LinkError, WeightsError)):
+        try:
+            for number, (relay, remote) in enumerate(sources, 1):
+                source = RaySource(relay, remote)
+                try:
+                    if receiver is None:
+                        receiver = await self._receiver(version, await request_parts(source, version, self._silence))
+                    return await self._receive(receiver, source, version, remote)
+                except (RayError, LinkError, WeightsError) as error:
+                    if number == len(sources):
+                        raise
                     logger.warning("fetching weights of version %d from another node: %s", version, last_line(error))
-                    continue
-                if self._fetches.get(version) is asyncio.current_task():  # else another fetch of it has started
-                    self._versions.pop(version, None)  # the chunks stay in the folder for the next fetch
-                    self._removed.add(version)
-                    await self._notify()
-                raise
+        except Exception:
+            self._versions.pop(version, None)
+            self._removed.add(version)
+            await self._notify()
+            raise
 
     async def _receiver(self, version: int, parts: list[Part]) -> Receiver:
-        transfer = await start_transfer(self._folder, version, parts)
-        stored = set(all_chunks(parts)) - set(transfer.missing)
-        if stored:
-            logger.warning("weights of version %d: resuming the transfer, %d chunks are stored", version, len(stored))
+        stored: set[Chunk] = set()
         self._versions[version] = _Version(parts, stored)
         await self._notify()
 
@@ -215,7 +176,7 @@ class Relay:
             stored.add(chunk)
             await self._notify()
 
-        return Receiver(self._folder, version, transfer, on_chunk, self._timeouts)
+        return Receiver(self._folder, version, parts, on_chunk, self._silence)
 
     async def _receive(self, receiver: Receiver, source: RaySource, version: int, remote: bool) -> None:
         before = Counter(receiver.counts)
@@ -234,19 +195,8 @@ class Relay:
 
     # ---- replicas ----
 
-    async def deliver(
-        self,
-        replica: Target,
-        version: int,
-        patient: bool = False,
-        wanted: str | None = None,
-        sent: Sent | None = None,
-    ) -> None:
-        """Have a replica of this node load a version, once it is here; as :meth:`Delivery.update`. ``wanted`` is the
-        version's identity, ``None`` if it is known here.
-        """
-        if wanted is not None:
-            self._expect_identity(version, wanted)
+    async def deliver(self, replica: Target, version: int, patient: bool = False, sent: Sent | None = None) -> None:
+        """Have a replica of this node load a version, once it is here; as :meth:`Delivery.update`."""
         delivery = self._deliveries.setdefault(replica.rank, Delivery(self._hold))
         await delivery.update(replica, version, patient, sent)
 
@@ -258,61 +208,47 @@ class Relay:
 
     @asynccontextmanager
     async def _hold(self, version: int) -> AsyncIterator[None]:
+        """Wait until a version is here, and keep it during the load."""
         self._loading[version] += 1
         try:
-            await self._wait_stored(version)
+            if not self._folder.has(version):
+                await self._wait_fetched(version)
             yield
         finally:
             self._loading[version] -= 1
 
-    async def _wait_stored(self, version: int) -> None:
-        while version not in self._folder.versions():
-            if (fetch := self._fetches.get(version)) is None:
-                raise UnsentError(
-                    f"weights of version {version} were not sent to this node; it has versions "
-                    f"{self._folder.versions()}"
-                )
-            try:
-                return await asyncio.shield(fetch)
-            except RayActorError as error:  # a new relay may replace the source
-                raise UnsentError(
-                    f"weights of version {version} could not be fetched from another node: {last_line(error)}"
-                ) from error
-            except (RayError, LinkError) as error:
-                raise WeightsError(
-                    f"weights of version {version} could not be fetched from another node: {error}"
-                ) from error
-            except asyncio.CancelledError:
-                if not fetch.cancelled():
-                    raise  # else the version is written again
-
-    def _expect_identity(self, version: int, wanted: str) -> None:
-        known = self._identities.get(version)
-        if known is None and version in self._folder.versions():
-            known = identity(self._folder.parts(version))
-        if known not in (None, wanted):
-            self._replace(version)
-        self._identities[version] = wanted
-
-    def _replace(self, version: int) -> None:
-        """Remove a version that is written again; replicas load it again."""
-        self._remove(version)
-        for delivery in self._deliveries.values():
-            delivery.invalidate(version)
-
-    async def _expect_again(self, version: int) -> None:
-        self._removed.discard(version)
-        await self._notify()
+    async def _wait_fetched(self, version: int) -> None:
+        if (fetch := self._fetches.get(version)) is None:
+            raise UnsentError(
+                f"weights of version {version} were not sent to this node; it has versions {self._folder.versions()}"
+            )
+        problem = f"weights of version {version} could not be fetched from another node"
+        try:
+            await asyncio.shield(fetch)
+        except RayActorError as error:  # a new relay may replace the source
+            raise UnsentError(f"{problem}: {last_line(error)}") from error
+        except (RayError, LinkError) as error:
+            raise WeightsError(f"{problem}: {error}") from error
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _until(self, version: int, here: Callable[[], bool]) -> None:
+    async def _known(self, version: int, chunk: Chunk | None = None) -> _Version:
+        """Wait until the parts of a version are known, and a chunk is stored. Raises WeightsError if it was removed."""
+
+        def found() -> _Version | None:
+            if version not in self._versions and self._folder.has(version):
+                parts = self._folder.parts(version)
+                self._versions[version] = _Version(parts, set(all_chunks(parts)))
+            known = self._versions.get(version)
+            return known if known is not None and (chunk is None or chunk in known.stored) else None
+
         async with self._changed:
-            await self._changed.wait_for(lambda: here() or version in self._removed)
-        if not here():
+            await self._changed.wait_for(lambda: found() is not None or version in self._removed)
+        if (known := found()) is None:
             raise WeightsError(f"weights of version {version} were removed to make room for newer ones")
+        return known
 
     def _make_room(self, coming: int) -> None:
         """Remove old versions that no replica loads. The newest one that another site fetches is kept: else a site
@@ -320,19 +256,14 @@ class Relay:
         """
         others = [version for version in self._folder.versions() if version != coming]
         old = others[: max(0, len(others) - KEPT + 1)]
-        since = asyncio.get_running_loop().time() - self._timeouts.answer
+        since = asyncio.get_running_loop().time() - ANSWER_S
         remote = [version for version in old if self._remote_requests.get(version, since) > since]
         for version in old:
             if not self._loading[version] and version not in remote[-1:] and not self._folder.is_read(version):
-                self._remove(version)
-
-    def _remove(self, version: int) -> None:
-        self._folder.remove(version)
-        self._removed.add(version)
-        if fetch := self._fetches.get(version):
-            fetch.cancel()
-        for known in (self._versions, self._fetches, self._remote_requests, self._identities):
-            known.pop(version, None)
+                self._folder.remove(version)
+                self._removed.add(version)
+                for known in (self._versions, self._fetches, self._remote_requests):
+                    known.pop(version, None)
 
 
 def start(node: str, root: str | None, *options: Any) -> Any:

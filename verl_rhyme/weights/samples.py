@@ -7,7 +7,6 @@ rounding to the engine's dtype.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import re
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from verl_rhyme.once import warn_once
 from verl_rhyme.weights.folder import WeightsError
 
 #: Elements of a tensor that are compared.
@@ -121,7 +121,14 @@ def _differences(sent: Sent, workers: list[Held]) -> Iterator[str]:
             part = "a part of it was" if name in found else "it was not"
             yield f"{name}: {part} loaded" + (f"; {less} got less than it holds" if less else "")
         uncompared.add(_NUMBER.sub(".*", name))
-    _log_kinds(uncompared, {name.partition(".")[0] for name in aside})
+    for name in sorted(uncompared):
+        warn_once(logger, f"{name} is not compared, since vLLM's loader computes other values of it or drops it")
+    for tower in sorted({name.partition(".")[0] for name in aside}):
+        warn_once(
+            logger,
+            f"the actor sends no weights for {tower} of the engines, outside of the language model: there the engines "
+            "keep those that they started with (random ones with load_format=dummy)",
+        )
 
 
 def _other_values(sent: Sent, worker: Held) -> Iterator[tuple[str, float, float]]:
@@ -151,22 +158,15 @@ def _unequal(sent: torch.Tensor, held: torch.Tensor, scale: float) -> list[int]:
     return torch.nonzero(~same).flatten().tolist()
 
 
-_logged = set[str]()
-
-
-def _log_kinds(names: set[str], towers: set[str]) -> None:
-    if new := sorted(names - _logged):
-        _logged.update(new)
-        logger.warning("not compared, since vLLM's loader computes other values of it or drops it: %s", ", ".join(new))
-    if parts := sorted(towers - _logged):
-        _logged.update(parts)
-        logger.warning(
-            "the actor sends no weights for %s of the engines, outside of the language model: there the engines keep "
-            "those that they started with (random ones with load_format=dummy)",
-            ", ".join(parts),
-        )
-
-
-@functools.cache
 def log_uncompared(why: str) -> None:
-    logger.warning("the weights of the engines are not compared with the actor's: %s", why)
+    warn_once(logger, f"the weights of the engines are not compared with the actor's: {why}")
+
+
+def sent_by(actor: Any) -> Sent | None:
+    """Return the samples that an actor's workers took when they sent their weights; ``None`` if they took none."""
+    take: Any = getattr(actor, "sent_weights", None)  # a method of our workers
+    for sent in () if take is None else take():
+        if sent is not None:
+            return sent
+    log_uncompared("the actor's worker or its backend sends them in another way than verl's")
+    return None

@@ -76,8 +76,13 @@ CASES = [
     ("full", [f"{E}.logprobs_mode=raw_logprobs"], ["logprobs_mode=policy_logprobs", f"set {R}.logprobs_mode"]),
     (
         "full",
-        [f"actor_rollout_ref.model.path={MODELS}/qwen3_next"],
-        ["qwen3_next with", "drafting.enable=true: its recurrent layers", f"set {NO_DRAFTS}"],
+        [f"actor_rollout_ref.model.path={MODELS}/nemotron_h"],
+        ["nemotron_h with", "drafting.enable=true: its recurrent layers", f"set {NO_DRAFTS}"],
+    ),
+    (
+        "full",
+        [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", f"{R}.enable_prefix_caching=true"],
+        ["enable_prefix_caching=true with", "qwen3_next", "states of recurrent layers", "enable_prefix_caching=false"],
     ),
     (
         "sorted",

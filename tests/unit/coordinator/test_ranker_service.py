@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ray.exceptions import PendingCallsLimitExceeded
 
 from tests.unit.lengths.worlds import SMALL, VOCABULARY, pairs
 from verl_rhyme.coordinator.ranker_service import RankerActor, unusable
@@ -54,9 +55,16 @@ def test_each_prompt_is_scored_once_and_the_coordinator_expects_its_length(folde
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls of the ranker's actor; ``results`` of those that ended, by number."""
+    """Calls of the ranker's actor, at most three; ``results`` of those that ended, by number."""
     made = SimpleNamespace(sent=[], results={})
-    made.score = SimpleNamespace(remote=lambda *call: made.sent.append(call) or len(made.sent) - 1)
+
+    def score(*call):
+        if len(made.sent) == 3:
+            raise PendingCallsLimitExceeded("3 calls are pending")
+        made.sent.append(call)
+        return len(made.sent) - 1
+
+    made.score = SimpleNamespace(remote=score)
 
     def wait(pending, **_):
         return [call for call in pending if call in made.results], [c for c in pending if c not in made.results]
@@ -65,8 +73,10 @@ def calls(monkeypatch):
         if isinstance(made.results[call], Exception):
             raise made.results[call]
 
-    monkeypatch.setattr(ranking, "ray", SimpleNamespace(wait=wait, get=get, kill=lambda actor: None))
-    made.observer = ranking.Ranking("folder", None, {}, actor=made)
+    for name, value in {"wait": wait, "get": get, "remote": lambda cls: made}.items():
+        monkeypatch.setattr(ranking.ray, name, value)
+    made.options = lambda **_: SimpleNamespace(remote=lambda *_: made)
+    made.observer = ranking.Ranking("folder", None, {})
     made.observer.on_train_begin(SimpleNamespace(coordinator="coordinator"))
     return made
 
@@ -83,10 +93,9 @@ def test_failures_are_counted_and_logged_once(calls, caplog) -> None:
 
 
 def test_calls_of_a_hung_ranker_are_left_out_and_counted(calls) -> None:
-    for _ in range(ranking._MAX_PENDING + 2):
+    for _ in range(5):
         calls.observer.on_prompts({"key": "text"})
-    assert len(calls.sent) == ranking._MAX_PENDING
-    assert calls.observer.failures == 2
+    assert (len(calls.sent), calls.observer.failures) == (3, 2)
 
 
 def test_unusable_folders_are_reported_before_a_run(folder, tmp_path) -> None:

@@ -12,9 +12,7 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import adaptive
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
-from verl_rhyme.drafting.histories import PENDING
 from verl_rhyme.drafting.policy import DecodeStep
-from verl_rhyme.engine.threads import PlanningThreads
 from verl_rhyme.history.record import PromptHistory, Trajectory
 
 WIDTH, KEYS = 700, [bytes([i]) * 16 for i in range(4)]
@@ -39,7 +37,7 @@ class Histories:
         return PromptHistory.decode(history.encode()) if rng.random() < 0.5 else history
 
     def get(self, key):
-        return PENDING if self.rng.random() < 0.7 else self.make()
+        return None if self.rng.random() < 0.7 else self.make()
 
     def release(self, key, history):
         if history is not None:
@@ -58,8 +56,9 @@ def one_engine(rng):
         max_tokens=int(rng.choice([1, 2, 32, 128])),
         weigh_cost=bool(rng.random() < 0.5),
     )
-    histories, threads = Histories(rng, vocabulary), PlanningThreads(int(rng.integers(1, 4)))
-    drafter = AdaptiveDrafter(config, histories, int(rng.choice([1, 2, 8, 32])), allowed, threads)
+    histories, threads = Histories(rng, vocabulary), int(rng.integers(1, 4))
+    slots = int(rng.choice([1, 2, 8, 32]))
+    drafter = AdaptiveDrafter(config, histories.get, slots, allowed, threads, histories.release)
     rows = int(rng.choice([1, 3, 16, 70]))
     tokens, lengths = np.zeros((rows, WIDTH), np.int32), np.zeros(rows, int)
     texts = [np.resize(rng.integers(0, vocabulary, 9), WIDTH).astype(np.int32) for _ in KEYS]

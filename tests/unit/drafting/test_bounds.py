@@ -6,13 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_rhyme.config import DraftingConfig
-from verl_rhyme.drafting.bounds import (
-    logits_budget,
-    logits_row_bytes,
-    profiled_bytes,
-    request_limits,
-    step_budget,
-)
+from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget
 
 MEMORY = DraftingConfig().logits_memory
 sizes = {"vocab": st.integers(1, 300_000), "rows": st.integers(1, 1024), "memory": st.integers(0, 16 << 30)}
@@ -22,7 +16,8 @@ sizes = {"vocab": st.integers(1, 300_000), "rows": st.integers(1, 1024), "memory
 def test_the_logits_budget_is_the_largest_that_fits(vocab, rows, memory, idle, itemsize, ranks):
     slots = rows + idle
     budget = logits_budget(vocab, rows, slots, memory, itemsize, ranks)
-    room, row = memory + profiled_bytes(vocab, itemsize, slots), logits_row_bytes(vocab, itemsize, ranks)
+    room = memory + slots * vocab * (2 * itemsize + 2 * 4)  # two rows of logits and two float32 tables were profiled
+    row = vocab * itemsize if ranks == 1 else 2 * vocab * itemsize + -(-vocab * itemsize // ranks)
     assert not budget or (rows + budget) * row <= room
     assert (rows + budget + 1) * row > room
 
@@ -33,12 +28,6 @@ def test_memory_suffices_for_any_step_of_verls_size(slots):
     for rows in {1, slots // 2, slots}:
         wanted = min(step_budget(8192, rows, False), 32 * rows)
         assert logits_budget(152_064, rows, slots, MEMORY) >= wanted
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_wide_batch_with_gathered_logits_has_a_budget(ranks):
-    assert logits_budget(152_064, 256, 256, MEMORY, ranks=ranks) > 10 * 256
-    assert logits_budget(152_064, 1024, 1024, MEMORY, ranks=ranks) > 3 * 1024
 
 
 @given(step=st.integers(0, 10_000), rows=st.integers(0, 1024))
@@ -57,7 +46,5 @@ def test_request_never_drafts_past_its_end():
         cap=32,
     )
     assert limits.tolist() == [32, 2, 0, 4, 0, 0, 0]
-
-
-def test_vllms_limit():
-    assert request_limits(np.array([0]), np.array([0]), np.array([10**6]), 10**6, 1000).tolist() == [128]
+    vllms = request_limits(np.array([0]), np.array([0]), np.array([10**6]), 10**6, 1000)
+    assert vllms.tolist() == [128]

@@ -25,39 +25,17 @@ def draft(index, context, limit=32, reward_weight=1.0):
     return choice.choose(index, low, high, limit, reward_weight).tolist()
 
 
-def test_rewarded_wins_among_equally_frequent():
-    assert draft(history([1, 2, 3], [1, 2, 9], rewards=[1.0, 0.0]), [1, 2]) == [3]
-    assert draft(history([1, 2, 3], [1, 2, 9], rewards=[-1.0, 5.0]), [1, 2]) == [9]
-
-
-def test_votes_are_count_plus_weighted_mean():
-    # 3: 2 + w * 0.25, 9: 1 + w * 1; equal at w = 4/3.
-    index = history([1, 2, 3], [1, 2, 3], [1, 2, 9], [7], rewards=[0.5, 0.0, 1.0, 0.0])
-    assert draft(index, [1, 2], reward_weight=1.3) == [3]
-    assert draft(index, [1, 2], reward_weight=1.4) == [9]
-
-
-def test_the_last_recorded_breaks_a_tie():
-    assert draft(history([1, 2, 9], [1, 2, 3]), [1, 2]) == [3]
-    assert draft(history([1, 2, 3], [1, 2, 9]), [1, 2]) == [9]
-
-
-def test_stops_at_the_end_of_a_response():
-    assert draft(history([1, 2, 3]), [2, 3]) == []
-    assert draft(history([1, 2, 3], [7]), [1, 2]) == [3]
-    # Two of three responses end here, so the end wins.
-    assert draft(history([1, 2], [1, 2], [1, 2, 3]), [1, 2]) == []
-
-
-def test_non_finite_rewards_count_as_the_lowest():
-    index = history([1, 2, 3], [1, 2, 9], [7], rewards=[1.0, float("nan"), 0.0])
-    assert draft(index, [1, 2]) == [3]
-    assert index.scaled_reward.tolist() == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("rewards", [[0.5, 0.5], [float("nan"), float("inf")]])
-def test_equal_rewards_have_no_effect(rewards):
-    assert history([1], [2], rewards=rewards).scaled_reward.tolist() == [0.0, 0.0]
+@pytest.mark.parametrize(
+    ("rewards", "scaled"),
+    [
+        ([0.5, 0.5, 0.5], [0, 0, 0]),
+        ([float("nan"), float("inf"), 0.5], [0, 0, 0]),
+        ([3.0, float("nan"), 1.0], [1, 0, 0]),
+        ([-1.0, 0.0, 3.0], [0, 0.25, 1]),
+    ],
+)
+def test_finite_rewards_are_scaled_over_the_history(rewards, scaled):
+    assert history([1], [2], [3], rewards=rewards).scaled_reward.tolist() == scaled
 
 
 def test_frequent_match_is_sampled_over_its_whole_range():

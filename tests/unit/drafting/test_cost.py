@@ -59,35 +59,11 @@ def test_neighbouring_widths_share_what_they_know():
         assert price(cost, rows, 96) == pytest.approx(knee(rows, 96), rel=0.15), "this width was never seen"
 
 
-def test_six_steps_are_enough():
-    for truth in (linear(0.004, 0.006, 0.006), linear(0.010, 2e-5, 2e-5), linear(0.036, 0.0032, 0.003)):
-        cost = StepCost()
-        for drafted in (0, 4, 8, 0, 16, 4):
-            cost.observe(16, drafted, truth(16, drafted))
-        for drafted in (0, 4, 16):
-            assert price(cost, 16, drafted) == pytest.approx(truth(16, drafted), rel=0.05)
-
-
 def test_unknown_sizes_are_taken_in_small_steps():
     cost = teach(StepCost(), knee, (1, 4), 500, most=6)
     assert cost.room(64) == 16
     cost.observe(64, 16, knee(64, 16))
     assert cost.room(64) == 32
-
-
-def test_steps_that_prefill_are_enough():
-    """With short responses every step admits a request."""
-    truth = linear(0.036, 0.0032, 0.003)
-    cost = teach(StepCost(), truth, (14, 16), 60, prefilled=lambda rng: int(rng.integers(1, 300)))
-    for drafted in (0, 16, 48):
-        assert price(cost, 16, drafted) == pytest.approx(truth(16, drafted), rel=0.1)
-
-
-def test_follows_a_change():
-    """As contexts grow, a row costs more."""
-    cost = teach(StepCost(), linear(1e-3, 1e-4, 1e-4), (1, 64), 600)
-    teach(cost, linear(2e-3, 1e-4, 1e-5), (1, 64), 6000)
-    assert price(cost, 32, 50) == pytest.approx(5.7e-3, rel=0.1)
 
 
 def test_nothing_is_known_before_a_step():

@@ -12,7 +12,6 @@ from verl_rhyme.drafting import kernels
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.kernels import MAX_COUNT, ORDERS, WAYS
 from verl_rhyme.drafting.policy import DecodeStep
-from verl_rhyme.engine.threads import PlanningThreads
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
@@ -71,11 +70,13 @@ def test_full_bucket_keeps_frequent_and_drops_formerly_frequent_tokens():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sampled_tokens_are_counted_once(seed):
-    """Rows come in any order, some missing; prompts and texts of restarted requests are not counted."""
+    """Rows come in any order, some missing, and are overwritten before a deferred call counts; prompts and texts of
+    restarted requests are not counted.
+    """
     rng, rows = np.random.default_rng(seed), 6
-    pool = PlanningThreads(3)
-    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 16), lambda key: None, 4, threads=pool)
-    counts = np.zeros_like(drafter._live.arrays.counts)
+    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 16), lambda key: None, 4, threads=3)
+    counts, deferred = np.zeros_like(drafter._live.arrays.counts), []
+    drafter._threads.defer = deferred.append
     tokens, lengths, seen = np.zeros((rows, 600), np.int32), rng.integers(1, 12, rows), [0] * rows
     tokens[:] = rng.integers(0, [5, 300, 152_064][seed], tokens.shape)
     for row in range(rows):
@@ -91,9 +92,12 @@ def test_sampled_tokens_are_counted_once(seed):
         limits = np.full(len(batch), 32)
         names = [str(row) for row in batch]
         drafter.step(DecodeStep(names, batch, tokens, lengths[batch], nothing, nothing, limits, budget))
+        kept = tokens.copy()
+        tokens[:] = 7
+        deferred.pop()()
+        tokens[:] = kept
         for row in batch:  # the whole text in one call
             text = tokens[row, : lengths[row]].copy()
             kernels._count(counts, text, seen[row] or len(text) - 1, len(text))
             seen[row] = len(text)
-    pool.run([])
     np.testing.assert_array_equal(drafter._live.arrays.counts, counts)

@@ -4,17 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.drafting.engine import KEY, OTHER_KEY, history
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.paper import PaperDrafter, Window
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
-from verl_rhyme.history.record import PromptHistory, Trajectory
-
-KEY, OTHER = b"k" * 16, b"o" * 16
-
-
-def history(*responses):
-    return PromptHistory.build([Trajectory(KEY, np.array(r, np.int32), 1.0, 0, 0, i) for i, r in enumerate(responses)])
-
 
 COUNTING = history(range(100))
 
@@ -44,7 +37,6 @@ def test_window_follows_the_verification():
     assert one(drafter, [5, 6, 7], last=(4, 1)) == [8, 9]
     assert one(drafter, [5, 6, 7]) == [8, 9]
     assert drafter.finish("a") == RequestCounts(drafted_tokens=6, accepted_tokens=3, verify_steps=2, history_hit=True)
-    assert drafter.finish("a") == RequestCounts()
 
 
 def test_window_has_the_papers_sizes():
@@ -92,34 +84,21 @@ def test_short_budget_is_granted_in_turn():
     assert lengths(0, 9, 1) == [0, 4, 1]
 
 
-def test_prompt_without_history_has_no_draft():
-    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
-    assert drafter.finish("never started") == RequestCounts()
-    drafter.start("a", OTHER)
-    assert one(drafter, [0, 1, 2]) == []
-    assert drafter.finish("a") == RequestCounts(history_hit=False)
-
-
 def test_history_is_read_once_for_live_requests_of_a_prompt():
     reads = []
     drafter = PaperDrafter(DraftingConfig(), lambda key: reads.append(key) or COUNTING)
     for request in "abc":
         drafter.start(request, KEY)
     assert reads == [KEY]
+    drafter.start("a", KEY)
+    assert reads == [KEY], "a restart"
     for request in "abc":
         drafter.finish(request)
     drafter.start("d", KEY)
-    assert reads == [KEY, KEY]  # a later step sees what was recorded meanwhile
-
-
-def test_restart_resets_a_request():
-    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
-    drafter.start("a", KEY)
-    assert len(one(drafter, [0, 1, 2], last=(2, 2))) == 4
-    drafter.start("a", KEY)
-    assert one(drafter, [0, 1, 2]) == [3, 4]
-    drafter.finish("a")
+    assert reads == [KEY, KEY], "a later step sees what was recorded meanwhile"
+    drafter.finish("d")
     assert not len(drafter._histories)
+    assert drafter.finish("d") == RequestCounts()
 
 
 rows = st.lists(
@@ -145,7 +124,7 @@ def test_bounds_and_budget_are_never_exceeded_and_drafts_are_deterministic(respo
     pair = [PaperDrafter(DraftingConfig(max_tokens=20), {KEY: index}.get, match=(1, 5)) for _ in range(2)]
     for drafter in pair:
         for i in range(6):
-            drafter.start(str(i), KEY if i < 5 else OTHER)
+            drafter.start(str(i), KEY if i < 5 else OTHER_KEY)
     drafted = dict.fromkeys(range(6), 0)
     for batch, budget in steps:
         verified = [

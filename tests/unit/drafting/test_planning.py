@@ -7,24 +7,9 @@ from tests.unit.drafting.engine import KEY, Engine, history
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import adaptive
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
-from verl_rhyme.drafting.histories import PENDING
 from verl_rhyme.drafting.policies import build
-from verl_rhyme.engine.threads import PlanningThreads
 
 pytestmark = pytest.mark.xdist_group("kernels")  # one process compiles them in a fresh checkout
-
-
-class Late:
-    """A source that returns all histories as pending."""
-
-    def __init__(self):
-        self.released = []
-
-    def get(self, key):
-        return PENDING
-
-    def release(self, key, history):
-        self.released.append((key, history))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -35,9 +20,8 @@ def test_drafts_do_not_depend_on_the_number_of_threads(seed, monkeypatch):
     keys = [bytes([i]) * 16 for i in range(5)]
     texts = {key: rng.integers(0, 30, 400) for key in keys}
     histories = {key: history(*np.where(rng.random((3, 400)) < 0.1, 30, texts[key])) for key in keys[1:]}
-    pools = [PlanningThreads(count) for count in (1, 2, 5)]
     config = DraftingConfig(live_tokens=1 << 13, floor=0.02)
-    engine = Engine(*(AdaptiveDrafter(config, histories.get, 8, threads=pool) for pool in pools), rows=12)
+    engine = Engine(*(AdaptiveDrafter(config, histories.get, 8, threads=count) for count in (1, 2, 5)), rows=12)
     names = [""] * 12
     for number in range(150):
         for row, key in enumerate(keys * 2):
@@ -57,40 +41,11 @@ def test_drafts_do_not_depend_on_the_number_of_threads(seed, monkeypatch):
     assert (weights[0] != 0).any()
 
 
-def test_deferred_counting_does_not_read_the_engines_rows():
-    class Slow(PlanningThreads):
-        """Defers the counting until the engine has changed its rows."""
-
-        def defer(self, call):
-            self.call = call
-
-    texts = np.random.default_rng(0).integers(0, 50, (8, 200))
-    counted = []
-    for pool in (PlanningThreads(1), Slow(1)):
-        drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 13), lambda key: None, 8, threads=pool)
-        engine = Engine(drafter)
-        for row in range(8):
-            engine.start(str(row), texts[row, : 3 + row], bytes(16))
-        for _ in range(30):
-            sampled = {}
-            for row in range(8):
-                at = engine.lengths[str(row)]
-                sampled[str(row)] = texts[row, at : at + 1 + row % 4]
-            engine.step(sampled)
-            if isinstance(pool, Slow):
-                kept = engine.tokens.copy()
-                engine.tokens[:] = 7
-                pool.call()
-                engine.tokens[:] = kept
-        counted.append(drafter._live.arrays.counts)
-    assert counted[0].any()
-    np.testing.assert_array_equal(*counted)
-
-
 @pytest.mark.parametrize("policy", ["adaptive", "paper"])
 def test_running_requests_draft_from_a_history_that_arrives(policy):
-    source, text = Late(), np.random.default_rng(0).permutation(600)
-    drafter = build(DraftingConfig(policy=policy), source, 8, 1 << 30)
+    released, text = [], np.random.default_rng(0).permutation(600)
+    release = lambda key, history: released.append((key, history is not None))  # noqa: E731
+    drafter = build(DraftingConfig(policy=policy), lambda key: None, 8, 1 << 30, release=release)
     engine = Engine(drafter)
     engine.start("a", [1, 2])
     engine.start("b", [1, 2])
@@ -100,31 +55,17 @@ def test_running_requests_draft_from_a_history_that_arrives(policy):
     assert len(engine.follow("b", text[:200])) < 80, "its sibling has the history as well"
     assert not drafter.add_history(KEY, history(text)), "the prompt already has a history"
     assert drafter.finish("a").history_hit
-    assert source.released == []
+    assert released == []
     assert drafter.finish("b").history_hit
-    assert [key for key, _ in source.released] == [KEY]
+    assert released == [(KEY, True)]
     assert not drafter.add_history(KEY, history(text)), "no request waits"
-
-
-def test_request_with_pending_history_drafts_from_live_texts():
-    source, text = Late(), np.random.default_rng(0).permutation(600)
-    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), source, 8)
-    engine = Engine(drafter)
-    engine.start("a", [1, 2])
-    engine.start("b", [1, 2])
-    assert len(engine.follow("a", text[:200])) == 200
-    assert len(engine.follow("b", text[:200])) < 60
-    assert drafter.finish("a").history_hit is False
-    assert not drafter.add_history(b"o" * 16, history(text))
-    assert drafter.finish("b").history_hit is False
-    assert source.released == [(KEY, None)]
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["a newer history", "an unchanged history"])
 def test_siblings_stay_in_one_group_when_their_history_arrives(known):
     """The group's number changes with the history, and no text is indexed twice."""
     rng = np.random.default_rng(1)
-    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 14), Late(), 8)
+    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 14), lambda key: None, 8)
     engine = Engine(drafter)
     if known:
         engine.start("before", [1, 2])
@@ -141,20 +82,6 @@ def test_siblings_stay_in_one_group_when_their_history_arrives(known):
     slots = drafter._slots
     groups = {int(slots.group[request.slot]) for request in drafter._requests.values()}
     assert groups == set(drafter._live.arrays.group[drafter._live.arrays.fill > 0].tolist())
-
-
-def test_history_that_arrives_before_the_first_step_gives_the_same_drafts():
-    """The drafts equal those of a history that was never pending."""
-    rng = np.random.default_rng(2)
-    text = rng.integers(0, 40, 500)
-    known = history(np.where(rng.random(500) < 0.1, 41, text), text[::-1], step=3)
-    late = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), Late(), 8)
-    engine = Engine(late, AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), lambda key: known, 8))
-    for name in "abc":
-        engine.start(name, [1, 2])
-    late.add_history(KEY, known)
-    for i in range(400):
-        engine.step(dict.fromkeys("abc", text[i : i + 1]))
 
 
 def test_at_most_as_many_rows_are_planned_as_the_budget_has_tokens():

@@ -2,38 +2,16 @@
 
 import pytest
 
-from verl_rhyme.drafting.recurrent import recurrent
+from verl_rhyme.config import ConfigError
+from verl_rhyme.drafting.recurrent import check_layer, recurrent, undrafted
 
-ATTENTION = [
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_vl",
-    "gpt_oss",
-    "gemma3",
-    "olmo3",
-    "deepseek_v3",
-    "minimax_m2",
-]
+ATTENTION = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "gpt_oss", "gemma3", "olmo3", "minimax_m2"]
 RECURRENT = {
-    "qwen3_next": "linear_attention",
-    "qwen3_5": "qwen3_5",
-    "qwen3_5_moe": "qwen3_5_moe",
-    "olmo_hybrid": "linear_attention",
-    "minimax": "linear_attention",
-    "granitemoehybrid": "mamba",
-    "nemotron_h": "mamba",
-    "zamba2": "mamba",
-    "falcon_h1": "falcon_h1",
-    "falcon_mamba": "falcon_mamba",
-    "bamba": "bamba",
-    "jamba": "jamba",
-    "mamba": "mamba",
-    "mamba2": "mamba2",
+    **dict.fromkeys(["qwen3_next", "olmo_hybrid", "minimax"], "linear_attention"),
+    **dict.fromkeys(["granitemoehybrid", "nemotron_h", "zamba2", "mamba"], "mamba"),
+    **{name: name for name in ("qwen3_5", "qwen3_5_moe", "falcon_h1", "falcon_mamba", "bamba", "jamba", "mamba2")},
+    **{name: name for name in ("rwkv", "xlstm")},
     "recurrent_gemma": "recurrent",
-    "rwkv": "rwkv",
-    "xlstm": "xlstm",
 }
 
 
@@ -77,3 +55,19 @@ def test_families_of_transformers(model_type, sign):
 def test_published_files(config, sign):
     shown = recurrent(config)
     assert sign in shown if sign else shown == ""
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_delta_nets_of_qwen_are_drafted_for(model_type):
+    config = of(model_type)
+    assert undrafted(config) == ""
+    assert recurrent(config)
+    assert undrafted({**config, "architectures": ["NewHybridForCausalLM"]})
+
+
+def test_loaded_layers_are_checked():
+    check_layer("a.b", "QwenGatedDeltaNetAttention", "none")
+    with pytest.raises(ConfigError, match=r"layer a\.b is a MambaMixer2.*drafting\.enable=false"):
+        check_layer("a.b", "MambaMixer2", "none")
+    with pytest.raises(ConfigError, match="enable_prefix_caching=false"):
+        check_layer("a.b", "QwenGatedDeltaNetAttention", "align")

@@ -6,6 +6,7 @@ from itertools import count
 
 import numpy as np
 
+from tests.unit.drafting.engine import agreement
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.policy import DecodeStep
@@ -151,8 +152,3 @@ class VirtualEngine:
             for row in live[length[live] >= ends[live]].tolist():
                 self.drafter.finish(names.pop(row))
         return self.log
-
-
-def agreement(draft, path):
-    """Return the number of draft tokens that agree with the path."""
-    return next((i for i, (a, b) in enumerate(zip(draft, path, strict=False)) if a != b), min(len(draft), len(path)))

@@ -109,17 +109,6 @@ def ids_of(text):
     return TOKENIZER.encode(text)
 
 
-def test_drafted_tool_answer_after_a_stop_string_is_dropped():
-    """In a search loop the draft is an earlier response with the tool's answer after the stop string."""
-    text = ids_of("<search>x</search> <information>42")
-    stop = {"stop": ["</search>"], "include_stop_str_in_output": True}
-    undrafted = Front(**stop).run(text, [])
-    drafted = Front(**stop).run(text, [1, len(text)])
-    assert undrafted.outputs[-1].text == "<search>x</search>"
-    assert drafted.result == undrafted.result
-    assert drafted.aborted == undrafted.aborted == ["r-0"], "the engine still runs the request"
-
-
 @settings(max_examples=200)
 @given(
     text=st.text("ab<é", min_size=1, max_size=24),
@@ -159,12 +148,6 @@ def test_routed_experts_of_dropped_tokens_are_dropped():
     (final,) = front.outputs[-1:]
     assert len(final.token_ids) == 3
     assert final.routed_experts.ravel().tolist() == [0, 1, 2, 3]
-
-
-def test_step_without_stop_strings_gives_one_output():
-    front = Front()
-    front.step(ids_of("<y>z"))
-    assert len(front.outputs) == 1
 
 
 @settings(max_examples=150)

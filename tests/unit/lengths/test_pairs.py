@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.lengths.worlds import pairs
-from verl_rhyme.lengths.pairs import Pairs, identity, join_by_key
+from verl_rhyme.lengths.pairs import Pairs, identity
 
 
 @given(st.integers(2, 60), st.integers(0, 1000))
@@ -22,18 +22,15 @@ def test_held_out_prompts_stay_held_out_when_others_are_added(count, seed) -> No
     assert all((name <= border) == (name in sides[1][1]) for side in sides[0] for name in side), "one border for all"
 
 
-def test_pairs_are_split_and_joined() -> None:
+def test_pairs_are_split_and_evaluated() -> None:
     known = pairs(20)
     kept, aside = known.split(0.25)
     assert (len(kept), len(aside)) == (15, 5)
     assert not {identity(p) for p in kept.prompts} & {identity(p) for p in aside.prompts}
     assert len(known.excluding({identity(p) for p in kept.prompts})) == 5
-    assert known.evaluate(known.means)["share_20"] == 1.0
-    found = join_by_key({b"a": [1, 2], b"b": [3]}, {b"a": [5, 0], b"c": [9]})
-    assert [lengths.tolist() for lengths in found.lengths] == [[5, 1]]
-
-
-@pytest.mark.parametrize(("prompt", "lengths", "error"), [([], [1], "no tokens"), ([1], [], "no length")])
-def test_empty_rows_are_rejected(prompt, lengths, error) -> None:
-    with pytest.raises(ValueError, match=error):
-        Pairs.from_rows([(prompt, lengths)])
+    found = known.evaluate(known.means)
+    assert found["share_20"] == 1.0
+    assert found["rank_correlation"] == pytest.approx(1.0)
+    assert found["oracle_5"] == found["recall_5"] < 1
+    assert known.evaluate(-known.means)["recall_20"] < 0.1
+    assert Pairs.from_rows([([7], [5, 0])]).lengths[0].tolist() == [5, 1]

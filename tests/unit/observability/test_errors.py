@@ -66,10 +66,8 @@ def test_last_error_shows_exceptions_of_any_name(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text(
         "Traceback (most recent call last):\n"
-        '  File "main_ppo.py", line 45, in main\n'
         "ray.exceptions.RayTaskError(RolloutError): ray::Coordinator.enough() (pid=7)\n"
         '  File "rollout.py", line 3, in _fail\n'
-        "    raise RolloutError(\n"
         "verl_rhyme.scheduling.retries.RolloutError: no sample succeeds\n"
         "an unrelated line\n"
     )

@@ -60,11 +60,6 @@ def test_the_trace_is_valid(requests, stages) -> None:
         assert all(a[1] <= b[0] for a, b in pairwise(sorted(mine))), "spans overlap"
 
 
-def test_lanes_are_reused_lowest_first() -> None:
-    began, ended = np.array([0, 0, 1, 4, 4]), np.array([4, 2, 3, 9, 6])
-    assert trace.assign_lanes(began, ended).tolist() == [1, 0, 2, 1, 0]
-
-
 def test_a_request_shows_why_it_was_placed() -> None:
     first, second = (event for event in events_of([(0, (0.0, 1.0)), (0, (2.0, 1.0))], []) if event["ph"] == "X")
     assert first["args"]["placed_by"] == "x"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from verl_rhyme.placement import POLICIES, Fleet, Load, NoReplica, Placement, Request
+from verl_rhyme.placement import POLICIES, Load, NoReplica, Placement, Request
 
 
 def fleet_of(replicas, policy="least_loaded", **options):
@@ -121,16 +121,3 @@ def test_a_policy_that_fails_costs_no_request(monkeypatch, how):
         placement.release(str(i))
     placement.remove(where[0])
     assert not placement.fleet.requests.any()
-
-
-def test_shares_follow_capacity():
-    fleet = Fleet()
-    fleet.add("small")
-    for name, room in (("small", 1_000), ("large", 3_000)):
-        fleet.add(name, room)
-    assert fleet.share.tolist() == [0.25, 0.75]
-    for unknown in (None, 0):
-        fleet.add("large", unknown)
-    assert fleet.share.tolist() == [0.25, 0.75]
-    fleet.add("unknown")
-    assert set(fleet.share) == {1 / 3}

@@ -104,11 +104,9 @@ def exhaustive(given):
     for train, roll in itertools.product(given.pools, repeat=2):
         for tp in roll.replicas:
             for y, x in itertools.product(train.shares(train.training.copy_gpus), roll.shares(tp)):
-                if train is not roll or train.fits(x, y):
-                    try:
-                        found.append(split(given, (train, y), (roll, x), tp))
-                    except NoSplit:
-                        continue
+                apart = train is not roll or train.fits(x, y)
+                if apart and not (train.check_training(MODEL, y) or roll.check_replica(MODEL, given.work, tp)):
+                    found.append(split(given, (train, y), (roll, x), tp))
     return min(each.value for each in found)
 
 

@@ -11,10 +11,10 @@ from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.planning.planner import Problem, colocated, plan, split
 from verl_rhyme.planning.sites import Model, Pool
 from verl_rhyme.planning.times import Training, Work
+from verl_rhyme.planning.workload import Lengths
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Scenario
-from verl_rhyme.simulation.workload import Lengths
 
 LENGTHS = Lengths({50: 250, 90: 900, 99: 1800}, limit=2048)
 STEP = StepCost(base=0.01, row=5e-5, cached=1e-7)

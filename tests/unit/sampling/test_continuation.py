@@ -3,7 +3,7 @@
 import pytest
 from vllm import SamplingParams
 
-from verl_rhyme.sampling.continuation import ADAPTED, UNCHANGED, continued_options, restart_options
+from verl_rhyme.sampling.continuation import ADAPTED, UNCHANGED, restart_options
 
 #: Options of vLLM 0.24.0 that depend on the tokens of the response only, or keep state over them.
 OF_THE_RESPONSE = {
@@ -37,9 +37,3 @@ def test_default_values_do_not_restart_a_response():
     defaults = {name: getattr(SamplingParams(), name) for name in OF_THE_RESPONSE}
     assert restart_options(defaults) == []
     assert restart_options({"bad_words": [], "extra_args": {}}) == []
-
-
-def test_options_of_the_caller_are_not_modified():
-    given = {"min_tokens": 5, "seed": 1}
-    assert continued_options(given, 3, noise_by_position=False)["min_tokens"] == 2
-    assert continued_options(given, 0, noise_by_position=False) == given == {"min_tokens": 5, "seed": 1}

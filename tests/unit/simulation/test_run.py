@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
+from verl_rhyme.planning.workload import Lengths, Prompt
 from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.simulation import summary
 from verl_rhyme.simulation.engine import Request, Segment
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario
-from verl_rhyme.simulation.workload import Lengths, Prompt
 
 COST = ReplicaCost(StepCost(base=0.01, row=1e-4, cached=1e-7), prefill=1e-5, slots=8)
 BATCH: dict[str, Any] = {"batch_prompts": 8, "batch_samples": 32}
@@ -38,16 +39,8 @@ LENGTHS = Lengths({50: 100, 90: 400, 99: 900}, limit=1000)
 def scenario(mode: str = "sync", **changes: Any) -> Scenario:
     rules = RULES[mode]
     training = TrainingCost(token=1e-4, update=1.0, sync=0.5, reward=0.2)
-    return Scenario(
-        **{
-            "replicas": (COST,) * 3,
-            "rules": rules,
-            "training": training,
-            "colocated": not rules.separate,
-            "response_limit": 1000,
-            **changes,
-        }
-    )
+    given = {"replicas": (COST,) * 3, "rules": rules, "training": training, "response_limit": 1000}
+    return Scenario(**{**given, "colocated": not rules.separate, **changes})
 
 
 @pytest.mark.parametrize("mode", RULES)
@@ -69,6 +62,8 @@ def test_every_sample_is_trained_once(mode, room):
     for before, after in itertools.pairwise(steps):
         assert before.began <= before.collected < before.ended == after.began
     assert all(0 <= step.bubble <= 1 for step in steps)
+    wasted = sum(step.wasted for step in steps)
+    assert summary.totals(simulation)["wasted"] == pytest.approx(wasted / made, rel=0.01)
     for replica in simulation.cluster.engines:  # no more requests at a time than slots
         own = sorted((s.began, s.ended) for name, s in segments if name == replica)
         for at in {began for began, _ in own}:
@@ -78,16 +73,10 @@ def test_every_sample_is_trained_once(mode, room):
 
 
 @pytest.mark.parametrize("mode", ["sync", "separate, as loaded"])
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [
-        ("longest_first", {}),
-        ("histopipe", {"groups": 3, "tail": 1.0}),
-        ("skewness_aware", {}),
-    ],
-)
+@pytest.mark.parametrize("policy", ["longest_first", "histopipe", "skewness_aware"])
 @pytest.mark.parametrize("forecasts", ["history", "none"])
-def test_placed_by_forecasts_every_sample_is_trained_once(mode, policy, options, forecasts):
+def test_placed_by_forecasts_every_sample_is_trained_once(mode, policy, forecasts):
+    options = {"groups": 3, "tail": 1.0} if policy == "histopipe" else {}
     given = {"placement": policy, "options": options, "forecasts": forecasts}
     prompts = list(LENGTHS.epochs(32, 4, 2, 20))
     segments: list[tuple[str, Segment]] = []
@@ -156,15 +145,24 @@ def test_a_sample_migrated_to_a_replica_with_an_older_version_waits_there():
     assert seen, "no sample migrated to an older version: the test is void"
 
 
-def test_a_step_takes_as_long_as_its_longest_replica():
-    """One request per replica: times and bubble ratio have a closed form."""
+def test_steps_take_as_long_as_their_longest_replica():
+    """One request per replica: times and bubble ratios have a closed form."""
     costs = tuple(ReplicaCost(StepCost(base=0.01), slots=1) for _ in range(2))
     rules = Rules(batch_prompts=2, batch_samples=2, max_staleness=0)
-    prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300))]
-    [step] = Simulation(scenario(replicas=costs, rules=rules, training=TrainingCost(update=2.0)), prompts).run()
-    assert (step.rollout, step.seconds) == (pytest.approx(3.0), pytest.approx(5.0))
-    assert step.bubble == pytest.approx(1 - 400 / 600)
-    assert step.tokens == 400
+    training = TrainingCost(update=2.0, sync=1.0)
+    prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300, 200, 200))]
+    simulation = Simulation(scenario(replicas=costs, rules=rules, training=training), prompts)
+    steps = simulation.run()
+    assert [(step.rollout, step.seconds, step.tokens) for step in steps] == [
+        (pytest.approx(rollout), pytest.approx(rollout + 3.0), 400) for rollout in (3.0, 2.0)
+    ]
+    assert [step.bubble for step in steps] == pytest.approx([1 - 400 / 600, 0.0])
+    whole = summary.totals(simulation)
+    assert whole["bubble_ratio"] == pytest.approx(1 - 800 / 1000)
+    assert (whole["step_s"], whole["rollout_s"]) == (pytest.approx(5.5), pytest.approx(2.5))
+    assert (whole["tokens_per_s"], whole["wasted"]) == (pytest.approx(800 / 11), 0)
+    shares = [whole[f"trainer_{name}"] for name in ("waiting", "parts", "training", "weights")]
+    assert shares == pytest.approx([5 / 11, 0, 4 / 11, 2 / 11])
 
 
 def test_drafts_shorten_the_second_epoch():
@@ -194,31 +192,15 @@ def test_forecasts_improve():
     assert last["rank_correlation"] > 0.5
 
 
-def test_lengths_have_the_given_percentiles():
-    lengths = np.concatenate([prompt.lengths for prompt in LENGTHS.epochs(20_000, 4, 1, 20)])
+def test_lengths_have_the_given_percentiles_and_share_of_variance_between_prompts():
+    groups = np.array([prompt.lengths for prompt in LENGTHS.epochs(20_000, 4, 1, 20)])
     for percentile, tokens in ((50, 100), (90, 400), (99, 900)):
-        assert np.percentile(lengths, percentile) == pytest.approx(tokens, rel=0.06)
-    assert lengths.max() <= 1000
-
-
-def test_lengths_have_the_given_share_of_variance_between_prompts():
+        assert np.percentile(groups, percentile) == pytest.approx(tokens, rel=0.06)
+    assert groups.max() <= 1000
     groups = np.log([prompt.lengths for prompt in Lengths({10: 50, 90: 500}, 10**6, alike=0.6).epochs(5000, 8, 1, 1)])
-    within, total = groups.var(axis=1, ddof=1).mean(), groups.var()
-    assert 1 - within / total == pytest.approx(0.6, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"percentiles": {50: 100}}, "percentiles"),
-        ({"percentiles": {50: 100, 90: 90}}, "rising"),
-        ({"alike": 1.5}, "alike"),
-        ({"limit": 0}, "limit"),
-    ],
-)
-def test_invalid_lengths_raise(change, message):
-    with pytest.raises(ValueError, match=message):
-        Lengths(**{"percentiles": {50: 100, 90: 400}, "limit": 1000, **change})
+    assert 1 - groups.var(axis=1, ddof=1).mean() / groups.var() == pytest.approx(0.6, abs=0.03)
+    with pytest.raises(ValueError, match="percentiles must be two or more"):
+        Lengths({50: 100}, 1000)
 
 
 def test_regenerated_text_is_drafted_from_itself():

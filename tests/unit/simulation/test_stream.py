@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
+from verl_rhyme.planning.workload import Lengths, Prompt
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Scenario, Step
-from verl_rhyme.simulation.workload import Lengths, Prompt
 
 COST = ReplicaCost(StepCost(base=0.01, row=1e-4, cached=1e-7), prefill=1e-5, slots=8)
 TRAINING = TrainingCost(token=2e-4, update=1.0, part=0.3, sync=0.5)
@@ -112,20 +112,6 @@ def test_a_part_and_the_rest_in_closed_form():
         assert (step.collected, step.ended) == (pytest.approx(collected), pytest.approx(ended))
         assert step.idle_s == pytest.approx(collected - (through - 1.0))
         assert step.bubble == pytest.approx(1 - 400 / 600), "the wait for the part counts as a bubble"
-
-
-def test_a_heavy_tail_gains_most():
-    """Share of the trainer's time hidden behind the rollout: none if all requests end at once."""
-    training, wide = TrainingCost(token=4e-4, update=0.5), (ReplicaCost(COST.step, slots=32),) * 3
-    hidden = []
-    for spread in (1.0001, 2.0, 9.0):
-        prompts = made(1, 100, spread)
-        given = {"training": training, "replicas": wide}
-        plain, parts = (simulated(prompts, 0, each, **given)[-1].ended for each in (None, 1))
-        tokens = sum(int(prompt.lengths.sum()) + 80 for prompt in prompts)
-        hidden.append((plain - parts) / (training.token * tokens))
-    assert hidden[0] < 0.2
-    assert hidden[0] + 0.1 < hidden[1] < hidden[2] - 0.1
 
 
 def test_parts_train_before_replicas_have_the_version():

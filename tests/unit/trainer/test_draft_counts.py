@@ -47,44 +47,40 @@ def record(id, drafted=0):
     return {"id": id, "sample": 1, "drafted_tokens": drafted}
 
 
-def test_records_are_filled_by_id_which_is_removed():
-    servers = {"0/0": Server({"a": {"drafted_tokens": 5}}), "0/1": Server({"b": {"drafted_tokens": 7}})}
-    filled = DraftCounts(lambda: servers).fill([record("b"), record("a"), record("c")])
-    assert filled == [{"sample": 1, "drafted_tokens": drafted} for drafted in (7, 5, 0)]
+def filled(counts, *ids):
+    return [row["drafted_tokens"] for row in counts.fill([record(id) for id in ids])]
+
+
+def test_records_are_filled_by_id_which_is_removed_also_those_of_a_later_step():
+    servers = {"0/0": Server({"a": {"drafted_tokens": 5}, "d": {"drafted_tokens": 9}})}
+    servers["0/1"] = Server({"b": {"drafted_tokens": 7}})
+    counts = DraftCounts(lambda: servers)
+    rows = counts.fill([record("b"), record("a"), record("c")])
+    assert rows == [{"sample": 1, "drafted_tokens": drafted} for drafted in (7, 5, 0)]
     assert [server.calls for server in servers.values()] == [1, 1], "not one message per server"
-
-
-def test_counts_are_kept_for_records_of_a_later_step():
-    server = Server({"a": {"drafted_tokens": 5}, "b": {"drafted_tokens": 7}})
-    counts = DraftCounts(lambda: {"0/0": server})
-    assert counts.fill([record("a")])[0]["drafted_tokens"] == 5
-    assert counts.fill([record("b")])[0]["drafted_tokens"] == 7
+    assert filled(counts, "d") == [9]
     assert not counts._counts
 
 
 def test_silent_server_gets_no_second_request_and_its_late_answer_counts(caplog):
     server, other = Server({"a": {"drafted_tokens": 5}}, late=True), Server({"b": {"drafted_tokens": 7}})
     counts = DraftCounts(lambda: {"0/0": server, "0/1": other})
-    assert [row["drafted_tokens"] for row in counts.fill([record("x"), record("b")])] == [0, 7]
+    assert filled(counts, "x", "b") == [0, 7]
     counts.fill([])
     assert (server.calls, other.calls) == (1, 2)
     assert len(caplog.records) == 1
     server.late = False
-    assert counts.fill([record("a")])[0]["drafted_tokens"] == 5
+    assert filled(counts, "a") == [5]
     counts.fill([])
     assert server.calls == 2
 
 
-def test_dead_server_loses_only_its_counts(caplog):
-    dead, other = Server(draft_counts.ray.exceptions.RayActorError()), Server({"b": {"drafted_tokens": 7}})
-    filled = DraftCounts(lambda: {"0/0": dead, "0/1": other}).fill([record("a"), record("b")])
-    assert [row["drafted_tokens"] for row in filled] == [0, 7]
-    assert len(caplog.records) == 1
-
-
-def test_unclaimed_counts_are_bounded(monkeypatch):
+def test_dead_server_loses_only_its_counts_and_unclaimed_ones_are_bounded(monkeypatch, caplog):
     monkeypatch.setattr(draft_counts, "_MAX_KEPT", 3)
-    server = Server({str(i): {"drafted_tokens": i} for i in range(10)})
-    counts = DraftCounts(lambda: {"0/0": server})
+    dead, other = Server(draft_counts.ray.exceptions.RayActorError()), Server({"b": {"drafted_tokens": 7}})
+    counts = DraftCounts(lambda: {"0/0": dead, "0/1": other})
+    assert filled(counts, "a", "b") == [0, 7]
+    assert len(caplog.records) == 1
+    other.counts = {str(i): {"drafted_tokens": i} for i in range(10)}
     counts.fill([])
     assert list(counts._counts) == ["7", "8", "9"]

@@ -20,7 +20,7 @@ from verl_rhyme.trainer.observers import Step
 def step(replicas, generated, trained, last=False):
     """A step whose trainer waited for its batch, or whose batch was ready before."""
     seconds = max(generated, trained) + 1.0
-    values = {names.STREAM_AHEAD: seconds - generated}
+    values = {names.AHEAD_S: seconds - generated}
     return Step(1, seconds, seconds, last, replicas, seconds - trained, Reply([], [], values, {}, 0, [], {}))
 
 
@@ -28,7 +28,7 @@ def followed(elastic, replicas, times, steps):
     """Return the replicas by step where advice is followed."""
     found = []
     for number in range(steps):
-        replicas += round(elastic.on_step(step(replicas, *times(replicas, number)))[names.STREAM_ELASTIC])
+        replicas += round(elastic.on_step(step(replicas, *times(replicas, number)))[names.REPLICA_ADVICE])
         found.append(replicas)
     return found
 
@@ -66,25 +66,15 @@ def test_noise_of_a_few_percent_moves_no_replica(seed, replicas):
     assert set(followed(ElasticReplicas(), replicas, times, 60)) == {replicas}
 
 
-def test_one_odd_step_changes_nothing_and_pairs_count_as_their_mean():
+def test_one_odd_step_changes_nothing_pairs_count_as_their_mean_and_steps_after_a_change_do_not_count():
     odd = [(60 if number % 4 == 2 else 25, 24) for number in range(12)]
     assert followed(ElasticReplicas(), 4, lambda _, number: odd[number], 12) == [4] * 12
     elastic = ElasticReplicas()
     pairs = [elastic.on_step(step(4, 60 if number % 2 else 20, 24)) for number in range(6)]
-    assert [found[names.STREAM_ELASTIC] for found in pairs] == [0, 0, 0, 1, 1, 1]
-
-
-def test_steps_after_a_change_do_not_count():
+    assert [found[names.REPLICA_ADVICE] for found in pairs] == [0, 0, 0, 1, 1, 1]
+    assert pairs[-1][names.BEHIND_S] == 16
     seen = followed(ElasticReplicas(), 4, lambda *_: (60, 20), 2 * WINDOW + SETTLING)
     assert seen == [4] * (WINDOW - 1) + [5] * (WINDOW + SETTLING) + [6]
-
-
-def test_advice_is_logged_once_and_reports_how_far_generation_is_behind(monkeypatch):
-    elastic, logged = ElasticReplicas(), []
-    monkeypatch.setattr(module.logger, "info", lambda line, *values: logged.append(line % values))
-    found = [elastic.on_step(step(4, 20.0, 8.0)) for _ in range(WINDOW + 1)]
-    assert found[-1] == {names.STREAM_BEHIND: pytest.approx(12.0), names.STREAM_ELASTIC: 1}
-    assert logged == ["4 replicas: one more is better (generation +12.0 s behind training)"]
 
 
 def test_no_advice_without_overlap():
@@ -99,9 +89,9 @@ def test_seconds_a_batch_was_ready_before_it_was_taken():
     later = {**record, "finished_at": 114.0}
     collected = Collected(samples=[("a", 0)], lengths=[5], waited=[0], staleness=[0])
     batch = Batch(collected, ["a_0"], 0, [record, later], [], [], StepCounts(), 0, 0, {})
-    assert batch_metrics(batch, 4, taken=120.0)[names.STREAM_AHEAD] == 6.0
-    assert batch_metrics(batch, 4, taken=113.0)[names.STREAM_AHEAD] == 0.0  # clocks of two machines differ
-    assert names.STREAM_AHEAD not in batch_metrics(batch, 4)
+    assert batch_metrics(batch, 4, taken=120.0)[names.AHEAD_S] == 6.0
+    assert batch_metrics(batch, 4, taken=113.0)[names.AHEAD_S] == 0.0  # clocks of two machines differ
+    assert names.AHEAD_S not in batch_metrics(batch, 4)
 
 
 class Spares:
@@ -109,13 +99,17 @@ class Spares:
 
     def __init__(self, count, waking=()):
         self.serving = [SimpleNamespace(replica_rank=rank, workers=[None]) for rank in range(count)]
-        self.rested, self.waking, self.missing = [], list(waking), 0
+        self.rested, self.reported, self.waking, self.missing = [], [], list(waking), 0
 
-    def elastic(self, *limits, serve=lambda share, leaves: 0):
+    def serve(self, share, leaves):
+        self.reported.append(share)
+        return 5
+
+    def elastic(self, *limits):
         engine = SimpleNamespace(backend="relay", engine_kwargs={})
         servers = SimpleNamespace(get_replicas=lambda: self.serving)
         elastic = ElasticReplicas(ElasticConfig(*limits), servers, engine, self)
-        elastic.on_train_begin(SimpleNamespace(serve=serve))
+        elastic.on_train_begin(self)
         return elastic
 
     def suspend(self, replica, drain):
@@ -134,42 +128,26 @@ def test_advice_is_carried_out_within_the_limits_but_not_after_the_last_step():
     assert spares.rested == [3]
     for _ in range(WINDOW - 1):
         elastic.on_step(step(3, 8.0, 20.0))
-    assert "training/stream/moved" not in elastic.on_step(step(3, 8.0, 20.0, last=True))
-    assert elastic.on_step(step(3, 8.0, 20.0))["training/stream/moved"] == 0
+    assert names.REPLICA_MOVES not in elastic.on_step(step(3, 8.0, 20.0, last=True))
+    assert elastic.on_step(step(3, 8.0, 20.0))[names.REPLICA_MOVES] == 5
     assert spares.rested == [3, 2]
     for times in ((1, 100), (100, 1)):
-        advice = [elastic.on_step(step(2 + (times[0] > 1), *times))[names.STREAM_ELASTIC] for _ in range(8)]
+        advice = [elastic.on_step(step(2 + (times[0] > 1), *times))[names.REPLICA_ADVICE] for _ in range(8)]
         assert advice == [0] * 8, "beyond a limit"
-
-
-def test_starting_replicas_count_towards_the_maximum():
-    """A starting replica serves only minutes later; until then its place looked free."""
-    spares = Spares(4, waking=[SimpleNamespace(replica_rank=7)])
-    elastic = spares.elastic(1, 3)
-    del spares.serving[2:]
-    spares.missing = 1
-    assert "training/stream/change_s" not in elastic.scale(1, 7)
-    spares.missing = 0
-    assert "training/stream/change_s" in elastic.scale(1, 8)
-    assert not spares.waking
-
-
-def test_last_replica_rests_and_limits_hold():
-    spares = Spares(4)
-    elastic = spares.elastic(2, 3, serve=lambda share, leaves: 5)
-    assert elastic.scale(1, 1) == {"training/stream/replicas": 3}
-    assert elastic.scale(-1, 2)["training/stream/moved"] == 5
-    assert spares.rested == [3, 2]
-    assert elastic.scale(-1, 3) == elastic.scale(0, 3) == {"training/stream/replicas": 2}
+    assert elastic.scale(-1, 3) == elastic.scale(0, 3) == {names.REPLICAS_SERVING: 2}
     with pytest.raises(ConfigError, match=r"elastic.min_replicas=3: the run has only 2; lower it"):
         spares.elastic(3)
 
 
-def test_changed_number_of_replicas_is_reported():
-    spares, reported = Spares(4), []
-    elastic = spares.elastic(1, serve=lambda share, leaves: reported.append(share))
-    elastic.report_changes()
-    del spares.serving[3:]
-    elastic.report_changes()
-    elastic.report_changes()
-    assert reported == [0.75]
+def test_replicas_that_die_or_start_are_reported_and_count():
+    """A starting replica serves only minutes later; until then its place looked free."""
+    spares = Spares(4, waking=[SimpleNamespace(replica_rank=7)])
+    elastic = spares.elastic(1, 3)
+    elastic.scale(0, 6)
+    del spares.serving[2:]
+    spares.missing = 1
+    assert names.REPLICA_CHANGE_S not in elastic.scale(1, 7)
+    spares.missing = 0
+    assert names.REPLICA_CHANGE_S in elastic.scale(1, 8)
+    assert not spares.waking
+    assert spares.reported == [0.75, 0.5, 0.75]

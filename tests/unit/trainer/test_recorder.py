@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import replay_buffer
 
 from tests.conftest import examples
 from verl_rhyme.config import HistoryConfig
@@ -31,25 +32,27 @@ from verl_rhyme.trainer.observers import Step
 from verl_rhyme.trainer.recorder import MAX_LAG, Recorder, _Samples
 
 
+def ended(recorder):
+    return recorder.on_step(Step(1, 1.0, 1.0))
+
+
 def test_draft_errors_of_untrained_samples_are_counted_without_event_log():
     history = SimpleNamespace(restarts=0, rewards=lambda stored: np.zeros(0))
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
-    try:
-        rows = [{"id": name, "uid": "u", "draft_errors": 2, "draft_seconds": 0.5} for name in "ab"]
-        recorder.on_batch(KVBatchMeta(partition_id="train"), SimpleNamespace(wasted=rows, dropped=[]), step=1, epoch=0)
-        recorder.join()
-        measured = recorder.on_step(Step(1, 1.0, 1.0))
-        assert (measured[metrics.SPEC_ERRORS], measured[metrics.SPEC_DRAFT_S]) == (4, 1.0)
-        assert metrics.SPEC_ERRORS not in recorder.on_step(Step(1, 1.0, 1.0)), "counted once"
-    finally:
-        recorder.close()
+    rows = [{"id": name, "uid": "u", "draft_errors": 2, "draft_seconds": 0.5} for name in "ab"]
+    recorder.on_batch(KVBatchMeta(partition_id="train"), SimpleNamespace(wasted=rows, dropped=[]), step=1, epoch=0)
+    recorder.join()
+    measured = ended(recorder)
+    assert (measured[metrics.SPEC_ERRORS], measured[metrics.SPEC_DRAFT_S]) == (4, 1.0)
+    assert metrics.SPEC_ERRORS not in ended(recorder), "counted once"
+    recorder.close()
 
 
 def test_errors_are_counted_and_the_first_is_logged(caplog):
     recorder = Recorder(SimpleNamespace(restarts=0), None, lambda: 1, DraftCounts(dict))
     for _ in range(2):
         recorder.start(None, step=1, part=1, epoch=0)
-    measured = recorder.on_step(Step(1, 1.0, 1.0))
+    measured = ended(recorder)
     assert (measured[metrics.HISTORY_ERRORS], measured[metrics.HISTORY_LOST]) == (2, 2)
     assert caplog.text.count("recording failed") == 1
     recorder.close()
@@ -73,6 +76,11 @@ class Queue:
                 "rollout_log_probs": torch.full((3,), -0.1),
                 "extra_fields": {},
             }
+
+    def batch(self, *keys):
+        """Of these keys, or of all."""
+        keys = list(keys or self.data)
+        return KVBatchMeta(partition_id="train", keys=keys, tags=[self.tags[key] for key in keys])
 
     def kv_list(self):
         return {"train": {key: dict(tag) for key, tag in self.tags.items()}}
@@ -114,12 +122,18 @@ class Slow:
 PROMPTS = 9
 
 
+def install(monkeypatch, *modules):
+    """Return a queue that the modules use in place of TransferQueue."""
+    queue = Queue()
+    for module in ("verl_rhyme.processes.stored_samples", "verl_rhyme.trainer.recorder", *modules):
+        monkeypatch.setattr(f"{module}.tq", queue)
+    return queue
+
+
 @pytest.fixture
 def slow(tmp_path, monkeypatch):
     """A recorder, its queue, and its history, which gets the samples of each prompt as one piece."""
-    queue, history = Queue(), Slow(tmp_path / "h")
-    for module in ("verl_rhyme.processes.stored_samples", "verl_rhyme.trainer.recorder"):
-        monkeypatch.setattr(f"{module}.tq", queue)
+    queue, history = install(monkeypatch), Slow(tmp_path / "h")
     monkeypatch.setattr("verl_rhyme.processes.stored_samples.PIECE_BYTES", 1)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
     yield recorder, queue, history
@@ -132,13 +146,19 @@ def step_of(recorder, queue, history, step):
     """Train groups of two and clear them while one piece of the history is recorded."""
     for prompt in range(PROMPTS):
         queue.put_group(prompt, f"u{step}p{prompt}", [0.0, 1.0])
-    keys = list(queue.data)
-    batch = KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys])
+    batch = queue.batch()
     recorder.start(batch, step=step, part=step, epoch=step)
     history.permits.release()
     recorder.join()
-    queue.kv_clear(keys, "train")
-    return recorder.on_step(Step(1, 1.0, 1.0))
+    queue.kv_clear(batch.keys, "train")
+    return ended(recorder)
+
+
+def read(folder, prompt):
+    reader = HistoryReader(folder / "h", "vocabulary")
+    found = reader.get(prompt_key([prompt, prompt]))
+    reader.close()
+    return found
 
 
 def test_a_step_ends_before_the_history_has_its_samples(slow, tmp_path):
@@ -149,13 +169,10 @@ def test_a_step_ends_before_the_history_has_its_samples(slow, tmp_path):
         assert measured.get("rollout/history/responses", 0) <= 2 * step
     history.permits.release(1000)
     recorder.drain()
-    metrics = recorder.on_step(Step(1, 1.0, 1.0))
-    assert metrics["rollout/history/responses"] == 4 * PROMPTS
-    assert metrics["rollout/entropy"] == pytest.approx(0.1), "counts earlier recordings"
-    reader = HistoryReader(tmp_path / "h", "vocabulary")
-    for prompt in range(PROMPTS):
-        assert reader.get(prompt_key([prompt, prompt])).step.tolist() == [1, 1, 2, 2]
-    reader.close()
+    measured = ended(recorder)
+    assert measured["rollout/history/responses"] == 4 * PROMPTS
+    assert measured["rollout/entropy"] == pytest.approx(0.1), "counts earlier recordings"
+    assert all(read(tmp_path, prompt).step.tolist() == [1, 1, 2, 2] for prompt in range(PROMPTS))
     assert not history.writer._fetched
 
 
@@ -169,7 +186,7 @@ def test_slow_recording_drops_whole_batches_and_warns_once(slow, caplog):
     assert caplog.text.count("steps behind training") == 1
     history.permits.release(1000)
     recorder.drain()
-    assert recorder.on_step(Step(1, 1.0, 1.0))["rollout/history/dropped"] == 0
+    assert ended(recorder)["rollout/history/dropped"] == 0
     assert step_of(recorder, queue, history, 9)["rollout/history/dropped"] == 0, "recording has not caught up"
 
 
@@ -184,7 +201,7 @@ def test_steps_that_the_history_misses_are_counted_each(slow, tmp_path, monkeypa
     def measured(step):
         during = step_of(recorder, queue, history, step)
         recorder.drain()
-        after = recorder.on_step(Step(step, 1.0, 1.0))
+        after = ended(recorder)
         lost = sum(each.get("rollout/history/lost_steps", 0) for each in (during, after))
         return after["rollout/history/errors"], lost
 
@@ -278,9 +295,7 @@ def live_through(folder, patch, fault, place, name):
         patch.setattr(environment.lmdb, "open", lambda *a, **named: FaultyEnvironment(opened(*a, **named), name, fault))
     else:
         patch.setattr(place, name, fault.wrap(getattr(place, name)))
-    queue, history = Queue(), Slow(folder / "h", permits=1000, epochs=9)
-    for module in ("verl_rhyme.processes.stored_samples", "verl_rhyme.trainer.recorder"):
-        patch.setattr(f"{module}.tq", queue)
+    queue, history = install(patch), Slow(folder / "h", permits=1000, epochs=9)
     patch.setattr("verl_rhyme.history.store._LOCK_TIMEOUT_S", 0.0)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
     reader = HistoryReader(folder / "h", "vocabulary", refresh_interval=0.0)
@@ -290,12 +305,11 @@ def live_through(folder, patch, fault, place, name):
         nonlocal lost, evicted
         for prompt in range(2):
             queue.put_group(prompt, f"u{step}p{prompt}", [0.0, 1.0])
-        keys = list(queue.data)
-        batch = KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys])
+        batch = queue.batch()
         recorder.on_batch(batch, SimpleNamespace(wasted=[], dropped=[]), step, step)
         recorder.drain()
-        queue.kv_clear(keys, "train")
-        measured = recorder.on_step(Step(step, 1.0, 1.0))
+        queue.kv_clear(batch.keys, "train")
+        measured = ended(recorder)
         lost += measured.get(metrics.HISTORY_LOST, 0)
         evicted += measured.get(f"{metrics.HISTORY}/evicted", 0)
 
@@ -345,19 +359,12 @@ def test_end_of_run_does_not_wait_for_pending_recordings(slow):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(tmp_path, monkeypatch, asynchronous):
+def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(slow, tmp_path, monkeypatch, asynchronous):
     """Filtered groups and surplus are recorded with their policy version, and then cleared."""
-    from verl.trainer.ppo.v1 import replay_buffer
-
-    queue = Queue()
-    for module in (
-        "verl.trainer.ppo.v1.replay_buffer",
-        "verl_rhyme.processes.stored_samples",
-        "verl_rhyme.trainer.recorder",
-    ):
-        monkeypatch.setattr(f"{module}.tq", queue)
-    cls = replay_buffer.ReplayBufferAsync if asynchronous else replay_buffer.ReplayBuffer
-    buffer = cls(
+    recorder, queue, history = slow
+    history.permits.release(1000)
+    monkeypatch.setattr("verl.trainer.ppo.v1.replay_buffer.tq", queue)
+    buffer = (replay_buffer.ReplayBufferAsync if asynchronous else replay_buffer.ReplayBuffer)(
         *("sync", {}, None, "drop", {}),
         poll_interval=0.01,
         filter_groups_metric=replay_buffer.FILTER_GROUPS_REWARD_METRIC,
@@ -370,81 +377,55 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(tmp_path, mo
     queue.put_group(3, "zsurplus", [0.0, 1.0])
     queue.tags["zsurplus"]["global_steps"] = 2  # verl takes staler groups first
     request = {**dict.fromkeys(REQUESTS.names, 0), "node": "n", "stop_reason": "completed", "reason": "", "id": "r"}
-    request |= {
-        "prompt_key": prompt_key([1, 1]).hex(),
-        "draft_errors": 2,
-        "draft_seconds": 0.5,
-        "by_source": [[0, 0]] * 4,
-    }
-    queue.data["filtered_0_0"]["extra_fields"] = {FIELD: [request]}
-    queue.data["trained_0_0"]["extra_fields"] = {
-        FIELD: [{**request, "prompt_key": prompt_key([2, 2]).hex(), "draft_errors": 1}]
-    }
-
-    history = Slow(tmp_path / "h", permits=1000)
-    recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
+    request |= {"draft_seconds": 0.5, "by_source": [[0, 0]] * 4}
+    for prompt, name, errors in ((1, "filtered_0_0", 2), (2, "trained_0_0", 1)):
+        of = {"prompt_key": prompt_key([prompt, prompt]).hex(), "draft_errors": errors}
+        queue.data[name]["extra_fields"] = {FIELD: [request | of]}
     trainer = SimpleNamespace(replay_buffer=buffer, _recorder=recorder, _part=lambda: 1, _epoch=lambda: 0)
     RhymeTrainerMixin._watch_dropped(trainer)
-    try:
-        batch, measured = buffer.sample(global_steps=1, partition_id="train", batch_size=1)
-        assert sorted(batch.keys) == ["trained_0_0", "trained_1_0"]
-        assert measured["training/filter_groups/evicted_samples"] == 1
-        recorder.start(batch, step=1, part=1, epoch=0)
-        recorder.drain()
-        kept = recorder.on_step(Step(1, 1.0, 1.0))
-        assert kept[metrics.SPEC_ERRORS] == 3, "draft counts of untrained samples are missing"
-        dropped = {1} if asynchronous else {1, 3}  # the asynchronous buffer keeps what it did not take
-        assert (kept["rollout/history/errors"], kept["rollout/history/untrained"]) == (0, 2 * len(dropped))
-        reader = HistoryReader(tmp_path / "h", "vocabulary")
-        for prompt in {2, *dropped}:
-            found = reader.get(prompt_key([prompt, prompt]))
-            assert [found.response(i).tolist() for i in range(2)] == [[prompt, 100, 7], [prompt, 101, 7]]
-            assert found.policy_version.tolist() == [3, 3]
-            assert found.confidence[1] > 128
-        assert {key.split("_")[0] for key in queue.data} == {"trained"} | ({"zsurplus"} if asynchronous else set())
-        assert np.isfinite(reader.get(prompt_key([1, 1])).reward).all()
-        reader.close()
-    finally:
-        recorder.close()
-        history.writer.close()
+    batch, measured = buffer.sample(global_steps=1, partition_id="train", batch_size=1)
+    assert sorted(batch.keys) == ["trained_0_0", "trained_1_0"]
+    assert measured["training/filter_groups/evicted_samples"] == 1
+    recorder.start(batch, step=1, part=1, epoch=0)
+    recorder.drain()
+    kept = ended(recorder)
+    assert kept[metrics.SPEC_ERRORS] == 3, "draft counts of untrained samples are missing"
+    dropped = {1} if asynchronous else {1, 3}  # the asynchronous buffer keeps what it did not take
+    assert (kept["rollout/history/errors"], kept["rollout/history/untrained"]) == (0, 2 * len(dropped))
+    for prompt in {2, *dropped}:
+        found = read(tmp_path, prompt)
+        assert [found.response(i).tolist() for i in range(2)] == [[prompt, 100, 7], [prompt, 101, 7]]
+        assert found.policy_version.tolist() == [3, 3]
+        assert found.confidence[1] > 128
+        assert np.isfinite(found.reward).all()
+    assert {key.split("_")[0] for key in queue.data} == {"trained"} | ({"zsurplus"} if asynchronous else set())
 
 
 def test_groups_are_visits_whether_trained_or_not(slow, tmp_path):
     """Two groups of one prompt in one step are both kept; parts of a group add up."""
     recorder, queue, history = slow
     history.permits.release(1000)
-    parts = [
-        ("trained", [0, 1], 1),
-        ("filtered", [0], None),
-        ("filtered", [1], None),
-        ("later", [0], 2),
-        ("later", [1], 3),
-    ]
-    for uid, numbers, step in parts:
+    for uid, numbers, step in (
+        *(("trained", [0, 1], 1), ("filtered", [0], None), ("filtered", [1], None)),
+        *(("later", [0], 2), ("later", [1], 3)),
+    ):
         queue.put_group(7, uid, [1.0, 1.0])
-        keys = [f"{uid}_{number}_0" for number in numbers]
-        batch = KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys])
+        batch = queue.batch(*(f"{uid}_{number}_0" for number in numbers))
         if step is None:
             recorder.start_untrained(batch, step=1, epoch=0)
         else:
             recorder.start(batch, step=step, part=step, epoch=0)
         recorder.drain()
-    assert recorder.on_step(Step(1, 1.0, 1.0))["rollout/history/errors"] == 0
-    reader = HistoryReader(tmp_path / "h", "vocabulary")
-    found = reader.get(prompt_key([7, 7]))
-    reader.close()
+    assert ended(recorder)["rollout/history/errors"] == 0
+    found = read(tmp_path, 7)
     assert list(zip(found.step.tolist(), found.sample.tolist(), strict=True)) == [(1, 0), (1, 1)] * 2 + [(2, 0), (3, 1)]
 
 
-def test_sample_without_records_gets_the_key_of_its_group():
+def test_sample_without_records_gets_the_key_of_its_group(monkeypatch):
     """Its agent loop kept no records; a group without any records gets the key of its token ids."""
-    keys = ["a_0_0", "a_1_0", "b_0_0"]
-    queue = Queue()
+    queue = install(monkeypatch)
     queue.put_group(1, "a", [0.0, 0.0])
     queue.put_group(2, "b", [0.0])
     queue.data["a_1_0"]["extra_fields"] = {FIELD: [{"prompt_key": "ab" * 16}]}
-    samples = _Samples.of(KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl_rhyme.processes.stored_samples.tq", queue)
-        found = samples.prompts()
+    found = _Samples.of(queue.batch()).prompts()
     assert found == [bytes.fromhex("ab" * 16)] * 2 + [prompt_key([2, 2])]

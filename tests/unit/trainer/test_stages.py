@@ -5,18 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
-from verl.trainer.ppo.utils import Role
 
 from verl_rhyme.actor.actor import PART
-from verl_rhyme.actor.held_rows import JOIN, KEEP
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import Part
-from verl_rhyme.trainer import fetching as fetching_module
 from verl_rhyme.trainer import stages as stages_module
 from verl_rhyme.trainer.stages import Stages, find_unsupported_option
 
+ACTOR = "actor_rollout_ref.actor."
+
 
 def config(*changes):
+    actor = {"ppo_mini_batch_size": 4, "ppo_epochs": 1, "shuffle": False, "use_dynamic_bsz": True}
+    loss = {"loss_agg_mode": "token-mean", "loss_scale_factor": None, "policy_loss": {"loss_mode": "vanilla"}}
+    advantages = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
     made = OmegaConf.create(
         {
             "data": {"train_batch_size": 4},
@@ -25,22 +27,9 @@ def config(*changes):
             "actor_rollout_ref": {
                 "rollout": {"temperature": 1.0, "n": 2, "log_prob_use_dynamic_bsz": True},
                 "ref": {"log_prob_use_dynamic_bsz": True},
-                "actor": {
-                    "ppo_mini_batch_size": 4,
-                    "ppo_epochs": 1,
-                    "shuffle": False,
-                    "use_dynamic_bsz": True,
-                    "loss_agg_mode": "token-mean",
-                    "loss_scale_factor": None,
-                    "policy_loss": {"loss_mode": "vanilla"},
-                },
+                "actor": actor | loss,
             },
-            "algorithm": {
-                "adv_estimator": "grpo",
-                "use_kl_in_reward": False,
-                "kl_ctrl": {"type": "fixed"},
-                "rollout_correction": None,
-            },
+            "algorithm": {**advantages, "rollout_correction": None},
         }
     )
     made.merge_with_dotlist(list(changes))
@@ -52,7 +41,6 @@ class Workers:
 
     def __init__(self):
         self.called, self.why = [], [None, None]
-        self._dispatch_info = {"actor": [0], "ref": [0]}
 
     def find_unsupported_feature(self):
         return self.why
@@ -69,23 +57,17 @@ class Workers:
 class Trainer:
     """The part of the pipeline that :class:`Stages` uses."""
 
-    use_reference_policy, ref_in_actor = True, False
-    actor_ranks = 1
+    use_reference_policy, actor_ranks = True, 1
+    tokenizer = SimpleNamespace(eos_token_id=0)
 
     def __init__(self):
         self.config, self.timing_raw, self.stages = config(), {}, []
-        self.actor_rollout_wg = self.ref_policy_wg = Workers()
-        self.mapping = {}
-        self.fields, self.fetched = ["uid", "input_ids", "response_mask"], []
+        self.actor_rollout_wg = Workers()
         self.loaded = 0
-        self.tokenizer = SimpleNamespace(eos_token_id=0)
 
     def _stage(name):
         def stage(self, batch, metrics):
             assert (PART in batch.extra_info) == (name == "update_actor")
-            if any(word in batch.extra_info for word in (KEEP, JOIN)):
-                self.fetched.append((name, KEEP in batch.extra_info, batch.fields))
-            self.fields = [*self.fields, f"made by {name}"]
             self.stages.append((name, sorted(batch.keys)))
             metrics["tokens"] = sum(tag["seq_len"] for tag in batch.tags) / len(batch.keys)
             if name == "old_log_prob":
@@ -106,12 +88,12 @@ class Trainer:
         return ranks
 
 
+STAGES = ["old_log_prob", "ref", "adv", "update_actor"]
+
+
 @pytest.fixture
-def trainer(monkeypatch):
-    made = Trainer()
-    client = SimpleNamespace(kv_retrieve_meta=lambda *_: SimpleNamespace(field_names=made.fields))
-    monkeypatch.setattr(fetching_module.tq, "get_client", lambda: client)
-    return made
+def trainer():
+    return Trainer()
 
 
 @pytest.fixture
@@ -119,13 +101,6 @@ def multiples(monkeypatch):
     """Multiples to which parts are padded."""
     seen = []
     monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: seen.append(m) or b)
-    return seen
-
-
-@pytest.fixture
-def warnings(monkeypatch):
-    seen = []
-    monkeypatch.setattr(stages_module.logger, "warning", lambda line, *values: seen.append(line % values))
     return seen
 
 
@@ -171,9 +146,6 @@ def test_parts_fill_the_micro_batch_groups_of_an_interleaved_pipeline(trainer, m
     assert multiples == [multiple]
 
 
-STAGES = ["old_log_prob", "ref", "adv", "update_actor"]
-
-
 def test_each_trajectory_runs_once(trainer):
     stages, metrics = Stages(trainer, streams=True), {}
     stages.run_part(part("ab"))
@@ -183,7 +155,7 @@ def test_each_trajectory_runs_once(trainer):
     assert trainer.stages == [(stage, list(keys)) for keys in ("ab", "cd", "ef") for stage in STAGES]
     assert (sorted(whole.keys), len(whole)) == (list("abcdef"), 6)
     assert trainer.actor_rollout_wg.called == ["finish"]
-    assert (metrics[names.STREAM_EARLY], metrics[names.STREAM_PARTS]) == (4 / 6, 3)
+    assert (metrics[names.EARLY_SHARE], metrics[names.PARTS]) == (4 / 6, 3)
     assert metrics["actor/pg_loss"] == 2
     assert metrics["perf/mfu/actor"] == 0.5
     assert trainer.timing_raw["update_actor"] >= 0.05, "the optimizer's step is not timed"
@@ -196,7 +168,7 @@ def test_batch_without_parts_or_rest(trainer, early, share):
     for _ in range(2):  # one batch after another
         stages.run_part(part(early))
         assert sorted(stages.finish(batch("abcd"), metrics).keys) == list("abcd")
-        assert metrics[names.STREAM_EARLY] == share
+        assert metrics[names.EARLY_SHARE] == share
     assert trainer.actor_rollout_wg.called == ["finish", "finish"]
 
 
@@ -208,71 +180,34 @@ def test_waiting_batch_is_padded_though_its_parts_cover_all_of_it(trainer, monke
     stages.run_part(part("cd"))
     assert sorted(stages.finish(batch("abcd"), {}).keys) == list("abcd")
     assert multiples == [1, 1, 6]
+    assert [stage for stage, _ in trainer.stages] == ["old_log_prob", "ref"] * 3, (
+        "more than the stages before gradients"
+    )
+    assert trainer.loaded >= 3, "a filter may drop groups during the stages of a part, which take minutes"
+    assert trainer.actor_rollout_wg.called == []
 
 
-def test_parts_of_another_batch_are_dropped(trainer, warnings):
+def test_parts_of_another_batch_are_dropped(trainer, caplog):
     stages, metrics = Stages(trainer, streams=True), {}
     stages.run_part(part("ax"))
     whole = stages.finish(batch("abcd"), metrics)
     assert trainer.actor_rollout_wg.called == ["drop", "finish"]
     assert sorted(whole.keys) == list("abcd")
     assert trainer.stages[-1] == ("update_actor", list("abcd"))
-    assert metrics[names.STREAM_EARLY] == 0
-    assert "differs from its parts" in warnings[0]
-
-
-def test_waiting_gradients_run_only_earlier_stages(trainer):
-    stages, metrics = waiting(trainer), {}
-    stages.run_part(part("ab"))
-    whole = stages.finish(batch("abcd"), metrics)
-    assert [stage for stage, _ in trainer.stages] == ["old_log_prob", "ref"] * 2
-    assert trainer.loaded >= 2, "a filter may drop groups during the stages of a part, which take minutes"
-    assert trainer.actor_rollout_wg.called == []
-    assert sorted(whole.keys) == list("abcd")
-
-
-NEW = ["made by adv", "made by old_log_prob", "made by ref", "response_mask", "uid"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "fetched"),
-    [
-        ({}, [("old_log_prob", True, None), ("ref", False, ["uid"]), ("update_actor", False, NEW)]),
-        ({"use_reference_policy": False}, [("old_log_prob", True, None), ("update_actor", False, NEW[:2] + NEW[3:])]),
-        # ranks that share rows in another way, and another process
-        ({"ranks": [1]}, [("old_log_prob", True, None), ("update_actor", False, NEW)]),
-        ({"pool": "elsewhere"}, [("old_log_prob", True, None), ("update_actor", False, NEW)]),
-    ],
-    ids=["same-process", "none", "other-ranks", "other-process"],
-)
-def test_stages_fetch_only_new_fields(trainer, changes, fetched):
-    trainer.use_reference_policy = changes.get("use_reference_policy", True)
-    trainer.ref_policy_wg = SimpleNamespace(_dispatch_info={"ref": changes.get("ranks", [0])})
-    trainer.mapping = {Role.Actor: "pool", Role.RefPolicy: changes.get("pool", "pool")}
-    stages = Stages(trainer, streams=True)
-    for keys in ("ab", "cd"):
-        trainer.fields = ["uid", "input_ids", "response_mask"]
-        stages.run_part(part(keys))
-    assert trainer.fetched == fetched * 2
-
-
-def test_bypass_mode_computes_no_old_log_probs(trainer):
-    trainer.config.algorithm.rollout_correction = {"bypass_mode": True}
-    Stages(trainer, streams=True).run_part(part("ab"))
-    assert trainer.fetched[0] == ("ref", True, None)
+    assert metrics[names.EARLY_SHARE] == 0
+    assert "differs from its parts" in caplog.text
 
 
 @pytest.mark.parametrize(("why", "called"), [([None, None], []), ([None, "aux"], ["drop"])])
-def test_engine_that_cannot_accumulate_is_detected_at_the_start(trainer, warnings, why, called):
+def test_engine_that_cannot_accumulate_is_detected_at_the_start(trainer, caplog, why, called):
     trainer.actor_rollout_wg.why = why
     stages = Stages(trainer, streams=True)
     stages.check_workers()
     assert trainer.actor_rollout_wg.called == called
-    assert stages.updates == (not called)
-    assert [("aux" in line) for line in warnings] == [True for _ in called]
+    assert stages.updates == (not called) == ("aux" not in caplog.text)
 
 
-def test_more_trajectories_than_a_mini_batch_stop_streaming(trainer, multiples, warnings):
+def test_more_trajectories_than_a_mini_batch_stop_streaming(trainer, multiples):
     """If an agent loop returns several trajectories per sample, verl takes a step for each mini-batch."""
     stages = Stages(trainer, streams=True)
     stages.run_part(part("abcdef"))  # a mini-batch has 4 prompts x 2 samples
@@ -298,14 +233,13 @@ def test_entropy_is_averaged_like_the_loss(trainer, mode, entropy):
     [
         ([], None),
         (["algorithm.adv_estimator=gae"], "adv_estimator=gae"),
-        (["algorithm.adv_estimator=reinforce_plus_plus"], "adv_estimator=reinforce_plus_plus"),
-        (["actor_rollout_ref.actor.ppo_mini_batch_size=2"], "several mini-batches"),
-        (["actor_rollout_ref.actor.ppo_epochs=2"], "ppo_epochs=2"),
-        (["actor_rollout_ref.actor.shuffle=true"], "shuffle"),
+        ([f"{ACTOR}ppo_mini_batch_size=2"], "several mini-batches"),
+        ([f"{ACTOR}ppo_epochs=2"], "ppo_epochs=2"),
+        ([f"{ACTOR}shuffle=true"], "shuffle"),
         (["trainer.critic_warmup=3"], "critic_warmup=3"),
         (["critic.enable=true"], "critic.enable=true"),
-        (["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"], "kl_cov"),
-        (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], "without actor.loss_scale_factor"),
+        ([f"{ACTOR}policy_loss.loss_mode=kl_cov"], "kl_cov"),
+        ([f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm"], "without actor.loss_scale_factor"),
         (["algorithm.use_kl_in_reward=true"], None),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"], "adaptive"),
         (["algorithm.rollout_correction.rollout_is_batch_normalize=true"], "rollout_is_batch_normalize"),

@@ -27,9 +27,8 @@ from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, current
 from verl_rhyme.agent_loop.stored_attempts import TRAIN, KeptTurns
 from verl_rhyme.config import ElasticConfig, RhymeConfig
-from verl_rhyme.coordinator import coordinator, replica_start, replicas, worker_pool
+from verl_rhyme.coordinator import coordinator, worker_pool
 from verl_rhyme.coordinator.coordinator import Coordinator
-from verl_rhyme.coordinator.replicas import SpareReplicas
 from verl_rhyme.engine.gate import Gate
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.processes.deaths import ReplicaDied
@@ -39,9 +38,10 @@ from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import driver as driver_module
-from verl_rhyme.trainer import topology
+from verl_rhyme.trainer import replicas, topology
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.elastic import ElasticReplicas
+from verl_rhyme.trainer.replicas import SpareReplicas
 from verl_rhyme.weights import manager
 from verl_rhyme.weights.delivery import Delivery
 from verl_rhyme.weights.manager import RelayManager
@@ -250,10 +250,9 @@ class World:
             self.cluster.run(self.queue.clear(ours, TRAIN))
             self.steps = step
             if self.elastic and step < STEPS:
-                self.scaler.report_changes()
                 changes = self.scaler.scale(self.random.choice([-1, -1, 0, 1, 1]), step)
-                self.rested += "training/stream/moved" in changes
-                self.returned += "training/stream/change_s" in changes and "training/stream/moved" not in changes
+                self.rested += "rollout/replicas/moved_samples" in changes
+                self.returned += {*changes} == {"rollout/replicas/serving", "rollout/replicas/change_s"}
         self.finish()
 
     def work_on(self, part):
@@ -572,10 +571,8 @@ class Namespace(SimpleNamespace):
 class Weights(RelayManager):
     """The trainer's side of the relay, with simulated deliveries."""
 
-    _distribution = None
-
     def __init__(self, world):
-        self._world, self._nodes, self._under_way = world, {}, {}
+        self._world, self._nodes, self._behind = world, {}, {}
         self.config, self.replicas = SimpleNamespace(backend="relay"), []
 
     def call(self, method, *arguments):
@@ -600,10 +597,10 @@ class Weights(RelayManager):
     def send(self, replica, version, patient):
         delivery = self._world.deliveries.setdefault(replica, Delivery(contextlib.nullcontext))
         taking = delivery.update(Replica(self._world, replica._server_handle), version, patient)
-        self._under_way[replica] = task = self._world.cluster.clock.create_task(_unless_dead(taking))
+        self._behind[replica] = task = self._world.cluster.clock.create_task(_unless_dead(taking))
         return task
 
-    def deliver(self, replicas):
+    def deliver(self, replicas, version=None):
         self._world.cluster.get([self.send(replica, self._world.version, False) for replica in replicas])
         if not all(replica._server_handle.alive for replica in replicas):
             raise RayActorError
@@ -615,31 +612,24 @@ class Weights(RelayManager):
             self._world.deliveries.pop(replica, None)
 
 
-class Starting:
-    """A replica that starts after a while, or fails to."""
-
-    def __init__(self, world):
-        self._world, self.up = world, self
-        self._at = world.cluster.clock.time() + world.random.choice([1.0, 5.0, 60.0])
-
-    def check(self):
-        pass
-
-    def done(self):
-        return self._world.cluster.clock.time() >= self._at
-
-    def result(self):
-        if self._world.random.random() < 0.2:
-            raise ValueError("no devices are free")
-        return self._world.make_replica(self._world.version)
-
-
 class WorldReplicas(SpareReplicas):
     """The real spares of replicas, in this world."""
 
     def __init__(self, world):
         super().__init__(world, world.weights)
         self._world = world
+
+    def _start(self):
+        """Start replicas that are up after a while, or fail."""
+        while self.missing > len(self._starts):
+            at = self._world.cluster.clock.time() + self._world.random.choice([1.0, 5.0, 60.0])
+            new = self._world.make_replica(self._world.version)
+            up = SimpleNamespace(done=lambda at=at: self._world.cluster.clock.time() >= at, result=self._result)
+            self._starts.append(replicas._Start(new, up))
+
+    def _result(self):
+        if self._world.random.random() < 0.2:
+            raise ValueError("no devices are free")
 
     def _enter(self, replica):
         engine = replica._server_handle.process
@@ -760,7 +750,7 @@ def install(world, monkeypatch):
     monkeypatch.setattr(worker_module, "tq", SimpleNamespace(async_kv_batch_get=tensors))
     monkeypatch.setattr(reports, "list_of_dict_to_tensordict", lambda rows: rows)
     monkeypatch.setattr(worker_module._AgentLoopWorker, "_agent_loop_postprocess", store)
-    for module in (coordinator, worker_pool, driver_module, replicas, replica_start, manager):
+    for module in (coordinator, worker_pool, driver_module, replicas, manager):
         monkeypatch.setattr(module, "ray", ray)
     for module in (driver_module, replicas):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=cluster.sleep, monotonic=cluster.clock.time))
@@ -768,9 +758,6 @@ def install(world, monkeypatch):
     for module in (replicas, topology):
         monkeypatch.setattr(module, "dead", gone)
     monkeypatch.setattr(topology, "SpareReplicas", lambda *_: world.spares)
-    monkeypatch.setattr(replicas, "ReplicaStart", lambda make: Starting(world))
-    monkeypatch.setattr(replicas, "wait", lambda starts, timeout, return_when: starts and cluster.sleep(timeout))
-    monkeypatch.setattr(replicas, "_let_go", lambda replicas: None)  # their servers died with them
     monkeypatch.setattr(replicas, "watched", lambda replicas: contextlib.nullcontext({}))
     monkeypatch.setattr(driver_module.coordinator, "start", lambda name=None: world.coordinator)
     monkeypatch.setattr(coordinator, "add_log_handler", lambda: None)

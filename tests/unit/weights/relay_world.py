@@ -2,17 +2,15 @@
 
 import asyncio
 import os
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from ray.exceptions import RayActorError
 
-from verl_rhyme.weights.claims import claim
 from verl_rhyme.weights.delivery import Target
 from verl_rhyme.weights.engine import RelayCheckpointEngine
-from verl_rhyme.weights.transfer import CHUNK_BYTES, identity
+from verl_rhyme.weights.transfer import CHUNK_BYTES
 from verl_rhyme.weights.writer import Writer
 
 
@@ -24,20 +22,11 @@ def weights(version, tensors=5, size=1000):
     return made
 
 
-def write(folder, version, content=None, chunk_bytes=1000):
-    """Write a version with the weights of version ``content``."""
+def write(folder, version, chunk_bytes=1000):
     writer = Writer(folder, version, 3000, chunk_bytes)
-    for name, tensor in weights(content or version).items():
+    for name, tensor in weights(version).items():
         writer.add(name, tensor)
     writer.close()
-
-
-def known(content):
-    """Return the identity of a version, as published."""
-    with tempfile.TemporaryDirectory() as path:
-        folder = claim(Path(path))
-        write(folder, 1, content, CHUNK_BYTES)
-        return identity(folder.parts(1))
 
 
 def let_go(folder):
@@ -113,17 +102,11 @@ class Ended(Target):
 async def publish(relay, version):
     await relay.expect(version)
     write(relay._folder, version, chunk_bytes=CHUNK_BYTES)
-    return await relay.publish(version)
+    assert await relay.has(version)
 
 
-async def publish_again(relay, version, content):
-    """Publish other weights under the number of a version."""
-    write(relay._folder, version, content, CHUNK_BYTES)
-    assert await relay.publish(version) == known(content)
-
-
-async def fetch(relay, version, *sources, content=None, remote=False):
-    await relay.fetch(version, known(content or version), [(source, remote) for source in sources])
+async def fetch(relay, version, *sources, remote=False):
+    await relay.fetch(version, [(source, remote) for source in sources])
 
 
 async def deliver(relay, version):

@@ -1,54 +1,57 @@
-"""Relays that die during calls of the trainer, and their replacement."""
+"""The trainer's side of the relay: relays that die during its calls, and their replacement."""
 
-import threading
-from contextlib import nullcontext as does_not_raise
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
 from verl_rhyme.processes.deaths import WatchedCheckpointManager
 from verl_rhyme.weights import manager as managers
 from verl_rhyme.weights import samples
 from verl_rhyme.weights.engine import register
-from verl_rhyme.weights.folder import WeightsError
+from verl_rhyme.weights.folder import UnsentError, WeightsError
 from verl_rhyme.weights.manager import RelayManager
-from verl_rhyme.weights.samples import Held, Sent
+
+
+def raised(error):
+    """Return an error of a replica, as it comes out of the relay's method."""
+    return RayTaskError("deliver", str(error), error).as_instanceof_cause()
 
 
 class Result:
-    """The result or the error of a call."""
+    """The result or the error of a call; the caller gets it once it is there."""
 
-    def __init__(self, value=None, error=None):
-        self.value, self.error = value, error
+    def __init__(self, value=None, error=None, there=True):
+        self.value, self.error, self.there = value, error, there
 
 
 class Relay:
-    """The relay of a node; it dies in the calls named in ``dies_at``."""
+    """The relay of a node; it dies in the calls named in ``dies_at``, and does not answer those in ``hangs_at``."""
 
-    answers: ClassVar = {"folder": "/weights", "expect": "/weights", "publish": "identity", "recover": True}
+    answers: ClassVar = {"folder": "/weights", "expect": "/weights", "has": True}
 
-    def __init__(self, world):
-        self.world, self.lives = world, True
+    def __init__(self, world, node, heir_of):
+        self.world, self.node, self.heir_of, self.lives = world, node, heir_of, True
 
     def __getattr__(self, name):
         return SimpleNamespace(remote=lambda *arguments: self.call(name, arguments))
 
     def call(self, name, arguments):
-        if name == self.world.hangs_at:
-            assert self.world.goes_on.wait(10)
-        if self.world.dies_at[:1] == [name]:
-            self.world.dies_at.pop(0)
+        world = self.world
+        if world.dies_at[:1] == [name]:
+            world.dies_at.pop(0)
             self.lives = False
         if not self.lives:
             return Result(error=ActorDiedError())
+        if name == "has" and world.lost:
+            return Result(False)
         if name == "deliver":
             target, version, *_ = arguments
-            if target.rank in self.world.dead:
-                return Result(error=ActorDiedError())
-            self.world.taken.append((target.rank, version))
-        return Result(self.answers.get(name))
+            if error := world.failing.get(target.rank):
+                return Result(error=error)
+            world.taken.append((target.rank, version))
+        return Result(self.answers.get(name), there=name not in world.hangs_at)
 
 
 class Replica:
@@ -64,13 +67,15 @@ class World:
     """One node, with the actor and two replicas."""
 
     def __init__(self, monkeypatch):
-        self.dies_at, self.dead, self.taken, self.relays, self.written = [], [], [], [], []
-        self.hangs_at, self.goes_on = None, threading.Event()
-        done = lambda calls, **_: (calls, [])  # noqa: E731
-        ray = SimpleNamespace(get=self.get, nodes=lambda: [], wait=done, kill=lambda relay: None)
+        self.dies_at, self.hangs_at, self.failing, self.lost = [], [], {}, False
+        self.taken, self.relays, self.written = [], [], []
+        ray = SimpleNamespace(
+            get=self.get, put=lambda value: value, nodes=lambda: [], wait=lambda calls, **_: (calls, [])
+        )
+        ray.kill = lambda relay: setattr(relay, "lives", False)
         monkeypatch.setattr(managers, "ray", ray)
         monkeypatch.setattr(managers, "_PAUSE_S", 0)
-        monkeypatch.setattr(managers.relay, "start", lambda *_: self.relays.append(Relay(self)) or self.relays[-1])
+        monkeypatch.setattr(managers.relay, "start", self.start)
         self.replicas = [Replica(rank) for rank in range(2)]
         actor = SimpleNamespace(
             world_size=1,
@@ -81,9 +86,15 @@ class World:
         config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
         self.manager = RelayManager(config, actor, self.replicas)
 
+    def start(self, node, root, heir_of, *_):
+        self.relays.append(Relay(self, node, heir_of))
+        return self.relays[-1]
+
     def get(self, calls, timeout=None):
         if not isinstance(calls, Result):
             return [self.get(call) for call in calls]
+        if not calls.there:
+            raise GetTimeoutError
         if calls.error is not None:
             raise calls.error
         return calls.value
@@ -98,113 +109,135 @@ def world(monkeypatch):
     return made
 
 
+@pytest.fixture
+def background(world):
+    """The trainer does not wait; one replica is on another node."""
+    world.manager.waits = False
+    world.manager.replicas.append(Replica(2, "far"))
+    return world
+
+
 def test_a_new_replica_gets_its_weights_though_the_relay_died_before(world):
     world.relays[0].lives = False
     world.manager.deliver([Replica(2)])
     assert world.taken == [(2, 1)]
-    assert len(world.relays) == 2
+    assert [relay.heir_of for relay in world.relays] == [None, "/weights"]
 
 
-@pytest.mark.parametrize("dies_at", [["deliver"], ["deliver", "recover"], ["deliver", "deliver"]])
+@pytest.mark.parametrize("dies_at", [["deliver"], ["deliver", "has"], ["deliver", "deliver"], ["fetch"]])
 def test_a_delivery_survives_relays_that_die_meanwhile(world, dies_at):
+    world.manager.replicas.append(Replica(2, "far"))
     world.dies_at += dies_at
     world.manager.deliver(world.replicas)
-    assert world.taken[-2:] == [(0, 1), (1, 1)]
+    assert set(world.taken) == {(0, 1), (1, 1), (2, 1)}
+    assert not world.dies_at
 
 
-def test_relays_that_die_one_after_another_are_not_replaced_for_ever(world):
-    world.dies_at += ["deliver", *["recover"] * 100]
-    with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
+@pytest.mark.parametrize(("lost", "dies_at"), [(False, ["has"] * 100), (True, [])])
+def test_weights_that_the_actors_node_has_lost_end_the_run(world, lost, dies_at):
+    world.lost = lost
+    world.dies_at += ["deliver", *dies_at]
+    with pytest.raises(WeightsError, match="from the last checkpoint"):
         world.manager.deliver(world.replicas)
     assert len(world.relays) < 10
 
 
-@pytest.mark.parametrize("dies_at", ["expect", "folder", "publish"])
-def test_a_version_is_written_again_after_a_death(world, dies_at):
+@pytest.mark.parametrize("dies_at", ["expect", "has"])
+def test_a_relay_that_dies_during_a_publication_is_replaced(world, dies_at):
     world.dies_at.append(dies_at)
     world.manager.update_weights(2)
     assert world.taken[-2:] == [(0, 2), (1, 2)]
-    assert world.written in ([1, 2], [1, 2, 2])
+    assert world.written == [1, 2]
     assert len(world.relays) == 2
 
 
-def test_the_death_of_a_replica_is_raised(world):
-    world.dead.append(1)
+@pytest.mark.parametrize("where", ["in the relay's method", "before"])
+def test_the_death_of_a_replica_is_raised(world, where):
+    if where == "before":
+        world.manager._nodes.clear()
+        world.replicas[1].error = ActorDiedError()
+    else:
+        world.failing[1] = raised(ActorDiedError())
     with pytest.raises(RayActorError):
         world.manager.deliver(world.replicas)
     assert len(world.relays) == 1
+    world.manager.replicas.pop()
+    assert world.manager.check() == 0, "a replaced replica still counts"
 
 
-def test_the_trainer_waits_only_for_the_actors_relay(world):
-    world.manager.waits = False
-    world.manager.replicas.append(Replica(2, "far"))
-    world.hangs_at = "fetch"  # of the other node's
-    world.manager.update_weights(2)
-    assert world.written == [1, 2]
-    assert world.manager.check() == 3, "check does not work during the distribution"
-    assert world.taken == []
-    world.goes_on.set()
-    world.manager.finish_deliveries()
-    assert set(world.taken) == {(0, 2), (1, 2), (2, 2)}
+@pytest.mark.parametrize("error", [raised(UnsentError("not yet")), ActorUnavailableError("the network", None)])
+def test_a_broken_link_has_time_to_come_back(world, monkeypatch, error):
+    world.failing[1] = error
+    monkeypatch.setattr(managers.time, "sleep", lambda _: world.failing.clear())
+    world.manager.deliver(world.replicas)
+    assert set(world.taken) == {(0, 1), (1, 1)}
+    world.failing[1] = error
+    monkeypatch.setattr(managers.time, "sleep", lambda _: None)
+    monkeypatch.setattr(managers, "_LINK_PATIENCE_S", 0.01)
+    with pytest.raises(type(error)):
+        world.manager.deliver(world.replicas)
 
 
-def test_a_relay_that_dies_in_the_background_is_replaced_without_the_actor(world):
-    world.manager.waits = False
-    world.dies_at.append("deliver")
-    world.manager.update_weights(2)
-    world.manager.finish_deliveries()
-    assert world.written == [1, 2]
-    assert set(world.taken[-2:]) == {(0, 2), (1, 2)}
+def test_the_trainer_waits_only_for_the_actors_relay(background):
+    background.hangs_at += ["fetch", "deliver"]
+    background.manager.update_weights(2)
+    assert background.written == [1, 2]
+    assert background.manager.check() == 3
+    background.hangs_at.clear()
+    background.manager.finish_deliveries()
+    assert background.manager.check() == 0
+    assert set(background.taken) == {(0, 2), (1, 2), (2, 2)}
+    with pytest.raises(WeightsError, match="version 2 is published after version 2"):
+        background.manager.update_weights(2)
 
 
-def test_weights_lost_in_the_background_are_reported_by_the_next_check(world):
-    world.manager.waits = False
-    world.manager.replicas.append(Replica(2, "far"))
-    world.hangs_at = "fetch"
-    world.manager.update_weights(2)
-    world.dies_at += ["fetch", *["recover"] * 100]
-    next(relay for relay in world.relays if relay.lives).lives = False  # the actor's
-    world.goes_on.set()
-    with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
-        world.manager.finish_deliveries()
-    world.dies_at.clear()
-    world.hangs_at = None
-    world.manager.update_weights(3)
-    world.manager.finish_deliveries()
-    assert set(world.taken[-3:]) == {(0, 3), (1, 3), (2, 3)}
+def test_a_relay_that_hangs_is_replaced(background, monkeypatch):
+    background.hangs_at += ["fetch", "deliver"]
+    background.manager.update_weights(2)
+    monkeypatch.setattr(managers, "_LINK_PATIENCE_S", -1.0)
+    background.hangs_at.clear()
+    assert background.manager.check() == 3  # its deliveries fail now
+    assert [relay.lives for relay in background.relays if relay.node == "far"] == [False, True]
+    background.manager.finish_deliveries()
+    assert (2, 2) in background.taken
 
 
-def test_a_dead_replica_does_not_block_others(world):
-    world.manager.waits = False
-    world.manager.replicas.append(Replica(2, error=ActorDiedError()))
-    world.manager.update_weights(2)
-    world.manager.finish_deliveries()
-    assert world.taken == [(0, 2), (1, 2)]
+@pytest.mark.parametrize("dies_at", ["deliver", "fetch"])
+def test_a_relay_that_dies_in_the_background_is_replaced_without_the_actor(background, dies_at):
+    background.dies_at.append(dies_at)
+    background.manager.update_weights(2)
+    background.manager.finish_deliveries()
+    assert background.written == [1, 2]
+    assert {(0, 2), (1, 2), (2, 2)} <= set(background.taken)
 
 
-def test_a_replica_out_of_reach_after_a_failed_delivery_is_tried_again(world):
-    world.manager.waits = False
-    world.dies_at.append("deliver")
-    world.manager.update_weights(2)
-    world.manager._join()
-    world.replicas[1].error = ActorDiedError()
-    assert world.manager.check() == 2
-    world.replicas[1].error = None
-    assert world.manager.check() == 0
-    assert world.taken == [(0, 2), (1, 2)]
-
-
-def test_a_failed_distribution_is_raised_by_every_check_and_not_as_one_replicas_error(world, monkeypatch):
-    def failing(replicas):
-        raise WeightsError("no room")
-
-    world.manager.waits = False
-    monkeypatch.setattr(world.manager, "_distribute", failing)
-    world.manager.update_weights(2)
-    world.manager._join()  # as release does
+def test_other_weights_than_the_actors_are_reported_by_every_check(background):
+    background.failing[1] = raised(WeightsError("replica 1 does not have the actor's weights"))
+    background.manager.update_weights(2)
     for _ in range(2):
-        with pytest.raises(WeightsError, match="no room"):
-            world.manager.check()
+        with pytest.raises(WeightsError, match="replica 1 does not have"):
+            background.manager.check()
+
+
+def test_a_dead_replica_does_not_block_others_and_is_tried_again(background):
+    gone = background.manager.replicas[2]
+    gone.error = ActorDiedError()
+    background.manager.update_weights(2)
+    assert background.taken == [(0, 2), (1, 2)]
+    assert background.manager.check() == 1
+    gone.error = None
+    assert [background.manager.check() for _ in range(2)] == [1, 0]
+    assert background.taken[2:] == [(2, 2)]
+
+
+def test_a_replica_is_released_after_its_delivery(background):
+    background.failing[1] = raised(UnsentError("not yet"))
+    background.manager.update_weights(2)
+    background.failing.clear()
+    resting = background.manager.replicas.pop(1)
+    background.manager.release(resting)
+    assert (1, 2) in background.taken
+    assert background.manager.check() == 0
 
 
 def test_watched_methods_exist():
@@ -213,22 +246,7 @@ def test_watched_methods_exist():
     assert all(hasattr(RelayManager, name) for name in watched)
 
 
-def test_only_deltas_are_not_compared(caplog):
-    """They have no tensors that an engine loads; the log says so."""
-    samples.log_uncompared.cache_clear()
-    theirs = SimpleNamespace(backend="delta_sharded", config=None, actor_wg=None, replicas=[])
-    assert managers.choose_manager(theirs, managers.WeightsConfig(), {}) is theirs
-    assert "delta_sharded sends only what changed" in caplog.text
-    theirs.backend = "nixl"
-    assert isinstance(managers.choose_manager(theirs, managers.WeightsConfig(), {}), managers.ComparingManager)
-
-
-def test_a_version_of_which_no_tensor_is_compared_is_compared_all_the_same():
-    """Adapters of two layers, of which every fourth is compared."""
-    actor = SimpleNamespace(sent_weights=lambda: [Sent(2), None])
-    for version, differs in ((2, does_not_raise()), (1, pytest.raises(managers.WeightsError, match="version 1 last"))):
-        held = SimpleNamespace(remote=lambda version=version: [vars(Held(version))])
-        replica = SimpleNamespace(replica_rank=0, servers=[SimpleNamespace(held_weights=held)])
-        with pytest.MonkeyPatch.context() as patch, differs:
-            patch.setattr(managers, "ray", SimpleNamespace(get=lambda calls: calls))
-            managers.compare_replicas(actor, [replica])
+def test_samples_of_the_first_rank_that_took_them_are_compared():
+    sent = samples.Sent(2)
+    assert samples.sent_by(SimpleNamespace(sent_weights=lambda: [None, sent])) is sent
+    assert samples.sent_by(SimpleNamespace()) is None

@@ -14,11 +14,9 @@ from relay_world import (
     deliver,
     fetch,
     hold_chunks,
-    known,
     let_go,
     loads,
     publish,
-    publish_again,
     same,
     weights,
 )
@@ -81,11 +79,11 @@ async def test_if_a_source_is_dead_the_next_one_is_tried(nodes):
 
 
 async def test_a_transfer_can_be_retried_after_any_error(nodes, monkeypatch):
-    def full(version, parts):
+    def full(version, *_):
         raise OSError(5, "Input/output error")
 
     await publish(nodes[0], 1)
-    monkeypatch.setattr(nodes[1]._folder, "remove_foreign_files", full)
+    monkeypatch.setattr(nodes[1]._folder, "write_chunk", full)
     await fetch(nodes[1], 1, Near(nodes[0]))
     with pytest.raises(OSError, match="Input/output error"):
         await deliver(nodes[1], 1)
@@ -104,12 +102,10 @@ async def test_close_cancels_fetches_in_flight_and_removes_the_folder(nodes):
     await nodes[1].close()
     gate.set()
     await asyncio.sleep(0.1)
-    assert not nodes[1]._running
     assert not nodes[1]._folder.path.exists()
 
 
-async def test_a_new_relay_reuses_the_versions_of_a_dead_one(nodes):
-    """One version is complete, one is half fetched: neither is loaded unverified."""
+async def test_a_new_relay_reuses_the_complete_versions_of_a_dead_one(nodes):
     await publish(nodes[0], 1)
     await fetch(nodes[1], 1, Near(nodes[0]))
     await deliver(nodes[1], 1)
@@ -129,16 +125,14 @@ async def test_a_new_relay_reuses_the_versions_of_a_dead_one(nodes):
     let_go(nodes[1]._folder)
     heir = Relay(None, path)
     assert await heir.folder() == path
-    assert heir._folder.versions() == [], "an unverified version is listed"
-    with pytest.raises(WeightsError, match="weights of version 1 were not sent"):
-        await deliver(heir, 1)
-    near = Near(nodes[0])
-    await fetch(heir, 1, near)
-    await deliver(heir, 1)
-    assert near.sent == 0, "an intact version is fetched again"
-    await fetch(heir, 2, near)
-    await deliver(heir, 2)
-    assert same(heir._folder, 2)
+    assert (await heir.has(1), await heir.has(2)) == (True, False)
+    assert loads(await deliver(heir, 1), 1)
+    with pytest.raises(UnsentError, match="weights of version 2 were not sent"):
+        await deliver(heir, 2)
+    await fetch(heir, 2, Near(nodes[0]))
+    assert loads(await deliver(heir, 2), 2)
+    await fetch(nodes[2], 1, Near(heir))  # which has never fetched it
+    assert loads(await deliver(nodes[2], 1), 1)
 
 
 # ---- another site ----
@@ -301,61 +295,6 @@ async def test_a_version_removed_before_it_arrived_is_not_waited_for(nodes):
     assert replica.calls.count("update_weights") == 1
     with pytest.raises(WeightsError, match="removed to make room"):
         await nodes[0].parts(1)
-
-
-# ---- versions that are written again ----
-
-
-async def test_a_version_that_is_written_again_is_loaded_again(nodes):
-    await publish(nodes[0], 1)
-    replica = await deliver(nodes[0], 1)
-    await nodes[0].expect(1)
-    with pytest.raises(WeightsError, match="weights of version 1 were not sent"):
-        await nodes[0].deliver(replica.target, 1)
-    await publish_again(nodes[0], 1, 5)
-    await nodes[0].deliver(replica.target, 1)
-    assert loads(replica, 5)
-
-
-async def test_an_old_version_is_never_loaded_as_a_new_one_of_the_same_number(nodes):
-    """A node that was unreachable when a version was written again has the old one, complete."""
-    await publish(nodes[0], 1)
-    await fetch(nodes[1], 1, Near(nodes[0]))
-    await deliver(nodes[1], 1)
-    await publish_again(nodes[0], 1, 5)
-    # the first source of node 2 has the old version
-    for node, sources in ((nodes[2], [nodes[1], nodes[0]]), (nodes[1], [nodes[0]])):
-        await fetch(node, 1, *map(Near, sources), content=5)
-        assert loads(await deliver(node, 1), 5)
-
-
-async def test_an_old_version_of_the_same_number_is_not_loaded_before_the_new_one_arrives(nodes):
-    replica = Replica(nodes[1])
-    await publish(nodes[0], 1)
-    await fetch(nodes[1], 1, Near(nodes[0]))
-    await nodes[1].deliver(replica.target, 1, False, known(1))
-    with pytest.raises(UnsentError, match="weights of version 1 were not sent"):
-        await nodes[1].deliver(replica.target, 1, False, known(5))
-    assert replica.calls.count("update_weights") == 1
-    await publish_again(nodes[0], 1, 5)
-    await fetch(nodes[1], 1, Near(nodes[0]), content=5)
-    await nodes[1].deliver(replica.target, 1, False, known(5))
-    assert loads(replica, 5)
-
-
-async def test_a_fetch_of_a_version_that_is_written_again_is_replaced(nodes):
-    await publish(nodes[0], 1)
-    gate = hold_chunks(nodes[0], 1)  # late chunks of the old version
-    await fetch(nodes[1], 1, Near(nodes[0]), remote=True)
-    replica = Replica(nodes[1])
-    delivery = asyncio.create_task(nodes[1].deliver(replica.target, 1, False, known(1)))
-    await asyncio.sleep(0.1)
-    await publish_again(nodes[0], 1, 5)
-    await fetch(nodes[1], 1, Near(nodes[0]), content=5, remote=True)
-    gate.set()
-    await asyncio.wait_for(delivery, 20)
-    assert loads(replica, 5)
-    assert (await nodes[1].take_tally())["damaged"] == 0, "both fetches wrote to one file"
 
 
 # ---- deliveries ----

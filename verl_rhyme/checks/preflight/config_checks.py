@@ -35,7 +35,6 @@ def rhyme(config: Any, plan: Plan | None) -> Iterator[Check]:
         refusals += combinations.refusals(config, tree)
         if tree is not None:
             router_file.check(tree.placement)
-            router_file.check_own(config)
     except ConfigError as error:
         refusals.append(combinations.Refusal(str(error)))
     yield from (Check(name, FAIL, refusal.detail, refusal.remedy) for refusal in refusals)

@@ -10,13 +10,10 @@ from omegaconf import OmegaConf
 from verl_rhyme.checks.doctor import Check
 from verl_rhyme.checks.preflight import compose, user_code
 from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError
-from verl_rhyme.weights import BACKEND as RELAY
+from verl_rhyme.config.backends import BACKENDS
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _ABSENT = object()
-
-#: Checkpoint-engine backends of verl 0.9.1, and rhyme's relay.
-BACKENDS = ("naive", "nccl", "nixl", "mooncake", "kimi_ckpt_engine", "delta_sharded", RELAY)
 
 #: Values of ``reward.reward_manager.name`` of verl 0.9.1; all read ``data_source`` and ``reward_model.ground_truth``.
 REWARD_MANAGERS = ("naive", "dapo", "remote", "gdpo", "rate_limited")
@@ -40,7 +37,7 @@ CHOICES = {
     ),
     f"{_A}.strategy": ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel"),
     f"{_R}.dtype": ("auto", "half", "float16", "bfloat16", "float", "float32"),
-    f"{_R}.checkpoint_engine.backend": BACKENDS,
+    f"{_R}.checkpoint_engine.backend": tuple(BACKENDS),
     "data.truncation": ("error", "left", "right", "middle"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "reward.reward_manager.name": REWARD_MANAGERS,

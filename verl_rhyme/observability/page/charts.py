@@ -1,4 +1,4 @@
-"""Charts of the page: curves, stacked bars and scatters. Each is an SVG, or ``None`` without data."""
+"""Charts of the page: curves and stacked bars. Each is an SVG, or ``None`` without data."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from verl_rhyme.observability import metrics, steps
-from verl_rhyme.observability.page import matched
-from verl_rhyme.observability.page.run import Run
+from verl_rhyme.observability import metrics
 from verl_rhyme.observability.page.svg import percent, picture, short
+from verl_rhyme.observability.run import Run
 from verl_rhyme.observability.slot_time import REASONS
 
 Points = Sequence[tuple[float, float]]
 
 #: Most bars of a chart; more steps share bars. Lines of more points have no dots.
 _BARS = 120
-#: Most dots of a scatter; of more points a sample is drawn.
-DOTS = 1000
 #: Size of a chart in points.
 WIDTH, HEIGHT = 460, 250
 
@@ -33,7 +30,6 @@ _SHEET = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 #: Colours of the light theme by their names in the style sheet. Charts use the names, so they follow the theme.
 COLOURS: dict[str, str] = dict(re.findall(r"--(\w+): (#\w{6});", _SHEET.partition("@media")[0]))
 _DASHES = (0, (2.8, 1.7))
-_IDEAL: dict[str, Any] = {"color": COLOURS["soft"], "linewidth": 1, "linestyle": (0, (2, 3))}
 
 #: Stages of a step, with verl's timers.
 STAGES = (
@@ -50,44 +46,32 @@ STAGE_COLOURS = ("busy", "logp", "check", "sync", "tail", "rest")
 
 
 def curve(
-    runs: Sequence[tuple[Run, Points]],
+    runs: Sequence[Points],
     y: str,
     x: str = "epoch",
     write: Callable[[float], str] = short,
     low: float | None = None,
 ) -> str | None:
     """Draw a line with dots for each run that has points; ``write`` formats the y ticks, ``low`` is the end of y."""
-    if not any(points for _, points in runs):
+    if not any(runs):
         return None
-    axes = _axes(x, y, write, whole=True)
-    for index, (_, points) in enumerate(runs):
-        _line(axes, points, index, dots=len(points) <= _BARS)
+    axes = _axes(x, y, write)
+    for index, points in enumerate(runs):
+        style: dict[str, Any] = {"marker": "os"[index], "markersize": 6} if len(points) <= _BARS else {}
+        colour, dashes = COLOURS["ab"[index]], _DASHES if index else "-"
+        axes.plot(*zip(*points, strict=True), color=colour, linestyle=dashes, linewidth=1.8, clip_on=False, **style)
     axes.set_ylim(low)
     return _svg(axes, f"{y} by {x}")
 
 
-def reward(runs: Sequence[Run]) -> str | None:
-    lines = [(run, run.by_step(metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)) for run in runs]
-    if not any(points for _, points in lines):
-        return None
-    axes = _axes("training step", "mean reward", whole=True)
-    for index, (run, points) in enumerate(lines):
-        _line(axes, points, index, linewidth=0.8, linestyle="-", alpha=0.45)
-        by_epoch: dict[int, list[tuple[float, float]]] = {}
-        for point in points:
-            by_epoch.setdefault(int(run.steps[int(point[0])][metrics.EPOCH]), []).append(point)
-        _line(axes, [tuple(np.mean(mine, axis=0)) for mine in by_epoch.values()], index, dots=True)
-    return _svg(axes, "mean reward by training step")
-
-
-def stages(run: Run, top: float | None = None) -> str | None:
-    """Draw the seconds of each step by :data:`STAGES`, stacked; ``top`` is the end of a y axis that runs share."""
+def stages(run: Run, top: float) -> str | None:
+    """Draw the seconds of each step by :data:`STAGES`, stacked; ``top`` is the end of the y axis, which runs share."""
     rows = stage_seconds(run)
     if not rows:
         return None
-    axes = _axes("training step", "seconds per step", whole=True)
-    highest = _stack(axes, rows, STAGE_COLOURS)
-    axes.set_ylim(0.0, top or 1.05 * highest)
+    axes = _axes("training step", "seconds per step")
+    _stack(axes, rows, STAGE_COLOURS)
+    axes.set_ylim(0.0, top)
     return _svg(axes, f"step time of {run.name} by stage")
 
 
@@ -114,60 +98,13 @@ def bubbles(run: Run) -> str | None:
             rows.append((window.step, [value / sum(seconds) for value in seconds]))
     if not rows:
         return None
-    axes = _axes("training step", "share of rollout's slot time", percent, whole=True)
+    axes = _axes("training step", "share of rollout's slot time", percent)
     _stack(axes, rows, [reason.split()[-1] for reason in REASONS])
     axes.set_ylim(0.0, 1.0)
     return _svg(axes, f"slot time of {run.name}'s rollouts")
 
 
-def lengths(run: Run, index: int) -> str | None:
-    predicted, real = run.lengths
-    if len(predicted) < 2:
-        return None
-    low, high = max(1.0, min(predicted.min(), real.min()) * 0.9), max(predicted.max(), real.max()) * 1.1
-    axes, colour = _axes("predicted length (tokens)", "actual length (tokens)"), COLOURS["ab"[index]]
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1e4 * low else (1,)))
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    order = np.argsort(predicted, kind="stable")
-    bins = [rows for rows in np.array_split(order, min(10, max(1, len(order) // 20))) if len(rows) >= 10]
-    dots = np.random.default_rng(0).permutation(len(real))[:DOTS]
-    axes.plot(predicted[dots], real[dots], "o", color=colour, markersize=3.2, markeredgewidth=0, alpha=0.35)
-    if len(bins) > 1:
-        middle = [float(np.exp(np.log(predicted[rows]).mean())) for rows in bins]
-        least, median, most = np.transpose([np.quantile(real[rows], [0.1, 0.5, 0.9]) for rows in bins])
-        axes.fill_between(middle, least, most, color=colour, alpha=0.18, linewidth=0)
-        axes.plot(middle, median, color=colour, linewidth=1.8)
-    axes.plot([low, high], [low, high], **_IDEAL)
-    return _svg(axes, f"predicted against actual response lengths of {run.name}")
-
-
-def at_matched_lengths(
-    runs: Sequence[Run], points: Sequence[list[matched.Point]], comparison: matched.Matched
-) -> str | None:
-    if any(not each for each in points):
-        return None
-    axes = _axes("mean response length of the step (tokens)", "tokens per second of rollout")
-    for index, each in enumerate(points):
-        colour = COLOURS["ab"[index]]
-        for cold, fill in ((True, COLOURS["paper"]), (False, colour)):
-            mine = [(point.length, point.speed) for point in each if (point.epoch < 2) == cold]
-            _line(axes, mine, index, dots=True, linestyle="", markerfacecolor=fill, markeredgewidth=1.2 * cold)
-    axes.set_ylim(0.0, 1.08 * max(point.speed for each in points for point in each))
-    low, high = axes.get_xlim()
-    for b in comparison.bins:
-        left, right = max(b.low, low), min(b.high, high)
-        axes.axvspan(left, right, facecolor=COLOURS["wash"], edgecolor=COLOURS["rule"], linewidth=0.5, zorder=0)
-        for index, speed in enumerate((b.first_speed, b.second_speed)):
-            _line(axes, [(left, speed), (right, speed)], index)
-    axes.set_xlim(low, high)
-    return _svg(axes, "tokens per second by mean response length, one dot per step")
-
-
-def _axes(x: str, y: str, write: Callable[[float], str] = short, whole: bool = False) -> Axes:
-    """Return the axes of an empty chart; ``whole``: x ticks are whole numbers."""
+def _axes(x: str, y: str, write: Callable[[float], str] = short) -> Axes:
     figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
     figure.patch.set_visible(False)
     axes = figure.add_axes((54 / WIDTH, 40 / HEIGHT, 384 / WIDTH, 198 / HEIGHT), facecolor="none")
@@ -182,20 +119,14 @@ def _axes(x: str, y: str, write: Callable[[float], str] = short, whole: bool = F
     axes.grid(axis="y", color=COLOURS["rule"], linewidth=0.75)
     axes.set_axisbelow(True)
     axes.margins(0.04, 0.08)
-    for axis, form, most, integer in ((axes.xaxis, short, 8 if whole else 6, whole), (axes.yaxis, write, 5, False)):
+    for axis, form, most, integer in ((axes.xaxis, short, 8, True), (axes.yaxis, write, 5, False)):
         axis.set_major_locator(MaxNLocator(most, integer=integer, steps=[1, 2, 5, 10], min_n_ticks=1))
         axis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form(value)))
     return axes
 
 
-def _line(axes: Axes, points: Points, index: int, dots: bool = False, **style: Any) -> None:
-    defaults = {"color": COLOURS["ab"[index]], "linewidth": 1.8, "linestyle": _DASHES if index else "-"}
-    marks = {"marker": "os"[index], "markersize": 6, "markeredgewidth": 0} if dots else {}
-    axes.plot([x for x, _ in points], [y for _, y in points], clip_on=False, **{**defaults, **marks, **style})
-
-
-def _stack(axes: Axes, rows: Sequence[tuple[int, list[float]]], colours: Sequence[str]) -> float:
-    """Draw at most :data:`_BARS` stacked bars of one or more steps each; return the greatest height."""
+def _stack(axes: Axes, rows: Sequence[tuple[int, list[float]]], colours: Sequence[str]) -> None:
+    """Draw at most :data:`_BARS` stacked bars of one or more steps each."""
     each = -(-len(rows) // _BARS)
     shared = [rows[at : at + each] for at in range(0, len(rows), each)]
     edges = [*(mine[0][0] - 0.5 for mine in shared), rows[-1][0] + 0.5]
@@ -205,7 +136,6 @@ def _stack(axes: Axes, rows: Sequence[tuple[int, list[float]]], colours: Sequenc
         axes.stairs(base + values, edges, baseline=base, fill=True, color=COLOURS[colour], linewidth=0)
         base = base + values
     axes.set_xlim(edges[0], edges[-1])
-    return float(base.max())
 
 
 def _svg(axes: Axes, title: str) -> str:

@@ -9,22 +9,20 @@ from pathlib import Path
 
 from verl_rhyme import __version__
 from verl_rhyme.observability.page import sections, words
-from verl_rhyme.observability.page.run import Run
+from verl_rhyme.observability.run import Run
 
 PAGE_FILE = "report.html"
 _HERE = Path(__file__).parent
-#: Smallest origin of time that is a date; smaller ones are a simulation's.
-_DATES_BEGIN = 1e9
 
 
-def write(runs: Sequence[Run], out: Path, first_warm_epoch: int) -> Path:
-    """Write the page of one run, or of two with different names; speeds are compared from the warm epoch on."""
+def write(runs: Sequence[Run], out: Path) -> Path:
+    """Write the page of one run, or of two with different names."""
     path = out / PAGE_FILE
-    path.write_text(page(runs, first_warm_epoch), encoding="utf-8")
+    path.write_text(page(runs), encoding="utf-8")
     return path
 
 
-def page(runs: Sequence[Run], first_warm_epoch: int) -> str:
+def page(runs: Sequence[Run]) -> str:
     name = escape(" vs. ".join(run.name for run in runs))
     body = [
         *sections.problems(runs),
@@ -34,7 +32,7 @@ def page(runs: Sequence[Run], first_warm_epoch: int) -> str:
         *sections.drafting(runs),
         *sections.step_time(runs),
         *sections.training(runs),
-        *sections.comparison(runs, first_warm_epoch),
+        *sections.comparison(runs),
     ]
     style, script = ((_HERE / file).read_text(encoding="utf-8") for file in ("page.css", "page.js"))
     return (
@@ -48,14 +46,10 @@ def page(runs: Sequence[Run], first_warm_epoch: int) -> str:
 
 
 def _about(run: Run) -> str:
-    parts = [run.name, str(run.summary["engine"]), f"{len(run.steps)} steps, {_counted(len(run.epochs), 'epoch')}"]
+    engine = run.summary["engine"]
+    parts = [run.name, *([engine] if engine else []), f"steps: {len(run.steps)}", f"epochs: {len(run.epochs)}"]
     if (measured := run.slot_time) is not None:
-        parts.append(f"{_counted(len(measured.replicas), 'replica')}, {measured.slots} request slots")
-        if measured.origin > _DATES_BEGIN:
-            began = datetime.datetime.fromtimestamp(measured.origin, datetime.timezone.utc)
-            parts.append(f"{began:%Y-%m-%d %H:%M} UTC")
+        parts += [f"replicas: {len(measured.replicas)}", f"request slots: {measured.slots}"]
+        began = datetime.datetime.fromtimestamp(measured.origin, datetime.timezone.utc)
+        parts.append(f"{began:%Y-%m-%d %H:%M} UTC")
     return f'<p class="about">{" · ".join(escape(part) for part in parts)}</p>'
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from verl_rhyme.observability import metrics, steps
 
 #: Ratio of a bin's upper end to its lower end.
@@ -46,15 +48,6 @@ class Bin:
         return self.first_speed / self.second_speed
 
 
-@dataclass(frozen=True)
-class Matched:
-    """Comparison of two runs."""
-
-    bins: list[Bin]  # with steps of both runs
-    unmatched: tuple[int, int]  # warm steps of the first and second run in other bins
-    ratio: float | None  # geometric mean of the bins', weighted by the smaller number of steps; ``None`` without bins
-
-
 def points(by_step: steps.Steps) -> list[Point]:
     """Return the points of steps with the necessary metrics; all steps of a point must have them."""
     points = []
@@ -78,8 +71,8 @@ def _steps_by_loading(by_step: steps.Steps) -> list[list[Mapping[str, Any]]]:
     groups: list[list[Mapping[str, Any]]] = []
     owed = 0.0
     for data in by_step.values():
-        loaded = metrics.finite(data, metrics.SORTED_LOADED)
-        dropped = metrics.finite(data, metrics.SORTED_DROPPED) or 0.0
+        loaded = metrics.finite(data, metrics.LOADED_PROMPTS)
+        dropped = metrics.finite(data, metrics.DROPPED_PROMPTS) or 0.0
         owed += dropped
         if loaded is None or loaded > owed or not groups:
             groups.append([])
@@ -98,26 +91,21 @@ def _length(data: Mapping[str, Any]) -> float | None:
     return mean
 
 
-def match(first: list[Point], second: list[Point], first_warm_epoch: int) -> Matched:
-    binned: list[dict[int, list[float]]] = []
-    for points_of_run in (first, second):
-        mine: dict[int, list[float]] = {}
+def match(first: list[Point], second: list[Point], first_warm_epoch: int) -> list[Bin]:
+    """Return the bins with warm steps of both runs."""
+    binned: tuple[dict[int, list[float]], dict[int, list[float]]] = {}, {}
+    for mine, points_of_run in zip(binned, (first, second), strict=True):
         for point in points_of_run:
             if point.epoch >= first_warm_epoch:
                 mine.setdefault(math.floor(math.log(point.length, WIDTH)), []).append(point.speed)
-        binned.append(mine)
-    first_bins, second_bins = binned
-    bins = [
-        Bin(WIDTH**k, WIDTH ** (k + 1), len(one), len(other), median(one), median(other))
-        for k in sorted(first_bins.keys() & second_bins.keys())
-        for one, other in [(first_bins[k], second_bins[k])]
+    ours, theirs = binned
+    return [
+        Bin(WIDTH**k, WIDTH ** (k + 1), len(ours[k]), len(theirs[k]), median(ours[k]), median(theirs[k]))
+        for k in sorted(ours.keys() & theirs.keys())
     ]
-    alone = (
-        sum(len(speeds) for k, speeds in first_bins.items() if k not in second_bins),
-        sum(len(speeds) for k, speeds in second_bins.items() if k not in first_bins),
-    )
+
+
+def mean_ratio(bins: list[Bin]) -> float:
+    """Return the geometric mean of the bins' ratios, weighted by the smaller number of steps."""
     weights = [min(b.first, b.second) for b in bins]
-    ratio = None
-    if bins:
-        ratio = math.exp(sum(w * math.log(b.ratio) for w, b in zip(weights, bins, strict=True)) / sum(weights))
-    return Matched(bins, alone, ratio)
+    return float(np.exp(np.average([math.log(b.ratio) for b in bins], weights=weights)))

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import Any
 
 import numpy as np
 
 from verl_rhyme.observability import metrics
 from verl_rhyme.observability.page import charts, matched, timeline, words
 from verl_rhyme.observability.page.charts import Points
-from verl_rhyme.observability.page.run import Run
 from verl_rhyme.observability.page.svg import percent
+from verl_rhyme.observability.run import Run
 from verl_rhyme.observability.slot_time import DEFINITIONS, REASONS, SlotTime
+from verl_rhyme.observability.summary import FIRST_WARM_EPOCH, formatted, table
 
 #: Name, SVG or ``None``, caption.
 Figure = tuple[str, str | None, str]
-
-#: Columns of the table by epoch: key, title and format.
-_TABLE = (
-    ("reward_mean", "mean reward", ".3f"),
-    ("rollout_s", "rollout (s)", ".1f"),
-    ("tokens", "response tokens", ",d"),
-    ("useful_tokens_per_s", "useful tokens/s", ".0f"),
-    ("bubble_ratio", "bubble ratio", ".1%"),
-    ("staleness_mean", "staleness, mean", ".2f"),
-    ("staleness_max", "staleness, max", "d"),
-    ("accept_length", "acceptance length", ".2f"),
-    ("history_hit_rate", "with history", ".0%"),
-)
 
 
 def problems(runs: Sequence[Run]) -> Iterator[str]:
@@ -40,15 +27,9 @@ def problems(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def epochs(runs: Sequence[Run]) -> Iterator[str]:
-    columns = [c for c in _TABLE if any(row.get(c[0]) is not None for run in runs for row in run.epochs)]
-    head = ["epoch", *(["run"] if len(runs) > 1 else [])], [title for _, title, _ in columns]
-    rows = []
-    for number in sorted({row["epoch"] for run in runs for row in run.epochs}):
-        mine = [(run, row) for run in runs for row in run.epochs if row["epoch"] == number]
-        for at, (run, row) in enumerate(mine):
-            lead = [str(number) if at == 0 else "", *([run.name] if len(runs) > 1 else [])]
-            rows.append((lead, [_formatted(row.get(key), form) for key, _, form in columns]))
-    yield _table(*head, rows) + _note(words.TABLE)
+    titles, rows = table([run.summary for run in runs], [run.name for run in runs])
+    lead = len(runs)  # columns of text
+    yield _table(titles[:lead], titles[lead:], [(row[:lead], row[lead:]) for row in rows]) + _note(words.TABLE)
 
 
 def replicas(runs: Sequence[Run]) -> Iterator[str]:
@@ -62,62 +43,39 @@ def replicas(runs: Sequence[Run]) -> Iterator[str]:
         height = words.ITS_SLOTS if measured.logged else words.MOST_REQUESTS
         caption = words.LANES.format(name=escape(run.name), height=height)
         if measured.pauses:
-            caption += words.PAUSES.format(count=len(measured.pauses))
+            caption += words.PAUSES.format(count=measured.pauses)
         yield _figure(f"lanes-{at + 1}", picture, caption + words.RUNS_ON * run.runs_on, wide=True)
     terms = (
         f'<dt><i class="{timeline.reason_class(code)}"></i>{name}</dt><dd>{escape(DEFINITIONS[name])}</dd>'
         for code, name in enumerate(REASONS)
     )
     yield f"<dl class=terms>{''.join(terms)}</dl>" + _shares(known)
-    caption = words.BUBBLES
-    figures = (
-        (f"bubbles-{at + 1}", charts.bubbles(run), caption.format(name=escape(run.name))) for at, run in enumerate(runs)
+    yield _pair(
+        (f"bubbles-{at + 1}", charts.bubbles(run), words.BUBBLES.format(name=escape(run.name)))
+        for at, run in enumerate(runs)
     )
-    yield _pair(figures)
 
 
 def _shares(known: Sequence[tuple[Run, SlotTime]]) -> str:
     rows = []
     for run, measured in known:
-        bubble = _formatted(measured.bubble if measured.logged else None, ".3f")
-        rows.append(([run.name, "of rollout"], [*_parts(measured.rollout_shares), bubble, _logged_bubble(run)]))
-        rows.append((["", "of all time"], [*_parts(measured.shares), "", ""]))
-    return _table(["run", "share of slot time"], [*REASONS, "bubble ratio", "logged"], rows) + _note(words.SHARES)
-
-
-def _parts(shares: Iterable[float]) -> list[str]:
-    return [f"{share:.1%}" for share in shares]
-
-
-def _logged_bubble(run: Run) -> str:
-    """Return the logged bubble ratio, weighted by the measured rollouts, so that both ratios are comparable."""
-    assert run.slot_time is not None
-    spans = {window.step: window.ended - window.began for window in run.slot_time.windows}
-    logged = [(value, spans.get(int(step), 0.0)) for step, value in run.by_step(metrics.BUBBLE_RATIO)]
-    total = sum(span for _, span in logged)
-    return _formatted(sum(value * span for value, span in logged) / total if total else None, ".3f")
+        bubble = formatted(measured.bubble if measured.logged else None, ".3f")
+        rows.append(([run.name, "of rollout"], [*(f"{share:.1%}" for share in measured.rollout_shares), bubble]))
+        rows.append((["", "of all time"], [*(f"{share:.1%}" for share in measured.shares), ""]))
+    return _table(["run", "share of slot time"], [*REASONS, "bubble ratio"], rows) + _note(words.SHARES)
 
 
 def lengths(runs: Sequence[Run]) -> Iterator[str]:
-    figures: list[Figure] = []
-    for at, run in enumerate(runs):
-        predicted, real = run.lengths
-        factor = float(np.median(np.maximum(predicted, real) / np.minimum(predicted, real))) if len(real) else 0.0
-        shown = min(len(real), charts.DOTS)
-        caption = words.LENGTHS.format(name=escape(run.name), count=len(real), shown=shown, factor=factor)
-        figures.append((f"lengths-{at + 1}", charts.lengths(run, at), caption))
-    rank = [(run, _column(run, "length_rank_correlation")) for run in runs]
-    figures.append(("rank", charts.curve(rank, "rank correlation"), words.RANK))
-    if pictures := _pair(figures, runs):
-        none = "" if any(len(run.lengths[1]) for run in runs) else f"<p>{words.NO_PREDICTIONS}</p>"
-        yield "<h2>Lengths</h2>" + none + pictures
+    rank = [_column(run, "length_rank_correlation") for run in runs]
+    if shown := _pair([("rank", charts.curve(rank, "rank correlation"), words.RANK)], runs):
+        yield "<h2>Lengths</h2>" + shown
 
 
 def drafting(runs: Sequence[Run]) -> Iterator[str]:
-    accepted = [(run, _column(run, "accept_length")) for run in runs]
-    if all(value == 1.0 for _, points in accepted for _, value in points):
+    accepted = [_column(run, "accept_length") for run in runs]
+    if all(value == 1.0 for points in accepted for _, value in points):
         accepted = []  # no drafts
-    rates = [(run, _column(run, "accept_rate")) for run in runs]
+    rates = [_column(run, "accept_rate") for run in runs]
     figures = (
         ("accepted", charts.curve(accepted, "acceptance length (tokens)"), words.ACCEPTANCE_LENGTH),
         ("rate", charts.curve(rates, "accepted draft tokens", write=percent, low=0.0), words.ACCEPTANCE_RATE),
@@ -137,25 +95,23 @@ def step_time(runs: Sequence[Run]) -> Iterator[str]:
         f'<span><i style="background: var(--{colour})"></i>{name}</span>'
         for name, colour in zip(names, charts.STAGE_COLOURS, strict=True)
     )
+    caption, on = words.STAGES, words.STAGES_ON
     figures = (
-        (
-            f"stages-{at + 1}",
-            charts.stages(run, top),
-            words.STAGES.format(name=escape(run.name), on=words.STAGES_ON * run.runs_on),
-        )
+        (f"stages-{at + 1}", charts.stages(run, top), caption.format(name=escape(run.name), on=on * run.runs_on))
         for at, run in enumerate(runs)
     )
     yield f"<h2>Step time by stage</h2><div class=legend>{keys}</div>" + _pair(figures)
 
 
 def training(runs: Sequence[Run]) -> Iterator[str]:
-    useful = [(run, _column(run, "useful_tokens_per_s")) for run in runs]
-    length = [(run, run.by_step(metrics.RESPONSE_LENGTH_MEAN)) for run in runs]
-    staleness = [(run, run.by_step(metrics.STALENESS_MEAN, metrics.VERL_STALENESS_MEAN)) for run in runs]
-    if not any(value for _, points in staleness for _, value in points):
+    reward = [run.by_step(metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL) for run in runs]
+    useful = [_column(run, "useful_tokens_per_s") for run in runs]
+    length = [run.by_step(metrics.RESPONSE_LENGTH_MEAN) for run in runs]
+    staleness = [run.by_step(metrics.STALENESS_MEAN, metrics.VERL_STALENESS_MEAN) for run in runs]
+    if not any(value for points in staleness for _, value in points):
         staleness = []  # on-policy
     figures = (
-        ("reward", charts.reward(runs), words.REWARD),
+        ("reward", charts.curve(reward, "mean reward", "training step"), words.REWARD),
         ("useful", charts.curve(useful, "useful tokens per second", low=0.0), words.USEFUL),
         ("length", charts.curve(length, "mean response length (tokens)", x="training step"), words.LENGTH),
         ("staleness", charts.curve(staleness, "mean staleness (versions)", "training step", low=0.0), words.STALENESS),
@@ -164,31 +120,25 @@ def training(runs: Sequence[Run]) -> Iterator[str]:
         yield "<h2>Reward, speed and length</h2>" + shown
 
 
-def comparison(runs: Sequence[Run], first_warm_epoch: int) -> Iterator[str]:
+def comparison(runs: Sequence[Run]) -> Iterator[str]:
     if len(runs) != 2:
         return
-    points = [matched.points(run.steps) for run in runs]
-    compared = matched.match(points[0], points[1], first_warm_epoch)
-    names = [escape(run.name) for run in runs]
+    first, second = (matched.points(run.steps) for run in runs)
+    bins = matched.match(first, second, FIRST_WARM_EPOCH)
     yield f"<h2>Speed at matched lengths</h2><p>{words.MATCHED}</p>"
-    if compared.ratio is None:
+    if not bins:
         yield f"<p><b>{words.UNMATCHED}</b></p>"
-    else:
-        ratios = [b.ratio for b in compared.bins]
-        spread = {"low": min(ratios), "high": max(ratios), "bins": len(ratios)}
-        ratio = words.RATIO.format(first=names[0], second=names[1], ratio=compared.ratio)
-        around = words.SPREAD.format(**spread, alone=compared.unmatched[0], other=compared.unmatched[1])
-        yield f"<p><b>{ratio}</b> {around}.</p>"
-        head = [f"{what}, {run.name}" for what in ("steps", "tokens/s") for run in runs]
-        rows = [
-            (
-                [f"{b.low:.0f} to {b.high:.0f}"],
-                [str(b.first), str(b.second), f"{b.first_speed:.0f}", f"{b.second_speed:.0f}", f"{b.ratio:.2f}"],
-            )
-            for b in compared.bins
-        ]
-        yield _table(["mean length (tokens)"], [*head, "ratio"], rows)
-    yield _pair([("matched", charts.at_matched_lengths(runs, points, compared), words.SCATTER)], runs)
+        return
+    names = {"first": escape(runs[0].name), "second": escape(runs[1].name)}
+    ratios = [b.ratio for b in bins]
+    spread = {"ratio": matched.mean_ratio(bins), "low": min(ratios), "high": max(ratios), "bins": len(bins)}
+    yield f"<p>{words.RATIO.format(**names, **spread)}</p>"
+    rows = []
+    for b in bins:
+        speeds = [f"{b.first_speed:.0f}", f"{b.second_speed:.0f}", f"{b.ratio:.2f}"]
+        rows.append(([f"{b.low:.0f} to {b.high:.0f}"], [str(b.first), str(b.second), *speeds]))
+    head = [f"{what}, {run.name}" for what in ("steps", "tokens/s") for run in runs]
+    yield _table(["mean length (tokens)"], [*head, "ratio"], rows)
 
 
 def _column(run: Run, name: str) -> Points:
@@ -231,9 +181,3 @@ def _table(texts: Sequence[str], numbers: Sequence[str], rows: Sequence[tuple[Se
 
 def _note(text: str) -> str:
     return f'<p class="about">{text}</p>'
-
-
-def _formatted(value: Any, form: str) -> str:
-    if value is None:
-        return "–"
-    return format(int(value) if form.endswith("d") else value, form).replace(",", "\u202f")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from html import escape
 
 
@@ -37,17 +36,6 @@ def _signed(text: str) -> str:
 
 def percent(value: float) -> str:
     return f"{100 * value:.4g}%"
-
-
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    span = high - low
-    if not span > 0:
-        return [low]
-    raw = span / max(1, count)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def picture(content: str, width: float, height: float, title: str, class_: str = "chart") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from verl_rhyme.observability.page import svg
 from verl_rhyme.observability.slot_time import REASONS, SYNC, TRAINING, TRAINING_STAGES, SlotTime
@@ -31,11 +32,13 @@ def draw(measured: SlotTime, title: str, scale: float) -> str:
     height = float(max(9, min(110, 260 // len(groups) + 4)))
     bins = min(_BINS, _ALL_BINS // len(groups))
     edges = np.linspace(0.0, end, bins + 1)
+    middle = (edges[:-1] + edges[1:]) / 2
+    rollout = np.any([(w.began < middle) & (middle < w.ended) for w in measured.windows], axis=0)
     lanes = []
     for group in groups:
-        slots = sum(measured.lane_slots[int(i)] for i in group)
-        filled = np.sum([measured.occupied(int(i), edges) for i in group], axis=0) / slots
-        lanes.append((_lane_name(measured, group), _area(filled, height), _mean_in_rollout(measured, group, slots)))
+        filled = np.mean([measured.occupied(int(i), edges) for i in group], axis=0) / measured.lane_slots
+        busy = float(filled[rollout].mean()) if rollout.any() else 0.0
+        lanes.append((_lane_name(measured, group), _area(filled, height), busy))
     gap = 3.0 if height > 14 else 1.5
     rows = [
         f'<g transform="translate(0 {svg.number(k * (height + gap))})">{area}</g>'
@@ -105,19 +108,6 @@ def _area(filled: np.ndarray, height: float) -> str:
     return f'<path class="r-busy" d="M0 {svg.number(height)}{steps}V{svg.number(height)}Z"/>'
 
 
-def _mean_in_rollout(measured: SlotTime, group: np.ndarray, slots: float) -> float:
-    edges = np.unique([t for window in measured.windows for t in (window.began, window.ended)])
-    if len(edges) < 2:
-        return 0.0
-    middle = (edges[:-1] + edges[1:]) / 2
-    within = np.zeros(len(middle), dtype=bool)
-    for window in measured.windows:
-        within |= (middle > window.began) & (middle < window.ended)
-    spans = np.diff(edges)[within]
-    filled = np.sum([measured.occupied(int(i), edges) for i in group], axis=0)[within]
-    return float((filled * spans).sum() / (slots * spans.sum())) if spans.sum() > 0 else 0.0
-
-
 def _lane_name(measured: SlotTime, group: np.ndarray) -> str:
     first, last = measured.replicas[group[0]], measured.replicas[group[-1]]
     return f"replica {first}" if len(group) == 1 else f"{first} to {last}"
@@ -128,7 +118,9 @@ def _figure(plot: str, names: str, span: float, height: float, title: str) -> st
     width = float(WIDTH - _LEFT - _RIGHT)
     unit, size = next((u, s) for u, s, longest in _UNITS if span <= longest)
     marks = []
-    for value in svg.ticks(0.0, span / size, 8):
+    for value in MaxNLocator(8, steps=[1, 2, 5, 10]).tick_values(0.0, span / size):
+        if value * size > span:
+            break
         x = _LEFT + width * value * size / span
         marks.append(svg.tag("line", x1=x, x2=x, y1=_TOP + height, y2=_TOP + height + 4, class_="axis"))
         marks.append(svg.label(x, _TOP + height + 17, svg.short(value), text_anchor="middle"))

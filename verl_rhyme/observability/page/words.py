@@ -1,9 +1,9 @@
 """Texts of the page. Terms are defined where they are used."""
 
 TABLE = """Useful tokens are trained response tokens per second of rollout. The bubble ratio is the idle share of the
-request slots during rollout. The acceptance length is the mean number of tokens emitted by a step that verifies drafts,
-1 without drafts. Staleness is the number of policy versions between a trained group's oldest token and the policy that
-it trains."""
+request slots during rollout. Tokens per step is the acceptance length: the mean number of tokens emitted by a step that
+verifies drafts, 1 without drafts. Staleness is the number of policy versions between a trained group's oldest token and
+the policy that it trains."""
 
 LANES = """<b>{name}.</b> Each lane is a replica. The blue area shows the running requests, relative to {height}. The
 colour above it shows why the other slots are empty. Right: the filled share of the replica's slots during rollout."""
@@ -15,17 +15,10 @@ the log, so the end looks emptier than it was."""
 SHARES = """Each moment has one reason for all empty slots, so the shares add up to one. If engines stop while the actor
 trains, a rollout lasts from the first start to the last end between two trainings. If they continue, it lasts from one
 batch to the next. Bubble ratio = &Sigma; (Q &minus; r) dt / (Q &Sigma; dt) over the rollouts, with r of Q request slots
-running for dt seconds: all slot time of a rollout that is not busy. Logged: the
-run's <code>rollout/bubble_ratio</code>, weighted in the same way. If engines continue, it is not logged: both come from
-the event log."""
+running for dt seconds: all slot time of a rollout that is not busy."""
 BUBBLES = """<b>Each rollout of {name}.</b> All that is not blue is the bubble ratio. Read it together with the useful
 tokens per second: wasted tokens fill slots, too."""
 
-LENGTHS = """<b>Predicted against actual lengths, {name}.</b> Each dot is a response ({shown} of {count} are drawn).
-Line and band: median and 10th to 90th percentile of actual lengths, by predicted length. On the dotted line both are
-equal. Half of the predictions are within a factor of {factor:.2f}."""
-NO_PREDICTIONS = """The event log contains no predicted lengths, so only the logged accuracy of forecasts is shown, by
-epoch."""
 RANK = """<b>Rank correlation</b> (Spearman) of forecast and actual lengths, for the groups completed in the epoch.
 Forecasts were made before any of their responses began. 1 is the right order, 0 is no correlation."""
 
@@ -36,7 +29,7 @@ ACCEPTANCE_RATE = "<b>Acceptance rate</b>: accepted over drafted tokens."
 STAGES = """<b>{name}</b>: seconds of each step by verl's timers, stacked. Rollout is the time that the trainer waits
 for it{on}."""
 STAGES_ON = ", although the engines continue during training"
-REWARD = "<b>Reward</b>: mean of each step (thin) and of each epoch (dots)."
+REWARD = "<b>Reward</b>, mean of each step."
 USEFUL = "<b>Useful tokens</b>: trained response tokens per second of rollout."
 LENGTH = """<b>Response length</b>, mean of each step. If two runs differ in length, they differ in seconds per step,
 too."""
@@ -50,10 +43,7 @@ first epoch is left out, because the history is still empty. Equal means do not 
 rollouts with one mean, the one with the longer tail is slower."""
 UNMATCHED = """After the first epoch, no step of one run has the mean length of a step of the other, so there is no
 ratio at matched lengths."""
-RATIO = """{first} generates {ratio:.2f} times the tokens per second of {second}"""
-SPREAD = """(geometric mean over {bins} bins with ratios from {low:.2f} to {high:.2f}, weighted by the smaller number of
-steps; {alone} and {other} steps have no counterpart)"""
-SCATTER = """<b>Speed against length</b>, one dot per step, hollow in the first epoch. Shaded: bins in which both runs
-have steps, with their medians."""
+RATIO = """<b>{first} generates {ratio:.2f} times the tokens per second of {second}</b> (geometric mean over {bins} bins
+with ratios from {low:.2f} to {high:.2f}, weighted by the smaller number of steps)."""
 
 FOOTER = "Drag over a timeline to zoom in; double-click to reset the zoom."

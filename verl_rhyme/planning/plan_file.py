@@ -20,7 +20,7 @@ from verl_rhyme.planning.planner import Problem
 from verl_rhyme.planning.sites import Links, Model, Pool
 from verl_rhyme.planning.times import Training, Work
 from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, read
-from verl_rhyme.simulation.workload import Lengths
+from verl_rhyme.planning.workload import Lengths
 
 #: Quantiles that represent a distribution of lengths.
 _QUANTILES = 4096

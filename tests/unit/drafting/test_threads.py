@@ -1,16 +1,16 @@
-"""Planning threads: no call outlives ``run``, deferred calls come first, and the caller can do it alone."""
+"""Planning threads: no call outlives ``run``, and deferred calls come first."""
 
 import threading
 from functools import partial
 
 import pytest
 
-from verl_rhyme.engine.threads import PlanningThreads
+from verl_rhyme.drafting.threads import Threads
 
 
 def test_run_waits_for_all_threads_and_raises_errors():
     """The data of the calls may be freed as soon as ``run`` returns."""
-    pool, ended, hold = PlanningThreads(3), [], threading.Event()
+    pool, ended, hold = Threads(3), [], threading.Event()
 
     def fails():
         hold.set()
@@ -29,7 +29,7 @@ def test_run_waits_for_all_threads_and_raises_errors():
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_deferred_calls_run_in_order_before_the_next_plans(count):
-    pool, ended, hold = PlanningThreads(count), [], threading.Event()
+    pool, ended, hold = Threads(count), [], threading.Event()
     threading.Timer(0.1, hold.set).start()
     pool.defer(lambda: (hold.wait(10), ended.append("first")))
     pool.defer(partial(ended.append, "second"))  # without a plan in between, as for a resting drafter
@@ -39,7 +39,7 @@ def test_deferred_calls_run_in_order_before_the_next_plans(count):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_error_of_a_deferred_call_is_raised_once(count):
-    pool, ended = PlanningThreads(count), []
+    pool, ended = Threads(count), []
 
     def fails():
         raise ValueError("not counted")
@@ -52,25 +52,3 @@ def test_error_of_a_deferred_call_is_raised_once(count):
         failing()
     pool.run([partial(ended.append, "after it")])
     assert ended == ["after it"]
-
-
-@pytest.mark.parametrize("started", [0, 1])
-def test_caller_plans_alone_if_a_thread_cannot_start(started, monkeypatch, caplog):
-    start, starts = threading.Thread.start, []
-
-    def refuse(thread):
-        starts.append(thread)
-        if len(starts) > started:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    pool, ended = PlanningThreads(4), []
-    assert pool.count == 1
-    pool.defer(partial(ended.append, "deferred"))
-    pool.run([partial(ended.append, i) for i in range(3)])
-    assert ended == ["deferred", 0, 1, 2]
-    assert "cannot start planning threads" in caplog.text
-    for thread in starts[:started]:
-        thread.join(10)
-        assert not thread.is_alive()
