@@ -47,7 +47,7 @@ def test_cache_bytes_are_vllms(tp, dtype):
     model = Architecture("llama", 32, 4096, 14336, 32, 8, 128, 128256, tied=False)
     kind = getattr(torch, dtype)
     spec = FullAttentionSpec(block_size=16, num_kv_heads=max(1, 8 // tp), head_size=128, dtype=kind)
-    ours = memory.cache_bytes_per_token(model, Rollout(tp=tp, cache_bytes=kind.itemsize))
+    ours = memory.serve(model, Rollout(tp=tp, cache_bytes=kind.itemsize), 80 << 30).bytes_per_token
     assert ours * 16 == 32 * spec.page_size_bytes
 
 

@@ -19,8 +19,6 @@ _BYTES = {"fp32": 4, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m
 ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 
 
-_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-
 #: Most bytes of a decoded history token (``history/record.py``: token, suffix, confidence, table of first tokens), and
 #: of a live token in the drafter's index.
 DECODED_BYTES, LIVE_BYTES = 16, 32

@@ -122,7 +122,7 @@ def test_what_exists_only_at_times():
     ],
 )
 def test_cache_bytes_per_token(model, rollout, size):
-    assert memory.cache_bytes_per_token(model, rollout) == size
+    assert memory.serve(model, rollout, 80 << 30).bytes_per_token == size
 
 
 def test_the_kv_cache_takes_the_rest_of_vllms_share():
