@@ -123,27 +123,11 @@ assert seen == [colocated, colocated, separate] * 2, seen
 
 
 @FORKS
-def test_disabled_rhyme_is_stock_verl(forks):
+def test_verls_and_a_users_trainer_are_unchanged_without_rhyme(forks):
     code = """
 import verl
 from omegaconf import OmegaConf
-from verl.trainer.ppo.v1 import get_trainer_cls, PPOTrainerSync
-built = []
-PPOTrainerSync.__init__ = lambda self, config: built.append(type(self))
-for tree in (None, {"rhyme": {"enable": False}}):
-    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": tree}}})
-    assert type(get_trainer_cls("sync")(config=config)) is PPOTrainerSync
-assert built == [PPOTrainerSync] * 2
-"""
-    forks.python(code)
-
-
-@FORKS
-def test_a_users_trainer_is_unchanged_without_rhyme(forks):
-    code = """
-import verl
-from omegaconf import OmegaConf
-from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
+from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls, trainer_base
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.registry import RhymeTrainerSync
 
@@ -181,6 +165,12 @@ for tree in (None, {"rhyme": {"enable": False}}):
     assert trainer.timing_raw is timing
     assert {"_history", "_recorder", "_event_log"}.isdisjoint(vars(trainer)), vars(trainer)
     assert type(MyOther(config)) is MyOther
+
+built = []
+PPOTrainerSync.__init__ = lambda self, config: built.append(type(self))
+for tree in (None, {"rhyme": {"enable": False}}):
+    get_trainer_cls("sync")(config=OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": tree}}}))
+assert built == [PPOTrainerSync] * 2
 """
     forks.python(code)
 

@@ -1,6 +1,7 @@
 """What the preflight says of verl and vLLM is what they say of themselves."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,10 +11,8 @@ from omegaconf import OmegaConf
 from verl_rhyme.checks.preflight import memory
 from verl_rhyme.checks.preflight.components import AGENT_LOOPS, LOGGERS
 from verl_rhyme.checks.preflight.compose import compose
-from verl_rhyme.checks.preflight.config_checks import CHOICES
-from verl_rhyme.checks.preflight.datasets import REWARD_MANAGERS
-from verl_rhyme.checks.preflight.memory import Rollout
-from verl_rhyme.config import TOPOLOGIES
+from verl_rhyme.checks.preflight.memory import Rollout, Training
+from verl_rhyme.checks.preflight.values import CHOICES
 from verl_rhyme.planning.architecture import Architecture
 
 ROOT = Path(__file__).parents[2]
@@ -40,13 +39,6 @@ def test_the_config_is_what_verls_main_resolves(arguments, monkeypatch, tmp_path
     assert OmegaConf.to_yaml(compose(arguments)).strip() == theirs.strip()
 
 
-def test_trainer_modes_are_those_that_are_registered():
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
-    own = {mode for mode, kind in TRAINER_REGISTRY.items() if not kind.__module__.startswith(("verl.", "verl_rhyme."))}
-    assert set(TRAINER_REGISTRY) - own == set(TOPOLOGIES)  # own: of other tests
-
-
 @pytest.mark.parametrize(("tp", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (16, "float32")])
 def test_cache_bytes_are_vllms(tp, dtype):
     import torch
@@ -55,7 +47,7 @@ def test_cache_bytes_are_vllms(tp, dtype):
     model = Architecture("llama", 32, 4096, 14336, 32, 8, 128, 128256, tied=False)
     kind = getattr(torch, dtype)
     spec = FullAttentionSpec(block_size=16, num_kv_heads=max(1, 8 // tp), head_size=128, dtype=kind)
-    ours = memory.cache_bytes_per_token(model, Rollout(tp=tp, cache_bytes=kind.itemsize))
+    ours = memory.serve(model, Rollout(tp=tp, cache_bytes=kind.itemsize), 80 << 30).bytes_per_token
     assert ours * 16 == 32 * spec.page_size_bytes
 
 
@@ -125,8 +117,6 @@ def measured_peaks(fields, recompute: bool, rows: int, length: int) -> tuple[int
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_estimate_is_within_fifteen_percent_of_the_allocator(recompute):
-    from verl_rhyme.checks.preflight.memory import Training
-
     fields = {"model_type": "qwen2", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
     fields |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 16384}
     fields |= {"tie_word_embeddings": False, "max_position_embeddings": 8192}
@@ -140,38 +130,30 @@ def test_the_estimate_is_within_fifteen_percent_of_the_allocator(recompute):
 def test_values_by_name_are_those_that_verl_and_vllm_know():
     import typing
 
+    from verl import checkpoint_engine
+    from verl.experimental.agent_loop import agent_loop, single_turn_agent_loop, tool_agent_loop  # noqa: F401
     from verl.experimental.reward_loop.reward_manager import registry
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
     from verl.utils.tracking import Tracking
     from vllm.config.model import ModelDType
-    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     assert set(LOGGERS) - {"tracking"} == set(Tracking.supported_backend)
-    assert set(REWARD_MANAGERS) == set(registry.REWARD_MANAGER)
-    assert set(CHOICES["algorithm.adv_estimator"]) == {str(getattr(e, "value", e)) for e in ADV_ESTIMATOR_REGISTRY}
-    assert set(CHOICES[f"{actor}.policy_loss.loss_mode"]) == set(POLICY_LOSS_REGISTRY)
-    assert set(CHOICES[f"{rollout}.dtype"]) == set(typing.get_args(ModelDType))
-    assert set(CHOICES[f"{rollout}.load_format"]) >= set(_LOAD_FORMAT_TO_MODEL_LOADER)
-
-
-def test_agent_loops_are_those_that_verl_registers():
-    from verl.experimental.agent_loop import agent_loop, single_turn_agent_loop, tool_agent_loop  # noqa: F401
-
-    verls = {name for name, each in agent_loop._agent_loop_registry.items() if "verl.experimental" in each["_target_"]}
-    assert set(AGENT_LOOPS) == verls
-
-
-def test_verl_fails_with_a_dataclass_under_future_annotations(tmp_path):
-    """Why such a reward function is refused."""
-    from verl.utils.import_utils import load_extern_object
-
-    (tmp_path / "reward.py").write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "@dataclass\nclass Score:\n    value: float\ndef compute_score(**kwargs):\n    return 0.0\n"
-    )
-    with pytest.raises(RuntimeError):
-        load_extern_object(str(tmp_path / "reward.py"), "compute_score")
+    assert set(AGENT_LOOPS) == {
+        name for name, each in agent_loop._agent_loop_registry.items() if "verl.experimental" in each["_target_"]
+    }
+    for key, known in {
+        "reward.reward_manager.name": registry.REWARD_MANAGER,
+        "algorithm.adv_estimator": [str(getattr(each, "value", each)) for each in ADV_ESTIMATOR_REGISTRY],
+        f"{actor}.policy_loss.loss_mode": POLICY_LOSS_REGISTRY,
+        f"{rollout}.dtype": typing.get_args(ModelDType),
+    }.items():
+        assert set(CHOICES[key]) == set(known), key
+    assert set(TRAINER_REGISTRY) >= set(CHOICES["trainer.v1.trainer_mode"])
+    texts = [file.read_text() for file in Path(checkpoint_engine.__file__).parent.glob("*.py")]
+    registered = {name for text in texts for name in re.findall(r'Registry\.register\("(\w+)"\)', text)}
+    assert set(CHOICES[f"{rollout}.checkpoint_engine.backend"]) == {*registered, "relay"}
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks import resolvers
 from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.config import CONFIG_PATH, PIPELINES, STOCK, RhymeConfig
+from verl_rhyme.config.presets import GROUPS
 
 ROOT = Path(__file__).parents[2]
 _VERL = Path(str(importlib.util.find_spec("verl").origin)).parent  # type: ignore[union-attr]
@@ -47,8 +49,11 @@ def verl_config(preset: str, *changes: str) -> Any:
             "transfer_queue": {"backend": {"storage_backend": "SimpleStorage"}},
         }
     )
-    for name in ("histospec", preset) if preset != "off" else ():  # as their defaults say
-        tree.merge_with(OmegaConf.load(ROOT / "verl_rhyme" / "conf" / "rhyme" / f"{name}.yaml"))
+    if preset != STOCK:  # in the order of their defaults
+        OmegaConf.update(tree, CONFIG_PATH, RhymeConfig().to_dict(), force_add=True)
+        for name in dict.fromkeys(("histospec", *(["parts/pipeline"] if preset in PIPELINES else []), preset)):
+            tree.merge_with(OmegaConf.load(GROUPS / "rhyme" / f"{name}.yaml"))
+        del tree["defaults"]
     return changed(tree, *changes)
 
 

@@ -48,7 +48,6 @@ from verl_rhyme.checks.predicates import (
     has_undrafted_layers,
     is_elastic,
     loads_no_weights,
-    loads_unsaved,
     other_rank,
     resumes,
     splits_groups,
@@ -58,17 +57,18 @@ from verl_rhyme.checks.predicates import (
     with_pipeline,
     with_rhyme,
 )
+from verl_rhyme.checks.rules import of_config
 from verl_rhyme.config import (
     CONFIG_PATH,
     PIPELINES,
     PRESETS,
+    STOCK,
     TOPOLOGIES,
     RhymeConfig,
 )
 from verl_rhyme.config.backends import backend
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER, POLICY_LOGPROBS
 from verl_rhyme.drafting import recurrent
-from verl_rhyme.scheduling.rules import of_config
 
 
 @dataclass(frozen=True)
@@ -388,19 +388,6 @@ TABLE = (
     ),
     Row(
         (
-            Option(f"{ACTOR}.checkpoint.load_contents", loads_unsaved(ACTOR + ".checkpoint")),
-            Option(
-                f"{CRITIC}.load_contents",
-                lambda parts, run: run.critic and loads_unsaved(CRITIC)(parts, run),
-            ),
-        ),
-        lambda run: resumes(run) and run.value(RESUME) == "auto",
-        "a resumed run would not find these parts in its own checkpoints",
-        "drop load_contents (it follows save_contents), or save the same parts",
-        (RESUME,),
-    ),
-    Row(
-        (
             Option(
                 "trainer.default_hdfs_dir",
                 lambda folder, run: folder is not None and not run.megatron,
@@ -510,10 +497,9 @@ def group_not_found(name: str) -> Refusal:
     """Return the refusal of a ``+rhyme=name`` that hydra took for a plain value because it found no config group."""
     if name in PRESETS:
         remedy = "verl-rhyme is not installed in verl's environment (pip show verl-rhyme): install it there"
-    else:
-        groups = " or ".join(f"+rhyme={preset}" for preset in PRESETS if preset != "off")
-        return Refusal(f"+rhyme={name}: no such preset", f"use {groups}, or drop +rhyme for stock verl")
-    return Refusal(f"+rhyme={name} did not find its config group", remedy)
+        return Refusal(f"+rhyme={name} did not find its config group", remedy)
+    groups = " or ".join(f"+rhyme={preset}" for preset in PRESETS if preset != STOCK)
+    return Refusal(f"+rhyme={name}: no such preset", f"use {groups}, or drop +rhyme for stock verl")
 
 
 def _setting(key: str, value: Any) -> str:

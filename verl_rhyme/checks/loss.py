@@ -1,22 +1,17 @@
 """Warnings of losses that the pipeline makes wrong or uneven. They only warn, since verl accepts these settings.
 
-Stale tokens: verl's decoupled mode computes ``old_log_probs`` with the current policy. Without correction, a token of
-an earlier policy is therefore trained with ratio 1. ``rollout_is=token``, which the presets set, multiplies the token's
-loss by min(pi_old / pi_rollout, ``rollout_is_threshold``), where pi_rollout is the policy that sampled the token:
-truncated importance sampling (IMPALA, arXiv:1802.01561, section 4; Yao et al., 2025, "Your Efficient RL Framework
-Secretly Brings You Off-Policy RL Training"). It also corrects numerical differences between engine and actor.
+Stale tokens: verl's decoupled mode computes ``old_log_probs`` with the current policy, so that without correction a
+token of an earlier policy is trained with ratio 1. ``rollout_is=token``, which the presets set, multiplies its loss by
+min(pi_old / pi_rollout, ``rollout_is_threshold``): truncated importance sampling (IMPALA, arXiv:1802.01561, section 4).
 
-Support: an importance weight divides the actor's probability, over the whole vocabulary at ``rollout.temperature``, by
-the rollout's. vLLM's ``processed_logprobs`` are of the distribution after top-p, top-k, min-p and penalties, so that a
-weight of an unmoved policy is the share of probability that was kept. ``raw_logprobs`` are before the temperature. The
-presets set ``policy_logprobs`` (:mod:`verl_rhyme.engine.drawer`). Options that an agent loop gives to single requests
-are not seen here.
+Support: such a weight divides the actor's probability, over the whole vocabulary at ``rollout.temperature``, by the
+rollout's. vLLM's ``processed_logprobs`` are of the distribution after top-p, top-k, min-p and penalties,
+``raw_logprobs`` before the temperature. The presets set ``policy_logprobs`` (:mod:`verl_rhyme.engine.drawer`). Options
+that an agent loop gives to single requests are not seen here.
 
-Loss averages: verl averages the loss of an optimizer step in one of several ways (``actor.loss_agg_mode``; ``agg_loss``
-in its ``trainer/ppo/core_algos.py``). Some divide by the tokens of the step or by its longest response, so that the
-weight of a token depends on the other responses of the step. That hardly matters for batches of mixed lengths, but
-sorted batches differ in length (docs/pipeline.md, "The order and the gradient"). An average over the number of
-responses, which verl takes from the config, gives a token the same weight in every step.
+Loss averages (``actor.loss_agg_mode``): some divide by the tokens of the step or by its longest response, so that the
+weight of a token depends on the other responses of the step, whose lengths sorted batches change (docs/pipeline.md,
+"The order and the gradient").
 """
 
 from __future__ import annotations
@@ -35,11 +30,6 @@ _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _NORM = "seq-mean-token-sum-norm"
-
-#: What a loss average does to the mean length of the response that a token of the gradient belongs to, against equal
-#: weights: with one batch at a time, as in verl; with several, on-policy or loaded together; with stale tokens. Figures
-#: of ``python -m benchmarks.selection``, whose table is in docs/pipeline.md.
-SHIFTS = {"token-mean": (-0.04, -0.21, -0.09), _NORM: (-0.27, -0.33, -0.30)}
 
 
 def warnings(config: Any, rules: Rules | None) -> Iterator[Refusal]:
@@ -60,24 +50,16 @@ def warnings(config: Any, rules: Rules | None) -> Iterator[Refusal]:
         return
     average = OmegaConf.select(config, f"{_ACTOR}.loss_agg_mode")
     horizon = f"{_ACTOR}.loss_scale_factor={OmegaConf.select(config, 'data.max_response_length')}"
-    if average not in SHIFTS:
-        return
-    one, together, rolling = SHIFTS[average]
-    shift = rolling if rules.max_staleness > 0 and rules.refill == "always" else together
-    size = (
-        f". The mean length behind a token of the gradient shifts by {shift:+.0%} ({one:+.0%} with verl's schedule; "
-        "simulation of docs/pipeline.md)"
-    )
     if average == "token-mean":
         yield Refusal(
             f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.scheduling.take=finished: tokens of short responses "
-            f"weigh more, since the loss of a batch of short responses is divided by fewer tokens{size}",
+            "weigh more, since the loss of a batch of short responses is divided by fewer tokens (docs/pipeline.md)",
             f"set {_ACTOR}.loss_agg_mode={_NORM} and {horizon}: all tokens then weigh the same",
         )
     if average == _NORM and OmegaConf.select(config, f"{_ACTOR}.loss_scale_factor") is None:
         yield Refusal(
-            f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm without {_ACTOR}.loss_scale_factor: the loss of each "
-            f"micro-batch is divided by its longest response{size}",
+            f"{_ACTOR}.loss_agg_mode={_NORM} without {_ACTOR}.loss_scale_factor: the loss of each micro-batch is "
+            "divided by its longest response (docs/pipeline.md)",
             f"set {horizon}",
         )
 

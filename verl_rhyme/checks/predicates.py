@@ -166,18 +166,6 @@ def loads_no_weights(parts: Any, run: Run) -> bool:
     return parts is not None and "model" not in parts and not (run.megatron and "hf_model" in parts)
 
 
-def loads_unsaved(checkpoint: str) -> Callable[[Any, Run], bool]:
-    """Whether a resume loads parts that are not saved: ``hf_model`` is ``model`` to Megatron, and nothing to FSDP."""
-
-    def loads(parts: Any, run: Run) -> bool:
-        saved = run.value(f"{checkpoint}.save_contents")
-        same = {"hf_model": "model"} if run.megatron else {}
-        wanted, found = ({same.get(part, part) for part in each or ()} for each in (parts, saved))
-        return saved is not None and bool(wanted - found - {"hf_model"})
-
-    return loads
-
-
 def trains_lora(run: Run) -> bool:
     return any(int(run.value(key) or 0) > 0 for key in (RANK, MEGATRON_RANK))
 

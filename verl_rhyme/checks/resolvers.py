@@ -55,8 +55,8 @@ def logprobs_mode(*, _root_: Any) -> str:
 
 
 def rollout_is(*, _root_: Any) -> str | None:
+    from verl_rhyme.checks.rules import of_config
     from verl_rhyme.config import config_tree
-    from verl_rhyme.scheduling.rules import of_config
 
     try:
         rules = of_config(_root_, config_tree.from_verl(_root_))

@@ -16,6 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from verl_rhyme.config import ConfigError
+
 LOCK_FILE = "run.lock"
 #: Environment variable with the number of the inherited descriptor.
 VARIABLE = "VERL_RHYME_RUN_LOCK"
@@ -24,7 +26,7 @@ VARIABLE = "VERL_RHYME_RUN_LOCK"
 _held: dict[Path, int] = {}
 
 
-class FolderInUse(ValueError):
+class FolderInUse(ConfigError):
     """Another run uses the folder; the message names its process and the remedy."""
 
 

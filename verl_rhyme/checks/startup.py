@@ -28,12 +28,6 @@ logger = logging.getLogger(__name__)
 #: Key of verl's config with the process that checked the run and holds its folder; copies of the config keep it.
 STARTED_BY = f"{CONFIG_PATH}_started_by"
 
-#: Checks that only hold before Ray starts.
-_BEFORE_RAY = ("GPUs", "GPU memory", "host memory", "shared memory")
-
-#: Checks by estimates of memory.
-_ESTIMATED = ("GPU memory", "KV cache", "host memory")
-
 #: Environment variable of the run scripts and of own commands that leaves out the checks of files and sizes.
 SKIP = "SKIP_PREFLIGHT"
 
@@ -61,17 +55,24 @@ def begin(config: Any, main: Any = None, others: set[Path] | None = None) -> Non
         raise ConfigError(user)
     user_code.own_main = main is None or not user_code.is_verls(main)
     check(config, in_task=main is None)
-    if uses and others is not None:
+    if not uses:
+        return
+    if others is not None:
         others.add(folder)
-    if uses and hold_folder(folder):
-        OmegaConf.update(config, STARTED_BY, run_lock.owner(folder), force_add=True)
+    try:
+        run_lock.hold(folder)
+    except OSError as error:  # the trainer may run on another machine, which has the disk
+        logger.warning("%s cannot be locked on this machine: %s", folder, error)
+        return
+    OmegaConf.update(config, STARTED_BY, run_lock.owner(folder), force_add=True)
 
 
 def check(config: Any, in_task: bool = False) -> None:
     """Check verl's whole config if it has a rhyme tree; without one, only settings that require rhyme are refused.
 
-    Warnings go to standard error. ``in_task``: Ray hides GPUs from this task, and holds memory already. Raises
-    ConfigError, with a line for each problem, if the run would fail or silently ignore settings.
+    Warnings go to standard error. ``in_task``: Ray hides GPUs from this task, and holds memory already, so that checks
+    of this machine warn. Raises ConfigError, with a line for each problem, if the run would fail or silently ignore
+    settings.
     """
     if isinstance(config.get("rhyme"), str):
         raise ConfigError(str(combinations.group_not_found(config.rhyme)))
@@ -80,10 +81,6 @@ def check(config: Any, in_task: bool = False) -> None:
         _check_installation()
     findings = _examine(config, rhyme, in_task)
     if failed := [str(finding) for finding in findings if finding.status == FAIL]:
-        if any(finding.status == FAIL and finding.name in _ESTIMATED for finding in findings):
-            failed.append(
-                f"sizes are estimates: if you know better, set {SKIP}=1, which skips checks of files and sizes"
-            )
         raise ConfigError("\n".join(failed))
     for finding in findings:
         if finding.status == WARN:
@@ -98,11 +95,9 @@ def _examine(config: Any, rhyme: RhymeConfig | None, in_task: bool) -> Sequence[
     resolved = OmegaConf.create(OmegaConf.to_container(config))  # type: ignore[arg-type]
     try:
         OmegaConf.resolve(resolved)
-        found = checks.examine(resolved, elsewhere=in_cluster(address), imports=False).checks
+        found = checks.examine(resolved, elsewhere=in_task or in_cluster(address), imports=False).checks
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    if in_task:
-        found = [each for each in found if each.name not in _BEFORE_RAY]
     return [*found, *config_checks.agent_loops(config, rhyme)]
 
 
@@ -121,18 +116,6 @@ def _check_installation() -> None:
     if failures := [*plugin.FAILURES, *map(str, patches.refused())]:
         listed = "\n  ".join(failures)
         raise ConfigError(f"verl-rhyme cannot patch verl or vLLM (run `verl-rhyme doctor`):\n  {listed}")
-
-
-def hold_folder(folder: Path) -> bool:
-    """Lock a checkpoint folder until this process ends; return whether this machine can. ConfigError if it is used."""
-    try:
-        run_lock.hold(folder)
-    except run_lock.FolderInUse as error:
-        raise ConfigError(str(error)) from None
-    except OSError as error:  # the trainer may run on another machine, which has the disk
-        logger.warning("%s cannot be locked on this machine: %s", folder, error)
-        return False
-    return True
 
 
 def how_to_resume(config: Any) -> str | None:

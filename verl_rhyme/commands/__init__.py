@@ -1,4 +1,4 @@
-"""Commands of ``verl-rhyme`` in separate modules; ``cli.py`` lists all commands.
+"""Commands of ``verl-rhyme``, one a file; ``cli.py`` lists them.
 
 Process: the command's. Engines: transformers.
 """

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl_rhyme.commands.errors import one_line_errors
+from verl_rhyme.commands.output import one_line_errors
 
 if TYPE_CHECKING:
     from verl_rhyme.planning.plan_file import LoadedPlan

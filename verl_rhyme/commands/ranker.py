@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from verl_rhyme.commands.errors import one_line_errors
+from verl_rhyme.commands.output import one_line_errors
 
 if TYPE_CHECKING:
     from verl_rhyme.lengths.pairs import Pairs

@@ -1,10 +1,10 @@
 """Typed configuration: the options, their defaults, their ranges, and the checks between them.
 
-Every option is a field of these dataclasses with its help text (:func:`.checks.option`). :mod:`.generate` writes the
-YAML groups of ``conf/rhyme`` and ``docs/options.md`` from them; ``verl-rhyme options`` prints them.
+Every option is a field of these dataclasses with its help text (:func:`.checks.option`). :mod:`.generate` writes
+``docs/options.md`` from them, ``verl-rhyme options`` prints them, and hydra's plugin registers them for overrides.
 
 Each section has a module: :mod:`.drafting` (history, drafting, sampling), :mod:`.scheduling` (scheduling, streaming),
-:mod:`.placement` (placement, lengths), :mod:`.root` (root, weights, events). :mod:`.presets` holds the settings of
+:mod:`.placement` (placement, lengths), :mod:`.root` (root, weights, events). :mod:`.presets` reads the settings of
 ``+rhyme=NAME``. :mod:`.listing` returns all options as records. :mod:`.config_tree` reads the options from verl's
 config.
 
@@ -25,7 +25,7 @@ from verl_rhyme.config.placement import (
     PLACEMENTS,
     PlacementConfig,
 )
-from verl_rhyme.config.presets import PIPELINES, PRESETS
+from verl_rhyme.config.presets import PIPELINES, PRESETS, STOCK
 from verl_rhyme.config.root import RhymeConfig, WeightsConfig
 from verl_rhyme.config.scheduling import (
     OVERSUBSCRIPTION,
@@ -64,6 +64,3 @@ __all__ = [
     "trained_unit",
     "training_order",
 ]
-
-#: Name of a run without rhyme.
-STOCK = "off"

@@ -19,32 +19,21 @@ class ConfigError(ValueError):
 
 
 def option(default: Any, help: str, *, public: bool = False) -> Any:
-    """Return the dataclass field of an option.
-
-    Args:
-        default: Default value.
-        help: One or two sentences for users. The comments of the YAML groups, ``docs/options.md`` and
-            ``verl-rhyme options`` print them.
-        public: The option is for users; else it is for experts.
+    """Return the dataclass field of an option, ``public`` for users, else for experts. ``help`` is one or two sentences
+    for users, in ``docs/options.md`` and ``verl-rhyme options``.
     """
     return field(default=default, metadata=option_metadata(help, public))
 
 
 def option_metadata(help: str, public: bool = False) -> dict[str, Any]:
-    """Return the metadata of an option's field; see :func:`option`."""
     return {"help": help, "public": public}
 
 
 def coerce(value: Any, hint: Any, path: str) -> Any:
-    """Convert a value to its option's type; ``2.0`` is accepted as an int, and ``2`` as a float.
+    """Convert a value to the type of the option at ``path``: a type, a ``Literal``, or a union of them.
 
-    Args:
-        value: Value in the config.
-        hint: A type, a ``Literal``, or a union of them.
-        path: Path of the option.
-
-    Raises:
-        ConfigError: The value has another type, is none of the literals, is empty, or is not finite.
+    ``2.0`` is accepted as an int, and ``2`` as a float. Raises ConfigError if the value has another type, is none of
+    the literals, is empty, or is not finite.
     """
     allowed = kinds(hint)
     for kind in allowed if value != "" else ():
@@ -83,16 +72,9 @@ def type_name(hint: Any) -> str:
 def typed_options(
     path: str, chosen: str, table: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Convert the ``options`` of a choice (a placement, a ranker) to their types.
+    """Convert the options at ``path`` of a choice (a placement) to their types, which ``table`` has for each choice.
 
-    Args:
-        path: Path of the options.
-        chosen: A key of ``table``.
-        table: Options of each choice, with their types.
-        options: Options in the config.
-
-    Raises:
-        ConfigError: The choice does not have an option, or an option has another type.
+    Raises ConfigError if the choice does not have an option, or an option has another type.
     """
     known = table[chosen]
     for name in options:

@@ -24,11 +24,7 @@ _DISTINCT = ("max_staleness", "drafting")
 def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
     """Return the configuration of the options at :data:`CONFIG_PATH`; ``None`` without options or ``enable``.
 
-    Args:
-        tree: Plain nested mapping, or ``None`` if the command has no ``+rhyme=...``.
-
-    Raises:
-        ConfigError: A key is unknown, a value has the wrong type or range, or options contradict each other.
+    Raises ConfigError if a key is unknown, a value has the wrong type or range, or options contradict each other.
     """
     if tree is None:
         return None
@@ -37,10 +33,8 @@ def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
 
 
 def from_verl(config: Any) -> RhymeConfig | None:
-    """Return the configuration in verl's full config (a ``DictConfig``); see :func:`parse`.
-
-    Raises:
-        ConfigError: :func:`parse` refuses the options, or :func:`find_misplaced` finds some at a path that is not read.
+    """Return the configuration in verl's full config (a ``DictConfig``); raises ConfigError as :func:`parse`, and for
+    options at a path that is not read.
     """
     from omegaconf import OmegaConf
 
@@ -94,15 +88,11 @@ def _build(cls: type[Any], tree: Any, where: str) -> Any:
     for key, value in tree.items():
         path = f"{where}.{key}" if where else str(key)
         if key not in hints:
-            raise ConfigError(_unknown_key(str(key), path, list(hints)))
+            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.5)
+            full = f"{CONFIG_PATH}.{where}.".replace("..", ".")
+            hint = f"did you mean {full}{near[0]}?" if near else f"known here: {', '.join(hints)}"
+            raise ConfigError(f"unknown key {CONFIG_PATH}.{path}: {hint}")
         hint = hints[key]
         nested = isinstance(hint, type) and dataclasses.is_dataclass(hint)
         values[key] = _build(hint, value, path) if nested else coerce(value, hint, path)
     return cls(**values)
-
-
-def _unknown_key(key: str, path: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    parent = path[: -len(key)]
-    hint = f"did you mean {CONFIG_PATH}.{parent}{near[0]}?" if near else f"known here: {', '.join(known)}"
-    return f"unknown key {CONFIG_PATH}.{path}: {hint}"

@@ -1,4 +1,4 @@
-"""Write the generated files: the YAML groups of ``conf/rhyme``, ``docs/options.md``, the tables of ``docs/metrics.md``.
+"""Write the generated files: ``docs/options.md``, and the tables of ``docs/metrics.md``.
 
 Run ``python -m verl_rhyme.config.generate`` after a change of an option, a preset or a metric; a test compares.
 """
@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from verl_rhyme.config.checks import CONFIG_PATH
-from verl_rhyme.config.listing import Option, options, sections
-from verl_rhyme.config.presets import PRESETS, SUMMARIES, verl_keys
+from verl_rhyme.config.listing import Option, options
+from verl_rhyme.config.presets import GROUPS, PRESET_FILES
 
-_WIDTH = 120
 _COMMAND = "python -m verl_rhyme.config.generate"
 _ROOT = Path(__file__).parents[2]
 #: A line of ``observability/metrics.py``: name, unit, meaning.
@@ -25,77 +23,18 @@ _METRIC = re.compile(r'(?:\w+ =|#) "(\w+/[\w/]+)"  # ([^:]+): (.+)')
 
 def files() -> dict[str, str]:
     """Return the text of each generated file by its path in the repository."""
-    groups = {f"verl_rhyme/conf/rhyme/{preset}.yaml": group(preset) for preset in PRESETS}
-    return {**groups, "docs/options.md": document(), "docs/metrics.md": metrics()}
-
-
-# ---- YAML groups ----
-
-
-class _Tree(dict[str, Any]):
-    """Mapping of a YAML file whose values have comments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.comments: dict[str, list[str]] = {}
-
-    def put(self, path: str, value: Any, *comments: str) -> None:
-        name, _, rest = path.partition(".")
-        if rest:
-            self.setdefault(name, _Tree()).put(rest, value, *comments)
-        else:
-            self[name] = value
-            self.comments[name] = [comment for comment in comments if comment]
-
-    def lines(self, indent: str = "") -> Iterator[str]:
-        for name, value in self.items():
-            for comment in self.comments.get(name, []):
-                yield from _comment(comment, indent)
-            if isinstance(value, _Tree):
-                yield f"{indent}{name}:"
-                yield from value.lines(indent + "  ")
-            else:
-                yield f"{indent}{name}: {value if isinstance(value, str) else json.dumps(value)}"
-
-
-def _comment(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-
-
-def group(preset: str) -> str:
-    """Return a preset's YAML group: all options with their help for ``histospec``, else only the preset's settings."""
-    lines = ["# @package _global_", *_comment(f"Generated: {_COMMAND}"), "", *_comment(SUMMARIES[preset])]
-    tree = _Tree()
-    for key, (value, why) in verl_keys(preset).items():
-        tree.put(key, value, why)
-    if preset == "histospec":
-        for section, summary in {"": "", **sections()}.items():
-            if section:
-                tree.put(f"{CONFIG_PATH}.{section}", _Tree(), summary)
-            experts = "-- For experts:"
-            for option in _of(section):
-                tree.put(f"{CONFIG_PATH}.{option.name}", option.default, "" if option.public else experts, option.help)
-                experts = experts if option.public else ""
-    elif preset != "off":
-        lines += ["defaults:", "  - histospec", ""]
-        for name, value in PRESETS[preset].items():
-            tree.put(f"{CONFIG_PATH}.{name}", value)
-    return "\n".join([*lines, *tree.lines(), ""])
-
-
-def _of(section: str) -> list[Option]:
-    """Return the options directly in a section, the public ones first."""
-    own = [option for option in options() if option.name.rpartition(".")[0] == section]
-    return sorted(own, key=lambda option: not option.public)
-
-
-# ---- documentation ----
+    return {"docs/options.md": document(), "docs/metrics.md": metrics()}
 
 
 def document() -> str:
     """Return the text of ``docs/options.md``."""
     listed = options()
     public, experts = ([option for option in listed if option.public is kind] for kind in (True, False))
+    presets = [
+        (f"`{name}`", summary, ", ".join(_setting(key, value) for key, value in settings.items()))
+        for name, (summary, settings) in PRESET_FILES.items()
+    ]
+    pipeline = (GROUPS / "rhyme/parts/pipeline.yaml").read_text().partition("\n\n")[2]
     parts = [
         f"<!-- Generated: {_COMMAND} -->",
         "# Options",
@@ -106,15 +45,11 @@ def document() -> str:
         "An unknown option is an error that names the nearest known option. "
         "[combinations.md](combinations.md) lists the options that exclude each other.",
         "## Presets",
-        _table(("`+rhyme=`", "description", "sets"), [(f"`{name}`", SUMMARIES[name], _set(name)) for name in PRESETS]),
+        _table(("`+rhyme=`", "description", "sets"), presets),
         "A preset that sets `max_staleness` runs the pipeline, in the trainer mode that you choose. In `sync` and "
         "`colocate_async` the engines and the trainer share GPUs; the pipeline does not distinguish these two. In "
-        "`separate_async` the engines have separate GPUs. The preset also sets these keys of verl (`histospec` sets "
-        "only `agent_loop_manager_class`):",
-        _table(
-            ("key of verl", "value", "why"),
-            [(f"`{key}`", f"`{_plain(value)}`", why) for key, (value, why) in verl_keys("full").items()],
-        ),
+        "`separate_async` the engines have separate GPUs. The preset also sets these keys of verl:",
+        f"```yaml\n{pipeline}```",
         "## For users",
         _options(public),
         "## For experts",
@@ -137,10 +72,8 @@ def metrics() -> str:
     return before + begin + "".join(tables) + end + rest.partition(end)[2]
 
 
-def _set(preset: str) -> str:
-    verls = {"trainer.v1.trainer_mode": "separate_async"} if preset == "stream" else {}
-    settings = {**PRESETS[preset], **verls}
-    return ", ".join(f"`{name}={_plain(value)}`" for name, value in settings.items())
+def _setting(key: str, value: Any) -> str:
+    return f"`{key.removeprefix(f'{CONFIG_PATH}.')}={_plain(value)}`"
 
 
 def _options(of: Sequence[Option]) -> str:

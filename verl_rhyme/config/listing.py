@@ -14,20 +14,12 @@ from verl_rhyme.config.root import RhymeConfig
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """One option."""
 
-    Attributes:
-        name: Path below :data:`~verl_rhyme.config.CONFIG_PATH`, such as ``"drafting.floor"``.
-        default: Default value.
-        type: Name of the type for users, such as ``"int or null"``.
-        public: The option is for users; else it is for experts.
-        help: Help text.
-    """
-
-    name: str
+    name: str  # path below CONFIG_PATH, such as "drafting.floor"
     default: Any
-    type: str
-    public: bool
+    type: str  # for users, such as "int or null"
+    public: bool  # for users; else for experts
     help: str
 
 
@@ -36,27 +28,12 @@ def options() -> list[Option]:
     return list(_walk(RhymeConfig, ""))
 
 
-def sections() -> dict[str, str]:
-    """Return the first docstring line of each section's class, by the section's path."""
-    return dict(_sections(RhymeConfig, ""))
-
-
 def _walk(cls: type[Any], where: str) -> Iterator[Option]:
-    for name, kind, of in _fields(cls):
+    hints = typing.get_type_hints(cls)
+    for of in dataclasses.fields(cls):
+        kind = hints[of.name]
         if dataclasses.is_dataclass(kind):
-            yield from _walk(typing.cast("type[Any]", kind), f"{where}{name}.")
+            yield from _walk(typing.cast("type[Any]", kind), f"{where}{of.name}.")
         else:
             default = of.default if of.default_factory is dataclasses.MISSING else of.default_factory()
-            yield Option(f"{where}{name}", default, type_name(kind), of.metadata["public"], of.metadata["help"])
-
-
-def _sections(cls: type[Any], where: str) -> Iterator[tuple[str, str]]:
-    for name, kind, _ in _fields(cls):
-        if dataclasses.is_dataclass(kind):
-            yield f"{where}{name}", (kind.__doc__ or "").splitlines()[0].replace("``", "`")
-            yield from _sections(typing.cast("type[Any]", kind), f"{where}{name}.")
-
-
-def _fields(cls: type[Any]) -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
-    hints = typing.get_type_hints(cls)
-    yield from ((of.name, hints[of.name], of) for of in dataclasses.fields(cls))
+            yield Option(f"{where}{of.name}", default, type_name(kind), of.metadata["public"], of.metadata["help"])

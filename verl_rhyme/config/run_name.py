@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from verl_rhyme.config import PIPELINES, STOCK, RhymeConfig, config_tree, presets
+from verl_rhyme.config import PIPELINES, PRESETS, STOCK, RhymeConfig
+from verl_rhyme.config.presets import leaves
 
 #: Sections that change which samples a training step trains, or which replica generates them.
 _SCHEDULE = ("max_staleness", "scheduling", "streaming", "placement")
@@ -26,26 +27,13 @@ def run_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
     """
     if rhyme is None:
         return STOCK
-    options = dict(_leaves(rhyme.to_dict()))
-    candidates = PIPELINES if rhyme.pipeline else ("histospec",)
-    defaults = {name: dict(_leaves(_preset(name).to_dict())) for name in candidates}
+    options = dict(leaves(rhyme.to_dict()))
+    candidates = [name for name in PRESETS if name != STOCK and (name in PIPELINES) == rhyme.pipeline]
+    stock = dict(leaves(RhymeConfig().to_dict()))
+    defaults = {name: {**stock, **PRESETS[name]} for name in candidates}
     preset = min(defaults, key=lambda name: len(_differing(options, defaults[name], _SCHEDULE)))
     sections = _SCHEDULE + (_SWITCHES if switches else ())
     return "-".join([preset, *(_label(*each) for each in _differing(options, defaults[preset], sections).items())])
-
-
-def _preset(name: str) -> RhymeConfig:
-    rhyme = config_tree.parse(presets.tree(name))
-    assert rhyme is not None, "no preset turns rhyme off"
-    return rhyme
-
-
-def _leaves(tree: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{where}{name}.")
-        else:
-            yield f"{where}{name}", value
 
 
 def _differing(options: Mapping[str, Any], defaults: Mapping[str, Any], sections: tuple[str, ...]) -> dict[str, Any]:

@@ -122,11 +122,8 @@ class StreamingConfig:
 def training_order(order: float | None, mini_batches: int, loss_agg_mode: str, loss_scale_factor: Any = None) -> float:
     """Return ``scheduling.order``, or its default, which does not bias the gradient (docs/pipeline.md).
 
-    Args:
-        order: Value of the option.
-        mini_batches: Number of mini-batches of a training step.
-        loss_agg_mode, loss_scale_factor: Options of verl's ``actor_rollout_ref.actor``. ``seq-mean-token-sum-norm``
-            without a factor divides each micro-batch by its longest response.
+    ``mini_batches`` are those of a training step, ``loss_agg_mode`` and ``loss_scale_factor`` options of verl's actor:
+    ``seq-mean-token-sum-norm`` without a factor divides each micro-batch by its longest response.
     """
     if order is not None:
         return order

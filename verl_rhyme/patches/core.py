@@ -1,9 +1,8 @@
 """Patches: their definition, and their application, once and atomically, to known originals only.
 
-A patch names one attribute of another package and a function that makes the replacement. Before it is applied, the
-package's version and the hash of the original's source are compared with the patch's. If they differ, the patch is
-refused with an error, because a replacement for a changed original may be silently wrong. Neither this module nor any
-patch imports the package it patches: a patch waits for the target's module.
+Before a patch is applied, the package's version and the hash of the original's source are compared with the patch's. If
+they differ, it is refused, because a replacement for a changed original may be silently wrong. No patch imports the
+package that it patches: it waits for the target's module.
 """
 
 from __future__ import annotations

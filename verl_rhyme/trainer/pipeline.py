@@ -31,6 +31,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
+from verl_rhyme.checks.rules import of_config
 from verl_rhyme.config import OVERSUBSCRIPTION, ConfigError, training_order
 from verl_rhyme.coordinator.ranker_service import unusable
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
@@ -40,7 +41,6 @@ from verl_rhyme.processes.messages import LoadedPrompt, Reply, RunSettings
 from verl_rhyme.processes.stored_samples import StoredSamples
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.scheduling.retries import RolloutError
-from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.elastic import ElasticReplicas

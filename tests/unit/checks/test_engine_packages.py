@@ -1,12 +1,10 @@
 """The packages of a training engine are checked before the run; a CPU run needs none."""
 
-import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks import engine_packages as packages
 from verl_rhyme.checks.preflight import machine_checks
 from verl_rhyme.checks.preflight.plan import Plan
 
@@ -41,46 +39,34 @@ def test_packages_of_each_engine() -> None:
     assert required(config(), "torchtitan") == []
 
 
-@pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stub packages that a subprocess imports, with torch among them, whose real import takes seconds."""
-    (tmp_path / "torch.py").touch()
+@pytest.mark.parametrize(
+    ("broken", "code", "words"),
+    [
+        (None, "", "transformer_engine.pytorch"),
+        (
+            "transformer_engine/pytorch.py",
+            "raise ImportError('undefined symbol: _ZN3c10')",  # built against another torch
+            "transformer_engine.pytorch: ImportError: undefined symbol: _ZN3c10",
+        ),
+        ("flash_attn.py", "import os; os.abort()", "the import ended the process"),
+    ],
+)
+def test_packages_are_imported_in_a_process_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str | None, code: str, words: str
+) -> None:
+    """Stubs, with torch among them, whose real import takes seconds."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine/__init__.py").touch()
-    for name in ("transformer_engine/pytorch", "flash_attn", "mbridge"):
-        (tmp_path / f"{name}.py").write_text("import torch\n")
-    (tmp_path / "megatron/core").mkdir(parents=True)
-    (tmp_path / "megatron/core/__init__.py").touch()
-    yield tmp_path
-    for name in ("transformer_engine", "transformer_engine.pytorch", "flash_attn", "mbridge", "megatron"):
-        sys.modules.pop(name, None)
-
-
-def statuses() -> list[tuple[str, str]]:
-    found = machine_checks.engine(config(), plan("megatron"), imports=True)
-    return [(check.status, check.detail + " " + check.remedy) for check in found]
-
-
-def test_all_packages_can_be_imported(modules: Path) -> None:
-    [(status, detail)] = statuses()
-    assert status == "ok"
-    assert "transformer_engine.pytorch" in detail
-
-
-def test_a_package_built_against_another_torch(modules: Path) -> None:
-    (modules / "transformer_engine/pytorch.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
-    [(status, text)] = statuses()
-    assert status == "fail"
-    assert "transformer_engine.pytorch: ImportError: undefined symbol: _ZN3c10" in text
-    assert "bash requirements/build.sh transformer-engine" in text
-    assert packages.IMAGE in text
-
-
-def test_a_package_that_kills_the_process(modules: Path) -> None:
-    (modules / "flash_attn.py").write_text("import os; os.abort()\n")
-    assert {status for status, _ in statuses()} == {"fail"}
+    for folder in ("transformer_engine", "megatron/core"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "__init__.py").touch()
+    for name in ("torch", "transformer_engine/pytorch", "flash_attn", "mbridge"):
+        (tmp_path / f"{name}.py").touch()
+    if broken:
+        (tmp_path / broken).write_text(code)
+    found = list(machine_checks.engine(config(), plan("megatron"), imports=True))
+    assert {check.status for check in found} == {"fail" if broken else "ok"}
+    assert words in found[-1].detail
+    assert not broken or "bash requirements/build.sh" in found[-1].remedy
 
 
 def test_a_cpu_run_requires_no_packages() -> None:

@@ -93,17 +93,12 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):
     assert run_lock.user(tmp_path) is None
 
 
-def test_a_descriptor_of_another_folder_is_not_the_lock(tmp_path, training, monkeypatch):
-    with open(tmp_path / "other", "w") as other:
-        monkeypatch.setenv(run_lock.VARIABLE, str(other.fileno()))
-        with pytest.raises(run_lock.FolderInUse):
-            run_lock.take(tmp_path, os.getpid())
-
-
-def test_the_lock_that_a_run_inherits_is_its_own(tmp_path, monkeypatch):
+def test_an_inherited_lock_is_the_runs_own_but_not_another_folders(tmp_path, training, monkeypatch):
     """The preflight of a run script's training must not warn of the script."""
-    lock = run_lock.take(tmp_path, 123)
-    assert "process 123 on" in run_lock.user(tmp_path)
-    monkeypatch.setenv(run_lock.VARIABLE, str(lock))
-    assert run_lock.user(tmp_path) is None
-    os.close(lock)
+    own = run_lock.take(tmp_path / "own", 123)
+    assert "process 123 on" in run_lock.user(tmp_path / "own")
+    monkeypatch.setenv(run_lock.VARIABLE, str(own))
+    assert run_lock.user(tmp_path / "own") is None
+    with pytest.raises(run_lock.FolderInUse):
+        run_lock.take(tmp_path, os.getpid())
+    os.close(own)

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
@@ -27,7 +26,7 @@ def test_the_dry_run_prints_yaml_on_a_machine_that_lacks_everything(monkeypatch)
     assert found.exit_code == 0, found.output
     printed = OmegaConf.create(found.stdout)
     assert printed.actor_rollout_ref.rollout.custom.rhyme.drafting.enable is True
-    for missing in ("data.train_files: no file", "GPUs: 0 on this machine", "verl: not installed"):
+    for missing in ("data.train_files: no file", "GPUs: 0 visible on this machine", "verl: not installed"):
         assert f"# warn: {missing}" in found.stdout
     unset = dry_run(f"{R}.name=???")
     error = f"verl-rhyme preflight: {R}.name is not set: add {R}.name=vllm\n"
@@ -43,24 +42,6 @@ def test_the_dry_run_fails_where_the_run_would():
     assert found.stderr.startswith("verl-rhyme preflight: batches: ")
     assert " -> " in found.stderr
     assert OmegaConf.create(found.stdout).actor_rollout_ref.rollout.name == "vllm"
-
-
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        ("trainer.nnodes=two", "trainer.nnodes must be a whole number of at least 1, not 'two'"),
-        ("trainer.nnodes=null", "trainer.nnodes must be a whole number of at least 1, not null"),
-        (f"{R}.max_model_len=long", f"{R}.max_model_len must be a whole number of at least 1, not 'long'"),
-        (f"{R}.max_num_seqs=[1]", f"{R}.max_num_seqs must be a whole number of at least 1, not [1]"),
-        (f"{R}.gpu_memory_utilization=high", f"{R}.gpu_memory_utilization must be a number from 0 to 1, not 'high'"),
-    ],
-)
-def test_a_size_that_is_not_a_number_is_reported(override, problem):
-    found = CliRunner().invoke(app, ["preflight", "--dry-run", "--", f"{R}.name=vllm", override])
-    assert found.exit_code == 1
-    assert isinstance(found.exception, SystemExit), found.exception
-    assert problem in found.stderr
-    assert len(found.stderr.splitlines()) == 1
 
 
 def test_json():

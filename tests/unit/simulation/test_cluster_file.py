@@ -94,11 +94,11 @@ def test_simulate_prints_each_step_and_the_run_as_json():
     ("override", "message"),
     [
         ("preset=full max_staleness=0 scheduling.at_version=finish", "set max_staleness to at least 1, or omit at_ver"),
-        ("max_staleness=1", "preset=off with max_staleness=1: presets with the pipeline (full, sorted"),
+        ("max_staleness=1", "preset=off with max_staleness=1: presets with the pipeline (full, histopipe"),
         ("preset=full scheduling.tool_timeout=5", "scheduling.tool_timeout is not simulated: drop it"),
         ("topolgy=separate", "Key 'topolgy' not in 'ClusterFile'"),
         ("scheduling.in_fligt=2", "unknown key scheduling.in_fligt: did you mean scheduling.in_flight?"),
-        ("preset=ful", "preset must be histospec, full, sorted, histopipe, stream, off, not 'ful'; did you mean full?"),
+        ("preset=ful", "preset must be full, histopipe, histospec, off, sorted, stream, not 'ful'; did you mean full?"),
         ("replicas.0.count=x", "replicas: count: Value 'x' of type 'str' could not be converted to Integer"),
         ("replicas=[3]", "replicas[0]: Invalid type assigned: int is not a subclass of ReplicasFile"),
         ("replicas.7.count=4", "such as replicas.0.count=4"),

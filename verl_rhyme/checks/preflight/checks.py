@@ -7,7 +7,7 @@ versions warn instead of failing. Another run's checkpoints in the run folder al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,18 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks import doctor
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
-from verl_rhyme.checks.preflight import components, config_checks, datasets, history_size, machine_checks, run_folder
+from verl_rhyme.checks.preflight import (
+    components,
+    config_checks,
+    datasets,
+    history_size,
+    machine_checks,
+    run_folder,
+    values,
+)
 from verl_rhyme.checks.preflight.estimate import Estimate, estimate
 from verl_rhyme.checks.preflight.machine import ADDRESS, Machine, detect_machine
-from verl_rhyme.checks.preflight.plan import ENGINES, Plan, check_numbers, read
+from verl_rhyme.checks.preflight.plan import ENGINES, Plan, read
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ def examine(
     imported, unless a quicker check fails: 20 to 45 s. ``notes`` are those of :func:`.run_folder.describe`. Raises
     ConfigError if a size is not a number in its range, ValueError if ``GPU_MEMORY_GB`` is not a number.
     """
-    check_numbers(config)
+    values.check(config)
     machine = detect_machine()
     model_check, fields, model = machine_checks.model(config)
     plan = read(config, fields.get("max_position_embeddings"))
@@ -48,10 +56,7 @@ def examine(
     found = estimate(model, plan, memory) if model else None
     checks = [
         *config_checks.rhyme(config, plan),
-        *config_checks.keys(config),
-        *config_checks.types(config),
-        *config_checks.choices(config),
-        *config_checks.trainer_mode(config),
+        *values.choices(config),
         *config_checks.loss(config, plan),
         *config_checks.placement(plan),
         *config_checks.weights(config),
@@ -60,41 +65,35 @@ def examine(
         *config_checks.load(config, plan),
         *config_checks.rollout(config, plan),
         *run_folder.check(config, notes),
-        *run_folder.resume(config, fields),
+        *run_folder.resume(config),
     ]
     history, copied = history_size.check(config, plan)
     folder = machine_checks.history_dir(plan)
-    checks += _here(
-        [
-            *datasets.check(config),
-            *components.check(config),
-            *model_check,
-            *machine_checks.gpus(plan, machine, OmegaConf.select(config, ADDRESS)),
-            *(machine_checks.gpu_memory(found, plan) if found else ()),
-            *(machine_checks.host_memory(found, config, machine) if found else ()),
-            *machine_checks.disk(config, found, copied),
-            *machine_checks.weights(config, plan, found),
-            *machine_checks.ranker(plan),
-            *history,
-            *(doctor.history_folder(folder) if plan.rhyme is not None and not imports else ()),
-        ],
-        elsewhere,
-    )
+    here = [
+        *datasets.check(config),
+        *components.check(config),
+        *model_check,
+        *machine_checks.gpus(plan, machine, OmegaConf.select(config, ADDRESS)),
+        *(machine_checks.gpu_memory(found, plan) if found else ()),
+        *((machine_checks.host_memory(found, config, machine),) if found else ()),
+        *machine_checks.disk(config, found, copied),
+        *machine_checks.weights(config, plan, found),
+        *machine_checks.ranker(plan),
+        *history,
+    ]
     if not found and model:
         detail = f"no memory estimate for strategy {plan.strategy} (only for {', '.join(ENGINES)})"
         checks.append(Check("memory", WARN, detail, "none needed"))
     if not imports:
-        installed = (*machine_checks.engine(config, plan, imports=False), *doctor.versions(), *doctor.shared_memory())
-        checks += _here(installed, elsewhere)
-    elif any(check.status == FAIL for check in checks):
+        here += machine_checks.engine(config, plan, imports=False)
+        here += [*doctor.versions(), *doctor.shared_memory()]
+        here += doctor.history_folder(folder) if plan.rhyme is not None else ()
+    elif any(check.status == FAIL for check in (*checks, *here)):
         checks.append(Check("installation", WARN, "not checked because of the failures", "verl-rhyme doctor"))
     else:
         checks += config_checks.agent_loops(config, plan.rhyme)
         checks += machine_checks.engine(config, plan, imports=True)
         checks += doctor.examine(folder, engines=False)
+    checks += [replace(check, status=WARN) if elsewhere and check.status == FAIL else check for check in here]
     checks.sort(key=lambda check: (FAIL, WARN, OK).index(check.status))
     return Preflight(checks, plan, found, machine)
-
-
-def _here(checks: Iterable[Check], elsewhere: bool) -> list[Check]:
-    return [replace(check, status=WARN) if elsewhere and check.status == FAIL else check for check in checks]

@@ -24,7 +24,6 @@ from hydra._internal.utils import compute_search_path_dir, create_config_search_
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -100,7 +99,7 @@ def message(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[
     """Return an error of composition in one line; for an unknown key, with the nearest known key."""
     text = _one_line(error)
     if isinstance(error, OverrideParseException):
-        return _unreadable(error.override, text)
+        return f"{error.override}: {text}; quote a value with special characters: 'KEY=\"VALUE\"'"
     if text.endswith(f"Could not load '{_CONFIG_NAME}'"):  # --config-path replaces verl's config folder
         search = "hydra: {searchpath: [pkg://verl.trainer.config]}"
         return f"{text}; add `{search}` to {name}.yaml, or pass its folder as --config-dir"
@@ -128,18 +127,6 @@ def message(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[
     except (HydraException, OmegaConfBaseException, TypeError):  # another override is also wrong
         return text
     return f"{wrong[0]}: unknown key; did you mean {parent}{'.' if parent else ''}{near[0]}{below}?"
-
-
-def _unreadable(override: str, text: str) -> str:
-    key, equals, value = override.partition("=")
-    quoted = f'{key}="{value}"'
-    try:
-        OverridesParser.create().parse_override(quoted)
-    except HydraException:
-        return f"{override}: {text}"
-    if not equals:
-        return f"{override}: not KEY=VALUE; if it ends a path with spaces, quote the argument: 'KEY=PATH WITH SPACES'"
-    return f"{override}: {text}; quote the value: '{quoted}'"
 
 
 def _one_line(error: BaseException) -> str:

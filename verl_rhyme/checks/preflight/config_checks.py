@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,11 +11,9 @@ from omegaconf import OmegaConf
 from verl_rhyme.checks import combinations
 from verl_rhyme.checks import loss as losses
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
-from verl_rhyme.checks.preflight import compose, user_code
-from verl_rhyme.checks.preflight.datasets import REWARD_MANAGERS
+from verl_rhyme.checks.preflight import values
 from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
-from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, config_tree, training_order
-from verl_rhyme.config.backends import BACKENDS
+from verl_rhyme.config import ConfigError, RhymeConfig, config_tree, training_order
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.config.run_name import run_name
 from verl_rhyme.planning.architecture import Architecture
@@ -24,39 +21,6 @@ from verl_rhyme.router import router_file
 from verl_rhyme.weights import BACKEND as RELAY
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-
-#: Estimators of verl 0.9.1 that compare the samples of a prompt, and the other ones.
-_GROUP_ESTIMATORS = (
-    *("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
-    *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
-)
-#: Values that verl 0.9.1 and vLLM know, by key; they check them in their workers.
-CHOICES = {
-    "algorithm.adv_estimator": (*_GROUP_ESTIMATORS, "gae", "reinforce_plus_plus", "remax"),
-    f"{_A}.policy_loss.loss_mode": (
-        *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"),
-        "bypass_mode",
-    ),
-    f"{_A}.loss_agg_mode": (
-        *("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"),
-    ),
-    f"{_A}.strategy": ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel"),
-    f"{_R}.dtype": ("auto", "half", "float16", "bfloat16", "float", "float32"),
-    f"{_R}.load_format": (
-        *("auto", "dummy", "safetensors", "hf", "pt", "mistral", "npcache", "bitsandbytes", "tensorizer"),
-        *("fastsafetensors", "instanttensor", "modelexpress", "runai_streamer", "runai_streamer_sharded"),
-        "sharded_state",
-    ),
-    "data.truncation": ("error", "left", "right", "middle"),
-    "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "reward.reward_manager.name": REWARD_MANAGERS,
-}
-#: Code of the user that may register further values, where it is not that of the training workers.
-_LOADED = {
-    "algorithm.adv_estimator": user_code.TRAINER,
-    "data.truncation": user_code.TRAINER,
-    "reward.reward_manager.name": user_code.REWARDS,
-}
 
 
 def rhyme(config: Any, plan: Plan | None) -> Iterator[Check]:
@@ -92,71 +56,6 @@ def _summary(plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def keys(config: Any) -> Iterator[Check]:
-    """Warn of a key, added with ``+``, that is nearly one of verl's default config."""
-    mine = OmegaConf.to_container(config, resolve=False)
-    for detail in _misspelt(mine, compose.defaults(str(config.actor_rollout_ref.actor.strategy)), ""):
-        yield Check("keys", WARN, detail, "correct it, unless it is your own")
-
-
-def _misspelt(mine: Any, theirs: Any, path: str) -> Iterator[str]:
-    for key, value in mine.items():
-        if isinstance(value, dict) and isinstance(theirs.get(key), dict):
-            yield from _misspelt(value, theirs[key], f"{path}{key}.")
-        elif key not in theirs and (near := difflib.get_close_matches(str(key), map(str, theirs), n=1, cutoff=0.9)):
-            yield f"{path}{key}: verl has no such key; did you mean {path}{near[0]}?"
-
-
-def types(config: Any) -> Iterator[Check]:
-    """Check that values have the type of verl's default, a boolean or a number; verl checks this in its Ray workers."""
-    mine = OmegaConf.to_container(config, resolve=False)
-    for detail in _mistyped(mine, compose.defaults(str(config.actor_rollout_ref.actor.strategy)), ""):
-        yield Check("types", FAIL, detail, "correct the value")
-
-
-#: Numbers that may be ranges, as ``0.5_5.0``.
-_RANGES = ("rollout_is_threshold",)
-
-
-def _mistyped(mine: Any, theirs: Any, path: str) -> Iterator[str]:
-    for key, default in theirs.items():
-        value, where = mine.get(key), f"{path}{key}"
-        if isinstance(default, dict) and isinstance(value, dict):
-            yield from _mistyped(value, default, f"{where}.")
-        elif isinstance(value, str) and isinstance(default, bool):
-            yield f"{where} must be true or false, not {value!r}"
-        elif isinstance(value, str) and isinstance(default, int | float):
-            try:
-                for number in value.split("_") if key in _RANGES else [value]:
-                    float(number)
-            except ValueError:
-                yield f"{where} must be a number, not {value!r}"
-
-
-def choices(config: Any) -> Iterator[Check]:
-    """Check values that verl's workers look up by name."""
-    for key, known in CHOICES.items():
-        value = str(OmegaConf.select(config, key, default=known[0]))
-        registered = key == "reward.reward_manager.name" and config.reward.reward_manager.source != "register"
-        if value not in known and not registered:
-            yield user_code.unknown("values", key, value, known, config, _LOADED.get(key, user_code.WORKERS))
-
-
-def _pipeline(config: Any) -> bool:
-    """Return whether the config asks for the pipeline, also where :func:`rhyme` refuses its options."""
-    bound, enable = (OmegaConf.select(config, f"{CONFIG_PATH}.{key}") for key in ("max_staleness", "enable"))
-    return bound is not None and enable is not False
-
-
-def trainer_mode(config: Any) -> Iterator[Check]:
-    """Check that the trainer mode is registered; verl checks this after the start of Ray and the task runner."""
-    mode, key = str(config.trainer.v1.trainer_mode), "trainer.v1.trainer_mode"
-    if mode in TOPOLOGIES or _pipeline(config):  # with the pipeline, combinations.TABLE refuses other modes
-        return
-    remedy = "name the module that registers your own mode in VERL_USE_EXTERNAL_MODULES"
-    yield user_code.unknown("trainer mode", key, mode, tuple(TOPOLOGIES), config, (), remedy)
-
-
 def agent_loops(config: Any, tree: RhymeConfig | None) -> Iterator[Check]:
     """Check that a user's own agent loop manager derives from rhyme's; imports its class."""
     name = OmegaConf.select(config, MANAGER)
@@ -183,22 +82,18 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
     mini, batch, rules = int(actor.ppo_mini_batch_size), int(config.data.train_batch_size), plan.rules
     if plan.rhyme is None or rules is None or batch % mini:  # :func:`batches` reports the last
         return
-    slots, steps = plan.replicas * plan.rollout.max_num_seqs, batch // mini
+    steps = batch // mini
     order = training_order(plan.rhyme.scheduling.order, steps, str(actor.loss_agg_mode), actor.get("loss_scale_factor"))
-    trained = f"{'sorted by length' if order else 'shuffled'} (order {order:g})"
-    if rules.separate and plan.rhyme.streaming.part is not None and steps == 1 and rules.unit == "group":
-        trained = "trained in parts as they finish"
     detail = (
         f"{rules.batches:g} batches of {batch} prompts x {samples} in flight: "
-        f"{math.ceil(rules.batches * rules.batch_samples)} samples for {slots} request slots; a training step is "
-        f"{steps} optimizer step{'s' if steps > 1 else ''}, {trained}"
+        f"{math.ceil(rules.batches * rules.batch_samples)} samples for {plan.replicas * plan.rollout.max_num_seqs} "
+        f"request slots; a training step is {steps} optimizer step{'s' if steps > 1 else ''}, "
+        f"{'sorted by length' if order else 'shuffled'} (order {order:g})"
     )
-    remedy = f"set data.train_batch_size={mini}"
-    if plan.rhyme.scheduling.in_flight is not None:
-        remedy += f" and {CONFIG_PATH}.scheduling.in_flight={steps * rules.batches:g}"
-    remedy += (
-        f" for training steps of one optimizer step; the run then has {steps} times the steps: multiply save_freq, "
-        "test_freq, total_training_steps and warm-up steps"
+    remedy = (
+        f"set data.train_batch_size={mini} for training steps of one optimizer step, and scheduling.in_flight={steps} "
+        "times as high if it is set; the run then has more steps: multiply save_freq, test_freq, total_training_steps "
+        "and warm-up steps"
     )
     ok = steps == 1 or rules.batches <= 1 or rules.take != "finished"
     yield verdict("load", ok, detail, remedy, otherwise=WARN)
@@ -217,15 +112,11 @@ def placement(plan: Plan) -> Iterator[Check]:
 
 
 def weights(config: Any) -> Iterator[Check]:
-    """Check the weight-transfer backend; verl's workers check it after loading the model."""
-    engine, key = config.actor_rollout_ref.rollout.checkpoint_engine, f"{_R}.checkpoint_engine"
-    backend = str(engine.backend)
-    if backend not in BACKENDS:
-        remedy, known = f"{key}.custom_backend_module for your own backend", tuple(BACKENDS)
-        yield user_code.unknown("weights", f"{key}.backend", backend, known, config, user_code.WORKERS, remedy)
-    given, where = (engine.get("engine_kwargs") or {}).get(RELAY) or {}, f"{key}.engine_kwargs.{RELAY}"
+    """Check the options of the relay; training workers read them after loading the model."""
+    key = f"{_R}.checkpoint_engine.engine_kwargs.{RELAY}"
+    given = OmegaConf.select(config, key) or {}
     if not (isinstance(given, Mapping) and {*given} <= {"folder"} and isinstance(given.get("folder"), str | None)):
-        yield Check("weights", FAIL, f"{where}={given}: the relay takes only folder=PATH", f"set {where}.folder")
+        yield Check("weights", FAIL, f"{key}={given}: the relay takes only folder=PATH", f"set {key}.folder")
 
 
 def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
@@ -267,45 +158,27 @@ def _report(name: str, problems: list[tuple[str, str]], passed: str) -> Iterator
 
 
 def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
-    def odd(parts: str, size: int, engine: str, by: int, option: str) -> Iterator[tuple[str, str]]:
-        if size % by:
-            yield f"{engine}: {size} {parts} are not divisible by {by}", f"set {option} to a divisor of {size}"
-
-    training = plan.training
+    training, rollout = plan.training, plan.rollout
+    split = [("vLLM", rollout.tp, f"{_R}.tensor_model_parallel_size", {"MLP columns": model.ffn})]
+    layers = ("vLLM", model.layers < rollout.pp, rollout.pp, f"{_R}.pipeline_model_parallel_size")
     if training and training.engine == "megatron":
-        option = f"{_A}.megatron.tensor_model_parallel_size"
-        yield from odd("attention heads", model.heads, "Megatron", training.tp, option)
-        yield from odd("MLP columns", model.ffn, "Megatron", training.tp, option)
-        yield from odd("vocabulary entries", model.vocab, "Megatron", training.tp, option)
-        yield from odd("layers", model.layers, "Megatron", training.pp, f"{_A}.megatron.pipeline_model_parallel_size")
-        if model.kv_heads % training.tp and training.tp % model.kv_heads:
-            yield (
-                f"Megatron: neither of {model.kv_heads} key heads and tp={training.tp} divides the other",
-                f"change {option}",
-            )
-    elif training:
-        option = f"{_A}.ulysses_sequence_parallel_size"
-        yield from odd("attention heads", model.heads, "Ulysses", plan.model_parallel, option)
-    rollout, option = plan.rollout, f"{_R}.tensor_model_parallel_size"
-    yield from odd("attention heads", model.heads, "vLLM", rollout.tp, option)
-    yield from odd("MLP columns", model.ffn, "vLLM", rollout.tp, option)
-    if model.kv_heads % rollout.tp and rollout.tp % model.kv_heads:
-        yield f"vLLM: neither of {model.kv_heads} key heads and tp={rollout.tp} divides the other", f"change {option}"
-    if model.layers < rollout.pp:
-        detail = f"vLLM: {model.layers} layers are fewer than {rollout.pp} pipeline stages"
-        yield detail, f"lower {_R}.pipeline_model_parallel_size"
-
-
-def _warm_up(config: Any) -> Iterator[tuple[str, str]]:
-    """Check the warm-up steps against the total, which Megatron's scheduler asserts after loading the model."""
-    steps = config.trainer.total_training_steps
-    if steps is None or config.actor_rollout_ref.actor.strategy != "megatron":
-        return
-    for key in (f"{_A}.optim.lr_warmup_steps", "critic.optim.lr_warmup_steps"):
-        warm_up = OmegaConf.select(config, key)
-        if warm_up and int(warm_up) >= int(steps):
-            detail = f"{key}={warm_up} is not below trainer.total_training_steps={steps}"
-            yield detail, f"lower it: {key}=0"
+        columns = {"MLP columns": model.ffn, "vocabulary entries": model.vocab}
+        split.append(("Megatron", training.tp, f"{_A}.megatron.tensor_model_parallel_size", columns))
+        if model.layers % training.pp:
+            option = f"{_A}.megatron.pipeline_model_parallel_size"
+            layers = ("Megatron", True, training.pp, option)
+    elif training and model.heads % plan.model_parallel:
+        detail = f"Ulysses: {model.heads} attention heads are not divisible by {plan.model_parallel}"
+        yield detail, f"set {_A}.ulysses_sequence_parallel_size to a divisor of {model.heads}"
+    for engine, tp, option, columns in split:
+        for parts, size in {"attention heads": model.heads, **columns}.items():
+            if size % tp:
+                yield f"{engine}: {size} {parts} are not divisible by {tp}", f"set {option} to a divisor of {size}"
+        if model.kv_heads % tp and tp % model.kv_heads:
+            yield f"{engine}: neither of {model.kv_heads} key heads and tp={tp} divides the other", f"change {option}"
+    engine, wrong, stages, option = layers
+    if wrong:
+        yield f"{engine}: {model.layers} layers cannot be split into {stages} pipeline stages", f"lower {option}"
 
 
 def batches(config: Any, plan: Plan) -> Iterator[Check]:
@@ -316,30 +189,20 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
     n, dp = int(rollout.n), plan.data_parallel
     if batch % mini:
         detail = f"data.train_batch_size={batch} is not a multiple of ppo_mini_batch_size={mini}"
-        problems.append((detail, _multiples(batch, mini)))
+        problems.append((detail, "change one of them"))
     elif mini * n % dp:
         detail = f"a mini-batch of {mini} x {n} responses is not divisible by {dp} data-parallel ranks"
         problems.append((detail, f"change {_A}.ppo_mini_batch_size or {_R}.n"))
     estimator = str(config.algorithm.adv_estimator)
-    if n == 1 and estimator in _GROUP_ESTIMATORS:
+    if n == 1 and estimator in values.GROUP_ESTIMATORS:
         detail = f"{_R}.n=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
         yield Check("batches", WARN, detail, f"set {_R}.n=8, for example, or another algorithm.adv_estimator")
-    if plan.strategy == "megatron" and not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
-        remedy = f"set {_A}.ppo_micro_batch_size_per_gpu, or {_A}.use_dynamic_bsz=true"
-        problems.append((f"{_A}.ppo_micro_batch_size_per_gpu is null, with which verl's check fails", remedy))
-    problems += _warm_up(config)
     if actor.use_dynamic_bsz and int(actor.ppo_max_token_len_per_gpu) * _split(plan) < sequence_tokens(config):
         detail = f"ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is below the longest prompt and response"
         problems.append((detail, f"raise it to {-(-sequence_tokens(config) // _split(plan))} or more"))
     problems += _modes(config, batch, mini)
     steps = "" if problems else f"{batch // mini} optimizer steps, each of {mini * n // dp} responses per rank"
     yield from _report("batches", problems, f"{batch} prompts x {n} in {steps}")
-
-
-def _multiples(batch: int, mini: int) -> str:
-    near = sorted({max(mini, batch // mini * mini), -(-batch // mini) * mini})
-    divisor = max(size for size in range(1, min(batch, mini) + 1) if batch % size == 0)
-    return f"set data.train_batch_size={' or '.join(map(str, near))}, or {_A}.ppo_mini_batch_size={divisor}"
 
 
 def _split(plan: Plan) -> int:
@@ -355,7 +218,7 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
             yield f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy
         return
     steps = int(config.trainer.v1.separate_async.parameter_sync_step)
-    pipeline = _pipeline(config)  # the pipeline syncs weights once per training step
+    pipeline = values.asks_for_pipeline(config)  # the pipeline syncs weights once per training step
     if batch != steps * mini and not pipeline:
         detail = f"data.train_batch_size={batch} is not parameter_sync_step={steps} x ppo_mini_batch_size={mini}"
         yield detail, "change one of them: separate_async requires that they are equal"

@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet as pq
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks.doctor import OK, WARN, Check
+from verl_rhyme.checks.doctor import OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight import machine_checks
 from verl_rhyme.checks.preflight.estimate import gib
 from verl_rhyme.checks.preflight.machine import OBJECT_STORE, can_write, object_store
@@ -34,32 +36,33 @@ MEAN_SHARES = (1 / 8, 1 / 2)
 _RANGE = "1/8 to 1/2 of max_response_length"
 
 
-def check(config: Any, plan: Plan) -> tuple[list[Check], tuple[int, int]]:
+def check(config: Any, plan: Plan) -> tuple[list[Check], int]:
     """Check prompts x samples x mean length x visits against ``history.max_bytes`` and the disk of this machine.
 
-    Also return the bytes of the history's copy in a checkpoint once all visits are kept, at both ends of
-    :data:`MEAN_SHARES`: 0 without a history or with an unknown number of prompts.
+    Also return the most bytes of the history's copy in a checkpoint: 0 without a history or with an unknown number of
+    prompts.
     """
     name, rhyme = "history store", plan.rhyme
     history_dir = machine_checks.history_dir(plan)
     if rhyme is None or not can_write(history_dir):  # the check of the history folder reports the latter
-        return [], (0, 0)
-    checks = []
+        return [], 0
     folder, free = machine_checks.free_disk(history_dir)
-    store = object_store(OmegaConf.select(config, OBJECT_STORE))
-    bound = rhyme.history.max_bytes or share.bound(history_dir, free, store)
-    peak = int(PEAK * bound)
-    chosen = gib(bound)
-    if rhyme.history.max_bytes is None:
-        chosen += " (null: the smaller of half the free disk and half the free memory)"
-    where = f"{folder}: {gib(free)} free, history.max_bytes {chosen}, {gib(peak)} while it is rewritten"
-    if free < peak:
+    bound = rhyme.history.max_bytes or share.bound(
+        history_dir, free, object_store(OmegaConf.select(config, OBJECT_STORE))
+    )
+    automatic = "" if rhyme.history.max_bytes else " (null: the smaller of half the free disk and half the free memory)"
+    where = (
+        f"{folder}: {gib(free)} free, history.max_bytes {gib(bound)}{automatic}, {gib(int(PEAK * bound))} while it is "
+        "rewritten"
+    )
+    checks = []
+    if free < PEAK * bound:
         remedy = "free disk space, set history.dir to a folder on another disk, or lower history.max_bytes"
         checks.append(Check(name, WARN, where, remedy))
         bound = int(free / PEAK)
     counted = _count_prompts(config)
     if counted is None:
-        return [*checks, Check(name, OK, f"{where}; the number of prompts is unknown on this machine")], (0, 0)
+        return [*checks, Check(name, OK, f"{where}; the number of prompts is unknown on this machine")], 0
     rows, prompts = counted
     visits = math.ceil(rows / prompts * int(config.trainer.total_epochs))  # per prompt in the run
     epochs = max(1, min(rhyme.history.epochs, visits))
@@ -67,37 +70,23 @@ def check(config: Any, plan: Plan) -> tuple[list[Check], tuple[int, int]]:
     tokens = [max(1, round(share * longest)) for share in MEAN_SHARES]
     low, high = (int(prompts * samples * (TOKEN_BYTES * mean + RESPONSE_BYTES)) for mean in tokens)  # of one visit
     room = int(bound * HISTORY_FILL)
-    kept = " to ".join(dict.fromkeys((_describe_kept(room, low, epochs), _describe_kept(room, high, epochs))))
-    repeated = f" (in {rows} rows)" if rows > prompts else ""
+    kept = " to ".join(dict.fromkeys(f"{min(epochs, room / visit):.1f}" for visit in (low, high)))
     detail = (
-        f"{prompts} prompts{repeated} x {samples} responses x {tokens[0]} to {tokens[1]} tokens ({_RANGE}) x {epochs} "
-        f"visits = {gib(low * epochs)} to {gib(high * epochs)} on the trainer's node, up to "
-        f"{gib(min(high * epochs, room))} of it in each checkpoint; kept: {kept}. {where}"
+        f"{prompts} prompts x {samples} responses x {tokens[0]} to {tokens[1]} tokens ({_RANGE}) x {epochs} visits = "
+        f"{gib(low * epochs)} to {gib(high * epochs)} on the trainer's node, up to {gib(min(high * epochs, room))} of "
+        f"it in each checkpoint; kept: {kept} of {epochs} visits. {where}"
     )
-    if room >= high:
-        checks.append(Check(name, OK, detail))
-    else:
-        one, all_visits = (gib(size / HISTORY_FILL) for size in (high, high * epochs))
-        remedy = f"set history.max_bytes to {one} for one visit of all prompts, to {all_visits} for all visits, or "
-        checks.append(Check(name, WARN, detail, f"{remedy}accept it"))
-    return checks, (min(low * epochs, room), min(high * epochs, room))
-
-
-def _describe_kept(room: int, visit: int, epochs: int) -> str:
-    """Return the part of a history that fits into ``room`` bytes, for ``visit`` bytes of one visit of all prompts."""
-    visits = room / visit
-    if visits >= epochs:
-        return "all"
-    return f"{visits:.1f} of {epochs} visits" if visits >= 1 else f"{visits:.0%} of the prompts"
+    one, all_visits = (gib(size / HISTORY_FILL) for size in (high, high * epochs))
+    remedy = (
+        f"set history.max_bytes to {one} for one visit of all prompts, to {all_visits} for all visits, or accept it"
+    )
+    return [*checks, verdict(name, room >= high, detail, remedy, WARN)], min(high * epochs, room)
 
 
 def _count_prompts(config: Any) -> tuple[int, int] | None:
     """Return rows and distinct prompts of an epoch; ``None`` if a file cannot be read here. Prompts are extrapolated if
     counting takes too long; with images, videos or audio they are as many as rows.
     """
-    import pyarrow
-    import pyarrow.parquet as pq
-
     data = config.data
     rows = prompts = 0
     seen: set[int] = set()

@@ -28,12 +28,11 @@ _CLUSTER = Path("/tmp/ray/ray_current_cluster")
 class Machine:
     """Resources of this machine."""
 
-    gpus: int
+    gpus: int  # that CUDA_VISIBLE_DEVICES does not hide
     gpu_bytes: int  # of the smallest GPU; without one, of ``GPU_MEMORY_GB`` or :data:`ASSUMED_GPU`
     gpu_source: str  # "nvidia-smi", "GPU_MEMORY_GB" or "assumed"
     host_bytes: int  # memory of this process, within its cgroup's limit
     host_free: int
-    visible: str | None = None  # ``CUDA_VISIBLE_DEVICES`` where it hides GPUs
 
 
 def detect_machine() -> Machine:
@@ -49,11 +48,10 @@ def detect_machine() -> Machine:
     else:
         memory, source = ASSUMED_GPU, "assumed"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = (
-        len(sizes) if visible is None else min(len(sizes), len([each for each in visible.split(",") if each.strip()]))
-    )
-    hides = visible if gpus < len(sizes) else None
-    return Machine(gpus, memory, source, _host_bytes(), available_memory(), hides)
+    gpus = len(sizes)
+    if visible is not None:
+        gpus = min(gpus, len([each for each in visible.split(",") if each.strip()]))
+    return Machine(gpus, memory, source, _host_bytes(), available_memory())
 
 
 def in_cluster(address: str | None) -> bool:
@@ -86,11 +84,6 @@ def can_write(folder: Path) -> bool:
 def object_store(given: int | None = None, host_bytes: int | None = None) -> int:
     """Return the bytes of Ray's object store; ``None``: Ray's default for so much memory, or for this machine's."""
     return int(given) if given else min(int(0.3 * (host_bytes or _host_bytes())), 200_000_000_000)
-
-
-def devices_present() -> bool:
-    """Whether there are accelerators that nvidia-smi may not list: of other makers, or without that program."""
-    return any(next(Path("/dev").glob(pattern), None) for pattern in ("nvidia[0-9]*", "kfd", "davinci[0-9]*"))
 
 
 def _nvidia_smi() -> list[int]:

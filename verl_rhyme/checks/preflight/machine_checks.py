@@ -1,4 +1,4 @@
-"""Checks of a config against this machine: model, GPUs, memory, disk."""
+"""Checks of a config against this machine: model, GPUs, memory, disk. Sizes are estimates, and only warn."""
 
 from __future__ import annotations
 
@@ -11,17 +11,8 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
-from verl_rhyme.checks.preflight import model_folder
 from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
-from verl_rhyme.checks.preflight.machine import (
-    OBJECT_STORE,
-    Machine,
-    can_write,
-    devices_present,
-    free_disk,
-    in_cluster,
-    object_store,
-)
+from verl_rhyme.checks.preflight.machine import OBJECT_STORE, Machine, can_write, free_disk, in_cluster, object_store
 from verl_rhyme.checks.preflight.plan import Plan
 from verl_rhyme.coordinator.ranker_service import unusable
 from verl_rhyme.drafting.recurrent import recurrent
@@ -31,8 +22,11 @@ from verl_rhyme.planning.architecture import PUBLISHED, Architecture, UnknownArc
 from verl_rhyme.weights import BACKEND as RELAY
 from verl_rhyme.weights.claims import SHARED_MEMORY
 
-#: Shares of a GPU's memory above which an estimate with an error of 15 % may not fit, and does not.
-TIGHT, ABOVE = 0.87, 1.15
+#: Share of a GPU's memory above which an estimate with an error of 15 % may not fit.
+TIGHT = 0.87
+
+#: Files of which a tokenizer has at least one.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 _R = "actor_rollout_ref.rollout"
 
@@ -42,11 +36,8 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
     name, key, path = "model", "actor_rollout_ref.model.path", str(config.actor_rollout_ref.model.path)
     if path.startswith("~") or path.endswith("/"):
         plain = Path(path).expanduser() if path.startswith(("~", "/")) else path.rstrip("/")
-        return (
-            [Check(name, FAIL, f"{key}={path}: verl accepts no ~ and no / at the end", f"set {key}={plain}")],
-            {},
-            None,
-        )
+        detail = f"{key}={path}: verl accepts no ~ and no / at the end"
+        return [Check(name, FAIL, detail, f"set {key}={plain}")], {}, None
     if "://" in path:
         return [Check(name, WARN, f"{path}: remote, not checked", "none needed if verl can read it")], {}, None
     file = architecture.find(path)
@@ -56,13 +47,9 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
     if file is None:
         offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
         way = "HF_HUB_OFFLINE is set" if offline else "verl downloads it"
-        detail = f"{path} is not in the local hub cache: {way}"
         fields = PUBLISHED.get(path, {})
         known = Architecture.read(fields) if fields else None
-        if known is not None:
-            detail += f"; its published shape has {count(known.parameters)} parameters"
-        else:
-            detail += "; no memory estimate before that"
+        detail = f"{path} is not in the local hub cache: {way}{'' if known else '; no memory estimate before that'}"
         return [Check(name, FAIL if offline else WARN, detail, f"hf download {path}")], fields, known
     try:
         fields = architecture.read_json(file)
@@ -74,9 +61,7 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
             raise UnknownArchitecture(f"no estimate for recurrent layers ({sign}) and their states")
         shape = Architecture.read(fields)
     except UnknownArchitecture as error:
-        remedy = (
-            "if verl and vLLM support the model, check its memory by hand: a dense model of that size needs as much"
-        )
+        remedy = "check its memory by hand: a dense model of that size needs as much"
         return [*checks, Check(name, WARN, f"{path}: {error}", remedy)], fields, None
     return [*checks, Check(name, OK, f"{path}: {shape.name}, {count(shape.parameters)} parameters")], fields, shape
 
@@ -84,27 +69,34 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
 def _incomplete(config: Any, folder: Path) -> Iterator[Check]:
     separate = config.actor_rollout_ref.model.get("tokenizer_path")
     tokenizer = Path(str(separate)).expanduser() if separate else folder
-    if tokenizer.is_dir() and not model_folder.has_tokenizer(tokenizer):  # not a folder: a hub id
-        detail = f"{tokenizer}: no tokenizer ({', '.join(model_folder.TOKENIZERS)})"
+    own = (*tokenizer.glob("*.tiktoken"), *tokenizer.glob("tokenization_*.py"))
+    has_one = bool(own) or any((tokenizer / name).is_file() for name in TOKENIZERS)
+    if tokenizer.is_dir() and not has_one:  # not a folder: a hub id
+        detail = f"{tokenizer}: no tokenizer ({', '.join(TOKENIZERS)})"
         remedy = "copy the tokenizer files into that folder, or set actor_rollout_ref.model.tokenizer_path"
         yield Check("model", FAIL, detail, remedy)
     if OmegaConf.select(config, "actor_rollout_ref.actor.megatron.use_dist_checkpointing"):
         return  # Megatron loads the weights from dist_checkpointing_path
-    if problem := model_folder.find_missing_weights(folder):
-        yield Check("model", FAIL, f"{folder}: {problem}", "download the model again, or correct the path")
+    indices = [*folder.glob("*.safetensors.index.json")] or [*folder.glob("*.bin.index.json")]
+    shards = {shard for index in indices for shard in architecture.read_json(index).get("weight_map", {}).values()}
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing or not (shards or any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))):
+        what = missing[0] if missing else "*.safetensors or *.bin"
+        detail = f"{folder}: weight files are missing, such as {what}"
+        yield Check("model", FAIL, detail, "download the model again, or correct the path")
 
 
 def engine(config: Any, plan: Plan, imports: bool) -> Iterator[Check]:
     """Check the packages of the training engine, unless on a CPU; ``imports`` (15 s) finds broken ones as well."""
-    name = "training engine"
     packages = _engine_packages(config, plan)
     if plan.device == "cpu" or not packages:
         return
     missing = engine_packages.missing(packages) if imports else engine_packages.absent(packages)
     for package, error in missing:
-        yield Check(name, FAIL, f"{package.module}: {error}; used for: {package.used_for}", package.remedy)
+        detail = f"{package.module}: {error}; used for: {package.used_for}"
+        yield Check("training engine", FAIL, detail, package.remedy)
     if not missing:
-        yield Check(name, OK, f"{plan.strategy}: {', '.join(package.module for package in packages)}")
+        yield Check("training engine", OK, f"{plan.strategy}: {', '.join(package.module for package in packages)}")
 
 
 def _engine_packages(config: Any, plan: Plan) -> list[engine_packages.Package]:
@@ -124,21 +116,17 @@ def _engine_packages(config: Any, plan: Plan) -> list[engine_packages.Package]:
 
 def gpus(plan: Plan, machine: Machine, address: str | None) -> Iterator[Check]:
     """Check that this machine has the GPUs of one node, and that Ray connects several; ``address``: of its cluster."""
-    name = "GPUs"
     if plan.device == "cpu":
-        yield Check(name, OK, f"trainer.device=cpu: {plan.gpus_per_node} logical")
+        yield Check("GPUs", OK, f"trainer.device=cpu: {plan.gpus_per_node} logical")
         return
     if plan.train_gpus > plan.gpus_per_node and not in_cluster(address):
         detail = f"trainer.nnodes={plan.train_gpus // plan.gpus_per_node}, but no Ray cluster is found here"
-        yield Check(name, WARN, detail, "connect the nodes first: ray start --head, and ray start --address=HEAD:6379")
-    ok = machine.gpus >= plan.gpus_per_node
-    visible = f" (CUDA_VISIBLE_DEVICES={machine.visible})" if machine.visible is not None else ""
-    detail = f"{machine.gpus} on this machine{visible}, trainer.n_gpus_per_node={plan.gpus_per_node}"
-    remedy = "lower it, or start on a node with that many GPUs"
-    if not machine.gpus:
-        remedy = "start on a node with that many GPUs; recipes/run_tiny_cpu.sh trains a tiny model without one"
-    uncounted = not machine.gpus and devices_present()
-    yield verdict(name, ok, detail, remedy, otherwise=WARN if uncounted else FAIL)
+        remedy = "connect the nodes first: ray start --head, and ray start --address=HEAD:6379"
+        yield Check("GPUs", WARN, detail, remedy)
+    detail = f"{machine.gpus} visible on this machine, trainer.n_gpus_per_node={plan.gpus_per_node}"
+    remedy = "lower it, or start on a node with that many GPUs (recipes/run_tiny_cpu.sh trains without one)"
+    otherwise = FAIL if machine.gpus else WARN  # GPUs of other makers are not counted
+    yield verdict("GPUs", machine.gpus >= plan.gpus_per_node, detail, remedy, otherwise)
     if machine.gpu_source == "assumed":
         detail = f"no GPU found: {gib(machine.gpu_bytes)} per GPU is assumed"
         yield Check("GPU memory", WARN, detail, "set GPU_MEMORY_GB to the memory of the run's GPUs, in GiB")
@@ -152,30 +140,23 @@ def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
     share = peak / found.gpu_bytes
     detail = f"{phase}: {gib(peak)} of {gib(found.gpu_bytes)} ({share:.0%}), estimated"
     if plan.device != "cpu":
-        status = FAIL if share > ABOVE else WARN
-        yield verdict("GPU memory", share <= TIGHT, detail, _lighter(phase, plan), otherwise=status)
+        yield verdict("GPU memory", share <= TIGHT, detail, _lighter(phase, plan), WARN)
     serving = found.serving
-    if serving.cache <= 0:
+    requests = f"{serving.sequences:.1f} requests of {plan.rollout.longest} tokens at once"
+    detail = f"{serving.tokens} tokens per replica, {requests}"
+    if serving.tokens < plan.rollout.max_model_len:
         detail = (
-            f"vLLM's share of {gib(serving.share)} is below weights and activations "
-            f"({gib(serving.weights + serving.activations)})"
+            f"vLLM's share of {gib(serving.share)} leaves {serving.tokens} tokens beside weights and activations "
+            f"({gib(serving.weights + serving.activations)}), and does not hold one request of "
+            f"{plan.rollout.max_model_len}"
         )
-        yield Check("KV cache", FAIL, detail, f"raise {_R}.gpu_memory_utilization or tensor_model_parallel_size")
-    elif serving.tokens < plan.rollout.max_model_len:
-        detail = f"{serving.tokens} tokens do not hold one request of {plan.rollout.max_model_len}"
-        yield Check("KV cache", FAIL, detail, f"raise {_R}.gpu_memory_utilization or lower {_R}.max_model_len")
-    else:
-        requests = f"{serving.sequences:.1f} requests of {plan.rollout.longest} tokens at once"
-        detail = f"{serving.tokens} tokens per replica, {requests}"
-        yield Check("KV cache", OK, detail)
+    remedy = f"raise {_R}.gpu_memory_utilization or tensor_model_parallel_size, or lower {_R}.max_model_len"
+    yield verdict("KV cache", serving.tokens >= plan.rollout.max_model_len, detail, remedy, WARN)
 
 
 def _lighter(phase: str, plan: Plan) -> str:
     if phase == "rollout" and plan.standalone:
-        return (
-            "set actor_rollout_ref.hybrid_engine=false: rollout has separate GPUs, and the training GPUs then hold no "
-            "engine"
-        )
+        return "set actor_rollout_ref.hybrid_engine=false: the training GPUs then hold no engine"
     if phase.startswith("rollout"):
         return f"lower {_R}.gpu_memory_utilization, or offload the actor (param_offload, optimizer_offload)"
     return (
@@ -184,11 +165,10 @@ def _lighter(phase: str, plan: Plan) -> str:
     )
 
 
-def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Check]:
+def host_memory(found: Estimate, config: Any, machine: Machine) -> Check:
     """Check offloaded states, model loading, texts for drafts and Ray's object store against free host memory."""
     ray = object_store(OmegaConf.select(config, OBJECT_STORE), machine.host_bytes)
     needed = sum(found.host.values()) + ray
-    ok = needed <= machine.host_free
     detail = (
         f"{gib(needed)} needed, {gib(machine.host_free)} free: offloaded states, model loading, texts for drafts "
         f"({gib(found.host['texts for drafts'])}) and Ray's object store ({gib(ray)})"
@@ -196,12 +176,11 @@ def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Chec
     remedy = (
         "offload less, lower +ray_kwargs.ray_init.object_store_memory or drafting.history_memory, or use a larger node"
     )
-    # a warning only if it fits without the object store, which Ray fills on demand
-    yield verdict("host memory", ok, detail, remedy, otherwise=FAIL if needed - ray > machine.host_free else WARN)
+    return verdict("host memory", needed <= machine.host_free, detail, remedy, WARN)
 
 
-def disk(config: Any, found: Estimate | None, history: tuple[int, int]) -> Iterator[Check]:
-    """Check the disk space for checkpoints, each with a copy of the history of minimum and maximum bytes."""
+def disk(config: Any, found: Estimate | None, history: int) -> Iterator[Check]:
+    """Check the disk space for checkpoints, each with a copy of at most ``history`` bytes of the history."""
     trainer, path = config.trainer, Path(str(config.trainer.default_local_dir)).expanduser()
     if not can_write(path):
         detail = f"trainer.default_local_dir={path} cannot be written"
@@ -212,26 +191,19 @@ def disk(config: Any, found: Estimate | None, history: tuple[int, int]) -> Itera
     folder, free = free_disk(path)
     keep = max(0, int(trainer.get("max_actor_ckpt_to_keep") or 0))
     many = (keep or 1) + 1  # verl writes the new one before it deletes the oldest
-    least, needed = (many * (found.checkpoint + copy) for copy in history)
-    copies = f" and {gib(history[0])} to {gib(history[1])} of history" if any(history) else ""
-    every = "" if keep else "; verl keeps all checkpoints (trainer.max_actor_ckpt_to_keep is null or 0)"
-    sizes = f"{gib(needed)} for {many} checkpoints of {gib(found.checkpoint)}"
-    detail = f"{folder}: {gib(free)} free, {sizes}{copies}{every}"
-    remedy = (
-        f"free disk space, {'lower' if keep else 'set'} trainer.max_actor_ckpt_to_keep, "
-        "or set trainer.default_local_dir to a folder on another disk"
+    needed = many * (found.checkpoint + history)
+    detail = (
+        f"{folder}: {gib(free)} free, {gib(needed)} for {many} checkpoints of {gib(found.checkpoint)} and up to "
+        f"{gib(history)} of history" + ("" if keep else "; verl keeps all checkpoints")
     )
-    yield verdict("checkpoints", bool(keep and free >= needed), detail, remedy, FAIL if free < least else WARN)
+    remedy = "free disk space, set trainer.max_actor_ckpt_to_keep, or set trainer.default_local_dir to another disk"
+    yield verdict("checkpoints", bool(keep and free >= needed), detail, remedy, WARN)
 
 
 def ranker(plan: Plan) -> Iterator[Check]:
-    if plan.rhyme is None or plan.rhyme.lengths.ranker is None:
-        return
-    if problem := unusable(plan.rhyme.lengths.ranker, None):
-        detail, _, remedy = problem.partition(": ")
-        yield Check("ranker", FAIL, detail, remedy)
-    else:
-        yield Check("ranker", OK, plan.rhyme.lengths.ranker)
+    if plan.rhyme is not None and plan.rhyme.lengths.ranker is not None:
+        problem, _, remedy = unusable(plan.rhyme.lengths.ranker, None).partition(": ")
+        yield verdict("ranker", not problem, problem or plan.rhyme.lengths.ranker, remedy)
 
 
 def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
@@ -243,16 +215,15 @@ def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
         return
     setting = OmegaConf.select(engine, f"engine_kwargs.{RELAY}.folder")
     folder, free = free_disk(Path(str(setting)) if setting else SHARED_MEMORY)
-    one = plan.sent_bytes * found.parameters if found else 0  # for an unknown model, any free byte passes
-    fits = free > 2 * one and os.access(folder, os.W_OK)
+    one = plan.sent_bytes * found.parameters if found else 0
     detail = (
         f"{folder}: {gib(free)} free, shared with Ray's object store if that is in /dev/shm; the relay needs "
-        f"{gib(2 * one)} for two versions of the weights, {gib(3 * one)} for three on the actor's node while an engine "
-        "or site is behind"
+        f"{gib(2 * one)} for two versions of the weights, {gib(3 * one)} on the actor's node"
     )
     option = f"{_R}.checkpoint_engine.engine_kwargs.{RELAY}.folder"
     remedy = f"start the container with a larger --shm-size, or set a writable folder with more room: {option}"
-    yield verdict("weights", fits and free > 3 * one, detail, remedy, otherwise=WARN if fits else FAIL)
+    writable = os.access(folder, os.W_OK)
+    yield verdict("weights", writable and free > 3 * one, detail, remedy, otherwise=WARN if writable else FAIL)
 
 
 def history_dir(plan: Plan) -> Path:

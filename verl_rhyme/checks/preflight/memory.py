@@ -93,9 +93,8 @@ class Phase:
 def states(model: Architecture, training: Training) -> dict[str, int]:
     """Return the bytes of one GPU's parameters, gradients and optimizer states, whether offloaded or not.
 
-    Megatron: bf16 parameters, fp32 gradients, fp32 master weights and Adam's two moments: 2 + 4 + 12/d bytes per
-    parameter, d being the data and context parallel ranks under the distributed optimizer, else 1.
-    FSDP: parameters, gradients and both moments in the type of the stored parameter (verl: fp32), over all shards.
+    Megatron: bf16 parameters, fp32 gradients, fp32 master weights and two moments, split over the d data and context
+    parallel ranks: 2 + 4 + 12/d. FSDP: four times the stored type (verl: fp32), over all shards.
     """
     if training.engine == "megatron":
         count = model.rank_parameters(training.tp, training.pp)
@@ -116,10 +115,8 @@ def layer_activations(model: Architecture, training: Training, tokens: int) -> i
 
     Megatron (fused norms, bf16): inputs of both norms and of both linear pairs, q, k, v, the attention's output, both
     halves of the MLP and their product: b t (4h + 2a + 2k + 3f). ``tp`` splits all but the 4h, and these as well under
-    sequence parallelism.
-    transformers (eager norms): a norm keeps its input in fp32, the normalised input and its output, (4 + 2b) h bytes;
-    attention q, k, v and its output; the MLP gate, silu(gate), up and their product. Qwen3's query and key norms keep
-    their fp32 input and the normalised one.
+    sequence parallelism. transformers (eager norms): a norm keeps (4 + 2b) h bytes, the MLP gate, silu(gate), up and
+    their product; Qwen3's query and key norms keep their fp32 input and the normalised one.
     """
     h, f, a, k, b = model.hidden, model.ffn, model.query, model.key, training.compute_bytes
     if training.engine == "megatron":
@@ -140,11 +137,9 @@ def _layer_backward(model: Architecture, training: Training, tokens: int) -> int
 def loss_bytes(model: Architecture, training: Training, tokens: int) -> int:
     """Return the peak bytes of logits, loss and final norm in forward and backward.
 
-    Megatron: bf16 logits, an fp32 softmax that the gradient overwrites, and that gradient in bf16:
-    (2 + 4 + 2) t V / tp; the entropy adds a copy of the logits and its fp32 softmax.
-    FSDP: flash-attn's loss works in place, b t V; verl's fallback holds the logits and logsumexp's gradient twice, by
-    row and stacked: 3 b t V. The gradients of logits and output embedding then exist together. The eager entropy keeps
-    a softmax and its gradient.
+    Megatron: bf16 logits, an fp32 softmax that the gradient overwrites, and that gradient in bf16; the entropy adds a
+    copy of the logits and its fp32 softmax. FSDP: flash-attn's loss works in place, verl's fallback holds 3 b t V. The
+    gradients of logits and output embedding then exist together. The eager entropy keeps a softmax and its gradient.
     """
     b, table = training.compute_bytes, 0 if training.fused_kernels else tokens * model.vocab
     if training.engine == "megatron":
@@ -255,10 +250,6 @@ def offloaded(model: Architecture, training: Training) -> int:
 # ---- rollout ----
 
 
-def cache_bytes_per_token(model: Architecture, rollout: Rollout) -> int:
-    return model.cache_values(rollout.tp, rollout.pp) * rollout.cache_bytes
-
-
 @dataclass(frozen=True)
 class Serving:
     """Split of vLLM's share of a GPU."""
@@ -283,7 +274,7 @@ def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:
     forward = rollout.max_num_batched_tokens * rollout.weight_bytes * (3 * model.hidden + 3 * model.ffn // rollout.tp)
     sampler = rollout.max_num_seqs * model.vocab * (rollout.weight_bytes + 8)
     share = int(rollout.utilization * gpu_bytes)
-    per_token = cache_bytes_per_token(model, rollout)
+    per_token = model.cache_values(rollout.tp, rollout.pp) * rollout.cache_bytes
     cache = share - weights - max(forward, sampler)
     tokens = max(0, cache) // per_token
     sequences = tokens / rollout.longest if rollout.longest else 0.0

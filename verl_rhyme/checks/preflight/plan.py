@@ -9,67 +9,19 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from verl_rhyme.checks.preflight.memory import Rollout, Training
-from verl_rhyme.config import ConfigError, RhymeConfig, config_tree
-from verl_rhyme.scheduling.rules import Rules, of_config
+from verl_rhyme.checks.rules import of_config
+from verl_rhyme.config import RhymeConfig, config_tree
+from verl_rhyme.scheduling.rules import Rules
 
-_ABSENT = object()
 _BYTES = {"fp32": 4, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # all others: 2
 
 #: Engine of the estimate for each of verl's values of ``actor.strategy``.
 ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 
 
-_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-
 #: Most bytes of a decoded history token (``history/record.py``: token, suffix, confidence, table of first tokens), and
 #: of a live token in the drafter's index.
 DECODED_BYTES, LIVE_BYTES = 16, 32
-#: Keys that must be whole numbers, by section.
-_WHOLE = {
-    "data": ("train_batch_size", "max_prompt_length", "max_response_length", "dataloader_num_workers"),
-    "reward": ("num_workers",),
-    "trainer": ("nnodes", "n_gpus_per_node", "total_epochs", "save_freq"),
-    "trainer.v1.separate_async": ("parameter_sync_step",),
-    _ACTOR: ("ppo_mini_batch_size",),
-    f"{_ACTOR}.megatron": tuple(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")),
-    f"{_ROLLOUT}.val_kwargs": ("n",),
-    f"{_ROLLOUT}.agent": ("num_workers",),
-    _ROLLOUT: (
-        *("n", "nnodes", "n_gpus_per_node", "max_num_seqs", "max_num_batched_tokens"),
-        *("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"),
-    ),
-}
-
-#: Keys that must be whole numbers or null, by section.
-_WHOLE_OR_NULL = {
-    "data": ("train_max_samples",),
-    "trainer": ("total_training_steps", "max_actor_ckpt_to_keep"),
-    _ACTOR: (
-        *("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
-        "ulysses_sequence_parallel_size",
-    ),
-    f"{_ACTOR}.fsdp_config": ("fsdp_size", "ulysses_sequence_parallel_size"),
-    _ROLLOUT: (
-        *("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"),
-        "max_model_len",
-    ),
-}
-
-_NUMBERS = {_ROLLOUT: ("gpu_memory_utilization", "temperature", "top_p"), f"{_ACTOR}.optim": ("lr",)}
-
-#: Least values where they are not 1.
-_LEAST = {
-    "trainer.save_freq": None,
-    "data.train_max_samples": -1,
-    "data.dataloader_num_workers": 0,
-    f"{_ACTOR}.optim.lr": 0,
-    "trainer.max_actor_ckpt_to_keep": None,  # 0 or less: verl keeps all
-    f"{_ACTOR}.fsdp_config.fsdp_size": -1,
-    f"{_ROLLOUT}.nnodes": 0,
-    f"{_ROLLOUT}.n_gpus_per_node": 0,
-    **{f"{_ROLLOUT}.{name}": 0 for name in ("gpu_memory_utilization", "temperature", "top_p")},
-}
-_MOST = {f"{_ROLLOUT}.gpu_memory_utilization": 1, f"{_ROLLOUT}.top_p": 1}
 
 
 @dataclass(frozen=True)
@@ -100,32 +52,6 @@ class Plan:
     def replicas(self) -> int:
         pools = self.colocated * self.train_gpus + self.standalone * self.rollout_gpus
         return pools // self.replica_gpus
-
-
-def check_numbers(config: Any) -> None:
-    """Raise a ConfigError that names an unset engine and sizes that are no number in range: verl checks neither."""
-    engine = f"{_ROLLOUT}.name"
-    unset = OmegaConf.is_missing(config.actor_rollout_ref.rollout, "name")
-    wrong = [f"{engine} is not set: add {engine}=vllm"] if unset else []
-    for sections, whole in ((_WHOLE, True), (_WHOLE_OR_NULL, True), (_NUMBERS, False)):
-        for key in (f"{section}.{name}" for section, names in sections.items() for name in names):
-            value = OmegaConf.select(config, key, default=_ABSENT)  # keys of other engines are absent
-            if value is _ABSENT or (value is None and sections is _WHOLE_OR_NULL):
-                continue
-            least, most = _LEAST.get(key, 1), _MOST.get(key, math.inf)
-            allowed = "a whole number" if whole else "a number"
-            if least is not None:
-                allowed += f" of at least {least}" if most == math.inf else f" from {least} to {most}"
-            try:
-                number = float(value)
-                right = (not whole or number.is_integer()) and not isinstance(value, bool)
-                right &= (least is None or number >= least) and number <= most
-            except (TypeError, ValueError, OverflowError):
-                right = False
-            if not right:
-                wrong.append(f"{key} must be {allowed}, not {'null' if value is None else repr(value)}")
-    if wrong:
-        raise ConfigError("; ".join(wrong))
 
 
 def read(config: Any, max_positions: int | None = None) -> Plan:

@@ -17,24 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from verl_rhyme.checks import run_lock
-from verl_rhyme.checks.doctor import FAIL, WARN, Check, verdict
+from verl_rhyme.checks.doctor import WARN, Check, verdict
 from verl_rhyme.checks.preflight.plan import data_files
 from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.run_name import run_name
-from verl_rhyme.planning import architecture
 
 #: File in the checkpoint folder; not the event log's ``events/run.json`` (``observability.events.INFO_FILE``).
 MARKER = "run.json"
 
-#: Fields of a model's ``config.json`` that its checkpoints have as well.
-_SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-
-#: Remedy of a :class:`ForeignFolder`.
+#: Remedy where another run has the folder.
 REMEDY = "set another folder (RUN_DIR=... of the recipes, trainer.default_local_dir=... of verl), or move this one away"
-
-
-class ForeignFolder(ValueError):
-    """The folder belongs to another run; the message lists the differences."""
 
 
 def folder(config: Any) -> Path:
@@ -71,8 +63,14 @@ def name(config: Any, notes: Mapping[str, str] | None = None) -> str:
 
 
 def refusal(config: Any, notes: Mapping[str, str] | None = None) -> str | None:
-    """Return how the folder's run differs from this one, in one line. Raises ForeignFolder for an unreadable marker."""
-    run, owner = describe(config, notes), _owner(folder(config))
+    """Return how the folder's run differs from this one, or that its marker cannot be read, in one line."""
+    run, marker = describe(config, notes), folder(config) / MARKER
+    try:
+        owner = {str(part): str(value) for part, value in json.loads(marker.read_text()).items()}
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{marker} cannot be read ({error})"
     differences = [
         f"{part} {owner[part]} there, {value} in this run"
         for part, value in run.items()
@@ -86,79 +84,51 @@ def check(config: Any, notes: Mapping[str, str] | None = None) -> Iterator[Check
         problem = refusal(config, notes)
     except ConfigError:  # the check of the rhyme tree reports it
         return
-    except ForeignFolder as error:
-        problem = str(error)
     yield verdict("run folder", not problem, problem or str(folder(config)), REMEDY)
     if (user := run_lock.user(folder(config))) is not None:
         yield Check("run folder", WARN, user, "a start is refused until then")
 
 
-def _other_model(config: Any, model: Mapping[str, Any]) -> str | None:
-    """Return how the model of the checkpoint that the run resumes from differs from the run's, in one line."""
-    given = config.trainer.get("resume_from_path")
-    step = latest_step(folder(config))
-    if config.trainer.resume_mode == "resume_path" and given:
-        checkpoint = Path(str(given)).expanduser()
-    elif config.trainer.resume_mode == "auto" and step is not None:
-        checkpoint = folder(config) / f"global_step_{step}"
-    else:
-        return None
-    own = config.actor_rollout_ref.model.get("override_config") or {}
-    own = dict(own.get("model_config") or own)  # as verl reads it
-    model = {name: value for name, value in model.items() if name not in own}
-    try:  # Megatron's second layout has a folder more
-        saved = architecture.read_json(next((checkpoint / "actor").glob("**/huggingface/config.json")))
-    except (OSError, ValueError, StopIteration):
-        return None
-    fields = [each for each in _SHAPE if None not in (saved.get(each), model.get(each)) and saved[each] != model[each]]
-    differences = ", ".join(f"{each} {saved[each]} there, {model[each]} in this run" for each in fields)
-    return f"{checkpoint} is of another model: {differences}" if differences else None
-
-
-def resume(config: Any, model: Mapping[str, Any]) -> Iterator[Check]:
-    """Check the model of the checkpoint to resume from; warn of what a resume loses, or a kill can lose. ``model`` are
-    the fields of ``config.json``, empty if they are unknown.
-    """
-    if problem := _other_model(config, model):
-        yield Check("resume", FAIL, problem, REMEDY)
-    trainer, parts = config.trainer, config.actor_rollout_ref.actor.checkpoint.load_contents
+def resume(config: Any) -> Iterator[Check]:
+    """Warn of what a resume loses, or a kill can lose."""
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
     if trainer.resume_mode == "disable" or trainer.save_freq <= 0:
         return
-    if missing := [part for part in ("optimizer", "extra") if part not in parts]:
-        lost = {"optimizer": "the state of the optimizer", "extra": "random states and, with FSDP, the learning rate"}
-        detail = f"actor.checkpoint.load_contents={list(parts)}: a resumed run begins anew with "
-        yield Check("resume", WARN, detail + " and ".join(lost[part] for part in missing), f"add {', '.join(missing)}")
-    actor, varies = config.actor_rollout_ref.actor, "lr_warmup_steps lr_warmup_steps_ratio"
-    schedule = actor.optim.get("lr_decay_style", "constant") != "constant" or any(
-        (actor.optim.get(name) or 0) > 0 for name in varies.split()
+    parts = list(actor.checkpoint.load_contents)
+    if not {"optimizer", "extra"} <= {*parts}:
+        detail = f"actor.checkpoint.load_contents={parts}: a resumed run begins anew with what is left out"
+        remedy = "add optimizer (its state) and extra (random states and, with FSDP, the learning rate)"
+        yield Check("resume", WARN, detail, remedy)
+    varies = actor.optim.get("lr_decay_style", "constant") != "constant" or any(
+        (actor.optim.get(name) or 0) > 0 for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")
     )
-    if str(actor.strategy) == "megatron" and schedule and not actor.optim.use_checkpoint_opt_param_scheduler:
+    if str(actor.strategy) == "megatron" and varies and not actor.optim.use_checkpoint_opt_param_scheduler:
         detail = "Megatron: a resumed run begins the learning rate's schedule anew"
         yield Check("resume", WARN, detail, "set actor.optim.use_checkpoint_opt_param_scheduler=true")
     if trainer.max_actor_ckpt_to_keep == 1:
-        detail = (
-            "trainer.max_actor_ckpt_to_keep=1: verl removes the previous checkpoint before it marks the new one, so "
-        )
-        yield Check("resume", WARN, detail + "a kill in between leaves none to resume from", "keep 2")
+        detail = "trainer.max_actor_ckpt_to_keep=1: a kill while verl saves leaves no checkpoint to resume from"
+        yield Check("resume", WARN, detail, "keep 2")
 
 
 def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
     """Lock the folder and mark it as this run's, unless it is already marked so.
 
-    Raises ForeignFolder, and changes nothing, if it belongs to another run; FolderInUse if a run uses it now; OSError
-    if it cannot be written.
+    Raises ConfigError, and changes nothing, if it belongs to another run or cannot be written; FolderInUse if a run
+    uses it now.
     """
     if problem := refusal(config, notes):
-        raise ForeignFolder(problem)
+        raise ConfigError(f"{problem} -> {REMEDY}")
     marker = folder(config) / MARKER
-    lock = run_lock.take(marker.parent, os.getppid())
     try:
+        lock = run_lock.take(marker.parent, os.getppid())
         if not marker.exists():
             new = marker.with_suffix(f".{os.getpid()}.tmp")
             new.write_text(json.dumps(describe(config, notes), indent=2) + "\n")
             new.replace(marker)
-    finally:
         os.close(lock)  # the run script locks it next
+    except OSError as error:
+        remedy = "free space, or choose another RUN_DIR"
+        raise ConfigError(f"cannot write to {marker.parent} ({error.strerror}): {remedy}") from error
 
 
 def latest_step(checkpoints: Path) -> int | None:
@@ -193,13 +163,3 @@ def _mode(rhyme: RhymeConfig | None, config: Any) -> str:
     mode = str(config.trainer.v1.trainer_mode)
     colocated = rhyme is not None and rhyme.pipeline and TOPOLOGIES.get(mode) == "colocated"
     return "colocated" if colocated else mode
-
-
-def _owner(checkpoints: Path) -> dict[str, str]:
-    marker = checkpoints / MARKER
-    try:
-        return {str(part): str(value) for part, value in json.loads(marker.read_text()).items()}
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, AttributeError) as error:
-        raise ForeignFolder(f"{marker} cannot be read ({error})") from error

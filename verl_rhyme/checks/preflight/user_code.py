@@ -1,7 +1,4 @@
-"""Code of the user that a run loads: it may register names that verl does not know, so that those only warn.
-
-A name is looked up in one process. Code that only other processes load cannot register it.
-"""
+"""Code of the user that a run loads: it may register names that verl does not know, so that those only warn."""
 
 from __future__ import annotations
 
@@ -18,31 +15,25 @@ from verl_rhyme.checks.doctor import FAIL, WARN, Check
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.config.presets import MANAGER
 
-_ROLLOUT = "actor_rollout_ref.rollout"
-_MODEL = "actor_rollout_ref.model.external_lib"
-
-#: Keys of verl's config with code of the user, by the process that loads it.
-WORKERS = (_MODEL, f"{_ROLLOUT}.checkpoint_engine.custom_backend_module")
-TRAINER = (*WORKERS, MANAGER, "data.custom_cls.path", "trainer.v1.sampler.custom_sampler.path")
-REWARDS = (*TRAINER, "reward.custom_reward_function.path", "reward.reward_manager.module.path")
-AGENTS = (_MODEL, MANAGER, f"{_ROLLOUT}.multi_turn.function_tool_path")
+#: Keys of verl's config with code of the user.
+KEYS = (
+    "actor_rollout_ref.model.external_lib",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module",
+    MANAGER,
+    "data.custom_cls.path",
+    "trainer.v1.sampler.custom_sampler.path",
+)
 
 #: Whether this process runs a main of the user's own.
 own_main = False
 
 
-def unknown(
-    name: str, key: str, value: str, known: tuple[str, ...], config: Any, loaded: tuple[str, ...], remedy: str = ""
-) -> Check:
-    """Return the finding ``name`` of a value that is not in ``known``: a warning if code of the user may register it.
-
-    ``loaded`` are the keys of the code that the process loads before it looks the value up; ``remedy`` says how the
-    user's own value would be registered.
-    """
+def unknown(name: str, key: str, value: str, known: tuple[str, ...], config: Any) -> Check:
+    """Return the finding ``name`` of a value not in ``known``: a warning if code of the user may register it."""
     detail = f"{key}={value} is not one of {', '.join(known)}{nearest(value, known)}"
-    if found := _sources(config, loaded):
+    if found := _sources(config):
         return Check(name, WARN, detail, f"set one of them, or make sure that {' or '.join(found)} registers it")
-    return Check(name, FAIL, detail, f"set one of them{f', or {remedy}' if remedy else ''}")
+    return Check(name, FAIL, detail, "set one of them, or name a module that registers it in VERL_USE_EXTERNAL_MODULES")
 
 
 def is_verls(main: Any) -> bool:
@@ -55,8 +46,7 @@ def is_verls(main: Any) -> bool:
     return any(file.is_relative_to(place) for place in places)
 
 
-def _sources(config: Any, keys: tuple[str, ...]) -> list[str]:
-    """Return the code of the user that a process loads: modules of the environment, packages, keys of the config."""
+def _sources(config: Any) -> list[str]:
     found = ["your own main"] if own_main else []
     if modules := os.environ.get("VERL_USE_EXTERNAL_MODULES"):
         found.append(f"VERL_USE_EXTERNAL_MODULES={modules}")
@@ -64,7 +54,7 @@ def _sources(config: Any, keys: tuple[str, ...]) -> list[str]:
     for entry in importlib.metadata.entry_points(group="verl.plugins"):
         if entry.name != "verl_rhyme" and (chosen == "auto" or entry.name in chosen.split(",")):
             found.append(f"the plugin {entry.name}")
-    for key in keys:
+    for key in KEYS:
         value = str(OmegaConf.select(config, key) or "")
         if value and not value.startswith(("verl.", "verl_rhyme.")):
             found.append(f"{key}={value}")

@@ -17,7 +17,6 @@ from verl_rhyme.config import ConfigError
             ["+rhyme=histospec", f"{R}.custom.rhyme.placment.policy=x"],
             r"placment\.policy=x: unknown key; did you mean .*\.rhyme\.placement\.policy\?$",
         ),
-        (["trainr.v1.trainer_mode=sync"], r"did you mean trainer\.v1\.trainer_mode\?$"),
         (
             ["rhyme.enable=false"],
             rf"rhyme\.enable=false: unknown key; did you mean {R}\.custom\.rhyme\.enable\?$",
@@ -29,11 +28,9 @@ from verl_rhyme.config import ConfigError
             ["trainer.default_local_dir=A b=c/ckpt"],
             "^trainer.default_local_dir=A b=c/ckpt: mismatched input '='.*quote",
         ),
-        (["--config-name", "absent"], "absent"),
         (["--config-dir", "/nowhere"], "/nowhere"),
         (["--config-path", "/nowhere", "--config-name", "x"], "--config-path /nowhere: no such folder"),
         (["--bogus", "x=1"], "bogus"),
-        (["--multirun"], "multirun"),
         (["trainer.project_name=${nothing.here}"], "nothing.here"),
     ],
 )

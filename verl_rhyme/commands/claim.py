@@ -1,0 +1,48 @@
+"""``verl-rhyme claim``: check a run and claim its checkpoint folder, for the run scripts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from verl_rhyme.commands.output import Arguments, Notes, failures, one_line_errors, pairs, silenced
+
+#: Exit status for a finished run.
+FINISHED = 3
+
+
+def claim(
+    arguments: Arguments = None,
+    check: Annotated[bool, typer.Option("--check", help="Run the checks of a dry run first.")] = False,
+    note: Notes = None,
+) -> None:
+    """Claim the checkpoint folder of a run before it starts; the run scripts call this command.
+
+    Exits 1 with an error if the folder belongs to another run, is in use or cannot be written, and 3 if the run is
+    finished.
+    """
+    from verl_rhyme.checks.preflight import run_folder, values
+    from verl_rhyme.checks.preflight.checks import examine
+    from verl_rhyme.checks.preflight.compose import compose
+    from verl_rhyme.config import ConfigError
+
+    with one_line_errors("verl-rhyme"), silenced():
+        config = compose(arguments or [])
+        values.check(config)
+        found = examine(config, elsewhere=True, imports=False, notes=pairs(note)).checks if check else []
+    folder = run_folder.folder(config)
+    with one_line_errors("verl-rhyme"):
+        if failed := failures(found):
+            raise ConfigError("\nverl-rhyme: ".join(failed))
+        run_folder.claim(config, pairs(note))
+        step, total = run_folder.latest_step(folder), run_folder.total_steps(config)
+    if step is None:
+        return
+    if total is not None and step >= total:
+        print(
+            f"already finished: {step} of {total} steps, {folder}; to continue, raise EPOCHS "
+            "(trainer.total_epochs); to start again, choose another RUN_DIR"
+        )
+        raise typer.Exit(FINISHED)
+    print(f"resuming after step {step}" + (f" of {total}" if total else ""))
