@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class Backend:
     carrier: str = "broadcast:Broadcast"  # module of verl_rhyme.weights, and class
     one_by_one: bool = False  # each replica takes a version by itself, while others generate
-    least: int = 1  # workers of engines that can receive at once, at least
+    least: int = 0  # workers of engines that receive a version together, at least
     whole: str = ""  # why it cannot send a version to a single replica
     uncompared: str = ""  # why the weights of engines are not compared with the actor's
 
