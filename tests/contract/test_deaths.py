@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -38,30 +38,23 @@ class EngineDeadError(Exception):
 
 
 class Server:
-    """Server of a replica that answers health checks."""
+    """Server of a replica that answers health checks; with the error of its engine, once it has one."""
 
-    engine = True
-    killed = False
+    error: Exception | None = None
 
     async def healthy(self) -> int:
-        if self.killed:
-            raise OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
-        if not self.engine:
-            raise EngineDeadError
+        if self.error is not None:
+            raise self.error
         return os.getpid()
 
-    async def be_killed_for_memory(self) -> None:
-        self.killed = True
-
-    async def lose_engine(self) -> None:
-        self.engine = False
+    async def fail(self, kind: type[Exception], *words: str) -> None:
+        self.error = kind(*words)
 
     async def cache_tokens(self) -> int:
         return 4096
 
     async def suspend(self) -> None:
-        if not self.engine:
-            raise EngineDeadError
+        await self.healthy()
 
     async def generate(self) -> None:
         await asyncio.Event().wait()
@@ -103,12 +96,21 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture
-def replica(cluster: None) -> Iterator[Replica]:
-    made = Replica()
+def _served(rank: int) -> Iterator[Replica]:
+    made = Replica(rank)
     asyncio.run(made.init_standalone())
     yield made
     ray.kill(made._server_handle)
+
+
+@pytest.fixture
+def replica(cluster: None) -> Iterator[Replica]:
+    yield from _served(0)
+
+
+@pytest.fixture
+def other(cluster: None) -> Iterator[Replica]:
+    yield from _served(1)
 
 
 def test_server_with_many_requests_is_healthy(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +144,7 @@ def test_busy_replica_is_awaited_and_hung_one_is_dead(
     assert dead([replica]) == {replica: "no answer for 1 s"}
 
 
-def test_replica_without_its_process_is_dead_at_once(replica: Replica) -> None:
-    other = Replica(1)
-    asyncio.run(other.init_standalone())
+def test_replica_without_its_process_is_dead_at_once(replica: Replica, other: Replica) -> None:
     os.kill(other.pid(), signal.SIGKILL)
     [(found, why)] = dead([replica, other]).items()
     assert found is other
@@ -152,7 +152,7 @@ def test_replica_without_its_process_is_dead_at_once(replica: Replica) -> None:
 
 
 class Weights:
-    """The carrier of weights."""
+    """The carrier of weights, which waits for the workers of its replicas."""
 
     sent: ClassVar[list[tuple[int, int]]] = []
 
@@ -164,6 +164,12 @@ class Weights:
         self.sent += [(replica.replica_rank, version) for replica in replicas]
 
     def release(self, replica: Any) -> None: ...
+
+    def update_weights(self, seconds: float) -> list[float]:
+        return ray.get([worker.send.remote(seconds) for replica in self.replicas for worker in replica.workers])
+
+    def resume_generation_replicas(self) -> None:
+        ray.get([replica.servers[0].generate.remote() for replica in self.replicas])
 
 
 class Sender:
@@ -184,65 +190,47 @@ def sender(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ray.kill(made)
 
 
-class Waiting(Weights):
-    """Manager that waits for the workers of its replicas."""
-
-    def update_weights(self, version: float) -> list[float]:  # seconds, here
-        return ray.get([worker.send.remote(version) for replica in self.replicas for worker in replica.workers])
-
-    def resume_generation_replicas(self) -> None:
-        ray.get([replica.servers[0].generate.remote() for replica in self.replicas])
-
-
 @pytest.mark.parametrize(
     ("happens", "words"),
     [
-        ("dies", r"replica 0 died during its weight sync: .*\n.* from the last checkpoint"),
-        ("killed for memory", r"replica 0 died during its weight sync: .*low on memory"),
+        ("dies", r"replica 1 died during its weight sync: .*\n.* from the last checkpoint"),
+        ("killed for memory", r"replica 1 died during its weight sync: .*low on memory"),
         ("hangs", "no answer for 1 s"),
         ("a worker dies", r"died during a weight sync: .*\n.* from the last checkpoint"),  # its server lives
     ],
 )
 def test_weight_sync_does_not_wait_for_a_dead_replica(
-    replica: Replica, sender: Any, monkeypatch: pytest.MonkeyPatch, happens: str, words: str
+    replica: Replica, other: Replica, sender: Any, monkeypatch: pytest.MonkeyPatch, happens: str, words: str
 ) -> None:
-    pid = replica.pid()
+    """Nor does it wait for the other replica, whose call blocks."""
+    pid = other.pid()
+    [worker] = other.workers = [ray.remote(num_cpus=0)(Sender).remote()]
     if happens == "hangs":
         monkeypatch.setattr(deaths, "_HUNG_S", 1.0)
     what: dict[str, Any] = {
         "dies": lambda: os.kill(pid, signal.SIGKILL),
-        "killed for memory": lambda: replica.servers[0].be_killed_for_memory.remote(),
+        "killed for memory": lambda: other.servers[0].fail.remote(OutOfMemoryError, "the node ran low on memory"),
         "hangs": lambda: os.kill(pid, signal.SIGSTOP),
-        "a worker dies": lambda: ray.kill(sender),
+        "a worker dies": lambda: ray.kill(worker),
     }
     threading.Timer(0.5, what[happens]).start()
     with pytest.raises(ReplicaDied, match=words):
-        WatchedCheckpointManager(Waiting(replicas=[replica])).update_weights(600)
-
-
-def test_death_is_detected_while_other_calls_block(replica: Replica, sender: Any) -> None:
-    other = Replica(1)
-    asyncio.run(other.init_standalone())
-    blocked, dying = (ray.remote(num_cpus=0)(Sender).remote() for _ in range(2))
-    replica.workers, other.workers = [blocked, sender], [dying]
-    threading.Timer(0.5, os.kill, (other.pid(), signal.SIGKILL)).start()
-    with pytest.raises(ReplicaDied, match="replica 1 died during its weight sync"):
-        WatchedCheckpointManager(Waiting(replicas=[replica, other])).update_weights(60)
+        WatchedCheckpointManager(Weights(replicas=[replica, other])).update_weights(600)
     assert replica.pid()
-    ray.kill(blocked)
+    ray.kill(worker)
 
 
 def test_calls_to_a_dead_engine_are_not_awaited(replica: Replica, sender: Any) -> None:
     """The server outlives its engine, and its call does not end."""
-    threading.Timer(0.5, lambda: replica.servers[0].lose_engine.remote()).start()
+    threading.Timer(0.5, lambda: replica.servers[0].fail.remote(EngineDeadError)).start()
     with pytest.raises(RayError) as raised:
-        WatchedCheckpointManager(Waiting(replicas=[replica])).resume_generation_replicas()
+        WatchedCheckpointManager(Weights(replicas=[replica])).resume_generation_replicas()
     assert is_death(raised.value)
 
 
 def test_slow_weight_load_is_awaited(replica: Replica, sender: Any) -> None:
     pid = replica.pid()
-    weights = WatchedCheckpointManager(Waiting(replicas=[replica]))
+    weights = WatchedCheckpointManager(Weights(replicas=[replica]))
     os.kill(pid, signal.SIGSTOP)
     assert weights.update_weights(1.0) == [1.0]
     os.kill(pid, signal.SIGCONT)
@@ -317,19 +305,10 @@ def world(router: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made.close()
 
 
-def test_new_replica_has_weights_and_is_in_the_router(world: World) -> None:
-    world.kill(0)
-    assert world.spares.replace_dead(7) == 1
-    world.mended(8, [1, 2])
-    assert Weights.sent == [(2, 8)], "of the policy when it is up"
-    assert world.capacities() == {"s2": 4096}
-    ray.get(world.servers.global_load_balancer.remove_servers.remote(["s1"]))  # by a client, in error
-    assert world.spares.replace_dead(7) == 0
-    assert world.ranks() == [1, 2]
-    assert world.capacities() == {"s1": 4096, "s2": 4096}
-
-
-def test_resting_replica_is_out_of_service_and_wakes_with_weights(world: World) -> None:
+def test_resting_replica_is_out_of_service_and_wakes_with_weights(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that died is replaced then."""
     [first, second], left = world.servers.rollout_replicas, []
     assert world.spares.suspend(first, lambda address: left.append((address, world.ranks())) or 3) == 3
     assert left == [("s0", [1])], "it is out of the router before what runs there moves"
@@ -339,7 +318,13 @@ def test_resting_replica_is_out_of_service_and_wakes_with_weights(world: World) 
     assert (world.ranks(), Weights.sent) == ([1, 0], [(0, 7)])
     assert world.capacities() == {"s0": 4096}
     assert world.spares.wake_up(7) is None, "nobody rests"
-    assert second.pid()
+    ray.get(second._server_handle.fail.remote(EngineDeadError))
+    world.spares.suspend(second, lambda address: 0)
+    assert "replica 1 could not rest" in caplog.text
+    assert world.spares.replace_dead(8) == 0
+    assert world.spares.wake_up(9) is None
+    world.mended(9, [0, 2])
+    assert (Weights.sent, world.spares.resting) == ([(0, 7), (2, 9)], [])
 
 
 def test_resting_replica_replaces_a_dead_one(world: World) -> None:
@@ -356,21 +341,12 @@ def test_resting_replica_replaces_a_dead_one(world: World) -> None:
     assert Weights.sent == [(0, 4), (2, 5)]
 
 
-def test_replica_that_dies_at_rest_is_replaced_on_wake(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    first = world.servers.rollout_replicas[0]
-    ray.get(first._server_handle.lose_engine.remote())
-    world.spares.suspend(first, lambda address: 0)
-    assert "replica 0 could not rest" in caplog.text
-    assert world.spares.replace_dead(4) == 0
-    assert world.spares.wake_up(5) is None
-    world.mended(5, [1, 2])
-    assert (Weights.sent, world.spares.resting) == ([(2, 5)], [])
-
-
 def test_no_replica_starts_if_weights_cannot_be_sent_to_it_alone(world: World) -> None:
     world.weights.config = SimpleNamespace(backend="delta_sharded", engine_kwargs={})
     world.kill(0)
-    with pytest.raises(ReplicaDied, match=r"replica 0 died .* replaced.* only the changes since.*\nThe same command"):
+    with pytest.raises(
+        ReplicaDied, match=r"replica 0 died .* replaced.*: .* only the changes since.*\nThe same command"
+    ):
         world.spares.replace_dead(7)
     assert Weights.sent == []
 
@@ -378,19 +354,36 @@ def test_no_replica_starts_if_weights_cannot_be_sent_to_it_alone(world: World) -
 def test_failed_start_is_tried_again(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A replica that is up may die before a step ends, too; a failed weight transfer to it would end the run."""
+
+    def deliver(self: Weights, replicas: Any, version: int) -> None:
+        for replica in replicas:
+            replica.pid()
+        sent(self, replicas, version)
+
+    def until(reached: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 30
+        while not reached():
+            assert time.monotonic() < deadline
+            assert world.spares.replace_dead(8) == 0
+
+    sent = Weights.deliver
+    monkeypatch.setattr(Weights, "deliver", deliver)
     monkeypatch.setattr(replicas, "_PAUSE_S", 0.4)
     Replica.troubles.append("Total available GPUs 0 is less than total desired GPUs 1")
     world.kill(0)
     assert world.spares.replace_dead(7) == 1
-    deadline = time.monotonic() + 30
-    while "1 replicas are missing" not in caplog.text:
-        assert time.monotonic() < deadline
-        assert world.spares.replace_dead(8) == 0
+    until(lambda: "1 replicas are missing" in caplog.text)
     assert "the next try to start one is in 0 s: Total available GPUs 0" in caplog.text
     assert world.spares.replace_dead(8) == 0, "not before the pause is over"
     assert (world.ranks(), world.spares._starts) == ([1], [])
-    world.mended(9, [1, 3])
-    assert Weights.sent == [(3, 9)]
+    until(lambda: world.spares._starts)
+    [start] = world.spares._starts
+    start.up.result(60)
+    os.kill(start.replica.pid(), signal.SIGKILL)
+    until(lambda: "replica 3 died before it served" in caplog.text)
+    world.mended(9, [1, 4])
+    assert Weights.sent == [(4, 9)]
 
 
 def test_starting_replicas_are_not_awaited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,29 +403,11 @@ def test_starting_replicas_are_not_awaited(world: World, monkeypatch: pytest.Mon
     assert world.ranks(), "it came back with one that serves"
     world.mended(10, [2, 3])
     assert world.spares.missing == 0
-
-
-def test_new_replica_that_dies_before_serving_is_replaced(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It may be up for minutes before a step ends. A failed weight transfer would end the run."""
-
-    def deliver(self: Weights, replicas: Any, version: int) -> None:
-        for replica in replicas:
-            replica.pid()
-        sent(self, replicas, version)
-
-    sent = Weights.deliver
-    monkeypatch.setattr(Weights, "deliver", deliver)
-    world.kill(0)
-    assert world.spares.replace_dead(7) == 1
-    [start] = world.spares._starts
-    start.up.result(60)
-    os.kill(start.replica.pid(), signal.SIGKILL)
-    assert world.spares.replace_dead(8) == 0
-    assert "replica 2 died before it served" in caplog.text
-    world.mended(9, [1, 3])
-    assert Weights.sent == [(3, 9)]
+    assert [version for _, version in Weights.sent] in ([9, 9], [9, 10]), "of the policy when they are up"
+    assert world.capacities() == {"s2": 4096, "s3": 4096}
+    ray.get(world.servers.global_load_balancer.remove_servers.remote(["s2"]))  # by a client, in error
+    assert world.spares.replace_dead(10) == 0
+    assert sorted(world.ranks()) == [2, 3]
 
 
 def test_run_ends_if_no_replica_is_left_or_can_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ class Handle:
 
     def __init__(self, cluster, make, restarts=False):
         self.cluster, self.make, self.restarts, self.number = cluster, make, restarts, id(self)
-        self.deaths, self.waiting, self.process = 0, [], None
+        self.waiting, self.process = [], None
         self.hangs = False  # answers no call, and runs on
         _HANDLES[self.number] = self
         cluster.actors.append(self)
@@ -193,7 +193,6 @@ class Handle:
     def die(self, restarts=None):
         if not self.alive:
             return
-        self.deaths += 1
         process, self.process = self.process, None
         process.alive = False
         for task in list(process.tasks):
@@ -247,12 +246,7 @@ class Queue:
 
     def __init__(self, cluster):
         self.cluster, self.partitions, self.written = cluster, {}, {}
-        self.most = 0  # maximum number of entries so far
-
-    @property
-    def entries(self):
-        """Number of entries with data."""
-        return sum(entry[1] is not None for keys in self.partitions.values() for entry in keys.values())
+        self.most = 0  # maximum number of entries with data so far
 
     def _pause(self):
         return asyncio.sleep(self.cluster.latency())
@@ -273,13 +267,14 @@ class Queue:
                 entry[0] = {**entry[0], **tags[number]}
             if fields is not None:
                 entry[1] = {**(entry[1] or {}), **fields[number]}
-        self.most = max(self.most, self.entries)
+        entries = sum(entry[1] is not None for keys in self.partitions.values() for entry in keys.values())
+        self.most = max(self.most, entries)
 
-    async def list(self, partition_id=None):
+    async def list(self):
         await self._pause()
         found = {p: {key: dict(tag) for key, (tag, _) in keys.items()} for p, keys in self.partitions.items()}
         await self._pause()
-        return found if partition_id is None else {partition_id: found.get(partition_id, {})}
+        return found
 
     async def fetch(self, keys, partition_id, select_fields=None):
         assert keys
