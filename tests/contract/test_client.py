@@ -22,6 +22,7 @@ from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.request import FIELD, RequestMeta
 from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.sampling.noise import key_of
+from verl_rhyme.scheduling.attempts import Attempt
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
@@ -166,7 +167,7 @@ class Worker:
 
     async def sample(self, number: int) -> Any:
         assignment = Assignment(replica="s1", expected_tokens=6)
-        set_current(Session(name=f"u_{number}", sample=number, noise=f"{number:x}", assignment=assignment))
+        set_current(Session(attempt=Attempt("u", number), sample=number, noise=f"{number:x}", assignment=assignment))
         output = await self.client.generate(f"r{number}", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
         return output.extra_fields[FIELD], current().records, type(self.client).__name__
 
@@ -328,7 +329,7 @@ async def test_response_continues_on_another_replica(servers: list[Any], balance
     await balancer.begin.remote({"cut": cut})
     await balancer.add_servers.remote({"well": servers[0]})
     client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
-    session = Session(True, Assignment(replica="cut", priority=1, expected_tokens=5), "u_0", sample=0)
+    session = Session(True, Assignment(replica="cut", priority=1, expected_tokens=5), Attempt("u", 0), sample=0)
 
     async def generated() -> Any:
         set_current(session)

@@ -23,6 +23,7 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.deadline import Deadline
 from verl_rhyme.processes.request import FIELD, RequestMeta
+from verl_rhyme.scheduling.attempts import Attempt
 
 PROMPT, BUDGET = [1, 2, 3], 20
 
@@ -62,7 +63,7 @@ class Client(RhymeLLMServerClient, Engine):
 
 def sample(partial, **more):
     """Return an attempt that a coordinator started."""
-    return Session(partial, name="uid_0", **more)
+    return Session(partial, attempt=Attempt("uid", 0), **more)
 
 
 def drafts(client):

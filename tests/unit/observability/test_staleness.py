@@ -14,7 +14,7 @@ from verl_rhyme.observability.batches import batch_metrics
 from verl_rhyme.observability.events import EventLog, read_log
 from verl_rhyme.observability.page import document
 from verl_rhyme.observability.summary import read
-from verl_rhyme.scheduling.attempts import Ended
+from verl_rhyme.scheduling.attempts import AttemptReport
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules, Unit
 
@@ -36,13 +36,13 @@ def crossing(unit: Unit) -> dict[str, float]:
     rollout.publish(0, None)
     rollout.add_prompts([("a", 2), ("b", 2)])
     (first,) = rollout.fill(1)
-    rollout.ended(Ended(first.name, "interrupted", 30, 0, [record(first.name, 30, 0)]))
+    rollout.ended(AttemptReport(first.attempt, "interrupted", 30, 0, [record(first.attempt.name, 30, 0)]))
     rollout.publish(1, None)
     for start in rollout.fill():
         crossed = start.predecessor is not None
-        records = [*([record(first.name, 30, 0)] if crossed else []), record(start.name, 10, 1)]
-        rollout.ended(Ended(start.name, "generated", 40 if crossed else 10, 0 if crossed else 1, records))
-        rollout.ended(Ended(start.name, "finished"))
+        records = [*([record(first.attempt.name, 30, 0)] if crossed else []), record(start.attempt.name, 10, 1)]
+        rollout.ended(AttemptReport(start.attempt, "generated", 40 if crossed else 10, 0 if crossed else 1, records))
+        rollout.ended(AttemptReport(start.attempt, "finished"))
     return staleness(batch_metrics(rollout.take(), slots=4))
 
 
@@ -57,8 +57,8 @@ def test_on_policy_staleness_is_logged_as_zero() -> None:
     rollout.publish(7, None)
     rollout.add_prompts([("a", 2)])
     for start in rollout.fill():
-        rollout.ended(Ended(start.name, "generated", 5, 7, [record(start.name, 5, 7)]))
-        rollout.ended(Ended(start.name, "finished"))
+        rollout.ended(AttemptReport(start.attempt, "generated", 5, 7, [record(start.attempt.name, 5, 7)]))
+        rollout.ended(AttemptReport(start.attempt, "finished"))
     assert staleness(batch_metrics(rollout.take(), slots=2)) == {
         **{"mean": 0.0, "max": 0.0, "groups": 1.0},
         **{"tokens/mean": 0.0, "tokens/max": 0.0},

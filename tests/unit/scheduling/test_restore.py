@@ -8,9 +8,6 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.unit.scheduling.worlds import Separate, World, rules_of
-from verl_rhyme.scheduling.attempts import Ended
-from verl_rhyme.scheduling.recovery import Evidence
-from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
@@ -181,25 +178,3 @@ def test_a_running_sample_has_the_version_of_its_kept_tokens_until_it_reports():
     assert built.restore("p0", 1, 0, "running", 0, None)
     assert [sample.oldest_version for sample in built.ledger.prompt("p0").samples] == [2, 3]
     assert built.dispatch()[0] == ("p1", 0), "it would run twice"
-
-
-def test_a_regenerated_sample_keeps_its_report_when_its_stale_text_is_forgotten():
-    rules = Rules(1, 1, max_staleness=1, in_flight=4, refill="when_empty")
-    rollout = Rollout(rules)
-    rollout.publish(0, 10)
-    rollout.add_prompts((f"p{i}", 1) for i in range(4))
-    for start in rollout.fill():
-        rollout.ended(Ended(start.name, "generated", 3, 0))
-        rollout.ended(Ended(start.name, "finished", 3, 0))
-    rollout.take()
-    rollout.publish(1, 9)
-    rollout.take()
-    state = rollout.state_dict()
-    rollout.publish(2, 8)
-    again = rollout.fill()[0].name
-    rollout.ended(Ended(again, "generated", 3, 2))
-    restored = Rollout(rules, None, 1)
-    evidence = {again: Evidence("generated", 3, 2, running=True)}
-    restored.restore(state, 2, 8, evidence, {f"p{i}" for i in range(4)})
-    restored.ended(Ended(again, "finished", 3, 2))
-    assert restored.scheduler.has_batch()
