@@ -63,6 +63,7 @@ def batch_metrics(batch: Batch, slots: int, taken: float | None = None) -> dict[
         names.SORTED_STALE: counts.stale,
         names.SORTED_ABANDONED: counts.abandoned,
         names.SORTED_FAILED: counts.failed,
+        names.SORTED_UNREWARDED: counts.unrewarded,
         names.SORTED_LOADED: counts.loaded,
         names.SORTED_DROPPED: counts.dropped,
         names.SORTED_WAITING_MEAN: np.mean(collected.waited),

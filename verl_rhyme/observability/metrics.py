@@ -110,6 +110,7 @@ SORTED_INTERRUPTED = "training/sorted/interrupted"  # samples: interrupted
 SORTED_STALE = "training/sorted/stale"  # samples: finished, but too stale
 SORTED_ABANDONED = "training/sorted/abandoned"  # attempts: lost, or too late; look for dead workers, slow tools
 SORTED_FAILED = "training/sorted/failed_attempts"  # attempts: agent loop or reward raised; the sample starts again
+SORTED_UNREWARDED = "training/sorted/unrewarded"  # samples: lost with a worker before their reward, regenerated
 SORTED_WAITING_MEAN = "training/sorted/waiting/mean"  # steps: that passed a prompt by
 SORTED_WAITING_MAX = "training/sorted/waiting/max"  # steps: the same, maximum; lower `scheduling.in_flight`
 SORTED_ORDER = "training/sorted/order"  # -1 to 1: 1 sorted by length, 0 shuffled

@@ -30,10 +30,11 @@ class World:
 
     def __init__(self, rules, seed, filters, losses):
         self.rules, self.random, self.filters, self.losses = rules, random.Random(seed), filters, losses
+        self.empties = self.random.choice([0.0, 0.1])
         self.version, self.left, self.loaded, self.generation, self.now = 0, UPDATES, 0, 0, 0.0
         self.tasks, self.kept, self.stored = {}, {}, {}  # kept: text, report and worker of ended attempts
         self.started, self.trained, self.used, self.lost, self.made = set(), [], [], set(), {}
-        self.training, self.gone = False, set()
+        self.training, self.empty = False, False
         self.rollout = self.new_rollout()
         self.rollout.publish(0, self.left)
         self.save()
@@ -139,8 +140,8 @@ class World:
             task.records.append({"id": len(self.made), "response_tokens": number, "policy_version_end": self.version})
             self.made[len(self.made)] = number
         if len(task.text) == LONGEST or (self.random.random() < 0.4 and not stop and task.text):
-            if self.random.random() < 0.1 and self.rules.unit == "group":
-                task.text = []  # the agent loop returns no trajectory
+            if self.random.random() < self.empties and self.rules.unit == "group":
+                task.text, self.empty = [], True  # the agent loop returns no trajectory
             task.report = self.report(attempt, "generated")
             self.send(task.report)
         elif stop:
@@ -169,8 +170,9 @@ class World:
 
     def restart(self):
         """The rollout is lost, and restored from its last saved state and from what workers and queue have."""
+        before, alone = self.facts(), self.random.random() < 0.5
         for worker in range(WORKERS):
-            if self.random.random() < 0.3:  # dies with it
+            if not alone and self.random.random() < 0.3:  # dies with it
                 self.tasks = {a: task for a, task in self.tasks.items() if task.worker != worker}
                 self.kept = {a: kept for a, kept in self.kept.items() if kept[2] != worker}
         known = {attempt: task.report for attempt, task in self.tasks.items()}
@@ -188,8 +190,19 @@ class World:
         # of finished attempts the report may still come
         finished = {*self.tasks} - {*self.rollout.attempts()}
         self.tasks = {attempt: task for attempt, task in self.tasks.items() if attempt not in finished}
-        self.training = self.rollout.scheduler._training
         self.tidy()
+        if alone and not self.empty:  # nothing shows that a sample without a trajectory is finished
+            assert self.facts() == before
+        if self.training:
+            self.publish()
+
+    def facts(self):
+        return {
+            (prompt.uid, number): (sample.state, sample.tokens, sample.first_version)
+            for prompt in self.rollout.scheduler.ledger
+            for number, sample in enumerate(prompt.samples)
+            if sample.state != "pending" or sample.first_version is not None
+        }
 
     def stop(self):
         for attempt in [attempt for attempt, task in self.tasks.items() if task.report is None]:
@@ -238,12 +251,14 @@ class World:
 
 
 rules_of = st.builds(
-    lambda batch, bound, take, separate, unit, drafts, in_flight: Rules(
+    lambda batch, bound, take, separate, unit, drafts, in_flight, finish: Rules(
         batch,
         batch * SAMPLES,
         max_staleness=bound,
         take="finished" if unit == "trajectory" else take,
         separate=separate,
+        relayed=separate,
+        at_version="finish" if finish and separate and bound else None,
         unit=unit,
         drafts=drafts,
         in_flight=None if take == "loaded" and unit == "group" else in_flight,
@@ -255,6 +270,7 @@ rules_of = st.builds(
     st.sampled_from(["group", "trajectory"]),
     st.booleans(),
     st.sampled_from([None, 1]),
+    st.booleans(),
 )
 
 
