@@ -79,7 +79,6 @@ class Coordinator:
         self._dispatching = False
         self._error: Exception | None = None
         self._complained_at: float | None = None  # time of the last log line about what a batch waits for
-        self._logged_at: float | None = None  # time of the last log line about a failed attempt
         self._without_workers = 0  # consecutive times that no worker started
         self._waking: asyncio.TimerHandle | None = None  # next start of a failed sample
         self._waiting: set[asyncio.Future[None]] = set()  # calls that wait for the next change
@@ -314,8 +313,6 @@ class Coordinator:
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:
                 self._fail(error)
-            if report.status in ("failed", "lost"):
-                self._log_failure(report)
         for warning in rollout.pop_warnings():
             logger.warning("%s", warning)
         self._go()
@@ -383,12 +380,6 @@ class Coordinator:
 
     def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         return self._expectations.lengths([uid for uid, _ in samples], had)
-
-    def _log_failure(self, report: AttemptReport) -> None:
-        """Log a failed attempt; in an outage of thousands, one a minute."""
-        if self._logged_at is None or _clock() - self._logged_at >= _PATIENCE_S:
-            self._logged_at = _clock()
-            logger.warning("%s failed: %s", report.attempt, report.error)
 
     def _lost(self, attempts: list[Attempt], why: str, turns: Sequence[Attempt] = ()) -> None:
         if self._opened is None:
