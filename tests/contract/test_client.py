@@ -88,7 +88,7 @@ class Server:
             )
         meta = RequestMeta(**kwargs[FIELD])
         stopped, self.stops = self.stops > 0, max(0, self.stops - 1)
-        record = {"prompt_key": meta.key, "sample": meta.sample, "attempt": meta.attempt, "response_tokens": 2}
+        record = {"prompt_key": meta.key, "sample": meta.sample, "request": meta.request, "response_tokens": 2}
         return TokenOutput(
             token_ids=[7, 8],
             log_probs=[-1.0, -2.0],
@@ -187,7 +187,7 @@ def test_server_and_router_get_the_request_metadata(
     key = prompt_key(PROMPT).hex()
     for number, (records, kept, name) in enumerate(results):
         assert name == "RhymeLLMServerClient"
-        record = {"prompt_key": key, "sample": number, "attempt": 0, "response_tokens": 2, "reason": ""}
+        record = {"prompt_key": key, "sample": number, "request": 0, "response_tokens": 2, "reason": ""}
         assert records == kept == [record]
     assignment = Assignment(replica="s1", expected_tokens=6)
     assert ray.get(balancer.take_received.remote()) == [{FIELD: {"assignment": assignment}}] * N
@@ -225,7 +225,7 @@ async def test_verls_resume_loop_wraps_the_attempts(servers: list[Any], balancer
     client = rhymed(FullyAsyncLLMServerClient(config(), load_balancer_handle=balancer))
     output = await client.generate("r", prompt_ids=PROMPT, sampling_params={})
     assert output.token_ids == [7, 8] * 3
-    assert [record["attempt"] for record in output.extra_fields[FIELD]] == [0, 1, 2]
+    assert [record["request"] for record in output.extra_fields[FIELD]] == [0, 1, 2]
     asked = ray.get(stopping.take_asked.remote())
     assert [len(kwargs["prompt_ids"]) for kwargs in asked] == [5, 7, 9]
     assert len({kwargs[FIELD]["key"] for kwargs in asked}) == 1
@@ -254,7 +254,7 @@ async def test_task_without_session_gets_one(servers: list[Any], balancer: Any) 
         for name in ("a", "b", "a"):
             records = (await client.generate(name, prompt_ids=PROMPT, sampling_params={})).extra_fields[FIELD]
             assert {record["sample"] for record in records} == {-1}
-            found.append([record["attempt"] for record in records])
+            found.append([record["request"] for record in records])
         return found
 
     assert await asyncio.create_task(task()) == [[0], [0], [0, 1]]
@@ -355,7 +355,7 @@ async def test_response_continues_on_another_replica(servers: list[Any], balance
     assert [record["reason"] for record in fields[FIELD]] == reasons, "where it could not go is no reason"
     [[asked]] = asked_of(servers[:1])
     assert asked["prompt_ids"] == [*PROMPT, 0, 8]
-    assert (asked["sampling_params"]["max_tokens"], asked[FIELD]["attempt"]) == (6, 1)
+    assert (asked["sampling_params"]["max_tokens"], asked[FIELD]["request"]) == (6, 1)
     assert asked[FIELD]["assignment"].remaining(asked[FIELD]["earlier_tokens"]) == (3, None)
     assert session.calls == []
     assert session.replica == "well"

@@ -66,7 +66,7 @@ def test_samples_are_placed_and_moved(tmp_path, mode):
 def attempts_of(requests):
     """Rows of each sample that was trained, in the order in which they ran."""
     samples = {}
-    for row in np.lexsort((requests["started_at"], requests["attempt"])):
+    for row in np.lexsort((requests["started_at"], requests["request"])):
         if requests["trained"][row]:
             samples.setdefault((requests["uid"][row], requests["sample"][row]), []).append(row)
     return list(samples.values())

@@ -64,7 +64,7 @@ class _Requests(LLMServerClient):
         meta = RequestMeta(
             key=conversation.key,
             sample=session.sample,
-            attempt=conversation.requests,
+            request=conversation.requests,
             earlier_tokens=generated + sum(len(turn.tokens) for turn in session.turns if turn is not call.turn),
             assignment=assignment,
             name=session.name,

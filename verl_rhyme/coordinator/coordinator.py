@@ -307,7 +307,7 @@ class Coordinator:
                 records = rollout.ended(report, _clock())
                 if report.status == "generated" and rollout.may_train(attempt):
                     self._expectations.generated(*attempt.sample, report.tokens)
-                if records and not records[0]["attempt"]:  # prompts of later requests include earlier responses
+                if records and not records[0]["request"]:  # prompts of later requests include earlier responses
                     self._expectations.set_prompt_tokens(attempt.uid, records[0]["prompt_tokens"])
                 for record in records:
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])

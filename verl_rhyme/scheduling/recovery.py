@@ -54,7 +54,8 @@ class Recovery:
     def remember(self, counted: Iterable[Attempt]) -> None:
         """Record which attempts left turns to continue from, and the latest attempt at each sample.
 
-        A sample whose turns are lost starts over. The saved state has the tokens of ``counted`` attempts.
+        A sample whose turns or trajectories are lost starts over. The saved state has the tokens of ``counted``
+        attempts.
         """
         ledger, counted = self._scheduler.ledger, set(counted)
         for attempt in sorted({*self._known, *counted}):
@@ -66,11 +67,13 @@ class Recovery:
             report = self._known.get(attempt)
             if report is not None and (attempt in counted or attempt.attempt >= sample.attempt):
                 self.reports[attempt.sample] = report
-            if attempt in self._known:
+            if attempt in self._known and (report is None or not report.empty):  # empty ones are in the saved state
                 self._latest[attempt.sample] = attempt
-        for prompt, number, sample in ledger.samples("pending"):
-            if sample.tokens and (prompt.uid, number) not in self.reports:
-                self._scheduler.start_over(prompt.uid, number)
+        for prompt in ledger:
+            for number, sample in enumerate(prompt.samples):
+                known = (prompt.uid, number) in self.reports
+                if not known and (sample.state == "finished" or (sample.state == "pending" and sample.tokens)):
+                    self._scheduler.start_over(prompt.uid, number)
 
     def place(self) -> list[Attempt]:
         """Restore samples to the state of their latest attempts; return those not to be trained or continued."""

@@ -292,7 +292,7 @@ class Rollout:
         for staleness in collected.staleness:  # a last check before training
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
-        stored = [sample for sample in collected.samples if not self._is_empty(sample)]
+        stored = [sample for sample in collected.samples if self._reports[sample].stored]
         if not stored:
             raise RolloutError(
                 f"the agent loop returned no trajectory for any of the {len(collected.samples)} samples of a batch: "
@@ -385,7 +385,8 @@ class Rollout:
         self._stock = dict([*state["stock"], *added])
         self.scheduler.batches_left = batches_left
         prompt_limit = self._whole_updates(self.scheduler.prompt_limit())  # nothing was trained since
-        recovery = Recovery(self.scheduler, known)
+        empty = [AttemptReport(Attempt.named(name), "finished", empty=True) for name in state["empty"]]
+        recovery = Recovery(self.scheduler, {report.attempt: report for report in empty} | dict(known))
         gone = recovery.load(self._stock, prompts, prompt_limit)
         self._failed += len(gone)
         recovery.remember(map(Attempt.named, state["reports"]))
@@ -397,8 +398,6 @@ class Rollout:
         for attempt in recovery.place():
             self._waste(attempt.sample)
             self._abandoned.append(attempt)
-        for attempt in filter(self.may_train, map(Attempt.named, state["empty"])):
-            self._reports[attempt.sample] = AttemptReport(attempt, "finished", empty=True)
         for prompt in list(self.scheduler.ledger):
             self._check_finished(prompt.uid, now)
         self.scheduler.set_prompt_limit(prompt_limit)
@@ -475,22 +474,14 @@ class Rollout:
             if self._try_again(uid, 0, error, now, broken=True, tries=TRIES // 2):
                 for number in range(len(prompt.samples)):
                     self._start_over(uid, number)
-        elif not self._filter.keeps([self._scores(sample) for sample in stored]):
+        elif not self._filter.keeps([self._reports[sample].scores for sample in stored]):
             self._drop(uid)
         else:
             self._finished_groups[uid], self._new_part = len(prompt.samples), True
 
     def _stored(self, prompt: Prompt) -> list[tuple[str, int]]:
         samples = [(prompt.uid, number) for number in range(len(prompt.samples))]
-        return [sample for sample in samples if not self._is_empty(sample)]
-
-    def _is_empty(self, sample: tuple[str, int]) -> bool:
-        report = self._reports.get(sample)
-        return report is not None and report.empty
-
-    def _scores(self, sample: tuple[str, int]) -> list[float]:
-        report = self._reports.get(sample)
-        return report.scores if report else []
+        return [sample for sample in samples if self._reports[sample].stored]
 
     def _drop(self, uid: str) -> None:
         self._finished_groups.pop(uid, None)

@@ -37,7 +37,7 @@ class Engine(LLMServerClient):
             "id": len(self.keys),
             "prompt_key": meta.key,
             "sample": meta.sample,
-            "attempt": meta.attempt,
+            "request": meta.request,
             "response_tokens": 1,
         }
         return TokenOutput(token_ids=[5], stop_reason="completed", extra_fields={FIELD: [record], "global_steps": 1})
@@ -128,7 +128,7 @@ def test_prompt_key_does_not_depend_on_the_date(worker, validate, monkeypatch):
         for each in records:
             del each["id"]
     assert stored == {
-        number: [{**record, "sample": number, "attempt": turn, "reason": ""} for turn in range(2)]
+        number: [{**record, "sample": number, "request": turn, "reason": ""} for turn in range(2)]
         for number in range(1 if validate else 2)
     }
     other, _ = answered(worker, row(tools_kwargs={"search": {"create_kwargs": {"corpus": "a"}}}), validate)

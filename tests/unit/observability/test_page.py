@@ -37,7 +37,7 @@ def write_run(folder: Path, name: str, speed: float = 1.0, steps: int = 6, predi
         columns: dict[str, Any] = {
             "uid": [str(k // 4) for k in range(PER_STEP)],
             "sample": np.arange(PER_STEP) % 4,
-            "attempt": np.zeros(PER_STEP, dtype=int),
+            "request": np.zeros(PER_STEP, dtype=int),
             "replica": rng.integers(0, REPLICAS, PER_STEP),
             "started_at": started,
             "finished_at": finished,
@@ -228,7 +228,7 @@ def test_a_response_is_as_long_as_all_its_requests(tmp_path) -> None:
     log.describe(1, "moved", slots=4)
     rows = [("a", 0, 0, 90, 10, True), ("b", 0, 0, 70, 5, False), ("a", 0, 1, 80, 20, True), ("a", 1, 0, 50, 40, True)]
     rows += [("a", 0, 2, 60, 70, True), ("b", 0, 1, 65, 60, True), ("b", 1, 0, None, 30, True)]
-    names = ("uid", "sample", "attempt", "predicted_tokens", "response_tokens", "trained")
+    names = ("uid", "sample", "request", "predicted_tokens", "response_tokens", "trained")
     columns = {name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
     times = {"started_at": np.arange(7.0), "finished_at": np.arange(7.0) + 1, "replica": 0}
     log.append_requests(1, 0, {**columns, **times, "validate": False})

@@ -495,7 +495,7 @@ class Engine:
         record = RequestRecord(
             id=f"{len(self.world.tokens)}/{now}",
             prompt_key=meta["key"],
-            **{name: meta[name] for name in ("sample", "attempt")},
+            **{name: meta[name] for name in ("sample", "request")},
             **{"replica": 0, "node": "", "stop_reason": reason},
             **dict.fromkeys(("queued_at", "started_at", "first_token_at", "finished_at"), now),
             **{"prompt_tokens": len(prompt_ids), "response_tokens": len(made)},

@@ -53,7 +53,7 @@ class Run:
             return np.zeros(0), np.zeros(0)
         rows = np.flatnonzero(self.requests["trained"])
         keys = [self.requests[name][rows] for name in ("step", "group", "sample")]
-        order = np.lexsort((self.requests["started_at"][rows], self.requests["attempt"][rows], *keys))
+        order = np.lexsort((self.requests["started_at"][rows], self.requests["request"][rows], *keys))
         rows = rows[order]
         begins = np.any([np.diff(key[order], prepend=-2) != 0 for key in keys], axis=0)
         real = np.bincount(np.cumsum(begins) - 1, self.requests["response_tokens"][rows])
