@@ -278,21 +278,20 @@ class Rollout:
         found = self.scheduler.reserve(self._finished_groups, samples)
         for uid in found:
             del self._finished_groups[uid]
-        stored = [sample for uid in found for sample in self._stored(self.scheduler.ledger.prompt(uid))]
-        return [self._latest(*sample) for sample in stored]
+        return [report.attempt for uid in found for report in self._stored(self.scheduler.ledger.prompt(uid))]
 
     def take(self) -> Batch:
         """Return the update batch (:meth:`Scheduler.collect`) and the statistics since the last one.
 
         Raises :class:`RolloutError` without any trajectory, and RuntimeError if a sample exceeds the staleness bound.
         """
-        finished = {attempt.sample: attempt for attempt in self.attempts(("finished",))}
         collected = self.scheduler.collect()
         self._retries.trained()
         for staleness in collected.staleness:  # a last check before training
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
-        stored = [sample for sample in collected.samples if self._reports[sample].stored]
+        reports = [self._reports.pop(sample) for sample in collected.samples]
+        stored = [report for report in reports if report.stored]
         if not stored:
             raise RolloutError(
                 f"the agent loop returned no trajectory for any of the {len(collected.samples)} samples of a batch: "
@@ -300,21 +299,18 @@ class Rollout:
             )
         for sample in self.scheduler.retire():
             self._waste(sample)
-        trained = [record for sample in stored for record in self._forget(sample)]
-        self._wasted += [
-            record for sample in collected.samples for record in self._forget(sample)
-        ]  # without trajectory
+        self._wasted += [record for report in reports if not report.stored for record in report.records]
         for uid, _ in collected.samples:
             self._finished_groups.pop(uid, None)
         batch = Batch(
             collected=collected,
-            attempts=[finished[sample] for sample in stored],
+            attempts=[report.attempt for report in stored],
             version=self.scheduler.version,
-            trained=trained,
+            trained=[record for report in stored for record in report.records],
             ran=self._ran,
             wasted=self._wasted,
             counts=self.scheduler.step,
-            left=len(finished) - len(collected.samples),
+            left=self.scheduler.ledger.tally.samples["finished"],
             failed=self._failed,
             filtered=self.filtered,
         )
@@ -474,14 +470,15 @@ class Rollout:
             if self._try_again(uid, 0, error, now, broken=True, tries=TRIES // 2):
                 for number in range(len(prompt.samples)):
                     self._start_over(uid, number)
-        elif not self._filter.keeps([self._reports[sample].scores for sample in stored]):
+        elif not self._filter.keeps([report.scores for report in stored]):
             self._drop(uid)
         else:
             self._finished_groups[uid], self._new_part = len(prompt.samples), True
 
-    def _stored(self, prompt: Prompt) -> list[tuple[str, int]]:
-        samples = [(prompt.uid, number) for number in range(len(prompt.samples))]
-        return [sample for sample in samples if self._reports[sample].stored]
+    def _stored(self, prompt: Prompt) -> list[AttemptReport]:
+        """Return the reports of a finished prompt's samples that have trajectories."""
+        reports = [self._reports[prompt.uid, number] for number in range(len(prompt.samples))]
+        return [report for report in reports if report.stored]
 
     def _drop(self, uid: str) -> None:
         self._finished_groups.pop(uid, None)
