@@ -33,7 +33,7 @@ class World:
         self.empties = self.random.choice([0.0, 0.1])
         self.version, self.left, self.loaded, self.generation, self.now = 0, UPDATES, 0, 0, 0.0
         self.tasks, self.kept, self.stored = {}, {}, {}  # kept: text, report and worker of ended attempts
-        self.started, self.trained, self.used, self.lost, self.made = set(), [], [], set(), {}
+        self.started, self.trained, self.used, self.made = set(), [], [], {}
         self.training, self.empty = False, False
         self.rollout = self.new_rollout()
         self.rollout.publish(0, self.left)
