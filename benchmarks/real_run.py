@@ -94,7 +94,7 @@ def faults(
     """
     rows = np.flatnonzero(request["trained"])
     attempts: dict[tuple[str, int], list[int]] = {}
-    for row in rows[np.lexsort((request["started_at"][rows], request["attempt"][rows]))].tolist():
+    for row in rows[np.lexsort((request["started_at"][rows], request["request"][rows]))].tolist():
         attempts.setdefault((str(request["uid"][row]), int(request["sample"][row])), []).append(row)
     messages = []
     trained = len(np.unique(request["step"][rows]))

@@ -21,7 +21,7 @@ from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopManager, SessionAgent
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker
 from verl_rhyme.coordinator import worker_pool as module
 from verl_rhyme.coordinator.worker_pool import WorkerPool
-from verl_rhyme.scheduling.attempts import Start
+from verl_rhyme.scheduling.attempts import Attempt, Start
 
 pytestmark = [
     pytest.mark.xdist_group("agent loop workers"),  # they share a cluster
@@ -57,10 +57,7 @@ class Worker:
         self.mood, self.about, self.validated, self.running = mood, [], [], []
 
     async def attach(self, coordinator):
-        return dict.fromkeys(self.about, "")
-
-    async def kept(self):
-        return []
+        return dict.fromkeys(self.about, ""), []
 
     async def start_attempts(self, starts, step):
         await asyncio.sleep(0)
@@ -68,13 +65,13 @@ class Worker:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.mood == "hangs":
             time.sleep(60)
-        self.about += [start.name for start in starts]
+        self.about += [start.attempt for start in starts]
 
     async def attempts(self):
         return list(self.about)
 
-    async def abandon(self, sessions):
-        self.about = [session for session in self.about if session not in sessions]
+    async def abandon(self, attempts, drafts):
+        self.about = [attempt for attempt in self.about if attempt not in attempts]
 
     async def generate_sequences(self, chunk):
         if self.mood == "dies":
@@ -101,6 +98,10 @@ def cluster():
     ray.shutdown()
 
 
+async def names(worker):
+    return sorted(attempt.name for attempt in await worker.attempts.remote())
+
+
 class Watched:
     """A pool, and the attempts that it reports as lost."""
 
@@ -108,16 +109,16 @@ class Watched:
         self.lost, self.workers = [], [Worker.remote(mood) for mood in moods]
         self.pool = WorkerPool(None, patience_s, self._lost)
 
-    def _lost(self, sessions, why, turns):
-        self.lost += sessions
+    def _lost(self, attempts, why, turns):
+        self.lost += [attempt.name for attempt in attempts]
 
     def start(self, *numbers, prompt="p"):
-        self.pool.start([Start(f"{prompt}_{number}") for number in numbers], 1)
+        self.pool.start([Start(Attempt(prompt, number)) for number in numbers], 1)
 
     async def about(self, *expected):
         """Wait until the workers run these attempts: Ray does not order messages to an async actor."""
         deadline = time.monotonic() + 30
-        while (found := sorted([sorted(await worker.attempts.remote()) for worker in self.workers])) != [*expected]:
+        while (found := sorted([await names(worker) for worker in self.workers])) != [*expected]:
             assert time.monotonic() < deadline, found
             await asyncio.sleep(0.02)
 
@@ -130,17 +131,18 @@ class Watched:
 
 async def test_samples_of_a_prompt_go_to_the_least_loaded_worker():
     watched = Watched(["well", "well"])
-    assert await watched.pool.join(watched.workers) == {}
+    assert await watched.pool.join(watched.workers) == ({}, [])
     watched.start(0, 1, 2, prompt="a")
     watched.start(0, prompt="b")
     watched.start(0, 1, prompt="c")
     await watched.about(["a_0", "a_1", "a_2"], ["b_0", "c_0", "c_1"])
-    watched.pool.abandon(["a_1", "c_0"])
+    watched.pool.abandon([Attempt("a", 1), Attempt("c", 0)], lambda attempt: False)
     await watched.about(["a_0", "a_2"], ["b_0", "c_1"])
     again = WorkerPool(None, 30.0, watched._lost)
-    assert set(await again.join(watched.workers)) == {"a_0", "a_2", "b_0", "c_1"}
-    assert again.has_attempt("a_0")
-    assert not again.has_attempt("a_1")
+    running, _ = await again.join(watched.workers)
+    assert {attempt.name for attempt in running} == {"a_0", "a_2", "b_0", "c_1"}
+    assert again.has_attempt(Attempt("a", 0))
+    assert not again.has_attempt(Attempt("a", 1))
 
 
 @pytest.mark.parametrize("mood", ["dies", "hangs"])
@@ -151,7 +153,7 @@ async def test_attempts_of_a_dead_worker_are_lost_and_others_get_the_next(mood):
     await watched.until(lambda: watched.lost)
     assert sorted(watched.lost) == ["p_0", "p_1"]
     assert len(watched.pool) == 0, "others are wanted"
-    assert not watched.pool.has_attempt("p_0")
+    assert not watched.pool.has_attempt(Attempt("p", 0))
 
 
 async def test_worker_that_dies_between_two_messages_is_detected(monkeypatch):
@@ -165,7 +167,7 @@ async def test_worker_that_dies_between_two_messages_is_detected(monkeypatch):
     await asyncio.sleep(0.3)  # roll calls
     assert watched.lost == []
     first, second = watched.workers
-    ray.kill(first if await first.attempts.remote() == ["a_0"] else second)
+    ray.kill(first if await names(first) == ["a_0"] else second)
     await watched.until(lambda: watched.lost)
     assert watched.lost == ["a_0"]
     assert len(watched.pool) == 1

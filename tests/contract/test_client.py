@@ -22,6 +22,7 @@ from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.request import FIELD, RequestMeta
 from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.sampling.noise import key_of
+from verl_rhyme.scheduling.attempts import Attempt
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
@@ -87,7 +88,7 @@ class Server:
             )
         meta = RequestMeta(**kwargs[FIELD])
         stopped, self.stops = self.stops > 0, max(0, self.stops - 1)
-        record = {"prompt_key": meta.key, "sample": meta.sample, "attempt": meta.attempt, "response_tokens": 2}
+        record = {"prompt_key": meta.key, "sample": meta.sample, "request": meta.request, "response_tokens": 2}
         return TokenOutput(
             token_ids=[7, 8],
             log_probs=[-1.0, -2.0],
@@ -166,7 +167,7 @@ class Worker:
 
     async def sample(self, number: int) -> Any:
         assignment = Assignment(replica="s1", expected_tokens=6)
-        set_current(Session(name=f"u_{number}", sample=number, noise=f"{number:x}", assignment=assignment))
+        set_current(Session(attempt=Attempt("u", number), sample=number, noise=f"{number:x}", assignment=assignment))
         output = await self.client.generate(f"r{number}", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
         return output.extra_fields[FIELD], current().records, type(self.client).__name__
 
@@ -186,7 +187,7 @@ def test_server_and_router_get_the_request_metadata(
     key = prompt_key(PROMPT).hex()
     for number, (records, kept, name) in enumerate(results):
         assert name == "RhymeLLMServerClient"
-        record = {"prompt_key": key, "sample": number, "attempt": 0, "response_tokens": 2, "reason": ""}
+        record = {"prompt_key": key, "sample": number, "request": 0, "response_tokens": 2, "reason": ""}
         assert records == kept == [record]
     assignment = Assignment(replica="s1", expected_tokens=6)
     assert ray.get(balancer.take_received.remote()) == [{FIELD: {"assignment": assignment}}] * N
@@ -224,7 +225,7 @@ async def test_verls_resume_loop_wraps_the_attempts(servers: list[Any], balancer
     client = rhymed(FullyAsyncLLMServerClient(config(), load_balancer_handle=balancer))
     output = await client.generate("r", prompt_ids=PROMPT, sampling_params={})
     assert output.token_ids == [7, 8] * 3
-    assert [record["attempt"] for record in output.extra_fields[FIELD]] == [0, 1, 2]
+    assert [record["request"] for record in output.extra_fields[FIELD]] == [0, 1, 2]
     asked = ray.get(stopping.take_asked.remote())
     assert [len(kwargs["prompt_ids"]) for kwargs in asked] == [5, 7, 9]
     assert len({kwargs[FIELD]["key"] for kwargs in asked}) == 1
@@ -253,7 +254,7 @@ async def test_task_without_session_gets_one(servers: list[Any], balancer: Any) 
         for name in ("a", "b", "a"):
             records = (await client.generate(name, prompt_ids=PROMPT, sampling_params={})).extra_fields[FIELD]
             assert {record["sample"] for record in records} == {-1}
-            found.append([record["attempt"] for record in records])
+            found.append([record["request"] for record in records])
         return found
 
     assert await asyncio.create_task(task()) == [[0], [0], [0, 1]]
@@ -328,7 +329,7 @@ async def test_response_continues_on_another_replica(servers: list[Any], balance
     await balancer.begin.remote({"cut": cut})
     await balancer.add_servers.remote({"well": servers[0]})
     client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
-    session = Session(True, Assignment(replica="cut", priority=1, expected_tokens=5), "u_0", sample=0)
+    session = Session(True, Assignment(replica="cut", priority=1, expected_tokens=5), Attempt("u", 0), sample=0)
 
     async def generated() -> Any:
         set_current(session)
@@ -354,7 +355,7 @@ async def test_response_continues_on_another_replica(servers: list[Any], balance
     assert [record["reason"] for record in fields[FIELD]] == reasons, "where it could not go is no reason"
     [[asked]] = asked_of(servers[:1])
     assert asked["prompt_ids"] == [*PROMPT, 0, 8]
-    assert (asked["sampling_params"]["max_tokens"], asked[FIELD]["attempt"]) == (6, 1)
+    assert (asked["sampling_params"]["max_tokens"], asked[FIELD]["request"]) == (6, 1)
     assert asked[FIELD]["assignment"].remaining(asked[FIELD]["earlier_tokens"]) == (3, None)
     assert session.calls == []
     assert session.replica == "well"

@@ -115,7 +115,7 @@ def test_aborted_and_resumed_requests_keep_their_budget(pressed, stock, write_hi
             tokens = partial[f"{i}"]
             if len(tokens) == LENGTH:
                 continue
-            params = greedy(extra_args={"rhyme": {"key": prompt_key(request).hex(), "attempt": 1}})
+            params = greedy(extra_args={"rhyme": {"key": prompt_key(request).hex(), "request": 1}})
             params.max_tokens = LENGTH - len(tokens)
             engine.add_request(f"{i}-resumed", {"prompt_token_ids": request + tokens}, params)
         while engine.has_unfinished_requests():

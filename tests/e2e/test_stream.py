@@ -46,7 +46,7 @@ def run(folder, preset, staleness, *overrides, **env):
     assert 0 <= late.min() <= late.max() <= staleness
     assert summary["staleness_max"] <= staleness
     samples = {}
-    for row in np.lexsort((requests["started_at"], requests["attempt"])):
+    for row in np.lexsort((requests["started_at"], requests["request"])):
         if trained[row]:
             samples.setdefault((requests["uid"][row], requests["sample"][row]), []).append(row)
     assert len(samples) == EPOCHS * PROMPTS * SAMPLES, "each sample is trained once"

@@ -6,7 +6,6 @@ verl's client gives each request a fresh id and each step a fresh uid, and drops
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from array import array
@@ -23,6 +22,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl_rhyme.agent_loop.session import Call, Interrupted, Session, Turn, current, set_current
 from verl_rhyme.history.keys import turn_key
 from verl_rhyme.observability.errors import first_line
+from verl_rhyme.once import warn_once
 from verl_rhyme.placement.assignment import ANYWHERE
 from verl_rhyme.processes.deaths import is_death
 from verl_rhyme.processes.request import DIED, FIELD, RequestMeta
@@ -33,10 +33,8 @@ logger = logging.getLogger(__name__)
 _TOKEN_BYTES = 4
 #: Error text of verl's router.
 _NO_SERVERS = "No available servers in load balancer"
-#: Seconds between two requests for a server while none serves.
-_SERVER_WAIT_S = 1.0
-#: Seconds before an aborted request is sent again, as in verl's client.
-_RESUME_S = 1.0
+#: Seconds before a request is sent again that was aborted, as in verl's client, or that found no server.
+_AGAIN_S = 1.0
 MOVED = "a replica died: %s continues on another with %d tokens of its turn; the work of %.1f s is lost (%s)"
 #: Error of a request that belongs to no sample.
 _NO_SESSION = (
@@ -66,7 +64,7 @@ class _Requests(LLMServerClient):
         meta = RequestMeta(
             key=conversation.key,
             sample=session.sample,
-            attempt=conversation.requests,
+            request=conversation.requests,
             earlier_tokens=generated + sum(len(turn.tokens) for turn in session.turns if turn is not call.turn),
             assignment=assignment,
             name=session.name,
@@ -104,7 +102,7 @@ class _Requests(LLMServerClient):
                 call.abort()  # else it keeps a slot of the engine
                 raise
             except ActorUnavailableError:  # the node or network is unreachable, perhaps for a while
-                await asyncio.sleep(_SERVER_WAIT_S)
+                await asyncio.sleep(_AGAIN_S)
             except Exception as error:
                 if call.server is None or not is_death(error):  # without a server, the router died
                     raise
@@ -123,7 +121,7 @@ class _Requests(LLMServerClient):
                 # All replicas died; the trainer starts others or ends.
                 if not self._patient or _NO_SERVERS not in str(error):
                     raise
-                await asyncio.sleep(_SERVER_WAIT_S)
+                await asyncio.sleep(_AGAIN_S)
             else:
                 session, call = current(), _CALL.get()
                 assert session is not None
@@ -254,7 +252,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             turn = Turn("", array("i", output.token_ids), draft=array("i", call.earlier_text))
             _drop(turn, restart_options(kwargs["sampling_params"]))
             call.earlier_text = turn.draft.tobytes()
-            await asyncio.sleep(_RESUME_S)
+            await asyncio.sleep(_AGAIN_S)
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
         """Return the token limit of the turn, by the rule of ``vLLMHttpServer.generate``."""
@@ -267,17 +265,13 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
 
 
 def _drop(turn: Turn, options: list[str]) -> None:
-    _warn_once(tuple(options))
-    turn.drop()
-
-
-@functools.cache
-def _warn_once(options: tuple[str, ...]) -> None:
-    logger.warning(
+    warn_once(
+        logger,
         "interrupted or moved responses are regenerated from the first token, with their text as the draft: no request "
         "can resume %s in the middle of a response",
         " and ".join(options),
     )
+    turn.drop()
 
 
 def rhymed(client: LLMServerClient, interruptible: bool = False, patient: bool = False) -> LLMServerClient:

@@ -24,8 +24,9 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 from verl_rhyme.processes.deadline import Deadline
 from verl_rhyme.sampling.noise import key_of
+from verl_rhyme.scheduling.attempts import Attempt, AttemptReport
 
-#: TransferQueue partition with an entry for each reported attempt: its status and its turns.
+#: TransferQueue partition with the reports and turns of attempts that were interrupted at a checkpoint.
 SESSIONS = "rhyme_sessions"
 #: TransferQueue partition with the data of each loaded prompt, until all its samples are trained.
 PROMPTS = "rhyme_prompts"
@@ -119,7 +120,7 @@ class Session:
 
     spans: bool = False  # its tokens may be of several policy versions
     assignment: Assignment = ANYWHERE
-    name: str = ""  # Attempt.name; empty without a coordinator
+    attempt: Attempt | None = None  # None without a coordinator
     earlier_turns: list[Turn] = field(default_factory=list)  # of the attempt before, not begun again in this one
     # of earlier attempts' requests whose tokens are continued; at the end, of this one's as well
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -133,7 +134,7 @@ class Session:
     key: str = ""  # history.keys.data_key; if empty, each conversation has the key of its first turn's token ids
     no_trajectory: bool = False  # at the end, whether the agent loop returned none
     interrupted: bool = False  # even if the agent loop continues
-    generated: bool = False  # its complete response was reported
+    generated: AttemptReport | None = None  # report of its complete response
     deadline: Deadline = field(default_factory=Deadline)  # of its tools and its reward
     diverged: bool = False  # a call answered something that no earlier turn answered
     media: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # hashes by identity (history.keys.turn_key)
@@ -180,7 +181,12 @@ class Session:
     @property
     def dispatched(self) -> bool:
         """Whether a coordinator started the attempt and awaits a report of its end."""
-        return bool(self.name)
+        return self.attempt is not None
+
+    @property
+    def name(self) -> str:
+        """``Attempt.name``; empty without a coordinator."""
+        return "" if self.attempt is None else self.attempt.name
 
     def conversation(self, request_id: str, prompt_ids: Sequence[int]) -> Conversation:
         """Return the conversation of this id; all tokens before its first request may key it."""

@@ -1,4 +1,4 @@
-"""Attempts stored in TransferQueue: their reports, and their trajectories."""
+"""What attempts leave: interrupted turns in their workers and at checkpoints in TransferQueue, trajectories there."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import itertools
 import logging
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import transfer_queue as tq
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme.agent_loop.session import SESSIONS, Turn
 from verl_rhyme.processes import queue
-from verl_rhyme.scheduling.attempts import Attempt
-from verl_rhyme.scheduling.recovery import Evidence
+from verl_rhyme.scheduling.attempts import Attempt, AttemptReport, Record
 
 logger = logging.getLogger(__name__)
 
@@ -24,86 +23,81 @@ logger = logging.getLogger(__name__)
 TRAIN = "train"
 #: Attempts whose turns are stored in one message.
 _STORED_TOGETHER = 64
-#: Key in ``extra_fields`` of a sample's first trajectory: the attempt's report, without its turns.
+#: Key in ``extra_fields`` of a sample's first trajectory: the attempt's report (``AttemptReport.to_dict``).
 REPORT = "rhyme_report"
 
-
-class StoredTurns(NamedTuple):
-    """Turns and request records that an attempt left to the next."""
-
-    turns: list[Turn]
-    records: list[dict[str, Any]]
-
-    def columns(self) -> dict[str, Any]:
-        return {"turns": [turn.to_dict() for turn in self.turns], "records": self.records}
+#: Turns and request records that an attempt left to the next.
+Left = tuple[list[Turn], list[Record]]
 
 
 class KeptTurns:
     """Turns of interrupted and failed attempts, kept by the agent loop worker that ran them and runs the next attempt.
 
     At 32,000 running samples of 16,000 tokens, TransferQueue would otherwise carry 4 GB both ways with each policy
-    version. It has each attempt's records (:func:`evidence`), and the turns only if a checkpoint stored them
-    (:meth:`store`). If the worker dies, the samples start over.
+    version. It gets them for a checkpoint alone (:meth:`store`). If the worker dies, the samples start over.
     """
 
     def __init__(self) -> None:
-        self._turns: dict[str, StoredTurns] = {}  # by the attempt's name
-        self._stored: set[str] = set()  # attempts whose turns TransferQueue has as well
+        self._kept: dict[Attempt, tuple[AttemptReport, list[Turn]]] = {}
+        self._stored: set[Attempt] = set()  # attempts whose turns TransferQueue has as well
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._turns)
+    @property
+    def reports(self) -> list[AttemptReport]:
+        return [report for report, _ in self._kept.values()]
 
-    def keep(self, name: str, turns: list[Turn], records: list[dict[str, Any]]) -> None:
-        self._turns[name] = StoredTurns([turn.copy() for turn in turns], records)
+    def keep(self, report: AttemptReport, turns: list[Turn]) -> None:
+        """Keep turns, those of a failed attempt as of an interrupted one: they are as good."""
+        self._kept[report.attempt] = report._replace(status="interrupted"), [turn.copy() for turn in turns]
 
-    def overwritten(self, name: str) -> None:
-        """Note that an attempt's report replaced what TransferQueue may have got of it."""
-        self._stored.discard(name)
-
-    def find(self, names: Iterable[str]) -> dict[str | None, StoredTurns]:
+    def find(self, attempts: Iterable[Attempt]) -> dict[Attempt, Left]:
         """Return what these attempts left, for new ones to go on with; others are left out."""
-        kept = {name: self._turns[name] for name in names if name in self._turns}
-        return {name: StoredTurns([turn.copy() for turn in left.turns], [*left.records]) for name, left in kept.items()}
+        kept = [self._kept[attempt] for attempt in attempts if attempt in self._kept]
+        return {report.attempt: ([turn.copy() for turn in turns], [*report.records]) for report, turns in kept}
 
-    def forget(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._turns.pop(name, None)
-            self._stored.discard(name)
+    def forget(self, attempts: Iterable[Attempt]) -> None:
+        for attempt in attempts:
+            self._kept.pop(attempt, None)
+            self._stored.discard(attempt)
 
     async def store(self) -> None:
         """Store all turns in TransferQueue as well, for a checkpoint. The coordinator deletes no entries meanwhile:
         TransferQueue would write into those of others."""
-        names = [name for name in self._turns if name not in self._stored]
-        for start in range(0, len(names), _STORED_TOGETHER):
-            part = [name for name in names[start : start + _STORED_TOGETHER] if name in self._turns]
-            if part:
-                fields = list_of_dict_to_tensordict([self._turns[name].columns() for name in part])
+        missing = [attempt for attempt in self._kept if attempt not in self._stored]
+        for start in range(0, len(missing), _STORED_TOGETHER):
+            part = [attempt for attempt in missing[start : start + _STORED_TOGETHER] if attempt in self._kept]
+            rows = [
+                {"report": report.to_dict(), "turns": [turn.to_dict() for turn in turns]}
+                for report, turns in map(self._kept.__getitem__, part)
+            ]
+            if rows:
                 await tq.async_kv_batch_put(
-                    keys=part, partition_id=SESSIONS, fields=fields, tags=[{"turns": True} for _ in part]
+                    keys=[attempt.name for attempt in part],
+                    partition_id=SESSIONS,
+                    fields=list_of_dict_to_tensordict(rows),
                 )
-                self._stored.update(self._turns.keys() & part)
+                self._stored.update(self._kept.keys() & part)
 
 
-def is_ours(name: str) -> bool:
+def attempt_of(key: str) -> Attempt | None:
+    """Return the attempt of a trajectory's key in partition ``train``; ``None`` for keys of others."""
     try:
-        Attempt.named(name)
+        return Attempt.named(key.rpartition("_")[0])
     except ValueError:
-        return False
-    return True
+        return None
 
 
-def trajectories(tags: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+def trajectories(tags: dict[str, dict[str, Any]]) -> dict[Attempt, list[str]]:
     """Return the keys of each attempt's trajectories, if all are stored; an agent loop may return several."""
-    found: dict[str, list[str]] = defaultdict(list)
-    unfinished: Counter[str] = Counter()
+    found: dict[Attempt, list[str]] = defaultdict(list)
+    unfinished: Counter[Attempt] = Counter()
     for key, tag in tags.items():
-        name = key.rpartition("_")[0]
-        found[name].append(key)
-        unfinished[name] += tag.get("status") != "success"  # a key is listed before its data and its tag are stored
+        if (attempt := attempt_of(key)) is not None:
+            found[attempt].append(key)
+            unfinished[attempt] += tag.get("status") != "success"  # a key is listed before its data and tag are stored
     return {
-        name: sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
-        for name, keys in found.items()
-        if not unfinished[name]
+        attempt: sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
+        for attempt, keys in found.items()
+        if not unfinished[attempt]
     }
 
 
@@ -117,25 +111,24 @@ async def clear(gone: dict[str, list[str]]) -> None:
                 logger.warning("could not clear %d keys of partition %s", len(keys), partition, exc_info=True)
 
 
-async def fetch_turns(names: list[str]) -> dict[str | None, StoredTurns]:
-    """Return what ended attempts left, by name; attempts without turns are left out."""
-    found = await _fetch(names, SESSIONS, ["turns", "records"])
-    stored = {name: left for name, left in found.items() if left[0]}
-    if missing := [name for name in names if name not in stored]:
+async def fetch_turns(attempts: Collection[Attempt]) -> dict[Attempt, Left]:
+    """Return what interrupted attempts left at a checkpoint; attempts without turns are left out."""
+    stored = await _fetch([attempt.name for attempt in attempts], SESSIONS, ["turns", "report"])
+    if missing := [attempt.name for attempt in attempts if attempt.name not in stored]:
         logger.warning("the turns of %d attempts are missing, their samples start over: %s", len(missing), missing[:8])
     return {
-        name: StoredTurns([Turn.from_dict(turn) for turn in turns], list(records))
-        for name, (turns, records) in stored.items()
+        Attempt.named(name): ([Turn.from_dict(turn) for turn in turns], list(report["records"]))
+        for name, (turns, report) in stored.items()
     }
 
 
-async def fetch_finished_turns(names: list[str]) -> dict[str | None, StoredTurns]:
-    """Return the first trajectory of finished attempts by name, to draft from it; missing ones are left out."""
-    stored = await _fetch([f"{name}_0" for name in names], TRAIN, ["responses", "response_mask"])
-    if missing := len(names) - len(stored):
+async def fetch_finished_turns(attempts: Collection[Attempt]) -> dict[Attempt, Left]:
+    """Return the first trajectory of finished attempts, to draft from it; missing ones are left out."""
+    stored = await _fetch([f"{attempt.name}_0" for attempt in attempts], TRAIN, ["responses", "response_mask"])
+    if missing := len(attempts) - len(stored):
         logger.warning("%d finished responses are missing, and are regenerated without a draft", missing)
     return {
-        key.rpartition("_")[0]: StoredTurns(_generated_runs(tokens.tolist(), mask.tolist()), [])
+        Attempt.named(key.rpartition("_")[0]): (_generated_runs(tokens.tolist(), mask.tolist()), [])
         for key, (tokens, mask) in stored.items()
     }
 
@@ -148,32 +141,15 @@ def _generated_runs(tokens: list[int], mask: list[int]) -> list[Turn]:
     return turns
 
 
-async def evidence(
-    listing: dict[str, dict[str, dict]], running: set[str], kept: Collection[str]
-) -> dict[str, Evidence]:
-    """Return the evidence of all attempts by name, from the tags of all keys in TransferQueue by partition, and the
-    attempts that the workers run and whose turns they keep."""
-    sessions, train = listing.get(SESSIONS, {}), listing.get(TRAIN, {})
-    reported = {name: tag for name, tag in sessions.items() if tag.get("status") in ("interrupted", "generated")}
-    records = await _fetch(list(reported), SESSIONS, ["records"])
-    stored = {name: keys[0] for name, keys in trajectories(train).items() if is_ours(name)}
-    extras = await _fetch([key for name, key in stored.items() if name not in reported], TRAIN, ["extra_fields"])
-    reports = {name: (extras[key][0] or {}).get(REPORT) for name, key in stored.items() if key in extras}
-    finished = {name: report for name, report in reports.items() if report}
-    found = {}
-    for name in {*reported, *finished, *running}:
-        report = reported.get(name) or {"status": "generated" if name in finished else None, **finished.get(name, {})}
-        found[name] = Evidence(
-            status=report["status"],
-            tokens=report.get("tokens", 0),
-            first_version=report.get("first_version"),
-            running=name in running,
-            stored=name in stored,
-            reported=name in reported,
-            records=list(records[name][0] if name in records else report.get("records", [])),
-            scores=train[stored[name]].get("scores", []) if name in stored else [],
-            lost=not report.get("turns", True) and name not in kept and name not in running,
-        )
+async def fetch_reports(listing: dict[str, dict[str, dict]]) -> dict[Attempt, AttemptReport]:
+    """Return the reports in TransferQueue, from the tags of all keys by partition: those of attempts whose trajectories
+    are stored, and those of interrupted ones that a checkpoint stored."""
+    interrupted = await _fetch(list(listing.get(SESSIONS, ())), SESSIONS, ["report"])
+    found = {(attempt := Attempt.named(name)): AttemptReport(attempt, **row[0]) for name, row in interrupted.items()}
+    finished = {keys[0]: attempt for attempt, keys in trajectories(listing.get(TRAIN, {})).items()}
+    for key, (extra,) in (await _fetch(list(finished), TRAIN, ["extra_fields"])).items():
+        if report := (extra or {}).get(REPORT):
+            found[finished[key]] = AttemptReport(finished[key], **report)
     return found
 
 

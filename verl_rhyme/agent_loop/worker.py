@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_rhyme.agent_loop.reports import NotReported, Reports
 from verl_rhyme.agent_loop.session import PROMPTS, STARTS, Interrupted, Session, current, set_current
-from verl_rhyme.agent_loop.stored_attempts import REPORT, KeptTurns, StoredTurns, fetch_finished_turns, fetch_turns
+from verl_rhyme.agent_loop.stored_attempts import REPORT, KeptTurns, Left, fetch_finished_turns, fetch_turns
 from verl_rhyme.agent_loop.validation import Validation
 from verl_rhyme.config import config_tree
 from verl_rhyme.history.keys import data_key, template_label
@@ -33,7 +33,7 @@ from verl_rhyme.processes import queue
 from verl_rhyme.processes.deadline import Deadline, NoAnswer
 from verl_rhyme.processes.request import FIELD
 from verl_rhyme.sampling.noise import key_of
-from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
+from verl_rhyme.scheduling.attempts import Attempt, AttemptReport, Start, Status
 from verl_rhyme.scheduling.retries import HANG_TRIES
 
 logger = logging.getLogger(__name__)
@@ -108,58 +108,62 @@ class SessionAgentLoopWorker(_RhymeWorker):
         filtering = self.config.algorithm.get("filter_groups", None) or {}
         self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
         self._reports = Reports()
-        self._attempts: dict[str, asyncio.Task[None] | None] = {}  # None: its prompt's data are being fetched
-        self._sessions: dict[str, Session] = {}  # sessions of attempts that have begun
+        self._attempts: dict[Attempt, asyncio.Task[None] | None] = {}  # None: its prompt's data are being fetched
+        self._sessions: dict[Attempt, Session] = {}  # sessions of attempts that have begun
         self._kept = KeptTurns()  # of ended attempts
         self._validation = Validation(self._outage_timeout)
 
     # ---- called by the coordinator ----
 
-    async def attach(self, coordinator: Any) -> dict[str, str]:
-        """Report to ``coordinator`` from now on. Return :meth:`replica_by_attempt`."""
-        self._reports.attach(coordinator)
-        return await self.replica_by_attempt()
+    async def attach(self, coordinator: Any) -> tuple[dict[Attempt, str], list[AttemptReport]]:
+        """Report to ``coordinator`` from now on. Return :meth:`replica_by_attempt`, and the reports of attempts that
+        wait for their rewards and of ended ones whose turns are kept."""
+        self._reports.coordinator = coordinator
+        generated = [session.generated for session in self._sessions.values() if session.generated]
+        kept = [report for report in self._kept.reports if report.attempt not in self._attempts]
+        return await self.replica_by_attempt(), [*generated, *kept]
 
-    async def replica_by_attempt(self) -> dict[str, str]:
-        """Return the replica's address of each attempt by name; empty where it is unknown."""
-        return {name: session.replica if (session := self._sessions.get(name)) else "" for name in self._attempts}
+    async def replica_by_attempt(self) -> dict[Attempt, str]:
+        """Return the replica's address of each attempt; empty where it is unknown."""
+        return {each: session.replica if (session := self._sessions.get(each)) else "" for each in self._attempts}
 
-    async def attempts(self) -> list[str]:
-        """Return the names (``Attempt.name``) of running attempts; all others have been reported."""
+    async def attempts(self) -> list[Attempt]:
+        """Return the running attempts; all others have been reported."""
         return list(self._attempts)
 
     async def validating(self) -> list[str]:
         return list(self._validation.prompts)
 
-    async def kept(self) -> list[str]:
-        return list(self._kept)
-
-    async def forget(self, names: list[str]) -> None:
-        self._kept.forget(names)
+    async def forget(self, attempts: list[Attempt]) -> None:
+        self._kept.forget(attempts)
 
     async def store_turns(self) -> None:
         await self._kept.store()
 
     async def start_attempts(self, starts: list[Start], step: int) -> None:
         """Start samples in the training step ``step``, without waiting for their ends."""
-        self._attempts.update(dict.fromkeys(start.name for start in starts))
+        self._attempts.update(dict.fromkeys(start.attempt for start in starts))
         task = asyncio.create_task(self._start_attempts(starts, step))
         self.background_tasks.add(task)
         task.add_done_callback(self.background_tasks.discard)
 
-    async def abandon(self, names: list[str]) -> None:
-        """End the attempts among these that run here, without a report."""
-        self._kept.forget(names)  # a report may be under way
-        for name in names:
-            task = self._attempts.get(name)
+    async def abandon(self, attempts: list[Attempt], drafts: list[Attempt]) -> None:
+        """End the attempts among these that run here, without a report. Keep the turns of ``drafts``, generated ones
+        that are too stale."""
+        self._kept.forget({*attempts} - {*drafts})  # a report may be under way
+        for attempt in attempts:
+            session = self._sessions.get(attempt)
+            if attempt in drafts and session is not None and session.generated is not None:
+                self._kept.keep(session.generated, session.carried_over)
+            task = self._attempts.get(attempt)
             if task is not None:
                 task.cancel()
             else:
-                self._attempts.pop(name, None)
+                self._attempts.pop(attempt, None)
 
     async def move(self, moves: list[Move]) -> None:
-        for name, replica, reason in moves:
-            if (session := self._sessions.get(name)) is not None:
+        for attempt, replica, reason in moves:
+            if (session := self._sessions.get(attempt)) is not None:
                 session.move(replica, reason)
 
     # ---- internal ----
@@ -168,15 +172,15 @@ class SessionAgentLoopWorker(_RhymeWorker):
         """Fetch prompts and earlier turns in one message each, then call :meth:`_run_prompt` through verl."""
         groups: dict[str, list[Start]] = defaultdict(list)
         for start in starts:
-            groups[sample_of(start.name)[0]].append(start)
+            groups[start.attempt.uid].append(start)
         try:
             batch = await tq.async_kv_batch_get(keys=list(groups), partition_id=PROMPTS)
             if len(batch) < len(groups):  # the queue leaves out missing prompts
                 raise ValueError(f"TransferQueue has the data of {len(batch)} of {len(groups)} prompts")
             again = [(start.predecessor, start.stored) for start in starts if start.predecessor]
-            left = self._kept.find(name for name, finished in again if not finished)
-            left |= await fetch_turns([name for name, finished in again if not finished and name not in left])
-            left |= await fetch_finished_turns([name for name, finished in again if finished])
+            left = self._kept.find(each for each, finished in again if not finished)
+            left |= await fetch_turns([each for each, finished in again if not finished and each not in left])
+            left |= await fetch_finished_turns([each for each, finished in again if finished])
             tu.assign_non_tensor_data(batch, "global_steps", step)
             tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, left) for group in groups.values()])
             await self.generate_sequences(batch)
@@ -189,10 +193,10 @@ class SessionAgentLoopWorker(_RhymeWorker):
             await self._not_begun(starts, "lost", repr(error)[-_ERROR_CHARS:])
 
     async def _not_begun(self, starts: list[Start], status: Literal["failed", "lost"], error: str) -> None:
-        names = [start.name for start in starts if self._attempts.get(start.name, self) is None]
-        for name in names:  # first: the coordinator finds missing attempts even if the report fails
-            del self._attempts[name]
-        await asyncio.gather(*(self._reports.send(Ended(name, status, error=error)) for name in names))
+        waiting = [start.attempt for start in starts if self._attempts.get(start.attempt, self) is None]
+        for attempt in waiting:  # first: the coordinator finds missing attempts even if the report fails
+            del self._attempts[attempt]
+        await asyncio.gather(*(self._reports.send(AttemptReport(each, status, error=error)) for each in waiting))
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         order: _Order | None = prompt.pop(STARTS, None)
@@ -209,28 +213,28 @@ class SessionAgentLoopWorker(_RhymeWorker):
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):
             apply_greedy_sampling_params(params)
-        starts = [start for start in order.starts if start.name in self._attempts]  # others were abandoned
+        starts = [start for start in order.starts if start.attempt in self._attempts]  # others were abandoned
         tasks = []
         for start in starts:
-            session = self._session(start, order.left.get(start.predecessor))
+            session = self._session(start, order.left.get(start.predecessor) if start.predecessor else None)
             session.key = key
             work = self._run_session(session, prompt, params, trajectory, trace)
             task = asyncio.create_task(work)
-            self._attempts[start.name], self._sessions[start.name] = task, session
-            task.add_done_callback(partial(self._done, start.name))
+            self._attempts[start.attempt], self._sessions[start.attempt] = task, session
+            task.add_done_callback(partial(self._done, start.attempt))
             tasks.append(task)
         for start, result in zip(starts, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
             if isinstance(result, Exception):
-                logger.error("the end of %s could not be reported; it starts again", start.name, exc_info=result)
+                logger.error("the end of %s could not be reported; it starts again", start.attempt, exc_info=result)
 
-    def _done(self, name: str, task: asyncio.Task[None]) -> None:
-        self._attempts.pop(name, None)
-        self._sessions.pop(name, None)
+    def _done(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        self._attempts.pop(attempt, None)
+        self._sessions.pop(attempt, None)
 
-    def _session(self, start: Start, left: StoredTurns | None) -> Session:
-        uid, number = sample_of(start.name)
+    def _session(self, start: Start, left: Left | None) -> Session:
+        uid, number = start.attempt.sample
         noise = f"{key_of(self._seed, uid, number):016x}"  # the same in every attempt: what is regenerated repeats
-        session = Session(start.spans, start.assignment, start.name, sample=number, noise=noise)
+        session = Session(start.spans, start.assignment, start.attempt, sample=number, noise=noise)
         if left is not None:
             session.inherit(*left, start.partial)
         return session
@@ -253,7 +257,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
                 return
             if not isinstance(error, Exception | Interrupted):
                 raise
-            logger.exception("attempt %s failed", session.name)
+            logger.exception("%s failed", session.attempt)
             session.interrupted = True  # calls of its tasks that go on raise
             await session.settle()
             text = "".join(traceback.format_exception_only(error)).strip()
@@ -261,10 +265,8 @@ class SessionAgentLoopWorker(_RhymeWorker):
             failure = {"error": text[-_ERROR_CHARS:], "broken": is_broken(error), "tries": tries}
             await self._report(session, "failed", **failure)
         else:
-            tokens, scores, empty = session.tokens, session.scores, session.no_trajectory
-            await self._reports.send(
-                Ended(session.name, "finished", tokens, session.first_version, scores=scores, empty=empty)
-            )
+            finished = _report_of(session, "finished")._replace(records=[])  # they were reported
+            await self._reports.send(finished._replace(scores=session.scores, empty=session.no_trajectory))
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         if trajectory["validate"]:
@@ -277,14 +279,15 @@ class SessionAgentLoopWorker(_RhymeWorker):
         session, score = current(), outputs[-1].reward_score
         if session is None or not session.dispatched:
             return
-        if score is None and self.reward_loop_worker_handles is None:
-            return  # the trainer computes it
-        if score is None or not math.isfinite(score):
-            uid, number = sample_of(session.name)
+        by_trainer = score is None and self.reward_loop_worker_handles is None
+        if not by_trainer and (score is None or not math.isfinite(score)):
             raise ValueError(
-                f"the reward of prompt {uid}, sample {number}, is {score}, but training needs a finite number: fix the "
-                "reward function (reward.custom_reward_function)"
+                f"the reward of prompt {kwargs['uid']}, sample {session.sample}, is {score}, but training needs a "
+                "finite number: fix the reward function (reward.custom_reward_function)"
             )
+        if self._filter_metric is not None:
+            session.scores = [_score(outputs[-1], self._filter_metric)] * len(outputs)  # verl gives all the last one's
+            outputs[0].extra_fields[REPORT]["scores"] = session.scores
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = current()
@@ -306,35 +309,27 @@ class SessionAgentLoopWorker(_RhymeWorker):
             for name, version in versions.items():
                 if trajectory.extra_fields.get(name) is None:
                     trajectory.extra_fields[name] = kwargs["global_steps"] - 1 if version is None else version
-        kwargs["session_id"] = int(session.name.rpartition("_")[2])
+        assert session.attempt is not None
+        kwargs["session_id"] = session.attempt.session_id
         # Before the reward: the slot is free for another sample while the reward is computed.
+        session.generated = _report_of(session, "generated")
         with session.deadline.pause():
-            await self._report(session, "generated")
-        report = {"tokens": session.tokens, "first_version": session.first_version, "records": _records(session)}
+            await self._reports.send(session.generated)
         if outputs:
-            outputs[0].extra_fields[REPORT] = report
+            outputs[0].extra_fields[REPORT] = session.generated._replace(status="finished").to_dict()
         await super()._agent_loop_postprocess(output, validate, **kwargs)
         session.no_trajectory = not outputs
-        if self._filter_metric is not None:
-            session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
 
     async def _report(self, session: Session, status: Status, **failure: Any) -> None:
-        """Report to the coordinator; keep here, or store in TransferQueue, what the next attempt may begin with."""
-        left = StoredTurns(session.carried_over, _records(session))
-        ended = Ended(session.name, status, session.tokens, session.first_version, left.records, **failure)
-        if status == "generated":
-            await self._reports.send(ended, left.columns())
-            session.generated = True
-        elif status == "failed" and (session.generated or not session.tokens):  # what was left before remains
-            await self._reports.send(ended)
-        else:
-            self._kept.keep(session.name, *left)
-            try:
-                await self._reports.send(ended, {"turns": [], "records": left.records})
-                self._kept.overwritten(session.name)
-            except NotReported:
-                self._kept.forget([session.name])
-                raise
+        """Report an attempt that was interrupted or failed; keep the turns that the next one may begin with."""
+        report = _report_of(session, status)._replace(**failure)
+        if report.leaves_turns:
+            self._kept.keep(report, session.carried_over)
+        try:
+            await self._reports.send(report)
+        except NotReported:
+            self._kept.forget([report.attempt])
+            raise
 
 
 def _check_policy_tokens(session: Session, tokens: int) -> None:
@@ -348,16 +343,18 @@ def _check_policy_tokens(session: Session, tokens: int) -> None:
     )
 
 
-def _records(session: Session) -> list[dict[str, Any]]:
-    return [record for record in session.records if record["response_tokens"]]
+def _report_of(session: Session, status: Status) -> AttemptReport:
+    assert session.attempt is not None
+    records = [{**record, "uid": session.attempt.uid} for record in session.records if record["response_tokens"]]
+    return AttemptReport(session.attempt, status, session.tokens, session.first_version, records)
 
 
 @dataclass(frozen=True)
 class _Order:
-    """Samples of a prompt to start, and the turns of earlier attempts, by name."""
+    """Samples of a prompt to start, and the turns of earlier attempts."""
 
     starts: list[Start]
-    left: dict[str | None, StoredTurns]
+    left: dict[Attempt, Left]
 
 
 def _score(trajectory: Any, metric: str) -> float:

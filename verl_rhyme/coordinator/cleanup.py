@@ -3,51 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS
-from verl_rhyme.agent_loop.stored_attempts import TRAIN, clear, is_ours, trajectories
+from verl_rhyme.agent_loop.stored_attempts import TRAIN, attempt_of, clear, trajectories
+from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.rollout import Rollout
-
-#: Seconds for which obsolete reports are gathered before they are deleted together.
-_TOGETHER_S = 0.5
 
 
 class Cleanup:
-    """Deletes obsolete entries from TransferQueue, one set after another, in the background."""
+    """Deletes obsolete entries from TransferQueue in the background. ``lock`` is held for each deletion, and by those
+    who change entries that one may reach."""
 
-    def __init__(self, forget: Callable[[list[str]], None]) -> None:
-        self._forget = forget  # gets the names of attempts whose turns are no longer needed
+    def __init__(self, lock: asyncio.Lock) -> None:
+        self._lock = lock
         self._taken: tuple[dict[str, Any], set[str]] | None = None
         self._clearing: asyncio.Task[None] | None = None
         self._dropped = set[str]()  # keys that find_dropped() has returned and that are still stored
-        self._obsolete: list[str] = []
-        self._sweeping: asyncio.Task[None] | None = None
-        self.lock = asyncio.Lock()  # for each deletion, and for those who change entries that one may reach
 
-    def delete_reports(self, obsolete: list[str]) -> None:
-        """Delete the reports of these attempts soon, so that each sample has one entry."""
-        self._forget(obsolete)
-        self._obsolete += obsolete
-        if self._obsolete and (self._sweeping is None or self._sweeping.done()):
-            self._sweeping = asyncio.ensure_future(self._sweep())
-
-    async def _sweep(self) -> None:
-        while self._obsolete:
-            await asyncio.sleep(_TOGETHER_S)
-            async with self.lock:
-                gone, self._obsolete = self._obsolete, []
-                await clear({SESSIONS: gone})
-
-    def find_dropped(self, rollout: Rollout, listing: dict[str, Any], taken: set[str]) -> list[str]:
+    def find_dropped(self, rollout: Rollout, listing: dict[str, Any], taken: set[Attempt]) -> list[str]:
         """Return keys of finished trajectories that neither this batch (of attempts ``taken``, which have left
         ``rollout``) nor a later one uses, from the tags of all keys by partition; each key once."""
         stored = listing.get(TRAIN, {})
         unused = [
             key
-            for name, keys in trajectories(stored).items()
-            if name not in taken and is_ours(name) and not rollout.needs_trajectories(name)
+            for attempt, keys in trajectories(stored).items()
+            if attempt not in taken and not rollout.needs_trajectories(attempt)
             for key in keys
             if not stored[key].get("is_padding")  # verl's padding of parts that are being trained
         ]
@@ -72,19 +54,18 @@ class Cleanup:
         def wanted(partition: str, key: str) -> bool:
             if partition == PROMPTS:
                 return rollout.needs_prompt(key)
-            name = key.rpartition("_")[0] if partition == TRAIN else key
-            if not is_ours(name):
-                return False
-            return rollout.needs_trajectories(name) if partition == TRAIN else rollout.needs_turns(name)
+            if partition == SESSIONS:
+                return rollout.needs_turns(Attempt.named(key))
+            attempt = attempt_of(key)
+            return attempt is not None and rollout.needs_trajectories(attempt)
 
         gone = {
             partition: [key for key in listing.get(partition, ()) if key not in keep and not wanted(partition, key)]
             for partition in (SESSIONS, PROMPTS, TRAIN)
         }
-        self._forget(gone[SESSIONS])
         self._clearing = asyncio.ensure_future(self._clear(gone))
         return self._clearing
 
     async def _clear(self, gone: dict[str, list[str]]) -> None:
-        async with self.lock:
+        async with self._lock:
             await clear(gone)

@@ -15,13 +15,14 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import ray
 import transfer_queue as tq
 
 from verl_rhyme.agent_loop.session import PROMPTS
-from verl_rhyme.agent_loop.stored_attempts import TRAIN, evidence, trajectories
+from verl_rhyme.agent_loop.stored_attempts import TRAIN, attempt_of, fetch_reports, trajectories
 from verl_rhyme.coordinator.cleanup import Cleanup
 from verl_rhyme.coordinator.migrations import Migrations
 from verl_rhyme.coordinator.worker_pool import START_S, WorkerPool
@@ -31,7 +32,7 @@ from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.placement import Move, Placement
 from verl_rhyme.processes import queue
 from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
-from verl_rhyme.scheduling.attempts import Attempt, Ended
+from verl_rhyme.scheduling.attempts import Attempt, AttemptReport
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
@@ -73,11 +74,11 @@ class Coordinator:
         gc.freeze()  # a collection over half a million imported objects would stall the event loop
         self._openings = 0
         self._opened: _Opened | None = None
-        self._early: list[Ended] = []
+        self._early: list[AttemptReport] = []
+        self._queue_lock = asyncio.Lock()  # for changes of entries of TransferQueue that a deletion may reach
         self._dispatching = False
         self._error: Exception | None = None
         self._complained_at: float | None = None  # time of the last log line about what a batch waits for
-        self._logged_at: float | None = None  # time of the last log line about a failed attempt
         self._without_workers = 0  # consecutive times that no worker started
         self._waking: asyncio.TimerHandle | None = None  # next start of a failed sample
         self._waiting: set[asyncio.Future[None]] = set()  # calls that wait for the next change
@@ -93,19 +94,25 @@ class Coordinator:
             self._opened.pool.close()
             self._opened.migrations.close()
             self._opened = None  # later reports are for the new rollout
-        rollout = Rollout(setting.rules, setting.filters, resume.generation, setting.outage_s)
         self._expectations = expectations = Expectations(setting.response_limit)
         if resume.lengths is not None:
             expectations.load_state_dict(resume.lengths)
+        placement = None if setting.placement is None else Placement(*setting.placement, cost=setting.cost)
+        dispatch = partial(Dispatch, lengths=self._lengths, placement=placement, prompts=expectations.prompt_tokens)
+        rollout = Rollout(setting.rules, setting.filters, resume.generation, setting.outage_s, dispatch)
         rollout.scheduler.version = resume.version
         pool = self._new_pool(setting)
         # Workers of an earlier coordinator have started: one that does not answer hangs.
-        running = await pool.join(workers, START_S if fresh else setting.lost_after)
+        running, reports = await pool.join(workers, START_S if fresh else setting.lost_after)
         listing = await _listing()
         self._still(opening, pool)
         if resume.state is not None:
-            known, prompts = await evidence(listing, set(running), pool.kept), set(listing.get(PROMPTS, ()))
+            stored = await fetch_reports(listing)
             self._still(opening, pool)
+            known: dict[Attempt, AttemptReport | None] = {**stored, **dict.fromkeys(running)}
+            known |= {report.attempt: report for report in reports}
+            known |= {attempt: report for attempt, report in stored.items() if report.stored}  # also unreported ones
+            prompts = listing.get(PROMPTS, {})
             now = resume.version, resume.batches_left
             added = [prompt[:2] for prompt in resume.prompts]
             for uid in rollout.restore(resume.state, *now, known, prompts, added, _clock()):
@@ -114,26 +121,25 @@ class Coordinator:
             rollout.expect(expectations.restore_prompts(known_prompts, rollout.needs_prompt))
             keys = {prompt.uid: prompt.key for prompt in resume.prompts if rollout.needs_prompt(prompt.uid)}
             rollout.expect(expectations.add_prompts(keys))
-        placement = None if setting.placement is None else Placement(*setting.placement, cost=setting.cost)
-        self._dispatch = Dispatch(rollout, self._lengths, placement, expectations.prompt_tokens)
         locate, active = lambda: self._open.pool.replica_by_attempt(), lambda: self._dispatching
-        migrations = Migrations(self._dispatch, setting.router, self._move, locate, active)
+        migrations = Migrations(rollout.dispatch, setting.router, self._move, locate, active)
         await migrations.refresh_replicas()
         self._still(opening, pool)
-        self._dispatch.count_running(running)
+        rollout.dispatch.count_running(running)
         self._opened, self._error = _Opened(setting, rollout, pool, migrations), None
         migrations.start()
         self._capacity = Capacity(setting.limit, setting.room, (resume.state or {}).get("capacity"))
         self._capacity.share = resume.share
-        self._cleanup = Cleanup(lambda names: self._open.pool.forget(names))
-        pool.abandon([name for name in running if not rollout.may_train(name)])
+        self._cleanup = Cleanup(self._queue_lock)
+        pool.abandon([attempt for attempt in running if not rollout.may_train(attempt)], rollout.needs_turns)
+        pool.forget([report.attempt for report in reports if not rollout.needs_turns(report.attempt)])
         if fresh:
             # Awaited: a trainer that dies before it is done opens the coordinator as fresh again.
             await self._cleanup.clear(rollout, listing, keep=set())
             self._still(opening)
         early, self._early = self._early, []
         await self.report_ended(early)
-        unknown = [a.name for a in rollout.attempts() if not pool.has_attempt(a.name)]
+        unknown = [attempt for attempt in rollout.attempts() if not pool.has_attempt(attempt)]
         self._lost(unknown, "their worker died in the meantime")
         pool.watch()
         gc.freeze()  # also the lengths of all known prompts
@@ -212,8 +218,8 @@ class Coordinator:
                 return None
             if any(work := await self.pending_work()):
                 return work
-            if part is not None and (names := rollout.part(part)):
-                return TrainerWork(part=_stored(names, await _listing()))
+            if part is not None and (attempts := rollout.part(part)):
+                return TrainerWork(part=_stored(attempts, await _listing()))
             self._complained_at = self._complain(self._complained_at, "an update batch")
             await self._change(_LOOK_S)
             self._still(opening)
@@ -248,7 +254,6 @@ class Coordinator:
         for sample, tokens in zip(batch.collected.samples, batch.collected.lengths, strict=True):
             self._expectations.generated(*sample, tokens)  # an earlier coordinator may have received the reports
         self._expectations.retain(rollout.needs_prompt)
-        self._dispatch.retain(rollout.needs_prompt)
         state = self._state()
         listing = await _listing()  # after take(): later, shorter samples must not join the batch
         self._still(opening)
@@ -262,7 +267,7 @@ class Coordinator:
             metrics={
                 **batch_metrics(batch, setting.slots, taken),
                 **forecast_metrics(self._expectations),
-                **placement_metrics(self._dispatch),
+                **placement_metrics(rollout.dispatch),
             },
             filtered=batch.filtered,
             failed=batch.failed,
@@ -277,7 +282,7 @@ class Coordinator:
         """Return the state for a checkpoint, as JSON, with the lengths learnt since the last batch. Interrupted
         responses are in TransferQueue then, whose content verl saves with the checkpoint."""
         opening, pool = self._openings, self._open.pool
-        async with self._cleanup.lock:
+        async with self._queue_lock:
             await pool.store_turns()
         self._still(opening)
         return {**self._state(), "lengths": self._expectations.pop_changes()}
@@ -288,32 +293,28 @@ class Coordinator:
 
     # ---- called by the agent loop workers ----
 
-    async def report_ended(self, reports: list[Ended]) -> None:
+    async def report_ended(self, reports: list[AttemptReport]) -> None:
         """Record how attempts ended, in the order in which they ended."""
         if self._opened is None:
             self._early += reports
             return
         rollout, pool = self._opened.rollout, self._opened.pool
         for report in reports:
+            attempt = report.attempt
             if report.status != "generated":
-                kept = report.status == "interrupted" or (report.status == "failed" and report.tokens > 0)
-                pool.ended(report.name, kept)
-            self._dispatch.ended(report.name, report.tokens if report.status == "generated" else None)
+                pool.ended(attempt, report.leaves_turns)
             try:
                 records = rollout.ended(report, _clock())
-                if report.status == "generated" and rollout.may_train(report.name):
-                    self._expectations.generated(*Attempt.named(report.name).sample, report.tokens)
-                if records and not records[0]["attempt"]:  # prompts of later requests include earlier responses
-                    self._expectations.set_prompt_tokens(Attempt.named(report.name).uid, records[0]["prompt_tokens"])
+                if report.status == "generated" and rollout.may_train(attempt):
+                    self._expectations.generated(*attempt.sample, report.tokens)
+                if records and not records[0]["request"]:  # prompts of later requests include earlier responses
+                    self._expectations.set_prompt_tokens(attempt.uid, records[0]["prompt_tokens"])
                 for record in records:
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:
                 self._fail(error)
-            if report.status in ("failed", "lost"):
-                self._log_failure(report)
         for warning in rollout.pop_warnings():
             logger.warning("%s", warning)
-        self._cleanup.delete_reports(rollout.pop_obsolete())
         self._go()
 
     # ---- internal ----
@@ -342,12 +343,13 @@ class Coordinator:
     def _go(self) -> None:
         """Start the attempts that may start, end the abandoned ones, and wake waiting calls."""
         setting, rollout, pool = self._open.setting, self._open.rollout, self._open.pool
+        pool.forget(rollout.pop_obsolete())
         if self._error is None:
             try:
                 if self._dispatching and len(pool):
                     limit = self._capacity.limit
                     min_starts = max(1, setting.min_starts * limit // setting.limit)
-                    starts = self._dispatch.fill(limit, min_starts, _clock())
+                    starts = rollout.fill(limit, min_starts, _clock())
                     self._open.migrations.report_errors()
                     pool.start(starts, rollout.scheduler.version + 1)
                     self._wake_at(rollout.next_start())
@@ -373,30 +375,19 @@ class Coordinator:
         self._go()  # samples may have waited for the progress of others
 
     def _abandon(self) -> None:
-        abandoned = self._open.rollout.pop_abandoned()
-        for name in abandoned:
-            self._dispatch.ended(name)
-        self._open.pool.abandon(abandoned)
+        rollout = self._open.rollout
+        self._open.pool.abandon(rollout.pop_abandoned(), rollout.needs_turns)
 
     def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         return self._expectations.lengths([uid for uid, _ in samples], had)
 
-    def _log_failure(self, report: Ended) -> None:
-        """Log a failed attempt; in an outage of thousands, one a minute."""
-        if self._logged_at is None or _clock() - self._logged_at >= _PATIENCE_S:
-            self._logged_at = _clock()
-            logger.warning("attempt %s failed: %s", report.name, report.error)
-
-    def _lost(self, names: list[str], why: str, turns: Sequence[str] = ()) -> None:
+    def _lost(self, attempts: list[Attempt], why: str, turns: Sequence[Attempt] = ()) -> None:
         if self._opened is None:
             return
-        for name in names:
-            self._dispatch.ended(name)
-        if lost := self._opened.rollout.lost(names, turns):
+        if lost := self._opened.rollout.lost(attempts, turns):
             logger.warning("%d samples start again (%s); the first: %s", len(lost), why, lost[:8])
         if turns:
             logger.warning("%d interrupted samples start over (%s); the first: %s", len(turns), why, turns[:8])
-        self._cleanup.delete_reports(self._opened.rollout.pop_obsolete())
         self._go()
 
     def _fail(self, error: Exception) -> None:
@@ -448,11 +439,11 @@ def _release(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-def _stored(attempts: Sequence[str], listing: dict[str, Any]) -> Part:
+def _stored(attempts: Sequence[Attempt], listing: dict[str, Any]) -> Part:
     """Return the trajectories that attempts wrote to partition ``train`` of TransferQueue."""
     wanted = {*attempts}
-    stored = trajectories({key: tag for key, tag in listing.get(TRAIN, {}).items() if key.rpartition("_")[0] in wanted})
-    keys = [key for name in attempts for key in stored[name]]
+    stored = trajectories({key: tag for key, tag in listing.get(TRAIN, {}).items() if attempt_of(key) in wanted})
+    keys = [key for attempt in attempts for key in stored[attempt]]
     return Part(keys, [listing[TRAIN][key] for key in keys])
 
 

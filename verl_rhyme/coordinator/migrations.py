@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 
 from verl_rhyme.once import warn_once
 from verl_rhyme.placement import Move
+from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.dispatch import Dispatch
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,8 @@ class Migrations:
         self,
         dispatch: Dispatch,
         router: Any,  # a PlacementRouter; None for verl's router, which cannot list the serving replicas
-        moves: Callable[[list[Move]], None],  # carries out moves, by names of attempts
-        locate: Callable[[], Awaitable[dict[str, str]]],  # the replica of each attempt, by name; empty: unknown
+        moves: Callable[[list[Move]], None],  # carries out moves of attempts
+        locate: Callable[[], Awaitable[dict[Attempt, str]]],  # the replica of each attempt; empty: unknown
         active: Callable[[], bool],  # whether samples run: false while the engines stand still or are about to
     ) -> None:
         self._dispatch, self._router, self._moves, self._active = dispatch, router, moves, active
@@ -67,15 +68,15 @@ class Migrations:
         """Continue the samples of a replica on others, with their tokens; return their number. The router no longer
         lists the replica, and its server rejects requests that arrive later."""
         await self.refresh_replicas()
-        moved: set[str] = set()
+        moved: set[Attempt] = set()
         try:
             while True:
                 at = await asyncio.wait_for(self._locate(), _ANSWER_S)
-                names = [name for name, address in at.items() if address == replica and name not in moved]
-                if not names:
+                here = [attempt for attempt, address in at.items() if address == replica and attempt not in moved]
+                if not here:
                     break
-                self._moves([Move(name, "", "its replica rests") for name in names])
-                moved.update(names)
+                self._moves([Move(attempt, "", "its replica rests") for attempt in here])
+                moved.update(here)
                 await asyncio.sleep(_STRAY_S)
         except asyncio.TimeoutError:
             logger.warning("an agent loop worker did not answer what runs on a leaving replica: this is aborted")
@@ -97,10 +98,10 @@ class Migrations:
             except Exception:  # a sample that is not moved is not lost
                 logger.warning("samples could not be moved between replicas", exc_info=True)
 
-    async def _move(self, watched: dict[str, list[str]]) -> None:
+    async def _move(self, watched: dict[str, list[Attempt]]) -> None:
         answers = [
-            asyncio.wait_for(self._servers[replica].progress.remote(names), _ANSWER_S)
-            for replica, names in watched.items()
+            asyncio.wait_for(self._servers[replica].progress.remote([each.name for each in attempts]), _ANSWER_S)
+            for replica, attempts in watched.items()
             if replica in self._servers
         ]
         emitted: dict[str, int] = {}
@@ -108,7 +109,7 @@ class Migrations:
             emitted.update(answer if isinstance(answer, dict) else {})
         if not self._active():
             return
-        moves = self._dispatch.moves(emitted)
+        moves = self._dispatch.moves({Attempt.named(name): tokens for name, tokens in emitted.items()})
         self._moves(moves)
         if moves:
             logger.info("%d samples continue on another replica; the first, %s on %s: %s", len(moves), *moves[0])

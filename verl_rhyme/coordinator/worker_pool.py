@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
@@ -14,12 +14,10 @@ from ray.exceptions import RayActorError
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.placement import Move
 from verl_rhyme.processes.waiting import waiting_for
-from verl_rhyme.scheduling.attempts import Attempt, Start
+from verl_rhyme.scheduling.attempts import Attempt, AttemptReport, Start
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a worker has to store all turns that it keeps.
-_STORING_S = 300.0
 #: Seconds between two queries for the attempts of a worker.
 _ROLL_CALL_S = 10.0
 #: Seconds that a new worker has to start: imports from a cold shared filesystem take longer than an answer.
@@ -31,84 +29,83 @@ class WorkerPool:
 
     A worker that died or does not answer is given up. It is killed, because a worker that only hangs must not return
     after its attempts have started elsewhere, and its attempts are lost. An attempt is also lost if its worker does not
-    know it and has not reported its end. ``lost`` gets names of lost attempts, the reason, and names of ended attempts
-    whose turns are lost.
+    know it and has not reported its end. ``lost`` gets lost attempts, the reason, and ended attempts whose turns are
+    lost.
     """
 
-    def __init__(self, coordinator: Any, patience_s: float, lost: Callable[[list[str], str, list[str]], None]) -> None:
+    def __init__(
+        self, coordinator: Any, patience_s: float, lost: Callable[[list[Attempt], str, list[Attempt]], None]
+    ) -> None:
         self._coordinator, self._patience_s, self._lost = coordinator, patience_s, lost
-        self._about: dict[Any, set[str]] = {}  # worker -> names of the attempts that it was sent
-        self._worker: dict[str, Any] = {}  # name of an attempt -> worker
-        self._kept: dict[str, Any] = {}  # name of an ended attempt -> worker that keeps its turns
-        self._unsure: set[str] = set()  # sent, but not acknowledged by the worker
+        self._about: dict[Any, set[Attempt]] = {}  # worker -> attempts that it was sent
+        self._worker: dict[Attempt, Any] = {}
+        self._kept: dict[Attempt, Any] = {}  # ended attempt -> worker that keeps its turns
+        self._unsure: set[Attempt] = set()  # sent, but not acknowledged by the worker
         self._tasks: set[asyncio.Task[Any]] = set()
         self.start_error = ""  # of a worker that did not start; empty if all did
 
     def __len__(self) -> int:
         return len(self._about)
 
-    async def join(self, workers: Iterable[Any], limit_s: float = START_S) -> dict[str, str]:
+    async def join(
+        self, workers: Iterable[Any], limit_s: float = START_S
+    ) -> tuple[dict[Attempt, str], list[AttemptReport]]:
         """Use ``SessionAgentLoopWorker`` actors once they have started; :meth:`watch` them then. Give up one without an
-        answer for ``limit_s``. Return the attempts that they run, with each one's replica address; empty where it is
-        unknown."""
+        answer for ``limit_s``. Return what all workers return (``attach``)."""
         workers = list(workers)
         missing = lambda: f"{len(workers) - len(self)} of {len(workers)} agent loop workers to start or answer"  # noqa: E731
         with waiting_for(missing):
             found = await asyncio.gather(*(self._join(worker, limit_s) for worker in workers))
-        return {name: replica for about in found for name, replica in about.items()}
+        running = {attempt: replica for about, _ in found for attempt, replica in about.items()}
+        return running, [report for _, reports in found for report in reports]
 
     def watch(self) -> None:
         """Detect lost attempts from now on; before, the ends of attempts may have been reported and not recorded."""
         for worker in self._about:
             self._run(self._watch(worker))
 
-    @property
-    def kept(self) -> Collection[str]:
-        """Names of ended attempts whose turns the workers keep."""
-        return self._kept.keys()
-
     def start(self, starts: list[Start], step: int) -> None:
         """Send starts to the workers: to the one that keeps the sample's turns, else a prompt's samples together to the
         worker with the fewest attempts."""
         groups: dict[tuple[str, Any], list[Start]] = defaultdict(list)
         for start in starts:
-            groups[Attempt.named(start.name).uid, self._kept.get(start.predecessor or "")].append(start)
+            keeper = self._kept.get(start.predecessor) if start.predecessor else None
+            groups[start.attempt.uid, keeper].append(start)
         orders: dict[Any, list[Start]] = defaultdict(list)
         for (_, keeper), group in groups.items():
             worker = keeper or min(self._about, key=lambda worker: len(self._about[worker]))
             orders[worker] += group
             for start in group:
-                self._about[worker].add(start.name)
-                self._worker[start.name] = worker
+                self._about[worker].add(start.attempt)
+                self._worker[start.attempt] = worker
         for worker, order in orders.items():
-            self._unsure.update(start.name for start in order)
+            self._unsure.update(start.attempt for start in order)
             self._run(self._send(worker, order, step))
 
-    def has_attempt(self, name: str) -> bool:
-        return name in self._worker
+    def has_attempt(self, attempt: Attempt) -> bool:
+        return attempt in self._worker
 
-    def ended(self, name: str, kept: bool = False) -> None:
+    def ended(self, attempt: Attempt, kept: bool = False) -> None:
         """Forget an attempt that has ended; ``kept``: its worker keeps its turns."""
-        worker = self._worker.pop(name, None)
+        worker = self._worker.pop(attempt, None)
         if worker in self._about:
-            self._about[worker].discard(name)
+            self._about[worker].discard(attempt)
             if kept:
-                self._kept[name] = worker
-        elif kept and name not in self._kept:  # it was lost or abandoned before its report: its sample starts over
+                self._kept[attempt] = worker
+        elif kept and attempt not in self._kept:  # it was lost or abandoned before its report: its sample starts over
             for each in self._about:
-                each.forget.remote([name])
+                each.forget.remote([attempt])
 
-    def forget(self, names: Iterable[str]) -> None:
-        orders: dict[Any, list[str]] = defaultdict(list)
-        for name in names:
-            if (worker := self._kept.pop(name, None)) is not None:
-                orders[worker].append(name)
-        for worker, order in orders.items():
+    def forget(self, attempts: Iterable[Attempt]) -> None:
+        for worker, order in self._by_worker(self._kept, attempts):
             worker.forget.remote(order)
+        for attempt in attempts:
+            self._kept.pop(attempt, None)
 
     async def store_turns(self) -> None:
-        """Let the workers store in TransferQueue the turns that they keep (``KeptTurns.store``)."""
-        stored = [asyncio.wait_for(worker.store_turns.remote(), _STORING_S) for worker in {*self._kept.values()}]
+        """Let the workers store in TransferQueue the turns that they keep (``KeptTurns.store``). A worker that hangs is
+        killed (:meth:`watch`): none writes any more when this returns."""
+        stored = [worker.store_turns.remote() for worker in {*self._kept.values()}]
         for answer in await asyncio.gather(*stored, return_exceptions=True):
             if isinstance(answer, BaseException):
                 logger.warning(
@@ -117,28 +114,23 @@ class WorkerPool:
                     answer,
                 )
 
-    def abandon(self, names: list[str]) -> None:
-        orders: dict[Any, list[str]] = defaultdict(list)
-        for name in names:
-            if (worker := self._worker.get(name)) is not None:
-                orders[worker].append(name)
-            self.ended(name)
-        for worker, order in orders.items():
-            worker.abandon.remote(order)
+    def abandon(self, attempts: Iterable[Attempt], needs_turns: Callable[[Attempt], bool]) -> None:
+        """End attempts without reports; workers keep the needed turns of generated ones."""
+        for worker, order in self._by_worker(self._worker, attempts):
+            worker.abandon.remote(order, [attempt for attempt in order if needs_turns(attempt)])
+        for attempt in attempts:
+            self.ended(attempt, attempt in self._worker and needs_turns(attempt))
 
     def move(self, moves: Iterable[Move]) -> None:
-        orders: dict[Any, list[Move]] = defaultdict(list)
-        for move in moves:
-            if (worker := self._worker.get(move.id)) is not None:
-                orders[worker].append(move)
-        for worker, order in orders.items():
-            worker.move.remote(order)
+        by_attempt = {move.id: move for move in moves}
+        for worker, order in self._by_worker(self._worker, by_attempt):
+            worker.move.remote([by_attempt[attempt] for attempt in order])
 
-    async def replica_by_attempt(self) -> dict[str, str]:
+    async def replica_by_attempt(self) -> dict[Attempt, str]:
         """Return the replica's address of each running attempt, as :meth:`join`; silent workers are left out."""
         pending = [asyncio.wait_for(worker.replica_by_attempt.remote(), self._patience_s) for worker in self._about]
         answers = await asyncio.gather(*pending, return_exceptions=True)  # _watch gives up silent workers
-        return {name: at for found in answers if isinstance(found, dict) for name, at in found.items()}
+        return {attempt: at for found in answers if isinstance(found, dict) for attempt, at in found.items()}
 
     def close(self) -> None:
         for task in self._tasks:
@@ -146,28 +138,31 @@ class WorkerPool:
 
     # ---- internal ----
 
+    @staticmethod
+    def _by_worker(workers: dict[Attempt, Any], attempts: Iterable[Attempt]) -> Iterable[tuple[Any, list[Attempt]]]:
+        orders: dict[Any, list[Attempt]] = defaultdict(list)
+        for attempt in attempts:
+            if attempt in workers:
+                orders[workers[attempt]].append(attempt)
+        return orders.items()
+
     def _run(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _join(self, worker: Any, limit_s: float) -> dict[str, str]:
+    async def _join(self, worker: Any, limit_s: float) -> tuple[dict[Attempt, str], list[AttemptReport]]:
         try:
-            about, kept = await asyncio.wait_for(self._attach(worker), limit_s)
+            about, reports = await asyncio.wait_for(worker.attach.remote(self._coordinator), limit_s)
         except (RayActorError, asyncio.TimeoutError) as error:
             self.start_error = str(error) or f"no answer for {limit_s:.0f} s"
             logger.warning("an agent loop worker is given up: %s", self.start_error.strip().splitlines()[0])
             ray.kill(worker)  # one that only hangs must not return after its attempts have started elsewhere
-            return {}
+            return {}, []
         self._about[worker] = set(about)
         self._worker.update(dict.fromkeys(about, worker))
-        self._kept.update(dict.fromkeys(kept, worker))
-        return about
-
-    async def _attach(self, worker: Any) -> tuple[dict[str, str], list[str]]:
-        """Return a worker's running attempts, and then those whose turns it keeps, so that none is missed."""
-        about = await worker.attach.remote(self._coordinator)
-        return about, await worker.kept.remote()
+        self._kept.update({report.attempt: worker for report in reports if report.leaves_turns})
+        return about, reports
 
     async def _send(self, worker: Any, starts: list[Start], step: int) -> None:
         try:
@@ -175,9 +170,9 @@ class WorkerPool:
         except (RayActorError, asyncio.TimeoutError) as error:  # in Python 3.10 not the builtin
             self._give_up(worker, error)
         except Exception as error:
-            self._report_lost([start.name for start in starts], f"a worker could not start them: {error}")
+            self._report_lost([start.attempt for start in starts], f"a worker could not start them: {error}")
         finally:
-            self._unsure.difference_update(start.name for start in starts)
+            self._unsure.difference_update(start.attempt for start in starts)
 
     async def _watch(self, worker: Any) -> None:
         while worker in self._about:
@@ -196,15 +191,15 @@ class WorkerPool:
         about = self._about.pop(worker, None)
         if about is None:
             return  # already given up
-        turns = [name for name, keeper in self._kept.items() if keeper is worker]
-        for name in turns:
-            del self._kept[name]
+        turns = [attempt for attempt, keeper in self._kept.items() if keeper is worker]
+        for attempt in turns:
+            del self._kept[attempt]
         why = first_line(error) if str(error) else f"no answer for {self._patience_s:.0f} s"
         logger.warning("an agent loop worker is given up (%s); its samples start again on others", why)
         ray.kill(worker)
         self._report_lost(sorted(about), "their agent loop worker died or hangs", turns)
 
-    def _report_lost(self, names: list[str], why: str, turns: list[str] | None = None) -> None:
-        for name in names:
-            self.ended(name)
-        self._lost(names, why, turns or [])
+    def _report_lost(self, attempts: list[Attempt], why: str, turns: list[Attempt] | None = None) -> None:
+        for attempt in attempts:
+            self.ended(attempt)
+        self._lost(attempts, why, turns or [])

@@ -288,7 +288,7 @@ class RhymeHttpServer(vLLMHttpServer):
             id=request_id,
             prompt_key=meta.key,
             sample=meta.sample,
-            attempt=meta.attempt,
+            request=meta.request,
             replica=self.replica_rank,
             node=self._node_id,
             queued_at=meta.queued_at or arrived,

@@ -42,6 +42,7 @@ def batch_metrics(batch: Batch, slots: int, taken: float | None = None) -> dict[
         names.STALE: counts.stale,
         names.ABANDONED: counts.abandoned,
         names.FAILED_ATTEMPTS: counts.failed,
+        names.UNREWARDED: counts.unrewarded,
         names.LOADED_PROMPTS: counts.loaded,
         names.DROPPED_PROMPTS: counts.dropped,
         names.WAITING_MEAN: np.mean(collected.waited),

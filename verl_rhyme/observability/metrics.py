@@ -110,6 +110,7 @@ STALE = "rollout/samples/stale"  # samples: finished, but too stale
 FINISHED_LEFT = "rollout/samples/finished_left"  # samples: finished, for a later step
 ABANDONED = "rollout/samples/abandoned_attempts"  # attempts: lost, or too late; look for dead workers, slow tools
 FAILED_ATTEMPTS = "rollout/samples/failed_attempts"  # attempts: agent loop or reward raised; the sample starts again
+UNREWARDED = "rollout/samples/unrewarded"  # samples: lost with a worker before their reward, regenerated
 LOADED_PROMPTS = "rollout/prompts/loaded"  # prompts: loaded
 DROPPED_PROMPTS = "rollout/prompts/dropped"  # prompts: failed or filtered
 WAITING_MEAN = "rollout/prompts/waiting/mean"  # steps: that passed a prompt by

@@ -20,7 +20,7 @@ class RequestRecord:
     id: str
     prompt_key: str  # hex
     sample: int
-    attempt: int  # number of the request in its conversation
+    request: int  # its number in its conversation
     replica: int
     node: str
     queued_at: float

@@ -68,7 +68,7 @@ def assign_lanes(began: np.ndarray, ended: np.ndarray) -> np.ndarray:
 def _request(requests: Mapping[str, np.ndarray], row: int) -> tuple[str, dict[str, Any]]:
     key = requests["prompt_key"][row]
     prompt = key.hex() if isinstance(key, bytes) else "?"
-    counts = ("step", "sample", "attempt", "prompt_tokens", "response_tokens", "accepted_tokens", "drafted_tokens")
+    counts = ("step", "sample", "request", "prompt_tokens", "response_tokens", "accepted_tokens", "drafted_tokens")
     details: dict[str, Any] = {name: int(requests[name][row]) for name in counts}
     details |= {name: bool(requests[name][row]) for name in ("trained", "validate")}
     details |= {"prompt": prompt, "ended": str(requests["stop_reason"][row] or "?")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class Progress(NamedTuple):
 class Move(NamedTuple):
     """A move of a running request to another replica."""
 
-    id: str
+    id: Any  # of the request; in the moves of a rollout, its attempt
     replica: str
     reason: str
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
-from verl_rhyme.scheduling.batch import Record
+from verl_rhyme.scheduling.attempts import Record
 from verl_rhyme.scheduling.rules import Rules
 
 

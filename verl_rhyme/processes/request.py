@@ -31,7 +31,7 @@ class RequestMeta:
 
     key: str = ""  # prompt key in hex (history.keys); empty if another client sent the request
     sample: int = -1  # number in its group; -1 if unknown
-    attempt: int = 0  # number in its conversation, from 0: each resumption and turn adds one; in the event log
+    request: int = 0  # number in its conversation, from 0: each resumption and turn adds one; in the event log
     earlier_tokens: int = 0  # response tokens of the sample before this request, in other turns and in this one
     assignment: Assignment = ANYWHERE  # replica, priority and expected length
     name: str = ""  # of the sample's attempt; empty if no coordinator started it

@@ -5,12 +5,12 @@ The coordinator and the agent loop workers exchange these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from verl_rhyme.placement.assignment import ANYWHERE, Assignment
-from verl_rhyme.scheduling.batch import Record
+
+#: A server's record of a request (``processes.request.RequestRecord``), with the ``uid`` of its prompt.
+Record = dict[str, Any]
 
 #: End of an attempt. ``generated``: the response is complete, its reward is unknown; ``finished``: the reward is known,
 #: the trajectories are stored; ``interrupted``: by a weight update; ``failed``: the agent loop or the reward function
@@ -33,15 +33,18 @@ class Attempt(NamedTuple):
         return self.uid, self.number
 
     @property
+    def session_id(self) -> int:
+        """verl's number of the session; unique, so that late writes of an abandoned attempt are never read."""
+        return self.attempt * _SAMPLES + self.number
+
+    @property
     def name(self) -> str:
-        """verl's key of the attempt's trajectories, without their index. It is unique: late writes of an abandoned
-        attempt are never read.
-        """
-        return f"{self.uid}_{self.attempt * _SAMPLES + self.number}"
+        """verl's key of the attempt's trajectories, without their index."""
+        return f"{self.uid}_{self.session_id}"
 
     @classmethod
     def named(cls, name: str) -> Attempt:
-        """Inverse of :attr:`name`."""
+        """Inverse of :attr:`name`. Raises ValueError for other keys."""
         uid, _, number = name.rpartition("_")
         attempt, sample = divmod(int(number), _SAMPLES)
         return cls(uid, sample, attempt)
@@ -54,22 +57,22 @@ def sample_of(name: str) -> tuple[str, int]:
 class Start(NamedTuple):
     """A sample to start."""
 
-    name: str  # Attempt.name
-    predecessor: str | None = None  # attempt whose turns this one continues or drafts from
+    attempt: Attempt
+    predecessor: Attempt | None = None  # whose turns this one continues or drafts from
     partial: bool = False  # continues from these turns, rather than drafts from them
     stored: bool = False  # the predecessor finished: its turns are in its trajectories
     assignment: Assignment = ANYWHERE
     spans: bool = False  # its tokens may be of several policy versions (Rules.continues)
 
 
-class Ended(NamedTuple):
-    """Report of an attempt's end."""
+class AttemptReport(NamedTuple):
+    """Report of an attempt's end: from its worker, in the rollout until its sample is trained, and in TransferQueue."""
 
-    name: str  # Attempt.name
+    attempt: Attempt
     status: Status
     tokens: int = 0  # of the response, including those it continued from
     first_version: int | None = None  # policy version of the oldest of them; None without tokens
-    #: Records of its requests by the servers (``processes.request.RequestRecord``).
+    #: Records of its requests by the servers (``processes.request.RequestRecord``), and of those it continued from.
     records: list[Record] = []  # noqa: RUF012  never changed
     #: ``finished``: scores of its trajectories by which groups are filtered; empty without a filter.
     scores: list[float] = []  # noqa: RUF012
@@ -78,18 +81,18 @@ class Ended(NamedTuple):
     broken: bool = False  # failed: the error is one of wrong code
     tries: int = 1  # failed: number of failures that it counts as
 
+    @property
+    def leaves_turns(self) -> bool:
+        """Whether its worker keeps turns of it, for the next attempt."""
+        return self.status == "interrupted" or (self.status == "failed" and self.tokens > 0)
 
-@dataclass
-class Reported:
-    """What is kept of the reports of an untrained sample."""
+    @property
+    def stored(self) -> bool:
+        """Whether its turns are in its trajectories."""
+        return self.status == "finished" and not self.empty
 
-    attempt: int | None = None  # latest ended one that left turns, to continue or to draft from
-    #: With ``uid`` and ``sample``; also those of the attempts it continued from.
-    records: list[Record] = field(default_factory=list)
-    stored: bool = False  # its turns are in its trajectories
-    scores: list[float] = field(default_factory=list)  # of its trajectories, by which groups are filtered
-    empty: bool = False  # finished without a trajectory
-
-    @classmethod
-    def of(cls, attempt: Attempt, records: Iterable[Record]) -> Reported:
-        return cls(attempt.attempt, [{**record, "uid": attempt.uid, "sample": attempt.number} for record in records])
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for TransferQueue, without the attempt: ``AttemptReport(attempt, **values)``."""
+        values = self._asdict()
+        del values["attempt"]
+        return values

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from verl_rhyme.scheduling.attempts import Attempt, Record
 from verl_rhyme.scheduling.rules import Unit
-
-#: A server's record of a request (``processes.request.RequestRecord``).
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,7 @@ class StepCounts:
     stale: int = 0  # samples, finished or (where they span versions) running, too stale: regenerated
     abandoned: int = 0  # attempts that were lost, or kept the others waiting
     failed: int = 0  # attempts of which the agent loop, a tool or the reward raised
+    unrewarded: int = 0  # generated responses lost with their worker before their reward: regenerated
     wasted_tokens: int = 0  # generated, and will not be trained
 
 
@@ -50,9 +48,9 @@ class Batch:
     """An update batch, and the statistics since the last one."""
 
     collected: Collected
-    attempts: list[str]  # of the samples with trajectories: prefixes of these trajectories' keys
+    attempts: list[Attempt]  # of the samples with trajectories
     version: int  # of the policy that it trains
-    trained: list[Record]  # request records of these samples, with uid and sample
+    trained: list[Record]  # request records of these samples
     ran: list[Record]  # of attempts that ended since the last batch
     wasted: list[Record]  # of attempts whose tokens will not be trained
     counts: StepCounts

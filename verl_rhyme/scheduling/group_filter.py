@@ -1,7 +1,7 @@
 """Groups without a gradient: all their trajectories have one score (DAPO, arXiv:2503.14476, section 3.2).
 
-A low keep rate is costly, not wrong: it is a warning. The run ends only if the rate is effectively zero: at a rate of
-1% fewer than one of 10,000 runs of 5,000 steps ends so (``tests/unit/scheduling/test_group_filter.py`` computes it).
+A low keep rate is costly, not wrong. The run ends only if the rate is effectively zero: at a rate of 1% fewer than one
+of 10,000 runs of 5,000 steps ends so (``tests/unit/scheduling/test_group_filter.py`` computes it).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from verl_rhyme.scheduling.retries import RolloutError
 
 #: Consecutive dropped groups that end a run; the same if every score since the start is equal (a broken reward).
 NONE_KEPT, ONE_SCORE = 4096, 1024
-#: Groups over which the keep rate is measured, and the rate from which there is a warning, again at each half of it.
-WINDOW, COSTLY = 256, 0.1
+#: Consecutive dropped groups after which, and after as many again, there is a warning.
+WARNED = 256
 
 
 class GroupFilter:
@@ -27,8 +27,6 @@ class GroupFilter:
         self.warnings: list[str] = []  # to be logged
         self._in_a_row: Counter[float] = Counter()  # groups dropped since one was kept, by score
         self._ever_kept = False
-        self._seen = self._kept = 0  # groups of this window
-        self._warned = COSTLY
 
     def keeps(self, scores: Sequence[Sequence[float]]) -> bool:
         """Count a group and return whether it is kept, by each sample's scores (kept if a sample's are unknown).
@@ -45,59 +43,33 @@ class GroupFilter:
         else:
             self.dropped[flat[0]] += 1
             self._in_a_row[flat[0]] += 1
-        self._measure(kept)
-        if not kept:
             self._end_hopeless()
         return kept
 
-    @property
-    def _limit(self) -> int:
-        return ONE_SCORE if not self._ever_kept and len(self._in_a_row) == 1 else NONE_KEPT
-
-    def _measure(self, kept: bool) -> None:
-        self._seen, self._kept = self._seen + 1, self._kept + kept
-        if self._seen < WINDOW:
-            return
-        rate, self._seen, self._kept = self._kept / self._seen, 0, 0
-        if not rate:
-            self.warnings.append(
-                f"algorithm.filter_groups dropped the last {self._in_a_row.total()} groups: {self._listed()}. The run "
-                f"ends after {self._limit} in a row"
-            )
-        elif rate <= self._warned:
-            self._warned = rate / 2
-            self.warnings.append(
-                f"algorithm.filter_groups kept {100 * rate:.1f}% of the last {WINDOW} groups: {1 / rate:.0f} prompts "
-                "are generated for each trained one. Prompts of medium difficulty train faster"
-            )
-
     def _end_hopeless(self) -> None:
-        if (count := self._in_a_row.total()) < self._limit:
+        count = self._in_a_row.total()
+        limit = ONE_SCORE if not self._ever_kept and len(self._in_a_row) == 1 else NONE_KEPT
+        scores = ", ".join(f"{round(score, 4)} in {groups}" for score, groups in self._in_a_row.most_common(4))
+        if count % WARNED == 0:
+            self.warnings.append(
+                f"algorithm.filter_groups dropped the last {count} groups: {scores}. The run ends after {limit}"
+            )
+        if count < limit:
             return
         raise RolloutError(
             f"algorithm.filter_groups dropped all {count} groups since it last kept one (metric {self.metric}, limit "
-            f"{self._limit}): within each group all samples have the same score. The scores: {self._listed()}. Check "
-            "the reward function (reward.custom_reward_function) and algorithm.filter_groups.metric. If prompts are "
-            "too easy or too hard, choose others or set algorithm.filter_groups.enable=false. Then start the same "
-            "command: it resumes from the last checkpoint."
+            f"{limit}): within each group all samples have the same score. The scores: {scores}. Check the reward "
+            "function (reward.custom_reward_function) and algorithm.filter_groups.metric. If prompts are too easy or "
+            "too hard, choose others or set algorithm.filter_groups.enable=false. Then start the same command: it "
+            "resumes from the last checkpoint."
         )
-
-    def _listed(self) -> str:
-        return ", ".join(f"{round(score, 4)} in {groups}" for score, groups in self._in_a_row.most_common(4))
 
     # ---- checkpoints: plain values for JSON ----
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "in_a_row": list(self._in_a_row.items()),
-            "ever_kept": self._ever_kept,
-            "window": [self._seen, self._kept],
-            "warned": self._warned,
-        }
+        return {"in_a_row": list(self._in_a_row.items()), "ever_kept": self._ever_kept}
 
     def load_state_dict(self, state: dict[str, Any], dropped: Iterable[tuple[float, int]]) -> None:
         self.dropped.update(dict(dropped))
         self._in_a_row.update(dict(state.get("in_a_row", ())))
         self._ever_kept = state.get("ever_kept", True)  # a state of an earlier version is of a run that trained
-        self._seen, self._kept = state.get("window", (0, 0))
-        self._warned = state.get("warned", COSTLY)

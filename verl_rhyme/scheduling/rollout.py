@@ -1,5 +1,5 @@
-"""A run's rollout without its messages: under which name a sample starts, from whose text it continues, which report
-counts, what an ended attempt leaves, and the content of a batch.
+"""A run's rollout without its messages: from whose text a sample continues, which report counts, what an ended attempt
+leaves, and the content of a batch.
 
 It surrounds the :class:`~verl_rhyme.scheduling.scheduler.Scheduler`, which counts tokens and versions. It is a pure
 state machine too; the coordinator (``coordinator/coordinator.py``) carries its messages.
@@ -8,15 +8,14 @@ state machine too; the coordinator (``coordinator/coordinator.py``) carries its 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from verl_rhyme.placement.assignment import Assignment
-from verl_rhyme.scheduling.admission import priority
-from verl_rhyme.scheduling.attempts import Attempt, Ended, Reported, Start, sample_of
-from verl_rhyme.scheduling.batch import Batch, Record, StepCounts
+from verl_rhyme.scheduling.attempts import Attempt, AttemptReport, Record, Start
+from verl_rhyme.scheduling.batch import Batch, StepCounts
+from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.group_filter import GroupFilter
-from verl_rhyme.scheduling.recovery import Evidence, Recovery
+from verl_rhyme.scheduling.recovery import Recovery
 from verl_rhyme.scheduling.retries import TRIES, Retries, RolloutError
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import IN_PROGRESS, Prompt, Sample, State
@@ -24,8 +23,6 @@ from verl_rhyme.scheduling.scheduler import Scheduler
 
 #: Attempt numbers reserved for each generation.
 _ATTEMPTS = 1 << 10
-#: Of a sample without reports.
-_NOTHING = Reported()
 
 
 class Rollout:
@@ -34,24 +31,30 @@ class Rollout:
     The caller reads :meth:`missing_prompts`, passes prompts to :meth:`add_prompts`, sends what :meth:`fill` and
     :meth:`pop_abandoned` return, and passes reports to :meth:`ended`. In between it calls the scheduler as that class
     describes. ``filters`` is the metric of the :class:`GroupFilter` (``None``: no group is dropped). ``generation`` is
-    the number of this rollout among those that resume one another; it keeps attempt names unique. After ``outage_s``
-    seconds without a successful sample the run ends (:mod:`.retries`).
+    the number of this rollout among those that resume one another; it keeps attempts unique. After ``outage_s`` seconds
+    without a successful sample the run ends (:mod:`.retries`). ``dispatch`` makes its :class:`Dispatch`.
     """
 
     def __init__(
-        self, rules: Rules, filters: str | None = None, generation: int = 0, outage_s: float = math.inf
+        self,
+        rules: Rules,
+        filters: str | None = None,
+        generation: int = 0,
+        outage_s: float = math.inf,
+        dispatch: Callable[[Scheduler], Dispatch] = Dispatch,
     ) -> None:
         self.scheduler = Scheduler(rules)
+        self.dispatch = dispatch(self.scheduler)
         self.scheduler.first_attempt = generation * _ATTEMPTS
         self._generation = generation
         self._filter = GroupFilter(filters)
         self._retries = Retries(outage_s)
         self._stock: dict[str, int] = {}  # number of samples by prompt that waits to be loaded, in order
         self._expected: dict[str, float] = {}  # expected tokens by waiting prompt, where known
-        self._reported: dict[tuple[str, int], Reported] = {}  # by untrained sample
+        self._reports: dict[tuple[str, int], AttemptReport] = {}  # of the turns left, by untrained sample
         self._ran: list[Record] = []  # records of attempts that ended since the last batch
-        self._abandoned: list[str] = []  # attempts to be ended
-        self._obsolete: list[str] = []  # attempts whose reports are no longer needed
+        self._abandoned: list[Attempt] = []  # attempts to be ended
+        self._obsolete: list[Attempt] = []  # attempts whose turns are no longer needed
         self._wasted: list[Record] = []
         self._failed = 0
         self._warnings: list[str] = []
@@ -94,7 +97,7 @@ class Rollout:
         """Make the policy ``version`` the current one (:meth:`Scheduler.begin`); stale samples are regenerated."""
         self._retries.proven |= version > 0  # also of a run that resumes
         attempts = self.attempts() if self.scheduler.has_stale(version) else []
-        in_progress = {attempt.sample: attempt.name for attempt in attempts}
+        in_progress = {attempt.sample: attempt for attempt in attempts}
         for sample in self.scheduler.begin(version, batches_left):
             self._waste(sample)
             if sample in in_progress:  # some still wait for a reward
@@ -112,14 +115,16 @@ class Rollout:
         """Load waiting prompts and start samples, as far as the scheduler allows (:meth:`Scheduler.dispatch`)."""
         self.load_prompts()
         self._retries.release(now)
+        started = self.scheduler.dispatch(limit, min_starts, self._retries.waiting.keys())
+        if not started:  # as after most events
+            return []
+        attempts = [self._latest(*sample) for sample in started]
+        tokens = [self.kept_tokens(*sample) for sample in started]
         starts = []
-        for uid, number in self.scheduler.dispatch(limit, min_starts, self._retries.waiting.keys()):
-            before, name = self._predecessor(uid, number), self._latest(uid, number).name
-            predecessor = None if before is None else Attempt(uid, number, before).name
-            stored, kept = self._report((uid, number)).stored, self.kept_tokens(uid, number) > 0
-            place = priority(self.rules, self.scheduler.ledger.prompt(uid))
-            assignment = Assignment(oldest_version=self.scheduler.oldest_version(uid), priority=place)
-            starts.append(Start(name, predecessor, kept, stored, assignment, self.rules.continues))
+        for attempt, kept, assignment in zip(attempts, tokens, self.dispatch.assign(attempts, tokens), strict=True):
+            before = self._reports.get(attempt.sample) if kept or self.rules.redrafts else None
+            predecessor, stored = (before.attempt, before.stored) if before else (None, False)
+            starts.append(Start(attempt, predecessor, kept > 0, stored, assignment, self.rules.continues))
         return starts
 
     def next_start(self) -> float | None:
@@ -134,91 +139,113 @@ class Rollout:
 
     def kept_tokens(self, uid: str, number: int) -> int:
         """Return the tokens from which the next attempt at a sample continues."""
-        known = self._report((uid, number)).attempt is not None
-        return self.scheduler.ledger.prompt(uid).samples[number].kept_tokens if known else 0
+        return self.scheduler.ledger.prompt(uid).samples[number].kept_tokens if (uid, number) in self._reports else 0
 
-    def _predecessor(self, uid: str, number: int) -> int | None:
-        if self.rules.redrafts or self.kept_tokens(uid, number):
-            return self._report((uid, number)).attempt
-        return None
-
-    def ended(self, report: Ended, now: float = 0.0) -> list[Record]:
+    def ended(self, report: AttemptReport, now: float = 0.0) -> list[Record]:
         """Record the report of an attempt's end at ``now``; a report that no caller waits for changes nothing.
 
         Return the records of requests that were not reported before (a report repeats those of attempts it continued
         from). Raises :class:`RolloutError` if no sample succeeds or the filter dropped too many consecutive groups, and
         RuntimeError if its tokens come from a policy version that is not allowed.
         """
-        attempt = Attempt.named(report.name)
+        attempt = report.attempt
+        self.dispatch.ended(attempt, report.tokens if report.status == "generated" else None)
+        records = self._ended(report, now)
+        kept = self._reports.get(attempt.sample)
+        if report.leaves_turns and (kept is None or kept.attempt != attempt):
+            self._obsolete.append(attempt)
+        return records
+
+    def _ended(self, report: AttemptReport, now: float) -> list[Record]:
+        attempt, status = report.attempt, report.status
         uid, number, _ = attempt
         sample = self._sample(attempt)
-        if sample is None or sample.state not in IN_PROGRESS:
+        if sample is None or sample.state not in IN_PROGRESS or not self._starts_again(report, now):
             return []
-        if report.status == "failed" and not self._try_again(
-            uid, number, report.error, now, report.broken, report.tries
-        ):
-            return []
-        could_not_start = f"it could not start: {report.error}"
-        if report.status == "lost" and not self._try_again(uid, number, could_not_start, now, tries=0):
-            return []
-        if report.status in ("failed", "lost") and (sample.state == "generated" or not report.tokens):
+        if status in ("failed", "lost") and (sample.state == "generated" or not report.tokens):
             self.scheduler.abandon(uid, number)  # what it left before remains
-        elif report.status == "finished":
+        elif status == "finished":
             if sample.state == "generated":
-                reported = self._reported[uid, number]
-                reported.scores, reported.empty, reported.stored = report.scores, report.empty, not report.empty
-                if not report.empty:
-                    self._obsolete.append(report.name)
-                    self._retries.succeeded(attempt.sample, now)
-                self.scheduler.finish(uid, number)
-                self._check_finished(uid, now)
+                self._finish(report, now)
         elif sample.state == "running":
-            before = self._report(attempt.sample)
-            if before.attempt is not None:
-                self._obsolete.append(Attempt(uid, number, before.attempt).name)
-            reported = self._reported[attempt.sample] = Reported.of(attempt, report.records)
-            known = {record["id"] for record in before.records}
-            new = [record for record in reported.records if record["id"] not in known]
-            self._ran += new
-            repeated = {record["id"] for record in reported.records}
-            lost = [record for record in before.records if record["id"] not in repeated]  # with its turns
-            self._wasted += lost
-            self.scheduler.step.wasted_tokens += sum(record["response_tokens"] for record in lost)
-            if report.status == "generated":
-                self._generated(report, uid, number)
+            new = self._replace_report(report)
+            if status == "generated":
+                self._generated(report)
             elif not self.scheduler.interrupt(uid, number, report.tokens, report.first_version):
-                self._waste((uid, number))
+                self._waste(attempt.sample)
             return new
         return []
 
-    def lost(self, names: Iterable[str], turns: Iterable[str] = ()) -> list[str]:
+    def _starts_again(self, report: AttemptReport, now: float) -> bool:
+        """Return false if the failure of an attempt replaces its prompt."""
+        if report.status == "failed":
+            return self._try_again(*report.attempt.sample, report.error, now, report.broken, report.tries)
+        if report.status == "lost":
+            return self._try_again(*report.attempt.sample, f"it could not start: {report.error}", now, tries=0)
+        return True
+
+    def _finish(self, report: AttemptReport, now: float) -> None:
+        attempt = report.attempt
+        before = self._reports[attempt.sample]
+        self._reports[attempt.sample] = before._replace(status="finished", scores=report.scores, empty=report.empty)
+        if not report.empty:
+            self._retries.succeeded(attempt.sample, now)
+        self.scheduler.finish(*attempt.sample)
+        self._check_finished(attempt.uid, now)
+
+    def _replace_report(self, report: AttemptReport) -> list[Record]:
+        """Keep a report in place of that of the attempt it began with; return its new records."""
+        before = self._reports.get(report.attempt.sample)
+        self._reports[report.attempt.sample] = report
+        earlier = before.records if before else []
+        known, repeated = ({record["id"] for record in records} for records in (earlier, report.records))
+        new = [record for record in report.records if record["id"] not in known]
+        lost = [record for record in earlier if record["id"] not in repeated]  # with its turns
+        self._ran += new
+        self._wasted += lost
+        self.scheduler.step.wasted_tokens += sum(record["response_tokens"] for record in lost)
+        if before:
+            self._obsolete.append(before.attempt)
+        return new
+
+    def lost(self, attempts: Iterable[Attempt], turns: Iterable[Attempt] = ()) -> list[Attempt]:
         """Abandon attempts that no process runs any more; return those whose samples start again.
 
-        ``turns``: ended attempts whose turns are lost. Samples that would go on from them start over.
+        ``turns``: ended attempts whose turns are lost. Samples that would go on from them start over; so do generated
+        ones, whose turns are lost with the attempt.
         """
-        in_progress = {attempt.name: attempt for attempt in self.attempts()}
-        lost = [name for name in names if name in in_progress]
-        for name in lost:
-            self.scheduler.abandon(*in_progress[name].sample)
-        for attempt in map(Attempt.named, turns):
-            reported = self._report(attempt.sample)
-            if reported.attempt == attempt.attempt and not reported.stored:
+        attempts, turns = list(attempts), list(turns)
+        for attempt in attempts:
+            self.dispatch.ended(attempt)
+        generated, in_progress = {*self.attempts(("generated",))}, {*self.attempts()}
+        lost = [attempt for attempt in attempts if attempt in in_progress]
+        for attempt in lost:
+            self.scheduler.abandon(*attempt.sample)
+        unrewarded = [attempt for attempt in lost if attempt in generated]
+        self.scheduler.step.unrewarded += len(unrewarded)
+        for attempt in [*turns, *unrewarded]:
+            report = self._reports.get(attempt.sample)
+            if report is None or report.attempt != attempt or report.status == "finished":
+                continue
+            if self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number].state == "pending":
                 self._start_over(*attempt.sample)
-                self._obsolete.append(attempt.name)
+            else:  # an attempt that began without them runs on another worker
+                self._wasted += self._forget(attempt.sample)
         return lost
 
-    def abandon_running(self) -> list[str]:
+    def abandon_running(self) -> list[Attempt]:
         """Abandon and return the attempts that have not reported although the engines are stopped."""
         running = self.attempts(("running",)) if self.rules.stops else []
         for attempt in running:
             self.scheduler.abandon(*attempt.sample)
-        names = [attempt.name for attempt in running]
-        self._abandoned += names
-        return names
+        self._abandoned += running
+        return running
 
-    def pop_abandoned(self) -> list[str]:
+    def pop_abandoned(self) -> list[Attempt]:
         """Return the attempts, since the last call, that are to end without a report."""
         abandoned, self._abandoned = self._abandoned, []
+        for attempt in abandoned:
+            self.dispatch.ended(attempt)
         return abandoned
 
     def pop_warnings(self) -> list[str]:
@@ -229,14 +256,14 @@ class Rollout:
     def outage(self, now: float) -> str:
         return self._retries.summary(now)
 
-    def pop_obsolete(self) -> list[str]:
-        """Return attempts, since the last call, that a later one replaced or whose text is in trajectories."""
+    def pop_obsolete(self) -> list[Attempt]:
+        """Return attempts, since the last call, whose turns no later one needs."""
         obsolete, self._obsolete = self._obsolete, []
         return obsolete
 
     # ---- batches ----
 
-    def part(self, samples: int) -> list[str]:
+    def part(self, samples: int) -> list[Attempt]:
         """Return attempts for a streamed part of the next batch: finished whole groups that the batch contains in any
         case.
 
@@ -251,21 +278,20 @@ class Rollout:
         found = self.scheduler.reserve(self._finished_groups, samples)
         for uid in found:
             del self._finished_groups[uid]
-        stored = [sample for uid in found for sample in self._stored(self.scheduler.ledger.prompt(uid))]
-        return [self._latest(*sample).name for sample in stored]
+        return [report.attempt for uid in found for report in self._stored(self.scheduler.ledger.prompt(uid))]
 
     def take(self) -> Batch:
         """Return the update batch (:meth:`Scheduler.collect`) and the statistics since the last one.
 
         Raises :class:`RolloutError` without any trajectory, and RuntimeError if a sample exceeds the staleness bound.
         """
-        finished = {attempt.sample: attempt.name for attempt in self.attempts(("finished",))}
         collected = self.scheduler.collect()
         self._retries.trained()
         for staleness in collected.staleness:  # a last check before training
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
-        stored = [sample for sample in collected.samples if not self._report(sample).empty]
+        reports = [self._reports.pop(sample) for sample in collected.samples]
+        stored = [report for report in reports if report.stored]
         if not stored:
             raise RolloutError(
                 f"the agent loop returned no trajectory for any of the {len(collected.samples)} samples of a batch: "
@@ -273,24 +299,25 @@ class Rollout:
             )
         for sample in self.scheduler.retire():
             self._waste(sample)
-        trained = [record for sample in collected.samples for record in self._forget(sample)]
+        self._wasted += [record for report in reports if not report.stored for record in report.records]
         for uid, _ in collected.samples:
             self._finished_groups.pop(uid, None)
         batch = Batch(
             collected=collected,
-            attempts=[finished[sample] for sample in stored],
+            attempts=[report.attempt for report in stored],
             version=self.scheduler.version,
-            trained=trained,
+            trained=[record for report in stored for record in report.records],
             ran=self._ran,
             wasted=self._wasted,
             counts=self.scheduler.step,
-            left=len(finished) - len(collected.samples),
+            left=self.scheduler.ledger.tally.samples["finished"],
             failed=self._failed,
             filtered=self.filtered,
         )
         self._ran, self._wasted, self._failed = [], [], 0
         self._filter.dropped.clear()
         self.scheduler.step = StepCounts()
+        self.dispatch.retain(self.needs_prompt)
         return batch
 
     # ---- content of the queue ----
@@ -298,33 +325,33 @@ class Rollout:
     def needs_prompt(self, uid: str) -> bool:
         return uid in self.scheduler.ledger or uid in self._stock
 
-    def needs_turns(self, name: str) -> bool:
+    def needs_turns(self, attempt: Attempt) -> bool:
         """Return whether a later attempt may need this attempt's turns; not if the trajectories contain them."""
-        attempt = Attempt.named(name)
-        reported = self._report(attempt.sample)
-        return not reported.stored if reported.attempt == attempt.attempt else self.may_train(name)
+        report = self._reports.get(attempt.sample)
+        if report is not None and report.attempt == attempt:
+            return report.status != "finished"
+        return self.may_train(attempt)
 
-    def needs_trajectories(self, name: str) -> bool:
+    def needs_trajectories(self, attempt: Attempt) -> bool:
         """Return whether this attempt's trajectories, stored or to come, may be trained or drafted from."""
-        attempt = Attempt.named(name)
-        drafted = self._predecessor(*attempt.sample) == attempt.attempt and self._report(attempt.sample).stored
-        return drafted or self.may_train(name)
+        report = self._reports.get(attempt.sample)
+        drafted = report is not None and report.attempt == attempt and report.stored and self.rules.redrafts
+        return drafted or self.may_train(attempt)
 
-    def may_train(self, name: str) -> bool:
-        sample = self._sample(Attempt.named(name))
+    def may_train(self, attempt: Attempt) -> bool:
+        sample = self._sample(attempt)
         return sample is not None and sample.state in (*IN_PROGRESS, "finished")
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; :meth:`restore` needs them and the content of the queue."""
-        turns = {sample: report.attempt for sample, report in self._reported.items() if report.attempt is not None}
-        empty = [sample for sample, report in self._reported.items() if report.empty]
+        reports = self._reports.values()
         return {
             **self.scheduler.state_dict(),
             "stock": list(self._stock.items()),
-            "reports": sorted(Attempt(*sample, attempt).name for sample, attempt in turns.items()),
-            "empty": sorted(self._latest(*sample).name for sample in empty),
+            "reports": sorted(report.attempt.name for report in reports),
+            "empty": sorted(report.attempt.name for report in reports if report.empty),
             "generation": self._generation,
             "failed": self._failed,
             "filtered": list(self.filtered.items()),
@@ -337,12 +364,12 @@ class Rollout:
         state: dict[str, Any],
         version: int,
         batches_left: int,
-        evidence: Mapping[str, Evidence],
-        prompts: set[str],
+        known: Mapping[Attempt, AttemptReport | None],
+        prompts: Collection[str],
         added: Iterable[tuple[str, int]] = (),
         now: float = 0.0,
     ) -> list[str]:
-        """Restore the rollout from an earlier :meth:`state_dict` and newer ``evidence`` of all known attempts, by name.
+        """Restore the rollout from an earlier :meth:`state_dict` and the newer ``known`` attempts (:class:`Recovery`).
 
         ``prompts`` have available data; ``added`` ones came since the state was saved. Return the ids of prompts whose
         data are lost; other prompts replace them.
@@ -354,23 +381,19 @@ class Rollout:
         self._stock = dict([*state["stock"], *added])
         self.scheduler.batches_left = batches_left
         prompt_limit = self._whole_updates(self.scheduler.prompt_limit())  # nothing was trained since
-        recovery = Recovery(self.scheduler, self._reported, evidence)
+        empty = [AttemptReport(Attempt.named(name), "finished", empty=True) for name in state["empty"]]
+        recovery = Recovery(self.scheduler, {report.attempt: report for report in empty} | dict(known))
         gone = recovery.load(self._stock, prompts, prompt_limit)
         self._failed += len(gone)
-        recovery.remember(state["reports"])
-        newer = {  # publish() forgets the reports of stale samples, but these are of attempts that regenerated them
-            sample: self._reported.pop(sample)
-            for sample, reported in list(self._reported.items())
-            if (reported.attempt or 0) > self._latest(*sample).attempt
-        }
+        recovery.remember(map(Attempt.named, state["reports"]))
+        # publish() forgets the reports of stale samples, but newer ones are of attempts that regenerated them
+        newer = {s: report for s, report in recovery.reports.items() if report.attempt > self._latest(*s)}
+        self._reports = {s: report for s, report in recovery.reports.items() if s not in newer}
         self.publish(version, batches_left)
-        self._reported.update(newer)
-        for attempt in recovery.place(self._filter.metric is not None):
+        self._reports.update(newer)
+        for attempt in recovery.place():
             self._waste(attempt.sample)
-            if evidence[attempt.name].running:
-                self._abandoned.append(attempt.name)
-        for name in filter(self.may_train, state["empty"]):
-            self._reported.setdefault(sample_of(name), Reported()).empty = True
+            self._abandoned.append(attempt)
         for prompt in list(self.scheduler.ledger):
             self._check_finished(prompt.uid, now)
         self.scheduler.set_prompt_limit(prompt_limit)
@@ -395,31 +418,33 @@ class Rollout:
         sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
         return sample if sample.attempt == attempt.attempt else None
 
-    def _report(self, sample: tuple[str, int]) -> Reported:
-        return self._reported.get(sample, _NOTHING)
-
-    def _generated(self, report: Ended, uid: str, number: int) -> None:
-        if self.scheduler.generate(uid, number, report.tokens, report.first_version):
+    def _generated(self, report: AttemptReport) -> None:
+        if self.scheduler.generate(*report.attempt.sample, report.tokens, report.first_version):
             return
         if self.rules.stops:
             assert report.first_version is not None
             raise _lagging(self.scheduler.version - report.first_version, self.rules)
-        self._waste((uid, number))
-        self._abandoned.append(report.name)  # its reward is not needed
+        self._waste(report.attempt.sample)
+        self._abandoned.append(report.attempt)  # its reward is not needed
 
     def _waste(self, sample: tuple[str, int]) -> None:
-        if self.rules.continues:
+        report = self._reports.get(sample)
+        if report is None or report.empty or self.rules.continues:
             self._wasted += self._forget(sample)
-        elif (reported := self._reported.get(sample)) is not None:  # its text is still a draft
-            self._wasted += reported.records
-            reported.records, reported.empty = [], False
+        else:  # its text is still a draft
+            self._wasted += report.records
+            self._reports[sample] = report._replace(records=[])
 
     def _start_over(self, uid: str, number: int) -> None:
         self._wasted += self._forget((uid, number))
         self.scheduler.start_over(uid, number)
 
     def _forget(self, sample: tuple[str, int]) -> list[Record]:
-        return self._reported.pop(sample, Reported()).records
+        report = self._reports.pop(sample, None)
+        if report is None:
+            return []
+        self._obsolete.append(report.attempt)
+        return report.records
 
     def _try_again(self, uid: str, number: int, error: str, now: float, broken: bool = False, tries: int = 1) -> bool:
         """Record a failed sample; if it failed too often, drop its prompt and return ``False``."""
@@ -445,14 +470,15 @@ class Rollout:
             if self._try_again(uid, 0, error, now, broken=True, tries=TRIES // 2):
                 for number in range(len(prompt.samples)):
                     self._start_over(uid, number)
-        elif not self._filter.keeps([self._report(sample).scores for sample in stored]):
+        elif not self._filter.keeps([report.scores for report in stored]):
             self._drop(uid)
         else:
             self._finished_groups[uid], self._new_part = len(prompt.samples), True
 
-    def _stored(self, prompt: Prompt) -> list[tuple[str, int]]:
-        samples = [(prompt.uid, number) for number in range(len(prompt.samples))]
-        return [sample for sample in samples if not self._report(sample).empty]
+    def _stored(self, prompt: Prompt) -> list[AttemptReport]:
+        """Return the reports of a finished prompt's samples that have trajectories."""
+        reports = [self._reports[prompt.uid, number] for number in range(len(prompt.samples))]
+        return [report for report in reports if report.stored]
 
     def _drop(self, uid: str) -> None:
         self._finished_groups.pop(uid, None)
@@ -462,7 +488,7 @@ class Rollout:
         for number, sample in enumerate(samples):
             self._wasted += self._forget((uid, number))
             if sample.state in IN_PROGRESS:
-                self._abandoned.append(Attempt(uid, number, sample.attempt).name)
+                self._abandoned.append(Attempt(uid, number, sample.attempt))
         self.scheduler.drop(uid)
 
 

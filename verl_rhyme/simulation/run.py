@@ -11,14 +11,16 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
+from typing import cast
 
 from verl_rhyme.config import PLACEMENTS
 from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.placement import Placement
 from verl_rhyme.placement import Request as PlacementRequest
 from verl_rhyme.planning.workload import Prompt
-from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
+from verl_rhyme.scheduling.attempts import Attempt, AttemptReport, Start
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.rollout import Rollout
@@ -67,16 +69,17 @@ class Simulation:
         self.scenario = scenario
         self.expectations = Expectations(scenario.response_limit)
         self.steps: list[Step] = []
-        self.rollout = Rollout(scenario.rules)
         seed = {"seed": 0} if scenario.placement == "least_loaded" else {}  # reproducible runs
         self.placement = Placement(scenario.placement, {**seed, **scenario.options}, cost=scenario.replicas[0])
         planned = self.placement if scenario.placement in PLACEMENTS else None
-        self.dispatch = Dispatch(self.rollout, self._lengths, planned, self._prompt_tokens)
+        dispatch = partial(Dispatch, lengths=self._lengths, placement=planned, prompts=self._prompt_tokens)
+        self.rollout = Rollout(scenario.rules, dispatch=dispatch)
+        self.dispatch = self.rollout.dispatch
         self._parts: list[Part] = []  # of the next batch
         prompts = list(prompts)
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._loaded: dict[str, _Loaded] = {}
-        self._under_way: dict[str, _Sample] = {}  # samples in flight by attempt
+        self._under_way: dict[Attempt, _Sample] = {}  # samples in flight
         self._seen: dict[str, int] = {}
         self._updates = len(prompts) // scenario.rules.batch_prompts if updates is None else updates
         self._training = self._in_part = self._stopped = False
@@ -138,7 +141,7 @@ class Simulation:
         if self._stopped:
             return
         self._load_prompts()
-        starts = self.dispatch.fill(self.scenario.limit, self.scenario.min_starts)
+        starts = self.rollout.fill(self.scenario.limit, self.scenario.min_starts)
         if starts:
             self._start(starts)
 
@@ -153,7 +156,7 @@ class Simulation:
     def _start(self, starts: list[Start]) -> None:
         touched = set()
         for start in starts:
-            attempt, assignment = Attempt.named(start.name), start.assignment
+            attempt, assignment = start.attempt, start.assignment
             loaded = self._loaded[attempt.uid]
             prompt = loaded.prompt
             before = self._under_way.pop(start.predecessor, None) if start.predecessor else None
@@ -162,12 +165,12 @@ class Simulation:
                 sample.kept, sample.first_version = before.kept, before.first_version
             sample.replica = replica = assignment.replica or self._route(start, attempt, prompt)
             sample.started = max(self._versions[replica], assignment.oldest_version)
-            self._under_way[start.name] = sample
+            self._under_way[attempt] = sample
             length = int(prompt.lengths[attempt.number])
             text = loaded.texts.get(attempt.number, 0) if self.scenario.redrafts else 0
             drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), length, text)
             request = Request(
-                *(start.name, prompt.key, prompt.tokens, length, sample.kept, assignment.priority, *drafts),
+                *(attempt, prompt.key, prompt.tokens, length, sample.kept, assignment.priority, *drafts),
             )
             self._submit(replica, assignment.oldest_version, request)
             touched.add(replica)
@@ -212,21 +215,20 @@ class Simulation:
 
     # ---- ends ----
 
-    def _release(self, name: str, sample: _Sample, tokens: int | None = None) -> None:
-        """The attempt left its replica: finished with ``tokens``, or aborted (``None``)."""
+    def _release(self, sample: _Sample, tokens: int | None = None) -> None:
+        """The attempt left the router's replica: finished with ``tokens``, or aborted (``None``)."""
         if self.dispatch.placement is None:
             self.placement.release(self._name(sample.attempt), tokens)
-        self.dispatch.ended(name, tokens)
 
     def _move(self) -> None:
         if not (watched := self.dispatch.watched()):
             return
         engines, now = self.cluster.engines, self.cluster.now
         emitted = {}
-        for name in (name for names in watched.values() for name in names):
-            sample = self._under_way[name]
-            if name not in self._gates.get(sample.replica, ()):
-                emitted[name] = int(engines[sample.replica].progress(name, now) - sample.kept)
+        for attempt in (attempt for attempts in watched.values() for attempt in attempts):
+            sample = self._under_way[attempt]
+            if attempt not in self._gates.get(sample.replica, ()):
+                emitted[attempt] = int(engines[sample.replica].progress(attempt, now) - sample.kept)
         for move in self.dispatch.moves(emitted):
             sample = self._under_way[move.id]
             request, had = engines[sample.replica].withdraw(move.id, now)
@@ -245,12 +247,12 @@ class Simulation:
         sample.started = max(self._versions[replica], sample.needs)
 
     def _generated(self, replica: str, request: Request) -> None:
-        name, tokens = str(request.name), int(request.tokens)
-        sample = self._under_way[name]
-        prompt, (uid, number, _) = sample.prompt, sample.attempt
+        attempt, tokens = cast(Attempt, request.name), int(request.tokens)
+        sample = self._under_way[attempt]
+        prompt, (uid, number, _) = sample.prompt, attempt
         self._update_if_idle(replica)
-        self._release(name, sample, tokens)
-        self.rollout.ended(Ended(name, "generated", tokens, sample.first))
+        self._release(sample, tokens)
+        self.rollout.ended(AttemptReport(attempt, "generated", tokens, sample.first))
         self.expectations.set_prompt_tokens(uid, prompt.tokens)
         self.expectations.generated(uid, number, tokens)
         loaded = self._loaded[uid]
@@ -259,20 +261,20 @@ class Simulation:
         if not loaded.unfinished:
             self._seen[prompt.key] = self._seen.get(prompt.key, 0) + 1
         if self.scenario.training.reward:
-            self.cluster.call(self.scenario.training.reward, lambda: self._rewarded(name))
+            self.cluster.call(self.scenario.training.reward, lambda: self._rewarded(attempt))
         else:
-            self._reward(name)
+            self._reward(attempt)
         self._dispatch()
         self._move()
         self._collect_if_ready()
 
-    def _rewarded(self, name: str) -> None:
-        self._reward(name)
+    def _rewarded(self, attempt: Attempt) -> None:
+        self._reward(attempt)
         self._collect_if_ready()
 
-    def _reward(self, name: str) -> None:
-        self._under_way.pop(name, None)
-        self.rollout.ended(Ended(name, "finished"))
+    def _reward(self, attempt: Attempt) -> None:
+        self._under_way.pop(attempt, None)
+        self.rollout.ended(AttemptReport(attempt, "finished"))
 
     # ---- updates ----
 
@@ -332,9 +334,8 @@ class Simulation:
             self._dispatch()
 
     def _stream(self) -> None:
-        if (samples := self.scenario.part_samples) is None or not (names := self.rollout.part(samples)):
+        if (samples := self.scenario.part_samples) is None or not (attempts := self.rollout.part(samples)):
             return
-        attempts = [Attempt.named(name) for name in names]
         ledger = self.rollout.scheduler.ledger
         tokens = sum(
             ledger.prompt(a.uid).samples[a.number].tokens + self._loaded[a.uid].prompt.tokens for a in attempts
@@ -346,7 +347,7 @@ class Simulation:
 
         seconds = self.scenario.training.part + self.scenario.training.token * tokens
         self._in_part = True
-        self._parts.append(Part(self.cluster.now, self.cluster.now + seconds, len(names), tokens))
+        self._parts.append(Part(self.cluster.now, self.cluster.now + seconds, len(attempts), tokens))
         self.cluster.call(seconds, trained)
 
     @property
@@ -357,15 +358,16 @@ class Simulation:
     def _interrupt(self) -> None:
         for replica, engine in self.cluster.engines.items():
             for request, emitted in engine.withdraw_all(self.cluster.now):
-                name = str(request.name)
-                sample = self._under_way[name]
+                attempt = cast(Attempt, request.name)
+                sample = self._under_way[attempt]
                 tokens = int(emitted)
-                self._release(name, sample)
+                self._release(sample)
                 if tokens:
                     sample.first_version = sample.first
-                self._loaded[sample.attempt.uid].texts[sample.attempt.number] = tokens
+                self._loaded[attempt.uid].texts[attempt.number] = tokens
                 sample.kept = emitted
-                self.rollout.ended(Ended(name, "interrupted", tokens, sample.first_version if tokens else None))
+                first = sample.first_version if tokens else None
+                self.rollout.ended(AttemptReport(attempt, "interrupted", tokens, first))
             self.cluster.reschedule(replica)
 
     def _arrive(self, version: int) -> None:
@@ -389,8 +391,8 @@ class Simulation:
         """Publish the version to the rollout; its weights may still be on their way to the engines."""
         self._training = self._stopped = False
         self.rollout.publish(self._version, self._updates - self._version)
-        for name in self.rollout.pop_abandoned():
-            self._withdraw(name)
+        for attempt in self.rollout.pop_abandoned():
+            self._withdraw(attempt)
         self._begin()
 
     def _begin(self) -> None:
@@ -400,15 +402,15 @@ class Simulation:
         self._dispatch()
         self._collect_if_ready()
 
-    def _withdraw(self, name: str) -> None:
-        sample = self._under_way.pop(name, None)
+    def _withdraw(self, attempt: Attempt) -> None:
+        sample = self._under_way.pop(attempt, None)
         if sample is None:
             return
         engine = self.cluster.engines[sample.replica]
-        if self._gates.get(sample.replica, {}).pop(name, None) is not None:
-            self._release(name, sample)
-        elif name in engine.names():
-            engine.withdraw(name, self.cluster.now)
-            self._release(name, sample)
+        if self._gates.get(sample.replica, {}).pop(attempt, None) is not None:
+            self._release(sample)
+        elif attempt in engine.names():
+            engine.withdraw(attempt, self.cluster.now)
+            self._release(sample)
             self._update_if_idle(sample.replica)
             self.cluster.reschedule(sample.replica)

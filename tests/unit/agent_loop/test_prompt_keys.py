@@ -37,7 +37,7 @@ class Engine(LLMServerClient):
             "id": len(self.keys),
             "prompt_key": meta.key,
             "sample": meta.sample,
-            "attempt": meta.attempt,
+            "request": meta.request,
             "response_tokens": 1,
         }
         return TokenOutput(token_ids=[5], stop_reason="completed", extra_fields={FIELD: [record], "global_steps": 1})
@@ -86,15 +86,15 @@ def answered(worker_class, prompt, validate=False):
             self._seed, self._attempts, self._sessions, self._reports = 0, {}, {}, self
             self._tool_timeout, self._validation = 60.0, Validation(60.0)
 
-        async def send(self, ended, left=None):
+        async def send(self, ended):
             assert ended.status != "failed", ended.error
 
     async def run():
         worker = Worker()
         row = {"uid": "a", "agent_name": "dated", "global_steps": 1, **prompt}
         if worker_class is SessionAgentLoopWorker and not validate:
-            starts.extend(Start(Attempt("a", number).name) for number in range(2))
-            worker._attempts = dict.fromkeys(start.name for start in starts)
+            starts.extend(Start(Attempt("a", number)) for number in range(2))
+            worker._attempts = dict.fromkeys(start.attempt for start in starts)
             row[STARTS] = _Order(starts, {})
         trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
         await worker._run_prompt(row, {"max_tokens": 4}, trajectory)
@@ -128,7 +128,7 @@ def test_prompt_key_does_not_depend_on_the_date(worker, validate, monkeypatch):
         for each in records:
             del each["id"]
     assert stored == {
-        number: [{**record, "sample": number, "attempt": turn, "reason": ""} for turn in range(2)]
+        number: [{**record, "sample": number, "request": turn, "reason": ""} for turn in range(2)]
         for number in range(1 if validate else 2)
     }
     other, _ = answered(worker, row(tools_kwargs={"search": {"create_kwargs": {"corpus": "a"}}}), validate)

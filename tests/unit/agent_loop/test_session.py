@@ -23,6 +23,7 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.deadline import Deadline
 from verl_rhyme.processes.request import FIELD, RequestMeta
+from verl_rhyme.scheduling.attempts import Attempt
 
 PROMPT, BUDGET = [1, 2, 3], 20
 
@@ -42,7 +43,7 @@ class Engine(LLMServerClient):
         left = min(sampling_params["max_tokens"], (self.length or 10**6) - said)
         made = min(self.stops.pop(0), left) if self.stops else left
         tokens = [100 + said + i for i in range(made)]
-        record = {"response_tokens": made, "policy_version_end": self.version, "attempt": meta.attempt,
+        record = {"response_tokens": made, "policy_version_end": self.version, "request": meta.request,
                   "prompt_key": meta.key, "drafted_tokens": 0, "accepted_tokens": 0, "verify_steps": 0}  # fmt: skip
         return TokenOutput(
             token_ids=tokens,
@@ -62,7 +63,7 @@ class Client(RhymeLLMServerClient, Engine):
 
 def sample(partial, **more):
     """Return an attempt that a coordinator started."""
-    return Session(partial, name="uid_0", **more)
+    return Session(partial, attempt=Attempt("uid", 0), **more)
 
 
 def drafts(client):
@@ -160,7 +161,7 @@ def test_resuming_client_resumes_within_the_turn(monkeypatch):
         session = sample(partial, assignment=Assignment(expected_tokens=9))
         session.inherit([Turn("", array("i", range(100, 106)))], [], partial=False)
         output = attempt(client, session)
-        assert [meta.attempt for _, _, meta, _ in client.requests] == [0, 1, 2]
+        assert [meta.request for _, _, meta, _ in client.requests] == [0, 1, 2]
         assert [len(prompt) for prompt, *_ in client.requests] == [3, 6, 10]
         assert [meta.assignment.remaining(meta.earlier_tokens)[0] for _, _, meta, _ in client.requests] == [9, 6, 2]
         assert session.turns[0].tokens.tolist() == [*range(100, 100 + BUDGET)]
@@ -184,19 +185,19 @@ def test_conversations_of_a_sample_have_separate_keys_and_records():
     said = asyncio.run(run(session, ("a", PROMPT), ("b", other), ("a", [*PROMPT, 5]), ("c", PROMPT)))
     keys = [prompt_key(prompt).hex() for prompt in (PROMPT, other, PROMPT, PROMPT)]
     assert [meta.key for _, _, meta, _ in client.requests] == keys
-    assert [meta.attempt for _, _, meta, _ in client.requests] == [0, 0, 1, 0]
+    assert [meta.request for _, _, meta, _ in client.requests] == [0, 0, 1, 0]
     assert len(said.extra_fields[FIELD]) == 1
     assert len(session.records) == 4
 
     session = Session(records=session.records[:1])  # of the attempt that is continued
     said = asyncio.run(run(session, ("b", other), ("a", PROMPT), ("c", PROMPT)))
-    assert [meta.attempt for _, _, meta, _ in client.requests[4:]] == [0, 1, 0]
+    assert [meta.request for _, _, meta, _ in client.requests[4:]] == [0, 1, 0]
 
     key = "ab" * 16
     session = Session(records=[{**record, "prompt_key": key} for record in session.records[:2]], key=key)
     asyncio.run(run(session, ("a", PROMPT), ("b", other)))
     assert {meta.key for _, _, meta, _ in client.requests[7:]} == {key}, "of one row of the data"
-    assert [meta.attempt for _, _, meta, _ in client.requests[7:]] == [2, 0], "earlier records stay with the first"
+    assert [meta.request for _, _, meta, _ in client.requests[7:]] == [2, 0], "earlier records stay with the first"
 
 
 def turns(client, session, answers):
@@ -335,7 +336,7 @@ def test_parallel_calls_do_not_share_what_belongs_to_a_request(one_conversation)
         (7, 0),
         (10, 3),
     ]
-    assert sorted(meta.attempt for meta in metas) == ([0, 1, 2, 3] if one_conversation else [0, 0, 1, 1])
+    assert sorted(meta.request for meta in metas) == ([0, 1, 2, 3] if one_conversation else [0, 0, 1, 1])
     earlier = {len(prompt): meta.earlier_tokens for prompt, _, meta, _ in client.requests}
     assert earlier == {3: 0, 7: 0, 5: 2, 10: 2 + 3}, "of all turns of the sample"
 

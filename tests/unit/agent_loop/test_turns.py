@@ -18,6 +18,7 @@ from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import Interrupted, Session, Turn
 from verl_rhyme.processes.request import FIELD, RequestMeta
 from verl_rhyme.sampling.noise import draw, key_of
+from verl_rhyme.scheduling.attempts import Attempt
 
 PROMPT, VOCABULARY, LENGTH, SAMPLES = [2, 0, 1], 3, 2, 1500
 LOGITS = np.log(np.array([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.35, 0.4, 0.25]], dtype=np.float32))
@@ -117,7 +118,7 @@ def run(loop, noises, client=None, left=()):
         return await asyncio.gather(*(asyncio.create_task(one(session)) for session in all_of))
 
     client = client or Client()
-    all_of = [Session(name=f"uid_{i}", noise=noise) for i, noise in enumerate(noises)]
+    all_of = [Session(attempt=Attempt("uid", i), noise=noise) for i, noise in enumerate(noises)]
     for session in all_of:
         session.inherit(list(left), [], partial=False)
     return asyncio.run(every()), all_of

@@ -14,7 +14,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from verl_rhyme.agent_loop import stored_attempts
 from verl_rhyme.agent_loop import worker as workers
-from verl_rhyme.agent_loop.reports import NotReported, _tag
+from verl_rhyme.agent_loop.reports import NotReported
 from verl_rhyme.agent_loop.session import (
     PROMPTS,
     SESSIONS,
@@ -30,44 +30,44 @@ from verl_rhyme.agent_loop.validation import Validation
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker
 from verl_rhyme.processes.deadline import NoAnswer
 from verl_rhyme.scheduling import retries
-from verl_rhyme.scheduling.attempts import Attempt, Ended, Start, sample_of
+from verl_rhyme.scheduling.attempts import Attempt, AttemptReport, Start
 from verl_rhyme.scheduling.retries import HANG_TRIES
 
 _Worker = SessionAgentLoopWorker.__ray_metadata__.modified_class
+
+
+A0, A1, A2 = (Attempt("a", number) for number in range(3))
 
 
 class Worker(_Worker):
     """Worker whose agent loop is the test's."""
 
     def __init__(self, run):
-        self.run, self.reported, self.broken, self.fetched = run, [], False, []
-        self.left = {}
+        self.run, self.reported, self.broken = run, [], False
         self._seed, self._filter_metric, self._tool_timeout = 0, None, 60.0
         self._attempts, self._sessions, self._kept = {}, {}, KeptTurns()
         self._validation = Validation(60.0)
         self.background_tasks = set()
         self._reports = self
+        self.reward_loop_worker_handles = None
 
-    async def send(self, ended, left=None):
+    async def send(self, report):
         if self.broken:
             raise NotReported("gone")
-        again = [each.status for each in self.reported if each.name == ended.name]
-        leaves = ended.status in ("generated", "interrupted")
-        leaves |= ended.status == "failed" and ended.tokens and "generated" not in again
-        assert (left is not None) == bool(leaves)
-        self.left[ended.name] = left
-        self.reported.append(ended)
+        self.reported.append(report)
 
     @property
-    def reports(self):
-        """Return the last report of each attempt."""
-        return {ended.name: ended for ended in self.reported}
+    def statuses(self):
+        return [report.status for report in self.reported]
+
+    async def kept(self):
+        return [report.attempt for report in (await self.attach(None))[1]]
 
     async def generate_sequences(self, batch):
         """Replace verl's way from a batch to its prompts."""
         for order in batch[STARTS]:
             order = getattr(order, "data", order)
-            uid = sample_of(order.starts[0].name)[0]
+            uid = order.starts[0].attempt.uid
             prompt = {"uid": uid, "global_steps": batch["global_steps"], STARTS: order}
             task = asyncio.create_task(self._run_prompt(prompt, {}, {"validate": False}))
             self.background_tasks.add(task)
@@ -107,16 +107,19 @@ def postprocessed(monkeypatch):
 
     async def postprocess(self, output, validate, **kwargs):
         outputs.append(output)
-        for trajectory in output if isinstance(output, list) else [output] if output else []:
-            trajectory.reward_score = 0.5
-            trajectory.extra_fields["reward_extra_info"] = {"acc": 1}
+        if made := output if isinstance(output, list) else [output] if output else []:
+            await self._compute_score(made, kwargs)
+
+    async def score(self, outputs, kwargs):
+        outputs[-1].reward_score, outputs[-1].extra_fields["reward_extra_info"] = 0.5, {"acc": 1}
 
     monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", postprocess)
+    monkeypatch.setattr(workers._AgentLoopWorker, "_compute_score", score)
     return outputs
 
 
 def first(number):
-    return Start(Attempt("a", number).name, partial=True, spans=True)
+    return Start(Attempt("a", number), partial=True, spans=True)
 
 
 async def interrupted(worker, params, session_id, prompt):
@@ -170,21 +173,26 @@ async def test_every_attempt_at_a_sample_draws_with_the_same_noise():
 
     worker = Worker(run)
     for attempt in range(3):
-        await worker.start(*(Start(Attempt("a", number, attempt).name) for number in range(2)))
+        await worker.start(*(Start(Attempt("a", number, attempt)) for number in range(2)))
     (one,), (other,) = met[0], met[1]
     assert one != other
     assert int(one, 16)
     assert int(other, 16)
 
 
-async def test_attempt_is_listed_until_it_has_been_reported():
+async def test_attempt_is_listed_until_it_has_been_reported(caplog):
     worker = Worker(interrupted)
     task = asyncio.create_task(worker.start(first(0), first(1)))
     await asyncio.sleep(0)
-    assert sorted(await worker.attempts()) == ["a_0", "a_1"]
+    assert sorted(await worker.attempts()) == [A0, A1]
     await task
     assert await worker.attempts() == []
-    assert {key: ended.status for key, ended in worker.reports.items()} == {"a_0": "interrupted", "a_1": "interrupted"}
+    assert worker.statuses == ["interrupted", "interrupted"]
+    worker.broken = True
+    with caplog.at_level("WARNING"):
+        await worker.start(first(2))
+    assert await worker.attempts() == []
+    assert "could not be reported" in caplog.text
 
 
 async def test_abandoned_attempt_ends_alone_without_a_report():
@@ -199,21 +207,36 @@ async def test_abandoned_attempt_ends_alone_without_a_report():
     worker = Worker(run)
     task = asyncio.create_task(worker.start(first(0), first(1)))
     await asyncio.sleep(0.01)
-    await worker.abandon(["a_1", "b_7"])
+    await worker.abandon([A1, Attempt("b", 7)], [])
     await asyncio.sleep(0.01)
-    assert await worker.attempts() == ["a_0"]
+    assert await worker.attempts() == [A0]
     release.set()
     await task
-    assert list(worker.reports) == ["a_0"]
+    assert [report.attempt for report in worker.reported] == [A0]
 
 
-async def test_attempt_whose_report_fails_is_not_listed(caplog):
-    worker = Worker(interrupted)
-    worker.broken = True
-    with caplog.at_level("WARNING"):
-        await worker.start(first(0))
-    assert await worker.attempts() == []
-    assert "could not be reported" in caplog.text
+@pytest.mark.parametrize("drafts", [[], [A0]])
+async def test_a_generated_response_is_known_until_its_reward_and_may_be_a_draft_after_it(monkeypatch, drafts):
+    """TransferQueue has nothing of it: a coordinator that opens again asks the workers."""
+
+    async def run(*args):
+        generate()
+        await returning(trajectory)(*args)
+
+    monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", hangs)
+    worker = Worker(run)
+    await worker.start_attempts([first(0)], 4)
+    while not worker.reported:
+        await asyncio.sleep(0.001)
+    running, reports = await worker.attach(None)
+    assert (list(running), reports) == ([A0], worker.reported)
+    assert (reports[0].status, reports[0].tokens, reports[0].first_version) == ("generated", 2, 1)
+    await worker.abandon([A0], drafts)
+    await asyncio.sleep(0.01)
+    assert (await worker.attempts(), await worker.kept()) == ([], drafts)
+    assert [turn.tokens.tolist() for left, _ in worker._kept.find(drafts).values() for turn in left] == [[7, 7]] * len(
+        drafts
+    )
 
 
 async def test_unreported_end_of_generation_is_no_failure():
@@ -237,9 +260,9 @@ async def test_attempt_reports_its_name_and_agent_loop_gets_the_sample_number():
         assert params == {}
         raise Interrupted
 
-    worker, again = Worker(run), Attempt("a", 2, attempt=3).name
+    worker, again = Worker(run), Attempt("a", 2, attempt=3)
     await worker.start(Start(again))
-    assert list(worker.reports) == [again] != ["a_2"]
+    assert [report.attempt for report in worker.reported] == [again]
 
 
 async def test_earlier_turns_are_fetched_at_once_and_missing_ones_start_over(queue):
@@ -248,9 +271,9 @@ async def test_earlier_turns_are_fetched_at_once_and_missing_ones_start_over(que
     for number in range(3):
         turn = Turn("p")
         turn.tokens.extend([number, 7])
-        queue.left[f"a_{number}"] = {"turns": [turn.to_dict()], "records": []}
+        queue.left[f"a_{number}"] = {"turns": [turn.to_dict()], "report": {"records": []}}
     worker = Worker(kept_turns(met))
-    again = [Start(Attempt("a", number, 1).name, f"a_{number}", partial=True) for number in range(3)]
+    again = [Start(Attempt("a", number, 1), Attempt("a", number), partial=True) for number in range(3)]
     await worker.start(*again)
     assert met == {number: [[number, 7]] for number in range(3)}
     assert queue.asked == [(PROMPTS, ["a"]), (SESSIONS, ["a_0", "a_1", "a_2"])]
@@ -272,50 +295,43 @@ async def test_regenerated_response_is_drafted_from_its_trajectory(monkeypatch, 
 
     monkeypatch.setattr(workers.tq, "async_kv_batch_get", fetch)
     met = {}
-    again = [Start(Attempt("a", n, 1).name, Attempt("a", n).name, stored=True) for n in range(3)]
+    again = [Start(Attempt("a", n, 1), Attempt("a", n), stored=True) for n in range(3)]
     await Worker(kept_turns(met)).start(*again)
     assert met == {0: [[5, 6], [7]], 1: [[8]], 2: []}
 
 
 async def test_interrupted_tokens_stay_in_the_worker_until_a_checkpoint(queue, monkeypatch):
-    """TransferQueue gets the records alone, and a copy is continued: the attempt may be lost with its new tokens."""
-    turn, put, met = Turn("p", array("i", [1, 2, 3]), array("f", [0.5, 0.25, 0.125]), 3, 3), [], {}
+    """A copy is continued: the attempt may be lost with its new tokens. A checkpoint stores each turn once."""
+    met = {}
+    turn = Turn("p", array("i", [1, 2, 3]), first_version=2, version=2)
 
     async def interrupt(worker, params, session_id, prompt):
-        current().turns = [turn]
+        current().turns.append(turn)
         raise Interrupted
 
-    async def store(keys, partition_id, fields, tags):
-        assert tags == [{"turns": True}] * 2, "a coordinator that restarts knows that the entries have them"
-        put.append((partition_id, keys, [list(each) for each in fields["turns"]]))
+    async def store(keys, partition_id, fields):
+        for key, report, turns in zip(keys, fields["report"], fields["turns"], strict=True):
+            assert key not in queue.left, "stored twice"
+            queue.left[key] = {"report": getattr(report, "data", report), "turns": list(turns)}
 
     worker = Worker(interrupt)
     await worker.start(first(0), first(1))
-    assert await worker.kept() == ["a_0", "a_1"]
+    assert await worker.kept() == [A0, A1]
     turn.tokens.append(9)  # of a task that runs on
     worker.run = kept_turns(met)
-    await worker.start(Start(Attempt("a", 0, 1).name, "a_0", partial=True))
+    await worker.start(Start(Attempt("a", 0, 1), A0, partial=True))
     assert met == {0: [[1, 2, 3]]}
     assert [keys for partition, keys in queue.asked if partition == SESSIONS] == []
-    await worker.forget(["a_0"])
+    await worker.forget([A0])
     monkeypatch.setattr(stored_attempts.tq, "async_kv_batch_put", store)
     await worker.store_turns()
     await worker.store_turns()
-    ((partition, keys, turns),) = put
-    assert (partition, keys) == (SESSIONS, ["a_1", Attempt("a", 0, 1).name])
-    assert [Turn.from_dict(each).tokens.tolist() for each in turns[0]] == [[1, 2, 3]]
-
-
-async def test_a_restarted_coordinator_knows_which_turns_are_lost(queue):
-    """Those that no worker keeps, unless the entry has them: of a generated response, or stored by a checkpoint."""
-    statuses = ["interrupted", "interrupted", "failed", "failed", "generated"]
-    tags = {f"a_{number}": _tag(Ended(f"a_{number}", status, 2, 3)) for number, status in enumerate(statuses)}
-    tags["a_1"]["turns"] = True
-    queue.left |= {name: {"records": []} for name in tags}
-    found = await stored_attempts.evidence({SESSIONS: tags}, set(), {"a_2"})
-    assert [name for name, known in sorted(found.items()) if known.lost] == ["a_0", "a_3"]
-    found = await stored_attempts.evidence({SESSIONS: tags}, {"a_0"}, ())
-    assert not found["a_0"].lost, "its report is under way"
+    reports = await stored_attempts.fetch_reports({SESSIONS: {key: {} for key in queue.left}})
+    assert {*reports} == {A1, Attempt("a", 0, 1)}
+    assert reports[A1] == AttemptReport(A1, "interrupted", 3, 2)
+    await worker.forget([A1])
+    await worker.start(Start(Attempt("a", 1, 1), A1, partial=True))
+    assert met[1] == [[1, 2, 3]], "from the checkpoint"
 
 
 async def test_records_of_a_lost_attempt_are_not_repeated(queue):
@@ -331,22 +347,22 @@ async def test_records_of_a_lost_attempt_are_not_repeated(queue):
     worker = Worker(run)
     await worker.start(first(0))
     for attempt in (1, 2):
-        await worker.start(Start(Attempt("a", 0, attempt).name, "a_0", partial=True))
+        await worker.start(Start(Attempt("a", 0, attempt), A0, partial=True))
     assert met == [[], ["1"], ["1"]]
 
 
 async def test_turns_of_an_attempt_abandoned_while_it_reports_are_freed():
     worker, sending = Worker(interrupted), asyncio.Event()
 
-    async def send(ended, left=None):
+    async def send(report):
         sending.set()
         await asyncio.sleep(3600)
 
     worker.send = send
     task = asyncio.create_task(worker.start(first(0)))
     await sending.wait()
-    assert await worker.kept() == ["a_0"]
-    await worker.abandon(["a_0"])
+    assert [*worker._kept.find([A0])] == [A0]
+    await worker.abandon([A0], [])
     await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 5)
     assert await worker.kept() == []
 
@@ -358,9 +374,7 @@ async def test_attempts_without_prompt_data_are_reported(monkeypatch):
     monkeypatch.setattr(workers.tq, "async_kv_batch_get", gone)
     worker = Worker(None)
     await worker.start(first(0), first(1))
-    assert {key: (report.status, report.error) for key, report in worker.reports.items()} == dict.fromkeys(
-        ("a_0", "a_1"), ("lost", "ConnectionError('no queue')")
-    )
+    assert worker.reported == [AttemptReport(each, "lost", error="ConnectionError('no queue')") for each in (A0, A1)]
 
 
 async def test_attempt_abandoned_while_its_data_are_fetched_never_starts(monkeypatch):
@@ -374,11 +388,11 @@ async def test_attempt_abandoned_while_its_data_are_fetched_never_starts(monkeyp
     worker = Worker(kept_turns(met))
     task = asyncio.create_task(worker.start(first(0), first(1)))
     await asyncio.sleep(0.01)
-    await worker.abandon(["a_1"])
+    await worker.abandon([A1], [])
     release.set()
     await task
     assert list(met) == [0]
-    assert list(worker.reports) == ["a_0"]
+    assert [report.attempt for report in worker.reported] == [A0]
 
 
 @pytest.mark.parametrize(
@@ -395,6 +409,8 @@ async def test_finished_report_has_the_scores_for_group_filters(postprocessed, m
         assert "metric=score: the reward function returns ['acc']" in ended.error
     else:
         assert (ended.status, ended.scores) == ("finished", scores)
+        stored = AttemptReport(A0, **postprocessed[0][0].extra_fields[REPORT])
+        assert stored == ended, "a restarted coordinator knows them"
 
 
 @pytest.mark.parametrize("score", [None, float("nan"), float("inf"), 0.5, True])
@@ -425,7 +441,7 @@ async def test_reward_that_is_not_finite_fails_the_sample_before_storing(monkeyp
     worker.processor, worker.mm_processor_kwargs, worker.distillation_enabled = None, {}, False
     await worker.start(first(0))
     sound = score in (0.5, True)
-    assert [report.status for report in worker.reported] == ["generated", "finished" if sound else "failed"]
+    assert worker.statuses == ["generated", "finished" if sound else "failed"]
     assert stored == (["a_0_0"] if sound else [])
     assert sound or f"the reward of prompt a, sample 0, is {score}" in worker.reported[-1].error
 
@@ -439,7 +455,6 @@ async def test_trajectory_without_generation_gets_the_current_version(postproces
     assert (report.status, report.tokens, report.first_version) == ("generated", 0, None)
     [output] = postprocessed
     outputs = output if several else [output]
-    assert outputs[0].extra_fields[REPORT] == {"tokens": 0, "first_version": None, "records": []}
     versions = [(each.extra_fields["min_global_steps"], each.extra_fields["max_global_steps"]) for each in outputs]
     assert versions == [(3, 3), (3, 1)][: len(outputs)]
 
@@ -472,7 +487,7 @@ async def test_policy_tokens_from_elsewhere_fail_the_sample(postprocessed, caplo
     worker = Worker(run)
     await worker.start(first(0))
     if max(returned) <= generated:
-        assert [report.status for report in worker.reported] == ["generated", "finished"]
+        assert worker.statuses == ["generated", "finished"]
         return
     [report] = worker.reported
     assert (report.status, postprocessed) == ("failed", [])
@@ -489,7 +504,7 @@ async def test_failure_report_has_the_end_of_the_error_text():
 
     worker = Worker(run)
     await worker.start(first(0))
-    report = worker.reports["a_0"]
+    [report] = worker.reported
     assert report.status == "failed"
     assert report.error.endswith("KeyError: 'answer'")
     assert len(report.error) <= 1000
@@ -520,10 +535,9 @@ async def test_failed_attempt_leaves_its_turns_to_the_next(error, broken):
     [report] = worker.reported
     assert (report.status, report.tokens, report.first_version, report.tries) == ("failed", 2, 3, 1)
     assert report.broken == broken
-    assert worker.left["a_0"]["turns"] == [], "they stay in the worker"
-    assert not _tag(report)["turns"]
-    assert [turn.tokens.tolist() for turn in worker._kept.find(["a_0"])["a_0"].turns] == [[4, 5]]
-    assert _tag(report)["status"] == "interrupted", "a restarted coordinator finds it as such"
+    [(turns, _)] = worker._kept.find([A0]).values()
+    assert [turn.tokens.tolist() for turn in turns] == [[4, 5]]
+    assert (await worker.attach(None))[1] == [AttemptReport(A0, "interrupted", 2, 3, error=report.error, broken=broken)]
 
 
 async def test_validation_samples_are_tried_again(monkeypatch):
@@ -579,7 +593,7 @@ async def test_agent_loop_that_continues_after_an_interruption_stores_nothing(po
     worker = Worker(run)
     await worker.start(first(0), first(1))
     assert postprocessed == []
-    assert [report.status for report in worker.reported] == ["interrupted", "interrupted"]
+    assert worker.statuses == ["interrupted", "interrupted"]
 
 
 async def test_tokens_of_parallel_calls_are_reported_with_an_interruption():
@@ -596,13 +610,13 @@ async def test_tokens_of_parallel_calls_are_reported_with_an_interruption():
 
     worker = Worker(run)
     await worker.start(first(0))
-    [report], kept = worker.reported, worker._kept.find(["a_0"])["a_0"]
+    [report], (turns, _) = worker.reported, worker._kept.find([A0])[A0]
     assert (report.status, report.tokens) == ("interrupted", 15)
-    assert sorted(len(turn.tokens) for turn in kept.turns) == [1, 5, 9]
+    assert sorted(len(turn.tokens) for turn in turns) == [1, 5, 9]
 
 
 async def test_an_interruption_after_the_response_is_a_failure_of_the_reward(monkeypatch):
-    """A judge calls the engine. The response is complete and stored: only the reward is repeated."""
+    """A judge calls the engine. The response is complete and kept: only the reward is repeated."""
 
     async def judge(self, output, validate, **kwargs):
         await interrupt()
@@ -615,7 +629,7 @@ async def test_an_interruption_after_the_response_is_a_failure_of_the_reward(mon
     worker = Worker(run)
     await worker.start(first(0))
     assert [(report.status, report.tokens) for report in worker.reported] == [("generated", 2), ("failed", 2)]
-    assert await worker.kept() == [], "TransferQueue has them"
+    assert await worker.kept() == [A0]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio has no task groups")
@@ -627,7 +641,7 @@ async def test_interruption_in_an_exception_group_is_recognised():
 
     worker = Worker(run)
     await worker.start(first(0))
-    assert worker.reports["a_0"].status == "interrupted"
+    assert worker.statuses == ["interrupted"]
 
 
 async def test_tool_or_reward_without_an_answer_fails_only_its_sample(monkeypatch):
@@ -645,13 +659,12 @@ async def test_tool_or_reward_without_an_answer_fails_only_its_sample(monkeypatc
     worker = Worker(run)
     worker._tool_timeout = 0.1
     await asyncio.wait_for(worker.start(first(0), first(1), first(2)), 5)
-    statuses = {name: report.status for name, report in worker.reports.items()}
-    assert statuses == {"a_0": "failed", "a_1": "failed", "a_2": "interrupted"}
-    for number in range(2):
-        assert worker.reports[f"a_{number}"].tries == HANG_TRIES, "an hour each"
-        error = worker.reports[f"a_{number}"].error
-        assert f"prompt a, sample {number}: no answer from its tool or reward for 0.1 s" in error
-        assert "scheduling.tool_timeout" in error
+    reports = {report.attempt: report for report in worker.reported}
+    assert [reports[each].status for each in (A0, A1, A2)] == ["failed", "failed", "interrupted"]
+    for number, attempt in enumerate((A0, A1)):
+        assert reports[attempt].tries == HANG_TRIES, "an hour each"
+        assert f"prompt a, sample {number}: no answer from its tool or reward for 0.1 s" in reports[attempt].error
+        assert "scheduling.tool_timeout" in reports[attempt].error
 
 
 async def test_tool_timeout_applies_without_the_pipeline(monkeypatch):

@@ -5,6 +5,9 @@ import asyncio
 from verl_rhyme.coordinator import migrations as module
 from verl_rhyme.coordinator.migrations import Migrations
 from verl_rhyme.placement import Move
+from verl_rhyme.scheduling.attempts import Attempt
+
+X, Y, Z = (Attempt(uid, 0, 1) for uid in "012")
 
 
 class _Remote:
@@ -34,12 +37,12 @@ class _Dispatch:
 
 
 def test_samples_move_by_the_progress_on_living_replicas():
-    moves, ordered = [Move("0_0_1", "c", "saves 3 s of 9 s")], []
+    moves, ordered = [Move(X, "c", "saves 3 s of 9 s")], []
     dispatch = _Dispatch(moves)
     migrations = Migrations(dispatch, None, ordered.append, dict, lambda: True)
     migrations._servers = {"a": _Server(7), "b": _Server(RuntimeError("dead"))}
-    asyncio.run(migrations._move({"a": ["0_0_1", "0_1_1"], "b": ["1_0_1"], "gone": ["2_0_1"]}))
-    assert dispatch.progress == {"0_0_1": 7, "0_1_1": 7}
+    asyncio.run(migrations._move({"a": [X, Attempt("0", 1)], "b": [Y], "gone": [Z]}))
+    assert dispatch.progress == {X: 7, Attempt("0", 1): 7}
     assert ordered == [moves]
 
 
@@ -59,8 +62,8 @@ def _drain(answers):
 
 def test_samples_of_a_resting_replica_move_where_the_router_decides(monkeypatch):
     monkeypatch.setattr(module, "_STRAY_S", 0.0)
-    answers = [{"0_0_1": "a", "1_0_1": "b"}, {"0_0_1": "a", "2_0_1": "a", "1_0_1": "b"}, {"0_0_1": "a", "2_0_1": "b"}]
-    moved = [("0_0_1", ""), ("2_0_1", "")]  # the first is between two requests: it stays there until its next
+    answers = [{X: "a", Y: "b"}, {X: "a", Z: "a", Y: "b"}, {X: "a", Z: "b"}]
+    moved = [(X, ""), (Z, "")]  # the first is between two requests: it stays there until its next
     assert _drain(answers) == (2, moved)
-    assert _drain([{"1_0_1": "b"}]) == (0, [])
-    assert _drain([{"0_0_1": "a"}, asyncio.TimeoutError()]) == (1, [("0_0_1", "")])
+    assert _drain([{Y: "b"}]) == (0, [])
+    assert _drain([{X: "a"}, asyncio.TimeoutError()]) == (1, [(X, "")])

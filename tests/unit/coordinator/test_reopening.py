@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 
 from verl_rhyme.agent_loop import stored_attempts
+from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.coordinator import cleanup as cleanups
 from verl_rhyme.coordinator import coordinator
 from verl_rhyme.coordinator.coordinator import Coordinator
@@ -24,7 +25,7 @@ class WorkerPool:
 
     async def join(self, workers, limit_s=None):
         workers[0]._openings += 1
-        return {}
+        return {}, []
 
     def close(self):
         self.closed = True
@@ -45,11 +46,14 @@ def opened(monkeypatch):
     monkeypatch.setattr(coordinator, "WorkerPool", WorkerPool)
     monkeypatch.setattr(WorkerPool, "made", [])
     for name in ("Rollout", "Expectations"):
-        monkeypatch.setattr(coordinator, name, lambda *_: SimpleNamespace(scheduler=SimpleNamespace()))
+        made = SimpleNamespace(scheduler=SimpleNamespace(), prompt_tokens=None)
+        monkeypatch.setattr(coordinator, name, lambda *_, made=made: made)
     return Coordinator()
 
 
-SETTING = SimpleNamespace(rules=None, filters=None, response_limit=1, lost_after=1.0, outage_s=900.0)
+SETTING = SimpleNamespace(
+    rules=None, filters=None, response_limit=1, lost_after=1.0, outage_s=900.0, placement=None, cost=None
+)
 
 
 async def test_pool_of_an_outdated_opening_is_closed(opened):
@@ -79,21 +83,20 @@ async def test_no_entry_is_deleted_while_turns_are_stored(opened, monkeypatch):
 
     async def store_turns():
         events.append("storing")
-        cleanup.delete_reports(["a_0"])
+        cleanup.clear(rollout, {PROMPTS: ["a"]}, set())
         await asyncio.sleep(0.05)
         events.append("stored")
 
-    monkeypatch.setattr(cleanups, "_TOGETHER_S", 0.01)
     monkeypatch.setattr(stored_attempts.tq, "async_kv_clear", clear)
-    opened._cleanup = cleanup = cleanups.Cleanup(lambda names: None)
-    state = SimpleNamespace(state_dict=dict)
-    opened._opened = SimpleNamespace(pool=SimpleNamespace(store_turns=store_turns), rollout=state)
+    opened._cleanup = cleanup = cleanups.Cleanup(opened._queue_lock)
+    rollout = SimpleNamespace(state_dict=dict, needs_prompt=lambda uid: False)
+    opened._opened = SimpleNamespace(pool=SimpleNamespace(store_turns=store_turns), rollout=rollout)
     opened._capacity, opened._expectations = (
         SimpleNamespace(state={}),
         SimpleNamespace(prompt_state={}, pop_changes=dict),
     )
     await opened.state()
-    await cleanup._sweeping
+    await cleanup._clearing
     assert events == ["storing", "stored", "cleared"]
 
 

@@ -143,7 +143,7 @@ async def test_finished_response_returns_while_the_workers_are_busy(server):
 async def test_engine_receives_the_fields_of_drafter_and_sampler(server):
     """It receives no list of tokens, because vLLM copies every object in ``extra_args``."""
     text = b"\1\0\0\0\2\0\0\0"
-    meta = RequestMeta(key="00ff", sample=2, attempt=1, noise="ab", earlier_text=text, queued_at=12.5)
+    meta = RequestMeta(key="00ff", sample=2, request=1, noise="ab", earlier_text=text, queued_at=12.5)
     params = {"temperature": 1.0, "extra_args": {"theirs": 1}}
     output = await server.generate([5], params, "r", rhyme=meta.to_dict())
     fields = server.given["extra_args"].pop(FIELD)
@@ -154,7 +154,7 @@ async def test_engine_receives_the_fields_of_drafter_and_sampler(server):
     assert fields["earlier_text"] is text
     assert RequestMeta.of({FIELD: fields}).earlier_text is text
     (record,) = output.extra_fields[FIELD]
-    assert (record["prompt_key"], record["sample"], record["attempt"], record["queued_at"]) == ("00ff", 2, 1, 12.5)
+    assert (record["prompt_key"], record["sample"], record["request"], record["queued_at"]) == ("00ff", 2, 1, 12.5)
     assert params == {"temperature": 1.0, "extra_args": {"theirs": 1}}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verl_rhyme.observability.batches import batch_metrics
-from verl_rhyme.scheduling.attempts import Ended
+from verl_rhyme.scheduling.attempts import AttemptReport
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules, Unit
 
@@ -29,13 +29,13 @@ def crossing(unit: Unit) -> dict[str, float]:
     rollout.publish(0, None)
     rollout.add_prompts([("a", 2), ("b", 2)])
     (first,) = rollout.fill(1)
-    rollout.ended(Ended(first.name, "interrupted", 30, 0, [record(first.name, 30, 0)]))
+    rollout.ended(AttemptReport(first.attempt, "interrupted", 30, 0, [record(first.attempt.name, 30, 0)]))
     rollout.publish(1, None)
     for start in rollout.fill():
         crossed = start.predecessor is not None
-        records = [*([record(first.name, 30, 0)] if crossed else []), record(start.name, 10, 1)]
-        rollout.ended(Ended(start.name, "generated", 40 if crossed else 10, 0 if crossed else 1, records))
-        rollout.ended(Ended(start.name, "finished"))
+        records = [*([record(first.attempt.name, 30, 0)] if crossed else []), record(start.attempt.name, 10, 1)]
+        rollout.ended(AttemptReport(start.attempt, "generated", 40 if crossed else 10, 0 if crossed else 1, records))
+        rollout.ended(AttemptReport(start.attempt, "finished"))
     return staleness(batch_metrics(rollout.take(), slots=4))
 
 

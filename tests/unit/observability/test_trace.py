@@ -19,7 +19,7 @@ stages_drawn = st.lists(st.tuples(st.sampled_from(["step", "gen", "update_actor"
 def events_of(requests, stages):
     """Return the trace events of (replica, (start, seconds)) and (stage, (start, seconds))."""
     n = len(requests)
-    counts = ("step", "sample", "attempt", "prompt_tokens", "response_tokens", "accepted_tokens", "drafted_tokens")
+    counts = ("step", "sample", "request", "prompt_tokens", "response_tokens", "accepted_tokens", "drafted_tokens")
     columns = {
         **{name: np.arange(n) for name in (*counts, "predicted_tokens")},
         "replica": np.array([replica for replica, _ in requests]),

@@ -5,14 +5,28 @@ The service of :class:`World` answers a sample after its generation. What it doe
 
 import heapq
 import itertools
-import json
 import math
 import random
 
 import pytest
 
-from tests.unit.scheduling.reports import ON_POLICY, PARTIAL, finished, generated, rollout, send, states
-from verl_rhyme.scheduling.attempts import Attempt, Ended
+from tests.unit.scheduling.reports import (
+    A0,
+    A1,
+    B0,
+    B1,
+    ON_POLICY,
+    PARTIAL,
+    failed,
+    finished,
+    generated,
+    restored,
+    rollout,
+    send,
+    states,
+    through,
+)
+from verl_rhyme.scheduling.attempts import AttemptReport
 from verl_rhyme.scheduling.retries import (
     BROKEN_S,
     HANG_TRIES,
@@ -56,8 +70,8 @@ class World:
         made.add_prompts((f"p{next(self.data)}", SAMPLES) for _ in range(made.missing_prompts()))
         for start in made.fill(None, 1, self.now):
             self.attempts += 1
-            self.running.add(start.name)
-            self.later(self.random.uniform(*self.seconds), self.generated, start.name)
+            self.running.add(start.attempt)
+            self.later(self.random.uniform(*self.seconds), self.generated, start.attempt)
         if (at := made.next_start()) is not None and not self.now < self.wakes <= at:
             self.wakes = max(at, self.now + 0.05)
             self.later(self.wakes - self.now, lambda: None)
@@ -68,25 +82,23 @@ class World:
             self.steps += 1
             self.steps_at.append(self.now)
             made.publish(self.steps, None)
-            for name in made.pop_abandoned():
-                self.running.discard(name)
+            self.running -= {*made.pop_abandoned()}
             self.go()
 
-    def generated(self, name):
-        if name in self.running:
-            self.rollout.ended(generated(name, version=self.steps), self.now)
-            self.later(0.1, self.answered, name)
+    def generated(self, attempt):
+        if attempt in self.running:
+            self.rollout.ended(generated(attempt, version=self.steps), self.now)
+            self.later(0.1, self.answered, attempt)
 
-    def answered(self, name):
-        if name not in self.running:
+    def answered(self, attempt):
+        if attempt not in self.running:
             return
-        self.running.discard(name)
-        error = self.service(*Attempt.named(name).sample, self.now)
+        self.running.discard(attempt)
+        error = self.service(*attempt.sample, self.now)
         if error is None:
-            return self.rollout.ended(finished(name), self.now)
-        self.rollout.ended(Ended(name, "failed", 5, 0, error=error, broken=self.broken), self.now)
-        for other in self.rollout.pop_abandoned():
-            self.running.discard(other)
+            return self.rollout.ended(finished(attempt), self.now)
+        self.rollout.ended(AttemptReport(attempt, "failed", 5, 0, error=error, broken=self.broken), self.now)
+        self.running -= {*self.rollout.pop_abandoned()}
 
     def run(self, seconds=math.inf, steps=math.inf):
         end = self.now + seconds
@@ -200,9 +212,9 @@ def test_a_poisoned_sample_does_not_end_a_run_whose_others_are_slow():
     world = World(lambda uid, number, now: "KeyError" if uid == "p3" and now < 1300 else None, broken=True)
     world.seconds = (1200.0, 1500.0)
     world.go()
-    for name in [name for name in world.running if name.startswith("p3_")]:
-        world.rollout.ended(generated(name), 0.0)
-        world.answered(name)
+    for attempt in [attempt for attempt in world.running if attempt.uid == "p3"]:
+        world.rollout.ended(generated(attempt), 0.0)
+        world.answered(attempt)
     world.run(steps=1)
     assert world.failed == 0
 
@@ -211,10 +223,11 @@ def test_training_is_no_outage():
     """On the same devices nothing succeeds while the actor trains; rewards that come then may fail."""
     made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
     made._retries._outage_s = OUTAGE_S
-    send(made, generated("a_0"), finished("a_0"), generated("a_1"), finished("a_1"), generated("b_0"), generated("b_1"))
+    through(made, A0, A1)
+    send(made, generated(B0), generated(B1))
     made.take()
-    made.ended(Ended("b_0", "failed", 5, 0, error="late"), 10.0)
-    made.ended(Ended("b_1", "failed", 5, 0, error="late"), 2000.0)
+    made.ended(failed(B0), 10.0)
+    made.ended(failed(B1), 2000.0)
     made.publish(1, None)
     assert len(made.fill(now=2001.0)) >= 1
 
@@ -225,33 +238,31 @@ def test_a_prompt_of_a_tool_that_hangs_is_replaced_sooner(others):
     made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
     made._retries._outage_s = OUTAGE_S
     if not others:
-        send(made, *(report(name) for name in ("a_1", "b_0", "b_1") for report in (generated, finished)))
+        through(made, A1, B0, B1)
     for hour in (1, 2):
-        [name] = [attempt.name for attempt in made.attempts() if attempt.sample == ("a", 0)]
+        [again] = [attempt for attempt in made.attempts() if attempt.sample == ("a", 0)]
         if others:
             made._retries.succeeded(("b", 0), 3600.0 * hour - 1.0)
-        made.ended(Ended(name, "failed", error="no answer", tries=HANG_TRIES), 3600.0 * hour)
+        made.ended(AttemptReport(again, "failed", tries=HANG_TRIES), 3600.0 * hour)
         made.fill(now=3600.0 * hour + 60.0)
     assert "a" not in made.scheduler.ledger
 
 
 def test_a_failed_sample_continues_from_its_text():
     made = rollout(mode={"max_staleness": 1}, prompts=[("a", 2)])
-    made.ended(Ended("a_0", "failed", 3, 0, [{"id": "x", "response_tokens": 3}], error="no sandbox"), 0.0)
-    send(made, generated("a_1"))
-    made.ended(Ended("a_1", "failed", 5, 0, error="no judge"), 0.0)
+    send(made, failed(A0, 3), generated(A1), failed(A1))
     assert states(made) == ["pending", "pending"]
     assert made.fill(now=0.5) == []
     assert made.next_start() == PAUSE_S
     starts = made.fill(now=PAUSE_S)
-    assert [(start.predecessor, start.partial) for start in starts] == [("a_1", True), ("a_0", True)]
+    assert [(start.predecessor, start.partial) for start in starts] == [(A1, True), (A0, True)]
     assert (made.kept_tokens("a", 0), made.kept_tokens("a", 1)) == (3, 5)
 
 
 def test_a_sample_that_cannot_start_is_no_fault_of_its_prompt():
     made, now = rollout(mode={"max_staleness": 1}, prompts=[("a", 2), ("b", 2)]), 0.0
     for _ in range(3 * TRIES):
-        send(made, *(Ended(attempt.name, "lost", error="TransferQueue") for attempt in made.attempts()))
+        send(made, *(AttemptReport(attempt, "lost") for attempt in made.attempts()))
         now += 2 * LONGEST_PAUSE_S
         assert made.fill(now=now)
     assert "a" in made.scheduler.ledger
@@ -263,9 +274,9 @@ def test_groups_without_a_trajectory_start_once_more_and_are_replaced(mode):
     made, now = rollout(mode, prompts=[("a", 2), ("b", 2)]), 0.0
     for _ in range(2):
         assert "a" in made.scheduler.ledger
-        for name in [attempt.name for attempt in made.attempts() if attempt.uid == "a"]:
-            made.ended(Ended(name, "generated"), now)
-            made.ended(Ended(name, "finished", empty=True), now)
+        for attempt in [attempt for attempt in made.attempts() if attempt.uid == "a"]:
+            made.ended(generated(attempt, 0), now)
+            made.ended(finished(attempt, empty=True), now)
         made._retries.succeeded(("b", 0), now)
         now += 2 * ALL_TRIES_S
         assert all(start.predecessor is None for start in made.fill(now=now))
@@ -280,8 +291,8 @@ def test_where_no_agent_loop_gives_a_trajectory_the_run_ends():
 
     def finish_all(now):
         for start in made.fill(now=now):
-            made.ended(Ended(start.name, "generated"), now)
-            made.ended(Ended(start.name, "finished", empty=True), now)
+            made.ended(generated(start.attempt, 0), now)
+            made.ended(finished(start.attempt, empty=True), now)
 
     for now in range(0, int(BROKEN_S), 5):
         finish_all(now)
@@ -292,16 +303,14 @@ def test_where_no_agent_loop_gives_a_trajectory_the_run_ends():
 def test_failures_of_a_sample_are_counted_over_a_restart():
     made, now = rollout(prompts=[("a", 2), ("b", 2)], mode={"max_staleness": 1}, in_flight=2), 0.0
     for tries in range(1, TRIES):
-        [name] = [attempt.name for attempt in made.attempts() if attempt.sample == ("a", 0)]
-        made.ended(Ended(name, "failed", error="no"), now)
-        state = json.loads(json.dumps(made.state_dict()))
-        assert state["failures"] == [["a", 0, tries]]
-        made = Rollout(made.rules, generation=tries)
-        assert made.restore(state, 0, 9, {}, {"a", "b"}) == []
+        [again] = [attempt for attempt in made.attempts() if attempt.sample == ("a", 0)]
+        made.ended(failed(again, 0), now)
+        assert made.state_dict()["failures"] == [["a", 0, tries]]
+        made, _ = restored(made, {}, prompts="ab")
         now += 100.0
         made.fill(now=now)
-    [name] = [attempt.name for attempt in made.attempts() if attempt.sample == ("a", 0)]
-    made.ended(Ended(name, "failed", error="no"), now)
+    [again] = [attempt for attempt in made.attempts() if attempt.sample == ("a", 0)]
+    made.ended(failed(again, 0), now)
     assert "a" not in made.scheduler.ledger
 
 

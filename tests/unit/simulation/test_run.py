@@ -103,7 +103,7 @@ def test_a_replica_loads_a_version_when_its_older_requests_have_finished():
     for step in steps[:-1]:
         needs = step.version + 1  # the version that this step makes; the prompts after the next batch's need it
         for replica in simulation.cluster.engines:
-            own = [(s, int(str(s.request.name).partition("_")[0]) // 8) for name, s in segments if name == replica]
+            own = [(s, int(s.request.name.uid) // 8) for name, s in segments if name == replica]
             first = min((s.began for s, batch in own if batch == needs + 1), default=np.inf)
             before = [s.ended for s, batch in own if batch == needs and s.began < step.ended]
             assert first >= step.ended, "a request began before its version was published"
@@ -127,9 +127,9 @@ def test_a_sample_migrated_to_a_replica_with_an_older_version_waits_there():
                 self.moved_back += self._versions[now] < self._versions[at]
 
         def _generated(self, replica: str, request: Request) -> None:
-            served, batch = self._versions[replica], int(str(request.name).partition("_")[0]) // 8
+            served, batch = self._versions[replica], int(request.name.uid) // 8
             assert served >= batch - 1
-            assert self._under_way[str(request.name)].first <= served
+            assert self._under_way[request.name].first <= served
             super()._generated(replica, request)
 
     seen = 0

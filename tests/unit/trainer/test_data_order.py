@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_sampler
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_rhyme.scheduling.attempts import Ended
+from verl_rhyme.scheduling.attempts import AttemptReport
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules
 
@@ -80,9 +80,9 @@ class Run:
             sample = scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
             if sample.state == "running":
                 version = scheduler.version if sample.first_version is None else sample.first_version
-                rollout.ended(Ended(attempt.name, "generated", self.random.randint(1, 40), version))
+                rollout.ended(AttemptReport(attempt, "generated", self.random.randint(1, 40), version))
             else:
-                rollout.ended(Ended(attempt.name, "finished"))
+                rollout.ended(AttemptReport(attempt, "finished"))
         self.trained += rollout.take().collected.samples
         self.step += 1
 

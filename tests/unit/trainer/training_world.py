@@ -35,7 +35,7 @@ from verl_rhyme.processes.deaths import ReplicaDied
 from verl_rhyme.processes.messages import LoadedPrompt, RunSettings
 from verl_rhyme.processes.queue import repeated
 from verl_rhyme.router.router import PlacementRouter
-from verl_rhyme.scheduling.attempts import Attempt, sample_of
+from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer import replicas, topology
@@ -399,7 +399,7 @@ class World:
         for worker in self.workers:
             if worker.alive:
                 assert worker.process.object._attempts == {}, "an attempt never ended"
-                kept = {sample_of(name) for name in worker.process.object._kept}
+                kept = {report.attempt.sample for report in worker.process.object._kept.reports}
                 left = {(prompt["uid"], n) for prompt in state["ledger"]["prompts"] for n in range(SAMPLES)}
                 assert kept <= left, "turns of trained samples stay in memory"
         waiting = {self.index[uid] for uid, _ in state["stock"]}
@@ -494,7 +494,7 @@ class Engine:
         record = RequestRecord(
             id=f"{len(self.world.tokens)}/{now}",
             prompt_key=meta["key"],
-            **{name: meta[name] for name in ("sample", "attempt")},
+            **{name: meta[name] for name in ("sample", "request")},
             **{"replica": 0, "node": "", "stop_reason": reason},
             **dict.fromkeys(("queued_at", "started_at", "first_token_at", "finished_at"), now),
             **{"prompt_tokens": len(prompt_ids), "response_tokens": len(made)},
@@ -671,7 +671,7 @@ class Worker(_Worker):
 
     async def _run_agent_loop(self, sampling_params, trajectory, trace, session_id, uid, index, **prompt):
         world, session = self.world, current()
-        assert sample_of(session.name) == (uid, session_id)
+        assert session.attempt.sample == (uid, session_id)
         assert world.index[uid] == index, "another prompt's data"
         request_id = session.name
         ids, turns = [10**7 + index, session_id], []
@@ -699,16 +699,20 @@ class Worker(_Worker):
         await self._agent_loop_postprocess(output, False, uid=uid, session_id=session_id, index=index, **prompt)
 
 
+async def judge(self, outputs, kwargs):
+    """Simulate verl's reward."""
+    world, row, number = self.world, kwargs["index"], current().sample
+    await asyncio.sleep(world.about("judge", row, number).choice([0.0, 0.1, 5.0]))
+    if world.bad(row) or world.judge_is_away():
+        raise RuntimeError("no reward")
+    outputs[0].reward_score = world.score(row, number)
+
+
 async def store(self, output, validate, **kwargs):
     """Simulate verl's postprocessing: reward and trajectory."""
-    world, uid, number = self.world, kwargs["uid"], sample_of(f"{kwargs['uid']}_{kwargs['session_id']}")[1]
-    row = kwargs["index"]
-    if output.reward_score is None:
-        await asyncio.sleep(world.about("judge", row, number).choice([0.0, 0.1, 5.0]))
-        if world.bad(row) or world.judge_is_away():
-            raise RuntimeError("no reward")
-        output.reward_score = world.score(row, number)
-    key = f"{uid}_{kwargs['session_id']}_0"
+    world = self.world
+    await self._compute_score([output], kwargs)
+    key = f"{kwargs['uid']}_{kwargs['session_id']}_0"
     said = [([*turn, 10**8], [1] * len(turn) + [0]) for turn in output.turns]  # a tool's answer after each
     tokens, mask = (torch.tensor([value for column in of for value in column]) for of in zip(*said, strict=True))
     fields = {"turns": output.turns, "extra_fields": output.extra_fields, "responses": tokens, "response_mask": mask}
@@ -745,11 +749,12 @@ def install(world, monkeypatch):
         return batch
 
     ray = SimpleNamespace(get=cluster.get, kill=cluster.kill, get_runtime_context=cluster.get_runtime_context)
-    for module in (reports, coordinator, stored_attempts):
+    for module in (coordinator, stored_attempts):
         monkeypatch.setattr(module, "tq", tq)
     monkeypatch.setattr(worker_module, "tq", SimpleNamespace(async_kv_batch_get=tensors))
-    monkeypatch.setattr(reports, "list_of_dict_to_tensordict", lambda rows: rows)
+    monkeypatch.setattr(stored_attempts, "list_of_dict_to_tensordict", lambda rows: rows)
     monkeypatch.setattr(worker_module._AgentLoopWorker, "_agent_loop_postprocess", store)
+    monkeypatch.setattr(worker_module._AgentLoopWorker, "_compute_score", judge)
     for module in (coordinator, worker_pool, driver_module, replicas, manager):
         monkeypatch.setattr(module, "ray", ray)
     for module in (driver_module, replicas):
