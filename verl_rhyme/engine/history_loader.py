@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 
 from verl_rhyme.drafting.histories import PENDING, Pending
 from verl_rhyme.history.copies import CopyReader
@@ -39,6 +38,8 @@ class HistoryLoader:
     ) -> None:
         self._own, self._copies = reader, copies
         self._pool = None if wait else ThreadPoolExecutor(1, "rhyme-history")
+        if self._pool is not None:
+            self._pool.submit(int)  # start the thread here: later there may be none left
         self._asked: dict[bytes, int] = {}
         self._due: dict[bytes, int] = {}  # prompts whose copy has not arrived, or that do not fit
         self._reading: dict[bytes, Future[PromptHistory | Pending | None]] = {}
@@ -71,7 +72,7 @@ class HistoryLoader:
             history = self._read(key, asked)
             return None if history is PENDING else history
         if self._arrived(key, asked):
-            self._begin(key, asked)
+            self._reading[key] = self._pool.submit(self._read, key, asked)
         else:
             self._due[key] = asked
         return PENDING
@@ -80,10 +81,10 @@ class HistoryLoader:
         """Return the prompts read since the last call with their histories."""
         if self._due and (now := time.monotonic()) >= self._looked_at + _POLL_S:
             self._looked_at = now
-            full = sum(self._held.values()) >= self._max_bytes
-            for key, asked in [due for due in self._due.items() if not full and self._arrived(*due)]:
-                self._begin(key, asked)
-                del self._due[key]
+            if sum(self._held.values()) < self._max_bytes:
+                due, self._due = self._due, {}
+                for key in due:
+                    self.get(key)
         done = [key for key, reading in self._reading.items() if reading.done()]
         read = [(key, self._reading.pop(key).result()) for key in done]
         self._due |= {key: self._asked.get(key, 0) for key, history in read if history is PENDING}
@@ -97,17 +98,8 @@ class HistoryLoader:
         if (reading := self._reading.pop(key, None)) is not None and not reading.cancel():
             reading.add_done_callback(lambda _: self._held.pop(key, None))
         if history is not None and self._pool is not None:
-            with suppress(RuntimeError):  # no thread can start
-                # This is the last reference: the drafter drops its own before it calls this.
-                self._pool.submit([history].clear)
-
-    def _begin(self, key: bytes, asked: int) -> None:
-        assert self._pool is not None
-        try:
-            self._reading[key] = self._pool.submit(self._read, key, asked)
-        except RuntimeError:  # no thread can start
-            self._reading[key] = Future()
-            self._reading[key].set_result(self._read(key, asked))
+            # This is the last reference: the drafter drops its own before it calls this.
+            self._pool.submit([history].clear)
 
     def _arrived(self, key: bytes, asked: int) -> bool:
         return not asked or self._copies is None or self._copies.arrived(key, asked)
@@ -130,8 +122,6 @@ class HistoryLoader:
             return history
         except Exception:
             self._failed += 1
-            if self._failed == 1:
-                logger.warning(
-                    "cannot read a prompt's history; its requests draft without it (logged once)", exc_info=True
-                )
+            message = "cannot read a prompt's history; its requests draft without it (logged once)"
+            warn_once(logger, message, exc_info=True)
             return None

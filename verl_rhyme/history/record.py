@@ -44,10 +44,7 @@ def _size(n: int, m: int, token_bits: int, suffix_bits: int) -> int:
 
 
 def confidence_codes(logprobs: np.ndarray | None, length: int) -> np.ndarray:
-    """Encode the probabilities of sampled tokens, from natural log-probs, float[length], ``None`` if unknown.
-
-    Return uint8[length]: ``128 + 16 * logit`` within 1 to 255; 0 if unknown.
-    """
+    """Encode the probabilities of sampled tokens, uint8[length]: ``128 + 16 * logit`` in 1 to 255; 0 if unknown."""
     if logprobs is None:
         return np.zeros(length, dtype=np.uint8)
     p = np.clip(np.exp(np.asarray(logprobs, dtype=np.float64)), 1e-4, 1 - 1e-4)
@@ -161,10 +158,9 @@ class PromptHistory:
         return scaled
 
     def extended(self, trajectories: Sequence[Trajectory], step: int, epochs: int) -> PromptHistory:
-        """Return this history with a step's trajectories added and old visits dropped.
+        """Return this history with a step's trajectories and the latest ``epochs`` visits, by their last recording.
 
-        A sample that the same step recorded before is replaced. So a repeated step counts once, and the appends of one
-        step to one group add up. Visits are ordered by their last recording; the latest ``epochs`` of them stay.
+        A sample that the same step recorded before is replaced, so that a repeated step counts once.
         """
         again = {(t.visit, t.sample) for t in trajectories}
         labels = zip(self.step.tolist(), self.visit.tolist(), self.sample.tolist(), strict=True)

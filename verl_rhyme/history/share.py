@@ -32,9 +32,12 @@ def available_memory() -> int:
 
 
 def automatic(folder: Path, object_store: int) -> int:
-    """Return the bytes for a history in an existing folder; a dead writer's store there counts as free space."""
+    """Return the bytes for a history in an existing folder, at least those of a dead writer's store there, which stays.
+
+    That one counts as free space.
+    """
     held = sum(file.stat().st_size for file in folder.glob(f"*/{environment.DATA_FILE}"))
-    return bound(folder, shutil.disk_usage(folder).free + held, object_store)
+    return max(held, bound(folder, shutil.disk_usage(folder).free + held, object_store))
 
 
 def bound(folder: Path, free: int, object_store: int) -> int:

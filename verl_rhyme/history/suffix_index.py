@@ -220,21 +220,18 @@ def _sorted(text, begin, bits, each):
             free[digit] += 1
         order, spare = spare, order
         keys, spare_keys = spare_keys, keys
-    work = keys.copy()
-    groups = np.empty((n // 2 + 1, 3), dtype=np.int32)
-    _refine(text, order, work, spare, spare_keys, groups, bits, each)
+    _refine(text, order, keys.copy(), bits, each)
     return order, keys
 
 
 @njit(cache=True, nogil=True)
-def _refine(text, order, keys, spare, spare_keys, groups, bits, each):
+def _refine(text, order, keys, bits, each):
     """Sort entries with equal keys to the full depth; all entries are sorted by their keys at depth 0 already.
 
-    ``order`` and ``keys`` are changed in place. Work space are ``spare`` and ``spare_keys``, of the same size, and
-    ``groups``, a stack of first entry, entry after the last and depth of the match, int32[n // 2 + 1, 3]. A key has
-    ``each`` tokens of ``bits`` bits.
+    ``order`` and ``keys`` are changed in place. A key has ``each`` tokens of ``bits`` bits.
     """
     last_token = np.uint64((1 << bits) - 1)
+    groups = np.empty((len(order) // 2 + 1, 3), dtype=np.int32)  # stack of first entry, end, and depth of the match
     end, waiting = 0, 0
     while end < len(order) or waiting:
         if waiting:
@@ -260,7 +257,9 @@ def _refine(text, order, keys, spare, spare_keys, groups, bits, each):
             keys[i] = _key(text, order[i], depth, bits, each)
             alike &= keys[i] == keys[low]
         if not alike:
-            _merge_sort(order, keys, spare, spare_keys, low, high)
+            sort = np.argsort(keys[low:high], kind="mergesort")  # stable
+            order[low:high] = order[low:high][sort]
+            keys[low:high] = keys[low:high][sort]
         first = low
         for i in range(low + 1, high + 1):
             if i == high or keys[i] != keys[first]:
@@ -268,34 +267,6 @@ def _refine(text, order, keys, spare, spare_keys, groups, bits, each):
                     groups[waiting, 0], groups[waiting, 1], groups[waiting, 2] = first, i, depth + each
                     waiting += 1
                 first = i
-
-
-@njit(cache=True, nogil=True)
-def _merge_sort(order, keys, spare, spare_keys, low, high):
-    """Sort entries from ``low`` to before ``high`` by key, stably."""
-    for start in range(low, high, _FEW):
-        for i in range(start + 1, min(start + _FEW, high)):
-            key, entry = keys[i], order[i]
-            while i > start and keys[i - 1] > key:
-                keys[i], order[i] = keys[i - 1], order[i - 1]
-                i -= 1
-            keys[i], order[i] = key, entry
-    run = _FEW
-    while run < high - low:
-        for start in range(low, high - run, 2 * run):
-            middle, end = start + run, min(start + 2 * run, high)
-            spare[start:middle], spare_keys[start:middle] = order[start:middle], keys[start:middle]
-            left, right = start, middle
-            for to in range(start, end):
-                if left == middle:
-                    break  # the rest is in place already
-                if right < end and keys[right] < spare_keys[left]:
-                    order[to], keys[to] = order[right], keys[right]
-                    right += 1
-                else:
-                    order[to], keys[to] = spare[left], spare_keys[left]
-                    left += 1
-        run *= 2
 
 
 @njit(cache=True, nogil=True)

@@ -3,17 +3,17 @@
 import gc
 import logging
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from tests.unit.history.stores import NAMESPACE, key, open_store, responses, trajectory
 from verl_rhyme.history import values
+from verl_rhyme.history.environment import HistoryMismatch
 from verl_rhyme.history.inspection import inspect
+from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import PromptHistory, encoded_bytes
-from verl_rhyme.history.store import AppendStats, HistoryMismatch, HistoryReader, HistoryStore, find_snapshot
+from verl_rhyme.history.store import AppendStats, HistoryStore
 from verl_rhyme.history.values import stored_bytes
 
 
@@ -131,9 +131,8 @@ def test_another_vocabulary_is_refused(tmp_path, store, caplog):
         assert other.stats()["prompts"] == 1
         assert sorted(p.name for p in (tmp_path / "other").glob("env-*")) == ["env-0001"]
     stranger = HistoryReader(tmp_path / "h", "tokenizer-b", refresh_interval=0.0)
-    with caplog.at_level(logging.WARNING):
-        assert [stranger.get(key(1)) for _ in range(3)] == [None] * 3
-    assert stranger.errors == 1
+    assert [stranger.get(key(1)) for _ in range(3)] == [None] * 3
+    assert stranger.errors == 3
     assert len(caplog.records) == 1
     with open_store(tmp_path / "h", 1 << 20) as again:
         assert again.stats()["prompts"] == 1  # the refusal deleted nothing
@@ -363,20 +362,24 @@ def test_snapshot_and_restore(tmp_path, store, reader):
 
 def test_a_snapshot_replaces_an_older_one_and_leaves_nothing_else(tmp_path, store):
     (tmp_path / "s").mkdir()
-    (tmp_path / "s" / ".history.new").mkdir()  # left by a killed run
+    (tmp_path / "s" / ".data.mdb").write_text("left by a killed writer")
     for step in range(2):
         store.append([trajectory(step, [5])], step=step)
-        store.snapshot(tmp_path / "s" / "history")
-        assert inspect(tmp_path / "s" / "history").prompts == step + 1
-        assert os.listdir(tmp_path / "s") == ["history"]
+        store.snapshot(tmp_path / "s")
+        assert inspect(tmp_path / "s").prompts == step + 1
+        assert os.listdir(tmp_path / "s") == ["data.mdb"]
 
 
-def test_a_snapshot_that_cannot_be_written_leaves_nothing(tmp_path, store):
+def test_a_snapshot_that_cannot_be_written_leaves_the_older_one(tmp_path, store, monkeypatch):
     store.append([trajectory(1, [5])], step=1)
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(OSError, match="file"):
-        store.snapshot(tmp_path / "file" / "history")
-    assert store.append([trajectory(1, [6])], step=2).trajectories == 1
+    store.snapshot(tmp_path / "s")
+    store.append([trajectory(2, [5])], step=2)
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("no space left on device")))
+        with pytest.raises(OSError, match="no space"):
+            store.snapshot(tmp_path / "s")
+    assert os.listdir(tmp_path / "s") == ["data.mdb"]
+    assert inspect(tmp_path / "s").prompts == 1
 
 
 def test_a_missing_snapshot_is_a_warning(tmp_path, store, reader, caplog):
@@ -413,37 +416,3 @@ def test_a_prompt_repeated_within_an_epoch_keeps_its_latest_visits(tmp_path, roo
         for i, kept in found.items():
             assert kept == np.repeat(np.flatnonzero(order == i)[-len(kept) // 4 :], 4).tolist()
         assert store.stats()["epochs"] == max(depths)
-
-
-@pytest.mark.parametrize("at", range(4))
-def test_a_writer_killed_while_replacing_a_snapshot_leaves_the_old_or_the_new_one(tmp_path, at):
-    """The writer is killed at each rename and deletion of the replacement."""
-    code = f"""
-import os, pathlib, shutil
-import numpy as np
-from verl_rhyme.history.record import Trajectory
-from verl_rhyme.history.store import HistoryStore
-calls = 0
-def deadly(real):
-    def call(*args, **kwargs):
-        global calls
-        if calls == {at}:
-            os._exit(9)
-        calls += 1
-        return real(*args, **kwargs)
-    return call
-top = pathlib.Path({str(tmp_path)!r})
-with HistoryStore(top / "h", "tokenizer-a", 1 << 20, 2) as store:
-    for step in range(2):
-        if step:
-            pathlib.Path.rename, shutil.rmtree = deadly(pathlib.Path.rename), deadly(shutil.rmtree)
-        store.append([Trajectory(bytes(16), np.array([step], np.int32), 1.0, 0, step, 0)], step)
-        store.snapshot(top / "s" / "history")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 9, done.stderr[-2000:]
-    with open_store(tmp_path / "again") as store:
-        assert store.restore(find_snapshot(tmp_path / "s" / "history"))
-        assert store.stats()["responses"] in (1, 2)
-        store.snapshot(tmp_path / "s" / "history")
-        assert store.restore(tmp_path / "s" / "history")
