@@ -41,9 +41,9 @@ def acquire(path: Path, run: str | None, timeout: float) -> int:
     """Create a history folder if it is missing, acquire the writer's lock and sign the folder.
 
     Data of another run are deleted, as are folders of killed writers next to this one; data of a dead writer of this
-    run stay. Without a ``run`` all data stay. ``timeout`` is in seconds, for a writer that is just ending. Closing the
-    returned descriptor, or the death of the process, releases the lock. Raises HistoryError if another writer is or may
-    be alive, or the folder is a link or another user's.
+    run stay. Without a ``run`` all data stay. ``timeout``: seconds for a writer that is just ending. The lock is free
+    once the returned descriptor is closed. Raises HistoryError if another writer is or may be alive, or the folder is a
+    link or another user's.
     """
     descriptor = _lock_writer(path, timeout)
     try:
@@ -71,17 +71,13 @@ def keep(path: Path, held: int) -> bool:
 
 
 def place() -> Path:
-    """Return the folder of this user's runs without ``history.dir``: in the first place that can hold a store.
-
-    Memory is the last one, because models, engines and Ray need it. If no place can, it is the first one, so that a
-    check shows why.
-    """
+    """Return the folder of this user's runs without ``history.dir``: the first that can hold a store, memory last."""
     places = [user_folder(base) for base in (tempfile.gettempdir(), "/var/tmp", "/dev/shm")]
     for folder in places:
         with suppress(HistoryError):
             check(folder)
             return folder
-    return places[0]
+    return places[0]  # a later check shows why
 
 
 def check(folder: str | os.PathLike[str]) -> None:
@@ -172,10 +168,7 @@ def _remove(folder: Path) -> None:
 
 
 def release(path: Path, descriptor: int, delete: bool = False) -> None:
-    """Release the writer's lock, and perhaps delete the folder, with an empty run folder above it in the user's folder.
-
-    Without the lock's file, the folder may be another run's by now, and stays as it is.
-    """
+    """Release the writer's lock, and perhaps delete the folder, unless it may be another run's by now."""
     if _is_at(descriptor, path / _LOCK):
         with suppress(OSError):
             if delete:
@@ -196,10 +189,7 @@ def _delete(path: Path) -> None:
 
 
 def mark_in_use(path: Path) -> int | None:
-    """Mark a folder as needed until the returned descriptor is closed, whether its writer is alive or not.
-
-    ``None``: there is no folder, or it is being removed.
-    """
+    """Mark a folder as needed until the returned descriptor is closed; ``None`` if there is none."""
     with suppress(OSError):
         return lock(path / _IN_USE, shared=True)
     return None

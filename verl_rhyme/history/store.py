@@ -91,11 +91,10 @@ class HistoryStore:
             raise
 
     def append(self, trajectories: Iterable[Trajectory], step: int) -> AppendStats:
-        """Record a step's trajectories, in any order, and update the index of their prompts; skip empty responses.
+        """Record a step's trajectories, in any order; skip empty responses.
 
         ``step`` is a number that a resumed run repeats for the same append; it replaces the samples that it recorded
-        before. A step that cannot be written, as on a full disk, is logged and counted in ``lost_steps`` and
-        ``dropped``, and the history is unchanged; the next append tries again.
+        before. A step that cannot be written, as on a full disk, is counted, and the history is unchanged.
         """
         groups: dict[bytes, list[Trajectory]] = {}
         bad = 0
@@ -153,10 +152,7 @@ class HistoryStore:
         return stats
 
     def _make_usable(self) -> None:
-        """Start with an empty history if another process deleted files of it, and renew a stale ledger.
-
-        The store stays usable after one of :data:`_FAILURES`: the next call tries again.
-        """
+        """Start with an empty history if another process deleted files of it, and renew a stale ledger."""
         if self._closed:
             raise HistoryError("the store is closed")
         opened = self._values.opened
@@ -253,11 +249,7 @@ class HistoryStore:
                 raise
 
     def restore(self, src_dir: str | os.PathLike[str]) -> bool:
-        """Replace the history with a snapshot; return whether it succeeded.
-
-        If the snapshot is missing, damaged, of another vocabulary or too large, or the folder cannot be written, the
-        present history stays, with a warning.
-        """
+        """Replace the history with a snapshot; after a failure, as damage, the present one stays; return which."""
         source, folder = Path(src_dir), None
         with self._mutex:
             try:
@@ -282,8 +274,6 @@ class HistoryStore:
             self._replace(self._create(self._values.opened.folder))
 
     def stats(self) -> dict[str, float]:
-        """Return statistics: ``bytes`` are of the values, ``epochs`` the most visits of a prompt, and ``kept_share`` is
-        the share of the recently seen prompts that are kept."""
         with self._mutex:
             ledger = self._values.ledger
             return {

@@ -47,7 +47,7 @@ def join(responses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return text, bounds
 
 
-def build(tokens: np.ndarray, begin: int = 0, known: np.ndarray | None = None) -> np.ndarray:
+def build(tokens: np.ndarray, begin: int, known: np.ndarray) -> np.ndarray:
     """Build the suffix array of the reversed text from :func:`join`, int32[n], without its separators.
 
     The new text begins at the separator at ``begin``; ``known`` is the suffix array of the text before it, int32[k].
@@ -57,17 +57,14 @@ def build(tokens: np.ndarray, begin: int = 0, known: np.ndarray | None = None) -
     bits = max(1, (int(text.max()) + 1).bit_length())
     each = min(64 // bits, DEPTH // 2)
     new, keys = _sorted(text, begin, bits, each)
-    if known is None or not len(known):
-        return new
-    return _merged(text, known, new, keys, bits, each)
+    return _merged(text, known, new, keys, bits, each) if len(known) else new
 
 
 def longest_match(history: PromptHistory, context: np.ndarray, max_len: int) -> tuple[int, int, int]:
-    """Find the positions in the text with the longest match to the latest tokens of ``context``, int32[c], newest last.
+    """Find the longest match to the latest tokens of ``context``, int32[c], newest last.
 
-    Return ``(length, lo, hi)``: ``history.suffixes[lo:hi]`` are all positions where the last ``length`` tokens of the
-    context end; no position matches more. ``length`` is at most ``max_len`` and :data:`DEPTH`. ``(0, 0, n)`` if the
-    newest token does not occur.
+    Return ``(length, lo, hi)``: ``history.suffixes[lo:hi]`` are all positions where its last ``length`` tokens end.
+    ``length`` is at most ``max_len`` and :data:`DEPTH`. ``(0, 0, n)`` if the newest token does not occur.
     """
     latest = context[max(0, len(context) - min(max_len, DEPTH)) :]
     # The compiled code accepts contiguous int32 arrays only.
@@ -77,7 +74,7 @@ def longest_match(history: PromptHistory, context: np.ndarray, max_len: int) -> 
 def warm() -> None:
     """Compile all functions here, or load them from numba's disk cache, so that no request waits."""
     text, bounds = join([np.array([1, 2, 3], dtype=np.int32)])
-    suffixes = build(text, 0)
+    suffixes = build(text, 0, np.zeros(0, dtype=np.int32))
     suffixes = build(np.concatenate([text, text[1:]]), int(bounds[-1]), suffixes)
     drop_responses(suffixes, np.array([[0, 9, 0]], dtype=np.int32))
     _longest_match(text, suffixes, text)
@@ -118,9 +115,8 @@ def _longest_match(text, suffixes, context):
 def first_tokens(text):
     """Return the range of entries of each token in the suffix array, for the first step of a search.
 
-    The text alone suffices: one pass over int32[n], a millisecond for 500k tokens. The result is a hash table,
-    int32[2**k, 3]: token (-1 in a free row), first entry, entry after the last. A token is in the row of its lowest k
-    bits or the next free row after it; at least half of the rows are free.
+    A hash table, int32[2**k, 3]: token (-1 in a free row), first entry, entry after the last. A token is in the row of
+    its lowest k bits or the next free row after it; at least half of the rows are free.
     """
     table = np.full((16, 3), -1, dtype=np.int32)
     known = 0
@@ -293,10 +289,9 @@ def _merged(text, old, new, new_keys, bits, each):
 
 @njit(cache=True, nogil=True)
 def drop_responses(suffixes, spans):
-    """Return the suffix array, int32[n], of a text after the removal of responses, in the same order.
+    """Return the suffix array of a text after the removal of responses.
 
-    ``spans`` are disjoint rows (start, stop, shift), int32[k, 3]: positions from start to before stop stay, and move
-    down by shift.
+    ``spans`` are rows (start, stop, shift), int32[k, 3]: positions from start to before stop stay, and move down.
     """
     kept = np.empty(len(suffixes), dtype=np.int32)
     n = 0

@@ -57,8 +57,8 @@ def tokenizer_namespace(tokenizer: Any) -> str:
 class HistoryService:
     """The trainer's client of the history writer; no two threads may call it at the same time.
 
-    All waits have a timeout. Ray starts a writer that died again, with the call that it did not answer. A writer that
-    does not answer in time fails that call only, and is killed. The next one takes over its folder.
+    Ray starts a writer that died again, with the call that it did not answer. A writer that does not answer in time
+    fails that call only, and is killed. The next one takes over its folder.
     """
 
     def __init__(self, config: HistoryConfig, namespace: str) -> None:
