@@ -87,7 +87,7 @@ class HistoryStore:
             self.max_bytes = (max_bytes or share.automatic(self._path, object_store)) // 4096 * 4096
             self._values = self._open_or_start()
         except BaseException:
-            self._unlock()
+            os.close(self._lock)  # the folder stays signed: its data are this run's
             raise
 
     def append(self, trajectories: Iterable[Trajectory], step: int) -> AppendStats:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.config import HistoryConfig
@@ -147,11 +148,9 @@ class HistoryRequests:
                 await self._start().fetch.remote(asked)
             except Exception as error:
                 self._errors += 1
-                self._fetcher = None  # it may have died, as with the server that started it
-                message = (
-                    "fetching prompt histories from the trainer's node failed; requests run without them (logged "
-                    "once): %s"
-                )
+                if isinstance(error, RayActorError):
+                    self._fetcher = None  # it died, as with the server that started it: the next request starts another
+                message = "fetching histories from the trainer's node failed; requests run without (logged once): %s"
                 warn_once(logger, message, error)
 
     def _start(self) -> Any:

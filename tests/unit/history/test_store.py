@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.unit.history.stores import NAMESPACE, key, open_store, responses, trajectory
+from tests.unit.history.stores import NAMESPACE, key, kill, open_store, responses, trajectory
 from verl_rhyme.history import values
 from verl_rhyme.history.environment import HistoryMismatch
 from verl_rhyme.history.inspection import inspect
@@ -108,12 +108,13 @@ def test_a_history_outlives_the_store(store, reader):
     assert responses(history) == [list(range(2000))]
 
 
-def test_another_vocabulary_is_refused(tmp_path, store, caplog):
+def test_another_vocabulary_is_refused(tmp_path, caplog):
+    store = open_store(tmp_path / "h", run="run")
     store.append([trajectory(1, [5])], step=1)
     store.snapshot(tmp_path / "snapshot")
-    store.close()
+    kill(store)
     with pytest.raises(HistoryMismatch, match=r"tokenizer-a.*tokenizer-b.*history\.dir"):
-        HistoryStore(tmp_path / "h", "tokenizer-b", 1 << 20, 2)
+        HistoryStore(tmp_path / "h", "tokenizer-b", 1 << 20, 2, run="run")
     with HistoryStore(tmp_path / "other", "tokenizer-b", 1 << 20, 2) as other:
         other.append([trajectory(2, [6])], step=1)
         assert not other.restore(tmp_path / "snapshot")
@@ -125,7 +126,7 @@ def test_another_vocabulary_is_refused(tmp_path, store, caplog):
     assert [stranger.get(key(1)) for _ in range(3)] == [None] * 3
     assert stranger.errors == 3
     assert len(caplog.records) == 1
-    with open_store(tmp_path / "h", 1 << 20) as again:
+    with open_store(tmp_path / "h", 1 << 20, run="run") as again:
         assert again.stats()["prompts"] == 1  # the refusal deleted nothing
 
 
