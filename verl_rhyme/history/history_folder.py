@@ -51,7 +51,9 @@ def acquire(path: Path, run: str | None, timeout: float) -> int:
         if run is not None and (owner is None or owner.run != run):
             _empty(path)
         (path / _IN_USE).touch(0o600)
-        (path / OWNER_FILE).write_text(json.dumps(asdict(Owner.here(run or ""))) + "\n")
+        unsigned = path / f".{OWNER_FILE}"
+        unsigned.write_text(json.dumps(asdict(Owner.here(run or ""))) + "\n")
+        unsigned.replace(path / OWNER_FILE)
         if run is not None:
             _remove_dead(path.parent, keep=path)
     except BaseException:

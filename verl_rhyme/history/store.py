@@ -236,17 +236,19 @@ class HistoryStore:
         """
         dest = Path(dest_dir)
         dest.mkdir(mode=0o700, parents=True, exist_ok=True)
-        part = dest / f".{environment.DATA_FILE}"
+        part = dest / ".new"
         with self._mutex:
+            shutil.rmtree(part, ignore_errors=True)
             try:
-                descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, environment.FILE_MODE)
-                with open(descriptor, "wb") as file:
-                    self._values.opened.env.copyfd(descriptor, compact=True)
-                    os.fsync(file.fileno())
-                part.replace(dest / environment.DATA_FILE)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
+                part.mkdir(mode=0o700)
+                self._values.opened.env.copy(str(part), compact=True)
+                file = part / environment.DATA_FILE
+                file.chmod(environment.FILE_MODE)
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
+                file.replace(dest / environment.DATA_FILE)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
 
     def restore(self, src_dir: str | os.PathLike[str]) -> bool:
         """Replace the history with a snapshot; after a failure, as damage, the present one stays; return which."""

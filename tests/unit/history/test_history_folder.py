@@ -109,13 +109,11 @@ def test_a_waiting_writer_gets_the_folder_after_its_complete_deletion(tmp_path, 
     monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 50))  # check more often
     folder = tmp_path / "h"
     ending = history_folder.acquire(folder, "first", 1)
-    for number in range(30):
+    for number in range(300):
         (folder / f"env-{number:04d}").mkdir()
-        for file in range(30):
-            (folder / f"env-{number:04d}" / str(file)).touch()
     with ThreadPoolExecutor(1) as waiting:
         next_one = waiting.submit(history_folder.acquire, folder, "second", 10)
-        time.sleep(1.0)
+        time.sleep(5.0)  # 0.1 s
         history_folder.release(folder, ending, delete=True)
         held = next_one.result()
     assert {file.name for file in folder.iterdir()} == {"in_use.lock", "owner.json", "writer.lock"}

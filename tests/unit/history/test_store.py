@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.history.stores import NAMESPACE, key, kill, open_store, responses, trajectory
-from verl_rhyme.history import values
+from verl_rhyme.history import environment, values
 from verl_rhyme.history.environment import HistoryMismatch
 from verl_rhyme.history.inspection import inspect
 from verl_rhyme.history.reader import HistoryReader
@@ -94,6 +94,16 @@ def test_a_replaced_store_is_looked_for_once_per_interval(tmp_path, store):
     slow.refresh()
     assert slow.get(key(1)) is None
     slow.close()
+
+
+def test_an_environment_with_the_inode_of_a_deleted_one_is_another_one(tmp_path, store):
+    """File systems use the inode of a deleted file again."""
+    before = environment.identity(tmp_path / "h")
+    (tmp_path / "h" / "env-0001").rename(tmp_path / "h" / "env-0002")
+    environment.publish(tmp_path / "h", tmp_path / "h" / "env-0002")
+    after = environment.identity(tmp_path / "h")
+    assert before[1:] == after[1:]
+    assert before != after
 
 
 def test_a_history_outlives_the_store(store, reader):
@@ -221,6 +231,14 @@ def test_the_share_follows_the_sizes(tmp_path, reader):
         assert shares[7] == pytest.approx(shares[0], abs=0.01)
 
 
+def test_prompts_that_left_the_data_are_forgotten(tmp_path, reader):
+    with open_store(tmp_path / "h", 1 << 20, epochs=1) as store:
+        for epoch in range(6):
+            store.append([trajectory(i + 100 * min(epoch, 1), range(8000), epoch) for i in range(9)], step=epoch)
+        assert all(reader.get(key(i)) is not None for i in range(100, 109))
+        assert store.stats()["kept_share"] == 1
+
+
 def test_evicted_prompts_are_known_after_a_restart(tmp_path):
     with open_store(tmp_path / "h", 1 << 20, epochs=1) as store:
         store.append([trajectory(i, range(8000)) for i in range(40)], step=0)
@@ -325,8 +343,8 @@ def test_snapshot_and_restore(tmp_path, store, reader):
 
 
 def test_a_snapshot_replaces_an_older_one_and_leaves_nothing_else(tmp_path, store):
-    (tmp_path / "s").mkdir()
-    (tmp_path / "s" / ".data.mdb").write_text("left by a killed writer")
+    (tmp_path / "s" / ".new").mkdir(parents=True)
+    (tmp_path / "s" / ".new" / "data.mdb").write_text("left by a killed writer")
     for step in range(2):
         store.append([trajectory(step, [5])], step=step)
         store.snapshot(tmp_path / "s")

@@ -252,7 +252,7 @@ SITES = [
     *((os, name) for name in ("replace", "fsync", "utime")),
     (shutil, "copyfile"),
     *((Path, name) for name in ("mkdir", "replace", "write_text", "touch")),
-    *(("lmdb", name) for name in ("begin", "copyfd", "reader_check", "set_mapsize", "info")),
+    *(("lmdb", name) for name in ("begin", "copy", "reader_check", "set_mapsize", "info")),
 ]
 
 
