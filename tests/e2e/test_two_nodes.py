@@ -273,10 +273,9 @@ def test_others_go_on_when_fetcher_or_writer_die(cluster, one_node, second_node,
         service.append(named(3), step=1)
         assert fetched(server, reader, KEYS[:2]) == [1, 1]
         ray.kill(*fetchers(str(folder)))
-        ray.get(server.ask.remote(KEYS[:2]))
-        errors = 0
-        while not errors:
-            errors = ray.get(server.errors.remote())
+        while not ray.get(server.errors.remote()):  # until the fetcher is dead
+            ray.get(server.ask.remote(KEYS[:2]))
+            time.sleep(0.1)
         assert fetched(server, reader, KEYS[:2]) == [1, 1]
         os.kill(pid_of(service), signal.SIGKILL)
         assert fetched(server, reader, KEYS[:3]) == [1, 1, 1]
