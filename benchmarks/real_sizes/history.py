@@ -31,8 +31,9 @@ import typer
 
 from benchmarks.machine import print_row
 from verl_rhyme.history import packing
+from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import PromptHistory, Trajectory
-from verl_rhyme.history.store import HistoryReader, HistoryStore
+from verl_rhyme.history.store import HistoryStore
 
 VOCABULARY = 152_064
 SAMPLES, EPOCHS = 16, 4

@@ -41,6 +41,8 @@ class HistoryLoader:
     ) -> None:
         self._own, self._copies = reader, copies
         self._pool = None if wait else ThreadPoolExecutor(1, "rhyme-history")
+        if self._pool is not None:
+            self._pool.submit(int)  # start the thread here: later there may be none left
         self._asked: dict[bytes, int] = {}
         self._due: set[bytes] = set()  # prompts whose copy has not arrived, or that do not fit
         self._reading: dict[bytes, Future[PromptHistory | None]] = {}

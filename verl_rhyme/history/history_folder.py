@@ -6,13 +6,15 @@ writer is killed.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +22,6 @@ from pathlib import Path
 from verl_rhyme.history.environment import HistoryError, probe
 from verl_rhyme.history.ownership import (
     OWNER_FILE,
-    NotOwned,
     Owner,
     is_own_folder,
     is_user_folder,
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 _LOCK = "writer.lock"
 _IN_USE = "in_use.lock"
-#: Files deleted last, in this order: a process that waits for the lock must not write into a half-deleted folder.
 _MARKS = (OWNER_FILE, _IN_USE, _LOCK)
 
 
@@ -41,16 +41,19 @@ def acquire(path: Path, run: str | None, timeout: float) -> int:
     """Create a history folder if it is missing, acquire the writer's lock and sign the folder.
 
     Data of another run are deleted, as are folders of killed writers next to this one; data of a dead writer of this
-    run stay. Without a ``run`` all data stay. ``timeout`` is in seconds, for a writer that is just ending. Closing the
-    returned descriptor, or the death of the process, releases the lock. Raises HistoryError if another writer is or may
-    be alive, or the folder is a link or another user's.
+    run stay. Without a ``run`` all data stay. ``timeout``: seconds for a writer that is just ending. The lock is free
+    once the returned descriptor is closed. Raises HistoryError if another writer is or may be alive, or the folder is a
+    link or another user's.
     """
     descriptor = _lock_writer(path, timeout)
     try:
         owner = Owner.of(path)
         if run is not None and (owner is None or owner.run != run):
-            _empty(path, keep=(_IN_USE, _LOCK))
-        _sign(path, run)
+            _empty(path)
+        (path / _IN_USE).touch(0o600)
+        unsigned = path / f".{OWNER_FILE}"
+        unsigned.write_text(json.dumps(asdict(Owner.here(run or ""))) + "\n")
+        unsigned.replace(path / OWNER_FILE)
         if run is not None:
             _remove_dead(path.parent, keep=path)
     except BaseException:
@@ -59,32 +62,24 @@ def acquire(path: Path, run: str | None, timeout: float) -> int:
     return descriptor
 
 
-def renew(path: Path, run: str | None, held: int, timeout: float) -> int:
-    """Write files of :func:`acquire` again that another process deleted; return ``held`` or its replacement.
-
-    ``held`` may be the lock of a deleted file. It stays open after an error, so that the next call tries again.
-    """
-    if not _is_at(held, path / _LOCK):
-        renewed = acquire(path, run, timeout)
-        os.close(held)
-        return renewed
-    if not all((path / name).exists() for name in (OWNER_FILE, _IN_USE)):
-        _sign(path, run)
-    return held
+def keep(path: Path, held: int) -> bool:
+    """Make the files of :func:`acquire` new for cleaners of temporary folders; False if one is gone."""
+    try:
+        for name in _MARKS:
+            os.utime(path / name)
+    except OSError:
+        return False
+    return _is_at(held, path / _LOCK)
 
 
 def place() -> Path:
-    """Return the folder of this user's runs without ``history.dir``: in the first place that can hold a store.
-
-    Memory is the last one, because models, engines and Ray need it. If no place can, it is the first one, so that a
-    check shows why.
-    """
+    """Return the folder of this user's runs without ``history.dir``: the first that can hold a store, memory last."""
     places = [user_folder(base) for base in (tempfile.gettempdir(), "/var/tmp", "/dev/shm")]
     for folder in places:
         with suppress(HistoryError):
             check(folder)
             return folder
-    return places[0]
+    return places[0]  # a later check shows why
 
 
 def check(folder: str | os.PathLike[str]) -> None:
@@ -93,7 +88,7 @@ def check(folder: str | os.PathLike[str]) -> None:
     base = next((parent for parent in (path, *path.parents) if is_user_folder(parent)), None)
     try:
         if base is not None and os.path.lexists(base) and not is_own_folder(base):
-            raise NotOwned(f"{base} is a link or belongs to another user")
+            raise PermissionError(errno.EPERM, f"{base} is a link or belongs to another user")
         probe(path)
     except OSError as error:
         raise HistoryError(
@@ -108,15 +103,13 @@ def _lock_writer(path: Path, timeout: float) -> int:
     """
     deadline = time.monotonic() + timeout
     while True:
+        descriptor = None
         try:
-            make_private(path)  # a writer that ends may delete it while we wait
+            make_private(path)
             descriptor = lock(path / _LOCK, create=True)
-        except FileNotFoundError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-            continue
-        except NotOwned as error:
+        except FileNotFoundError:  # the writer before has just deleted the folder
+            pass
+        except PermissionError as error:
             raise HistoryError(
                 f"the history folder is not private to this user: {error.strerror}; set history.dir to another folder"
             ) from None
@@ -124,7 +117,7 @@ def _lock_writer(path: Path, timeout: float) -> int:
             if _is_at(descriptor, path / _LOCK):
                 break
             os.close(descriptor)
-        elif time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             raise HistoryError(
                 f"another process writes the history in {path}: {Owner.of(path) or 'unknown'}; end it, or set "
                 "another history.dir for this run"
@@ -138,13 +131,6 @@ def _lock_writer(path: Path, timeout: float) -> int:
             f"for this run, on a disk of this node; or, if that run has ended, delete {path / OWNER_FILE}"
         )
     return descriptor
-
-
-def _sign(path: Path, run: str | None) -> None:
-    (path / _IN_USE).touch(0o600)
-    temporary = path / f".{OWNER_FILE}"
-    temporary.write_text(json.dumps(asdict(Owner.here(run or ""))) + "\n")
-    os.replace(temporary, path / OWNER_FILE)
 
 
 def _is_at(descriptor: int, file: Path) -> bool:
@@ -173,53 +159,42 @@ def _remove_dead(base: Path, keep: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    descriptor = _lock_writer(folder, timeout=0)
+    held = _lock_writer(folder, timeout=0)
     try:
         unread = lock(folder / _IN_USE)  # while it is held, no process starts to read there
-    except BaseException:
-        os.close(descriptor)
-        raise
-    if unread is None:
-        os.close(descriptor)
-        return
-    release(folder, descriptor, delete=True)
-    os.close(unread)
+        if unread is not None:
+            _delete(folder)
+            os.close(unread)
+    finally:
+        os.close(held)
 
 
 def release(path: Path, descriptor: int, delete: bool = False) -> None:
-    """Release the writer's lock, and perhaps delete the folder, with an empty run folder above it in the user's folder.
-
-    Without the lock's file, the folder may be another run's by now, and stays as it is.
-    """
-    if not _is_at(descriptor, path / _LOCK):
-        pass
-    elif delete:
-        with suppress(OSError):  # files that cannot be deleted stay signed, so that the next run tries again
-            _empty(path, keep=_MARKS)
-            for name in _MARKS:
-                (path / name).unlink(missing_ok=True)
-            path.rmdir()
-        if is_user_folder(path.parent.parent):
-            with suppress(OSError):  # not empty, or gone
-                path.parent.rmdir()
-    else:
-        (path / OWNER_FILE).unlink(missing_ok=True)
+    """Release the writer's lock, and perhaps delete the folder, unless it may be another run's by now."""
+    if _is_at(descriptor, path / _LOCK):
+        with suppress(OSError):
+            if delete:
+                _delete(path)
+            else:
+                (path / OWNER_FILE).unlink()
     os.close(descriptor)
 
 
-def mark_in_use(path: Path, held: int | None = None) -> int | None:
-    """Mark a folder as needed until the returned descriptor is closed, whether its writer is alive or not.
+def _delete(path: Path) -> None:
+    """Delete a folder under another name: a process that waits for its lock must not write into the rest of it."""
+    gone = path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex}"))
+    _empty(gone)  # its marks go last: a next run can then delete the rest that a killed process leaves
+    shutil.rmtree(gone)
+    if is_user_folder(path.parent.parent):
+        with suppress(OSError):  # not empty
+            path.parent.rmdir()
 
-    ``None``: there is no folder, or it is being removed. ``held``: earlier mark, replaced if its file was deleted.
-    """
+
+def mark_in_use(path: Path) -> int | None:
+    """Mark a folder as needed until the returned descriptor is closed; ``None`` if there is none."""
     with suppress(OSError):
-        if held is not None and _is_at(held, path / _IN_USE):
-            return held
-        mark = lock(path / _IN_USE, shared=True)
-        if held is not None:
-            os.close(held)
-        return mark
-    return held
+        return lock(path / _IN_USE, shared=True)
+    return None
 
 
 @contextmanager
@@ -235,9 +210,9 @@ def excluding_writer(path: Path) -> Iterator[bool]:
             os.close(descriptor)
 
 
-def _empty(path: Path, keep: Collection[str]) -> None:
+def _empty(path: Path) -> None:
     for entry in path.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        elif entry.name not in keep:
+        elif entry.name not in _MARKS:
             entry.unlink()

@@ -8,7 +8,6 @@ options, because they change the policy's answers. A prompt without known data h
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -19,6 +18,8 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
+
+from verl_rhyme.once import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +32,9 @@ _NUMBERING = ("index", "split")
 
 
 def prompt_key(token_ids: Sequence[int]) -> bytes:
-    """Return the key of a prompt without known data, 16 bytes: blake2b-128 of its token ids as little-endian int32.
+    """Return the key of a prompt without known data, 16 bytes, from the token ids of its first turn.
 
-    The ids are those of the first turn, chat template applied. Raises OverflowError if one does not fit in int32.
+    Raises OverflowError if one does not fit in int32.
     """
     tokens = np.asarray(token_ids, dtype=np.int64)
     if tokens.size and not (tokens.min() >= -(1 << 31) and tokens.max() < 1 << 31):
@@ -46,14 +47,13 @@ def turn_key(
 ) -> str:
     """Return the key of what a turn answers, 64 hex digits: the tokens before it and its media and sampling options.
 
-    ``None`` and empty inputs count as missing; unreadable ones give a unique key. ``seen`` maps identities of media to
-    their hashes, so that an object of several turns is hashed once; it keeps them alive, and they must not change.
-    Raises OverflowError if a token id does not fit in int32.
+    ``None`` and empty inputs count as missing; unreadable ones give a unique key. ``seen`` holds media with their
+    hashes, by identity, so that an object of several turns is hashed once. Raises as :func:`prompt_key`.
     """
     try:
         others = _digest(inputs, seen)
     except Exception as error:
-        _warn("turns whose inputs cannot be read are never continued", f"{type(error).__name__}: {error}")
+        warn_once(logger, "turns whose inputs cannot be read are never continued (logged once): %r", error)
         others = uuid4().hex
     return prompt_key(token_ids).hex() + others
 
@@ -74,13 +74,8 @@ def data_key(row: Mapping[str, Any], template: str = "") -> str:
             columns["extra_info"] = {name: value for name, value in extra.items() if name not in _NUMBERING}
         return _digest([template, columns])
     except Exception as error:
-        _warn("prompts whose data cannot be read use a key of their token ids", f"{type(error).__name__}: {error}")
+        warn_once(logger, "prompts whose data cannot be read use a key of their token ids (logged once): %r", error)
         return ""
-
-
-@functools.lru_cache(maxsize=16)
-def _warn(consequence: str, error: str) -> None:
-    logger.warning("%s (logged once): %s", consequence, error)
 
 
 def template_label(tokenizer: Any, processor: Any = None, options: Mapping[str, Any] | None = None) -> str:

@@ -14,7 +14,6 @@ import os
 import re
 import socket
 import stat
-import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,13 +21,6 @@ from pathlib import Path
 #: File in a folder that identifies its last writer.
 OWNER_FILE = "owner.json"
 _USER_FOLDER = re.compile(r"verl_rhyme-\d+")
-
-
-class NotOwned(OSError):
-    """A path is a link or belongs to another user; ``strerror`` says which."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(errno.EPERM, what)
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,10 @@ def is_user_folder(path: Path) -> bool:
 
 
 def make_private(path: Path) -> None:
-    """Create a folder or make it private, with its parents up to the user's folder. Raises NotOwned or OSError."""
+    """Create a folder or make it private, with its parents up to the user's folder.
+
+    Raises OSError, PermissionError if one is a link or another user's.
+    """
     folders = [path, *path.parents]
     top = next((number for number, folder in enumerate(folders) if is_user_folder(folder)), 0)
     for folder in reversed(folders[: top + 1]):
@@ -103,38 +98,24 @@ def is_own_folder(path: Path) -> bool:
 def _require_own(path: Path) -> None:
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
-        raise NotOwned(f"{path} is a link")
+        raise PermissionError(errno.EPERM, f"{path} is a link")
     if not stat.S_ISDIR(status.st_mode):
-        raise NotOwned(f"{path} is not a folder")
-    if not _is_mine(status.st_uid, path):
-        raise NotOwned(f"{path} belongs to user {status.st_uid}")
-
-
-def _is_mine(uid: int, folder: Path) -> bool:
-    """Some network file systems map all users to one uid, so compare with the uid of this process's files."""
-    if uid == os.geteuid():
-        return True
-    try:
-        with tempfile.TemporaryFile(dir=folder) as mine:
-            return os.fstat(mine.fileno()).st_uid == uid
-    except OSError:
-        return False
+        raise PermissionError(errno.EPERM, f"{path} is not a folder")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"{path} belongs to user {status.st_uid}")
 
 
 def lock(file: Path, create: bool = False, shared: bool = False) -> int | None:
     """Acquire the kernel's lock on a file of this user, valid across containers, until the descriptor is closed.
 
-    ``None`` if a process of this host holds it. Raises :class:`NotOwned` for a link, no plain file, or another user's.
+    ``None`` if a process of this host holds it. Raises OSError, PermissionError for another user's file.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
-    try:
-        descriptor = os.open(file, flags, 0o600)
-    except OSError as error:
-        raise NotOwned(f"{file} is a link") if error.errno == errno.ELOOP else error from None
+    descriptor = os.open(file, flags, 0o600)
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or not _is_mine(status.st_uid, file.parent):
-            raise NotOwned(f"{file} is not a plain file of this user")
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, f"{file} is not a plain file of this user")
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)

@@ -15,6 +15,7 @@ import numpy as np
 from verl_rhyme.history import environment, history_folder, packing
 from verl_rhyme.history.environment import CorruptEnvironment, Environment, HistoryMismatch
 from verl_rhyme.history.record import CorruptRecord, PromptHistory
+from verl_rhyme.once import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +23,9 @@ logger = logging.getLogger(__name__)
 class HistoryReader:
     """Reader of a :class:`~verl_rhyme.history.store.HistoryStore` through its memory map.
 
-    The store may not exist yet, and a restore or clear may replace it at any time; the reader follows, also after a
-    fork. Deleted files stay readable until the store has written them again. Unusable data never raise: they are logged
-    once, counted in :attr:`errors`, and read as no history, as is another vocabulary than ``namespace``.
+    The store may not exist yet, and a restore or clear may replace it at any time; the reader follows. Deleted files
+    stay readable until the store has written others. Unusable data never raise: they are logged once, counted in
+    :attr:`errors`, and read as no history, as is another vocabulary than ``namespace``.
     """
 
     def __init__(self, path: str | os.PathLike[str], namespace: str, refresh_interval: float = 1.0):
@@ -36,8 +37,7 @@ class HistoryReader:
         self._identity: tuple[str, int, int] | None = None
         self._environment: Environment | None = None
         self._in_use: int | None = None
-        self._logged = False
-        #: Number of reads of unusable data.
+        #: Number of reads of unusable data, and of failures to open the store.
         self.errors = 0
 
     def get(self, key: bytes) -> PromptHistory | None:
@@ -53,7 +53,7 @@ class HistoryReader:
                 value = _copy(opened, key)
             return None if value is None else PromptHistory.decode(value)
         except (lmdb.Error, CorruptRecord, MemoryError) as error:
-            self._bad(f"prompt {key.hex()}: {error}")
+            self._bad(error)
             return None
 
     @contextmanager
@@ -70,30 +70,26 @@ class HistoryReader:
             yield memoryview(txn.get(key, b""))
 
     def _latest(self) -> Environment | None:
-        opened = self._environment
-        if time.monotonic() >= self._next_look or (opened is not None and opened.pid != os.getpid()):
+        if time.monotonic() >= self._next_look:
             self.refresh()
         return self._environment
 
     def refresh(self) -> None:
-        self._next_look = time.monotonic() + self._interval
         identity = environment.identity(self._path)
-        forked = self._environment is not None and self._environment.pid != os.getpid()
-        if not forked and (identity == self._identity or (identity is None and self._environment is not None)):
-            return
+        if identity is not None and identity != self._identity:
+            self._reopen(identity)
+        self._next_look = time.monotonic() + self._interval
+
+    def _reopen(self, identity: tuple[str, int, int]) -> None:
         self.close()
-        self._identity = identity
-        if identity is None:
-            return
+        folder = self._path / identity[0]
         try:
-            self._environment, self._in_use = self._open(), history_folder.mark_in_use(self._path)
+            with history_folder.excluding_writer(self._path) as unused:
+                self._environment = environment.acquire(folder, self._namespace, unused)
+            self._in_use = history_folder.mark_in_use(self._path)
+            self._identity = identity
         except (lmdb.Error, OSError, CorruptEnvironment, HistoryMismatch) as error:
-            if replaced := environment.identity(self._path) != identity:  # while it was being opened
-                self._next_look = 0.0
-            else:
-                self._bad(str(error))
-            if replaced or not isinstance(error, (CorruptEnvironment, HistoryMismatch)):
-                self._identity = None  # the next check tries again
+            self._bad(error)
 
     def close(self) -> None:
         """Release the environment; a later :meth:`get` opens it again."""
@@ -101,26 +97,13 @@ class HistoryReader:
             environment.release(self._environment)
         if self._in_use is not None:
             os.close(self._in_use)
-        self._environment = self._in_use = None
-        self._identity = None
+        self._environment = self._in_use = self._identity = None
         self._next_look = 0.0
 
-    def _open(self) -> Environment | None:
-        folder = environment.current(self._path)
-        if folder is None:
-            return None
-        with history_folder.excluding_writer(self._path) as unchecked:
-            if unchecked:
-                environment.check(folder)
-            return environment.acquire(folder, self._namespace)
-
-    def _bad(self, what: str) -> None:
+    def _bad(self, error: Exception) -> None:
         self.errors += 1
-        if not self._logged:
-            self._logged = True
-            logger.warning(
-                "the history in %s cannot be read; drafting continues without it (logged once): %s", self._path, what
-            )
+        message = "the history in %s cannot be read; drafting continues without it (logged once): %s"
+        warn_once(logger, message, self._path, error)
 
 
 def _copy(opened: Environment, key: bytes) -> np.ndarray | None:

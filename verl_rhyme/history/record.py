@@ -34,7 +34,7 @@ def encoded_bytes(tokens: int, responses: int, most: int) -> int:
 
 
 def version_of(value: bytes | memoryview | np.ndarray) -> bytes:
-    """Return the version of a prompt's value: its header, with checksum and sizes; empty for an empty value."""
+    """Return the version of a prompt's value: its header, with a checksum; empty for an empty value."""
     return bytes(value[: _HEADER.size])
 
 
@@ -44,10 +44,7 @@ def _size(n: int, m: int, token_bits: int, suffix_bits: int) -> int:
 
 
 def confidence_codes(logprobs: np.ndarray | None, length: int) -> np.ndarray:
-    """Encode the probabilities of sampled tokens, from natural log-probs, float[length], ``None`` if unknown.
-
-    Return uint8[length]: ``128 + 16 * logit`` within 1 to 255; 0 if unknown.
-    """
+    """Encode the probabilities of sampled tokens, uint8[length]: ``128 + 16 * logit`` in 1 to 255; 0 if unknown."""
     if logprobs is None:
         return np.zeros(length, dtype=np.uint8)
     p = np.clip(np.exp(np.asarray(logprobs, dtype=np.float64)), 1e-4, 1 - 1e-4)
@@ -82,8 +79,7 @@ class Trajectory:
 class PromptHistory:
     """History of one prompt: m responses, oldest first, and their suffix array.
 
-    The arrays are shared: treat them as read-only. (They stay writeable because numba takes several times longer to
-    accept a read-only argument.)
+    Treat the arrays as read-only; they are writeable because numba takes several times longer to accept others.
     """
 
     tokens: np.ndarray  # int32[n], [-1, r0..., -1, r1..., -1]; see suffix_index
@@ -99,33 +95,10 @@ class PromptHistory:
     @classmethod
     def build(cls, trajectories: Sequence[Trajectory], step: int = 0) -> PromptHistory:
         """Index the responses of one prompt, oldest first, recorded at ``step``."""
-        return cls._build(
-            [t.tokens for t in trajectories],
-            [t.reward for t in trajectories],
-            [[t.visit, t.policy_version, t.sample, step] for t in trajectories],
-            [confidence_codes(t.logprobs, len(t.tokens)) for t in trajectories],
-        )
-
-    @classmethod
-    def _build(
-        cls,
-        responses: Sequence[np.ndarray],
-        reward: Sequence[float],
-        labels: Sequence,
-        codes: Sequence[np.ndarray],
-        indexed: int = 0,
-        suffixes: np.ndarray | None = None,
-    ) -> PromptHistory:
-        """``suffixes`` is the suffix array of the first ``indexed`` responses."""
-        tokens, bounds = suffix_index.join(responses)
-        columns = np.ascontiguousarray(np.array(labels, dtype=np.int32).reshape(len(responses), 4).T)
-        confidence = np.zeros(len(tokens), dtype=np.uint8)
-        for code, start, end in zip(codes, bounds[:-1], bounds[1:], strict=True):
-            confidence[start + 1 : end] = code
-        rewards = np.array(reward, dtype=np.float32)
-        visit, version, sample, step = columns
-        suffixes = suffix_index.build(tokens, int(bounds[indexed]), suffixes)
-        return cls(tokens, bounds, suffixes, rewards, visit, version, sample, step, confidence)
+        tokens, bounds = suffix_index.join([])
+        none, confidence = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.uint8)
+        empty = cls(tokens, bounds, none, none.astype(np.float32), none, none, none, none, confidence)
+        return empty.extended(trajectories, step, epochs=len(trajectories))
 
     @cached_property
     def first_tokens(self) -> np.ndarray:
@@ -161,10 +134,9 @@ class PromptHistory:
         return scaled
 
     def extended(self, trajectories: Sequence[Trajectory], step: int, epochs: int) -> PromptHistory:
-        """Return this history with a step's trajectories added and old visits dropped.
+        """Return this history with a step's trajectories and the latest ``epochs`` visits, by their last recording.
 
-        A sample that the same step recorded before is replaced. So a repeated step counts once, and the appends of one
-        step to one group add up. Visits are ordered by their last recording; the latest ``epochs`` of them stay.
+        A sample that the same step recorded before is replaced, so that a repeated step counts once.
         """
         again = {(t.visit, t.sample) for t in trajectories}
         labels = zip(self.step.tolist(), self.visit.tolist(), self.sample.tolist(), strict=True)
@@ -173,15 +145,20 @@ class PromptHistory:
         latest = set(list(dict.fromkeys(reversed(arrived)))[:epochs])
         old = [i for i in old if int(self.visit[i]) in latest]
         new = [t for t in trajectories if t.visit in latest]
-        return self._build(
-            [self.response(i) for i in old] + [t.tokens for t in new],
-            [self.reward[i] for i in old] + [t.reward for t in new],
-            [[getattr(self, name)[i] for name in _PER_RESPONSE] for i in old]
-            + [[t.visit, t.policy_version, t.sample, step] for t in new],
-            [self.confidence[self._span(i)] for i in old] + [confidence_codes(t.logprobs, len(t.tokens)) for t in new],
-            len(old),
-            self._suffixes_of(old),
-        )
+        tokens, bounds = suffix_index.join([self.response(i) for i in old] + [t.tokens for t in new])
+        suffixes = suffix_index.build(tokens, int(bounds[len(old)]), self._suffixes_of(old))
+        reward = np.array([self.reward[i] for i in old] + [t.reward for t in new], dtype=np.float32)
+        rows = [[getattr(self, name)[i] for name in _PER_RESPONSE] for i in old]
+        rows += [[t.visit, t.policy_version, t.sample, step] for t in new]
+        columns = np.ascontiguousarray(np.array(rows, dtype=np.int32).reshape(-1, len(_PER_RESPONSE)).T)
+        confidence = np.zeros(len(tokens), dtype=np.uint8)
+        codes = [self.confidence[self._span(i)] for i in old] + [
+            confidence_codes(t.logprobs, len(t.tokens)) for t in new
+        ]
+        for code, start, end in zip(codes, bounds[:-1], bounds[1:], strict=True):
+            confidence[start + 1 : end] = code
+        named = dict(zip(_PER_RESPONSE, columns, strict=True))
+        return PromptHistory(tokens, bounds, suffixes, reward, **named, confidence=confidence)
 
     def _suffixes_of(self, responses: Sequence[int]) -> np.ndarray:
         """Return the suffix array of a text of some of the responses, in their order here."""

@@ -57,23 +57,18 @@ def place(key: bytes) -> float:
 
 
 class Retention:
-    """Ledger of a store: about 70 bytes per prompt, and as much again for Python's index of the keys.
-
-    All values take at most ``bound`` bytes, with at most ``epochs`` visits per prompt.
-    """
+    """Ledger of a store: about 70 bytes per prompt, and as much again for Python's index of the keys."""
 
     def __init__(self, bound: int, epochs: int) -> None:
-        self.bound, self.epochs = bound, epochs
+        self.bound, self.epochs = bound, epochs  # most bytes of all values, most visits of a prompt
         self.now = 0  # current epoch
         self.changed: set[bytes] = set()  # entries set or dropped; the owner clears it
         self._row: dict[bytes, int] = {}
         self._table = np.zeros(64, _COLUMNS)
         self._full, self._cut = epochs, 0.0
 
-    # ---- entries and totals ----
-
     def __len__(self) -> int:
-        """Return the number of recently seen prompts, kept or not."""
+        """Number of recently seen prompts, kept or not."""
         return len(self._row)
 
     def __contains__(self, key: bytes) -> bool:
@@ -111,10 +106,7 @@ class Retention:
 
     @property
     def level(self) -> float:
-        """Level of the module docstring; ``epochs`` if all visits fit."""
         return self._full + self._cut
-
-    # ---- changes ----
 
     def record(self, key: bytes, entry: Entry) -> None:
         row = self._row.setdefault(key, len(self._row))
@@ -187,7 +179,7 @@ class Retention:
         return {table["key"][row].tobytes(): units for row, units in left.items()}
 
     def evict(self, key: bytes) -> None:
-        """Mark a known prompt as evicted; its size stays known."""
+        """Note that a prompt is no longer kept; its size stays known."""
         entry = self.get(key)
         assert entry is not None
         self.record(key, entry.emptied())

@@ -32,16 +32,15 @@ def available_memory() -> int:
 
 
 def automatic(folder: Path, object_store: int) -> int:
-    """Return the bytes for a history in an existing folder; a dead writer's store there counts as free space."""
+    """Return the bytes for a history in a folder; a dead writer's store there counts as free space, and stays."""
     held = sum(file.stat().st_size for file in folder.glob(f"*/{environment.DATA_FILE}"))
-    return bound(folder, shutil.disk_usage(folder).free + held, object_store)
+    return max(held, bound(folder, shutil.disk_usage(folder).free + held, object_store))
 
 
 def bound(folder: Path, free: int, object_store: int) -> int:
     """Return the bytes for a history in a folder, which may not exist yet, with ``free`` bytes on its disk.
 
-    If it is in memory, it needs the same room as the node's Ray object store of ``object_store`` bytes, which fills
-    later.
+    In memory the node's Ray object store of ``object_store`` bytes, which fills later, needs the same room.
     """
     room = min(free, available_memory())
     return max(1 << 20, (room - object_store if in_memory(folder) else room) // 2)

@@ -20,13 +20,11 @@ import numpy as np
 
 from verl_rhyme.config import HISTORY_FILL
 from verl_rhyme.history import environment, history_folder, share
-from verl_rhyme.history.environment import CorruptEnvironment, Environment, HistoryError, HistoryMismatch
+from verl_rhyme.history.environment import CorruptEnvironment, Environment, HistoryError
 from verl_rhyme.history.keys import KEY_BYTES
-from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import PromptHistory, Trajectory, encoded_bytes
 from verl_rhyme.history.values import Values, stored_bytes
-
-__all__ = ["AppendStats", "HistoryError", "HistoryMismatch", "HistoryReader", "HistoryStore"]
+from verl_rhyme.once import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +56,10 @@ class AppendStats:
 class HistoryStore:
     """Writer of a history folder, one per folder; any number of :class:`HistoryReader` may read it at the same time.
 
-    An append is one transaction: a killed writer leaves complete appends. Files that were deleted, as by a cleaner of
-    temporary folders, are written again by the next append. After damage the history starts empty, with a warning.
-    Values stay within 0.7 of ``max_bytes``, and the file within ``max_bytes``; :mod:`verl_rhyme.history.retention`
-    decides which values go. Methods may be called from several threads.
+    An append is one transaction: a killed writer leaves complete appends. The history is a cache: if its files are
+    damaged or were deleted, as by a cleaner of temporary folders, it starts empty, with a warning. Values stay within
+    0.7 of ``max_bytes``, and the file within ``max_bytes``; :mod:`verl_rhyme.history.retention` decides which values
+    go. Methods may be called from several threads.
 
     Raises HistoryMismatch for another vocabulary's folder, HistoryError for another writer's or user's, or OSError.
     """
@@ -81,24 +79,22 @@ class HistoryStore:
         self._epochs = epochs
         self._run = run
         self._threads = threads or min(max(1, len(os.sched_getaffinity(0)) // 4), _MAX_THREADS)
-        self._warned: set[str] = set()
         self._mutex = threading.RLock()
         self._stale = False  # the ledger may differ from the environment
+        self._closed = False
         self._lock: int | None = history_folder.acquire(self._path, run, _LOCK_TIMEOUT_S)
         try:
             self.max_bytes = (max_bytes or share.automatic(self._path, object_store)) // 4096 * 4096
             self._values = self._open_or_start()
         except BaseException:
-            os.close(self._lock)
+            os.close(self._lock)  # the folder stays signed: its data are this run's
             raise
 
     def append(self, trajectories: Iterable[Trajectory], step: int) -> AppendStats:
-        """Record a step's trajectories, in any order, and update the index of their prompts; skip empty responses.
+        """Record a step's trajectories, in any order; skip empty responses.
 
         ``step`` is a number that a resumed run repeats for the same append; it replaces the samples that it recorded
-        before. A step that cannot be written, as on a full disk, is logged and counted in ``lost_steps`` and
-        ``dropped``, and the history is unchanged; the next append tries again. A full map is rewritten, with fewer and
-        fewer prompts if the step needs their room or the disk has none for a copy.
+        before. A step that cannot be written, as on a full disk, is counted, and the history is unchanged.
         """
         groups: dict[bytes, list[Trajectory]] = {}
         bad = 0
@@ -110,74 +106,68 @@ class HistoryStore:
             else:
                 bad += 1
         if bad:
-            self._warn(f"{bad} trajectories with an invalid key, tokens or log-probs are not recorded")
+            warn_once(logger, "%d trajectories with an invalid key, tokens or log-probs are not recorded", bad)
         if not groups:
             return AppendStats(dropped=bad)
         with self._mutex:
+            stats = AppendStats(lost_steps=1, dropped=sum(map(len, groups.values())))
+            before, kept = 0, set[bytes]()
             try:
-                self._make_whole()
+                self._make_usable()
+                before, kept = self._values.ledger.prompts, {key for key in groups if key in self._values.ledger}
+                stats = self._append(groups, step)
             except _FAILURES as error:
-                return self._lose(groups, error, bad)
-            before, kept = self._values.ledger.prompts, {key for key in groups if key in self._values.ledger}
-            stats = self._append(groups, step)
-            ledger = self._values.ledger
-            stats.evicted = before + sum(key in ledger and key not in kept for key in groups) - ledger.prompts
+                warn_once(
+                    logger,
+                    "a step is not recorded, and the history in %s stays as it was: %s (LMDB's input/output error may "
+                    "be a full disk): free disk space, or set history.dir to another disk (logged once)",
+                    *(self._path, error),
+                )
             stats.dropped += bad
+            ledger = self._values.ledger
+            new = sum(key in ledger and key not in kept for key in groups)
+            stats.evicted = max(0, before + new - ledger.prompts)
             if stats.evicted or stats.unkept:
-                self._warn(
-                    f"evicting prompts: history.max_bytes={self.max_bytes} keeps the latest visit of about "
-                    f"{ledger.kept_share:.0%} of the {len(ledger)} prompts seen so far. The share falls until all "
-                    "prompts have been seen (rollout/history/kept_share). The other prompts draft without a history. "
-                    "Raise history.max_bytes to keep more"
+                warn_once(
+                    logger,
+                    "evicting prompts: history.max_bytes=%d keeps the latest visit of about %.0f%% of the %d prompts "
+                    "seen so far. The share falls until all prompts have been seen (rollout/history/kept_share). The "
+                    "other prompts draft without a history. Raise history.max_bytes to keep more (logged once)",
+                    *(self.max_bytes, 100 * ledger.kept_share, len(ledger)),
                 )
             return stats
 
     def _append(self, groups: dict[bytes, list[Trajectory]], step: int) -> AppendStats:
-        error: Exception | None = None
+        """Write a step. A full map is rewritten first, with fewer and fewer values if the step needs their room."""
         lost = 0
-        for share_kept in (None, *_KEPT):
-            if share_kept == 0 and not isinstance(error, lmdb.MapFullError):
-                break  # a full disk may be temporary, so it must not cost the entire history
-            copied = share_kept is None
+        for share_kept in (*_KEPT, None):
             try:
-                if share_kept is not None:
-                    lost += self._rewrite(int(share_kept * self._values.ledger.total("bytes")))
-                    copied = True
                 stats = self._write(groups, step)
-                stats.shed_epochs += lost
-                return stats
-            except lmdb.MapFullError as full:
-                error = full
-            except _FAILURES as failure:
-                error = failure
-                if copied:
-                    break  # else a smaller copy may fit
-        stats = self._lose(groups, error)
-        stats.shed_epochs = lost
+                break
+            except lmdb.MapFullError:
+                if share_kept is None:
+                    raise
+                lost += self._rewrite(int(share_kept * self._values.ledger.total("bytes")))
+        stats.shed_epochs += lost
         return stats
 
-    def _lose(self, groups: dict[bytes, list[Trajectory]], error: Exception | None, bad: int = 0) -> AppendStats:
-        self._warn(
-            f"a step is not recorded, and the history stays as it was: {error} (LMDB's input/output error may be "
-            "a full disk): free disk space, or set history.dir to another disk"
-        )
-        return AppendStats(lost_steps=1, dropped=bad + sum(map(len, groups.values())))
-
-    def _make_whole(self) -> None:
-        """Write files again that another process deleted, from the map, which outlives them, and renew a stale ledger.
-
-        The store stays usable after one of :data:`_FAILURES`: the next call tries again.
-        """
-        if self._lock is None:
+    def _make_usable(self) -> None:
+        """Start with an empty history if another process deleted files of it, and renew a stale ledger."""
+        if self._closed:
             raise HistoryError("the store is closed")
-        self._lock = history_folder.renew(self._path, self._run, self._lock, _LOCK_TIMEOUT_S)
-        self._reload()
         opened = self._values.opened
-        if not opened.is_on_disk():
-            logger.warning("the files of the history in %s were deleted; they are written again", self._path)
-            self._rewrite(self._values.ledger.total("bytes"))
-        elif environment.current(self._path) != opened.folder:
-            environment.publish(self._path, opened.folder)
+        held = self._lock is not None and history_folder.keep(self._path, self._lock)
+        if held and environment.keep(self._path, opened):
+            self._renew_ledger()
+            return
+        self._unlock()
+        self._lock = history_folder.acquire(self._path, self._run, _LOCK_TIMEOUT_S)
+        self.clear()
+        logger.warning("files of the history in %s were deleted; it starts empty", self._path)
+
+    def _renew_ledger(self) -> None:
+        if self._stale:
+            self._values, self._stale = self._load(self._values.opened), False
 
     def _write(self, groups: dict[bytes, list[Trajectory]], step: int) -> AppendStats:
         """Append in one transaction; after an error the history and its ledger are as before."""
@@ -187,11 +177,10 @@ class HistoryStore:
             with opened.env.begin(write=True, buffers=True) as txn:
                 stats = self._write_groups(txn, groups, step)
                 self._values.save_ledger(txn)
-            opened.fill_up()
             return stats
         except BaseException:
             self._stale = True
-            self._reload()
+            self._renew_ledger()
             raise
 
     def _write_groups(self, txn: Any, groups: dict[bytes, list[Trajectory]], step: int) -> AppendStats:
@@ -230,76 +219,63 @@ class HistoryStore:
             stats.trajectories += len(group)
         stats.shed_epochs += values.evict_excess(txn)
         if stats.dropped:
-            self._warn(
-                f"{stats.dropped} trajectories of one step are not recorded, because one step exceeds "
-                "history.max_bytes; raise history.max_bytes"
+            warn_once(
+                logger,
+                "%d trajectories of one step are not recorded, because one step exceeds history.max_bytes; raise "
+                "history.max_bytes (logged once)",
+                stats.dropped,
             )
         return stats
 
     # ---- snapshots ----
 
     def snapshot(self, dest_dir: str | os.PathLike[str]) -> None:
-        """Copy the history, compacted, into a folder, atomically; an older snapshot is replaced.
+        """Copy the history, compacted, into a file of a folder; an older one is replaced.
 
         After an OSError or lmdb.Error no partial files remain.
         """
         dest = Path(dest_dir)
-        dest.parent.mkdir(parents=True, exist_ok=True)
-        temporary = dest.with_name(f".{dest.name}.new")
+        dest.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = dest / ".new"
         with self._mutex:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(mode=0o700)
+            shutil.rmtree(part, ignore_errors=True)
             try:
-                self._values.opened.env.copy(str(temporary), compact=True)
-                file = temporary / environment.DATA_FILE
+                part.mkdir(mode=0o700)
+                self._values.opened.env.copy(str(part), compact=True)
+                file = part / environment.DATA_FILE
                 file.chmod(environment.FILE_MODE)
                 with open(file, "rb") as opened:
                     os.fsync(opened.fileno())
-                old = _before(dest)
-                if dest.exists():  # otherwise the old one of a killed writer may be the only snapshot: keep it for now
-                    shutil.rmtree(old, ignore_errors=True)
-                    dest.rename(old)
-                temporary.rename(dest)
-                shutil.rmtree(old, ignore_errors=True)
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
+                file.replace(dest / environment.DATA_FILE)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
 
     def restore(self, src_dir: str | os.PathLike[str]) -> bool:
-        """Replace the history with a snapshot, found by :func:`find_snapshot`; return whether it succeeded.
-
-        If the snapshot is missing, damaged, of another vocabulary or too large, or the folder cannot be written, the
-        present history stays, with a warning.
-        """
+        """Replace the history with a snapshot; after a failure, as damage, the present one stays; return which."""
         source, folder = Path(src_dir), None
         with self._mutex:
             try:
-                self._make_whole()
+                self._make_usable()
                 folder = environment.new_folder(self._path, self._values.opened.folder)
                 folder.mkdir(mode=0o700)
-                shutil.copyfile(source / environment.DATA_FILE, folder / environment.DATA_FILE)
-                (folder / environment.DATA_FILE).chmod(environment.FILE_MODE)
-                self._replace(self._open_checked(folder))
+                shutil.copy(source / environment.DATA_FILE, folder)
+                self._replace(self._open(folder))
             except _FAILURES as error:
                 if folder is not None:
                     shutil.rmtree(folder, ignore_errors=True)
                 logger.warning("the history in %s is not restored; the present history stays: %s", source, error)
                 return False
-            stats = self.stats()
-            if stats["bytes"] > self._values.ledger.bound or stats["file_bytes"] > self.max_bytes:
-                try:  # the snapshot was written with a higher bound
-                    self._rewrite(self._values.ledger.bound)
-                except _FAILURES as error:
-                    self._warn(f"the file stays larger than history.max_bytes for now: {error}; free disk space")
+            bound = self._values.ledger.bound
+            if self._values.ledger.total("bytes") > bound or self._values.opened.bytes > self.max_bytes:
+                with suppress(*_FAILURES):  # else an append does it once the map is full
+                    self._rewrite(bound)
             return True
 
     def clear(self) -> None:
         with self._mutex:
-            self._replace(self._create())
+            self._replace(self._create(self._values.opened.folder))
 
     def stats(self) -> dict[str, float]:
-        """Return statistics: ``bytes`` are of the values, ``epochs`` the most visits of a prompt, and ``kept_share`` is
-        the share of the recently seen prompts that are kept."""
         with self._mutex:
             ledger = self._values.ledger
             return {
@@ -313,13 +289,15 @@ class HistoryStore:
     def close(self, delete: bool = False) -> None:
         """Close the store, and perhaps delete its folder; readers continue. A second call does nothing."""
         with self._mutex:
-            if self._lock is not None:
+            if not self._closed:
+                self._closed = True
                 environment.release(self._values.opened)
-                if delete:
-                    with suppress(*_FAILURES):  # without it, what remains of a deleted folder would stay
-                        self._lock = history_folder.renew(self._path, self._run, self._lock, timeout=0)
-                history_folder.release(self._path, self._lock, delete)
-                self._lock = None
+                self._unlock(delete)
+
+    def _unlock(self, delete: bool = False) -> None:
+        if self._lock is not None:
+            held, self._lock = self._lock, None
+            history_folder.release(self._path, held, delete)
 
     def __enter__(self) -> HistoryStore:
         return self
@@ -331,71 +309,62 @@ class HistoryStore:
 
     def _open_or_start(self) -> Values:
         folder, values = environment.current(self._path), None
-        if folder is not None and folder.exists():
-            try:
-                opened = self._open_checked(folder)
-                try:
-                    values = self._load(opened)
-                except BaseException:
-                    environment.release(opened)
-                    raise
-            except (CorruptEnvironment, lmdb.Error) as error:
-                logger.warning("the history in %s is damaged and starts empty: %s", folder, error)
-        elif any(self._path.glob("env-[0-9]*")):
-            logger.warning("the history in %s has no file 'current' and starts empty", self._path)
-        values = values or self._load(self._create())
+        try:
+            if folder is not None and folder.exists():
+                values = self._open(folder)
+            elif any(self._path.glob("env-[0-9]*")):
+                raise CorruptEnvironment("it has no file 'current'")
+        except (CorruptEnvironment, lmdb.Error) as error:
+            logger.warning("the history in %s is damaged and starts empty: %s", self._path, error)
+        values = values or self._create()
         environment.publish(self._path, values.opened.folder)
         return values
 
-    def _create(self) -> Environment:
-        others = (self._values.opened.folder,) if hasattr(self, "_values") else ()
-        return environment.create(environment.new_folder(self._path, *others), self._namespace, self.max_bytes)
-
-    def _open_checked(self, folder: Path) -> Environment:
-        environment.check(folder)
-        opened = environment.acquire(folder, self._namespace)
+    def _open(self, folder: Path) -> Values:
+        opened = environment.acquire(folder, self._namespace, unused=True)
         try:
             opened.env.set_mapsize(self.max_bytes)
+            return self._load(opened)
         except BaseException:
             environment.release(opened)
             raise
-        return opened
+
+    def _create(self, *others: Path) -> Values:
+        opened = environment.create(environment.new_folder(self._path, *others), self._namespace, self.max_bytes)
+        try:
+            return self._load(opened)
+        except BaseException:
+            _discard(opened)
+            raise
 
     def _load(self, opened: Environment) -> Values:
-        return Values(opened, int(self.max_bytes * HISTORY_FILL), self._epochs, self._warn)
-
-    def _reload(self) -> None:
-        if self._stale:
-            self._values, self._stale = self._load(self._values.opened), False
-
-    def _replace(self, opened: Environment) -> None:
-        try:
-            values = self._load(opened)
-            environment.publish(self._path, opened.folder)
-        except BaseException:
-            environment.release(opened)
-            shutil.rmtree(opened.folder, ignore_errors=True)
-            raise
-        before, self._values, self._stale = self._values.opened, values, False
-        environment.release(before)
+        return Values(opened, int(self.max_bytes * HISTORY_FILL), self._epochs)
 
     def _rewrite(self, bound: int) -> int:
         """Copy the values that fit into ``bound`` bytes into a dense environment; return as ``Values.copy_to``."""
-        opened = self._create()
+        opened = self._create(self._values.opened.folder).opened
         try:
             lost = self._values.copy_to(opened, bound)
+            values = self._load(opened)
         except BaseException:
-            environment.release(opened)
-            shutil.rmtree(opened.folder, ignore_errors=True)
+            _discard(opened)
             raise
-        self._replace(opened)
+        self._replace(values)
         return lost
 
-    def _warn(self, message: str) -> None:
-        kind = message.lstrip("0123456789 ")[:32]
-        if kind not in self._warned:
-            self._warned.add(kind)
-            logger.warning("history in %s: %s (logged once)", self._path, message)
+    def _replace(self, values: Values) -> None:
+        try:
+            environment.publish(self._path, values.opened.folder)
+        except BaseException:
+            _discard(values.opened)
+            raise
+        before, self._values, self._stale = self._values, values, False
+        environment.release(before.opened)
+
+
+def _discard(opened: Environment) -> None:
+    environment.release(opened)
+    shutil.rmtree(opened.folder, ignore_errors=True)
 
 
 #: Visits of a prompt before an append and in it, its history afterwards, and the encoded value.
@@ -412,15 +381,6 @@ def _results(calls: Iterable[Callable[[], _Result]], threads: int) -> Iterator[_
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-
-
-def find_snapshot(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the snapshot in a folder, or the previous one if a killed writer was replacing it; ``None`` without."""
-    return next((path for path in (Path(folder), _before(Path(folder))) if path.is_dir()), None)
-
-
-def _before(snapshot: Path) -> Path:
-    return snapshot.with_name(f".{snapshot.name}.old")
 
 
 def _is_sound(trajectory: Trajectory) -> bool:

@@ -47,7 +47,7 @@ def join(responses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return text, bounds
 
 
-def build(tokens: np.ndarray, begin: int = 0, known: np.ndarray | None = None) -> np.ndarray:
+def build(tokens: np.ndarray, begin: int, known: np.ndarray) -> np.ndarray:
     """Build the suffix array of the reversed text from :func:`join`, int32[n], without its separators.
 
     The new text begins at the separator at ``begin``; ``known`` is the suffix array of the text before it, int32[k].
@@ -57,17 +57,14 @@ def build(tokens: np.ndarray, begin: int = 0, known: np.ndarray | None = None) -
     bits = max(1, (int(text.max()) + 1).bit_length())
     each = min(64 // bits, DEPTH // 2)
     new, keys = _sorted(text, begin, bits, each)
-    if known is None or not len(known):
-        return new
-    return _merged(text, known, new, keys, bits, each)
+    return _merged(text, known, new, keys, bits, each) if len(known) else new
 
 
 def longest_match(history: PromptHistory, context: np.ndarray, max_len: int) -> tuple[int, int, int]:
-    """Find the positions in the text with the longest match to the latest tokens of ``context``, int32[c], newest last.
+    """Find the longest match to the latest tokens of ``context``, int32[c], newest last.
 
-    Return ``(length, lo, hi)``: ``history.suffixes[lo:hi]`` are all positions where the last ``length`` tokens of the
-    context end; no position matches more. ``length`` is at most ``max_len`` and :data:`DEPTH`. ``(0, 0, n)`` if the
-    newest token does not occur.
+    Return ``(length, lo, hi)``: ``history.suffixes[lo:hi]`` are all positions where its last ``length`` tokens end.
+    ``length`` is at most ``max_len`` and :data:`DEPTH`. ``(0, 0, n)`` if the newest token does not occur.
     """
     latest = context[max(0, len(context) - min(max_len, DEPTH)) :]
     # The compiled code accepts contiguous int32 arrays only.
@@ -77,7 +74,7 @@ def longest_match(history: PromptHistory, context: np.ndarray, max_len: int) -> 
 def warm() -> None:
     """Compile all functions here, or load them from numba's disk cache, so that no request waits."""
     text, bounds = join([np.array([1, 2, 3], dtype=np.int32)])
-    suffixes = build(text, 0)
+    suffixes = build(text, 0, np.zeros(0, dtype=np.int32))
     suffixes = build(np.concatenate([text, text[1:]]), int(bounds[-1]), suffixes)
     drop_responses(suffixes, np.array([[0, 9, 0]], dtype=np.int32))
     _longest_match(text, suffixes, text)
@@ -118,9 +115,8 @@ def _longest_match(text, suffixes, context):
 def first_tokens(text):
     """Return the range of entries of each token in the suffix array, for the first step of a search.
 
-    The text alone suffices: one pass over int32[n], a millisecond for 500k tokens. The result is a hash table,
-    int32[2**k, 3]: token (-1 in a free row), first entry, entry after the last. A token is in the row of its lowest k
-    bits or the next free row after it; at least half of the rows are free.
+    A hash table, int32[2**k, 3]: token (-1 in a free row), first entry, entry after the last. A token is in the row of
+    its lowest k bits or the next free row after it; at least half of the rows are free.
     """
     table = np.full((16, 3), -1, dtype=np.int32)
     known = 0
@@ -220,21 +216,18 @@ def _sorted(text, begin, bits, each):
             free[digit] += 1
         order, spare = spare, order
         keys, spare_keys = spare_keys, keys
-    work = keys.copy()
-    groups = np.empty((n // 2 + 1, 3), dtype=np.int32)
-    _refine(text, order, work, spare, spare_keys, groups, bits, each)
+    _refine(text, order, keys.copy(), bits, each)
     return order, keys
 
 
 @njit(cache=True, nogil=True)
-def _refine(text, order, keys, spare, spare_keys, groups, bits, each):
+def _refine(text, order, keys, bits, each):
     """Sort entries with equal keys to the full depth; all entries are sorted by their keys at depth 0 already.
 
-    ``order`` and ``keys`` are changed in place. Work space are ``spare`` and ``spare_keys``, of the same size, and
-    ``groups``, a stack of first entry, entry after the last and depth of the match, int32[n // 2 + 1, 3]. A key has
-    ``each`` tokens of ``bits`` bits.
+    ``order`` and ``keys`` are changed in place. A key has ``each`` tokens of ``bits`` bits.
     """
     last_token = np.uint64((1 << bits) - 1)
+    groups = np.empty((len(order) // 2 + 1, 3), dtype=np.int32)  # stack of first entry, end, and depth of the match
     end, waiting = 0, 0
     while end < len(order) or waiting:
         if waiting:
@@ -260,7 +253,9 @@ def _refine(text, order, keys, spare, spare_keys, groups, bits, each):
             keys[i] = _key(text, order[i], depth, bits, each)
             alike &= keys[i] == keys[low]
         if not alike:
-            _merge_sort(order, keys, spare, spare_keys, low, high)
+            sort = np.argsort(keys[low:high], kind="mergesort")  # stable
+            order[low:high] = order[low:high][sort]
+            keys[low:high] = keys[low:high][sort]
         first = low
         for i in range(low + 1, high + 1):
             if i == high or keys[i] != keys[first]:
@@ -268,34 +263,6 @@ def _refine(text, order, keys, spare, spare_keys, groups, bits, each):
                     groups[waiting, 0], groups[waiting, 1], groups[waiting, 2] = first, i, depth + each
                     waiting += 1
                 first = i
-
-
-@njit(cache=True, nogil=True)
-def _merge_sort(order, keys, spare, spare_keys, low, high):
-    """Sort entries from ``low`` to before ``high`` by key, stably."""
-    for start in range(low, high, _FEW):
-        for i in range(start + 1, min(start + _FEW, high)):
-            key, entry = keys[i], order[i]
-            while i > start and keys[i - 1] > key:
-                keys[i], order[i] = keys[i - 1], order[i - 1]
-                i -= 1
-            keys[i], order[i] = key, entry
-    run = _FEW
-    while run < high - low:
-        for start in range(low, high - run, 2 * run):
-            middle, end = start + run, min(start + 2 * run, high)
-            spare[start:middle], spare_keys[start:middle] = order[start:middle], keys[start:middle]
-            left, right = start, middle
-            for to in range(start, end):
-                if left == middle:
-                    break  # the rest is in place already
-                if right < end and keys[right] < spare_keys[left]:
-                    order[to], keys[to] = order[right], keys[right]
-                    right += 1
-                else:
-                    order[to], keys[to] = spare[left], spare_keys[left]
-                    left += 1
-        run *= 2
 
 
 @njit(cache=True, nogil=True)
@@ -322,10 +289,9 @@ def _merged(text, old, new, new_keys, bits, each):
 
 @njit(cache=True, nogil=True)
 def drop_responses(suffixes, spans):
-    """Return the suffix array, int32[n], of a text after the removal of responses, in the same order.
+    """Return the suffix array of a text after the removal of responses.
 
-    ``spans`` are disjoint rows (start, stop, shift), int32[k, 3]: positions from start to before stop stay, and move
-    down by shift.
+    ``spans`` are rows (start, stop, shift), int32[k, 3]: positions from start to before stop stay, and move down.
     """
     kept = np.empty(len(suffixes), dtype=np.int32)
     n = 0

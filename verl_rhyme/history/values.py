@@ -9,7 +9,7 @@ old one. Until then the disk holds both: ``max_bytes`` and the values once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from typing import Any
 
 import msgpack
@@ -18,22 +18,23 @@ import numpy as np
 from verl_rhyme.history.environment import CorruptEnvironment, Environment
 from verl_rhyme.history.record import CorruptRecord, PromptHistory
 from verl_rhyme.history.retention import Entry, Retention
+from verl_rhyme.once import warn_once
+
+logger = logging.getLogger(__name__)
 
 #: Bytes per commit of a copy: LMDB holds uncommitted data in memory.
 _COMMIT_BYTES = 256 << 20
 
 
 class Values:
-    """Reads and writes of values within the caller's LMDB transactions.
+    """Reads and writes of values within the caller's LMDB transactions; useless after one that failed.
 
-    After a failed transaction the ledger differs from the environment: create a new object. Raises CorruptEnvironment
-    if the environment's list of prompts cannot be read.
+    Raises CorruptEnvironment if the environment's list of prompts cannot be read.
     """
 
-    def __init__(self, opened: Environment, bound: int, epochs: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, opened: Environment, bound: int, epochs: int) -> None:
         self.opened = opened
         self.ledger = Retention(bound, epochs)  # after the environment's last transaction and the changes here since
-        self._warn = warn
         with opened.env.begin() as txn:
             try:
                 for key, value in txn.cursor(db=opened.seen):
@@ -55,7 +56,8 @@ class Values:
             try:
                 return PromptHistory.decode(value)
             except CorruptRecord as error:
-                self._warn(f"the history of prompt {key.hex()} is damaged and starts empty: {error}")
+                message = "the history of a prompt is damaged and starts empty (%s, logged once): %s"
+                warn_once(logger, message, key.hex(), error)
         return PromptHistory.build([])
 
     def put(self, txn: Any, key: bytes, history: PromptHistory, value: bytes, epoch: int) -> Entry:
@@ -92,10 +94,7 @@ class Values:
         self.ledger.changed.clear()
 
     def copy_to(self, into: Environment, bound: int) -> int:
-        """Copy as many values as fit into ``bound`` bytes into a new environment that no process reads yet.
-
-        Return the visits that the remaining prompts lost. Raises lmdb.Error or OSError if the disk or the map is full.
-        """
+        """Copy as many values as fit into ``bound`` bytes into a new environment; return as :meth:`evict_excess`."""
         excess = self.ledger.excess(bound)
         entries = list(self.ledger.entries())
         with self.opened.env.begin(buffers=True) as source:
@@ -105,7 +104,6 @@ class Values:
                     while entries and written < _COMMIT_BYTES:
                         key, entry = entries.pop()
                         written += self._copy(source, txn, into, key, entry, excess.get(key, entry.units))
-        into.fill_up()
         return sum(entry.units - excess[key] for key, entry in self.ledger.entries() if excess.get(key))
 
     def _copy(self, source: Any, txn: Any, into: Environment, key: bytes, entry: Entry, visits: int) -> int:

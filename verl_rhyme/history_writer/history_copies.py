@@ -24,15 +24,14 @@ from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import environment, history_folder
 from verl_rhyme.history.copies import Copies
 from verl_rhyme.history_writer.history_writer import READ, node_history_dir, object_store, writer_name
+from verl_rhyme.once import warn_once
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for the history writer's answer, and again for the values to arrive.
+#: Seconds for the history writer's answer, and again for the values to arrive. Their engines draft without meanwhile.
 _FETCH_TIMEOUT_S = 60.0
 #: Prompts per request to the writer; the writer bounds the bytes.
 _AT_A_TIME = 64
-#: Seconds until a server looks for the successor of a dead fetcher.
-_RETRY_S = 1.0
 
 
 def node_copies_dir(base: str, node_id: str) -> str:
@@ -58,48 +57,46 @@ class HistoryFetcher:
     def __init__(self, node_id: str, config: HistoryConfig) -> None:
         self._base, self._node_id, self._config = str(config.dir), node_id, config
         self._copies: Copies | None = None
-        self._writer: Any = None
 
     def fetch(self, asked: Mapping[bytes, int]) -> None:
         """Bring copies up to the times of their requests; servers that request the same prompts share one fetch.
 
-        ``asked``: prompt key -> time of the request, in ns since the epoch. Raises RayError or ValueError if the
-        history writer is dead or does not answer, HistoryError or OSError if the folder cannot be written.
+        ``asked``: prompt key -> time of the request, in ns since the epoch. Raises if the history writer does not
+        answer, or the folder cannot be written.
         """
-        copies = self._opened()
-        outdated = copies.outdated(asked)
+        if self._copies is None:
+            taken = object_store(self._node_id) if self._config.max_bytes is None else 0
+            self._copies = Copies(node_copies_dir(self._base, self._node_id), self._config.max_bytes, taken)
+        outdated = self._copies.outdated(asked)
         while outdated:
             began = time.time_ns()
-            try:
-                if self._writer is None:
-                    self._writer = ray.get_actor(writer_name(self._base))
-                known = dict(list(outdated.items())[:_AT_A_TIME])
-                call = self._writer.values.options(concurrency_group=READ).remote(known)
-                answers = ray.get(call, timeout=_FETCH_TIMEOUT_S)
-                refs = [ref for ref in answers.values() if ref is not None]
-                values = iter(ray.get(refs, timeout=_FETCH_TIMEOUT_S))
-            except Exception:
-                self._writer = None  # a new writer may have replaced it
-                raise
-            for key, ref in answers.items():
+            known = dict(list(outdated.items())[:_AT_A_TIME])
+            for key, value in self._fetch(known).items():
                 del outdated[key]
                 as_of = max(began, asked[key])  # the clock may be set back
-                if ref is not None:
-                    copies.put(key, next(values), as_of)
-                elif not known[key]:
-                    copies.put(key, b"", as_of)
-                elif not copies.confirm(key, as_of):
-                    outdated[key] = b""
+                if value is None and known[key]:
+                    if not self._copies.confirm(key, as_of):
+                        outdated[key] = b""
+                    continue
+                try:
+                    self._copies.put(key, b"" if value is None else value, as_of)
+                except OSError:  # a full disk, or a cleaner deleted the folder: the next fetch starts with another
+                    self.close()
+                    raise
+
+    def _fetch(self, known: dict[bytes, bytes]) -> dict[bytes, Any]:
+        """Return the values of the first prompts; ``None`` if the known one is the latest."""
+        writer = ray.get_actor(writer_name(self._base))
+        call = writer.values.options(concurrency_group=READ).remote(known)
+        answers = ray.get(call, timeout=_FETCH_TIMEOUT_S)
+        refs = {key: ref for key, ref in answers.items() if ref is not None}
+        values = ray.get(list(refs.values()), timeout=_FETCH_TIMEOUT_S)
+        return {**answers, **dict(zip(refs, values, strict=True))}
 
     def close(self) -> None:
         if self._copies is not None:
             self._copies.close()
-
-    def _opened(self) -> Copies:
-        if self._copies is None:
-            taken = object_store(self._node_id) if self._config.max_bytes is None else 0
-            self._copies = Copies(node_copies_dir(self._base, self._node_id), self._config.max_bytes, taken)
-        return self._copies
+            self._copies = None
 
 
 class HistoryRequests:
@@ -107,7 +104,7 @@ class HistoryRequests:
 
     def __init__(self, node_id: str, config: HistoryConfig) -> None:
         self._node_id, self._config = node_id, config
-        self._errors = self._reported = 0
+        self._errors = 0
         self._asked: dict[bytes, int] = {}
         self._sending: asyncio.Task[None] | None = None
         self._fetcher: Any = None
@@ -119,10 +116,9 @@ class HistoryRequests:
             self._start()
 
     def ask(self, key: bytes) -> int:
-        """Request the latest history of a prompt; returns at once.
+        """Request the latest history of a prompt; return the time in ns since the epoch: a valid copy is as recent.
 
-        Return the time of the request, in ns since the epoch; a valid copy is at least as recent. 0: the node has the
-        store.
+        0 on the node with the store.
         """
         if self._records():
             return 0
@@ -133,8 +129,8 @@ class HistoryRequests:
 
     def take_errors(self) -> int:
         """Return the number of fetches that failed since the last call."""
-        new, self._reported = self._errors - self._reported, self._errors
-        return new
+        errors, self._errors = self._errors, 0
+        return errors
 
     def _records(self) -> bool:
         """On the node with the history store engines read it in place."""
@@ -149,26 +145,13 @@ class HistoryRequests:
             await asyncio.sleep(0)  # collect the requests that start together
             asked, self._asked = self._asked, {}
             try:
-                await self._fetch(asked)
+                await self._start().fetch.remote(asked)
             except Exception as error:
                 self._errors += 1
-                if self._errors == 1:
-                    logger.warning(
-                        "fetching prompt histories from the trainer's node failed; requests run without them "
-                        "(logged once): %s",
-                        error,
-                    )
-
-    async def _fetch(self, asked: dict[bytes, int]) -> None:
-        for again in (True, False):
-            try:
-                await self._start().fetch.remote(asked)
-                return
-            except RayActorError:  # the fetcher died, or it reports the writer's death with the same class
-                self._fetcher = None
-                if not again:
-                    raise
-                await asyncio.sleep(_RETRY_S)
+                if isinstance(error, RayActorError):
+                    self._fetcher = None  # it died, as with the server that started it: the next request starts another
+                message = "fetching histories from the trainer's node failed; requests run without (logged once): %s"
+                warn_once(logger, message, error)
 
     def _start(self) -> Any:
         if self._fetcher is None:

@@ -53,11 +53,10 @@ def writer_name(base: str) -> str:
 
 
 class HistoryWriter:
-    """Ray actor, the only writer of a run's history.
+    """Ray actor, the only writer of a run's history; see :func:`history_folder.acquire` for ``run``.
 
-    Folders of killed runs next to ``folder`` are deleted, as are data of another run in it; data of a dead writer of
-    this ``run`` stay. Fetched values stay in a part of Ray's object store: samples of a prompt start on several nodes
-    at about the same time, and a node that has a value passes it on.
+    Fetched values stay in a part of Ray's object store: samples of a prompt start on several nodes at about the same
+    time, and a node that has a value passes it on.
     """
 
     def __init__(
@@ -87,9 +86,6 @@ class HistoryWriter:
         assert self._store is not None
         return os.getpid()
 
-    def bound(self) -> int:
-        return self._store.max_bytes
-
     def lower_priority(self) -> None:
         """Lower the priority of the recording thread and the threads it starts: training and engines come first."""
         os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
@@ -106,15 +102,15 @@ class HistoryWriter:
     def append(self, batch: TrainedBatch, step: int) -> dict[str, Any]:
         """Record samples piece by piece; samples that :meth:`fetch` did not fetch are fetched now.
 
-        A killed writer leaves complete prompts and loses the samples in its memory. Return the store's statistics, the
-        counts of the append (:data:`STORE_COUNTS`), and the number of tokens with the sum of their nats
-        (:data:`TOKEN_COUNTS`). After MissingSamples earlier pieces are recorded.
+        Return the store's statistics, :data:`STORE_COUNTS` and :data:`TOKEN_COUNTS` of the append, and the process id.
+        After MissingSamples earlier pieces are recorded.
         """
         first = batch.stored.keys[0] if batch.stored.keys else ""
         fetched = None
         while first in self._fetched:  # drop earlier batches, which were never recorded
             fetched = self._fetched.pop(next(iter(self._fetched)))
-        return self.record(batch.trajectories() if fetched is None else fetched, step)
+        stats = self.record(batch.trajectories() if fetched is None else fetched, step)
+        return {**stats, "pid": os.getpid()}
 
     def record(self, pieces: Iterable[list[Trajectory]], step: int) -> dict[str, Any]:
         """Record one step; no two pieces may contain the same prompt."""
@@ -141,9 +137,9 @@ class HistoryWriter:
     def values(self, known: Mapping[bytes, bytes]) -> dict[bytes, Any]:
         """Return the values of prompts for another node; call it in the group :data:`READ`.
 
-        ``known``: key -> :func:`~verl_rhyme.history.record.version_of` the caller's value, or empty. The answer has the
-        first prompts, at least one: a reference to the value (uint8[n], ``PromptHistory.encode()``) in Ray's object
-        store, empty if nothing is kept any more, or ``None`` if the caller's value is the latest.
+        ``known``: key -> ``version_of`` the caller's value, or empty. The answer has the first prompts, at least one: a
+        reference to the value, uint8[n], in Ray's object store, empty if nothing is kept any more, or ``None`` if the
+        caller's value is the latest.
         """
         answers: dict[bytes, Any] = {}
         size = 0

@@ -6,15 +6,14 @@ import time
 import numpy as np
 import pytest
 
+from tests.unit.history.stores import NAMESPACE, open_store, trajectory, value
+from tests.unit.history.stores import key as key_of
 from verl_rhyme.engine import history_loader
 from verl_rhyme.engine.history_loader import HistoryLoader
 from verl_rhyme.history.copies import Copies, CopyReader
 from verl_rhyme.history.reader import HistoryReader
-from verl_rhyme.history.record import PromptHistory, Trajectory
-from verl_rhyme.history.store import HistoryStore
 
-NAMESPACE = "test"
-KEYS = [bytes([i]) * 16 for i in range(60)]
+KEYS = [key_of(i) for i in range(60)]
 
 
 def until(condition, seconds=20.0):
@@ -31,11 +30,11 @@ def wait_for(loader):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def reader(tmp_path):
     rng = np.random.default_rng(0)
-    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 24, epochs=2) as store:
-        store.append([Trajectory(key, rng.integers(0, 99, 50).astype(np.int32), 1.0, 0, 0, 0) for key in KEYS[:-1]], 0)
-    return tmp_path / "h"
+    with open_store(tmp_path / "h") as store:
+        store.append([trajectory(i, rng.integers(0, 99, 50)) for i in range(59)], 0)
+    return HistoryReader(tmp_path / "h", NAMESPACE)
 
 
 class Slow:
@@ -53,22 +52,24 @@ class Slow:
             raise ValueError("unexpected")
 
 
-def test_requested_histories_arrive_as_stored(folder):
-    loader = HistoryLoader(HistoryReader(folder, NAMESPACE))
+def test_requested_histories_arrive_as_stored(reader, tmp_path):
+    loader = HistoryLoader(reader)
     assert [loader.get(key) for key in KEYS] == [None] * len(KEYS)
     found = {}
     while len(found) < len(KEYS):
         found |= dict(wait_for(loader))
     assert loader.pending == 0
     assert loader.errors == 0
-    reader = HistoryReader(folder, NAMESPACE)
+    direct = HistoryReader(tmp_path / "h", NAMESPACE)
+    blocking = HistoryLoader(reader, wait=True)
     for key, history in found.items():
-        expected = reader.get(key)
-        assert (history is None) == (expected is None) == (key == KEYS[-1])
+        expected = direct.get(key)
+        assert (history is None) == (expected is None) == (blocking.get(key) is None) == (key == KEYS[-1])
         if history is not None:
             assert (history.tokens == expected.tokens).all()
             assert "first_tokens" in vars(history), "made by the thread"
             loader.release(key, history)
+    assert blocking.pending == 0
 
 
 def test_released_history_is_not_read():
@@ -96,30 +97,27 @@ def test_error_gives_no_history_a_count_and_one_warning(caplog):
     assert sum("cannot read a prompt's history" in record.message for record in caplog.records) == 1
 
 
-def test_prompts_beyond_the_memory_wait_until_others_are_released(folder, caplog):
-    loader = HistoryLoader(HistoryReader(folder, NAMESPACE), max_bytes=3000)
+def test_prompts_beyond_the_memory_wait_until_others_are_released(reader, caplog):
+    loader = HistoryLoader(reader, max_bytes=3000)
     for key in KEYS[:9]:
         loader.get(key)
-    live, read = {}, []
-    while len(read) < 9:
-        for key, history in wait_for(loader):
-            live[key] = history.nbytes
-            read.append(key)
+    live, done = {}, []
+    while len(done) < 9:
+        found = dict(wait_for(loader))
         time.sleep(0.05)
-        found = dict(loader.ready())
+        found |= dict(loader.ready())
         live |= {key: history.nbytes for key, history in found.items()}
-        read += found
+        done += found
         assert sum(live.values()) < 3000 + max(live.values())
-        key = next(iter(live))
-        loader.release(key, None)
-        del live[key]
-    assert sorted(read) == KEYS[:9]
+        loader.release(next(iter(live)), None)
+        del live[next(iter(live))]
+    assert sorted(done) == KEYS[:9]
     assert loader.pending == 0
     assert sum("decoded histories take" in record.message for record in caplog.records) == 1
 
 
-def test_a_released_prompt_holds_no_memory_even_while_it_is_read(folder):
-    loader = HistoryLoader(HistoryReader(folder, NAMESPACE), max_bytes=1)
+def test_a_released_prompt_holds_no_memory_even_while_it_is_read(reader):
+    loader = HistoryLoader(reader, max_bytes=1)
     for _ in range(50):
         loader.get(KEYS[0])
         loader.release(KEYS[0], None)
@@ -127,11 +125,7 @@ def test_a_released_prompt_holds_no_memory_even_while_it_is_read(folder):
     assert [key for key, history in wait_for(loader) if history is not None] == [KEYS[1]]
 
 
-def test_blocking_mode_returns_the_history(folder):
-    loader = HistoryLoader(HistoryReader(folder, NAMESPACE), wait=True)
-    assert len(loader.get(KEYS[0]).response(0)) == 50
-    assert loader.get(KEYS[-1]) is None
-    assert (loader.pending, loader._pool) == (0, None)
+# ---- copies from another node ----
 
 
 @pytest.fixture
@@ -141,13 +135,14 @@ def copies(tmp_path):
     opened.close()
 
 
-def value(token):
-    return PromptHistory.build([Trajectory(KEYS[0], np.array([token], np.int32), 1.0, 0, 0, 0)]).encode()
+@pytest.fixture
+def copy_reader(tmp_path):
+    return CopyReader(tmp_path / "copies")
 
 
-def test_missing_copy_stays_pending_and_does_not_delay_others(folder, copies, tmp_path):
-    loader = HistoryLoader(HistoryReader(folder, NAMESPACE), copies=CopyReader(tmp_path / "copies"))
-    copies.put(KEYS[0], value(7), 10)
+def test_missing_copy_stays_pending_and_does_not_delay_others(reader, copies, copy_reader):
+    loader = HistoryLoader(reader, copies=copy_reader)
+    copies.put(KEYS[0], value([7]), 10)
     loader.expect(KEYS[0], 20)  # the present copy is older
     assert loader.get(KEYS[0]) is None
     assert loader.get(KEYS[1]) is None  # recorded here
@@ -157,25 +152,21 @@ def test_missing_copy_stays_pending_and_does_not_delay_others(folder, copies, tm
     copies.put(KEYS[2], b"", 25)
     assert wait_for(loader) == [(KEYS[2], None)]
     assert loader.pending == 1
-    copies.put(KEYS[0], value(8), 20)
+    copies.put(KEYS[0], value([8]), 20)
     assert [(key, found.response(0).tolist()) for key, found in wait_for(loader)] == [(KEYS[0], [8])]
     assert loader.errors == 0
-
-
-def test_released_copy_is_no_longer_pending(folder, copies, tmp_path):
-    loader = HistoryLoader(HistoryReader(folder, NAMESPACE), copies=CopyReader(tmp_path / "copies"))
-    loader.expect(KEYS[0], 20)
-    loader.get(KEYS[0])
-    loader.release(KEYS[0], None)
+    loader.expect(KEYS[3], 20)
+    loader.get(KEYS[3])
+    loader.release(KEYS[3], None)
     assert not loader.pending
-    assert loader.get(KEYS[0]) is None, "a later request may find it on its own node"
+    assert loader.get(KEYS[3]) is None, "a later request may find it on its own node"
     assert len(wait_for(loader)[0][1].response(0)) == 50
 
 
-def test_blocking_mode_waits_for_a_copy_until_the_timeout(folder, copies, tmp_path, monkeypatch):
-    loader = HistoryLoader(HistoryReader(folder, NAMESPACE), wait=True, copies=CopyReader(tmp_path / "copies"))
+def test_blocking_mode_waits_for_a_copy_until_the_timeout(reader, copies, copy_reader, monkeypatch):
+    loader = HistoryLoader(reader, wait=True, copies=copy_reader)
     loader.expect(KEYS[0], 20)
-    late = threading.Timer(0.2, copies.put, (KEYS[0], value(8), 20))
+    late = threading.Timer(0.2, copies.put, (KEYS[0], value([8]), 20))
     late.start()
     assert loader.get(KEYS[0]).response(0).tolist() == [8]
     late.join()

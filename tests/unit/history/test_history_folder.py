@@ -1,18 +1,20 @@
 """Ownership of history folders: no process writes to or deletes the folder of a writer that is or may be alive."""
 
+import fcntl
 import json
 import os
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from tests.unit.history.stores import NAMESPACE, key, kill, open_store, responses, trajectory
-from verl_rhyme.history import history_folder
+from tests.unit.history.stores import kill, open_store, read, trajectory
+from verl_rhyme.history import environment, history_folder, ownership
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.ownership import Owner
-from verl_rhyme.history.store import HistoryReader
 
 open_second = partial(open_store, run="second")
 
@@ -40,39 +42,32 @@ def dead(writer):
     kill(writer)
 
 
-def tokens(folder):
-    reader = HistoryReader(folder, NAMESPACE, refresh_interval=0.0)
-    history = reader.get(key(1))
-    reader.close()
-    return None if history is None else responses(history)[0]
-
-
 def owned_by(folder, **changes):
     before = json.loads((folder / "owner.json").read_text())
     (folder / "owner.json").write_text(json.dumps({**before, **changes}))
 
 
-def test_a_second_run_fails_and_deletes_nothing(folder, writer):
-    with pytest.raises(HistoryError) as error:
-        open_second(folder)
-    for part in (str(folder), str(os.getpid()), os.uname().nodename, "first", "history.dir"):
-        assert part in str(error.value)
-    assert tokens(folder) == [5, 6]
-
-
-@pytest.mark.parametrize("pid", [2**22 + 1, 1], ids=["a pid of another container", "a pid used again"])
-def test_a_live_writer_does_not_count_as_dead_because_of_its_pid(tmp_path, folder, writer, pid):
+@pytest.mark.parametrize("pid", [os.getpid(), 2**22 + 1, 1], ids=["", "of another container", "used again"])
+def test_a_second_run_fails_and_deletes_nothing_whatever_the_pid(tmp_path, folder, writer, pid):
     owned_by(folder, pid=pid)
     history_folder._remove_dead(tmp_path / "base", keep=tmp_path)
-    assert tokens(folder) == [5, 6]
+    with pytest.raises(HistoryError) as error:
+        open_second(folder)
+    for part in (str(folder), str(pid), os.uname().nodename, "first", "history.dir"):
+        assert part in str(error.value)
+    assert read(folder) == [[5, 6]]
 
 
 def test_a_killed_writers_folder_is_removed_but_not_this_runs(tmp_path, folder, dead):
     history_folder._remove_dead(tmp_path / "base", keep=folder)
-    assert tokens(folder) == [5, 6]
+    assert read(folder) == [[5, 6]]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "link").symlink_to(folder)
+    history_folder._remove_dead(tmp_path / "other", keep=tmp_path)
+    assert read(folder) == [[5, 6]], "not through a link"
     owned_by(folder, pid=os.getpid())  # the pid is in use again, but the free lock shows that the writer is dead
     history_folder._remove_dead(tmp_path / "base", keep=tmp_path)
-    assert not folder.exists()
+    assert not list((tmp_path / "base").iterdir())
 
 
 def test_another_machines_folder_counts_as_alive(tmp_path, folder, dead):
@@ -81,22 +76,18 @@ def test_another_machines_folder_counts_as_alive(tmp_path, folder, dead):
     history_folder._remove_dead(tmp_path / "base", keep=tmp_path)
     with pytest.raises(HistoryError, match=r"elsewhere.*history\.dir.*owner\.json"):
         open_second(folder)
-    assert tokens(folder) == [5, 6]
+    assert read(folder) == [[5, 6]]
     (folder / "owner.json").unlink()  # the remedy in the message
     with open_second(folder):
-        assert tokens(folder) is None
+        assert read(folder) is None
 
 
-def test_a_folder_from_before_a_reboot_is_free(folder, dead):
-    owned_by(folder, boot="another")
-    with open_second(folder):
-        assert tokens(folder) is None
-
-
-@pytest.mark.parametrize(("run", "found"), [("first", [5, 6]), ("second", None)])
-def test_a_dead_writers_history_is_kept_by_the_same_run_only(folder, dead, run, found):
+@pytest.mark.parametrize(("run", "boot", "found"), [("first", 0, [[5, 6]]), ("second", 0, None), ("second", 1, None)])
+def test_a_dead_writers_history_is_kept_by_the_same_run_only(folder, dead, run, boot, found):
+    if boot:
+        owned_by(folder, boot="another")
     with open_store(folder, run=run) as store:
-        assert tokens(folder) == found
+        assert read(folder) == found
         assert Owner.of(folder) == Owner(run, os.uname().nodename, Owner.here("").boot, os.getpid())
         assert store.append([trajectory(1, [7])], step=1).trajectories == 1
     assert Owner.of(folder) is None
@@ -115,24 +106,28 @@ def test_a_lock_on_a_deleted_folder_is_not_accepted(tmp_path):
 
 
 def test_a_waiting_writer_gets_the_folder_after_its_complete_deletion(tmp_path, monkeypatch):
-    """With deletion in directory order, the lock would be free before the other files are deleted."""
     monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 50))  # check more often
     folder = tmp_path / "h"
     ending = history_folder.acquire(folder, "first", 1)
-    for number in range(30):
+    for number in range(300):
         (folder / f"env-{number:04d}").mkdir()
-        for file in range(30):
-            (folder / f"env-{number:04d}" / str(file)).touch()
-    (folder / "writer.lock").rename(folder / "moved").rename(folder / "writer.lock")  # tmpfs lists the newest first
-
     with ThreadPoolExecutor(1) as waiting:
         next_one = waiting.submit(history_folder.acquire, folder, "second", 10)
-        time.sleep(1.0)
+        time.sleep(5.0)  # 0.1 s
         history_folder.release(folder, ending, delete=True)
         held = next_one.result()
     assert {file.name for file in folder.iterdir()} == {"in_use.lock", "owner.json", "writer.lock"}
     assert Owner.of(folder).run == "second"
     os.close(held)
+
+
+def test_a_deletion_cut_short_is_completed_by_the_next_run(tmp_path, folder, writer, monkeypatch):
+    with monkeypatch.context() as killed:
+        killed.setattr(history_folder.shutil, "rmtree", lambda path: (_ for _ in ()).throw(OSError("killed")))
+        writer.close(delete=True)
+    assert len(list(folder.parent.iterdir())) == 1
+    with open_second(folder):
+        assert [path.name for path in folder.parent.iterdir()] == ["node"]
 
 
 @pytest.mark.parametrize("text", ['{"name": "somebody"}', "not json", "[]"])
@@ -154,21 +149,6 @@ def test_a_link_instead_of_a_folder_is_refused_and_its_target_kept(tmp_path):
     with pytest.raises(HistoryError, match=r"base/node is a link.*history\.dir"):
         open_second(tmp_path / "base" / "node")
     assert [path.name for path in checkpoint.parent.iterdir()] == ["global_step_10"]
-
-
-def test_a_file_instead_of_a_folder_is_refused_before_the_run(tmp_path):
-    (tmp_path / "file").touch()
-    for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(HistoryError, match=r"Not a directory.*set history\.dir to a folder"):
-            history_folder.check(place)
-    history_folder.check(tmp_path / "new" / "below")
-
-
-def test_a_dead_writers_folder_is_not_removed_through_a_link(tmp_path, folder, dead):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "link").symlink_to(folder)
-    history_folder._remove_dead(tmp_path / "other", keep=tmp_path)
-    assert tokens(folder) == [5, 6]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
@@ -199,9 +179,45 @@ def test_other_users_cannot_read_a_history(tmp_path):
         os.umask(before)
 
 
-def test_a_file_system_with_one_uid_for_all_users_is_accepted(tmp_path, monkeypatch):
-    """With NFS ``all_squash`` and some object store mounts, the uid of a file does not identify its creator."""
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4242)
-    with open_store(tmp_path / "h", run="first") as store:
-        store.append([trajectory(1, [7])], step=1)
-        assert tokens(tmp_path / "h") == [7]
+# ---- the choice of a folder ----
+
+
+class NoLocks:
+    """fcntl of a file system without locks, which this machine does not have."""
+
+    def __getattr__(self, name):
+        return getattr(fcntl, name)
+
+    def flock(self, descriptor, operation):
+        raise OSError("No locks available")
+
+
+def test_a_folder_is_tried_before_the_run(tmp_path, monkeypatch):
+    environment.probe(tmp_path / "not" / "there")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(HistoryError, match=r"Not a directory.*set history\.dir to a folder"):
+            history_folder.check(place)
+    monkeypatch.setattr(ownership, "fcntl", NoLocks())
+    with pytest.raises(HistoryError, match=r"No locks available.*: set history.dir to a folder on a"):
+        history_folder.check(tmp_path)
+
+
+def only_in(disk, folder):
+    if not folder.is_relative_to(disk):
+        raise HistoryError(f"{folder} cannot hold a store")
+
+
+def test_an_automatic_folder_is_one_that_works(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = ownership.user_folder(str(tmp_path))
+    assert history_folder.place() == own
+    own.symlink_to("/")
+    with pytest.raises(HistoryError, match="is a link or belongs to another user"):
+        history_folder.check(own / "run")
+    assert history_folder.place().is_relative_to("/var/tmp")
+    monkeypatch.setattr(history_folder, "check", partial(only_in, Path("/dev/shm")))
+    assert history_folder.place().is_relative_to("/dev/shm"), "memory is the last choice"
+    monkeypatch.setattr(history_folder, "check", partial(only_in, Path("/nowhere")))
+    assert history_folder.place() == own

@@ -3,25 +3,17 @@
 import json
 import re
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.unit.history.stores import NAMESPACE, open_store, trajectory
 from verl_rhyme.cli import app
 from verl_rhyme.history.inspection import find, inspect
-from verl_rhyme.history.record import Trajectory
-from verl_rhyme.history.store import HistoryStore
-
-NAMESPACE = "vocabulary-a"
-
-
-def trajectory(i, tokens, epoch=0):
-    return Trajectory(int(i).to_bytes(16, "big"), np.array(tokens, np.int32), 1.0, epoch, epoch, 0)
 
 
 @pytest.fixture
 def store(tmp_path):
-    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 22, epochs=2) as opened:
+    with open_store(tmp_path / "h") as opened:
         for epoch in range(2):
             opened.append([trajectory(i, range(100 + epoch * 50), epoch) for i in range(3)], epoch)
         yield opened

@@ -100,6 +100,10 @@ def test_keeps_the_latest_visits():
         history = history.extended([trajectory([epoch], epoch, n) for n in range(2)], step=10 + epoch, epochs=2)
     assert kept(history) == [(13, 3, 0), (13, 3, 1), (14, 4, 0), (14, 4, 1)]
     assert [history.response(i).tolist() for i in range(4)] == [[3], [3], [4], [4]]
+    parts = PromptHistory.build([])
+    for part in range(3):
+        parts = parts.extended([trajectory([part], 0, part)], step=part, epochs=1)
+    assert len(parts) == 3, "of one visit"
 
 
 def test_a_repeated_step_replaces_its_responses():
@@ -107,13 +111,6 @@ def test_a_repeated_step_replaces_its_responses():
     second = first.extended([trajectory([3], 1, 0)], step=2, epochs=2)
     again = second.extended([trajectory([4], 1, 0)], step=2, epochs=2)
     assert [again.response(i).tolist() for i in range(len(again))] == [[1], [2], [4]]
-
-
-def test_parts_of_one_visit_add_up():
-    history = PromptHistory.build([])
-    for part in range(3):
-        history = history.extended([trajectory([part], 0, part)], step=part, epochs=1)
-    assert len(history) == 3
 
 
 def test_responses_of_a_run_that_restarts_its_epoch_count_are_kept():

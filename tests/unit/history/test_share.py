@@ -1,6 +1,7 @@
 """Free disk and memory of a node, next to other stores and within a cgroup."""
 
 import io
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,22 +46,29 @@ def test_without_a_limit_the_machines_memory_counts(cgroups):
     assert share.available_memory() == 64 * GIB
 
 
-@pytest.mark.parametrize(("disk", "memory"), [(1, 8), (8, 1)], ids=["disk", "memory"])
-def test_a_history_takes_half_of_the_free_space(tmp_path, monkeypatch, disk, memory):
+@pytest.fixture
+def free(monkeypatch, request):
+    """Free disk and memory, in GiB."""
+    disk, memory = request.param
     monkeypatch.setattr(share.shutil, "disk_usage", lambda folder: SimpleNamespace(free=disk * GIB))
     monkeypatch.setattr(share, "available_memory", lambda: memory * GIB)
+    return request.param
+
+
+@pytest.mark.parametrize("free", [(1, 8), (8, 1)], indirect=True)
+def test_a_history_takes_half_of_the_free_space(tmp_path, monkeypatch, free):
     monkeypatch.setattr(share, "in_memory", lambda folder: False)
     assert share.automatic(tmp_path, GIB) == GIB // 2, "Ray's object store takes none of the disk"
-    for name in ("env-0001", "env-0002"):
+    for name, size in (("env-0001", 4096), ("env-0002", 4096)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "data.mdb").write_bytes(bytes(4096))
-    assert share.automatic(tmp_path, 0) == (GIB + 8192 * (disk < memory)) // 2, "a killed writer's files are deleted"
+        (tmp_path / name / "data.mdb").write_bytes(bytes(size))
+    assert share.automatic(tmp_path, 0) == (GIB + 8192 * (free[0] < free[1])) // 2, "a killed writer's files"
+    os.truncate(tmp_path / "env-0001" / "data.mdb", 9 * GIB)
+    assert share.automatic(tmp_path, 0) >= 9 * GIB, "its successor has the same room"
 
 
-@pytest.mark.parametrize(("disk", "memory"), [(8, 6), (6, 8)])
-def test_a_history_in_memory_leaves_room_for_rays_object_store(monkeypatch, disk, memory):
-    monkeypatch.setattr(share.shutil, "disk_usage", lambda folder: SimpleNamespace(free=disk * GIB))
-    monkeypatch.setattr(share, "available_memory", lambda: memory * GIB)
+@pytest.mark.parametrize("free", [(8, 6), (6, 8)], indirect=True)
+def test_a_history_in_memory_leaves_room_for_rays_object_store(free):
     assert share.in_memory(Path("/dev/shm/verl_rhyme-1/not/there/yet"))
     assert not share.in_memory(Path("/proc/self"))
     assert share.automatic(Path("/dev/shm"), 4 * GIB) == GIB

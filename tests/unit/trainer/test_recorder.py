@@ -19,7 +19,8 @@ from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import environment, history_folder
 from verl_rhyme.history.environment import Environment, HistoryError
 from verl_rhyme.history.keys import prompt_key
-from verl_rhyme.history.store import HistoryReader, HistoryStore
+from verl_rhyme.history.reader import HistoryReader
+from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.history.values import Values
 from verl_rhyme.history_writer.history_service import HistoryUnavailable
 from verl_rhyme.history_writer.history_writer import HistoryWriter
@@ -261,23 +262,23 @@ ERRORS = [
 #: Every function by which the store reaches its folder, and its own methods.
 SITES = [
     *((HistoryStore, name) for name in ("append", "snapshot", "restore", "stats")),
-    *((Environment, name) for name in ("fill_up", "is_on_disk", "namespace")),
-    *((environment, name) for name in ("create", "acquire", "check", "current", "publish", "new_folder")),
-    *((history_folder, name) for name in ("acquire", "renew", "_sign", "_empty")),
-    *((Values, name) for name in ("__init__", "put", "stored", "save_ledger", "copy_to", "evict_excess")),
-    *((os, name) for name in ("replace", "fsync")),
+    (Environment, "namespace"),
+    *((environment, name) for name in ("create", "acquire", "check", "current", "keep", "publish", "new_folder")),
+    *((history_folder, name) for name in ("acquire", "keep", "_empty")),
+    *((Values, name) for name in ("__init__", "put", "stored", "save_ledger", "evict_excess")),
+    *((os, name) for name in ("replace", "fsync", "utime")),
     (shutil, "copyfile"),
-    *((Path, name) for name in ("mkdir", "rename", "chmod", "write_text", "touch")),
+    *((Path, name) for name in ("mkdir", "replace", "write_text", "touch")),
     *(("lmdb", name) for name in ("begin", "copy", "reader_check", "set_mapsize", "info")),
 ]
 
 
 @pytest.mark.parametrize(("place", "name"), SITES, ids=[f"{getattr(p, '__name__', p)}.{name}" for p, name in SITES])
 def test_no_fault_of_the_history_reaches_the_trainer_or_outlasts_itself(tmp_path, monkeypatch, place, name):
-    """Each call fails once, and all calls fail for a while, as files are deleted and written again.
+    """Each call fails once, and all calls fail for a while, as files are deleted.
 
-    The recorder raises nothing, each step is in the history or reported as lost, and once the fault ends steps are
-    recorded again.
+    The recorder raises nothing, each step since then is in the history or reported as lost, and once the fault ends
+    steps are recorded again.
     """
     cases = [(0, True), *((skipped, False) for skipped in range(examples(3, slow=40)))]
     for number, (skipped, always) in enumerate(cases):
@@ -332,7 +333,7 @@ def live_through(folder, patch, fault, place, name):
         fault.on = False
         train(5)
         assert recorded()[-1] == 5
-        assert evicted or len(recorded()) + lost >= 5  # a map that stays full has no room for earlier steps
+        assert evicted or lost or 4 in recorded()  # a map that stays full has no room for earlier steps
         assert recorded() == sorted(recorded())
         train(6)
         assert recorded()[-2:] == [5, 6]
