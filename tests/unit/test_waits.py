@@ -10,7 +10,7 @@ MODULES = [module for room in ("agent_loop", "coordinator", "trainer") for modul
 #: Results that have arrived, by module and function.
 ARRIVED = {
     ("draft_counts", "_fetch"),
-    ("ranking", "_collect"),
+    ("ranking", "on_step"),
     ("replicas", "_seen"),
     ("replicas", "_let_in"),
     ("client", "_give_back"),

@@ -146,7 +146,7 @@ def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
     detail = f"{serving.tokens} tokens per replica, {requests}"
     if serving.tokens < plan.rollout.max_model_len:
         detail = (
-            f"vLLM's share of {gib(serving.share)} leaves {serving.tokens} tokens beside weights and activations "
+            f"vLLM's share of {gib(serving.share)} leaves {serving.tokens} tokens after weights and activations "
             f"({gib(serving.weights + serving.activations)}), and does not hold one request of "
             f"{plan.rollout.max_model_len}"
         )
