@@ -38,7 +38,7 @@ HISTORY = f"{R}.custom.rhyme.history"
         (["trainer.n_gpus_per_node=16"], "GPUs", "fail", "8 visible on this machine"),
         ([f"{A}.ppo_micro_batch_size_per_gpu=256", NO_RECOMPUTE], "GPU memory", "warn", "fewer tokens"),
         ([f"{R}.gpu_memory_utilization=0.999"], "GPU memory", "warn", "gpu_memory_utilization"),
-        ([f"{R}.gpu_memory_utilization=0.001"], "KV cache", "warn", "leaves 0 tokens beside weights and activations"),
+        ([f"{R}.gpu_memory_utilization=0.001"], "KV cache", "warn", "leaves 0 tokens after weights and activations"),
         ([f"{R}.max_model_len=8000000"], "KV cache", "warn", "does not hold one request of 8000000"),
         ([f"{HISTORY}.dir=/proc/nope"], "history folder", "fail", "the history cannot be kept in /proc/nope"),
     ],
