@@ -53,7 +53,8 @@ DRY_RUN=${DRY_RUN:-0} SMOKE=${SMOKE:-0} SKIP_PREFLIGHT=${SKIP_PREFLIGHT:-0} SKIP
 for _switch in DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP; do one_of "$_switch" 0 1; done
 check_preset
 one_of MODE sync colocate_async separate_async
-one_of ENGINE megatron fsdp
+# shellcheck disable=SC2086  # one word per engine
+one_of ENGINE ${ENGINES:-megatron fsdp}
 RUN_DIR=${RUN_DIR:-} _runs=$ROOT/runs/$RECIPE
 if [ "$SMOKE" = 1 ]; then
   NNODES=1 GPUS_PER_NODE=1 TP=1 PP=1 SP=1 ROLLOUT_TP=1 ROLLOUT_NNODES=1 ROLLOUT_GPUS_PER_NODE=1
@@ -145,7 +146,7 @@ launch() { # launch [hydra overrides]
       cd "$ROOT" || exit # for examples.*
       [ -e "$RUN_DIR/data/train.parquet" ] ||
         python -m examples.tiny_world.data --out "$RUN_DIR/data" --train 64 --test 8 --seed "$SEED"
-      [ -e "$RUN_DIR/model" ] || python -m examples.tiny_world.untie "$MODEL" "$RUN_DIR/model"
+      [ -e "$RUN_DIR/model" ] || python -m "examples.tiny_world.${SMOKE_MAKE:-untie}" "$MODEL" "$RUN_DIR/model"
     )
   fi
   if [ "$SKIP_PREFLIGHT" != 1 ]; then

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("recurrent")
 TOKENS, LENGTH = 12, 30
 OPTIONS = {"mamba_ssm_cache_dtype": "float32", "num_gpu_blocks_override": 400}
 #: As many slots and tokens a step that running requests sit out steps, and prompts come in chunks.
-TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 50}
+TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 24}
 
 
 @pytest.fixture(scope="module")

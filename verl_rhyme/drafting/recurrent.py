@@ -57,6 +57,11 @@ def undrafted(config: Mapping[str, Any]) -> str:
     return "" if all(_DRAFTED.match(str(family)) for family in families) else recurrent(config)
 
 
+def draft_tokens(wanted: int) -> int:
+    """Return ``drafting.max_tokens`` of a model with recurrent layers."""
+    return min(wanted, MAX_TOKENS)
+
+
 def _signs(config: Mapping[str, Any]) -> Iterator[str]:
     kinds = {
         name: [str(kind) for kind in config[name]] for name in _LISTS if isinstance(config.get(name), list | tuple)

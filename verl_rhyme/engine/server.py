@@ -93,7 +93,7 @@ class RhymeHttpServer(vLLMHttpServer):
         recurrent.refuse(recurrent.undrafted(fields))
         drafting = self._rhyme.to_dict()["drafting"]
         if recurrent.recurrent(fields):
-            drafting["max_tokens"] = min(drafting["max_tokens"], recurrent.MAX_TOKENS)
+            drafting["max_tokens"] = recurrent.draft_tokens(drafting["max_tokens"])
         assert self._rhyme.history.dir is not None, "the trainer sets history.dir before any worker starts"
         engine_kwargs["speculative_config"] = {
             "method": "custom_class",

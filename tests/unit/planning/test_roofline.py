@@ -24,7 +24,7 @@ def test_known_models_have_their_published_parameters():
     """In billions, of their cards."""
     found = {name.partition("/")[2]: round(shape.parameters / 1e9, 1) for name, shape in SHAPES.items()}
     cards = {"Qwen2.5-7B": 7.6, "Qwen2.5-14B": 14.8, "Qwen2.5-32B": 32.8, "Qwen2.5-72B": 72.7}
-    assert found == {**cards, "Qwen3-8B": 8.2, "Llama-3.1-8B-Instruct": 8.0}
+    assert found == {**cards, "Qwen3-8B": 8.2, "Qwen3.5-9B": 9.0, "Llama-3.1-8B-Instruct": 8.0}
 
 
 def test_a_roofline_by_hand():

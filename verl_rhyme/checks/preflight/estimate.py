@@ -92,7 +92,9 @@ def lines(found: Estimate, plan: Plan, source: str) -> list[str]:
     text += [
         f"vLLM: {plan.replicas} replicas of {plan.replica_gpus} GPUs; {gib(serving.share)} per GPU: weights "
         f"{gib(serving.weights)}, activations {gib(serving.activations)}, KV cache {gib(max(0, serving.cache))}",
-        f"KV cache: {serving.bytes_per_token} bytes per token on each GPU, {serving.tokens} tokens per replica, "
+        f"KV cache: {serving.bytes_per_token} bytes per token on each GPU, "
+        + (f"{gib(serving.state_bytes)} of states per request, " if serving.state_bytes else "")
+        + f"{serving.tokens} tokens per replica, "
         f"{serving.sequences:.1f} sequences of {plan.rollout.longest} tokens at once",
         "host, each node: " + ", ".join(f"{part} {gib(size)}" for part, size in found.host.items() if size),
         f"checkpoint: {gib(found.checkpoint)}",

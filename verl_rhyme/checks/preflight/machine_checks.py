@@ -14,6 +14,7 @@ from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
 from verl_rhyme.checks.preflight.machine import OBJECT_STORE, Machine, can_write, free_disk, in_cluster, object_store
 from verl_rhyme.checks.preflight.plan import Plan
+from verl_rhyme.config import CONFIG_PATH
 from verl_rhyme.coordinator.ranker_service import unusable
 from verl_rhyme.drafting.recurrent import recurrent
 from verl_rhyme.history import history_folder
@@ -57,9 +58,9 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
         return [Check(name, FAIL, f"{file}: {error}", "download the model again")], {}, None
     checks = [] if is_hub_id(path) else list(_incomplete(config, file.parent))
     try:
-        if sign := recurrent(fields):
-            raise UnknownArchitecture(f"no estimate for recurrent layers ({sign}) and their states")
         shape = Architecture.read(fields)
+        if shape.delta_nets is None and (sign := recurrent(fields)):
+            raise UnknownArchitecture(f"no estimate for recurrent layers ({sign}) and their states")
     except UnknownArchitecture as error:
         remedy = "check its memory by hand: a dense model of that size needs as much"
         return [*checks, Check(name, WARN, f"{path}: {error}", remedy)], fields, None
@@ -144,6 +145,11 @@ def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
     serving = found.serving
     requests = f"{serving.sequences:.1f} requests of {plan.rollout.longest} tokens at once"
     detail = f"{serving.tokens} tokens per replica, {requests}"
+    if serving.state_bytes:
+        detail += (
+            f"; the states of a request take {gib(serving.state_bytes)}, with drafts: {serving.undrafted:.1f} requests "
+            "without"
+        )
     if serving.tokens < plan.rollout.max_model_len:
         detail = (
             f"vLLM's share of {gib(serving.share)} leaves {serving.tokens} tokens after weights and activations "
@@ -151,6 +157,8 @@ def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
             f"{plan.rollout.max_model_len}"
         )
     remedy = f"raise {_R}.gpu_memory_utilization or tensor_model_parallel_size, or lower {_R}.max_model_len"
+    if serving.state_bytes:
+        remedy += f", or {CONFIG_PATH}.drafting.max_tokens"
     yield verdict("KV cache", serving.tokens >= plan.rollout.max_model_len, detail, remedy, WARN)
 
 

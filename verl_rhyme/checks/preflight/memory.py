@@ -72,6 +72,7 @@ class Rollout:
     max_num_batched_tokens: int = 8192
     weight_bytes: int = 2  # per element
     cache_bytes: int = 2  # per element of the KV cache
+    draft_tokens: int = 0  # most of a step's, each with a state of recurrent layers
     draft_bytes: int = 0  # for the logits of draft tokens, in addition to vLLM's profiled peak
     text_bytes: int = 0  # of decoded histories and of live texts in a replica's host memory
 
@@ -259,8 +260,10 @@ class Serving:
     activations: int  # bytes of the peak of vLLM's profile run
     cache: int  # bytes left for the KV cache, negative if the rest does not fit
     bytes_per_token: int  # of KV cache
+    state_bytes: int  # of a request in recurrent layers
     tokens: int  # that fit on one replica
     sequences: float  # of the run's longest requests, that fit on one replica
+    undrafted: float  # the same without draft tokens
 
 
 def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:
@@ -276,9 +279,23 @@ def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:
     share = int(rollout.utilization * gpu_bytes)
     per_token = model.cache_values(rollout.tp, rollout.pp) * rollout.cache_bytes
     cache = share - weights - max(forward, sampler)
-    tokens = max(0, cache) // per_token
-    sequences = tokens / rollout.longest if rollout.longest else 0.0
-    return Serving(share, weights, max(forward, sampler), cache, per_token, tokens, sequences)
+    nets = model.delta_nets
+    states, plain = (nets.state_bytes(drafts, rollout.tp) if nets else 0 for drafts in (rollout.draft_tokens, 0))
+    tokens = max(0, cache - states) // per_token
+    sequences, undrafted = (
+        max(0, cache) / (rollout.longest * per_token + size) if rollout.longest else 0.0 for size in (states, plain)
+    )
+    return Serving(
+        share=share,
+        weights=weights,
+        activations=max(forward, sampler),
+        cache=cache,
+        bytes_per_token=per_token,
+        state_bytes=states,
+        tokens=tokens,
+        sequences=sequences,
+        undrafted=undrafted,
+    )
 
 
 def checkpoint_bytes(model: Architecture) -> int:

@@ -11,6 +11,7 @@ from omegaconf import ListConfig, OmegaConf
 from verl_rhyme.checks.preflight.memory import Rollout, Training
 from verl_rhyme.checks.rules import of_config
 from verl_rhyme.config import RhymeConfig, config_tree
+from verl_rhyme.drafting import recurrent
 from verl_rhyme.scheduling.rules import Rules
 
 _BYTES = {"fp32": 4, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # all others: 2
@@ -201,6 +202,7 @@ def _rollout(config: Any, rhyme: RhymeConfig | None, max_positions: int | None) 
         max_num_batched_tokens=int(rollout.max_num_batched_tokens),
         weight_bytes=weight,
         cache_bytes=_size(rollout.dtype if cache == "auto" else cache),
+        draft_tokens=recurrent.draft_tokens(rhyme.drafting.max_tokens) if rhyme and rhyme.drafting.enable else 0,
         draft_bytes=rhyme.drafting.logits_memory if rhyme and rhyme.drafting.enable else 0,
         text_bytes=_text_bytes(config, rhyme) if rhyme and rhyme.drafting.enable else 0,
     )

@@ -12,6 +12,7 @@ from verl_rhyme.planning.architecture import PUBLISHED, Architecture, UnknownArc
 QWEN_32B = Architecture.read(PUBLISHED["Qwen/Qwen2.5-32B"])
 LLAMA_8B = Architecture.read(PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"])
 QWEN3_8B = Architecture.read(PUBLISHED["Qwen/Qwen3-8B"])
+QWEN3_5_9B = Architecture.read(PUBLISHED["Qwen/Qwen3.5-9B"])
 QWEN_HALF_B = Architecture.read(MODEL)
 MEGATRON = Training("megatron", world=16, tp=2, tokens=8192, log_prob_tokens=8192)
 FSDP = Training("fsdp", world=8, shards=8, tokens=8192, log_prob_tokens=8192)
@@ -134,3 +135,15 @@ def test_the_kv_cache_takes_the_rest_of_vllms_share():
     assert serving.sequences == pytest.approx(serving.tokens / 22528)
     assert memory.serve(QWEN_32B, replace(rollout, tp=1), 80 << 30).tokens < serving.tokens / 10
     assert memory.serve(QWEN_32B, replace(rollout, utilization=0.1), 80 << 30).tokens == 0
+
+
+def test_states_take_room_from_a_requests_cache():
+    """24 gated delta nets, each with 2 MiB of a state and 3 + 4 tokens of 8192 values for the convolution."""
+    rollout = Rollout(utilization=0.7, max_model_len=10240, longest=10240, draft_tokens=4)
+    serving = memory.serve(QWEN3_5_9B, rollout, 80 << 30)
+    assert serving.state_bytes == 24 * 5 * (4 * 32 * 128 * 128 + 2 * 8192 * 7)
+    assert serving.bytes_per_token == 8 * 2 * 2 * 4 * 256
+    assert serving.sequences == pytest.approx(serving.cache / (10240 * 32768 + serving.state_bytes))
+    plain = memory.serve(QWEN3_5_9B, replace(rollout, draft_tokens=0), 80 << 30)
+    assert plain.sequences == plain.undrafted == serving.undrafted > serving.sequences
+    assert memory.serve(QWEN3_5_9B, replace(rollout, tp=2), 80 << 30).state_bytes == serving.state_bytes // 2
