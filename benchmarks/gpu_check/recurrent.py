@@ -1,10 +1,8 @@
-"""Compare greedy text of a gated delta net: stock vLLM's, ours without drafts, and vLLM's with occasional drafts.
+"""Compare greedy text of a gated delta net: stock vLLM's, ours with drafts, and with drafts of vLLM's ngram.
 
-The model itself gives the most probable token at each position: bf16 moves logits by tenths, a wrong state by units.
-
-Drafts are refused for models with recurrent layers. With vLLM's metadata, a request without drafts reads a stale state
-after a step whose drafts were accepted (``verl_rhyme/drafting/recurrent.py``). vLLM's CPU build verifies no drafts of
-such models, so only a GPU shows the error in text.
+The model itself gives the most probable token at each position: bf16 moves logits by tenths, a wrong state by units. The
+history has each prompt's text with wrong tokens in it, so that drafts are accepted in part, and not in each step. The
+patches of ``verl_rhyme/drafting/recurrent.py`` hold for vLLM's ngram, too.
 """
 
 from __future__ import annotations
@@ -20,10 +18,12 @@ import torch
 from benchmarks.gpu_check import engines, models
 from benchmarks.gpu_check.reporting import device, parse_arguments, report
 
+OURS = "ours, drafted"
+#: The first one's text makes the history of the second.
 ARMS: dict[str, dict[str, Any]] = {
     "stock": {},
-    "ours, undrafted": {"worker_extension_cls": "verl_rhyme.engine.extension.RhymeWorkerMethods"},
-    "drafts of vLLM's ngram": {
+    OURS: {},
+    "ngram": {
         "speculative_config": {
             "method": "ngram",
             "num_speculative_tokens": 4,
@@ -34,6 +34,38 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 ENTRIES, ROWS, TOKENS = 32, 16, 128
 PROMPTS = [[(row + i * i) % ENTRIES for i in range(24)] * 2 for row in range(ROWS)]
+
+
+def drafting(folder: Path) -> dict[str, Any]:
+    """Return vLLM's options for drafts, and write the history."""
+    import numpy as np
+
+    from verl_rhyme.drafting.recurrent import MAX_TOKENS
+    from verl_rhyme.history.keys import prompt_key
+    from verl_rhyme.history.record import Trajectory
+    from verl_rhyme.history.store import HistoryStore
+
+    def wrong(text: list[int]) -> np.ndarray:
+        return np.array([(t + 1) % ENTRIES if at % 9 == 5 else t for at, t in enumerate(text)], np.int32)
+
+    texts = json.loads((folder / "stock.json").read_text())
+    with HistoryStore(folder / "history", "recurrent", max_bytes=1 << 24, epochs=1) as store:
+        store.append(
+            [Trajectory(prompt_key(p), wrong(t), 1.0, 0, 0, 0) for p, t in zip(PROMPTS, texts, strict=True)], 1
+        )
+    options = {"max_tokens": MAX_TOKENS, "weigh_cost": False, "wait_for_history": True}
+    return {
+        "worker_extension_cls": "verl_rhyme.engine.extension.RhymeWorkerMethods",
+        "async_scheduling": False,
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "verl_rhyme.engine.proposer.HistoryProposer",
+            "num_speculative_tokens": MAX_TOKENS,
+        },
+        "additional_config": {
+            "rhyme": {"drafting": options, "history_dir": str(folder / "history"), "namespace": "recurrent"}
+        },
+    }
 
 
 def generate(arm: str) -> None:
@@ -48,10 +80,13 @@ def generate(arm: str) -> None:
         "max_model_len": 512,
         "max_num_seqs": ROWS,
         "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
     }
-    llm = LLM(model=str(folder / "model"), **{**settings, **engines.settings(0.3), "load_format": "auto", **ARMS[arm]})
-    if arm.startswith("ours"):
+    chosen = drafting(folder) if arm == OURS else ARMS[arm]
+    llm = LLM(model=str(folder / "model"), **{**settings, **engines.settings(0.3), "load_format": "auto", **chosen})
+    if arm == OURS:
         assert llm.collective_rpc("install_sampler") == [""]
+        assert llm.collective_rpc("attach_proposer") == [True]
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
     (folder / f"{arm}.json").write_text(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
