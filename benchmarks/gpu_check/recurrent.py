@@ -1,8 +1,8 @@
 """Compare greedy text of a gated delta net: stock vLLM's, ours with drafts, and with drafts of vLLM's ngram.
 
-The model itself gives the most probable token at each position: bf16 moves logits by tenths, a wrong state by units. The
-history has each prompt's text with wrong tokens in it, so that drafts are accepted in part, and not in each step. The
-patches of ``verl_rhyme/drafting/recurrent.py`` hold for vLLM's ngram, too.
+The model itself gives the most probable token at each position: bf16 moves logits by tenths, a wrong state by units.
+The history has each prompt's text with wrong tokens in it, so that drafts are accepted in part, and not in each step.
+The patches of ``verl_rhyme/drafting/recurrent.py`` hold for vLLM's ngram, too.
 """
 
 from __future__ import annotations
