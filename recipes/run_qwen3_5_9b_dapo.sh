@@ -19,12 +19,17 @@ VAL_NAME=$(echo eval/{aime-2024,amc-2023,math-500,minerva,olympiad-bench}.parque
 REWARD=examples/data/math_reward.py # for DAPO's rows it calls verl's own reward
 NNODES=${NNODES:-1}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+TP=1 # Megatron only
 SP=${SP:-1}
 ROLLOUT_TP=${ROLLOUT_TP:-1}
 
 SMOKE_MODEL=qwen2 # its tokenizer
 SMOKE_MAKE=hybrid
-SMOKE_ARGS=(reward.reward_kwargs.overlong_buffer_cfg.len=32 reward.custom_reward_function.name=compute_score)
+SMOKE_ARGS=(
+  reward.reward_kwargs.overlong_buffer_cfg.len=32 reward.custom_reward_function.name=compute_score
+  +actor_rollout_ref.model.override_config.attn_implementation=sdpa # FSDP without flash-attn, in float32
+  "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
+)
 
 # shellcheck source=recipes/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -8,27 +8,21 @@ vision tower only, which is one layer here.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
-
-#: Files that make MODEL's text; the others are the model's.
-TOKENIZER = ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def make(model: Path, out: Path, traces: int = 0, seed: int = 0) -> None:
     """Write the hybrid; ``out`` appears only when complete."""
     import torch
-    from transformers import AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+    from transformers import AutoTokenizer, GenerationConfig, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+    from . import tokenizer as tokenizers
     from .train import train
 
     part = out.with_name(f"{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    for name in TOKENIZER:
-        shutil.copy(model / name, part)
     tokenizer = AutoTokenizer.from_pretrained(model)
     images = [len(tokenizer) - number for number in (1, 2, 3, 4)]  # reserved words
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
@@ -58,9 +52,9 @@ def make(model: Path, out: Path, traces: int = 0, seed: int = 0) -> None:
     if traces:
         hybrid.config.pad_token_id, hybrid.config.vocab_size = tokenizer.pad_token_id, len(tokenizer)
         train(hybrid, tokenizer, traces, (2, 3), 8, 2e-3, seed)
+    hybrid.generation_config = GenerationConfig(**ends, do_sample=True)
     hybrid.to(torch.bfloat16).save_pretrained(part)
-    saved = json.loads((part / "config.json").read_text())
-    (part / "config.json").write_text(json.dumps({**saved, **ends}, indent=2) + "\n")
+    tokenizers.save(tokenizer, config, part)
     part.rename(out)
 
 

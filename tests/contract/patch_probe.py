@@ -148,7 +148,8 @@ def behave() -> dict[str, Any]:
 
         load_general_plugins()
         import vllm.v1.engine.output_processor
-        import vllm.v1.worker.gpu_model_runner  # noqa: F401 - like vLLM's workers
+        import vllm.model_executor.models.qwen3_next  # noqa: F401 - like vLLM's workers
+        import vllm.v1.worker.gpu_model_runner  # noqa: F401
     result = {
         "expand": {name: expand(name) for name in ("float32", "int32", "int64")},
         "recover": attempt(lambda: recover(False)),

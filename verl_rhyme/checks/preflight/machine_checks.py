@@ -16,7 +16,7 @@ from verl_rhyme.checks.preflight.machine import OBJECT_STORE, Machine, can_write
 from verl_rhyme.checks.preflight.plan import Plan
 from verl_rhyme.config import CONFIG_PATH
 from verl_rhyme.coordinator.ranker_service import unusable
-from verl_rhyme.drafting.recurrent import recurrent
+from verl_rhyme.drafting.recurrent import undrafted
 from verl_rhyme.history import history_folder
 from verl_rhyme.planning import architecture
 from verl_rhyme.planning.architecture import PUBLISHED, Architecture, UnknownArchitecture, is_hub_id
@@ -58,9 +58,9 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
         return [Check(name, FAIL, f"{file}: {error}", "download the model again")], {}, None
     checks = [] if is_hub_id(path) else list(_incomplete(config, file.parent))
     try:
-        shape = Architecture.read(fields)
-        if shape.delta_nets is None and (sign := recurrent(fields)):
+        if sign := undrafted(fields):
             raise UnknownArchitecture(f"no estimate for recurrent layers ({sign}) and their states")
+        shape = Architecture.read(fields)
     except UnknownArchitecture as error:
         remedy = "check its memory by hand: a dense model of that size needs as much"
         return [*checks, Check(name, WARN, f"{path}: {error}", remedy)], fields, None
