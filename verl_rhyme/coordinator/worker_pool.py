@@ -133,6 +133,7 @@ class WorkerPool:
         return {attempt: at for found in answers if isinstance(found, dict) for attempt, at in found.items()}
 
     def close(self) -> None:
+        self._about.clear()  # before Python 3.12, wait_for() may swallow a cancellation: _watch() ends all the same
         for task in self._tasks:
             task.cancel()
 

@@ -53,7 +53,7 @@ A0, A1, D0 = Attempt("a", 0), Attempt("a", 1), Attempt("d", 0)
 
 
 @pytest.fixture
-def pool(monkeypatch):
+async def pool(monkeypatch):
     """A pool, whose ``lost`` has what it reports; ``killed`` has the workers that it gave up."""
     monkeypatch.setattr(pools, "_ROLL_CALL_S", 0.01)
     killed, lost = [], []
