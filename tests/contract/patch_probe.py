@@ -147,9 +147,10 @@ def behave() -> dict[str, Any]:
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
+        import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention
+        import vllm.model_executor.models.qwen3_next
         import vllm.v1.engine.output_processor
-        import vllm.model_executor.models.qwen3_next  # noqa: F401 - like vLLM's workers
-        import vllm.v1.worker.gpu_model_runner  # noqa: F401
+        import vllm.v1.worker.gpu_model_runner  # noqa: F401 - like vLLM's workers
     result = {
         "expand": {name: expand(name) for name in ("float32", "int32", "int64")},
         "recover": attempt(lambda: recover(False)),
