@@ -20,9 +20,9 @@ def _count_every_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
         rows = batch.num_reqs
         if not kwargs["use_spec_decode"]:
             drafted.np.fill(-1)
+        # Also the last token of a prompt: a step of single tokens is a CUDA graph of such rows, and its count is one.
         one = np.diff(self.query_start_loc.np[: rows + 1]) == 1
-        decodes = one & (batch.num_computed_tokens_cpu[:rows] >= batch.num_prompt_tokens[:rows])
-        drafted.np[:rows][decodes & (drafted.np[:rows] < 0)] = 0
+        drafted.np[:rows][one & (drafted.np[:rows] < 0)] = 0
         drafted.copy_to_gpu()
         kwargs["use_spec_decode"] = True
     return original(self, *args, **kwargs)

@@ -165,8 +165,8 @@ def step(layer, build, running, rng):
     plan.sort(key=region)
     counts = torch.tensor([request.accepted for request, _, _ in plan], dtype=torch.int32)
     drafted = torch.tensor(
-        # as patches/vllm_gdn_counts.py has it, which cannot know a last token that is computed again from a sampled one
-        [tokens - 1 if decode or (tokens == 1 and r.computed >= r.prompt) else -1 for r, tokens, decode in plan],
+        # as patches/vllm_gdn_counts.py has it
+        [tokens - 1 if decode or tokens == 1 else -1 for _, tokens, decode in plan],
         dtype=torch.int32,
     )
     if "vllm_gdn_counts" not in sys.argv:  # as vLLM reports them

@@ -346,6 +346,7 @@ class Coordinator:
         pool.forget(rollout.pop_obsolete())
         if self._error is None:
             try:
+                self._abandon()  # a worker keeps its turns before a start asks for them
                 if self._dispatching and len(pool):
                     limit = self._capacity.limit
                     min_starts = max(1, setting.min_starts * limit // setting.limit)

@@ -75,16 +75,19 @@ class Recovery:
                 if not known and (sample.state == "finished" or (sample.state == "pending" and sample.tokens)):
                     self._scheduler.start_over(prompt.uid, number)
 
-    def place(self) -> list[Attempt]:
-        """Restore samples to the state of their latest attempts; return those not to be trained or continued."""
-        return [attempt for attempt in self._latest.values() if not self._place(attempt)]
+    def place(self, reports: Mapping[tuple[str, int], AttemptReport]) -> list[Attempt]:
+        """Restore samples to the state of their latest attempts; return those not to be trained or continued.
 
-    def _place(self, attempt: Attempt) -> bool:
+        ``reports``: those of :attr:`reports` that are not too stale by now.
+        """
+        return [attempt for attempt in self._latest.values() if not self._place(attempt, reports)]
+
+    def _place(self, attempt: Attempt, reports: Mapping[tuple[str, int], AttemptReport]) -> bool:
         sample = self._scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
         if attempt.attempt < sample.attempt or sample.state != "pending":
             return True
         report = self._known[attempt]
         state = "running" if report is None else _STATES[report.status]
-        begun_with = report or self.reports.get(attempt.sample)  # a running one continues from an earlier attempt
+        begun_with = report or reports.get(attempt.sample)  # a running one continues from an earlier attempt
         tokens, version = (begun_with.tokens, begun_with.first_version) if begun_with else (0, None)
         return self._scheduler.restore(*attempt, state, tokens, version)

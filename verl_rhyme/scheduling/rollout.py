@@ -391,7 +391,7 @@ class Rollout:
         self._reports = {s: report for s, report in recovery.reports.items() if s not in newer}
         self.publish(version, batches_left)
         self._reports.update(newer)
-        for attempt in recovery.place():
+        for attempt in recovery.place(self._reports):
             self._waste(attempt.sample)
             self._abandoned.append(attempt)
         for prompt in list(self.scheduler.ledger):

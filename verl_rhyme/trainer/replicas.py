@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import remove_placement_group
+from ray.util.placement_group import get_placement_group, remove_placement_group
 
 from verl_rhyme.config.backends import backend
 from verl_rhyme.observability.errors import last_line
@@ -31,7 +31,8 @@ GONE, REPLACED = "replica %d (%s) is dead: %s", "replica %d replaces a dead one"
 _ANSWER_S = 120.0
 #: Seconds after a failed start until the next: devices of dead processes become free with a delay.
 _PAUSE_S = 30.0
-#: Seconds for which a run without any replica waits for one; an engine may compile for minutes.
+#: Seconds for which a run without any replica waits for one, and after which a start is given up; an engine may compile
+#: for minutes.
 _NONE_LEFT_S, _LOOK_S = 1200.0, 1.0
 
 
@@ -56,10 +57,19 @@ def _admit(router: Any, servers: dict[str, Any]) -> None:
 
 
 def kill_replica(replica: Any) -> None:
-    """Kill the actors of a replica and release its devices."""
+    """Kill the actors of a replica and release the devices that it holds or has requested."""
     for actor in [*replica.servers, *replica.workers]:
         ray.kill(actor)
-    for group in getattr(replica.resource_pool, "pgs", None) or ():
+    pool = replica.resource_pool
+    if pool is None:
+        return
+    groups = list(pool.pgs or ())
+    if not groups:  # verl sets them only once they are ready
+        name = f"{pool.name_prefix}verl_group_{'_'.join(map(str, pool.store))}:"
+        for number in range(len(pool.store)):
+            with suppress(ValueError):  # no such group
+                groups.append(get_placement_group(f"{name}{number}"))
+    for group in groups:
         remove_placement_group(group)
 
 
@@ -68,6 +78,10 @@ class _Start(NamedTuple):
 
     replica: Any
     up: Future[None]
+    began: float
+
+    def is_over(self) -> bool:
+        return self.up.done() or time.monotonic() - self.began >= _NONE_LEFT_S
 
     def has_devices(self) -> bool:
         """Return whether the replica has all its devices, or its start is over."""
@@ -211,14 +225,17 @@ class SpareReplicas:
                 model_config=manager.model_config,
                 gpus_per_node=manager.rollout_config.n_gpus_per_node,
             )
-            self._starts.append(_Start(new, background.run_in_thread(asyncio.run, new.init_standalone())))
+            up = background.run_in_thread(asyncio.run, new.init_standalone())
+            self._starts.append(_Start(new, up, time.monotonic()))
 
     def _let_in(self, version: int) -> None:
         """Let replicas that are up serve; put off the next start after one that failed."""
-        for start in [start for start in self._starts if start.up.done()]:
+        for start in [start for start in self._starts if start.is_over()]:
             self._starts.remove(start)
             new = start.replica
             try:
+                if not start.up.done():
+                    raise TimeoutError(f"replica {new.replica_rank} was not up after {_NONE_LEFT_S:.0f} s")
                 start.up.result()
                 if gone := dead([new], self._hung_s):  # checked first: a failed weight transfer would end the run
                     raise RuntimeError(f"replica {new.replica_rank} died before it served: {gone[new]}")

@@ -1,5 +1,6 @@
 """Replicas that replace dead ones."""
 
+import asyncio
 import threading
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -35,3 +36,36 @@ def test_slow_replica_does_not_delay_publication(monkeypatch):
     assert spares.replace_dead(4, waits=False) == 0, "a dead replica was replaced twice"
     assert looks[0] == [one, other]
     assert looks[-1] == [one]
+
+
+def test_a_start_that_hangs_is_given_up_and_another_begins(monkeypatch):
+    now, over, killed = [0.0], threading.Event(), []
+
+    async def hang():
+        while not over.is_set():
+            await asyncio.sleep(0.01)
+
+    started = [Mock(replica_rank=rank, init_standalone=hang) for rank in (1, 2)]
+    serving = Mock(replica_rank=0, nnodes=1)
+    servers = SimpleNamespace(
+        rollout_replicas=[serving],
+        rollout_replica_class=Mock(side_effect=started),
+        rollout_config=Mock(),
+        model_config=0,
+    )
+    monkeypatch.setattr(replicas, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(replicas, "kill_replica", killed.append)
+    spares = SpareReplicas(servers, None)
+    spares.missing = 1
+    try:
+        for now[0], ended, begun in (
+            (0.0, 0, 1),
+            (replicas._NONE_LEFT_S - 1, 0, 1),
+            (replicas._NONE_LEFT_S, 1, 1),
+            (replicas._NONE_LEFT_S + replicas._PAUSE_S, 1, 2),
+        ):
+            spares._fill(1)
+            assert killed == started[:ended]
+            assert servers.rollout_replica_class.call_count == begun
+    finally:
+        over.set()

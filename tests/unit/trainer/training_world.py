@@ -625,7 +625,7 @@ class WorldReplicas(SpareReplicas):
             at = self._world.cluster.clock.time() + self._world.random.choice([1.0, 5.0, 60.0])
             new = self._world.make_replica(self._world.version)
             up = SimpleNamespace(done=lambda at=at: self._world.cluster.clock.time() >= at, result=self._result)
-            self._starts.append(replicas._Start(new, up))
+            self._starts.append(replicas._Start(new, up, self._world.cluster.clock.time()))
 
     def _result(self):
         if self._world.random.random() < 0.2:
