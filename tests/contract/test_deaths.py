@@ -195,7 +195,7 @@ def sender(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     [
         ("dies", r"replica 1 died during its weight sync: .*\n.* from the last checkpoint"),
         ("killed for memory", r"replica 1 died during its weight sync: .*low on memory"),
-        ("hangs", "no answer for 1 s"),
+        ("hangs", "no answer for 3 s"),
         ("a worker dies", r"died during a weight sync: .*\n.* from the last checkpoint"),  # its server lives
     ],
 )
@@ -206,7 +206,7 @@ def test_weight_sync_does_not_wait_for_a_dead_replica(
     pid = other.pid()
     [worker] = other.workers = [ray.remote(num_cpus=0)(Sender).remote()]
     if happens == "hangs":
-        monkeypatch.setattr(deaths, "_HUNG_S", 1.0)
+        monkeypatch.setattr(deaths, "_HUNG_S", 3.0)  # the other answers also on a busy machine
     what: dict[str, Any] = {
         "dies": lambda: os.kill(pid, signal.SIGKILL),
         "killed for memory": lambda: other.servers[0].fail.remote(OutOfMemoryError, "the node ran low on memory"),
