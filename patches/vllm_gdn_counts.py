@@ -21,8 +21,10 @@ def _count_every_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
         if not kwargs["use_spec_decode"]:
             drafted.np.fill(-1)
         # Also the last token of a prompt: a step of single tokens is a CUDA graph of such rows, and its count is one.
+        # Not the first, which starts from no state: vLLM leaves the states of new blocks as they were.
         one = np.diff(self.query_start_loc.np[: rows + 1]) == 1
-        drafted.np[:rows][one & (drafted.np[:rows] < 0)] = 0
+        begun = one & (batch.num_computed_tokens_cpu[:rows] > 0)
+        drafted.np[:rows][begun & (drafted.np[:rows] < 0)] = 0
         drafted.copy_to_gpu()
         kwargs["use_spec_decode"] = True
     return original(self, *args, **kwargs)

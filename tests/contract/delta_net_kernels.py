@@ -166,7 +166,7 @@ def step(layer, build, running, rng):
     counts = torch.tensor([request.accepted for request, _, _ in plan], dtype=torch.int32)
     drafted = torch.tensor(
         # as patches/vllm_gdn_counts.py has it
-        [tokens - 1 if decode or tokens == 1 else -1 for _, tokens, decode in plan],
+        [tokens - 1 if decode or (tokens == 1 and r.computed) else -1 for r, tokens, decode in plan],
         dtype=torch.int32,
     )
     if "vllm_gdn_counts" not in sys.argv:  # as vLLM reports them
