@@ -20,14 +20,28 @@ def _count_every_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
         rows = batch.num_reqs
         if not kwargs["use_spec_decode"]:
             drafted.np.fill(-1)
-        # Also the last token of a prompt: a step of single tokens is a CUDA graph of such rows, and its count is one.
-        # Not the first, which starts from no state: vLLM leaves the states of new blocks as they were.
+        # Also the last token of a prompt, and one that is all of a prompt's first chunk: a step of single tokens is a
+        # CUDA graph of such rows. The state of the latter is none, but vLLM leaves that of a new block as it was.
         one = np.diff(self.query_start_loc.np[: rows + 1]) == 1
-        begun = one & (batch.num_computed_tokens_cpu[:rows] > 0)
-        drafted.np[:rows][begun & (drafted.np[:rows] < 0)] = 0
+        first = np.flatnonzero(one & (batch.num_computed_tokens_cpu[:rows] == 0))
+        if len(first):
+            _clear_states(self, first)
+        drafted.np[:rows][one & (drafted.np[:rows] < 0)] = 0
         drafted.copy_to_gpu()
         kwargs["use_spec_decode"] = True
     return original(self, *args, **kwargs)
+
+
+def _clear_states(runner: Any, rows: np.ndarray) -> None:
+    """Set the first slots of these rows, int64[N], to zero in all recurrent layers."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    layers = runner.compilation_config.static_forward_context
+    for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        if isinstance(group.kv_cache_spec, MambaSpec):
+            slots = runner.input_batch.block_table[number].get_numpy_array()[rows, 0].tolist()
+            for cache in (cache for name in group.layer_names for cache in layers[name].kv_cache):
+                cache[slots] = 0
 
 
 PATCH = Patch(

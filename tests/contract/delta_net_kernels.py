@@ -166,11 +166,14 @@ def step(layer, build, running, rng):
     counts = torch.tensor([request.accepted for request, _, _ in plan], dtype=torch.int32)
     drafted = torch.tensor(
         # as patches/vllm_gdn_counts.py has it
-        [tokens - 1 if decode or (tokens == 1 and r.computed) else -1 for r, tokens, decode in plan],
+        [tokens - 1 if decode or tokens == 1 else -1 for _, tokens, decode in plan],
         dtype=torch.int32,
     )
     if "vllm_gdn_counts" not in sys.argv:  # as vLLM reports them
         drafted[drafted == 0] = -1
+    for request in [r for r, tokens, _ in plan if tokens == 1 and not r.computed and "vllm_gdn_counts" in sys.argv]:
+        for cache in layer.kv_cache:
+            cache[request.blocks[0]] = 0
     speculates = bool((drafted > 0).any()) or "vllm_gdn_counts" in sys.argv
     lengths = torch.tensor([tokens for _, tokens, _ in plan], dtype=torch.int32)
     starts = F.pad(lengths.cumsum(0), (1, 0)).int()
@@ -228,15 +231,11 @@ def main(seed, rounds):
     for _ in range(rounds):
         while len(running) < 5 and len(free) >= BLOCKS:
             running.append(Request(rng, [free.popleft() for _ in range(BLOCKS)]))
-            for cache in layer.kv_cache:  # as vLLM does with new blocks
-                cache[running[-1].blocks] = 0
         error, kind = step(layer, build, running, rng)
         worst[kind] = max(worst[kind], error)
         for request in running:
             if rng.random() < 0.05:  # preempted: its blocks are lost
                 request.computed, request.accepted = 0, 1
-                for cache in layer.kv_cache:
-                    cache[request.blocks] = 0
         for request in [r for r in running if r.computed >= r.length]:
             running.remove(request)
             free.extend(request.blocks)

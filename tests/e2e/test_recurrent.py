@@ -68,7 +68,7 @@ def differences(engine, delta_net, write_history, temperature):
     from transformers import AutoModelForCausalLM
 
     rng = random.Random(0)
-    prompts = [[rng.randrange(TOKENS) for _ in range(rng.randrange(3, 40))] for _ in range(16)]
+    prompts = [[rng.randrange(TOKENS) for _ in range(rng.choice([1, 1, 5, 20, 39]))] for _ in range(16)]
     write_history(engine.history_folder, [])
     texts = [text for text, _ in generate(engine, prompts, temperature=temperature)]
     write_history(engine.history_folder, list(adversarial(prompts, texts, rng)))
