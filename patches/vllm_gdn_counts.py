@@ -15,7 +15,8 @@ from verl_rhyme.patches.core import Patch, around
 
 def _count_every_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     # None in dummy runs. Drafts of a decoding request are counted already; one token without a draft is none drafted.
-    if self.speculative_config is not None and kwargs.get("num_scheduled_tokens") is not None:
+    hybrid = self.speculative_config is not None and self.model_config.is_hybrid
+    if hybrid and kwargs.get("num_scheduled_tokens") is not None:
         batch, drafted = self.input_batch, self.num_decode_draft_tokens
         rows = batch.num_reqs
         if not kwargs["use_spec_decode"]:

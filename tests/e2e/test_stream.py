@@ -78,7 +78,7 @@ def test_all_parts_work_together(tmp_path):
         return sum(metrics.get(name, 0) for metrics in steps)
 
     assert steps[0]["rollout/prompts/loaded"] == 2 * BATCH, "two batches are in flight"
-    assert total("rollout/prompts/waiting/max") > 0, "updates take what is finished first"
+    assert total("rollout/prompts/waiting/max") > 0, "batches collect finished samples first"
     assert total("training/parts/early_share") > 0, "parts are trained while the rest is generated"
     assert total("rollout/spec/accepted_tokens") > 0, "drafts are accepted"
     assert all("rollout/weights/replicas_behind" in metrics for metrics in steps[1:]), (

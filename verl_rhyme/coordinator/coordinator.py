@@ -354,7 +354,6 @@ class Coordinator:
                     self._open.migrations.report_errors()
                     pool.start(starts, rollout.scheduler.version + 1)
                     self._wake_at(rollout.next_start())
-                self._abandon()
             except Exception as error:
                 self._fail(error)
         for waiter in self._waiting:

@@ -71,7 +71,7 @@ def test_own_files_are_loaded_again_and_removed_with_the_weights(tmp_path, monke
     ],
 )
 def test_the_slots_that_a_run_can_fill(replicas, each, inflight, rules, slots):
-    """Of a trainer of 16 prompts x 4 samples, with or without the pipeline: one number for the whole run."""
+    """Of a trainer of 16 prompts x 4 samples, with or without the pipeline: one number for the training run."""
     made = object.__new__(Recorded if rules is None else Pipeline)
     made.rules = rules and Rules(16, 64, **rules)
     made.replay_buffer = SimpleNamespace(max_inflight_gen_batches=inflight)
