@@ -29,7 +29,7 @@ class Cleanup:
         unused = [
             key
             for attempt, keys in trajectories(stored).items()
-            if attempt not in taken and not rollout.needs_trajectories(attempt)
+            if attempt not in taken and not rollout.content.needs_trajectories(attempt)
             for key in keys
             if not stored[key].get("is_padding")  # verl's padding of parts that are being trained
         ]
@@ -53,11 +53,11 @@ class Cleanup:
 
         def wanted(partition: str, key: str) -> bool:
             if partition == PROMPTS:
-                return rollout.needs_prompt(key)
+                return rollout.content.needs_prompt(key)
             if partition == SESSIONS:
-                return rollout.needs_turns(Attempt.named(key))
+                return rollout.content.needs_turns(Attempt.named(key))
             attempt = attempt_of(key)
-            return attempt is not None and rollout.needs_trajectories(attempt)
+            return attempt is not None and rollout.content.needs_trajectories(attempt)
 
         gone = {
             partition: [key for key in listing.get(partition, ()) if key not in keep and not wanted(partition, key)]

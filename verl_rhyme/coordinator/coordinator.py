@@ -118,8 +118,8 @@ class Coordinator:
             for uid in rollout.restore(resume.state, *now, known, prompts, added, _clock()):
                 logger.warning("the data of prompt %s are missing from TransferQueue: another prompt is loaded", uid)
             known_prompts = resume.state.get("expectations", {})
-            rollout.expect(expectations.restore_prompts(known_prompts, rollout.needs_prompt))
-            keys = {prompt.uid: prompt.key for prompt in resume.prompts if rollout.needs_prompt(prompt.uid)}
+            rollout.expect(expectations.restore_prompts(known_prompts, rollout.content.needs_prompt))
+            keys = {prompt.uid: prompt.key for prompt in resume.prompts if rollout.content.needs_prompt(prompt.uid)}
             rollout.expect(expectations.add_prompts(keys))
         locate, active = lambda: self._open.pool.replica_by_attempt(), lambda: self._dispatching
         migrations = Migrations(rollout.dispatch, setting.router, self._move, locate, active)
@@ -131,8 +131,10 @@ class Coordinator:
         self._capacity = Capacity(setting.limit, setting.room, (resume.state or {}).get("capacity"))
         self._capacity.share = resume.share
         self._cleanup = Cleanup(self._queue_lock)
-        pool.abandon([attempt for attempt in running if not rollout.may_train(attempt)], rollout.needs_turns)
-        pool.forget([report.attempt for report in reports if not rollout.needs_turns(report.attempt)])
+        pool.abandon(
+            [attempt for attempt in running if not rollout.content.may_train(attempt)], rollout.content.needs_turns
+        )
+        pool.forget([report.attempt for report in reports if not rollout.content.needs_turns(report.attempt)])
         if fresh:
             # Awaited: a trainer that dies before it is done opens the coordinator as fresh again.
             await self._cleanup.clear(rollout, listing, keep=set())
@@ -253,7 +255,7 @@ class Coordinator:
         batch = rollout.take()
         for sample, tokens in zip(batch.collected.samples, batch.collected.lengths, strict=True):
             self._expectations.generated(*sample, tokens)  # an earlier coordinator may have received the reports
-        self._expectations.retain(rollout.needs_prompt)
+        self._expectations.retain(rollout.content.needs_prompt)
         state = self._state()
         listing = await _listing()  # after take(): later, shorter samples must not join the batch
         self._still(opening)
@@ -305,7 +307,7 @@ class Coordinator:
                 pool.ended(attempt, report.leaves_turns)
             try:
                 records = rollout.ended(report, _clock())
-                if report.status == "generated" and rollout.may_train(attempt):
+                if report.status == "generated" and rollout.content.may_train(attempt):
                     self._expectations.generated(*attempt.sample, report.tokens)
                 if records and not records[0]["request"]:  # prompts of later requests include earlier responses
                     self._expectations.set_prompt_tokens(attempt.uid, records[0]["prompt_tokens"])
@@ -343,7 +345,7 @@ class Coordinator:
     def _go(self) -> None:
         """Start the attempts that may start, end the abandoned ones, and wake waiting calls."""
         setting, rollout, pool = self._open.setting, self._open.rollout, self._open.pool
-        pool.forget(rollout.pop_obsolete())
+        pool.forget(rollout.content.pop_obsolete())
         if self._error is None:
             try:
                 self._abandon()  # a worker keeps its turns before a start asks for them
@@ -353,7 +355,7 @@ class Coordinator:
                     starts = rollout.fill(limit, min_starts, _clock())
                     self._open.migrations.report_errors()
                     pool.start(starts, rollout.scheduler.version + 1)
-                    self._wake_at(rollout.next_start())
+                    self._wake_at(rollout.retries.next_start())
             except Exception as error:
                 self._fail(error)
         for waiter in self._waiting:
@@ -376,7 +378,7 @@ class Coordinator:
 
     def _abandon(self) -> None:
         rollout = self._open.rollout
-        self._open.pool.abandon(rollout.pop_abandoned(), rollout.needs_turns)
+        self._open.pool.abandon(rollout.pop_abandoned(), rollout.content.needs_turns)
 
     def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         return self._expectations.lengths([uid for uid, _ in samples], had)
@@ -420,7 +422,7 @@ class Coordinator:
         dropped = ""
         if filtered := rollout.filtered:
             dropped = f"; filter_groups dropped {sum(filtered.values())} groups; number by score: {filtered}"
-        outage = rollout.outage(now)
+        outage = rollout.retries.summary(now)
         logger.warning("waiting for %s; samples by state: %s%s%s", what, counts, dropped, outage and f"; {outage}")
         return now
 

@@ -1,8 +1,8 @@
-"""A run's rollout without its messages: from whose text a sample continues, which report counts, what an ended attempt
-leaves, and the content of a batch.
+"""A run's rollout without its messages: the flow of samples from prompts to batches, and which report counts.
 
-It surrounds the :class:`~verl_rhyme.scheduling.scheduler.Scheduler`, which counts tokens and versions. It is a pure
-state machine too; the coordinator (``coordinator/coordinator.py``) carries its messages.
+It surrounds the :class:`~verl_rhyme.scheduling.scheduler.Scheduler`, which counts tokens and versions;
+:mod:`.content` has what ended attempts leave. It is a pure state machine too; the coordinator
+(``coordinator/coordinator.py``) carries its messages.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 from verl_rhyme.scheduling.attempts import Attempt, AttemptReport, Record, Start
 from verl_rhyme.scheduling.batch import Batch, StepCounts
+from verl_rhyme.scheduling.content import QueueContent
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.group_filter import GroupFilter
 from verl_rhyme.scheduling.recovery import Recovery
 from verl_rhyme.scheduling.retries import TRIES, Retries, RolloutError
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.scheduling.samples import IN_PROGRESS, Prompt, Sample, State
+from verl_rhyme.scheduling.samples import IN_PROGRESS, State
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 #: Attempt numbers reserved for each generation.
@@ -48,14 +49,10 @@ class Rollout:
         self.scheduler.first_attempt = generation * _ATTEMPTS
         self._generation = generation
         self._filter = GroupFilter(filters)
-        self._retries = Retries(outage_s)
-        self._stock: dict[str, int] = {}  # number of samples by prompt that waits to be loaded, in order
+        self.content = QueueContent(self.scheduler)
+        self.retries = Retries(outage_s)
         self._expected: dict[str, float] = {}  # expected tokens by waiting prompt, where known
-        self._reports: dict[tuple[str, int], AttemptReport] = {}  # of the turns left, by untrained sample
-        self._ran: list[Record] = []  # records of attempts that ended since the last batch
         self._abandoned: list[Attempt] = []  # attempts to be ended
-        self._obsolete: list[Attempt] = []  # attempts whose turns are no longer needed
-        self._wasted: list[Record] = []
         self._failed = 0
         self._warnings: list[str] = []
         # Number of samples by finished prompt that was in no streamed part yet, in the order of finishing.
@@ -77,29 +74,29 @@ class Rollout:
         """Add prompts (uid and number of samples) to the stock of waiting prompts; known prompts are ignored."""
         for uid, samples in prompts:
             if uid not in self.scheduler.ledger:
-                self._stock.setdefault(uid, samples)
+                self.content.stock.setdefault(uid, samples)
 
     def expect(self, tokens: Mapping[str, float]) -> None:
         for uid, length in tokens.items():
             if not math.isfinite(length):
                 continue
-            if uid in self._stock:
+            if uid in self.content.stock:
                 self._expected[uid] = length
             else:
                 self.scheduler.expect(uid, length)
 
     def missing_prompts(self) -> int:
-        return max(0, self.scheduler.loadable() - len(self._stock))
+        return max(0, self.scheduler.loadable() - len(self.content.stock))
 
     # ---- versions ----
 
     def publish(self, version: int, batches_left: int | None) -> None:
         """Make the policy ``version`` the current one (:meth:`Scheduler.begin`); stale samples are regenerated."""
-        self._retries.proven |= version > 0  # also of a run that resumes
+        self.retries.proven |= version > 0  # also of a run that resumes
         attempts = self.attempts() if self.scheduler.has_stale(version) else []
         in_progress = {attempt.sample: attempt for attempt in attempts}
         for sample in self.scheduler.begin(version, batches_left):
-            self._waste(sample)
+            self.content.waste(sample)
             if sample in in_progress:  # some still wait for a reward
                 self._abandoned.append(in_progress[sample])
         self._new_part = True
@@ -114,32 +111,25 @@ class Rollout:
     def fill(self, limit: int | None = None, min_starts: int = 1, now: float = 0.0) -> list[Start]:
         """Load waiting prompts and start samples, as far as the scheduler allows (:meth:`Scheduler.dispatch`)."""
         self.load_prompts()
-        self._retries.release(now)
-        started = self.scheduler.dispatch(limit, min_starts, self._retries.waiting.keys())
+        self.retries.release(now)
+        started = self.scheduler.dispatch(limit, min_starts, self.retries.waiting.keys())
         if not started:  # as after most events
             return []
-        attempts = [self._latest(*sample) for sample in started]
-        tokens = [self.kept_tokens(*sample) for sample in started]
+        attempts = [self.content.latest(*sample) for sample in started]
+        tokens = [self.content.kept_tokens(*sample) for sample in started]
         starts = []
         for attempt, kept, assignment in zip(attempts, tokens, self.dispatch.assign(attempts, tokens), strict=True):
-            before = self._reports.get(attempt.sample) if kept or self.rules.redrafts else None
+            before = self.content.reports.get(attempt.sample) if kept or self.rules.redrafts else None
             predecessor, stored = (before.attempt, before.stored) if before else (None, False)
             starts.append(Start(attempt, predecessor, kept > 0, stored, assignment, self.rules.continues))
         return starts
 
-    def next_start(self) -> float | None:
-        return self._retries.next_start()
-
     def load_prompts(self) -> None:
-        while self._stock and self.scheduler.loadable():  # a prompt put off makes room for another
-            uid = next(iter(self._stock))
-            self.scheduler.load(uid, self._stock.pop(uid))
+        while self.content.stock and self.scheduler.loadable():  # a prompt put off makes room for another
+            uid = next(iter(self.content.stock))
+            self.scheduler.load(uid, self.content.stock.pop(uid))
             if (expected := self._expected.pop(uid, None)) is not None:
                 self.scheduler.expect(uid, expected)
-
-    def kept_tokens(self, uid: str, number: int) -> int:
-        """Return the tokens from which the next attempt at a sample continues."""
-        return self.scheduler.ledger.prompt(uid).samples[number].kept_tokens if (uid, number) in self._reports else 0
 
     def ended(self, report: AttemptReport, now: float = 0.0) -> list[Record]:
         """Record the report of an attempt's end at ``now``; a report that no caller waits for changes nothing.
@@ -151,15 +141,15 @@ class Rollout:
         attempt = report.attempt
         self.dispatch.ended(attempt, report.tokens if report.status == "generated" else None)
         records = self._ended(report, now)
-        kept = self._reports.get(attempt.sample)
+        kept = self.content.reports.get(attempt.sample)
         if report.leaves_turns and (kept is None or kept.attempt != attempt):
-            self._obsolete.append(attempt)
+            self.content.obsolete.append(attempt)
         return records
 
     def _ended(self, report: AttemptReport, now: float) -> list[Record]:
         attempt, status = report.attempt, report.status
         uid, number, _ = attempt
-        sample = self._sample(attempt)
+        sample = self.content.sample(attempt)
         if sample is None or sample.state not in IN_PROGRESS or not self._starts_again(report, now):
             return []
         if status in ("failed", "lost") and (sample.state == "generated" or not report.tokens):
@@ -168,11 +158,11 @@ class Rollout:
             if sample.state == "generated":
                 self._finish(report, now)
         elif sample.state == "running":
-            new = self._replace_report(report)
+            new = self.content.replace(report)
             if status == "generated":
                 self._generated(report)
             elif not self.scheduler.interrupt(uid, number, report.tokens, report.first_version):
-                self._waste(attempt.sample)
+                self.content.waste(attempt.sample)
             return new
         return []
 
@@ -186,27 +176,11 @@ class Rollout:
 
     def _finish(self, report: AttemptReport, now: float) -> None:
         attempt = report.attempt
-        before = self._reports[attempt.sample]
-        self._reports[attempt.sample] = before._replace(status="finished", scores=report.scores, empty=report.empty)
+        self.content.finish(report)
         if not report.empty:
-            self._retries.succeeded(attempt.sample, now)
+            self.retries.succeeded(attempt.sample, now)
         self.scheduler.finish(*attempt.sample)
         self._check_finished(attempt.uid, now)
-
-    def _replace_report(self, report: AttemptReport) -> list[Record]:
-        """Keep a report in place of that of the attempt it began with; return its new records."""
-        before = self._reports.get(report.attempt.sample)
-        self._reports[report.attempt.sample] = report
-        earlier = before.records if before else []
-        known, repeated = ({record["id"] for record in records} for records in (earlier, report.records))
-        new = [record for record in report.records if record["id"] not in known]
-        lost = [record for record in earlier if record["id"] not in repeated]  # with its turns
-        self._ran += new
-        self._wasted += lost
-        self.scheduler.step.wasted_tokens += sum(record["response_tokens"] for record in lost)
-        if before:
-            self._obsolete.append(before.attempt)
-        return new
 
     def lost(self, attempts: Iterable[Attempt], turns: Iterable[Attempt] = ()) -> list[Attempt]:
         """Abandon attempts that no process runs any more; return those whose samples start again.
@@ -224,13 +198,13 @@ class Rollout:
         unrewarded = [attempt for attempt in lost if attempt in generated]
         self.scheduler.step.unrewarded += len(unrewarded)
         for attempt in [*turns, *unrewarded]:
-            report = self._reports.get(attempt.sample)
+            report = self.content.reports.get(attempt.sample)
             if report is None or report.attempt != attempt or report.status == "finished":
                 continue
             if self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number].state == "pending":
-                self._start_over(*attempt.sample)
+                self.content.start_over(*attempt.sample)
             else:  # an attempt that began without them runs on another worker
-                self._wasted += self._forget(attempt.sample)
+                self.content.forget(attempt.sample)
         return lost
 
     def abandon_running(self) -> list[Attempt]:
@@ -253,14 +227,6 @@ class Rollout:
         self._filter.warnings = []
         return warnings
 
-    def outage(self, now: float) -> str:
-        return self._retries.summary(now)
-
-    def pop_obsolete(self) -> list[Attempt]:
-        """Return attempts, since the last call, whose turns no later one needs."""
-        obsolete, self._obsolete = self._obsolete, []
-        return obsolete
-
     # ---- batches ----
 
     def part(self, samples: int) -> list[Attempt]:
@@ -278,7 +244,7 @@ class Rollout:
         found = self.scheduler.reserve(self._finished_groups, samples)
         for uid in found:
             del self._finished_groups[uid]
-        return [report.attempt for uid in found for report in self._stored(self.scheduler.ledger.prompt(uid))]
+        return [report.attempt for uid in found for report in self.content.stored(self.scheduler.ledger.prompt(uid))]
 
     def take(self) -> Batch:
         """Return the update batch (:meth:`Scheduler.collect`) and the statistics since the last one.
@@ -286,11 +252,11 @@ class Rollout:
         Raises :class:`RolloutError` without any trajectory, and RuntimeError if a sample exceeds the staleness bound.
         """
         collected = self.scheduler.collect()
-        self._retries.trained()
+        self.retries.trained()
         for staleness in collected.staleness:  # a last check before training
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
-        reports = [self._reports.pop(sample) for sample in collected.samples]
+        reports = [self.content.reports.pop(sample) for sample in collected.samples]
         stored = [report for report in reports if report.stored]
         if not stored:
             raise RolloutError(
@@ -298,8 +264,8 @@ class Rollout:
                 "check the agent loop (actor_rollout_ref.rollout.agent)"
             )
         for sample in self.scheduler.retire():
-            self._waste(sample)
-        self._wasted += [record for report in reports if not report.stored for record in report.records]
+            self.content.waste(sample)
+        self.content.wasted += [record for report in reports if not report.stored for record in report.records]
         for uid, _ in collected.samples:
             self._finished_groups.pop(uid, None)
         batch = Batch(
@@ -307,56 +273,31 @@ class Rollout:
             attempts=[report.attempt for report in stored],
             version=self.scheduler.version,
             trained=[record for report in stored for record in report.records],
-            ran=self._ran,
-            wasted=self._wasted,
+            ran=self.content.ran,
+            wasted=self.content.wasted,
             counts=self.scheduler.step,
             left=self.scheduler.ledger.tally.samples["finished"],
             failed=self._failed,
             filtered=self.filtered,
         )
-        self._ran, self._wasted, self._failed = [], [], 0
+        self.content.ran, self.content.wasted, self._failed = [], [], 0
         self._filter.dropped.clear()
         self.scheduler.step = StepCounts()
-        self.dispatch.retain(self.needs_prompt)
+        self.dispatch.retain(self.content.needs_prompt)
         return batch
-
-    # ---- content of the queue ----
-
-    def needs_prompt(self, uid: str) -> bool:
-        return uid in self.scheduler.ledger or uid in self._stock
-
-    def needs_turns(self, attempt: Attempt) -> bool:
-        """Return whether a later attempt may need this attempt's turns; not if the trajectories contain them."""
-        report = self._reports.get(attempt.sample)
-        if report is not None and report.attempt == attempt:
-            return report.status != "finished"
-        return self.may_train(attempt)
-
-    def needs_trajectories(self, attempt: Attempt) -> bool:
-        """Return whether this attempt's trajectories, stored or to come, may be trained or drafted from."""
-        report = self._reports.get(attempt.sample)
-        drafted = report is not None and report.attempt == attempt and report.stored and self.rules.redrafts
-        return drafted or self.may_train(attempt)
-
-    def may_train(self, attempt: Attempt) -> bool:
-        sample = self._sample(attempt)
-        return sample is not None and sample.state in (*IN_PROGRESS, "finished")
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; :meth:`restore` needs them and the content of the queue."""
-        reports = self._reports.values()
         return {
             **self.scheduler.state_dict(),
-            "stock": list(self._stock.items()),
-            "reports": sorted(report.attempt.name for report in reports),
-            "empty": sorted(report.attempt.name for report in reports if report.empty),
+            **self.content.state_dict(),
             "generation": self._generation,
             "failed": self._failed,
             "filtered": list(self.filtered.items()),
             "filter": self._filter.state_dict(),
-            "failures": self._retries.state_dict(),
+            "failures": self.retries.state_dict(),
         }
 
     def restore(
@@ -377,22 +318,22 @@ class Rollout:
         self.scheduler.load_state_dict(state)
         self._failed = state["failed"]
         self._filter.load_state_dict(state.get("filter", {}), state["filtered"])
-        self._retries.load_state_dict(state.get("failures", []))
-        self._stock = dict([*state["stock"], *added])
+        self.retries.load_state_dict(state.get("failures", []))
+        self.content.stock = dict([*state["stock"], *added])
         self.scheduler.batches_left = batches_left
         prompt_limit = self._whole_updates(self.scheduler.prompt_limit())  # nothing was trained since
         empty = [AttemptReport(Attempt.named(name), "finished", empty=True) for name in state["empty"]]
         recovery = Recovery(self.scheduler, {report.attempt: report for report in empty} | dict(known))
-        gone = recovery.load(self._stock, prompts, prompt_limit)
+        gone = recovery.load(self.content.stock, prompts, prompt_limit)
         self._failed += len(gone)
         recovery.remember(map(Attempt.named, state["reports"]))
         # publish() forgets the reports of stale samples, but newer ones are of attempts that regenerated them
-        newer = {s: report for s, report in recovery.reports.items() if report.attempt > self._latest(*s)}
-        self._reports = {s: report for s, report in recovery.reports.items() if s not in newer}
+        newer = {s: report for s, report in recovery.reports.items() if report.attempt > self.content.latest(*s)}
+        self.content.reports = {s: report for s, report in recovery.reports.items() if s not in newer}
         self.publish(version, batches_left)
-        self._reports.update(newer)
-        for attempt in recovery.place(self._reports):
-            self._waste(attempt.sample)
+        self.content.reports.update(newer)
+        for attempt in recovery.place(self.content.reports):
+            self.content.waste(attempt.sample)
             self._abandoned.append(attempt)
         for prompt in list(self.scheduler.ledger):
             self._check_finished(prompt.uid, now)
@@ -408,50 +349,21 @@ class Rollout:
             return prompt_limit
         return math.ceil(prompt_limit / rules.batch_prompts) * rules.batch_prompts
 
-    def _latest(self, uid: str, number: int) -> Attempt:
-        return Attempt(uid, number, self.scheduler.ledger.prompt(uid).samples[number].attempt)
-
-    def _sample(self, attempt: Attempt) -> Sample | None:
-        """Return the ledger's sample if this is the latest attempt at it."""
-        if attempt.uid not in self.scheduler.ledger:
-            return None
-        sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
-        return sample if sample.attempt == attempt.attempt else None
-
     def _generated(self, report: AttemptReport) -> None:
         if self.scheduler.generate(*report.attempt.sample, report.tokens, report.first_version):
             return
         if self.rules.stops:
             assert report.first_version is not None
             raise _lagging(self.scheduler.version - report.first_version, self.rules)
-        self._waste(report.attempt.sample)
+        self.content.waste(report.attempt.sample)
         self._abandoned.append(report.attempt)  # its reward is not needed
-
-    def _waste(self, sample: tuple[str, int]) -> None:
-        report = self._reports.get(sample)
-        if report is None or report.empty or self.rules.continues:
-            self._wasted += self._forget(sample)
-        else:  # its text is still a draft
-            self._wasted += report.records
-            self._reports[sample] = report._replace(records=[])
-
-    def _start_over(self, uid: str, number: int) -> None:
-        self._wasted += self._forget((uid, number))
-        self.scheduler.start_over(uid, number)
-
-    def _forget(self, sample: tuple[str, int]) -> list[Record]:
-        report = self._reports.pop(sample, None)
-        if report is None:
-            return []
-        self._obsolete.append(report.attempt)
-        return report.records
 
     def _try_again(self, uid: str, number: int, error: str, now: float, broken: bool = False, tries: int = 1) -> bool:
         """Record a failed sample; if it failed too often, drop its prompt and return ``False``."""
         self.scheduler.step.failed += tries > 0
         others = self.scheduler.in_progress - (self.scheduler.ledger.prompt(uid).samples[number].state in IN_PROGRESS)
         error = f"sample {number} of prompt {uid}: {error}"
-        if self._retries.failed((uid, number), error, now, others, broken, tries):
+        if self.retries.failed((uid, number), error, now, others, broken, tries):
             return True
         self._warnings.append(f"another prompt replaces one that failed {TRIES} times, while others succeed: {error}")
         self._drop(uid)
@@ -463,30 +375,25 @@ class Rollout:
         prompt = self.scheduler.ledger.prompt(uid)
         if not prompt.complete("finished"):
             return
-        stored = self._stored(prompt)
+        stored = self.content.stored(prompt)
         if not stored:
             error = "the agent loop returned no trajectory for any sample of the prompt"
             # Once more, because a tool may answer otherwise; the model draws the same.
             if self._try_again(uid, 0, error, now, broken=True, tries=TRIES // 2):
                 for number in range(len(prompt.samples)):
-                    self._start_over(uid, number)
+                    self.content.start_over(uid, number)
         elif not self._filter.keeps([report.scores for report in stored]):
             self._drop(uid)
         else:
             self._finished_groups[uid], self._new_part = len(prompt.samples), True
 
-    def _stored(self, prompt: Prompt) -> list[AttemptReport]:
-        """Return the reports of a finished prompt's samples that have trajectories."""
-        reports = [self._reports[prompt.uid, number] for number in range(len(prompt.samples))]
-        return [report for report in reports if report.stored]
-
     def _drop(self, uid: str) -> None:
         self._finished_groups.pop(uid, None)
         self._new_part = True  # another prompt moves up to the next batch
         samples = self.scheduler.ledger.prompt(uid).samples
-        self._retries.forget((uid, number) for number in range(len(samples)))
+        self.retries.forget((uid, number) for number in range(len(samples)))
         for number, sample in enumerate(samples):
-            self._wasted += self._forget((uid, number))
+            self.content.forget((uid, number))
             if sample.state in IN_PROGRESS:
                 self._abandoned.append(Attempt(uid, number, sample.attempt))
         self.scheduler.drop(uid)

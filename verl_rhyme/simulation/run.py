@@ -298,8 +298,8 @@ class Simulation:
         batch = self.rollout.take()
         self._training = True
         stale, uids = batch.collected.group_staleness, [uid for uid, _ in batch.collected.samples]
-        self.expectations.retain(self.rollout.needs_prompt)
-        self.dispatch.retain(self.rollout.needs_prompt)
+        self.expectations.retain(self.rollout.content.needs_prompt)
+        self.dispatch.retain(self.rollout.content.needs_prompt)
         tokens = sum(batch.collected.lengths)
         collected, began = self.cluster.now, self._began
         prompts = sum(self._loaded[uid].prompt.tokens for uid in uids)

@@ -89,7 +89,7 @@ async def test_no_entry_is_deleted_while_turns_are_stored(opened, monkeypatch):
 
     monkeypatch.setattr(stored_attempts.tq, "async_kv_clear", clear)
     opened._cleanup = cleanup = cleanups.Cleanup(opened._queue_lock)
-    rollout = SimpleNamespace(state_dict=dict, needs_prompt=lambda uid: False)
+    rollout = SimpleNamespace(state_dict=dict, content=SimpleNamespace(needs_prompt=lambda uid: False))
     opened._opened = SimpleNamespace(pool=SimpleNamespace(store_turns=store_turns), rollout=rollout)
     opened._capacity, opened._expectations = (
         SimpleNamespace(state={}),

@@ -157,7 +157,7 @@ def test_ended_attempts_take_no_room():
     send(rollout, *(generated(attempt) for attempt in starts))  # late reports of earlier attempts
     assert dispatch.placement.fleet.requests.sum() == 8
     rollout.scheduler.drop("0")
-    dispatch.retain(rollout.needs_prompt)
+    dispatch.retain(rollout.content.needs_prompt)
     assert dispatch.placement.fleet.requests.sum() == 6
 
 
@@ -182,7 +182,7 @@ def test_a_regenerated_sample_brings_no_tokens():
     cut = next(attempt for attempt in fill(rollout) if attempt.uid == "0")
     send(rollout, interrupted(cut, 600))
     rollout.publish(2, 8)  # 600 tokens of version 0 are too old
-    dispatch.retain(rollout.needs_prompt)
+    dispatch.retain(rollout.content.needs_prompt)
     again = next(start for start in rollout.fill() if start.attempt.sample == cut.sample)
     assert again.predecessor is None
     at = dispatch.placement.fleet.tokens.sum()

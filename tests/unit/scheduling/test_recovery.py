@@ -34,7 +34,7 @@ def test_events_since_the_saved_state_are_restored(mode):
     assert gone == []
     assert states(again) == ["finished", "generated", "pending", "running"]
     assert [start.predecessor for start in again.fill()] == [A2]
-    assert again.needs_trajectories(A0)
+    assert again.content.needs_trajectories(A0)
     send(again, finished(A1), generated(A3), finished(A3))
     assert states(again)[1] == states(again)[3] == "finished"
 
@@ -48,7 +48,7 @@ def test_a_later_attempt_than_the_saved_one_counts_and_continues_from_the_turns_
     assert states(again) == ["running", "pending"]
     assert again.scheduler.ledger.prompt("a").samples[0].tokens == 3
     send(again, interrupted(third, 7))
-    assert again.pop_obsolete() == [A0]
+    assert again.content.pop_obsolete() == [A0]
     assert {start.predecessor for start in again.fill()} == {third, A1}
 
 
@@ -122,7 +122,7 @@ def test_reports_of_trained_samples_are_ignored_after_a_loss():
     made.take()
     again, _ = restored(made, {A0: stored(A0)}, left=8)
     assert states(again) == ["trained", "pending"]
-    assert not again.needs_turns(A0)
+    assert not again.content.needs_turns(A0)
 
 
 def test_as_many_prompts_are_in_flight_after_a_loss_though_some_were_replaced():

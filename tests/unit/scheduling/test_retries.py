@@ -72,7 +72,7 @@ class World:
             self.attempts += 1
             self.running.add(start.attempt)
             self.later(self.random.uniform(*self.seconds), self.generated, start.attempt)
-        if (at := made.next_start()) is not None and not self.now < self.wakes <= at:
+        if (at := made.retries.next_start()) is not None and not self.now < self.wakes <= at:
             self.wakes = max(at, self.now + 0.05)
             self.later(self.wakes - self.now, lambda: None)
         if made.scheduler.ready():
@@ -222,7 +222,7 @@ def test_a_poisoned_sample_does_not_end_a_run_whose_others_are_slow():
 def test_training_is_no_outage():
     """On the same devices nothing succeeds while the actor trains; rewards that come then may fail."""
     made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
-    made._retries._outage_s = OUTAGE_S
+    made.retries._outage_s = OUTAGE_S
     through(made, A0, A1)
     send(made, generated(B0), generated(B1))
     made.take()
@@ -236,13 +236,13 @@ def test_training_is_no_outage():
 def test_a_prompt_of_a_tool_that_hangs_is_replaced_sooner(others):
     """Each try takes an hour (``scheduling.tool_timeout``), in which other samples succeed or the batch waits."""
     made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
-    made._retries._outage_s = OUTAGE_S
+    made.retries._outage_s = OUTAGE_S
     if not others:
         through(made, A1, B0, B1)
     for hour in (1, 2):
         [again] = [attempt for attempt in made.attempts() if attempt.sample == ("a", 0)]
         if others:
-            made._retries.succeeded(("b", 0), 3600.0 * hour - 1.0)
+            made.retries.succeeded(("b", 0), 3600.0 * hour - 1.0)
         made.ended(AttemptReport(again, "failed", tries=HANG_TRIES), 3600.0 * hour)
         made.fill(now=3600.0 * hour + 60.0)
     assert "a" not in made.scheduler.ledger
@@ -253,10 +253,10 @@ def test_a_failed_sample_continues_from_its_text():
     send(made, failed(A0, 3), generated(A1), failed(A1))
     assert states(made) == ["pending", "pending"]
     assert made.fill(now=0.5) == []
-    assert made.next_start() == PAUSE_S
+    assert made.retries.next_start() == PAUSE_S
     starts = made.fill(now=PAUSE_S)
     assert [(start.predecessor, start.partial) for start in starts] == [(A1, True), (A0, True)]
-    assert (made.kept_tokens("a", 0), made.kept_tokens("a", 1)) == (3, 5)
+    assert (made.content.kept_tokens("a", 0), made.content.kept_tokens("a", 1)) == (3, 5)
 
 
 def test_a_sample_that_cannot_start_is_no_fault_of_its_prompt():
@@ -277,7 +277,7 @@ def test_groups_without_a_trajectory_start_once_more_and_are_replaced(mode):
         for attempt in [attempt for attempt in made.attempts() if attempt.uid == "a"]:
             made.ended(generated(attempt, 0), now)
             made.ended(finished(attempt, empty=True), now)
-        made._retries.succeeded(("b", 0), now)
+        made.retries.succeeded(("b", 0), now)
         now += 2 * ALL_TRIES_S
         assert all(start.predecessor is None for start in made.fill(now=now))
     assert "a" not in made.scheduler.ledger

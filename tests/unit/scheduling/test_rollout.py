@@ -37,14 +37,14 @@ def test_a_sample_runs_from_start_to_batch():
     made = rollout()
     send(made, generated(A0))
     assert states(made) == ["generated", "running"]
-    assert made.needs_turns(A0)
+    assert made.content.needs_turns(A0)
     send(made, finished(A0), generated(A1, 2), finished(A1))
-    assert (made.needs_turns(A0), made.needs_trajectories(A0)) == (False, True)
+    assert (made.content.needs_turns(A0), made.content.needs_trajectories(A0)) == (False, True)
     batch = made.take()
     assert batch.attempts == [A1, A0]
     assert [r["response_tokens"] for r in batch.trained] == [2, 5]
     assert (len(batch.ran), batch.wasted) == (2, [])
-    assert not made.needs_prompt("a")
+    assert not made.content.needs_prompt("a")
 
 
 def test_reports_of_earlier_attempts_change_nothing():
@@ -55,8 +55,8 @@ def test_reports_of_earlier_attempts_change_nothing():
     send(made, generated(A0), finished(A0), failed(A0))
     assert states(made) == ["running", "running"]
     assert made.scheduler.step.abandoned == 1
-    assert not made.needs_trajectories(A0), "it would be trained"
-    assert made.pop_obsolete() == [A0], "its worker keeps the turns of the failed one"
+    assert not made.content.needs_trajectories(A0), "it would be trained"
+    assert made.content.pop_obsolete() == [A0], "its worker keeps the turns of the failed one"
     assert made.lost([A0]) == []
 
 
@@ -68,12 +68,12 @@ def test_on_policy_text_of_the_current_version_is_continued_and_else_a_draft(end
     send(made, *(each(A0) for each in end))
     [start] = made.fill(now=60.0)
     assert (start.predecessor, start.partial, start.spans) == (A0, True, False)
-    assert (made.kept_tokens("a", 0), made.scheduler.step.wasted_tokens) == (5, 0)
+    assert (made.content.kept_tokens("a", 0), made.scheduler.step.wasted_tokens) == (5, 0)
     made.lost([start.attempt])
     made.publish(1, None)
     [start] = made.fill(now=60.0)
     assert (start.predecessor, start.partial) == (predecessor, False)
-    assert (made.kept_tokens("a", 0), made.scheduler.step.wasted_tokens) == (0, 5)
+    assert (made.content.kept_tokens("a", 0), made.scheduler.step.wasted_tokens) == (0, 5)
 
 
 def test_samples_that_are_always_regenerated_do_not_continue_on_policy():
@@ -119,7 +119,7 @@ def test_a_too_stale_sample_is_wasted_and_its_attempt_ends():
     assert made.pop_abandoned() == [A0]  # it waits for its reward
     assert [(s.predecessor, s.stored) for s in made.fill()] == [(A0, False), (A1, True)]
     assert made.scheduler.step.wasted_tokens == 7
-    assert (made.scheduler.step.stale, sum(r["response_tokens"] for r in made._wasted)) == (2, 7)
+    assert (made.scheduler.step.stale, sum(r["response_tokens"] for r in made.content.wasted)) == (2, 7)
 
 
 def test_a_server_without_the_latest_weights_stops_the_run():
@@ -140,7 +140,7 @@ def test_no_attempt_continues_from_text_that_was_too_stale_when_reported(end):
     made.publish(2, None)
     send(made, *(end(attempt, version=0) for attempt in again), end(A1, version=0))
     assert [start.predecessor for start in made.fill()] == [None] * 2
-    assert sum(row["response_tokens"] for row in made._wasted) > 0
+    assert sum(row["response_tokens"] for row in made.content.wasted) > 0
 
 
 # ---- groups ----
@@ -200,7 +200,7 @@ def test_prompts_are_taken_from_the_stock_once_and_as_many_as_are_loadable():
     assert made.missing_prompts() == 0
     made.add_prompts([("p0", 2), ("p9", 2)])
     assert len({start.attempt.uid for start in made.fill()}) == 4  # a group of batches
-    assert made.needs_prompt("p9")
+    assert made.content.needs_prompt("p9")
     made.add_prompts([("p0", 2)])
     assert made.state_dict()["stock"] == [("p4", 2), ("p5", 2), ("p9", 2)]
 

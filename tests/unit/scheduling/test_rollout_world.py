@@ -69,25 +69,27 @@ class World:
                 if start.partial:
                     text, records = [*kept], [*report.records]
                     assert min(text) >= self.version - self.rules.max_staleness
-            assert len(text) == self.rollout.kept_tokens(*attempt.sample)
+            assert len(text) == self.rollout.content.kept_tokens(*attempt.sample)
             self.tasks[attempt] = Task(worker, text, records)
         self.tidy()
 
     def tidy(self):
         for attempt in self.rollout.pop_abandoned():
             self.end(attempt)
-        for attempt in self.rollout.pop_obsolete():
+        for attempt in self.rollout.content.pop_obsolete():
             self.kept.pop(attempt, None)
         assert {*self.tasks} == {*self.rollout.attempts()}
-        assert all(self.rollout.needs_turns(attempt) for attempt in self.kept), "turns stay in memory"
-        assert all(self.rollout.needs_trajectories(a) for a, report in self.stored.items() if self.pending(a, report))
+        assert all(self.rollout.content.needs_turns(attempt) for attempt in self.kept), "turns stay in memory"
+        assert all(
+            self.rollout.content.needs_trajectories(a) for a, report in self.stored.items() if self.pending(a, report)
+        )
 
     def end(self, attempt):
         """Abandon an attempt; a generated text remains a draft."""
         task = self.tasks.pop(attempt, None)
-        if task is not None and task.report and self.rollout.needs_turns(attempt):
+        if task is not None and task.report and self.rollout.content.needs_turns(attempt):
             self.kept[attempt] = task.text, task.report._replace(status="interrupted"), task.worker
-        elif not self.rollout.needs_turns(attempt):
+        elif not self.rollout.content.needs_turns(attempt):
             self.kept.pop(attempt, None)
 
     def pending(self, attempt, report):
@@ -184,9 +186,9 @@ class World:
         prompts |= {uid for uid, _ in self.added}
         self.rollout.scheduler.version = self.version
         assert self.rollout.restore(state, self.version, self.left, known, prompts, self.added, self.now) == []
-        for attempt in [attempt for attempt in self.tasks if not self.rollout.may_train(attempt)]:
+        for attempt in [attempt for attempt in self.tasks if not self.rollout.content.may_train(attempt)]:
             self.end(attempt)
-        self.kept = {attempt: kept for attempt, kept in self.kept.items() if self.rollout.needs_turns(attempt)}
+        self.kept = {attempt: kept for attempt, kept in self.kept.items() if self.rollout.content.needs_turns(attempt)}
         # of finished attempts the report may still come
         finished = {*self.tasks} - {*self.rollout.attempts()}
         self.tasks = {attempt: task for attempt, task in self.tasks.items() if attempt not in finished}
