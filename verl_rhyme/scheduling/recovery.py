@@ -65,6 +65,8 @@ class Recovery:
             if sample.state == "trained":  # no attempt continues from it
                 continue
             report = self._known.get(attempt)
+            if report is not None and attempt in counted and sample.first_version is None:
+                report = report._replace(records=[])  # of a draft: they counted as wasted before
             if report is not None and (attempt in counted or attempt.attempt >= sample.attempt):
                 self.reports[attempt.sample] = report
             if attempt in self._known and (report is None or not report.empty):  # empty ones are in the saved state

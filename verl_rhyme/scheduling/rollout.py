@@ -148,39 +148,35 @@ class Rollout:
 
     def _ended(self, report: AttemptReport, now: float) -> list[Record]:
         attempt, status = report.attempt, report.status
-        uid, number, _ = attempt
         sample = self.content.sample(attempt)
-        if sample is None or sample.state not in IN_PROGRESS or not self._starts_again(report, now):
+        if sample is None or sample.state not in IN_PROGRESS:
             return []
-        if status in ("failed", "lost") and (sample.state == "generated" or not report.tokens):
-            self.scheduler.abandon(uid, number)  # what it left before remains
-        elif status == "finished":
+        if status in ("failed", "lost"):
+            error = report.error if status == "failed" else f"it could not start: {report.error}"
+            tries = report.tries if status == "failed" else 0
+            if not self._try_again(*attempt.sample, error, now, report.broken, tries):
+                return []
+            if sample.state == "generated" or not report.tokens:
+                self.scheduler.abandon(*attempt.sample)  # what it left before remains
+                return []
+        if status == "finished":
             if sample.state == "generated":
                 self._finish(report, now)
         elif sample.state == "running":
             new = self.content.replace(report)
             if status == "generated":
                 self._generated(report)
-            elif not self.scheduler.interrupt(uid, number, report.tokens, report.first_version):
+            elif not self.scheduler.interrupt(*attempt.sample, report.tokens, report.first_version):
                 self.content.waste(attempt.sample)
             return new
         return []
 
-    def _starts_again(self, report: AttemptReport, now: float) -> bool:
-        """Return false if the failure of an attempt replaces its prompt."""
-        if report.status == "failed":
-            return self._try_again(*report.attempt.sample, report.error, now, report.broken, report.tries)
-        if report.status == "lost":
-            return self._try_again(*report.attempt.sample, f"it could not start: {report.error}", now, tries=0)
-        return True
-
     def _finish(self, report: AttemptReport, now: float) -> None:
-        attempt = report.attempt
         self.content.finish(report)
         if not report.empty:
-            self.retries.succeeded(attempt.sample, now)
-        self.scheduler.finish(*attempt.sample)
-        self._check_finished(attempt.uid, now)
+            self.retries.succeeded(report.attempt.sample, now)
+        self.scheduler.finish(*report.attempt.sample)
+        self._check_finished(report.attempt.uid, now)
 
     def lost(self, attempts: Iterable[Attempt], turns: Iterable[Attempt] = ()) -> list[Attempt]:
         """Abandon attempts that no process runs any more; return those whose samples start again.

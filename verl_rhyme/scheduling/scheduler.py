@@ -301,7 +301,6 @@ class Scheduler:
         return {
             "version": self.version,
             "owed": self._replacements,
-            "training": self._training,
             "expected": list(self._tail.expected),
             "own_round": self._tail.own_round,
             "ledger": self.ledger.state_dict(),
@@ -310,7 +309,6 @@ class Scheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.version, self._replacements = state["version"], state["owed"]
         self._reserved = {}  # the trainer requests them again
-        self._training = state["training"]
         self._tail.restore(state["expected"], state["own_round"])
         self.ledger.load_state_dict(state["ledger"])
 

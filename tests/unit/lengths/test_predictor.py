@@ -64,19 +64,6 @@ def test_an_unknown_prompt_has_the_lengths_of_all():
     assert (others <= forecast.p90[0]).mean() == pytest.approx(0.9, abs=0.06)
 
 
-def test_ended_siblings_predict_the_others():
-    world, predictor = World(300, drift=0, wander=0), LengthPredictor(LIMIT)
-    learn(predictor, world.visit(8))
-    lengths = World(300, seed=1, drift=0, wander=0).visit(8)
-    correlations = []
-    for probes in (0, 1, 4):
-        ended = {f"new {prompt}": group[:probes].tolist() for prompt, group in enumerate(lengths)}
-        expected = predictor.forecast(list(ended), 0, ended).expected
-        correlations.append(rank_correlation(expected.astype(float), lengths[:, 7].astype(float)))
-    assert abs(correlations[0]) < 0.1
-    assert correlations[0] + 0.4 < correlations[1] < correlations[2]
-
-
 def test_ended_siblings_replace_the_lengths_of_all_prompts_but_not_a_ranking():
     predictor = LengthPredictor(LIMIT)
     learn(predictor, World(200).visit(8))
@@ -128,22 +115,15 @@ def test_forecasts_are_in_order_for_any_history(told, asked, limit):
     assert len(predictor.forecast([]).expected) == 0
 
 
-def test_it_survives_a_restart():
-    world, predictor = World(50), LengthPredictor(LIMIT)
-    for _ in range(3):
-        learn(predictor, world.visit(4))
+def test_an_unreadable_state_changes_nothing():
+    predictor = LengthPredictor(LIMIT)
+    learn(predictor, World(50).visit(4))
     predictor.rank("waits", 7.0)
-    again = LengthPredictor(LIMIT)
-    again.load_state_dict(json.loads(json.dumps(predictor.state_dict())))
-    asked = [*names(60), "waits", "new"]
-    for ours, theirs in zip(again.forecast(asked, 30), predictor.forecast(asked, 30), strict=True):
-        assert ours.tolist() == theirs.tolist()
-    assert again.state_dict() == predictor.state_dict()
-    before = again.state_dict()
+    before = predictor.state_dict()
     for torn in ({"lengths": {}}, {**before, "lengths": {"a": ["x"]}}, {**before, "bias": None}):
         with pytest.raises((KeyError, TypeError, ValueError)):
-            again.load_state_dict(torn)
-    assert again.forecast(asked).expected.tolist() == predictor.forecast(asked).expected.tolist()
+            predictor.load_state_dict(torn)
+    assert predictor.state_dict() == before
 
 
 visits = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 1 << 20), max_size=70)), max_size=12)
@@ -166,21 +146,6 @@ def test_changes_make_another_predictor_equal(steps, restarted):
         assert mirror.state_dict() == predictor.state_dict()
     visited = [str(prompt) for step in steps for prompt, lengths in step if lengths]
     assert [*mirror._known] == [*dict.fromkeys(reversed(visited))][3::-1]
-
-
-def test_nothing_is_learnt_of_nothing():
-    predictor = LengthPredictor(100)
-    predictor.learn("unknown", [])
-    predictor.forecast(["asked"])
-    assert len(predictor) == 0
-    assert predictor.forecast(["unknown"]).expected.tolist() == [25]
-
-
-def test_a_prompts_latest_lengths_are_kept():
-    predictor = LengthPredictor(LIMIT)
-    for visit in range(9):
-        predictor.learn("p", [1000 + visit] * 16)
-    assert predictor.pop_changes()["lengths"]["p"] == [1000 + visit for visit in range(5, 9) for _ in range(16)]
 
 
 def test_an_epoch_of_dapo_is_learnt_and_a_large_step_forecast_in_time():

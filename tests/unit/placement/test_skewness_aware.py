@@ -69,17 +69,6 @@ def test_two_pools_are_the_best_there_are(lengths, samples, cost, replicas, tail
     assert placement.errors == 0, placement.last_error
 
 
-def test_the_tail_has_a_separate_pool():
-    placement = fleet(SLOW, 4)
-    lengths = [10_000] * 4 + [300] * 16
-    placement.plan(0, loads_of(lengths))
-    where = [placement.acquire(request) for request in requests_of(lengths)]
-    assert placement.errors == 0, placement.last_error
-    assert not set(where[:4]) & set(where[4:])
-    assert {placement.reason(f"p{n}-0").partition(" in ")[0] for n in range(4)} == {"pool 1 of 2"}
-    assert "pool 2 of 2" in placement.reason("p19-0")
-
-
 def test_the_least_loaded_serves_where_a_pools_replicas_have_left():
     placement = fleet(SLOW, 4)
     lengths = [10_000] * 4 + [300] * 16

@@ -85,32 +85,6 @@ def test_samples_that_are_always_regenerated_do_not_continue_on_policy():
     assert made.scheduler.step.wasted_tokens == 5
 
 
-def test_a_response_whose_worker_died_before_its_reward_is_regenerated_and_counted():
-    made = rollout(PARTIAL)
-    send(made, generated(A0))
-    assert made.lost([A0, A1]) == [A0, A1]
-    assert {start.predecessor for start in made.fill()} == {None}
-    assert made.scheduler.step.unrewarded == 1
-    assert made.scheduler.step.wasted_tokens == 5
-
-
-def test_lost_turns_end_no_attempt_that_began_without_them():
-    made = rollout(PARTIAL)
-    send(made, interrupted(A0, 0))
-    [start] = made.fill()
-    made.lost([], [A0])
-    assert made.attempts()[0] == start.attempt
-
-
-def test_attempts_that_stopped_engines_wait_for_too_long_are_given_up():
-    made = rollout()
-    assert not made.scheduler.has_settled(29.9)
-    assert made.scheduler.has_settled(30.0)
-    assert made.abandon_running() == made.pop_abandoned() == [A0, A1]
-    assert made.pop_abandoned() == []
-    assert len(made.fill()) == 2
-
-
 def test_a_too_stale_sample_is_wasted_and_its_attempt_ends():
     made = rollout()
     send(made, generated(A0), generated(A1, 2), finished(A1))
@@ -205,14 +179,6 @@ def test_prompts_are_taken_from_the_stock_once_and_as_many_as_are_loadable():
     assert made.state_dict()["stock"] == [("p4", 2), ("p5", 2), ("p9", 2)]
 
 
-def test_no_more_prompts_are_wanted_than_will_be_trained():
-    made = rollout(prompts=[], start=False)
-    made.publish(3, 2)
-    assert made.missing_prompts() == 2
-    made.publish(5, 0)
-    assert made.missing_prompts() == 0
-
-
 def test_samples_that_the_next_batch_waits_for_start_in_any_case():
     """After a loss a replaced prompt and its replacement are both present: more than may start."""
     rollout = Rollout(Rules(1, 2, max_staleness=1, take="loaded", separate=True))
@@ -261,42 +227,3 @@ def test_a_part_omits_samples_without_a_trajectory():
     made = loaded("a", 1, 2, max_staleness=0, take="loaded")
     send(made, generated(A0), finished(A0), generated(A1, 0), finished(A1, empty=True))
     assert made.part(1) == [A0]
-
-
-def test_groups_in_a_part_are_in_the_batch_though_shorter_ones_come():
-    made = loaded("abcd", 2, 4, max_staleness=1)
-    through(made, A0, A1)
-    assert made.part(1) == [A0, A1]
-    for attempt in attempts("bc"):
-        send(made, generated(attempt, tokens=1), finished(attempt))
-    taken = made.take().attempts
-    assert {A0, A1} < {*taken}
-    assert len(taken) == 4
-
-
-def test_a_part_leaves_room_for_samples_that_must_be_trained():
-    """Samples too stale for the next training step are in the batch, whatever finished before them."""
-    made = loaded("abcd", 2, 4, max_staleness=1)
-    through(made, *attempts("ab"))
-    made.take()
-    made.publish(1, None)  # c runs since version 0: it must be trained now
-    made.add_prompts([(uid, 2) for uid in "efgh"])
-    made.fill()
-    late = {attempt for attempt in made.attempts() if attempt.uid in "cd"}
-    for attempt in made.attempts():
-        if attempt.uid in "efg":
-            send(made, generated(attempt, version=1), finished(attempt))
-    assert made.part(1) == [], "four samples of c and d are due"
-    through(made, *late)
-    assert {*made.part(1)} == {*made.take().attempts} == late
-
-
-def test_no_part_of_a_later_batch():
-    made = loaded("ab", 1, 2, max_staleness=1, take="loaded")
-    through(made, B0, B1)
-    assert made.part(1) == []
-    through(made, A0, A1)
-    assert made.part(1) == [A0, A1]
-    made.take()
-    made.publish(1, None)
-    assert made.part(1) == [B0, B1]

@@ -71,17 +71,6 @@ def test_a_dropped_prompt_wastes_its_trainable_tokens_once():
     assert built.step.wasted_tokens == 146
 
 
-def test_a_dropped_prompt_is_replaced():
-    built = scheduler()
-    built.generate("p0", 0, 5, 0)
-    built.drop("p0")
-    assert built.loadable() == 1
-    assert built.step.wasted_tokens == 5
-    built.load("p3", 2)
-    assert built.loadable() == 0
-    assert built.dispatch() == [("p3", 0), ("p3", 1)]
-
-
 @pytest.mark.parametrize(
     ("event", "message"),
     [
@@ -94,42 +83,6 @@ def test_a_dropped_prompt_is_replaced():
 def test_impossible_events_are_rejected(event, message):
     with pytest.raises(ValueError, match=message):
         event(scheduler())
-
-
-def test_a_late_judge_holds_no_engine_but_its_reward_is_waited_for():
-    built = scheduler()
-    built.generate("p0", 0, 5, 0)
-    built.generate("p0", 1, 5, 0)
-    built.finish("p0", 0)
-    assert built.has_batch()
-    assert not built.has_settled(29.0)
-    assert built.has_settled(30.0)
-    for sample in (("p1", 0), ("p1", 1), ("p2", 0), ("p2", 1)):  # still run, with engines stopped
-        built.abandon(*sample)
-    assert built.step.abandoned == 4
-    assert not built.ready()
-    assert not built.has_batch(rewarded=True)  # on with the engines
-    assert len(built.dispatch()) == 4
-    built.finish("p0", 1)
-    assert built.ready()
-
-
-@pytest.mark.parametrize(("bound", "state"), [(0, "pending"), (1, "generated")])
-def test_a_response_with_a_late_reward_is_regenerated_on_policy_and_kept_otherwise(bound, state):
-    built = scheduler(max_staleness=bound)
-    finish(built, "p0", 5, 5)
-    built.generate("p1", 0, 7, 0)
-    built.collect()
-    assert built.begin(1) == ([("p1", 0)] if bound == 0 else [])
-    assert built.ledger.prompt("p1").samples[0].state == state
-
-
-def test_a_response_without_tokens_is_the_current_policys():
-    built = scheduler()
-    finish(built, "p0", 0, 0, version=None)
-    batch = built.collect()
-    assert batch.lengths == [0, 0]
-    assert batch.staleness == [0, 0]
 
 
 # ---- the pipeline ----
@@ -145,59 +98,6 @@ def test_no_prompt_begins_between_a_batch_and_its_policy_unless_they_start_early
         assert built.dispatch() == [("p1", 0)] + [("p2", 0), ("p2", 1)] * early, "samples of started prompts continue"
         built.begin(1)
         assert built.dispatch() == [("p2", 0), ("p2", 1)] * (not early)
-
-
-def test_a_batch_waits_for_samples_that_later_batches_cannot_hold():
-    """Two of three old prompts are left and each fits into one of the two batches that may train them."""
-    built = scheduler(max_staleness=2, **{**FINISHING, "in_flight": 4})
-    finish(built, "p1", 3, 3)
-    built.collect()
-    built.begin(1)
-    assert built.dispatch() == [("p3", 0), ("p3", 1)]
-    finish(built, "p3", 1, 1, version=1)
-    assert not built.has_batch(), "p0 and p2 would be left for one batch"
-    finish(built, "p2", 9, 9)
-    assert built.collect().samples == [("p2", 0), ("p2", 1)]
-    built.begin(2)
-    assert not built.has_batch()
-    finish(built, "p0", 9, 9)
-    assert built.collect().staleness == [2, 2]
-    assert built.begin(3) == []
-
-
-def test_reservations_leave_room_for_trajectories_that_must_be_trained():
-    """p0 has one trajectory of the old policy and one of the new; only the first must be trained in this batch."""
-    built = scheduler(2, **{**SEPARATE, "max_staleness": 1, "in_flight": 2, "refill": "always", "unit": "trajectory"})
-    finish(built, "p2", 3, 3)
-    finish(built, "p3", 3, 3)
-    built.collect()
-    built.begin(1)
-    built.generate("p0", 0, 3, 0)
-    built.finish("p0", 0)
-    for uid, number, tokens in (("p0", 1, 0), ("p1", 0, 3), ("p1", 1, 0)):
-        built.interrupt(uid, number, tokens, 0)
-    load(built)
-    built.dispatch()
-    built.generate("p0", 1, 3, 1)
-    built.finish("p0", 1)
-    finish(built, "p4", 3, 3, version=1)
-    assert built.reserve(["p0", "p4"]) == ["p0"]
-    built.generate("p1", 0, 9, 0)
-    built.finish("p1", 0)
-    assert {("p0", 0), ("p0", 1), ("p1", 0)} <= set(built.collect().samples)
-
-
-def test_samples_past_the_bound_are_regenerated_while_running_or_at_their_report():
-    built = scheduler(max_staleness=1, **{**FINISHING, "in_flight": 1})
-    assert built.begin(2) == [("p0", 0), ("p0", 1)]  # two other training steps
-    assert built.step.stale == 2
-    assert built.dispatch() == [("p0", 0), ("p0", 1)]
-    assert not built.generate("p0", 1, 7, 0)  # its replica has not taken the weights
-    assert built.step.wasted_tokens == 7
-    assert built.dispatch() == [("p0", 1)]
-    assert not built.interrupt("p0", 0, 5, 0)
-    assert built.interrupt("p0", 1, 5, 1)
-    assert [sample.first_version for sample in built.ledger.prompt("p0").samples] == [None, 1]
 
 
 def test_tokens_without_a_version_are_refused():
@@ -245,21 +145,6 @@ def test_a_batch_waits_for_rewards_of_the_first_samples_but_not_for_running_ones
     assert built.collect().samples == [("p1", 0), ("p1", 1)]
 
 
-@pytest.mark.parametrize("bound", [0, 1])
-def test_no_batch_is_collected_before_the_new_policy(bound):
-    built = scheduler(max_staleness=bound, separate=True)
-    finish(built, "p0", 5, 5)
-    built.collect()
-    finish(built, "p1", 5, 5)
-    assert not built.has_batch()
-    assert not built.ready()
-    restored = Scheduler(built.rules)
-    restored.load_state_dict(built.state_dict())
-    assert not restored.has_batch()
-    assert built.begin(1) == ([] if bound else [("p1", 0), ("p1", 1)])
-    assert built.ready() == bool(bound)
-
-
 # ---- tail batching ----
 
 
@@ -303,17 +188,3 @@ def test_prompts_that_a_batch_left_out_wait_for_a_separate_round():
     assert update(0, ["p0", "p2"]) == {"p0", "p1", "p2", "p3"}
     assert update(1, ["p1", "p3"]) == {"p1", "p3"}, "prompts that were left out have a separate round"
     assert update(2, ["p4", "p5"]) == {"p4", "p5", "p6", "p7"}
-
-
-def test_the_last_batches_train_all_prompts_that_were_put_off():
-    built = rounds()
-    built.begin(0, batches_left=2)
-    for number in range(3):
-        built.load(f"p{number}", 1)
-        built.expect(f"p{number}", 150)
-    assert len(built.ledger.put_off) == 2
-    assert built.loadable() == 1
-    built.load("p3", 1)
-    built.expect("p3", 150)
-    assert "p3" not in built.ledger.put_off, "or this update had no batch"
-    assert built.loadable() == 0
