@@ -1,12 +1,15 @@
 """Parts of an update batch: each runs once, and parts of another batch are dropped."""
 
+import functools
 import time
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme.actor.actor import PART
+from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import Part
 from verl_rhyme.trainer import stages as stages_module
@@ -15,24 +18,11 @@ from verl_rhyme.trainer.stages import Stages, find_unsupported_option
 ACTOR = "actor_rollout_ref.actor."
 
 
-def config(*changes):
-    actor = {"ppo_mini_batch_size": 4, "ppo_epochs": 1, "shuffle": False, "use_dynamic_bsz": True}
-    loss = {"loss_agg_mode": "token-mean", "loss_scale_factor": None, "policy_loss": {"loss_mode": "vanilla"}}
-    advantages = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
-    made = OmegaConf.create(
-        {
-            "data": {"train_batch_size": 4},
-            "trainer": {"critic_warmup": 0},
-            "critic": {"enable": None},
-            "actor_rollout_ref": {
-                "rollout": {"temperature": 1.0, "n": 2, "log_prob_use_dynamic_bsz": True},
-                "ref": {"log_prob_use_dynamic_bsz": True},
-                "actor": actor | loss,
-            },
-            "algorithm": {**advantages, "rollout_correction": None},
-        }
-    )
-    made.merge_with_dotlist(list(changes))
+@functools.cache
+def composed():
+    changes = ["algorithm.adv_estimator=grpo", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=2"]
+    made = compose([*changes, f"{ACTOR}ppo_mini_batch_size=4", f"{ACTOR}use_dynamic_bsz=true"])
+    OmegaConf.set_struct(made, False)
     return made
 
 
@@ -61,7 +51,7 @@ class Trainer:
     tokenizer = SimpleNamespace(eos_token_id=0)
 
     def __init__(self):
-        self.config, self.timing_raw, self.stages = config(), {}, []
+        self.config, self.timing_raw, self.stages = deepcopy(composed()), {}, []
         self.actor_rollout_wg = Workers()
         self.loaded = 0
 
@@ -234,5 +224,7 @@ def test_entropy_is_averaged_like_the_loss(trainer, stages, mode, entropy):
     ],
 )
 def test_options_for_which_gradients_wait(changes, why):
-    reason = find_unsupported_option(config(*changes))
+    config = deepcopy(composed())
+    config.merge_with_dotlist(changes)
+    reason = find_unsupported_option(config)
     assert reason is None if why is None else why in reason
