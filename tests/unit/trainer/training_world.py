@@ -143,8 +143,9 @@ class World:
         """Whether all its samples have one score."""
         return self.about("flat", row).random() < 0.15
 
-    def score(self, row, number):
-        return 0.0 if self.flat(row) else float(number == 0)
+    def drops(self, row):
+        """Whether it is never trained."""
+        return self.bad(row) or (self.filters and self.flat(row))
 
     def turns(self, row, number):
         """Return the tokens of each turn, and the seconds of the tool after it."""
@@ -336,7 +337,6 @@ class World:
 
     def check(self, reply, step):
         """Check an update batch at its training."""
-        assert len(set(reply.keys)) == len(reply.keys)
         assert reply.keys, "nothing to train"
         assert "rollout/lengths/forecast_errors" not in reply.metrics
         assert "rollout/placement/errors" not in reply.metrics
@@ -346,8 +346,7 @@ class World:
             row = self.index[uid]
             assert self.uids[row] == uid, "a prompt of another lineage"
             assert (row, number) not in self.trained, "trained twice"
-            assert not self.bad(row)
-            assert not (self.filters and self.flat(row)), "a filtered prompt was trained"
+            assert not self.drops(row), "a failed or filtered prompt was trained"
             self.trained[row, number] = step
             assert tag["status"] == "success"
             self.check_text(rows[key][1]["turns"], uid, number, step - 1)
@@ -386,10 +385,8 @@ class World:
                 assert [sample["state"] == "trained" for sample in left[row]].count(True) == trained
             elif row in waiting:
                 assert trained == 0
-            elif trained == 0 and (self.bad(row) or (self.filters and self.flat(row))):
+            elif trained == 0 and self.drops(row):
                 gone += 1
-            elif trained < SAMPLES and self.bad(row):
-                gone += 1  # some samples were trained before one failed
             elif trained < SAMPLES and self.troubles:
                 self.replaced.add(row)  # an outage costs so small a run a few
                 gone += 1
@@ -409,7 +406,7 @@ class World:
                 row = self.index[key if partition == PROMPTS else Attempt.named(session).uid]
                 # Written since the last batch, or to be cleared by a process that died.
                 late = max(self.queue.written[partition, key], self.died_at.get("coordinator", 0.0)) >= self.taken_at
-                if self.bad(row) or row in self.replaced or (self.filters and self.flat(row)):
+                if self.drops(row) or row in self.replaced:
                     dropped |= {row} if not late and row not in needed else set()
                 else:
                     assert late or row in needed, f"{partition}: {key} is not needed"
@@ -660,7 +657,7 @@ async def judge(self, outputs, kwargs):
     await asyncio.sleep(world.about("judge", row, number).choice([0.0, 0.1, 5.0]))
     if world.bad(row) or world.judge_is_away():
         raise RuntimeError("no reward")
-    outputs[0].reward_score = world.score(row, number)
+    outputs[0].reward_score = 0.0 if world.flat(row) else float(number == 0)
 
 
 async def store(self, output, validate, **kwargs):
