@@ -247,8 +247,7 @@ class RhymeTrainerMixin(PPOTrainer):
             metrics.update(observer.on_step(step))
         if step.reply is not None:
             metrics.update(step.reply.metrics)
-        self._recorder.log_stages(self.timing_raw.stages, global_steps, self._epoch())
-        self._recorder.log_metrics(metrics, global_steps, self._epoch())
+        self._recorder.log_step(metrics, self.timing_raw.stages, global_steps, self._epoch())
 
     def _step_that_ended(self, timing_raw: dict) -> Step:
         return Step(self.global_steps, timing_raw["step"], timing_raw.get(self._rollout_stage, 0.0))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,10 @@ from verl_rhyme.processes.messages import LoadedPrompt, Reply, RunSettings
 from verl_rhyme.processes.stored_samples import StoredSamples
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.scheduling.retries import RolloutError
+from verl_rhyme.scheduling.training_order import arrange, by_length, sortedness
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.elastic import ElasticReplicas
-from verl_rhyme.trainer.layout import arrange_batch
 from verl_rhyme.trainer.observers import Observer, Step
 from verl_rhyme.trainer.ranking import Ranking
 from verl_rhyme.trainer.stages import Stages
@@ -121,7 +122,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def on_step_end(self) -> None:
         if not self.rules.one_by_one:  # there each start names the version it needs
             self._driver.pause()
-        if self.topology.separate:
+        if self.rules.separate:
             self.topology.replace_dead(self.global_steps, waits=not self.rules.one_by_one)
         super().on_step_end()  # verl's trainer syncs the weights, and the engines resume
         self._publish(self.global_steps)
@@ -131,7 +132,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         self._reply = reply = self._driver.next_batch(self.topology, self._stages.run_part if self._streams else None)
         self.load_prompts()
         self.topology.free_devices()
-        if self.curr_step_profile and not self.topology.separate:  # with separate engines verl stops it later
+        if self.curr_step_profile and not self.rules.separate:  # with separate engines verl stops it later
             self._stop_rollout_profiling()
         if reply.filtered:
             metrics[names.FILTERED_GROUPS] = groups = sum(reply.filtered.values())
@@ -143,7 +144,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def load_prompts(self) -> None:
         """Pass the prompts that are wanted now, if rollout continues while the actor trains."""
-        if self.topology.separate:
+        if self.rules.separate:
             self._driver.load_prompts()
 
     def _publish(self, version: int) -> None:
@@ -157,7 +158,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         return replace(
             super()._step_that_ended(timing_raw),
             last=self.global_steps >= self.total_training_steps,
-            replicas=len(self.topology.servers().get_replicas()),
+            replicas=len(self._serving().get_replicas()),
             wait_s=self._driver.wait_s,
             reply=self._reply,
         )
@@ -204,7 +205,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             self.observers.append(Ranking(ranker, self.tokenizer, template))
 
     def get_llm_client(self) -> Any:
-        return rhymed(self.topology.servers().get_client(), interruptible=True)
+        return rhymed(self._serving().get_client(), interruptible=True)
 
     def _reissue_inflight_prompts(self, partition_id: str = TRAIN) -> int:
         return 0  # the coordinator restores them from the checkpoint
@@ -248,7 +249,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             return ElasticReplicas()
         assert isinstance(self.topology, Separate)  # combinations.py refuses it elsewhere
         engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
-        return ElasticReplicas(elastic, self.topology.servers(), engine, self.topology.spares)
+        return ElasticReplicas(elastic, self._serving(), engine, self.topology.spares)
 
     def _samples_in_flight(self) -> int:
         return self.rules.samples_in_flight
@@ -300,14 +301,19 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         batch = upsample_batch_to_divisible_size(
             batch, self._get_required_batch_multiple(ranks), self.tokenizer.eos_token_id
         )
-        tokens = [tag["seq_len"] for tag in batch.tags]
+        tokens = np.array([tag["seq_len"] for tag in batch.tags])
         mini_batch = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        indices, order_metrics = arrange_batch(batch.tags, self._sortedness(), ranks, mini_batch, self._rng)
-        metrics.update(order_metrics)
-        batch.reorder(indices)
-        share = len(indices) // ranks
-        partitions = [indices[rank * share : (rank + 1) * share] for rank in range(ranks)]
-        metrics.update(log_seqlen_unbalance(seqlen_list=tokens, partitions=partitions, prefix=logging_prefix))
+        if len(tokens) % mini_batch or mini_batch % ranks:
+            mini_batch = len(tokens)  # that is one
+        trained = spread_padding(batch.tags, self._sortedness(), self._rng)
+        lengths = [tag["response_len"] for i in trained if not (tag := batch.tags[i]).get("is_padding", False)]
+        metrics[names.BATCH_ORDER] = sortedness(lengths)
+        means = tokens[trained].reshape(-1, mini_batch).mean(axis=1)
+        metrics[names.MINI_BATCH_SPREAD] = float(means.max() / means.min()) if means.min() > 0 else 1.0
+        indices = arrange(trained, tokens, ranks, mini_batch)
+        partitions = indices.reshape(ranks, -1).tolist()
+        metrics.update(log_seqlen_unbalance(seqlen_list=tokens.tolist(), partitions=partitions, prefix=logging_prefix))
+        batch.reorder(indices.tolist())
         return batch
 
     @property
@@ -330,6 +336,16 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         finally:
             if hasattr(self, "_driver"):
                 self._driver.close()
+
+
+def spread_padding(tags: Sequence[dict[str, Any]], order: float, rng: np.random.Generator) -> np.ndarray:
+    """Return the order of training, int64[N], by length (``order`` 1) or shuffled (0), with verl's untrained padding at
+    even distances. ``tags`` are TransferQueue's; ``rng`` also orders equal lengths."""
+    padding = np.array([tag.get("is_padding", False) for tag in tags], dtype=bool)
+    real, fill = np.flatnonzero(~padding), np.flatnonzero(padding)
+    lengths = np.array([tags[index]["response_len"] for index in real])
+    trained = real[by_length(lengths, rng, shuffled=not order)]
+    return np.insert(trained, (np.arange(len(fill)) * len(trained) // max(1, len(fill))), fill)
 
 
 class RhymePipelineColocated(RhymePipelineTrainer, PPOTrainerColocateAsync):

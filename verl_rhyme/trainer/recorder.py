@@ -161,16 +161,14 @@ class Recorder(Observer):
             self._submit(self._log_requests, rows, step, epoch)
 
     @_guarded
-    def log_stages(self, stages: list[tuple[str, float, float]], step: int, epoch: int) -> None:
-        """Log verl's timers of a step, as (name, start, seconds)."""
-        if self._events is not None:
-            names, started, seconds = zip(*stages, strict=True)
-            self._events.append_stages(step, epoch, {"stage": names, "started_at": started, "duration_s": seconds})
-
-    @_guarded
-    def log_metrics(self, metrics: Mapping[str, Any], step: int, epoch: int) -> None:
+    def log_step(
+        self, metrics: Mapping[str, Any], stages: list[tuple[str, float, float]], step: int, epoch: int
+    ) -> None:
+        """Log the metrics of a step, and verl's timers, as (name, start, seconds)."""
         if self._events is not None:
             self._events.append_metrics(step, epoch, metrics)
+            names, started, seconds = zip(*stages, strict=True)
+            self._events.append_stages(step, epoch, {"stage": names, "started_at": started, "duration_s": seconds})
 
     def join(self) -> None:
         """Wait until everything started is in the event log, and fetched by the writer."""
@@ -239,7 +237,14 @@ class Recorder(Observer):
 
     def _fetch(self, batch: TrainedBatch, step: int) -> None:
         if self._backlog and self._steps - self._backlog[0][2] > MAX_LAG:
-            self._drop(batch)
+            self._lose(len(batch.prompts))
+            warn_once(
+                logger,
+                "recording is more than %d steps behind training: the history leaves out whole batches, and drafts "
+                "come from older responses (rollout/history/dropped; logged once). The trainer's node has too few free "
+                "cores or a slow disk below history.dir; history.epochs limits the work per prompt",
+                MAX_LAG,
+            )
             return
         for piece in batch.pieces():
             self._history.fetch(piece)
@@ -269,21 +274,14 @@ class Recorder(Observer):
         try:
             yield
         except Exception:
-            with self._lock:
-                self._store["lost_steps"] = self._store.get("lost_steps", 0) + 1
+            self._lose()
             raise
 
-    def _drop(self, batch: TrainedBatch) -> None:
+    def _lose(self, samples: int = 0) -> None:
+        """Count a step that the history misses, and samples that it leaves out."""
         with self._lock:
-            for name, lost in (("dropped", len(batch.prompts)), ("lost_steps", 1)):
+            for name, lost in (("dropped", samples), ("lost_steps", 1)):
                 self._store[name] = self._store.get(name, 0) + lost
-        warn_once(
-            logger,
-            "recording is more than %d steps behind training: the history leaves out whole batches, and drafts come "
-            "from older responses (rollout/history/dropped; logged once). The trainer's node has too few free cores or "
-            "a slow disk below history.dir; history.epochs limits the work per prompt",
-            MAX_LAG,
-        )
 
     @_guarded
     def _record_untrained(self, samples: _Samples, step: int, epoch: int) -> None:

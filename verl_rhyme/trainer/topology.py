@@ -22,7 +22,6 @@ _DEATHS = 3
 class Topology:
     """Interface between a trainer of verl and its engines. It decides nothing; the coordinator does."""
 
-    separate: bool  # engines are disaggregated, and run while the actor trains (Rules.separate)
     _engines: Any  # verl's checkpoint manager, which syncs, stops and resumes the engines
 
     def __init__(self, trainer: Any) -> None:
@@ -31,10 +30,6 @@ class Topology:
     @property
     def _lost_after(self) -> float:
         return self._trainer._rhyme.scheduling.lost_after
-
-    def servers(self) -> Any:
-        """Return verl's manager of the engines that generate for training."""
-        raise NotImplementedError
 
     def prepare(self, rules: Rules) -> None:
         """Prepare for training under these rules."""
@@ -68,34 +63,28 @@ class Topology:
 class Colocated(Topology):
     """Engines and actor alternate on the same devices: stop, sleep, train, sync, resume."""
 
-    separate = False
-
     @property
     def _engines(self) -> Any:
         return self._trainer.checkpoint_manager
-
-    def servers(self) -> Any:
-        return self._trainer.llm_server_manager
 
     def free_devices(self) -> None:
         self._engines.sleep_replicas()
 
     def replace_dead(self, version: int, waits: bool = True) -> int:
-        gone = dead(self.servers().get_replicas(), self._lost_after)
+        servers = self._trainer.llm_server_manager
+        gone = dead(servers.get_replicas(), self._lost_after)
         if gone:
             replica, why = next(iter(gone.items()))
             raise ReplicaDied(
                 f"rollout replica {replica.replica_rank} died on the devices of the actor: {why}\nThe same command "
                 "continues from the last checkpoint."
             )
-        readmit(self.servers())
+        readmit(servers)
         return 0
 
 
 class Separate(Topology):
     """Separate (disaggregated) engines, which run while the actor trains; the weight sync interrupts requests."""
-
-    separate = True
 
     @property
     def _engines(self) -> Any:
@@ -103,10 +92,7 @@ class Separate(Topology):
 
     @functools.cached_property
     def spares(self) -> SpareReplicas:
-        return SpareReplicas(self.servers(), self._engines, self._lost_after)
-
-    def servers(self) -> Any:
-        return self._trainer.standalone_server_manager
+        return SpareReplicas(self._trainer.standalone_server_manager, self._engines, self._lost_after)
 
     def prepare(self, rules: Rules) -> None:
         if rules.one_by_one:

@@ -12,23 +12,19 @@ from verl_rhyme.trainer.driver import Driver
 
 #: Lengths that a coordinator learnt since the last batch.
 LEARNT = {"lengths": {"key": [9]}, "all": [9], "ranked": {}, "bias": 0.0, "growth": 0.0}
+ANSWERS = {"open": {}, "state": {"generation": 7, "lengths": LEARNT}, "publish": TrainerWork(3)}
 
 
 class Coordinator:
     """Actor that dies at the calls with these numbers."""
 
-    def __init__(self, dies=()):
+    def __init__(self, dies):
         self.dies, self.calls = set(dies), []
 
     def __getattr__(self, method):
         def remote(*arguments):
             self.calls.append((method, arguments))
-            if len(self.calls) in self.dies:
-                return RayActorError()
-            lengths = {"lengths": LEARNT}
-            return {"state": {"generation": 7} | lengths, "open": {"generation": 7}, "publish": TrainerWork(3)}.get(
-                method
-            )
+            return RayActorError() if len(self.calls) in self.dies else ANSWERS.get(method)
 
         return SimpleNamespace(remote=remote)
 
@@ -43,12 +39,13 @@ def driver(monkeypatch):
     monkeypatch.setattr(module.ray, "get", get)
     monkeypatch.setattr(module, "_PAUSE_S", 0.0)
 
+    def load(count):
+        return [LoadedPrompt(f"p{i}", 2) for i in range(count)]
+
     def make(dies):
         actor = Coordinator(dies)
         monkeypatch.setattr(module.coordinator, "start", lambda: actor)
-        return Driver(
-            SimpleNamespace(response_limit=100), lambda count: [LoadedPrompt(f"p{i}", 2) for i in range(count)], list
-        ), actor
+        return Driver(SimpleNamespace(response_limit=100), load, list), actor
 
     return make
 

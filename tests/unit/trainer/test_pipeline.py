@@ -14,8 +14,7 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl_rhyme.config import RhymeConfig, SchedulingConfig
 from verl_rhyme.processes import stored_samples
 from verl_rhyme.scheduling.retries import RolloutError
-from verl_rhyme.trainer.layout import spread_padding
-from verl_rhyme.trainer.pipeline import RhymePipelineColocated
+from verl_rhyme.trainer.pipeline import RhymePipelineColocated, spread_padding
 
 
 @pytest.mark.parametrize("partition", ["train", "val"])

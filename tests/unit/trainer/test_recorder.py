@@ -6,6 +6,7 @@ import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import lmdb
 import numpy as np
@@ -18,7 +19,7 @@ from tests.conftest import examples
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import environment, history_folder
 from verl_rhyme.history.environment import Environment, HistoryError
-from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.history.keys import prompt_key, visit_label
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.history.values import Values
@@ -35,18 +36,6 @@ from verl_rhyme.trainer.recorder import MAX_LAG, Recorder, _Samples
 
 def ended(recorder):
     return recorder.on_step(Step(1, 1.0, 1.0))
-
-
-def test_draft_errors_of_untrained_samples_are_counted_without_event_log():
-    history = SimpleNamespace(restarts=0, rewards=lambda stored: np.zeros(0))
-    recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
-    rows = [{"id": name, "uid": "u", "draft_errors": 2, "draft_seconds": 0.5} for name in "ab"]
-    recorder.on_batch(KVBatchMeta(partition_id="train"), SimpleNamespace(wasted=rows, dropped=[]), step=1, epoch=0)
-    recorder.join()
-    measured = ended(recorder)
-    assert (measured[metrics.SPEC_ERRORS], measured[metrics.SPEC_DRAFT_S]) == (4, 1.0)
-    assert metrics.SPEC_ERRORS not in ended(recorder), "counted once"
-    recorder.close()
 
 
 def test_errors_are_counted_and_the_first_is_logged(caplog):
@@ -107,11 +96,16 @@ class Slow:
         config = HistoryConfig(max_bytes=1 << 22, epochs=epochs)
         self.writer = HistoryWriter(str(folder), "vocabulary", config, "run")
         self.permits = threading.Semaphore(permits)
-        self.fetch, self.rewards = self.writer.fetch, self.writer.rewards
 
     def append(self, batch, step):
         assert self.permits.acquire(timeout=60)
         return self.writer.append(batch, step)
+
+    def fetch(self, piece):
+        self.writer.fetch(piece)
+
+    def rewards(self, stored):
+        return self.writer.rewards(stored)
 
     def snapshot(self, checkpoint):
         self.writer.snapshot(f"{checkpoint}/history")
@@ -191,37 +185,6 @@ def test_slow_recording_drops_whole_batches_and_warns_once(slow, caplog):
     assert step_of(recorder, queue, history, 9)["rollout/history/dropped"] == 0, "recording has not caught up"
 
 
-def test_steps_that_the_history_misses_are_counted_each(slow, tmp_path, monkeypatch):
-    """A writer without an answer, before or after it has fetched, and a store that cannot be written."""
-    recorder, queue, history = slow
-    history.permits.release(1000)
-
-    def away(*arguments, **named):
-        raise HistoryUnavailable("the history in /local is not recorded now: its writer died")
-
-    def measured(step):
-        during = step_of(recorder, queue, history, step)
-        recorder.drain()
-        after = ended(recorder)
-        lost = sum(each.get("rollout/history/lost_steps", 0) for each in (during, after))
-        return after["rollout/history/errors"], lost
-
-    assert measured(1) == (0, 0)
-    for call in ("fetch", "append"):
-        with monkeypatch.context() as patch:
-            patch.setattr(history, call, away)
-            errors, lost = measured(2)
-            assert errors > 0
-            assert lost > 0
-    errors, lost = measured(3)
-    assert lost == 0
-    shutil.rmtree(tmp_path / "h")
-    (tmp_path / "h").write_text("")
-    assert measured(4)[1] > 0
-    (tmp_path / "h").unlink()
-    assert measured(5) == (errors, 0)
-
-
 class Fault:
     """Makes calls of one function fail: the one after ``skipped`` others, or all from then on."""
 
@@ -241,17 +204,6 @@ class Fault:
         return call
 
 
-class FaultyEnvironment:
-    """An LMDB environment of which one method fails."""
-
-    def __init__(self, real, name, fault):
-        self._real, self._name, self._fault = real, name, fault
-
-    def __getattr__(self, name):
-        found = getattr(self._real, name)
-        return self._fault.wrap(found) if name == self._name else found
-
-
 ERRORS = [
     OSError(errno.EIO, "Input/output error"),
     HistoryError("another process writes the history"),
@@ -259,7 +211,7 @@ ERRORS = [
     MemoryError(),
     lmdb.DiskError("No space left on device"),
 ]
-#: Every function by which the store reaches its folder, and its own methods.
+#: Every function by which the store reaches its folder, its own methods, and the calls of the writer.
 SITES = [
     *((HistoryStore, name) for name in ("append", "snapshot", "restore", "stats")),
     (Environment, "namespace"),
@@ -270,6 +222,7 @@ SITES = [
     (shutil, "copyfile"),
     *((Path, name) for name in ("mkdir", "replace", "write_text", "touch")),
     *(("lmdb", name) for name in ("begin", "copy", "reader_check", "set_mapsize", "info")),
+    *((Slow, name) for name in ("fetch", "append", "rewards", "snapshot", "restore")),
 ]
 
 
@@ -282,7 +235,8 @@ def test_no_fault_of_the_history_reaches_the_trainer_or_outlasts_itself(tmp_path
     """
     cases = [(0, True), *((skipped, False) for skipped in range(examples(3, slow=40)))]
     for number, (skipped, always) in enumerate(cases):
-        fault = Fault(ERRORS[(SITES.index((place, name)) + number) % len(ERRORS)], skipped, always)
+        error = ERRORS[(SITES.index((place, name)) + number) % len(ERRORS)]
+        fault = Fault(HistoryUnavailable("the writer died") if place is Slow else error, skipped, always)
         with monkeypatch.context() as patch:
             live_through(tmp_path / str(number), patch, fault, place, name)
         assert number or fault.reached
@@ -293,17 +247,23 @@ def test_no_fault_of_the_history_reaches_the_trainer_or_outlasts_itself(tmp_path
 def live_through(folder, patch, fault, place, name):
     if place == "lmdb":
         opened = environment.lmdb.open
-        patch.setattr(environment.lmdb, "open", lambda *a, **named: FaultyEnvironment(opened(*a, **named), name, fault))
+
+        def faulty(*arguments, **named):
+            made = Mock(wraps=opened(*arguments, **named))
+            setattr(made, name, fault.wrap(getattr(made, name)))
+            return made
+
+        patch.setattr(environment.lmdb, "open", faulty)
     else:
         patch.setattr(place, name, fault.wrap(getattr(place, name)))
     queue, history = install(patch), Slow(folder / "h", permits=1000, epochs=9)
     patch.setattr("verl_rhyme.history.store._LOCK_TIMEOUT_S", 0.0)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
     reader = HistoryReader(folder / "h", "vocabulary", refresh_interval=0.0)
-    lost = evicted = 0
+    evicted = 0  # a map that stays full has no room for earlier steps
 
     def train(step):
-        nonlocal lost, evicted
+        nonlocal evicted
         for prompt in range(2):
             queue.put_group(prompt, f"u{step}p{prompt}", [0.0, 1.0])
         batch = queue.batch()
@@ -311,8 +271,12 @@ def live_through(folder, patch, fault, place, name):
         recorder.drain()
         queue.kv_clear(batch.keys, "train")
         measured = ended(recorder)
-        lost += measured.get(metrics.HISTORY_LOST, 0)
         evicted += measured.get(f"{metrics.HISTORY}/evicted", 0)
+        failing, fault.on = fault.on, False
+        found = read(folder, 0)
+        fault.on = failing
+        counted = evicted or measured.get(metrics.HISTORY_LOST, 0)
+        assert counted or (found is not None and step in found.step), "a lost step is not counted"
 
     def recorded():
         found = [reader.get(prompt_key([prompt, prompt])) for prompt in range(2)]
@@ -333,7 +297,6 @@ def live_through(folder, patch, fault, place, name):
         fault.on = False
         train(5)
         assert recorded()[-1] == 5
-        assert evicted or lost or 4 in recorded()  # a map that stays full has no room for earlier steps
         assert recorded() == sorted(recorded())
         train(6)
         assert recorded()[-2:] == [5, 6]
@@ -378,7 +341,7 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(slow, tmp_pa
     queue.put_group(3, "zsurplus", [0.0, 1.0])
     queue.tags["zsurplus"]["global_steps"] = 2  # verl takes staler groups first
     request = {**dict.fromkeys(REQUESTS.names, 0), "node": "n", "stop_reason": "completed", "reason": "", "id": "r"}
-    request |= {"draft_seconds": 0.5, "by_source": [[0, 0]] * 4}
+    request |= {"draft_seconds": 0.5, "by_source": [[0, 0]] * 4, "uid": "u"}
     for prompt, name, errors in ((1, "filtered_0_0", 2), (2, "trained_0_0", 1)):
         of = {"prompt_key": prompt_key([prompt, prompt]).hex(), "draft_errors": errors}
         queue.data[name]["extra_fields"] = {FIELD: [request | of]}
@@ -387,10 +350,11 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(slow, tmp_pa
     batch, measured = buffer.sample(global_steps=1, partition_id="train", batch_size=1)
     assert sorted(batch.keys) == ["trained_0_0", "trained_1_0"]
     assert measured["training/filter_groups/evicted_samples"] == 1
-    recorder.start(batch, step=1, part=1, epoch=0)
+    recorder.on_batch(batch, SimpleNamespace(wasted=[request | {"draft_errors": 4}], dropped=[]), step=1, epoch=0)
     recorder.drain()
     kept = ended(recorder)
-    assert kept[metrics.SPEC_ERRORS] == 3, "draft counts of untrained samples are missing"
+    assert kept[metrics.SPEC_ERRORS] == 7, "draft counts of untrained samples are missing"
+    assert metrics.SPEC_ERRORS not in ended(recorder), "counted once"
     dropped = {1} if asynchronous else {1, 3}  # the asynchronous buffer keeps what it did not take
     assert (kept["rollout/history/errors"], kept["rollout/history/untrained"]) == (0, 2 * len(dropped))
     for prompt in {2, *dropped}:
@@ -402,31 +366,12 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(slow, tmp_pa
     assert {key.split("_")[0] for key in queue.data} == {"trained"} | ({"zsurplus"} if asynchronous else set())
 
 
-def test_groups_are_visits_whether_trained_or_not(slow, tmp_path):
-    """Two groups of one prompt in one step are both kept; parts of a group add up."""
-    recorder, queue, history = slow
-    history.permits.release(1000)
-    for uid, numbers, step in (
-        *(("trained", [0, 1], 1), ("filtered", [0], None), ("filtered", [1], None)),
-        *(("later", [0], 2), ("later", [1], 3)),
-    ):
-        queue.put_group(7, uid, [1.0, 1.0])
-        batch = queue.batch(*(f"{uid}_{number}_0" for number in numbers))
-        if step is None:
-            recorder.start_untrained(batch, step=1, epoch=0)
-        else:
-            recorder.start(batch, step=step, part=step, epoch=0)
-        recorder.drain()
-    assert ended(recorder)["rollout/history/errors"] == 0
-    found = read(tmp_path, 7)
-    assert list(zip(found.step.tolist(), found.sample.tolist(), strict=True)) == [(1, 0), (1, 1)] * 2 + [(2, 0), (3, 1)]
-
-
 def test_sample_without_records_gets_the_key_of_its_group(monkeypatch):
     """Its agent loop kept no records; a group without any records gets the key of its token ids."""
     queue = install(monkeypatch)
     queue.put_group(1, "a", [0.0, 0.0])
     queue.put_group(2, "b", [0.0])
     queue.data["a_1_0"]["extra_fields"] = {FIELD: [{"prompt_key": "ab" * 16}]}
-    found = _Samples.of(queue.batch()).prompts()
-    assert found == [bytes.fromhex("ab" * 16)] * 2 + [prompt_key([2, 2])]
+    batch = _Samples.of(queue.batch()).batch(np.zeros(3), epoch=0, logprobs=True)
+    assert batch.prompts == [bytes.fromhex("ab" * 16)] * 2 + [prompt_key([2, 2])]
+    assert batch.visits == [visit_label(uid) for uid in "aab"], "a group is one visit"

@@ -102,16 +102,13 @@ def test_a_broken_connection_is_tried_again(monkeypatch, gone):
         separate.stop()
 
 
-@pytest.mark.parametrize("rhyme", [None, SimpleNamespace(placement=SimpleNamespace(policy=None), weights=None)])
-def test_with_rhyme_weight_syncs_outlive_replicas(monkeypatch, rhyme):
+def test_weight_syncs_outlive_replicas(monkeypatch):
     names = ("checkpoint_manager", "standalone_checkpoint_manager")
     config = SimpleNamespace(backend="naive", custom_backend_module=None)
     managers = {name: CheckpointEngineManager(config, None, []) for name in names}
     monkeypatch.setattr(PPOTrainer, "_setup", lambda self: self.__dict__.update(managers))
     trainer = object.__new__(RhymeTrainerSync)
-    trainer._rhyme, trainer._event_log = rhyme, None
+    trainer._rhyme, trainer._event_log = RhymeConfig(), None
     trainer.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=None))
     trainer._setup()
-    for name, manager in managers.items():
-        assert isinstance(getattr(trainer, name), WatchedCheckpointManager) == (rhyme is not None)
-        assert rhyme is not None or getattr(trainer, name) is manager
+    assert all(isinstance(getattr(trainer, name), WatchedCheckpointManager) for name in names)
