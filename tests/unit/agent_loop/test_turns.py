@@ -64,19 +64,11 @@ class Client(RhymeLLMServerClient, Engine):
 # ---- agent loops; each returns the texts of its calls ----
 
 
-async def best_of_four(client):
-    return [await client.ask(PROMPT) for _ in range(4)]
-
-
 async def retry_until_parsed(client):
     texts = []
     while not texts or (texts[-1][-1] != 1 and len(texts) < 4):
         texts.append(await client.ask(PROMPT))
     return texts
-
-
-async def parallel(client):
-    return await asyncio.gather(*(client.ask(PROMPT, f"r{i}") for i in range(4)))
 
 
 async def parallel_in_one_conversation(client):
@@ -101,7 +93,7 @@ async def branches(client):
     return [text for texts in await asyncio.gather(*map(branch, range(3))) for text in texts]
 
 
-LOOPS = [best_of_four, retry_until_parsed, parallel, parallel_in_one_conversation, context_reset, branches]
+LOOPS = [retry_until_parsed, parallel_in_one_conversation, context_reset, branches]
 
 
 def run(loop, noises, client=None, left=()):
