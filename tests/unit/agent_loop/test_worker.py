@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensordict import TensorDict
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
 from verl_rhyme.agent_loop import stored_attempts
 from verl_rhyme.agent_loop import worker as workers
@@ -100,7 +99,7 @@ def queue(monkeypatch):
 
 @pytest.fixture
 def postprocessed(monkeypatch):
-    """Outputs that verl's postprocessing got; it gives them ``reward_score`` 0.5 and the metric ``acc``."""
+    """Outputs that verl's postprocessing got; it gives them their ``reward``, else 0.5, and the metric ``acc``."""
     outputs = []
 
     async def postprocess(self, output, validate, **kwargs):
@@ -109,7 +108,8 @@ def postprocessed(monkeypatch):
             await self._compute_score(made, kwargs)
 
     async def score(self, outputs, kwargs):
-        outputs[-1].reward_score, outputs[-1].extra_fields["reward_extra_info"] = 0.5, {"acc": 1}
+        extra = outputs[-1].extra_fields
+        outputs[-1].reward_score, extra["reward_extra_info"] = extra.get("reward", 0.5), {"acc": 1}
 
     monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", postprocess)
     monkeypatch.setattr(workers._AgentLoopWorker, "_compute_score", score)
@@ -147,7 +147,8 @@ def trajectory(**extra_fields):
 def generate(tokens=2):
     """Generate a turn in the session, as the client does."""
     turn = current().begin_turn("p")
-    current().extend(turn, [7] * tokens, None, 2, "completed", 1)
+    current().extend(turn, [7] * tokens, None, 2, "completed")
+    turn.first_version = 1
 
 
 def kept_turns(met):
@@ -380,36 +381,14 @@ async def test_finished_report_has_the_scores_for_group_filters(postprocessed, m
 
 
 @pytest.mark.parametrize("score", [None, float("nan"), 0.5])
-async def test_reward_that_is_not_finite_fails_the_sample_before_storing(monkeypatch, score):
+async def test_reward_that_is_not_finite_fails_the_sample(postprocessed, score):
     """A NaN makes the advantages of its whole group NaN, and verl skips a step with such a gradient. Without a reward
     the step would lack the column. Other metrics may have any value."""
-    stored = []
-
-    class Judge:
-        @staticmethod
-        async def remote(data):
-            return {"reward_score": score, "reward_extra_info": {"acc": score}}
-
-    async def put(keys, fields, tags, partition_id):
-        stored.extend(keys)
-
-    output = AgentLoopOutput(
-        prompt_ids=[1], response_ids=[2, 3], response_mask=[1, 1], num_turns=2, metrics=AgentLoopMetrics()
-    )
-    monkeypatch.setattr(workers.tq, "async_kv_batch_put", put)
-
-    async def run(*args):
-        generate()
-        await returning(lambda: output)(*args)
-
-    worker = Worker(run)
-    worker.reward_loop_worker_handles = [SimpleNamespace(compute_score=Judge)]
-    worker.processor, worker.mm_processor_kwargs, worker.distillation_enabled = None, {}, False
+    worker = Worker(returning(lambda: trajectory(reward=score)))
+    worker.reward_loop_worker_handles = ["a judge"]
     await worker.start(first(0))
-    sound = score == 0.5
-    assert worker.statuses == ["generated", "finished" if sound else "failed"]
-    assert stored == (["a_0_0"] if sound else [])
-    assert sound or f"the reward of prompt a, sample 0, is {score}" in worker.reported[-1].error
+    assert worker.statuses == ["generated", "finished" if score == 0.5 else "failed"]
+    assert score == 0.5 or f"the reward of prompt a, sample 0, is {score}" in worker.reported[-1].error
 
 
 @pytest.mark.parametrize(("tokens", "versions"), [(0, (3, 3)), (2, (1, 2))])
@@ -431,28 +410,28 @@ async def test_trajectories_get_the_versions_that_they_lack(postprocessed, token
 
 
 @pytest.mark.parametrize(("generated", "returned"), [(0, [3]), (4, [2, 5]), (4, [3, 4])])
-async def test_policy_tokens_from_elsewhere_fail_the_sample(postprocessed, caplog, generated, returned):
+async def test_policy_tokens_from_elsewhere_fail_the_sample(postprocessed, generated, returned):
     """An agent loop that generates by HTTP, in another sample's task, or in a thread that swallows the error: nobody
     knows the version of its tokens."""
 
-    async def run(*args):
-        if generated:
-            generate(generated)
+    def trajectories():
         made = [trajectory() for _ in returned]
         for each, tokens in zip(made, returned, strict=True):
             each.response_mask = [1] * tokens + [0]
-        await returning(lambda: made)(*args)
+        return made
+
+    async def run(*args):
+        generate(generated)
+        await returning(trajectories)(*args)
 
     worker = Worker(run)
     await worker.start(first(0))
     if max(returned) <= generated:
         assert worker.statuses == ["generated", "finished"]
-        return
-    [report] = worker.reported
-    assert (report.status, postprocessed) == ("failed", [])
-    for text in (report.error, caplog.text):
-        assert f"agent loop None, prompt a, sample 0: the agent loop returned a trajectory of {max(returned)}" in text
-        assert f"generated {generated} with its server_manager" in text
+    else:
+        [report] = worker.reported
+        assert (report.status, postprocessed) == ("failed", [])
+        assert f"a trajectory of {max(returned)} policy tokens" in report.error
 
 
 @pytest.mark.parametrize(
@@ -539,7 +518,7 @@ async def test_tokens_of_parallel_calls_are_reported_with_an_interruption():
         turn = current().begin_turn(str(tokens))
         with current().generation(Call(Conversation("p"))):
             await asyncio.sleep(tokens / 100)
-            current().extend(turn, [7] * tokens, None, 0, "aborted", 0)
+            current().extend(turn, [7] * tokens, None, 0, "aborted")
 
     async def run(worker, params, session_id, prompt):
         await asyncio.gather(call(5), call(1), call(9))
