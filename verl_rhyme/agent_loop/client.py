@@ -51,9 +51,7 @@ _CALL: ContextVar[Call] = ContextVar("verl_rhyme_call")
 class _Requests(LLMServerClient):
     """The layer below verl's resume loop; a separate class, because the loop calls ``super().generate``."""
 
-    def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
-        super().__init__(config, load_balancer_handle, **kwargs)
-        self._patient = False
+    _patient = False
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
         session, call = current(), _CALL.get()
@@ -143,9 +141,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
     """A subclass of either of verl's clients. A call passes these layers:
 
     1. the prompt, whose key is the session's; the output gets the records of all its requests;
-    2. the turn, if samples are interruptible: it may continue an interrupted one, and an interruption ends the attempt;
-    3. verl's resume loop, if the client resumes aborted requests;
-    4. the request to one server, with its metadata; the server's record is kept.
+    2. the turn of a sample that a coordinator started: it may continue an interrupted one, and an interruption ends the
+       attempt; else verl's resume loop, if the client resumes aborted requests;
+    3. the request to one server, with its metadata; the server's record is kept.
 
     The state belongs to the task (:mod:`verl_rhyme.agent_loop.session`) and ends with it.
     """
@@ -155,7 +153,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         config: Any,
         load_balancer_handle: Any = None,
         *,
-        resumes: bool = False,  # resume aborted requests, as verl's FullyAsyncLLMServerClient does
+        resumes: bool = False,  # resume aborted requests, as verl's FullyAsyncLLMServerClient does, of other samples
         interruptible: bool = False,  # a coordinator starts the samples, and weight updates interrupt them
         patient: bool = False,  # wait while no replica serves, for a trainer that starts others or ends
         **kwargs: Any,
@@ -175,14 +173,13 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         conversation = session.conversation(request_id, prompt_ids)
         call = Call(conversation, len(prompt_ids))
         _CALL.set(call)
-        request = super().generate if self._resumes else partial(_Requests.generate, self)
-        if self._resumes and restart_options(kwargs["sampling_params"]):
-            request = self._from_its_start
+        generate: Any = partial(_Requests.generate, self)
+        if self._interruptible and session.dispatched:
+            generate = partial(self._turn, session, call)
+        elif self._resumes:
+            generate = self._from_its_start if restart_options(kwargs["sampling_params"]) else super().generate
         with session.generation(call):
-            if self._interruptible and session.dispatched:
-                output = await self._turn(session, call, partial(request, request_id), prompt_ids, **kwargs)
-            else:
-                output = await request(request_id, prompt_ids=prompt_ids, **kwargs)
+            output = await generate(request_id, prompt_ids=prompt_ids, **kwargs)
         output.extra_fields[FIELD] = list(conversation.records)
         return output
 
@@ -190,9 +187,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         self,
         session: Session,
         call: Call,
-        request: Any,
-        prompt_ids: list[int],
+        request_id: str,
         *,
+        prompt_ids: list[int],
         sampling_params: dict[str, Any],
         priority: int = 0,
         **media: Any,
@@ -212,16 +209,17 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         while not turn.complete:
             if session.interrupted:  # in a parallel call
                 raise Interrupted
-            output = await request(
+            output = await _Requests.generate(
+                self,
+                request_id,
                 prompt_ids=[*prompt_ids, *turn.tokens],
                 sampling_params={**params, "max_tokens": left},
                 priority=session.assignment.priority,
                 **media,
             )
             version = output.extra_fields.get("global_steps")
-            first = output.extra_fields.get("min_global_steps", version)
             try:
-                session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason, first)
+                session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason)
             except Interrupted:
                 if turn.complete or not call.moving or len(turn.tokens) >= budget:
                     raise  # else the request was aborted to continue on another replica
@@ -242,7 +240,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
     async def _from_its_start(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> TokenOutput:
         """Resume a response that cannot be continued: an aborted request is sent again, its text as the draft."""
         call = _CALL.get()
-        call.noise = call.noise or uuid4().hex[:16]  # else each regeneration would favour a shorter text
+        call.noise = uuid4().hex[:16]  # else each regeneration would favour a shorter text
         while True:
             output = await _Requests.generate(self, request_id, prompt_ids=prompt_ids, **kwargs)
             version = output.extra_fields.get("global_steps")
@@ -276,7 +274,7 @@ def _drop(turn: Turn, options: list[str]) -> None:
 
 def rhymed(client: LLMServerClient, interruptible: bool = False, patient: bool = False) -> LLMServerClient:
     """Return verl's client as a :class:`RhymeLLMServerClient`. A ``FullyAsyncLLMServerClient`` still resumes aborted
-    requests, also within a turn of an interruptible one."""
+    requests, except those of interruptible samples."""
     if isinstance(client, RhymeLLMServerClient):
         client._interruptible |= interruptible
         client._patient |= patient or interruptible

@@ -220,20 +220,18 @@ class Session:
         log_probs: list[float] | None,
         version: int | None,
         stop_reason: str | None,
-        first_version: int | None,
     ) -> None:
-        """Add a request's tokens to a turn; the versions are those of its first and last token. Raise
-        :class:`Interrupted` if the engine stopped before the turn ended, or if the tokens are of several policy
-        versions and may not be."""
-        if tokens and (version is None or first_version is None):
-            raise ValueError(
-                f"{self.deadline.where}: the rollout server returned tokens without a policy version (global_steps): "
-                "it must get the trainer's weights, and their version, before it generates"
-            )
+        """Add a request's tokens, of one policy version, to a turn. Raise :class:`Interrupted` if the engine stopped
+        before the turn ended, or if the turns are of several policy versions and may not be."""
         if tokens:
+            if version is None:
+                raise ValueError(
+                    f"{self.deadline.where}: the rollout server returned tokens without a policy version "
+                    "(global_steps): it must get the trainer's weights, and their version, before it generates"
+                )
             # min and max: a replica that the request moved to may be versions behind.
-            turn.first_version = min((v for v in (turn.first_version, first_version) if v is not None), default=None)
-            turn.version = max((v for v in (turn.version, version) if v is not None), default=None)
+            turn.first_version = version if turn.first_version is None else min(turn.first_version, version)
+            turn.version = version if turn.version is None else max(turn.version, version)
             if not turn.tokens:
                 turn.log_probs = None if log_probs is None else array("f")
             if log_probs is None or turn.log_probs is None:

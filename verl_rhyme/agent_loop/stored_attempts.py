@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -89,15 +89,13 @@ def attempt_of(key: str) -> Attempt | None:
 def trajectories(tags: dict[str, dict[str, Any]]) -> dict[Attempt, list[str]]:
     """Return the keys of each attempt's trajectories, if all are stored; an agent loop may return several."""
     found: dict[Attempt, list[str]] = defaultdict(list)
-    unfinished: Counter[Attempt] = Counter()
-    for key, tag in tags.items():
+    for key in tags:
         if (attempt := attempt_of(key)) is not None:
             found[attempt].append(key)
-            unfinished[attempt] += tag.get("status") != "success"  # a key is listed before its data and tag are stored
     return {
         attempt: sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
         for attempt, keys in found.items()
-        if not unfinished[attempt]
+        if all(tags[key].get("status") == "success" for key in keys)  # a key is listed before its data and tag
     }
 
 

@@ -10,41 +10,19 @@ from tensordict import NonTensorData
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, _agent_loop_registry
 from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.utils import tensordict_utils as tu
-from verl.workers.rollout.llm_server import LLMServerClient
-from verl.workers.rollout.replica import TokenOutput
 
+from tests.unit.agent_loop.test_session import Client
 from verl_rhyme.agent_loop import worker as workers
-from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import STARTS
 from verl_rhyme.agent_loop.validation import Validation
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker, _Order
 from verl_rhyme.history.keys import prompt_key
-from verl_rhyme.processes.request import FIELD, RequestMeta
+from verl_rhyme.processes.request import FIELD
 from verl_rhyme.scheduling.attempts import Attempt, Start
 from verl_rhyme.trainer.pipeline import RhymePipelineTrainer
 
 #: Tokens that the template puts before each prompt; they change at midnight.
 DATE = [24, 11]
-
-
-class Engine(LLMServerClient):
-    """Server that answers with one token, and records the request."""
-
-    async def generate(self, request_id, *, prompt_ids, sampling_params, rhyme, **kwargs):
-        meta = RequestMeta(**rhyme)
-        self.keys.append(meta.key)
-        record = {
-            "id": len(self.keys),
-            "prompt_key": meta.key,
-            "sample": meta.sample,
-            "request": meta.request,
-            "response_tokens": 1,
-        }
-        return TokenOutput(token_ids=[5], stop_reason="completed", extra_fields={FIELD: [record], "global_steps": 1})
-
-
-class Client(RhymeLLMServerClient, Engine):
-    pass
 
 
 class Loop:
@@ -65,12 +43,8 @@ class Loop:
         return AgentLoopOutput(prompt_ids=ids, response_ids=said.token_ids, response_mask=[1], metrics={})
 
 
-CONFIG = SimpleNamespace(
-    actor_rollout_ref=SimpleNamespace(
-        rollout=SimpleNamespace(n=2, response_length=8, prompt_length=64, val_kwargs=SimpleNamespace(n=1))
-    ),
-    data={},
-)
+ROLLOUT = SimpleNamespace(n=2, val_kwargs=SimpleNamespace(n=1))
+CONFIG = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT), data={})
 
 
 def answered(worker_class, prompt, validate=False):
@@ -79,8 +53,7 @@ def answered(worker_class, prompt, validate=False):
 
     class Worker(worker_class.__ray_metadata__.modified_class):
         def __init__(self):
-            self.config, self.llm_client = CONFIG, Client(CONFIG, interruptible=True)
-            self.llm_client.keys = []
+            self.config, self.llm_client = CONFIG, Client()
             self.tokenizer, self.processor = SimpleNamespace(chat_template="{{ messages }}"), None
             self.hf_model_type = self.dataset_cls = self.tools = self._filter_metric = None
             self._seed, self._attempts, self._sessions, self._reports = 0, {}, {}, self
@@ -97,8 +70,8 @@ def answered(worker_class, prompt, validate=False):
             worker._attempts = dict.fromkeys(start.attempt for start in starts)
             row[STARTS] = _Order(starts, {})
         trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
-        await worker._run_prompt(row, {"max_tokens": 4}, trajectory)
-        return worker.llm_client.keys
+        await worker._run_prompt(row, {"max_tokens": 1}, trajectory)
+        return [meta.key for _, _, meta, _ in worker.llm_client.requests]
 
     async def store(self, output, validate, session_id, **kwargs):
         stored[session_id] = output.extra_fields.get(FIELD)

@@ -63,26 +63,19 @@ async def test_a_sample_that_fails_while_others_succeed_is_left_out(caplog, monk
     assert "validation goes on without sample 0 of validation prompt v0" in caplog.text
 
 
-async def test_after_the_limit_the_rest_is_left_out(caplog):
-    validation, away = Validation(outage_s=0.5), [True]
+@pytest.mark.parametrize(("error", "outage_s"), [(ConnectionError, 0.5), (TypeError, 900.0)])
+async def test_after_the_limit_the_rest_is_left_out(caplog, monkeypatch, error, outage_s):
+    """Wrong code ends sooner, as in training: if no sample has ever succeeded."""
+    monkeypatch.setattr(retries, "BROKEN_S", 0.3)
+    validation, away = Validation(outage_s), [True]
 
     def judge(sample):
         if away[0]:
-            raise ConnectionError("no judge")
+            raise error("no judge")
 
     found = await validate(validation, judge)
-    assert {type(result) for result in found} <= {ConnectionError, retries.RolloutError}
+    assert {type(result) for result in found} <= {error, retries.RolloutError}
     assert caplog.text.count("validation goes on without the samples that fail") == 1
     assert "no judge" in caplog.text
     away[0] = False
     assert await validate(validation, judge) == SAMPLES, "the next validation begins anew"
-
-
-async def test_errors_of_wrong_code_end_sooner(monkeypatch):
-    """As in training: if no sample has ever succeeded."""
-    monkeypatch.setattr(retries, "BROKEN_S", 0.3)
-
-    def judge(sample):
-        raise TypeError("takes 3 arguments")
-
-    assert not any(isinstance(result, tuple) for result in await validate(Validation(outage_s=900), judge))

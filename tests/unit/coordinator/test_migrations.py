@@ -1,69 +1,46 @@
 """Moves of samples between replicas."""
 
 import asyncio
+from types import SimpleNamespace
 
 from verl_rhyme.coordinator import migrations as module
 from verl_rhyme.coordinator.migrations import Migrations
 from verl_rhyme.placement import Move
 from verl_rhyme.scheduling.attempts import Attempt
 
-X, Y, Z = (Attempt(uid, 0, 1) for uid in "012")
+W, X, Y, Z = (Attempt(uid, 0, 1) for uid in "0123")
 
 
-class _Remote:
-    def __init__(self, answer):
-        self._answer = answer
+def server(answer):
+    async def progress(names):
+        if isinstance(answer, Exception):
+            raise answer
+        return dict.fromkeys(names, answer)
 
-    async def remote(self, names):
-        if isinstance(self._answer, Exception):
-            raise self._answer
-        return dict.fromkeys(names, self._answer)
-
-
-class _Server:
-    def __init__(self, answer):
-        self.progress = _Remote(answer)
+    return SimpleNamespace(progress=SimpleNamespace(remote=progress))
 
 
-class _Dispatch:
-    placement = None
-
-    def __init__(self, moves):
-        self._moves, self.progress = moves, {}
-
-    def moves(self, emitted):
-        self.progress = emitted
-        return self._moves
-
-
-def test_samples_move_by_the_progress_on_living_replicas():
-    moves, ordered = [Move(X, "c", "saves 3 s of 9 s")], []
-    dispatch = _Dispatch(moves)
+async def test_samples_move_by_the_progress_on_living_replicas():
+    moves, ordered, met = [Move(X, "c", "saves 3 s of 9 s")], [], []
+    dispatch = SimpleNamespace(moves=lambda emitted: met.append(emitted) or moves)
     migrations = Migrations(dispatch, None, ordered.append, dict, lambda: True)
-    migrations._servers = {"a": _Server(7), "b": _Server(RuntimeError("dead"))}
-    asyncio.run(migrations._move({"a": [X, Attempt("0", 1)], "b": [Y], "gone": [Z]}))
-    assert dispatch.progress == {X: 7, Attempt("0", 1): 7}
+    migrations._servers = {"a": server(7), "b": server(RuntimeError("dead"))}
+    await migrations._move({"a": [W, X], "b": [Y], "gone": [Z]})
+    assert met == [{W: 7, X: 7}]
     assert ordered == [moves]
 
 
-def _drain(answers):
-    """Return the moves ordered for these answers about where attempts run."""
-    dispatch, ordered, seen = _Dispatch([]), [], []
-
-    async def where():
-        seen.append(1)
-        if isinstance(found := answers[min(len(seen), len(answers)) - 1], Exception):
-            raise found
-        return found
-
-    migrations = Migrations(dispatch, None, ordered.extend, where, lambda: True)
-    return asyncio.run(migrations.drain("a")), [move[:2] for move in ordered]
-
-
-def test_samples_of_a_resting_replica_move_where_the_router_decides(monkeypatch):
+async def test_samples_of_a_resting_replica_move_where_the_router_decides(monkeypatch):
     monkeypatch.setattr(module, "_STRAY_S", 0.0)
-    answers = [{X: "a", Y: "b"}, {X: "a", Z: "a", Y: "b"}, {X: "a", Z: "b"}]
-    moved = [(X, ""), (Z, "")]  # the first is between two requests: it stays there until its next
-    assert _drain(answers) == (2, moved)
-    assert _drain([{Y: "b"}]) == (0, [])
-    assert _drain([{X: "a"}, asyncio.TimeoutError()]) == (1, [(X, "")])
+    answers, ordered = [{X: "a", Y: "b"}, {X: "a", Z: "a", Y: "b"}, asyncio.TimeoutError()], []
+
+    async def locate():
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    migrations = Migrations(SimpleNamespace(placement=None), None, ordered.extend, locate, lambda: True)
+    assert await migrations.drain("a") == 2
+    assert [move[:2] for move in ordered] == [(X, ""), (Z, "")], "the first is between two requests"
+    answers.append({Y: "b"})
+    assert await migrations.drain("a") == 0

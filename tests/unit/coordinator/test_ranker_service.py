@@ -53,42 +53,31 @@ def test_each_prompt_is_scored_once_and_the_coordinator_expects_its_length(folde
     assert not expectations.errors
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Calls of the ranker's actor, at most three; ``results`` of those that ended, by number."""
-    made = SimpleNamespace(sent=[], results={})
+def test_failures_are_counted_and_logged_once(monkeypatch, caplog) -> None:
+    """Also calls that a hung ranker does not take: it has at most three."""
+    results, sent = {0: RuntimeError("broken"), 1: RuntimeError("broken"), 2: None}, []
 
     def score(*call):
-        if len(made.sent) == 3:
+        if len(sent) == 3:
             raise PendingCallsLimitExceeded("3 calls are pending")
-        made.sent.append(call)
-        return len(made.sent) - 1
-
-    made.score = SimpleNamespace(remote=score)
-
-    def wait(pending, **_):
-        return [call for call in pending if call in made.results], [c for c in pending if c not in made.results]
+        sent.append(call)
+        return len(sent) - 1
 
     def get(call):
-        if isinstance(made.results[call], Exception):
-            raise made.results[call]
+        if results[call] is not None:
+            raise results[call]
 
-    for name, value in {"wait": wait, "get": get, "remote": lambda cls: made}.items():
+    actor = SimpleNamespace(score=SimpleNamespace(remote=score))
+    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: actor))
+    for name, value in {"wait": lambda pending, **_: (pending, []), "get": get, "remote": lambda cls: made}.items():
         monkeypatch.setattr(ranking.ray, name, value)
-    made.options = lambda **_: SimpleNamespace(remote=lambda *_: made)
-    made.observer = ranking.Ranking("folder", None, {})
-    made.observer.on_train_begin(SimpleNamespace(coordinator="coordinator"))
-    return made
-
-
-def test_failures_are_counted_and_logged_once(calls, caplog) -> None:
-    """Also calls that a hung ranker does not take."""
-    calls.results = {0: RuntimeError("broken"), 1: RuntimeError("broken"), 2: None}
+    observer = ranking.Ranking("folder", None, {})
+    observer.on_train_begin(SimpleNamespace(coordinator="coordinator"))
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
-            calls.observer.on_prompts({"key": "text", "": "text"})
-        measured = calls.observer.on_step(None)
-    assert calls.sent == [({"key": "text"}, "coordinator")] * 3
+            observer.on_prompts({"key": "text", "": "text"})
+        measured = observer.on_step(None)
+    assert sent == [({"key": "text"}, "coordinator")] * 3
     assert measured == {names.RANKER_FAILURES: 4.0}
     assert len([r for r in caplog.records if "length ranker" in r.getMessage()]) == 1
 

@@ -56,22 +56,16 @@ SETTING = SimpleNamespace(
 )
 
 
-async def test_pool_of_an_outdated_opening_is_closed(opened):
-    with pytest.raises(NotOpen):
-        await opened.open(SETTING, [opened], ResumeState(None, [], 0, 1, 1), False)
-    [pool] = WorkerPool.made
-    assert pool.closed
-    assert opened._opened is None
-
-
-async def test_pool_of_outdated_workers_is_closed(opened):
+@pytest.mark.parametrize("call", ["open", "add_workers"])
+async def test_pool_of_an_outdated_call_is_closed(opened, call):
+    arguments = {"open": (SETTING, [opened], ResumeState(None, [], 0, 1, 1), False), "add_workers": ([opened],)}
     before = SimpleNamespace(close=lambda: None)
-    opened._opened = SimpleNamespace(setting=SETTING, pool=before)
+    opened._opened = SimpleNamespace(setting=SETTING, pool=before, migrations=before)
     with pytest.raises(NotOpen):
-        await opened.add_workers([opened])
+        await getattr(opened, call)(*arguments[call])
     [pool] = WorkerPool.made
     assert pool.closed
-    assert opened._opened.pool is before
+    assert opened._opened is None or opened._opened.pool is before
 
 
 async def test_no_entry_is_deleted_while_turns_are_stored(opened, monkeypatch):

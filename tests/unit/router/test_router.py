@@ -1,9 +1,6 @@
 """The router follows assignments, and otherwise does what verl's does."""
 
-import inspect
-
 import pytest
-from verl.workers.rollout.router import RequestLoadBalancer
 
 from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 from verl_rhyme.router.router import PlacementRouter
@@ -16,15 +13,6 @@ def assigned(replica):
     return {"rhyme": {"assignment": Assignment(replica=replica)}}
 
 
-@pytest.mark.parametrize("name", ["acquire_server", "remove_servers", "require_acquire_fields"])
-def test_overridden_methods_have_verls_parameters(name):
-    def shape(cls):
-        parameters = inspect.signature(getattr(cls, name)).parameters.values()
-        return [(p.name, p.kind, p.default) for p in parameters if p.name != "_ray_trace_ctx"]  # Ray's, in an actor
-
-    assert shape(PlacementRouter) == shape(RequestLoadBalancer)
-
-
 def test_request_goes_to_its_assigned_replica():
     router = PlacementRouter(SERVERS)
     for i in range(8):
@@ -34,7 +22,7 @@ def test_request_goes_to_its_assigned_replica():
     assert router.acquire_server("r0")[0] == "10.0.0.1:8000", "a later turn stays there"
 
 
-@pytest.mark.parametrize("extra", [{}, {"rhyme": None}, {"rhyme": {}}, {"rhyme": {"assignment": ANYWHERE}}])
+@pytest.mark.parametrize("extra", [{}, {"rhyme": None}, {"rhyme": {"assignment": ANYWHERE}}])
 def test_request_without_assignment_goes_to_the_least_loaded_replica(extra):
     router = PlacementRouter(SERVERS)
     assert {router.acquire_server(f"r{i}", **extra)[0] for i in range(4)} == set(SERVERS)
