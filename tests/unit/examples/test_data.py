@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -34,13 +35,21 @@ SOURCES = {
 }
 
 
+#: Card of a data set with a config, as the hub has it.
+CARD = """---
+configs:
+- config_name: {0}
+  data_files: [{{split: train, path: {0}/train*}}, {{split: test, path: {0}/test*}}]
+---
+"""
+
+
 def put(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def run(*args):
@@ -51,11 +60,15 @@ def run(*args):
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    for name, (file, rows) in SOURCES.items():
-        put(folder / "sources" / name / file, rows)
-        if name == "gsm8k":
-            put(folder / "sources" / name / "main" / "test.parquet", [{**rows[0], "question": "And now?"}])
-        run(name, "--out", folder, "--source", folder / "sources" / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        for name, (file, rows) in SOURCES.items():
+            source = folder / "sources" / name
+            put(source / file, rows)
+            if file.startswith(("main", "OE")):
+                put(source / Path(file).with_name("test.parquet"), [{**rows[0], "question": "And now?"}])
+                (source / "README.md").write_text(CARD.format(Path(file).parent))
+            run(name, "--out", folder, "--source", source / file if name == "math500" else source)
     run("kk", "--out", folder, "--puzzles", 60, "--seed", 3)
     run("eval", "--out", folder, "--samples", 4)
     return folder
