@@ -185,8 +185,8 @@ def evaluation(
                 table = pq.read_table(source, schema=SCHEMA)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{source} cannot be read: {error}; delete it and call eval again") from error
-            column = pa.array([samples if few else 1] * table.num_rows, pa.int64())
-            _write(out / "eval" / source.name, table.append_column(SAMPLES, column))
+            rows = ({**row, SAMPLES: samples if few else 1} for row in table.to_pylist())
+            write(out / "eval" / source.name, rows, SCHEMA.append(pa.field(SAMPLES, pa.int64())))
 
 
 def kk_row(puzzle: knights.Puzzle, split: str, index: int) -> Row:
@@ -325,16 +325,13 @@ def read(
         yield from table.to_pylist()
 
 
-def write(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows of :data:`SCHEMA` atomically and print their number.
+def write(path: Path, rows: Iterable[Row], schema: pa.Schema = SCHEMA) -> None:
+    """Write rows atomically and print their number.
 
     Raises:
         DataError: There are no rows, or the folder cannot be written to.
     """
-    _write(path, pa.Table.from_pylist(list(rows), SCHEMA))
-
-
-def _write(path: Path, table: pa.Table) -> None:
+    table = pa.Table.from_pylist(list(rows), schema)
     if not table.num_rows:
         raise DataError(f"{path} would have no rows: the source is empty")
     part = path.with_name(f".{path.name}.{os.getpid()}")

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import torch
 
 from . import tokenizer as tokenizers
+from .data import row
 from .sampling import encode_prompt, sample
-from .train import Example, batches, build_model, fit, save
+from .train import BATCH, Example, batches, build_model, fit, save
 
 #: Maximum tokens of a search; longer ones are skipped.
 MAX_RESPONSE = 380
@@ -51,7 +52,7 @@ def make_model(task: SmallTask, out: Path, searches: int, seed: int) -> None:
             made.append((prompt + response, len(prompt)))
     weights = torch.ones(len(tokenizer))
     weights[tokenizer.convert_tokens_to_ids(list(task.weights))] = torch.tensor(list(task.weights.values()))
-    fit(model, list(batches(made, 8, rng)), weights, lr=2e-3)
+    fit(model, list(batches(made, BATCH, rng)), weights, lr=2e-3)
     save(model, tokenizer, out)
     prompts = [task.draw(rng, False).text() for _ in range(64)]
     responses = sample(model.float(), tokenizer, [encode_prompt(tokenizer, each) for each in prompts], 384, seed)
@@ -71,16 +72,7 @@ def make_data(task: SmallTask, out: Path, count: int, seed: int) -> None:
         made[task.draw(rng, False).text()] = None
     out.mkdir(parents=True, exist_ok=True)
     for split, texts in (("train", list(made)[:count]), ("test", list(made)[count:])):
-        rows = [
-            {
-                "data_source": task.source,
-                "prompt": [{"role": "user", "content": text}],
-                "ability": task.ability,
-                "reward_model": {"style": "rule", "ground_truth": text},
-                "extra_info": {"split": split, "index": i},
-            }
-            for i, text in enumerate(texts)
-        ]
+        rows = [row(task.source, task.ability, text, text, split, i) for i, text in enumerate(texts)]
         pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
 
 

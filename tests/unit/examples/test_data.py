@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -13,9 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from examples.data import prepare
-from examples.tiny_world import data, puzzles, reward, traces
-
-MODEL = Path(puzzles.__file__).parent / "models" / "qwen2"
+from examples.tiny_world import puzzles, reward, traces
 
 
 def verl_row(problem, truth, index=0):
@@ -89,21 +86,6 @@ def test_all_sets_have_verls_schema_and_answers(prepared):
         assert set(pq.read_table(prepared / "eval" / f"{name}.parquet")[prepare.SAMPLES].to_pylist()) == {
             4 if few else 1
         }
-
-
-def test_verl_reads_all_files_together(prepared, tmp_path):
-    from omegaconf import OmegaConf
-    from transformers import AutoTokenizer
-    from verl.utils.dataset.rl_dataset import RLHFDataset
-
-    ours = [str(data.write(tmp_path, split, 20, seed=0)) for split in ("train", "test")]
-    files = [*map(str, sorted(prepared.glob("*.parquet"))), *ours]
-    config = OmegaConf.create({"max_prompt_length": 2048, "filter_overlong_prompts": True, "cache_dir": str(tmp_path)})
-    dataset = RLHFDataset(files, AutoTokenizer.from_pretrained(MODEL), config)
-    assert len(dataset) == 20 + 1 + 1 + 1 + 1 + 1 + 2 + 60 + 40
-    assert all(item["raw_prompt"][0]["role"] == "user" for item in dataset)
-    assert all(item["reward_model"]["ground_truth"] for item in dataset)
-    assert Counter(item["extra_info"]["split"] for item in dataset) == {"train": 20 + 1 + 54 + 20, "test": 32}
 
 
 # ---- generated tasks ----

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.history.stores import NAMESPACE, key, kill, open_store, read, responses, trajectory
+from tests.unit.history.stores import NAMESPACE, failing, key, kill, open_store, read, responses, trajectory
 from verl_rhyme.history import environment, history_folder, ownership
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.ownership import Owner
@@ -140,7 +140,7 @@ def test_a_waiting_writer_gets_the_folder_after_its_complete_deletion(tmp_path, 
 
 def test_a_deletion_cut_short_is_completed_by_the_next_run(tmp_path, folder, writer, monkeypatch):
     with monkeypatch.context() as killed:
-        killed.setattr(history_folder.shutil, "rmtree", lambda path: (_ for _ in ()).throw(OSError("killed")))
+        killed.setattr(history_folder.shutil, "rmtree", failing(OSError("killed")))
         writer.close(delete=True)
     assert len(list(folder.parent.iterdir())) == 1
     with open_second(folder):
@@ -201,16 +201,6 @@ def test_other_users_cannot_read_a_history(tmp_path):
 # ---- the choice of a folder ----
 
 
-class NoLocks:
-    """fcntl of a file system without locks, which this machine does not have."""
-
-    def __getattr__(self, name):
-        return getattr(fcntl, name)
-
-    def flock(self, descriptor, operation):
-        raise OSError("No locks available")
-
-
 def test_a_folder_is_tried_before_the_run(tmp_path, monkeypatch):
     environment.probe(tmp_path / "not" / "there")
     assert list(tmp_path.iterdir()) == []
@@ -218,7 +208,7 @@ def test_a_folder_is_tried_before_the_run(tmp_path, monkeypatch):
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(HistoryError, match=r"Not a directory.*set history\.dir to a folder"):
             history_folder.check(place)
-    monkeypatch.setattr(ownership, "fcntl", NoLocks())
+    monkeypatch.setattr(fcntl, "flock", failing(OSError("No locks available")))
     with pytest.raises(HistoryError, match=r"No locks available.*: set history.dir to a folder on a"):
         history_folder.check(tmp_path)
 

@@ -1,13 +1,12 @@
 """The store: transactions, bounds, namespace, snapshot and restore, readers."""
 
-import gc
 import logging
 import os
 
 import numpy as np
 import pytest
 
-from tests.unit.history.stores import NAMESPACE, key, kill, open_store, responses, trajectory
+from tests.unit.history.stores import NAMESPACE, failing, key, kill, open_store, responses, trajectory
 from verl_rhyme.history import environment, values
 from verl_rhyme.history.environment import HistoryMismatch
 from verl_rhyme.history.inspection import inspect
@@ -87,18 +86,6 @@ def test_an_environment_with_the_inode_of_a_deleted_one_is_another_one(tmp_path,
     assert before != after
 
 
-def test_a_history_outlives_the_store(store, reader):
-    """A reader's arrays are copies: the writer may reuse the pages, and the map may be closed."""
-    store.append([trajectory(1, range(2000))], step=1)
-    history = reader.get(key(1))
-    for step in range(20):
-        store.append([trajectory(i, [step] * 2000) for i in range(4)], step=step)
-    reader.close()
-    store.close()
-    gc.collect()
-    assert responses(history) == [list(range(2000))]
-
-
 def test_another_vocabulary_is_refused(tmp_path, caplog):
     store = open_store(tmp_path / "h", run="run")
     store.append([trajectory(1, [5])], step=1)
@@ -172,14 +159,6 @@ def test_visits_that_make_room_for_new_prompts_are_counted(tmp_path, mib, new):
         assert stats.shed_epochs == 18 * mib + new - store.stats()["responses"] > 0
 
 
-def test_prompts_that_left_the_data_are_forgotten(tmp_path, reader):
-    with open_store(tmp_path / "h", 1 << 20, epochs=1) as store:
-        for epoch in range(6):
-            store.append([trajectory(i + 100 * min(epoch, 1), range(8000), epoch) for i in range(9)], step=epoch)
-        assert all(reader.get(key(i)) is not None for i in range(100, 109))
-        assert store.stats()["kept_share"] == 1
-
-
 def test_evicted_prompts_are_known_after_a_restart(tmp_path):
     """Also their last step: a writer may die after it has recorded a step, and its successor gets the step again."""
 
@@ -206,21 +185,17 @@ def test_the_file_never_exceeds_its_bound(tmp_path, reader):
     rng = np.random.default_rng(0)
     bound = 4 << 20
     with open_store(tmp_path / "h", bound, epochs=2) as store:
-        dropped = 0
         for step in range(75):
             prompts = rng.integers(0, 200, 8)
             batch = [trajectory(i, rng.integers(0, 99, rng.integers(1, 6000)), epoch=step // 10) for i in prompts]
             before = {i for i in range(200) if reader.get(key(i)) is not None}
             stats = store.append(batch, step)
-            dropped += stats.dropped
+            after = {i for i in range(200) if reader.get(key(i)) is not None}
+            assert (stats.dropped, store.stats()["prompts"]) == (0, len(after))
+            assert len(before - after) <= stats.evicted
             assert file_bytes(tmp_path / "h") <= bound
             assert store.stats()["bytes"] <= 0.7 * bound
-            after = {i for i in range(200) if reader.get(key(i)) is not None}
-            assert len(before - after) <= stats.evicted
-        assert dropped == 0
-        stats = store.stats()
-        assert stats["prompts"] == sum(reader.get(key(i)) is not None for i in range(200))
-        assert stats["bytes"] > bound / 4  # the store uses its bound
+        assert store.stats()["bytes"] > bound / 4, "the store uses its bound"
     assert reader.errors == 0
 
 
@@ -233,13 +208,10 @@ def test_a_rewrite_commits_in_parts(store, monkeypatch):
     assert store.stats()["prompts"] == 100
 
 
-def test_a_step_larger_than_the_bound_is_kept_in_part(tmp_path, reader, caplog):
+def test_a_step_larger_than_the_bound_is_kept_in_part(tmp_path, reader):
     with open_store(tmp_path / "h", 1 << 20) as store:
-        with caplog.at_level(logging.WARNING):
-            stats = store.append([trajectory(i, range(20_000)) for i in range(10)], step=1)
-        assert stats.trajectories + stats.unkept + stats.dropped == 10
-        assert 0 < stats.trajectories < 10
-        assert "max_bytes" in caplog.text
+        stats = store.append([trajectory(i, range(20_000)) for i in range(10)], step=1)
+        assert 0 < stats.trajectories == 10 - stats.unkept - stats.dropped < 10
         assert sum(reader.get(key(i)) is not None for i in range(10)) == stats.trajectories
         assert store.append([trajectory(1, [5])], step=2).dropped == 0
 
@@ -284,7 +256,7 @@ def test_a_snapshot_replaces_an_older_one_and_leaves_nothing_else(tmp_path, stor
         store.append([trajectory(step, [5])], step=step)
         store.snapshot(tmp_path / "s")
     store.append([trajectory(2, [5])], step=2)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("no space left on device")))
+    monkeypatch.setattr(os, "fsync", failing(OSError("no space left on device")))
     with pytest.raises(OSError, match="no space"):
         store.snapshot(tmp_path / "s")
     assert os.listdir(tmp_path / "s") == ["data.mdb"]

@@ -17,7 +17,7 @@ import pytest
 from lmdb import verify
 
 from tests.conftest import examples
-from tests.unit.history.stores import NAMESPACE, key, kill, open_store, read, responses, trajectory
+from tests.unit.history.stores import NAMESPACE, failing, key, kill, open_store, read, responses, trajectory
 from verl_rhyme.history import environment, history_folder
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.reader import HistoryReader
@@ -388,10 +388,3 @@ def test_a_reader_that_fails_to_open_tries_again(tmp_path, monkeypatch):
             assert reader.errors == 2
         assert responses(reader.get(key(1))) == [[1]]
         reader.close()
-
-
-def failing(error):
-    def fail(*arguments, **named):
-        raise error
-
-    return fail
