@@ -11,7 +11,6 @@ Without ``--source`` a data set comes from the Hugging Face hub. All files have 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +25,8 @@ import typer
 from examples.tiny_world import puzzles as knights
 
 Row = dict[str, Any]
+#: Question, answer, id and level of a row.
+Converted = tuple[str, Any, str, int]
 
 #: ``id`` is the row's name in the source; ``level`` its difficulty there (MATH's level 1 to 5, or people of a puzzle),
 #: or 0 if the source has none.
@@ -70,7 +71,7 @@ app = typer.Typer(help="Prepare real data sets in verl's parquet schema.", no_ar
 Out = Annotated[Path, typer.Option(help="Output folder; created if missing.", file_okay=False)]
 Source = Annotated[
     Path | None,
-    typer.Option(help="Parquet, json or jsonl file of the data set, or a folder of them. Default: the hub."),
+    typer.Option(help="Parquet, json or jsonl file of the data set, or its folder of `hf download`. Default: the hub."),
 ]
 
 
@@ -93,69 +94,53 @@ def aime(out: Out, source: Source = None) -> None:
 @app.command()
 def math500(out: Out, source: Source = None) -> None:
     """MATH-500: math-500.parquet."""
-    name = "HuggingFaceH4/MATH-500"
 
-    def convert(row: Row, index: int) -> Row:
+    def convert(row: Row, index: int) -> Converted:
         level = re.search(r"\d+", str(row["level"]))
-        return make_row(
-            name,
-            f"{row['problem']} {BOXED}",
-            row["answer"],
-            "test",
-            index,
-            id_=row["unique_id"],
-            level=int(level[0]) if level else 0,
-        )
+        return row["problem"], row["answer"], row["unique_id"], int(level[0]) if level else 0
 
-    with _reporting():
-        rows = read(name, "test", ("problem", "answer", "level", "unique_id"), source)
-        write(out / "math-500.parquet", _converted(rows, convert, source or name))
+    columns = ("problem", "answer", "level", "unique_id")
+    _prepare(out / "math-500.parquet", "HuggingFaceH4/MATH-500", "test", columns, convert, source)
 
 
 @app.command()
 def amc(out: Out, source: Source = None) -> None:
     """AMC 2023: amc-2023.parquet."""
-    _prepare_answers("math-ai/amc23", source, out / "amc-2023.parquet")
+    _prepare(out / "amc-2023.parquet", "math-ai/amc23", "test", ("question", "answer"), _answered, source)
 
 
 @app.command()
 def minerva(out: Out, source: Source = None) -> None:
     """Minerva's OCW courses, university-level problems: minerva.parquet."""
-    _prepare_answers("math-ai/minervamath", source, out / "minerva.parquet")
+    _prepare(out / "minerva.parquet", "math-ai/minervamath", "test", ("question", "answer"), _answered, source)
 
 
 @app.command()
 def olympiad(out: Out, source: Source = None) -> None:
     """OlympiadBench's English mathematics problems without pictures and with an answer: olympiad-bench.parquet."""
-    name, config = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP"
 
-    def convert(row: Row, index: int) -> Row:
+    def convert(row: Row, index: int) -> Converted:
         if not row["final_answer"]:
-            raise DataError(f"'final_answer' is {row['final_answer']!r}")
-        truth = ", ".join(row["final_answer"])  # several parts form one answer
-        return make_row(name, f"{row['question']} {BOXED}", truth, "test", index, id_=row["id"])
+            raise ValueError(f"'final_answer' is {row['final_answer']!r}")
+        return row["question"], ", ".join(row["final_answer"]), row["id"], 0  # several parts form one answer
 
-    with _reporting():
-        rows = read(name, "train", ("question", "final_answer", "id"), source, config)
-        write(out / "olympiad-bench.parquet", _converted(rows, convert, source or name))
+    name, config, columns = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", ("question", "final_answer", "id")
+    _prepare(out / "olympiad-bench.parquet", name, "train", columns, convert, source, config, as_split="test")
 
 
 @app.command()
 def gsm8k(out: Out, source: Source = None) -> None:
-    """GSM8K: gsm8k-train.parquet and gsm8k-test.parquet. A source is a folder with one file per split."""
-    name = "openai/gsm8k"
+    """GSM8K: gsm8k-train.parquet and gsm8k-test.parquet. A source is a folder."""
 
-    def convert(row: Row, index: int) -> Row:
+    def convert(row: Row, index: int) -> Converted:
         _, hashes, answer = row["answer"].rpartition("####")
         if not hashes:
-            raise DataError(f"'answer' does not end in '#### 42': {row['answer'][:60]!r}")
-        truth = answer.strip().replace(",", "")
-        return make_row(name, f"{row['question']} {HASHES}", truth, split, index, id_=f"{split}/{index}")
+            raise ValueError(f"'answer' does not end in '#### 42': {row['answer'][:60]!r}")
+        return row["question"], answer.strip().replace(",", ""), f"{split}/{index}", 0
 
-    with _reporting():
-        for split in ("train", "test"):
-            rows = read(name, split, ("question", "answer"), source, config="main")
-            write(out / f"gsm8k-{split}.parquet", _converted(rows, convert, source or name))
+    for split in ("train", "test"):
+        path, columns = out / f"gsm8k-{split}.parquet", ("question", "answer")
+        _prepare(path, "openai/gsm8k", split, columns, convert, source, config="main", instruction=HASHES)
 
 
 @app.command()
@@ -200,8 +185,8 @@ def evaluation(
                 table = pq.read_table(source, schema=SCHEMA)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{source} cannot be read: {error}; delete it and call eval again") from error
-            column = pa.array([samples if few else 1] * table.num_rows, pa.int64())
-            _write(out / "eval" / source.name, table.append_column(SAMPLES, column))
+            rows = ({**row, SAMPLES: samples if few else 1} for row in table.to_pylist())
+            write(out / "eval" / source.name, rows, SCHEMA.append(pa.field(SAMPLES, pa.int64())))
 
 
 def kk_row(puzzle: knights.Puzzle, split: str, index: int) -> Row:
@@ -246,27 +231,45 @@ def make_row(
     }
 
 
-def _prepare_answers(name: str, source: Path | None, path: Path) -> None:
-    """Prepare a test set of questions and answers."""
+def _answered(row: Row, index: int) -> Converted:
+    if row["answer"] is None or not str(row["answer"]).strip():
+        raise ValueError(f"'answer' is {row['answer']!r}")
+    return row["question"], row["answer"], str(index), 0
 
-    def convert(row: Row, index: int) -> Row:
-        if row["answer"] is None or not str(row["answer"]).strip():
-            raise DataError(f"'answer' is {row['answer']!r}")
-        return make_row(name, f"{row['question']} {BOXED}", row["answer"], "test", index, id_=str(index))
+
+def _prepare(
+    path: Path,
+    name: str,
+    split: str,
+    columns: tuple[str, ...],
+    convert: Callable[[Row, int], Converted],
+    source: Path | None,
+    config: str | None = None,
+    instruction: str = BOXED,
+    as_split: str = "",
+) -> None:
+    """Prepare one split of a data set of questions and answers; see :func:`read`."""
+
+    def rows() -> Iterator[Row]:
+        for index, row in enumerate(read(name, split, columns, source, config)):
+            try:
+                question, truth, id_, level = convert(row, index)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise DataError(f"{source or name}, row {index}: {error}; is it the right data set?") from error
+            prompt = f"{question} {instruction}"
+            yield make_row(name, prompt, truth, as_split or split, index, id_=id_, level=level)
 
     with _reporting():
-        rows = read(name, "test", ("question", "answer"), source)
-        write(path, _converted(rows, convert, source or name))
+        write(path, rows())
 
 
 def _prepare_verl(name: str, source: Path | None, path: Path, split: str) -> None:
     """Prepare a data set in verl's schema that has each problem many times."""
     with _reporting():
-        rows = read(name, "train", ("prompt", "reward_model", "extra_info"), source)
         truths: dict[str, set[str]] = {}
         ids: dict[str, str] = {}
         total = 0
-        for total, row in enumerate(rows, 1):
+        for total, row in enumerate(read(name, "train", ("prompt", "reward_model", "extra_info"), source), 1):
             try:
                 # The data set's wording is one user message.
                 (message,) = row["prompt"]
@@ -281,21 +284,11 @@ def _prepare_verl(name: str, source: Path | None, path: Path, split: str) -> Non
         # A problem with two ground truths is ambiguous.
         clear = [(problem, *found) for problem, found in truths.items() if len(found) == 1]
         typer.echo(f"{total} rows, {len(truths)} problems, {len(truths) - len(clear)} skipped with several answers")
-        write(
-            path,
-            (
-                make_row("math_dapo", problem, truth, split, i, id_=ids[problem])
-                for i, (problem, truth) in enumerate(clear)
-            ),
+        rows = (
+            make_row("math_dapo", problem, truth, split, i, id_=ids[problem])
+            for i, (problem, truth) in enumerate(clear)
         )
-
-
-def _converted(rows: Iterable[Row], convert: Callable[[Row, int], Row], where: object) -> Iterator[Row]:
-    for index, row in enumerate(rows):
-        try:
-            yield convert(row, index)
-        except (DataError, TypeError, AttributeError) as error:
-            raise DataError(f"{where}, row {index}: {error}; is it the right data set?") from error
+        write(path, rows)
 
 
 def read(
@@ -307,95 +300,38 @@ def read(
         name: Id of the data set on the hub.
         split: Split of the data set.
         columns: Required columns.
-        source: Local file or folder to read instead of the hub. If files of a folder are named after splits, only those
-            of this split are read.
-        config: Config of the data set on the hub. If ``source`` has a folder of that name at any depth, only that
-            folder is read. Its files are named after the split, or after the config if it has only one split.
+        source: Local copy to read instead of the hub: one file, or the folder that ``hf download`` writes.
+        config: Config of the data set on the hub.
 
     Raises:
-        DataError: No such file, no network, or a column is missing.
+        DataError: No such data, no network, or a column is missing.
     """
-    if source is None:
-        yield from _read_hub(name, config, split, columns)
-        return
-    for path in _files(source, split, config):
-        try:
-            yield from _read_file(path, columns)
-        except (pa.ArrowException, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} cannot be read: {error}; copy or download it again") from error
-
-
-def _read_hub(name: str, config: str | None, split: str, columns: tuple[str, ...]) -> Iterator[Row]:
     import datasets
 
     try:
-        data = datasets.load_dataset(name, config, split=split)
+        if source is not None and source.is_file():
+            kind = "parquet" if source.suffix == ".parquet" else "json"
+            data = datasets.load_dataset(kind, data_files=str(source), split="train")
+        else:
+            data = datasets.load_dataset(str(source or name), config, split=split)
+        chosen = data.select_columns(list(columns))
     except Exception as error:  # the hub's client has no common error class
         raise DataError(
-            f"{name} cannot be downloaded from the Hugging Face hub: {type(error).__name__}: {error}\n"
+            f"{name} cannot be read from {source or 'the Hugging Face hub'}: {type(error).__name__}: {error}\n"
             "Without a network, or with HF_HUB_OFFLINE set, download it on another machine "
             f"(hf download --repo-type dataset {name} --local-dir FOLDER) and pass --source FOLDER."
         ) from error
-    _check_columns(name, data.column_names, columns)
-    for table in data.select_columns(list(columns)).with_format("arrow").iter(batch_size=BATCH):
+    for table in chosen.with_format("arrow").iter(batch_size=BATCH):
         yield from table.to_pylist()
 
 
-def _files(source: Path, split: str, config: str | None) -> list[Path]:
-    if not source.exists():
-        raise DataError(f"--source {source} does not exist")
-    if source.is_file():
-        files = [source]
-    else:
-        folder = next((path for path in sorted(source.rglob(config)) if path.is_dir()), source) if config else source
-        files = next(
-            (found for kind in ("parquet", "jsonl", "json") if (found := sorted(folder.rglob(f"*.{kind}")))), []
-        )
-        if not files:
-            raise DataError(f"--source {source} contains no .parquet, .jsonl or .json file")
-    if config and (own := [file for file in files if file.stem == config]):
-        return own
-    named = {each: [file for file in files if each in file.stem] for each in ("train", "test")}
-    if config is None and not any(named.values()):
-        return files
-    if not named[split]:
-        wanted = f"'{split}' in it" + (f", or be {config}" if config else "")
-        raise DataError(f"--source {source} has no file of the {split} split; its name must have {wanted}")
-    return named[split]
-
-
-def _read_file(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
-    if path.suffix == ".parquet":
-        with pq.ParquetFile(path) as file:
-            _check_columns(path, file.schema_arrow.names, columns)
-            for batch in file.iter_batches(BATCH, columns=list(columns)):
-                yield from batch.to_pylist()
-        return
-    with path.open(encoding="utf-8") as file:
-        rows = json.load(file) if path.suffix == ".json" else (json.loads(line) for line in file if line.strip())
-        for index, row in enumerate(rows):
-            _check_columns(f"{path}, row {index}", row if isinstance(row, dict) else (), columns)
-            yield {column: row[column] for column in columns}
-
-
-def _check_columns(where: object, found: Iterable[str], wanted: tuple[str, ...]) -> None:
-    if missing := set(wanted) - set(found):
-        raise DataError(
-            f"{where} has no column {', '.join(sorted(missing))}; it has {', '.join(sorted(found)) or 'none'}. "
-            "Is it the right data set?"
-        )
-
-
-def write(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows of :data:`SCHEMA` atomically and print their number.
+def write(path: Path, rows: Iterable[Row], schema: pa.Schema = SCHEMA) -> None:
+    """Write rows atomically and print their number.
 
     Raises:
         DataError: There are no rows, or the folder cannot be written to.
     """
-    _write(path, pa.Table.from_pylist(list(rows), SCHEMA))
-
-
-def _write(path: Path, table: pa.Table) -> None:
+    table = pa.Table.from_pylist(list(rows), schema)
     if not table.num_rows:
         raise DataError(f"{path} would have no rows: the source is empty")
     part = path.with_name(f".{path.name}.{os.getpid()}")

@@ -19,18 +19,21 @@ import pyarrow.parquet as pq
 
 from .puzzles import Puzzle, describe, generate, solutions
 
-DATA_SOURCE = "rhyme/knights_and_knaves"
 
-
-def row(puzzle: Puzzle, split: str, index: int) -> dict[str, Any]:
-    """Return a puzzle's row for verl's ``RLHFDataset`` and reward manager."""
+def row(source: str, ability: str, prompt: str, truth: str, split: str, index: int, **extra: int) -> dict[str, Any]:
+    """Return a row for verl's ``RLHFDataset`` and reward manager."""
     return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": puzzle.text()}],
-        "ability": "logic",
-        "reward_model": {"style": "rule", "ground_truth": describe(solutions(puzzle)[0], puzzle.names)},
-        "extra_info": {"split": split, "index": index, "people": puzzle.people},
+        "data_source": source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": split, "index": index, **extra},
     }
+
+
+def puzzle_row(puzzle: Puzzle, split: str, index: int) -> dict[str, Any]:
+    truth = describe(solutions(puzzle)[0], puzzle.names)
+    return row("rhyme/knights_and_knaves", "logic", puzzle.text(), truth, split, index, people=puzzle.people)
 
 
 def write(out: Path, split: str, count: int, seed: int, people: tuple[int, ...] = ()) -> Path:
@@ -39,7 +42,9 @@ def write(out: Path, split: str, count: int, seed: int, people: tuple[int, ...] 
     Raises:
         ValueError: Fewer different puzzles exist for these numbers of people.
     """
-    rows = [row(puzzle, split, i) for i, puzzle in enumerate(islice(generate(seed, split, set(), people), count))]
+    rows = [
+        puzzle_row(puzzle, split, i) for i, puzzle in enumerate(islice(generate(seed, split, set(), people), count))
+    ]
     if len(rows) < count:
         raise ValueError(f"{split}: only {len(rows)} of {count} different puzzles found; allow more people (--people)")
     path = out / f"{split}.parquet"

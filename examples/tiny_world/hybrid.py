@@ -51,7 +51,7 @@ def make(model: Path, out: Path, traces: int = 0, seed: int = 0) -> None:
     hybrid = Qwen3_5ForConditionalGeneration(config)
     if traces:
         hybrid.config.pad_token_id, hybrid.config.vocab_size = tokenizer.pad_token_id, len(tokenizer)
-        train(hybrid, tokenizer, traces, (2, 3), 8, 2e-3, seed)
+        train(hybrid, tokenizer, traces, 2e-3, seed)
     hybrid.generation_config = GenerationConfig(**ends, do_sample=True)
     hybrid.to(torch.bfloat16).save_pretrained(part)
     tokenizers.save(tokenizer, config, part)

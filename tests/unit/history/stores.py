@@ -45,3 +45,12 @@ def kill(store):
     environment.release(store._values.opened)
     os.close(store._lock)
     store._lock, store._closed = None, True
+
+
+def failing(error):
+    """Return a function that raises."""
+
+    def fail(*arguments, **named):
+        raise error
+
+    return fail

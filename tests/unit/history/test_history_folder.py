@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.history.stores import kill, open_store, read, trajectory
+from tests.unit.history.stores import NAMESPACE, failing, key, kill, open_store, read, responses, trajectory
 from verl_rhyme.history import environment, history_folder, ownership
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.ownership import Owner
+from verl_rhyme.history.reader import HistoryReader
 
 open_second = partial(open_store, run="second")
 
@@ -47,7 +49,7 @@ def owned_by(folder, **changes):
     (folder / "owner.json").write_text(json.dumps({**before, **changes}))
 
 
-@pytest.mark.parametrize("pid", [os.getpid(), 2**22 + 1, 1], ids=["", "of another container", "used again"])
+@pytest.mark.parametrize("pid", [os.getpid(), 2**22 + 1], ids=["", "of another container"])
 def test_a_second_run_fails_and_deletes_nothing_whatever_the_pid(tmp_path, folder, writer, pid):
     owned_by(folder, pid=pid)
     history_folder._remove_dead(tmp_path / "base", keep=tmp_path)
@@ -59,15 +61,31 @@ def test_a_second_run_fails_and_deletes_nothing_whatever_the_pid(tmp_path, folde
 
 
 def test_a_killed_writers_folder_is_removed_but_not_this_runs(tmp_path, folder, dead):
-    history_folder._remove_dead(tmp_path / "base", keep=folder)
-    assert read(folder) == [[5, 6]]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "link").symlink_to(folder)
-    history_folder._remove_dead(tmp_path / "other", keep=tmp_path)
-    assert read(folder) == [[5, 6]], "not through a link"
+    for base, keep in ((folder.parent, folder), (tmp_path / "other", tmp_path), (tmp_path / "mine", tmp_path)):
+        history_folder._remove_dead(base, keep)
+        assert read(folder) == [[5, 6]]
     owned_by(folder, pid=os.getpid())  # the pid is in use again, but the free lock shows that the writer is dead
-    history_folder._remove_dead(tmp_path / "base", keep=tmp_path)
-    assert not list((tmp_path / "base").iterdir())
+    history_folder._remove_dead(folder.parent, keep=tmp_path)
+    assert not list(folder.parent.iterdir())
+
+
+def test_in_the_users_folder_all_killed_runs_go_once_no_engine_reads_there(tmp_path):
+    """For any checkpoint folder: on a preempting cluster the same one may never be used again on this node."""
+    shared = tmp_path / f"verl_rhyme-{os.getuid()}"
+    for run in ("killed", "living"):
+        store = open_store(shared / run / "node", run=run)
+        store.append([trajectory(1, [5, 6])], step=1)
+        kill(store)
+    reader = HistoryReader(shared / "living" / "node", NAMESPACE)
+    assert responses(reader.get(key(1))) == [[5, 6]]
+    for left in (["living", "mine"], ["mine"]):
+        store = open_second(shared / "mine" / "node")
+        assert sorted(path.name for path in shared.iterdir()) == left
+        store.close(delete=True)
+        reader.close()
+    assert not list(shared.iterdir())
 
 
 def test_another_machines_folder_counts_as_alive(tmp_path, folder, dead):
@@ -93,16 +111,15 @@ def test_a_dead_writers_history_is_kept_by_the_same_run_only(folder, dead, run, 
     assert Owner.of(folder) is None
 
 
-def test_a_lock_on_a_deleted_folder_is_not_accepted(tmp_path):
+def test_a_lock_on_a_deleted_folder_is_not_accepted(folder, writer):
     """A lock on a deleted file excludes no other process."""
-    folder = tmp_path / "h"
-    first = open_store(folder, run="first")
-    held = os.open(folder / "writer.lock", os.O_RDWR)
-    first.close(delete=True)
-    assert not folder.exists()
-    with open_second(folder), pytest.raises(HistoryError):
-        open_store(folder, run="third")
-    os.close(held)
+    shutil.rmtree(folder)
+    with open_second(folder) as second:
+        second.append([trajectory(1, [7])], step=1)
+        writer.close(delete=True)
+        assert read(folder) == [[7]]
+        with pytest.raises(HistoryError):
+            open_store(folder, run="third")
 
 
 def test_a_waiting_writer_gets_the_folder_after_its_complete_deletion(tmp_path, monkeypatch):
@@ -123,7 +140,7 @@ def test_a_waiting_writer_gets_the_folder_after_its_complete_deletion(tmp_path, 
 
 def test_a_deletion_cut_short_is_completed_by_the_next_run(tmp_path, folder, writer, monkeypatch):
     with monkeypatch.context() as killed:
-        killed.setattr(history_folder.shutil, "rmtree", lambda path: (_ for _ in ()).throw(OSError("killed")))
+        killed.setattr(history_folder.shutil, "rmtree", failing(OSError("killed")))
         writer.close(delete=True)
     assert len(list(folder.parent.iterdir())) == 1
     with open_second(folder):
@@ -140,14 +157,15 @@ def test_a_folder_that_is_no_history_is_never_deleted(tmp_path, text):
     assert [file.name for file in other.iterdir()] == ["owner.json"]
 
 
-def test_a_link_instead_of_a_folder_is_refused_and_its_target_kept(tmp_path):
+@pytest.mark.parametrize("below", ["", "run"], ids=["the folder", "the user's folder above"])
+def test_a_link_instead_of_a_folder_is_refused_and_its_target_kept(tmp_path, below):
     """In a shared place any user may have created the link; it may point to a checkpoint folder of this user."""
     checkpoint = tmp_path / "checkpoints" / "global_step_10"
     checkpoint.mkdir(parents=True)
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "node").symlink_to(checkpoint.parent)
-    with pytest.raises(HistoryError, match=r"base/node is a link.*history\.dir"):
-        open_second(tmp_path / "base" / "node")
+    link = tmp_path / f"verl_rhyme-{os.getuid()}"
+    link.symlink_to(checkpoint.parent)
+    with pytest.raises(HistoryError, match=r"verl_rhyme-\d+ is a link.*history\.dir"):
+        open_second(link / below)
     assert [path.name for path in checkpoint.parent.iterdir()] == ["global_step_10"]
 
 
@@ -163,33 +181,24 @@ def test_another_users_folder_is_refused_and_nothing_in_it_deleted(tmp_path):
 
 
 def test_other_users_cannot_read_a_history(tmp_path):
-    folder, checkpoint = tmp_path / "h", tmp_path / "global_step_1"
-    folder.mkdir(mode=0o755)  # of an earlier version
+    top, checkpoint = tmp_path / f"verl_rhyme-{os.getuid()}", tmp_path / "global_step_1"
+    folders = [top, top / "run", top / "run" / "node", checkpoint / "history"]
     before = os.umask(0o022)
     try:
-        with open_second(folder) as store:
+        folders[2].mkdir(parents=True)  # of an earlier version
+        with open_second(folders[2]) as store:
             store.append([trajectory(1, [7])], step=1)
             store.snapshot(checkpoint / "history")
             store.restore(checkpoint / "history")
-            data = [*folder.rglob("*.mdb"), *checkpoint.rglob("*.mdb")]
-            assert [path.stat().st_mode & 0o777 for path in (folder, checkpoint / "history")] == [0o700, 0o700]
+            data = [*top.rglob("*.mdb"), *checkpoint.rglob("*.mdb")]
             assert {path.name for path in data} == {"data.mdb", "lock.mdb"}
+            assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
             assert {path.stat().st_mode & 0o777 for path in data} == {0o600}
     finally:
         os.umask(before)
 
 
 # ---- the choice of a folder ----
-
-
-class NoLocks:
-    """fcntl of a file system without locks, which this machine does not have."""
-
-    def __getattr__(self, name):
-        return getattr(fcntl, name)
-
-    def flock(self, descriptor, operation):
-        raise OSError("No locks available")
 
 
 def test_a_folder_is_tried_before_the_run(tmp_path, monkeypatch):
@@ -199,7 +208,7 @@ def test_a_folder_is_tried_before_the_run(tmp_path, monkeypatch):
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(HistoryError, match=r"Not a directory.*set history\.dir to a folder"):
             history_folder.check(place)
-    monkeypatch.setattr(ownership, "fcntl", NoLocks())
+    monkeypatch.setattr(fcntl, "flock", failing(OSError("No locks available")))
     with pytest.raises(HistoryError, match=r"No locks available.*: set history.dir to a folder on a"):
         history_folder.check(tmp_path)
 

@@ -91,30 +91,17 @@ def test_any_altered_byte_and_any_truncation_is_detected(data):
 
 
 def kept(history):
-    return sorted((int(s), int(e), int(n)) for s, e, n in zip(history.step, history.visit, history.sample, strict=True))
+    labels = zip(history.step.tolist(), history.visit.tolist(), history.sample.tolist(), strict=True)
+    return [(*each, history.response(i).tolist()) for i, each in enumerate(labels)]
 
 
 def test_keeps_the_latest_visits():
     history = PromptHistory.build([])
-    for epoch in range(5):
-        history = history.extended([trajectory([epoch], epoch, n) for n in range(2)], step=10 + epoch, epochs=2)
-    assert kept(history) == [(13, 3, 0), (13, 3, 1), (14, 4, 0), (14, 4, 1)]
-    assert [history.response(i).tolist() for i in range(4)] == [[3], [3], [4], [4]]
-    parts = PromptHistory.build([])
-    for part in range(3):
-        parts = parts.extended([trajectory([part], 0, part)], step=part, epochs=1)
-    assert len(parts) == 3, "of one visit"
-
-
-def test_a_repeated_step_replaces_its_responses():
-    first = PromptHistory.build([]).extended([trajectory([1], 0, 0), trajectory([2], 0, 1)], step=1, epochs=2)
-    second = first.extended([trajectory([3], 1, 0)], step=2, epochs=2)
-    again = second.extended([trajectory([4], 1, 0)], step=2, epochs=2)
-    assert [again.response(i).tolist() for i in range(len(again))] == [[1], [2], [4]]
-
-
-def test_responses_of_a_run_that_restarts_its_epoch_count_are_kept():
-    history = PromptHistory.build([])
-    for step, epoch in enumerate([7, 8, 0]):
-        history = history.extended([trajectory([epoch], epoch)], step=step, epochs=2)
-    assert sorted(history.visit.tolist()) == [0, 8]
+    for step, epoch in enumerate([6, 7, 8, 0]):  # a restarted run counts its epochs anew
+        new = [trajectory([step], epoch, sample) for sample in range(2)]
+        history = history.extended(new, step, epochs=2)
+    assert kept(history) == [(2, 8, 0, [2]), (2, 8, 1, [2]), (3, 0, 0, [3]), (3, 0, 1, [3])]
+    history = history.extended([trajectory([4], 0, 1)], step=3, epochs=2)
+    assert kept(history)[2:] == [(3, 0, 0, [3]), (3, 0, 1, [4])], "a repeated step replaces its samples"
+    history = history.extended([trajectory([5], 0, 2)], step=4, epochs=1)
+    assert kept(history) == [(3, 0, 0, [3]), (3, 0, 1, [4]), (4, 0, 2, [5])], "parts of one visit"

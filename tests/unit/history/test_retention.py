@@ -43,24 +43,24 @@ def test_the_level_matches_the_bound(fits):
     ledger = Retention(int(fits * 1000 * 100), epochs=4)
     for epoch in range(5):
         for i in np.random.default_rng(epoch).permutation(1000):
-            ledger.note_visit(key(i), epoch, epoch, 100, epoch)
             arrive(ledger, i, epoch, 100)
     assert ledger.level == pytest.approx(min(fits, 4), abs=0.05)
     assert ledger.total("bytes") == pytest.approx(min(ledger.bound, 400_000), rel=0.01)
     assert ledger.kept_share == pytest.approx(min(1, fits), abs=0.01)
-    depths = [entry.units for _, entry in ledger.entries()]
-    assert ledger.most_visits == max(depths)
+    depths = [entry.units for _, entry in sorted(ledger.entries(), key=lambda each: place(each[0]))]
+    assert ledger.most_visits == depths[0]
+    assert depths == sorted(depths, reverse=True), "the lowest places keep most"
     assert max(depths) - min(depths) <= (0 if fits > 4 else 1), "uniformly"
 
 
-def test_the_lowest_places_stay():
-    ledger = Retention(3000, epochs=1)
-    for i in range(100):
-        arrive(ledger, i, 0, 100)
-    stay = sorted(place(k) for k in kept(ledger))
-    go = [place(k) for k, entry in ledger.entries() if not entry.units]
-    assert len(stay) == 30
-    assert stay[-1] < min(go)
+def test_the_level_follows_the_sizes():
+    """With shorter responses more prompts fit, with longer ones fewer."""
+    ledger, shares = Retention(70_000, epochs=1), []
+    for epoch, size in enumerate([200, 200, 100, 100, 100, 200, 200, 200]):
+        for i in range(1000):
+            arrive(ledger, i, epoch, size)
+        shares.append(ledger.kept_share)
+    assert [shares[epoch] for epoch in (0, 4, 7)] == pytest.approx([0.35, 0.7, 0.35], abs=0.01)
 
 
 def test_parts_of_one_visit_add_up_and_repeated_ones_do_not():

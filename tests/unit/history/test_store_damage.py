@@ -1,53 +1,50 @@
 """The store with a damaged file, a full disk, a killed writer, and concurrent readers in other processes."""
 
 import errno
+import itertools
 import logging
+import multiprocessing
 import os
 import random
+import resource
 import shutil
-import signal
-import subprocess
 import sys
-import textwrap
 import time
-import traceback
 from functools import partial
+from multiprocessing.sharedctypes import RawValue
 
 import pytest
 from lmdb import verify
 
 from tests.conftest import examples
-from tests.unit.history.stores import NAMESPACE, key, kill, open_store, read, responses, trajectory
+from tests.unit.history.stores import NAMESPACE, failing, key, kill, open_store, read, responses, trajectory
 from verl_rhyme.history import environment, history_folder
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.reader import HistoryReader
+from verl_rhyme.history.record import PromptHistory
 from verl_rhyme.history.values import Values
 
 pytestmark = pytest.mark.slow  # one process per damage
 
-HEADER = """
-import os, sys, time
-import numpy as np
-from verl_rhyme.history.record import Trajectory
-from verl_rhyme.history.reader import HistoryReader
-from verl_rhyme.history.store import HistoryStore
-path = sys.argv[1]
-def trajectory(i, tokens, epoch=0):
-    return Trajectory(int(i).to_bytes(16, "big"), np.array(tokens, np.int32), 1.0, 0, epoch, 0)
-def tokens(step, i):
-    return [step] * (500 + 37 * i % 900)
-"""
+
+def start(function, *arguments):
+    """Start a process. No environment of the same folder may be open here."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    return process
 
 
-def python(code, *arguments):
-    """Start a process that runs some code with a path and other arguments."""
-    command = [sys.executable, "-c", HEADER + textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def outcome(capfd, function, path):
+    """Return the output and log of a process, which must end well."""
 
+    def logging_to_stdout():
+        logging.basicConfig(level=logging.WARNING, stream=sys.stdout, force=True)
+        function(path)
 
-def finish(process, timeout=120):
-    output, _ = process.communicate(timeout=timeout)
-    assert process.returncode == 0, output
+    process = start(logging_to_stdout)
+    process.join()
+    output = "".join(capfd.readouterr())
+    assert process.exitcode == 0, output
     return output
 
 
@@ -71,11 +68,11 @@ def damaged_copy(path, data):
     file.write_bytes(data)
 
 
-def shortened(data, size):
-    return data[: int(size * len(data)) if isinstance(size, float) else size]
+def shortened(data, share):
+    return data[: int(share * len(data))]
 
 
-def run(path):
+def use(path):
     """Do everything that a run does."""
     reader = HistoryReader(path, NAMESPACE, refresh_interval=0.0)
     first = sum(reader.get(key(i)) is not None for i in range(30))
@@ -90,33 +87,12 @@ def run(path):
     print("read", first)
 
 
-def use(path):
-    """Return the output and log of :func:`run` in a separate process, which damage must not crash."""
-    log = path.parent / f"{path.name}.log"
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            sys.stdout = sys.stderr = log.open("w", buffering=1)
-            logging.basicConfig(level=logging.WARNING, stream=sys.stdout, force=True)
-            run(path)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    output = log.read_text()
-    assert ended == 0, f"exit status {ended}: {output}"
-    return output
-
-
-@pytest.mark.parametrize("size", [0, 4096, 12288, 0.5, None])
-def test_a_truncated_file_starts_empty(tmp_path, sound, size):
-    damaged_copy(tmp_path / "h", shortened(sound, size))
-    output = use(tmp_path / "h")
-    assert output.endswith("read 30\n" if size is None else "read 0\n")
-    assert ("damaged and starts empty" in output) == (size is not None)
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_a_truncated_file_starts_empty(tmp_path, sound, share, capfd):
+    damaged_copy(tmp_path / "h", shortened(sound, share))
+    output = outcome(capfd, use, tmp_path / "h")
+    assert output.endswith("read 30\n" if share == 1 else "read 0\n")
+    assert ("damaged and starts empty" in output) == (share < 1)
 
 
 def flips(seed, sound):
@@ -130,7 +106,7 @@ def flips(seed, sound):
     return bytes(data)
 
 
-def test_a_file_without_the_end_of_a_large_value_does_not_crash_a_run(tmp_path):
+def test_a_file_without_the_end_of_a_large_value_does_not_crash_a_run(tmp_path, capfd):
     """The page verification does not see it, and LMDB would map pages beyond the end of the file."""
     with open_store(tmp_path / "h") as store:
         for step in range(30):
@@ -140,13 +116,13 @@ def test_a_file_without_the_end_of_a_large_value_does_not_crash_a_run(tmp_path):
             if not verify.verify(str(tmp_path / "cut")):
                 break
     file.write_bytes((tmp_path / "cut").read_bytes())
-    assert use(tmp_path / "h").endswith(f"read {step}\n"), "all but one"
+    assert outcome(capfd, use, tmp_path / "h").endswith(f"read {step}\n"), "all but one"
 
 
 @pytest.mark.parametrize("seed", range(examples(6, slow=12)))
-def test_flipped_bytes_never_crash_a_run(tmp_path, sound, seed):
+def test_flipped_bytes_never_crash_a_run(tmp_path, sound, seed, capfd):
     damaged_copy(tmp_path / "h", flips(seed, sound))
-    use(tmp_path / "h")
+    outcome(capfd, use, tmp_path / "h")
 
 
 def test_a_damaged_value_reads_as_no_history_and_is_counted(tmp_path, caplog):
@@ -173,50 +149,51 @@ def test_a_damaged_value_reads_as_no_history_and_is_counted(tmp_path, caplog):
         reader.close()
 
 
-@pytest.mark.parametrize("size", [0, 5000, 0.5])
-def test_a_damaged_snapshot_keeps_the_present_history(tmp_path, sound, size, caplog):
+@pytest.mark.parametrize("share", [None, 0.0, 0.5], ids=["missing", "empty", "truncated"])
+def test_a_damaged_snapshot_keeps_the_present_history(tmp_path, sound, share, caplog):
     snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
-    (snapshot / "data.mdb").write_bytes(shortened(sound, size))
+    if share is not None:
+        snapshot.mkdir()
+        (snapshot / "data.mdb").write_bytes(shortened(sound, share))
     with open_store(tmp_path / "h") as store:
         store.append([trajectory(1, [5])], step=1)
         assert not store.restore(snapshot)
-        assert store.stats()["prompts"] == 1
-        assert store.append([trajectory(1, [6])], step=2).trajectories == 1
-    assert "not restored" in caplog.text
+        assert store.append([trajectory(1, [6], epoch=1)], step=2).trajectories == 1
+    assert read(tmp_path / "h") == [[5], [6]]
+    assert len(list((tmp_path / "h").glob("env-*"))) == 1
+    assert f"the history in {snapshot} is not restored" in caplog.text
 
 
 # ---- a full disk ----
 
 
-def test_a_full_disk_is_a_warning_and_loses_nothing(tmp_path):
+def fill_the_disk(path):
     """A resource limit stops all files of the writer at 400 kB."""
-    code = """
-    import logging, resource
-    logging.basicConfig(stream=sys.stdout)
-    store = HistoryStore(path, "tokenizer-a", max_bytes=64 << 20, epochs=2)
-    assert store.append([trajectory(i, range(1000)) for i in range(10)], 1).trajectories == 10
+
+    def step(number):
+        return store.append([trajectory(i, range(9000)) for i in range(100)], number)
+
+    store, reader = open_store(path, 64 << 20), HistoryReader(path, NAMESPACE)
+    store.append([trajectory(i, range(1000)) for i in range(10)], 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
-    for step in range(2, 5):
-        stats = store.append([trajectory(i, range(9000)) for i in range(100)], step)
-        assert stats.dropped == 100 and stats.trajectories == 0, stats
-    reader = HistoryReader(path, "tokenizer-a")
-    assert all(len(reader.get(int(i).to_bytes(16, "big"))) == 1 for i in range(10))
-    assert store.stats()["prompts"] == 10
-    try:
-        store.snapshot(path + ".snapshot")
-    except Exception as error:
-        print("snapshot:", error)
+    for number in range(2, 5):
+        assert (step(number).dropped, store.stats()["prompts"]) == (100, 10)
+    assert all(len(reader.get(key(i))) == 1 for i in range(10))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert store.append([trajectory(i, range(9000)) for i in range(100)], 5).trajectories == 100
-    assert len(reader.get((0).to_bytes(16, "big"))) == 2 and reader.errors == 0
-    """
-    output = finish(python(code, tmp_path / "h"))
-    assert output.count("a step is not recorded") == 1, output
+    assert step(5).trajectories == 100
+    assert (len(reader.get(key(0))), reader.errors) == (2, 0)
 
 
-def test_a_full_map_on_a_full_disk_loses_the_step_only(tmp_path, monkeypatch):
-    """The step needs a copy of the history, which does not fit on the disk."""
+def test_a_full_disk_is_a_warning_and_loses_nothing(tmp_path, capfd):
+    assert outcome(capfd, fill_the_disk, tmp_path / "h").count("a step is not recorded") == 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "error"),
+    [(Values, "_copy", OSError(errno.ENOSPC, "No space left on device")), (PromptHistory, "encode", MemoryError())],
+)
+def test_a_step_that_fails_is_lost_alone(tmp_path, monkeypatch, owner, call, error):
+    """The map is full: the step needs a copy of the history, which may not fit on the disk."""
 
     def batch(i, n, epoch):
         return [trajectory(j, range(7000), epoch) for j in range(i, i + n)]
@@ -226,7 +203,7 @@ def test_a_full_map_on_a_full_disk_loses_the_step_only(tmp_path, monkeypatch):
             assert store.append(batch(step % 4 * 10, 10, step // 4), step).trajectories == 10
         before = store.stats()
         with monkeypatch.context() as full:
-            full.setattr(Values, "_copy", failing(OSError(errno.ENOSPC, "No space left on device")))
+            full.setattr(owner, call, failing(error))
             stats = store.append(batch(0, 20, 2), 8)
         assert (stats.lost_steps, stats.trajectories, stats.evicted, stats.dropped) == (1, 0, 0, 20)
         assert store.stats() == before
@@ -236,26 +213,29 @@ def test_a_full_map_on_a_full_disk_loses_the_step_only(tmp_path, monkeypatch):
 
 # ---- other processes ----
 
-WRITE_FOREVER = """
-with HistoryStore(path, "tokenizer-a", max_bytes=int(sys.argv[3]), epochs=2) as store:
-    for step in range(int(sys.argv[2]), 10**6):
-        store.append([trajectory(i, tokens(step, i), epoch=step) for i in range(50)], step)
-        if step % 3 == 0:
-            print(step, flush=True)
-"""
+
+def tokens(step, i):
+    return [step] * (500 + 37 * i % 900)
+
+
+def write_forever(path, first, max_bytes, recorded):
+    with open_store(path, max_bytes) as store:
+        for step in itertools.count(first):
+            store.append([trajectory(i, tokens(step, i), epoch=step) for i in range(50)], step)
+            recorded.value = step
 
 
 @pytest.mark.parametrize("max_bytes", [8 << 20, 1 << 20], ids=["roomy", "full, so that it is rewritten all the time"])
 def test_a_writer_killed_at_any_moment_leaves_complete_steps(tmp_path, caplog, max_bytes):
     rng = random.Random(0)
-    path = tmp_path / "h"
-    last = 0
+    path, recorded, last = tmp_path / "h", RawValue("l", 0), 0
     for _ in range(examples(4, slow=8)):
-        process = python(WRITE_FOREVER, path, last + 1, max_bytes)
-        reported = int(process.stdout.readline())
+        process = start(write_forever, path, last + 1, max_bytes, recorded)
+        while recorded.value <= last:
+            assert process.is_alive()
         time.sleep(rng.random() * 0.2)
-        process.send_signal(signal.SIGKILL)
-        reported = max([reported, *map(int, process.communicate()[0].split())])
+        process.kill()
+        process.join()
         steps = []
         with open_store(path, max_bytes) as store:
             reader = HistoryReader(path, NAMESPACE)
@@ -266,70 +246,63 @@ def test_a_writer_killed_at_any_moment_leaves_complete_steps(tmp_path, caplog, m
             assert len(steps) == store.stats()["prompts"]
             reader.close()
         last = max(steps)
-        assert last >= reported
+        assert last >= recorded.value
         assert max_bytes < 8 << 20 or steps == [last] * 50
     assert "damaged" not in caplog.text
 
 
+def read_changes(path):
+    reader = HistoryReader(path, NAMESPACE, refresh_interval=0.01)
+    last, changes = dict.fromkeys(range(20), 0), 0
+    while changes < 1000:
+        for i in last:
+            history = reader.get(key(i))
+            if history is not None:
+                newest = history.response(len(history) - 1).tolist()
+                assert newest == tokens(newest[0], i)
+                assert history.step[-1] == newest[0] >= last[i]
+                changes += newest[0] > last[i]
+                last[i] = newest[0]
+    assert reader.errors == 0
+
+
 def test_processes_read_while_one_writes(tmp_path):
     path = tmp_path / "h"
-    read = """
-    reader = HistoryReader(path, "tokenizer-a", refresh_interval=0.01)
-    seen, last, done = 0, {}, False
-    while not done:
-        done = os.path.exists(path + ".done")  # read once more afterwards
-        for i in range(20):
-            history = reader.get(int(i).to_bytes(16, "big"))
-            if history is not None:
-                newest = history.response(len(history) - 1)
-                step = int(newest[0])
-                assert newest.tolist() == tokens(step, i) and history.step[-1] == step
-                assert step >= last.get(i, 0)
-                last[i] = step
-                seen += 1
-                if seen == 2000:
-                    open(f"{path}.busy.{os.getpid()}", "w").close()
-    assert reader.errors == 0
-    print(min(last.values()))
-    """
-    readers = [python(read, path) for _ in range(3)]
-    try:
-        with open_store(path, max_bytes=1 << 20) as store:
-            deadline = time.monotonic() + 120
-            step = 0
-            while step < 200 or len(list(tmp_path.glob("h.busy.*"))) < len(readers):
-                assert time.monotonic() < deadline
-                assert all(process.poll() is None for process in readers)
-                step += 1
-                batch = [trajectory(i, [step] * (500 + 37 * i % 900), epoch=step) for i in range(20)]
-                assert store.append(batch, step).trajectories == 20
-                if step % 40 == 0:  # replace the environment while others read
-                    store.snapshot(tmp_path / "snapshot")
-                    assert store.restore(tmp_path / "snapshot")
-            time.sleep(0.05)
-            (tmp_path / "h.done").touch()
-            assert [int(finish(process)) for process in readers] == [step] * len(readers)
-    finally:
-        for process in readers:
-            process.kill()
-            process.communicate()
+    readers = [start(read_changes, path) for _ in range(3)]
+    with open_store(path, max_bytes=1 << 20) as store:
+        deadline = time.monotonic() + 120
+        for step in itertools.count(1):
+            batch = [trajectory(i, tokens(step, i), epoch=step) for i in range(20)]
+            assert store.append(batch, step).trajectories == 20
+            if step % 40 == 0:  # replace the environment while others read
+                store.snapshot(tmp_path / "snapshot")
+                assert store.restore(tmp_path / "snapshot")
+            if time.monotonic() > deadline or not any(process.is_alive() for process in readers):
+                break
+    for process in readers:
+        process.kill()
+        process.join()
+    assert [process.exitcode for process in readers] == [0, 0, 0]
+
+
+def hold_a_view(path, holding):
+    reader = HistoryReader(path, NAMESPACE, refresh_interval=0.0)
+    while reader.get(key(0)) is None:
+        time.sleep(0.01)
+    view = reader._environment.env.begin()
+    holding.value = view.id()
+    time.sleep(600)
 
 
 def test_killed_readers_do_not_make_the_file_grow(tmp_path):
-    path = tmp_path / "h"
-    hold = """
-    reader = HistoryReader(path, "tokenizer-a")
-    assert reader.get((0).to_bytes(16, "big")) is not None
-    txn = reader._environment.env.begin()
-    print("holding", flush=True)
-    time.sleep(600)
-    """
+    path, holding = tmp_path / "h", RawValue("l", 0)
+    process = start(hold_a_view, path, holding)
     with open_store(path, max_bytes=64 << 20) as store:
         store.append([trajectory(i, range(2000)) for i in range(20)], 0)
-        process = python(hold, path)
-        assert process.stdout.readline() == "holding\n"
+        while not holding.value:
+            assert process.is_alive()
         process.kill()
-        process.communicate()
+        process.join()
         sizes = []
         for step in range(1, 40):
             store.append([trajectory(i, range(2000), epoch=step) for i in range(20)], step)
@@ -383,29 +356,25 @@ def test_a_cleaner_takes_the_files_of_a_live_store_for_new_ones(tmp_path):
 def test_a_folder_taken_by_others_is_left_alone_and_each_lost_step_counted(tmp_path, caplog, monkeypatch, taken):
     monkeypatch.setattr("verl_rhyme.history.store._LOCK_TIMEOUT_S", 0.1)
     path = tmp_path / "base" / "h"
-    store, ended = open_store(path, run="first"), open_store(tmp_path / "ended", run="ended")
-    store.append([trajectory(1, [1])], step=1)
-    for folder in (path.parent, tmp_path / "ended"):
-        shutil.rmtree(folder)
-    if taken == "by a file":
-        path.parent.write_text("")
-        free = path.parent.unlink
-    else:
-        other = open_store(path, run="second")
-        other.append([trajectory(1, [9])], step=1)
-        free = partial(other.close, delete=True)
-        (tmp_path / "ended").symlink_to(path)
-        ended.close(delete=True)
-        assert read(path) == [[9]]
-    for step in (2, 3):
-        stats = store.append([trajectory(1, [step])], step=step)
-        assert (stats.lost_steps, stats.dropped) == (1, 1)
-        assert not store.restore(tmp_path / "snapshot")
-    assert caplog.text.count("a step is not recorded") == 1
-    free()
-    assert store.append([trajectory(1, [4])], step=4).lost_steps == 0
-    assert read(path) == [[4]]
-    store.close()
+    with open_store(path, run="first") as store:
+        store.append([trajectory(1, [1])], step=1)
+        shutil.rmtree(path.parent)
+        if taken == "by a file":
+            path.parent.write_text("")
+            free = path.parent.unlink
+        else:
+            other = open_store(path, run="second")
+            other.append([trajectory(1, [9])], step=1)
+            free = partial(other.close, delete=True)
+        for step in (2, 3):
+            stats = store.append([trajectory(1, [step])], step=step)
+            assert (stats.lost_steps, stats.dropped) == (1, 1)
+            assert not store.restore(tmp_path / "snapshot")
+            assert taken == "by a file" or read(path) == [[9]]
+        assert caplog.text.count("a step is not recorded") == 1
+        free()
+        assert store.append([trajectory(1, [4])], step=4).lost_steps == 0
+        assert read(path) == [[4]]
 
 
 def test_a_reader_that_fails_to_open_tries_again(tmp_path, monkeypatch):
@@ -419,10 +388,3 @@ def test_a_reader_that_fails_to_open_tries_again(tmp_path, monkeypatch):
             assert reader.errors == 2
         assert responses(reader.get(key(1))) == [[1]]
         reader.close()
-
-
-def failing(error):
-    def fail(*arguments, **named):
-        raise error
-
-    return fail
