@@ -20,7 +20,7 @@ def engines(monkeypatch):
     """A carrier of the backend ``naive``, and the replicas of each of its syncs; engines hold version 1."""
     held = SimpleNamespace(remote=lambda: [vars(Held(1))])
     one, other = (SimpleNamespace(replica_rank=n, servers=[SimpleNamespace(held_weights=held)]) for n in range(2))
-    actor = SimpleNamespace(sent_weights=lambda: [Sent(2), None])
+    actor = SimpleNamespace(sent_weights=lambda: [None, Sent(2)])
     monkeypatch.setattr(broadcast, "ray", SimpleNamespace(get=lambda calls: calls))
     carrier = Broadcast(SimpleNamespace(backend="naive", custom_backend_module=None), actor, [one, other])
     carrier.syncs = []

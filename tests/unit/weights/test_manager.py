@@ -8,7 +8,6 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from verl_rhyme.processes.deaths import WatchedCheckpointManager
 from verl_rhyme.weights import manager as managers
-from verl_rhyme.weights import samples
 from verl_rhyme.weights.engine import register
 from verl_rhyme.weights.folder import UnsentError, WeightsError
 from verl_rhyme.weights.manager import RelayManager
@@ -31,8 +30,8 @@ class Relay:
 
     answers: ClassVar = {"folder": "/weights", "expect": "/weights", "has": True}
 
-    def __init__(self, world, node, heir_of):
-        self.world, self.node, self.heir_of, self.lives = world, node, heir_of, True
+    def __init__(self, world, node):
+        self.world, self.node, self.lives = world, node, True
 
     def __getattr__(self, name):
         return SimpleNamespace(remote=lambda *arguments: self.call(name, arguments))
@@ -86,8 +85,8 @@ class World:
         config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
         self.manager = RelayManager(config, actor, self.replicas)
 
-    def start(self, node, root, heir_of, *_):
-        self.relays.append(Relay(self, node, heir_of))
+    def start(self, node, *_):
+        self.relays.append(Relay(self, node))
         return self.relays[-1]
 
     def get(self, calls, timeout=None):
@@ -115,13 +114,6 @@ def background(world):
     world.manager.waits = False
     world.manager.replicas.append(Replica(2, "far"))
     return world
-
-
-def test_a_new_replica_gets_its_weights_though_the_relay_died_before(world):
-    world.relays[0].lives = False
-    world.manager.deliver([Replica(2)])
-    assert world.taken == [(2, 1)]
-    assert [relay.heir_of for relay in world.relays] == [None, "/weights"]
 
 
 @pytest.mark.parametrize("dies_at", [["deliver"], ["deliver", "has"], ["deliver", "deliver"], ["fetch"]])
@@ -202,15 +194,6 @@ def test_a_relay_that_hangs_is_replaced(background, monkeypatch):
     assert (2, 2) in background.taken
 
 
-@pytest.mark.parametrize("dies_at", ["deliver", "fetch"])
-def test_a_relay_that_dies_in_the_background_is_replaced_without_the_actor(background, dies_at):
-    background.dies_at.append(dies_at)
-    background.manager.update_weights(2)
-    background.manager.finish_deliveries()
-    assert background.written == [1, 2]
-    assert {(0, 2), (1, 2), (2, 2)} <= set(background.taken)
-
-
 def test_other_weights_than_the_actors_are_reported_by_every_check(background):
     background.failing[1] = raised(WeightsError("replica 1 does not have the actor's weights"))
     background.manager.update_weights(2)
@@ -244,9 +227,3 @@ def test_watched_methods_exist():
     watched = [name for name, value in vars(WatchedCheckpointManager).items() if callable(value) and name[0] != "_"]
     assert "finish_deliveries" in watched
     assert all(hasattr(RelayManager, name) for name in watched)
-
-
-def test_samples_of_the_first_rank_that_took_them_are_compared():
-    sent = samples.Sent(2)
-    assert samples.sent_by(SimpleNamespace(sent_weights=lambda: [None, sent])) is sent
-    assert samples.sent_by(SimpleNamespace()) is None

@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 
 import pytest
 import torch
@@ -28,18 +27,10 @@ def sent(weights=WEIGHTS, version=VERSION, **more):
 
 def held(weights=WEIGHTS, version=VERSION, dtype="bfloat16", scale=1.0, **more):
     """What an engine reports that has stored these weights."""
-    values = {
-        name: [
-            (
-                dtype,
-                list(range(min(POINTS, tensor.numel()))),
-                (take(tensor, version).to(getattr(torch, dtype)) * scale).tolist(),
-                scale,
-            )
-        ]
-        for name, tensor in weights.items()
-        if name != "lm_head.weight"
-    }
+    values = {}
+    for name in weights.keys() - {"lm_head.weight"}:
+        elements = take(weights[name], version).to(getattr(torch, dtype)) * scale
+        values[name] = [(dtype, list(range(len(elements))), elements.tolist(), scale)]
     return Held(version, values, **more)
 
 
@@ -61,9 +52,8 @@ def test_points_lie_in_all_shards():
     """Of a matrix that is sharded by columns, and of one that is sharded by rows."""
     rows, columns = 128, 256
     where = points(rows * columns, 5)
-    assert (
-        {*(where % columns // (columns // 8)).tolist()} == {*(where // columns // (rows // 8)).tolist()} == {*range(8)}
-    )
+    assert set((where % columns // (columns // 8)).tolist()) == set(range(8))
+    assert set((where // columns // (rows // 8)).tolist()) == set(range(8))
 
 
 def test_every_tensor_is_compared_in_turn():
@@ -111,19 +101,11 @@ FAULTS = {
         Held(VERSION),
         rf"{re.escape(ADAPTER)}: it was not loaded",
     ),
-    "an adapter without its scale": (
-        sent({ADAPTER: OLD}),
-        Held(VERSION, {ADAPTER: [("float32", [0], [float(take(OLD, VERSION)[0])], 2.0)]}),
-        "the actor",
-    ),
     "a tensor that the loader skips": (
         sent(),
-        held(
-            {k: v for k, v in WEIGHTS.items() if "up_proj" not in k}, incomplete=["model.layers.2.mlp.gate_up.weight"]
-        ),
+        held({"model.norm.weight": WEIGHTS["model.norm.weight"]}, incomplete=["model.layers.2.mlp.gate_up.weight"]),
         r"layers.2.mlp.up_proj.weight: it was not loaded; model.layers.2.mlp.gate_up.weight got less",
     ),
-    "a replica that missed a version": (sent(), held(version=VERSION - 1), "worker 0 has loaded version 1 last"),
     "a quantised replica that missed one": (
         sent(),
         Held(VERSION - 1, obstacle="the engines quantise"),
@@ -134,16 +116,6 @@ FAULTS = {
         sent(),
         held(changed(model__layers__2__mlp__up_proj__weight=OLD)),
         r"layers.2.mlp.up_proj.weight: worker 0 has .* the actor",
-    ),
-    "a part of zeros": (
-        sent(),
-        held(
-            {
-                name: tensor * (torch.arange(len(tensor)) < len(tensor) // 2).view(-1, *[1] * (tensor.ndim - 1))
-                for name, tensor in WEIGHTS.items()
-            }
-        ),
-        r"has -?0, the actor",
     ),
     "a tied embedding that was not updated": (
         sent({"lm_head.weight": WEIGHTS["lm_head.weight"]}),
@@ -166,12 +138,6 @@ FAULTS = {
 def test_a_difference_names_replica_version_and_tensor(actors, engines, named):
     with pytest.raises(WeightsError, match=rf"(?s)replica 7 .* version {VERSION}: .*{named}.*last checkpoint"):
         compare(7, actors, [engines])
-
-
-def test_what_an_engine_has_no_use_for_is_no_difference():
-    """Layers that only training has, or names that the loader drops."""
-    more = changed(mtp__layers__2__norm__weight=torch.randn(16))
-    compare(0, sent(more), [held()])
 
 
 def test_what_a_loader_computes_is_not_compared():
@@ -227,15 +193,3 @@ def test_what_is_missing_in_another_layer_is_no_sign_of_a_fault():
     compare(0, sent(more), [held(incomplete=["model.layers.6.mlp.gate_up_proj.weight"])])
     with pytest.raises(WeightsError, match=r"2.norm.weight: it was not loaded"):
         compare(0, sent(more), [held(incomplete=["language_model.model.layers.2.mlp.gate_up_proj.weight"])])
-
-
-def test_a_replica_of_eight_workers_is_compared_in_milliseconds():
-    """32B: 16 layers a version; the trainer compares all replicas, one after the other."""
-    weights = {f"model.layers.{2 + 4 * n}.{m}.weight": torch.randn(64, 8) for n in range(16) for m in range(12)}
-    actors, workers = sent(weights), [held(weights, dtype="bfloat16") for _ in range(8)]
-    for number, worker in enumerate(workers):
-        for name, [(dtype, which, values, scale)] in worker.values.items():
-            worker.values[name] = [(dtype, which[number::8], values[number::8], scale)]
-    began = time.process_time()
-    compare(0, actors, workers)
-    assert time.process_time() - began < 0.1  # 0.4 s by one tensor at a time
