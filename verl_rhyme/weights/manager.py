@@ -30,7 +30,6 @@ _LOOK_S, _PAUSE_S = 20.0, 1.0
 _DEATHS = 3
 #: verl's rollout dtypes narrower than float32, with torch's names.
 _NARROW = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
-_DEFAULT = WeightsConfig()
 #: Log line that ``benchmarks.faults`` counts.
 GONE = "the weight relay of node %s died or hangs; a new one replaces it: %s"
 
@@ -55,16 +54,9 @@ class RelayManager(Carrier):
     ``options`` are of transfers between sites. ``rollout`` gives the dtype of sent matrices (:func:`transfer_dtype`).
     """
 
-    def __init__(
-        self,
-        config: Any,
-        actor_wg: Any,
-        replicas: list[Any],
-        options: WeightsConfig = _DEFAULT,
-        rollout: Any = None,
-    ) -> None:
+    def __init__(self, config: Any, actor_wg: Any, replicas: list[Any], options: WeightsConfig, rollout: Any) -> None:
         super().__init__(config, actor_wg, replicas)
-        self._options, self._dtype = options, transfer_dtype(rollout or {})
+        self._options, self._dtype = options, transfer_dtype(rollout)
         self._root = (config.engine_kwargs.get(BACKEND) or {}).get("folder")
         self._relays: dict[str, Any] = {}  # by node
         self._folders: dict[str, str] = {}  # of relays, dead ones included, by node

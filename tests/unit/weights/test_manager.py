@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
+from verl_rhyme.config import WeightsConfig
 from verl_rhyme.processes.deaths import WatchedCheckpointManager
 from verl_rhyme.weights import manager as managers
 from verl_rhyme.weights.engine import register
@@ -83,7 +84,7 @@ class World:
         )
         register()
         config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
-        self.manager = RelayManager(config, actor, self.replicas)
+        self.manager = RelayManager(config, actor, self.replicas, WeightsConfig(), {})
 
     def start(self, node, *_):
         self.relays.append(Relay(self, node))

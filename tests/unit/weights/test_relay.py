@@ -42,7 +42,7 @@ async def test_a_transfer_can_be_retried_after_any_error(nodes, monkeypatch):
         raise OSError(5, "Input/output error")
 
     await publish(nodes[0], 1)
-    monkeypatch.setattr(nodes[1]._folder, "write_chunk", full)
+    monkeypatch.setattr(nodes[1]._folder, "write", full)
     await fetch(nodes[1], 1, Near(nodes[0]))
     with pytest.raises(OSError, match="Input/output error"):
         await deliver(nodes[1], 1)
@@ -86,10 +86,8 @@ async def test_a_new_relay_reuses_the_complete_versions_of_a_dead_one(nodes):
 # ---- another site ----
 
 
-async def test_bytes_from_another_site_are_few_and_counted(nodes, caplog):
-    for version in (1, 2, 3):
-        if version == 3:
-            nodes[0]._folder.remove(2)  # the base is gone, here only
+async def test_bytes_from_another_site_are_few_and_counted(nodes):
+    for version in (1, 2):
         await publish(nodes[0], version)
         await fetch(nodes[1], version, Near(nodes[0]), remote=True)
         await fetch(nodes[2], version, Near(nodes[1]))
@@ -101,7 +99,6 @@ async def test_bytes_from_another_site_are_few_and_counted(nodes, caplog):
         assert within["remote_bytes"] == 0
         assert within["bytes"] >= sent
         assert remote["damaged"] == remote["lost"] == 0
-        assert ("chunks came in full from another site" in caplog.text) == (version == 3)
     assert not await nodes[1].take_tally()
 
 
