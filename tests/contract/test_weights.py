@@ -154,7 +154,8 @@ def manager(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={"relay": {"folder": folder}})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(relay, "start", lambda node, root, *options: start(here, root, *options))
-        yield RelayManager(config, ActorGroup([on("near", True)]), [Replica(0, "near"), Replica(1, "far")])
+        replicas = [Replica(0, "near"), Replica(1, "far")]
+        yield RelayManager(config, ActorGroup([on("near", True)]), replicas, WeightsConfig(), {})
 
 
 def kill(relay: Any) -> None:

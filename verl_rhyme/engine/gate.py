@@ -12,7 +12,7 @@ class Gate:
         self.version = 0  # of the served policy
         self.running = 0  # requests that entered and have not left
         self.closed = False  # all requests are refused
-        self._waiting: dict[asyncio.Future[None], str] = {}  # request of each
+        self._waiting: dict[str, asyncio.Future[None]] = {}  # by request
         self._idle = asyncio.Event()
 
     async def enter(self, request: str, version: int) -> bool:
@@ -21,12 +21,11 @@ class Gate:
         A request that entered must :meth:`leave`.
         """
         while version > self.version and not self.closed:
-            changed = asyncio.get_running_loop().create_future()
-            self._waiting[changed] = request
+            changed = self._waiting[request] = asyncio.get_running_loop().create_future()
             try:
                 await changed
             finally:
-                cancelled = self._waiting.pop(changed, None) is None
+                cancelled = self._waiting.pop(request, None) is None
             if cancelled:
                 return False
         if self.closed:
@@ -42,27 +41,26 @@ class Gate:
     async def open(self, version: int) -> None:
         """Open the gate for a policy whose weights the engine has loaded."""
         self.version, self.closed = version, False
-        self._wake(list(self._waiting))
+        self._wake(*self._waiting.values())
 
     async def close(self) -> None:
         """Refuse all waiting requests, and new ones until :meth:`open`."""
         self.closed = True
-        self._wake(list(self._waiting))
+        self._wake(*self._waiting.values())
 
     async def cancel(self, request: str) -> bool:
         """Cancel a waiting request; return whether it was waiting."""
-        cancelled = [changed for changed, waits in self._waiting.items() if waits == request]
-        for changed in cancelled:
-            del self._waiting[changed]
+        if (cancelled := self._waiting.pop(request, None)) is None:
+            return False
         self._wake(cancelled)
-        return bool(cancelled)
+        return True
 
     async def wait_until_idle(self) -> None:
         while self.running:
             self._idle.clear()
             await self._idle.wait()
 
-    def _wake(self, waiting: list[asyncio.Future[None]]) -> None:
+    def _wake(self, *waiting: asyncio.Future[None]) -> None:
         for changed in waiting:
             if not changed.done():
                 changed.set_result(None)

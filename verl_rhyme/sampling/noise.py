@@ -34,11 +34,10 @@ _SPAN = 64 * BLOCK
 _SIGN, _HALF, _SIXTY_FOURTH, _ONE = np.uint32(1 << 31), 2.0**31 + 0.5, 1 / 64, 1 + 1e-9
 
 
-def key_of(*parts: int | str | bytes) -> int:
+def key_of(*parts: int | str) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        kind = b"b" if isinstance(part, bytes) else b"s" if isinstance(part, str) else b"i"
-        data = part if isinstance(part, bytes) else str(part).encode()
+        kind, data = b"s" if isinstance(part, str) else b"i", str(part).encode()
         digest.update(kind + len(data).to_bytes(8, "little") + data)
     return int.from_bytes(digest.digest(), "little")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
-from verl.checkpoint_engine import CheckpointEngineManager
 
 from verl_rhyme.config.backends import backend
 from verl_rhyme.processes.deaths import ReplicaDied
+from verl_rhyme.weights.carrier import Carrier
 from verl_rhyme.weights.folder import WeightsError
 from verl_rhyme.weights.samples import Held, compare, log_uncompared, sent_by
 
@@ -18,14 +18,11 @@ from verl_rhyme.weights.samples import Held, compare, log_uncompared, sent_by
 _LEAVE_S = 120.0
 
 
-class Broadcast(CheckpointEngineManager):
+class Broadcast(Carrier):
     """verl's manager, which compares the engines' weights with the actor's after each sync."""
-
-    waits, patient = True, False
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any], *_: Any) -> None:
         super().__init__(config, actor_wg, replicas)
-        self.replicas: list[Any]
         self._uncompared = backend(self.backend).uncompared
 
     def update_weights(self, global_steps: int | None = None) -> Any:  # type: ignore[override]
@@ -52,18 +49,6 @@ class Broadcast(CheckpointEngineManager):
             ) from error
         finally:
             self.replicas = others
-
-    def check(self) -> int:
-        return 0
-
-    def finish_deliveries(self) -> None:
-        pass
-
-    def release(self, replica: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class KeptGroup(Broadcast):

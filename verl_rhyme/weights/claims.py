@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import time
 import uuid
@@ -23,7 +22,6 @@ SHARED_MEMORY = Path("/dev/shm")
 #: Seconds that a process may live on after Ray reports its death.
 _DYING_S = 5.0
 _PREFIX = "verl_rhyme_weights_"
-_NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 
 
 def claim(root: Path = SHARED_MEMORY, heir_of: str | None = None) -> Folder:
@@ -75,7 +73,7 @@ def _lock_dead(path: Path) -> int | None:
 def _remove_abandoned(root: Path) -> None:
     for file in root.glob(f"{_PREFIX}*.lock"):
         path = file.with_suffix("")
-        if not _NAME.fullmatch(path.name) or (held := _lock_dead(path)) is None:
+        if (held := _lock_dead(path)) is None:
             continue
         try:
             if is_own_folder(path):

@@ -93,10 +93,6 @@ def decode(coded: Bytes, size: int, base: Bytes | None = None) -> Bytes:
     return np.concatenate([words.view(np.uint8), tail])
 
 
-def is_difference(coded: Bytes) -> bool:
-    return int(coded[0]) in (Form.DELTA, Form.GAPS)
-
-
 def _words(data: Bytes) -> tuple[Words, Bytes]:
     even = len(data) // 2 * 2
     return data[:even].view("<u2"), data[even:]

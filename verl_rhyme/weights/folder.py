@@ -58,14 +58,8 @@ class Folder:
 
     # ---- writing ----
 
-    def write_part(self, version: int, number: int, header: bytes, data: memoryview) -> None:
-        self._write(version, number, 0, header, data)
-
-    def write_chunk(self, version: int, chunk: Chunk, part: Part, data: NDArray[np.uint8]) -> None:
-        """Write a chunk, which the caller has verified. Raises WeightsError if there is no room."""
-        self._write(version, chunk.part, part.range(chunk.index)[0], data.data)
-
-    def _write(self, version: int, number: int, at: int, *pieces: bytes | memoryview) -> None:
+    def write(self, version: int, number: int, at: int, *pieces: bytes | memoryview) -> None:
+        """Write adjacent bytes of a part, from offset ``at`` on. Raises WeightsError if there is no room."""
         try:
             self._of(version).mkdir(mode=0o700, exist_ok=True)
             file = os.open(self._file(version, number), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)

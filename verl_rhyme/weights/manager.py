@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
-from verl.checkpoint_engine import CheckpointEngineManager
 
 from verl_rhyme.config import WeightsConfig
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.weights import BACKEND, PATIENCE_S, relay
+from verl_rhyme.weights.carrier import Carrier
 from verl_rhyme.weights.delivery import Target
 from verl_rhyme.weights.folder import UnsentError, WeightsError
 from verl_rhyme.weights.samples import sent_by
@@ -30,7 +30,6 @@ _LOOK_S, _PAUSE_S = 20.0, 1.0
 _DEATHS = 3
 #: verl's rollout dtypes narrower than float32, with torch's names.
 _NARROW = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
-_DEFAULT = WeightsConfig()
 #: Log line that ``benchmarks.faults`` counts.
 GONE = "the weight relay of node %s died or hangs; a new one replaces it: %s"
 
@@ -45,7 +44,7 @@ class _Published(NamedTuple):
     sent: Any  # reference to samples of it
 
 
-class RelayManager(CheckpointEngineManager):
+class RelayManager(Carrier):
     """Carrier that sends weights through relays.
 
     The actor writes a version once, to its own node's relay, and takes no part in the transfer to replicas. Each
@@ -55,16 +54,9 @@ class RelayManager(CheckpointEngineManager):
     ``options`` are of transfers between sites. ``rollout`` gives the dtype of sent matrices (:func:`transfer_dtype`).
     """
 
-    def __init__(
-        self,
-        config: Any,
-        actor_wg: Any,
-        replicas: list[Any],
-        options: WeightsConfig = _DEFAULT,
-        rollout: Any = None,
-    ) -> None:
+    def __init__(self, config: Any, actor_wg: Any, replicas: list[Any], options: WeightsConfig, rollout: Any) -> None:
         super().__init__(config, actor_wg, replicas)
-        self._options, self._dtype = options, transfer_dtype(rollout or {})
+        self._options, self._dtype = options, transfer_dtype(rollout)
         self._root = (config.engine_kwargs.get(BACKEND) or {}).get("folder")
         self._relays: dict[str, Any] = {}  # by node
         self._folders: dict[str, str] = {}  # of relays, dead ones included, by node
@@ -76,7 +68,6 @@ class RelayManager(CheckpointEngineManager):
         self._published: _Published | None = None
         #: Deliveries under way, by replica, or the errors of replicas whose workers could not be reached.
         self._behind: dict[Any, Any] = {}
-        self.waits, self.patient = True, False
 
     # ---- the trainer's calls ----
 
@@ -91,9 +82,7 @@ class RelayManager(CheckpointEngineManager):
         return {names.REPLICAS_BEHIND: float(behind), **metrics}
 
     def check(self) -> int:
-        """Count the replicas that have not loaded the newest version, and retry failed deliveries. Does not block.
-        Raises WeightsError if the version did not reach a replica.
-        """
+        """As :meth:`.Carrier.check`; raises WeightsError if the version did not reach a replica."""
         self._behind = {replica: each for replica, each in self._behind.items() if replica in self.replicas}
         failed = self._poll(self._behind)
         for replica, error in failed.items():  # the replica died (later checks notice), its relay, or a link was cut
@@ -104,7 +93,7 @@ class RelayManager(CheckpointEngineManager):
         return len(self._behind)
 
     def finish_deliveries(self) -> None:
-        """Wait until all replicas have loaded the newest version, without patience for running requests."""
+        """As :meth:`.Carrier.finish_deliveries`, without patience for running requests."""
         self.check()
         self.deliver(list(self._behind))
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from verl_rhyme.weights import PATIENCE_S
-from verl_rhyme.weights.coding import DamagedError, decode, is_difference
+from verl_rhyme.weights.coding import DamagedError, decode
 from verl_rhyme.weights.folder import Folder, WeightsError
 from verl_rhyme.weights.sending import Base, read_base
 from verl_rhyme.weights.transfer import Chunk, Part, all_chunks, digest, identity
@@ -50,12 +50,12 @@ def newest_base(folder: Folder, version: int) -> Base | None:
     return Base(others[-1], identity(folder.parts(others[-1]))) if others else None
 
 
-async def request_parts(source: Source, version: int, silence: float = PATIENCE_S) -> list[Part]:
-    """Call :meth:`Source.parts` until it answers. Raises LinkError after ``silence`` seconds."""
-    until = time.monotonic() + silence
+async def request_parts(source: Source, version: int) -> list[Part]:
+    """Call :meth:`Source.parts` until it answers. Raises LinkError after :data:`.PATIENCE_S`."""
+    until = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return await asyncio.wait_for(source.parts(version), silence)
+            return await asyncio.wait_for(source.parts(version), PATIENCE_S)
         except (LinkError, asyncio.TimeoutError) as error:
             if time.monotonic() > until:
                 raise LinkError(f"the source sends no manifest of weights of version {version}: {error}") from error
@@ -65,23 +65,16 @@ async def request_parts(source: Source, version: int, silence: float = PATIENCE_
 class Receiver:
     """Receiver of the ``parts`` of one version, from one source at a time; another source may continue.
 
-    ``on_chunk`` is called for each stored chunk, which may now be passed on. ``silence``: seconds without any valid
-    chunk after which a source is given up.
+    ``on_chunk`` is called for each stored chunk, which may now be passed on.
     """
 
     def __init__(
-        self,
-        folder: Folder,
-        version: int,
-        parts: list[Part],
-        on_chunk: Callable[[Chunk], Awaitable[None]],
-        silence: float = PATIENCE_S,
+        self, folder: Folder, version: int, parts: list[Part], on_chunk: Callable[[Chunk], Awaitable[None]]
     ) -> None:
-        #: ``bytes`` received (coded), ``chunks`` accepted, and of these those that came ``full`` though a difference
-        #: from a base was requested; ``damaged`` and ``lost`` answers.
+        #: ``bytes`` received (coded); ``damaged`` and ``lost`` answers.
         self.counts: Counter[str] = Counter()
         self._folder, self._version, self._parts = folder, version, parts
-        self._on_chunk, self._silence = on_chunk, silence
+        self._on_chunk = on_chunk
         self._missing = dict.fromkeys(all_chunks(parts))  # in order
         self._damaged: Counter[Chunk] = Counter()
         self._heard = time.monotonic()
@@ -92,7 +85,7 @@ class Receiver:
         """Fetch all chunks and complete the version; ``base`` is a result of :func:`newest_base`.
 
         If ``pack``, for a slow link, chunks are compressed, against the base if both sides have it. Raises LinkError if
-        no chunk arrived for ``silence`` seconds, WeightsError if there is no room or a chunk arrived damaged too often.
+        no chunk arrived for :data:`.PATIENCE_S`, WeightsError if there is no room or a chunk arrived damaged too often.
         """
         self._heard, self._base = time.monotonic(), base
         self._base_parts = [] if base is None else self._folder.parts(base.version)
@@ -119,8 +112,8 @@ class Receiver:
         try:
             coded = await asyncio.wait_for(source.chunk(version, chunk, base, pack), ANSWER_S)
         except (LinkError, asyncio.TimeoutError) as error:
-            if time.monotonic() - self._heard > self._silence:
-                silence = f"no chunk of weights of version {version} arrived for {self._silence:.0f} s"
+            if time.monotonic() - self._heard > PATIENCE_S:
+                silence = f"no chunk of weights of version {version} arrived for {PATIENCE_S:.0f} s"
                 raise LinkError(silence) from error
             self.counts["lost"] += 1
             await asyncio.sleep(_PAUSE_S)
@@ -128,8 +121,6 @@ class Receiver:
         self.counts["bytes"] += len(coded)
         if await asyncio.to_thread(self._write, chunk, coded):
             self._heard = time.monotonic()
-            self.counts["chunks"] += 1
-            self.counts["full"] += base is not None and not is_difference(coded)
             return True
         problem = f"{chunk} of weights of version {version} arrived damaged"
         self.counts["damaged"] += 1
@@ -149,5 +140,5 @@ class Receiver:
             return False
         if digest(data.data) != part.digests[chunk.index]:
             return False
-        self._folder.write_chunk(self._version, chunk, part, data)
+        self._folder.write(self._version, chunk.part, part.range(chunk.index)[0], data.data)
         return True

@@ -183,12 +183,6 @@ class Relay:
             new = receiver.counts - before
             self._tally += new
             self._tally["remote_bytes"] += new["bytes"] * remote
-            if new["full"] > new["chunks"] / 2:
-                logger.warning(
-                    "weights of version %d: %d of %d chunks came in full from another site instead of as a difference: "
-                    "the source no longer has the previous version, or its layout differs",
-                    *(version, new["full"], new["chunks"]),
-                )
 
     # ---- replicas ----
 

@@ -73,7 +73,7 @@ class Writer:
 
     def _write_now(self, number: int, part: _OpenPart) -> Part:
         header, data = part.header(), part.buffer.numpy()[: part.bytes].data
-        self._folder.write_part(self._version, number, header, data)
+        self._folder.write(self._version, number, 0, header, data)
         chunk = self._chunk_bytes
         first = -len(header) % chunk  # bytes of data that fill up the header's last chunk
         head = header + data[:first]

@@ -13,34 +13,22 @@ pytestmark = [pytest.mark.xdist_group("draw kernel"), pytest.mark.slow]  # one p
 PROBE = Path(__file__).parent / "draw_kernel_probe.py"
 
 
-@pytest.fixture(scope="module")
-def cases():
+def python(*arguments, **environment):
+    command, environment = [sys.executable, *map(str, arguments)], {**os.environ, **environment}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout.splitlines()
+
+
+def test_kernel_draws_as_the_cpu_path():
     # In a separate process, because Triton reads the variable on import.
-    result = subprocess.run(
-        [sys.executable, str(PROBE)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-
-
-def test_kernel_draws_the_tokens_of_the_cpu_path(cases):
-    *drawn, _ = cases
+    *drawn, masked = [json.loads(line) for line in python(PROBE, TRITON_INTERPRET="1") if line.startswith("{")]
     assert len(drawn) == 12
     for case in drawn:
         assert case["behind"] < 1e-4, case
-        assert case["same"] >= case["rows"] - 1, case
-    assert sum(case["same"] for case in drawn) >= sum(case["rows"] for case in drawn) - 1
-
-
-def test_log_probabilities_and_ranks_are_right(cases):
-    *drawn, masked = cases
-    for case in drawn:
         assert case["logprob_error"] < 5e-5, case
         assert case["ranks"], case
+    assert sum(case["same"] for case in drawn) >= sum(case["rows"] for case in drawn) - 1
     assert masked["tokens"][:2] == [4321, 17]
     assert 0 <= masked["tokens"][2] < 5000
     assert masked["logprobs"] == pytest.approx([0, 0], abs=1e-6)
@@ -73,16 +61,8 @@ for kernel, signature, constants in (
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernel_compiles_for_an_absent_gpu(capability, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", _COMPILE, str(capability)],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert [line.split()[0] for line in result.stdout.splitlines()] == ["_draw", "_combine", "_rank"]
+    compiled = python("-c", _COMPILE, capability, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert [line.split()[0] for line in compiled] == ["_draw", "_combine", "_rank"]
 
 
 def test_batch_width_triggers_no_recompilation(monkeypatch):

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from verl_rhyme.engine.gate import Gate
 
 
@@ -12,8 +14,12 @@ async def started(work):
     return task
 
 
-async def test_request_for_a_newer_version_waits_for_it():
-    gate = Gate()
+@pytest.fixture
+def gate():
+    return Gate()
+
+
+async def test_request_for_a_newer_version_waits_for_it(gate):
     await gate.open(3)
     assert await gate.enter("old", 2)
     assert await gate.enter("current", 3)
@@ -29,8 +35,7 @@ async def test_request_for_a_newer_version_waits_for_it():
     assert gate.running == 4
 
 
-async def test_new_weights_wait_for_running_requests_but_not_for_waiting_ones():
-    gate = Gate()
+async def test_new_weights_wait_for_running_requests_but_not_for_waiting_ones(gate):
     assert await gate.enter("a", 0)
     assert await gate.enter("b", 0)
     await started(gate.enter("next", 1))
@@ -41,28 +46,20 @@ async def test_new_weights_wait_for_running_requests_but_not_for_waiting_ones():
     await asyncio.wait_for(empty, 1)
 
 
-async def test_cancelled_request_never_enters():
-    gate = Gate()
-    waits = await started(gate.enter("a", 1))
-    assert not await gate.cancel("b")
+async def test_cancelled_request_never_enters_and_leaves_no_state(gate):
+    waits, caller = await started(gate.enter("a", 1)), await started(gate.enter("b", 1))
+    assert not await gate.cancel("c")
     assert await gate.cancel("a")
     assert not await waits
-    assert gate.running == 0
-    assert not await gate.cancel("a"), "the request no longer waits"
-
-
-async def test_cancelled_caller_leaves_no_state():
-    gate = Gate()
-    waits = await started(gate.enter("a", 1))
-    waits.cancel()
-    await asyncio.wait({waits})
+    caller.cancel()  # as if its client had gone
+    await asyncio.wait({caller})
     assert not await gate.cancel("a")
+    assert not await gate.cancel("b")
     await gate.open(1)
     assert gate.running == 0
 
 
-async def test_shut_gate_turns_away_waiting_and_new_requests_until_weights_arrive():
-    gate = Gate()
+async def test_shut_gate_turns_away_waiting_and_new_requests_until_weights_arrive(gate):
     waits = await started(gate.enter("next", 1))
     await gate.close()
     assert not await waits
@@ -71,7 +68,4 @@ async def test_shut_gate_turns_away_waiting_and_new_requests_until_weights_arriv
     assert gate.running == 0
     await gate.open(7)
     assert await gate.enter("again", 7)
-    waits = await started(gate.enter("next", 8))
-    assert not waits.done()
-    await gate.open(8)
-    assert await waits
+    assert not (await started(gate.enter("next", 8))).done()

@@ -14,7 +14,6 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
-from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 
 from verl_rhyme import patches
@@ -26,23 +25,19 @@ KINDS = list(RequestOutputKind)
 PROMPT = [0, 1]
 
 
-def byte_level(pieces=()):
+def byte_level(*pieces):
     """Return a tokenizer of all bytes and of ``pieces``, whose ids follow the 256 bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: id for id, token in enumerate(alphabet)}
-    merges = []
-    for piece in pieces:
-        for end in range(2, len(piece) + 1):
-            if piece[:end] not in vocabulary:
-                merges.append((piece[: end - 1], piece[end - 1]))
-                vocabulary[piece[:end]] = len(vocabulary)
+    longer = [piece[:end] for piece in pieces for end in range(2, len(piece) + 1)]
+    vocabulary = {token: id for id, token in enumerate([*alphabet, *longer])}
+    merges = [(piece[:-1], piece[-1]) for piece in longer]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-TOKENIZER = byte_level(["</search", "ab", "ba"])
+TOKENIZER = byte_level("</search", "ab", "ba")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,32 +50,24 @@ def patched():
 class Front:
     """vLLM's front end with one request; the test plays the engine."""
 
-    def __init__(self, kind=RequestOutputKind.CUMULATIVE, n=1, stream_interval=1, prompt=PROMPT, **options):
+    def __init__(self, kind=RequestOutputKind.CUMULATIVE, stream_interval=1, prompt=PROMPT, **options):
         self.processor = OutputProcessor(TOKENIZER, log_stats=True, stream_interval=stream_interval)
         earlier_text.install(self.processor)
-        params = SamplingParams(max_tokens=99, logprobs=0, output_kind=kind, n=n, **options)
-        self.request = EngineCoreRequest("r-0", list(prompt), None, params, None, 0.0, None, None, None,
-                                         external_req_id="r")  # fmt: skip
-        self.queue, self.outputs, self.aborted = RequestOutputCollector(kind, "r-0"), [], []
-        self.ids = ["r-0"]
-        parent = ParentRequest(self.request) if n > 1 else None
-        if parent is not None:
-            self.ids = [parent.get_child_info(index)[0] for index in range(n)]
-        for index, id in enumerate(self.ids):
-            child = EngineCoreRequest(id, list(prompt), None, params, None, 0.0, None, None, None, external_req_id="r")
-            self.processor.add_request(child, None, parent, index, self.queue)
+        self.kind, self.queue, self.outputs = kind, RequestOutputCollector(kind, "r-0"), []
+        params = SamplingParams(max_tokens=99, logprobs=0, output_kind=kind, **options)
+        request = EngineCoreRequest("r-0", prompt, None, params, None, 0.0, None, None, None, external_req_id="r")
+        self.processor.add_request(request, None, None, 0, self.queue)
 
-    def step(self, tokens, finish=None, index=0, experts=None):
+    def step(self, tokens, finish=None, experts=None):
         """Deliver the tokens of an engine step; the log-prob of each is its negative id."""
-        if self.ids[index] not in self.processor.request_states:
+        if "r-0" not in self.processor.request_states:
             return
         rows = np.array(tokens)[:, None]
         lines = LogprobsLists(rows, -rows.astype(np.float32), np.ones(len(tokens), int), None)
-        output = EngineCoreOutput(self.ids[index], list(tokens), lines, finish_reason=finish, routed_experts=experts)
-        self.aborted += self.processor.process_outputs([output]).reqs_to_abort
+        output = EngineCoreOutput("r-0", list(tokens), lines, finish_reason=finish, routed_experts=experts)
+        self.processor.process_outputs([output])
         while (output := self.queue.get_nowait()) is not None:
             self.outputs += output.outputs
-            self.finished = output.finished
 
     def run(self, tokens, sizes, last=None):
         """Deliver tokens in steps of these sizes, then one by one; ``last`` is the finish reason of the last token."""
@@ -97,7 +84,7 @@ class Front:
         if not self.outputs:
             return None
         last = self.outputs[-1]
-        parts = self.outputs if self.request.sampling_params.output_kind is RequestOutputKind.DELTA else [last]
+        parts = self.outputs if self.kind is RequestOutputKind.DELTA else [last]
         ids = [id for part in parts for id in part.token_ids]
         pairs = [pair for part in parts for pair in zip(part.token_ids, part.logprobs, strict=True)]
         log_probs = [lines[id].logprob for id, lines in pairs]
@@ -131,23 +118,14 @@ def test_response_ends_as_without_drafts(text, sizes, kind, stop, include, min_t
         assert drafted.result == undrafted.result
 
 
-def test_each_of_several_samples_ends_at_its_stop_string():
-    front = Front(n=2, stop=["b"])
-    for index, text in enumerate(("aaaba", "aba")):
-        front.step(ids_of("".join(text)), index=index)
-    ends = {output.index: list(output.token_ids) for output in front.outputs}
-    assert [TOKENIZER.decode(ends[index]) for index in range(2)] == ["aaab"[: len(TOKENIZER.decode(ends[0]))], "ab"]
-
-
 def test_routed_experts_of_dropped_tokens_are_dropped():
     """There is one row for each computed position: the prompt's with the first token, then each token's input."""
     tokens = ids_of("x<y>z")
     front = Front(stop=["y"])
     front.step(tokens[:1], experts=np.arange(2)[:, None, None])
     front.step(tokens[1:], experts=np.arange(2, 2 + len(tokens) - 1)[:, None, None])
-    (final,) = front.outputs[-1:]
-    assert len(final.token_ids) == 3
-    assert final.routed_experts.ravel().tolist() == [0, 1, 2, 3]
+    assert len(front.outputs[-1].token_ids) == 3
+    assert front.outputs[-1].routed_experts.ravel().tolist() == [0, 1, 2, 3]
 
 
 @settings(max_examples=150)

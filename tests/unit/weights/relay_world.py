@@ -14,9 +14,9 @@ from verl_rhyme.weights.transfer import CHUNK_BYTES
 from verl_rhyme.weights.writer import Writer
 
 
-def weights(version, tensors=5, size=1000):
+def weights(version):
     generator = torch.Generator().manual_seed(version)
-    made = {f"layer.{n}": torch.randn(size, generator=generator).to(torch.bfloat16) for n in range(tensors)}
+    made = {f"layer.{n}": torch.randn(1000, generator=generator).to(torch.bfloat16) for n in range(5)}
     made["shared"] = made["layer.0"]  # as tied embeddings
     made["strided"] = torch.arange(12.0).reshape(3, 4).T
     return made
@@ -45,56 +45,52 @@ def same(folder, version):
 class Near:
     """A relay as a remote actor: its methods have ``remote``."""
 
-    def __init__(self, relay, altered=None):
-        self.relay, self.sent, self._altered = relay, 0, altered
+    def __init__(self, relay):
+        self.relay, self.sent = relay, 0
 
     def __getattr__(self, name):
         async def call(*arguments):
-            answer = await getattr(self.relay, name)(*arguments)
-            if name == "chunk":
-                self.sent += 1
-                answer = answer if self._altered is None else self._altered(arguments[1], answer.copy())
-            return answer
+            self.sent += name == "chunk"
+            return await getattr(self.relay, name)(*arguments)
 
         return SimpleNamespace(remote=call)
 
 
-def logged(log, name, work=None):
-    """Return a remote method that logs its calls."""
+class Dead:
+    """A relay whose process is gone."""
 
-    async def call(**given):
-        log.append(name)
-        return None if work is None else await work(**given)
+    def __getattr__(self, name):
+        async def call(*arguments):
+            raise RayActorError
 
-    return SimpleNamespace(remote=call)
+        return SimpleNamespace(remote=call)
 
 
 class Replica:
-    """A replica as a relay sees it, with a log of its calls and its loaded weights."""
+    """A replica as a relay sees it: its own server and worker, with a log of their calls and the loaded weights."""
 
     def __init__(self, relay, fails=False, idle=None):
-        self.calls, self.loaded, self.fails = [], None, fails
-        before = ("abort_all_requests", "release_kv_cache")
-        after = ("resume_kv_cache", "resume_engine_generation", "open_submission_gate")
-        self.server = SimpleNamespace(**{name: logged(self.calls, name) for name in (*before, *after)}, ended=False)
-        self.server.idle = SimpleNamespace(remote=idle)
-        self.held = []  # what its engine reports
-        self.server.held_weights = logged([], "held_weights", self._report)
-        self.worker = SimpleNamespace(update_weights=logged(self.calls, "update_weights", self._update))
-        self._engine = RelayCheckpointEngine(1 << 20)
-        self._engine.init_process_group(str(relay._folder.path))
-        self.target = Ended(0, (self.server,), (self.worker,))
+        self.calls, self.loaded, self.fails, self.ended = [], None, fails, False
+        self.idle = SimpleNamespace(remote=idle)
+        self.engine = RelayCheckpointEngine(1 << 20)
+        self.engine.init_process_group(str(relay._folder.path))
+        self.target = Mortal(0, (self,), (self,))
 
-    async def _report(self):
-        return self.held
+    def __getattr__(self, name):
+        async def call(**given):
+            self.calls.append(name)
+            if name == "update_weights":
+                await self._update(**given)
+
+        return SimpleNamespace(remote=call)
 
     async def _update(self, global_steps):
         if self.fails:
             raise RuntimeError("the engine died")
-        self.loaded = {name: tensor async for name, tensor in self._engine.receive_weights(global_steps)}
+        self.loaded = {name: tensor async for name, tensor in self.engine.receive_weights(global_steps)}
 
 
-class Ended(Target):
+class Mortal(Target):
     def kill(self):
         self.servers[0].ended = True
 
@@ -133,13 +129,3 @@ def hold_chunks(relay, held):
 
     relay.chunk = late
     return gate
-
-
-class Dead:
-    """A relay whose process is gone."""
-
-    def __getattr__(self, name):
-        async def call(*arguments):
-            raise RayActorError
-
-        return SimpleNamespace(remote=call)

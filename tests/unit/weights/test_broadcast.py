@@ -20,7 +20,7 @@ def engines(monkeypatch):
     """A carrier of the backend ``naive``, and the replicas of each of its syncs; engines hold version 1."""
     held = SimpleNamespace(remote=lambda: [vars(Held(1))])
     one, other = (SimpleNamespace(replica_rank=n, servers=[SimpleNamespace(held_weights=held)]) for n in range(2))
-    actor = SimpleNamespace(sent_weights=lambda: [Sent(2), None])
+    actor = SimpleNamespace(sent_weights=lambda: [None, Sent(2)])
     monkeypatch.setattr(broadcast, "ray", SimpleNamespace(get=lambda calls: calls))
     carrier = Broadcast(SimpleNamespace(backend="naive", custom_backend_module=None), actor, [one, other])
     carrier.syncs = []
@@ -31,7 +31,7 @@ def engines(monkeypatch):
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_version_of_which_no_tensor_is_compared_is_compared_all_the_same(engines, version):
     """Adapters of two layers, of which every fourth is compared."""
-    engines.actor_wg.sent_weights = lambda: [Sent(version), None]
+    engines.actor_wg.sent_weights = lambda: [None, Sent(version)]
     with does_not_raise() if version == 1 else pytest.raises(WeightsError, match="version 1 last"):
         engines.update_weights(version)
 
@@ -45,7 +45,7 @@ def test_only_deltas_are_not_compared(engines, caplog):
 
 
 def test_weights_go_to_new_replicas_alone(engines):
-    engines.actor_wg.sent_weights = lambda: [Sent(1), None]
+    engines.actor_wg.sent_weights = lambda: [None, Sent(1)]
     one, other = engines.replicas
     engines.replicas = [one]
     engines.deliver([other], 1)

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
+from verl_rhyme.config import WeightsConfig
 from verl_rhyme.processes.deaths import WatchedCheckpointManager
 from verl_rhyme.weights import manager as managers
-from verl_rhyme.weights import samples
 from verl_rhyme.weights.engine import register
 from verl_rhyme.weights.folder import UnsentError, WeightsError
 from verl_rhyme.weights.manager import RelayManager
@@ -31,8 +31,8 @@ class Relay:
 
     answers: ClassVar = {"folder": "/weights", "expect": "/weights", "has": True}
 
-    def __init__(self, world, node, heir_of):
-        self.world, self.node, self.heir_of, self.lives = world, node, heir_of, True
+    def __init__(self, world, node):
+        self.world, self.node, self.lives = world, node, True
 
     def __getattr__(self, name):
         return SimpleNamespace(remote=lambda *arguments: self.call(name, arguments))
@@ -84,10 +84,10 @@ class World:
         )
         register()
         config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
-        self.manager = RelayManager(config, actor, self.replicas)
+        self.manager = RelayManager(config, actor, self.replicas, WeightsConfig(), {})
 
-    def start(self, node, root, heir_of, *_):
-        self.relays.append(Relay(self, node, heir_of))
+    def start(self, node, *_):
+        self.relays.append(Relay(self, node))
         return self.relays[-1]
 
     def get(self, calls, timeout=None):
@@ -117,13 +117,6 @@ def background(world):
     return world
 
 
-def test_a_new_replica_gets_its_weights_though_the_relay_died_before(world):
-    world.relays[0].lives = False
-    world.manager.deliver([Replica(2)])
-    assert world.taken == [(2, 1)]
-    assert [relay.heir_of for relay in world.relays] == [None, "/weights"]
-
-
 @pytest.mark.parametrize("dies_at", [["deliver"], ["deliver", "has"], ["deliver", "deliver"], ["fetch"]])
 def test_a_delivery_survives_relays_that_die_meanwhile(world, dies_at):
     world.manager.replicas.append(Replica(2, "far"))
@@ -149,20 +142,6 @@ def test_a_relay_that_dies_during_a_publication_is_replaced(world, dies_at):
     assert world.taken[-2:] == [(0, 2), (1, 2)]
     assert world.written == [1, 2]
     assert len(world.relays) == 2
-
-
-@pytest.mark.parametrize("where", ["in the relay's method", "before"])
-def test_the_death_of_a_replica_is_raised(world, where):
-    if where == "before":
-        world.manager._nodes.clear()
-        world.replicas[1].error = ActorDiedError()
-    else:
-        world.failing[1] = raised(ActorDiedError())
-    with pytest.raises(RayActorError):
-        world.manager.deliver(world.replicas)
-    assert len(world.relays) == 1
-    world.manager.replicas.pop()
-    assert world.manager.check() == 0, "a replaced replica still counts"
 
 
 @pytest.mark.parametrize("error", [raised(UnsentError("not yet")), ActorUnavailableError("the network", None)])
@@ -202,15 +181,6 @@ def test_a_relay_that_hangs_is_replaced(background, monkeypatch):
     assert (2, 2) in background.taken
 
 
-@pytest.mark.parametrize("dies_at", ["deliver", "fetch"])
-def test_a_relay_that_dies_in_the_background_is_replaced_without_the_actor(background, dies_at):
-    background.dies_at.append(dies_at)
-    background.manager.update_weights(2)
-    background.manager.finish_deliveries()
-    assert background.written == [1, 2]
-    assert {(0, 2), (1, 2), (2, 2)} <= set(background.taken)
-
-
 def test_other_weights_than_the_actors_are_reported_by_every_check(background):
     background.failing[1] = raised(WeightsError("replica 1 does not have the actor's weights"))
     background.manager.update_weights(2)
@@ -244,9 +214,3 @@ def test_watched_methods_exist():
     watched = [name for name, value in vars(WatchedCheckpointManager).items() if callable(value) and name[0] != "_"]
     assert "finish_deliveries" in watched
     assert all(hasattr(RelayManager, name) for name in watched)
-
-
-def test_samples_of_the_first_rank_that_took_them_are_compared():
-    sent = samples.Sent(2)
-    assert samples.sent_by(SimpleNamespace(sent_weights=lambda: [None, sent])) is sent
-    assert samples.sent_by(SimpleNamespace()) is None

@@ -1,14 +1,10 @@
 """Which elements are compared after a weight sync, and which differences end the run."""
 
 import math
-import re
-import time
 
 import pytest
 import torch
 
-from verl_rhyme import once
-from verl_rhyme.weights import samples
 from verl_rhyme.weights.folder import WeightsError
 from verl_rhyme.weights.samples import POINTS, Held, Sent, compare, is_compared, points, take
 
@@ -28,18 +24,10 @@ def sent(weights=WEIGHTS, version=VERSION, **more):
 
 def held(weights=WEIGHTS, version=VERSION, dtype="bfloat16", scale=1.0, **more):
     """What an engine reports that has stored these weights."""
-    values = {
-        name: [
-            (
-                dtype,
-                list(range(min(POINTS, tensor.numel()))),
-                (take(tensor, version).to(getattr(torch, dtype)) * scale).tolist(),
-                scale,
-            )
-        ]
-        for name, tensor in weights.items()
-        if name != "lm_head.weight"
-    }
+    values = {}
+    for name in weights.keys() - {"lm_head.weight"}:
+        elements = take(weights[name], version).to(getattr(torch, dtype)) * scale
+        values[name] = [(dtype, list(range(len(elements))), elements.tolist(), scale)]
     return Held(version, values, **more)
 
 
@@ -61,9 +49,8 @@ def test_points_lie_in_all_shards():
     """Of a matrix that is sharded by columns, and of one that is sharded by rows."""
     rows, columns = 128, 256
     where = points(rows * columns, 5)
-    assert (
-        {*(where % columns // (columns // 8)).tolist()} == {*(where // columns // (rows // 8)).tolist()} == {*range(8)}
-    )
+    assert set((where % columns // (columns // 8)).tolist()) == set(range(8))
+    assert set((where // columns // (rows // 8)).tolist()) == set(range(8))
 
 
 def test_every_tensor_is_compared_in_turn():
@@ -78,8 +65,7 @@ def test_every_tensor_is_compared_in_turn():
 
 def test_equal_weights_pass():
     compare(0, sent(), [held()])
-    compare(0, sent(), [held(dtype="float32")])
-    compare(0, sent(version=None), [held(version=None)])
+    compare(0, sent(version=None), [held(version=None, dtype="float32")])
     wide = {name: tensor.to(torch.bfloat16).float() for name, tensor in WEIGHTS.items()}
     compare(0, sent(), [held(wide, dtype="float32")])  # rounded on the way, held in float32
     nothing = changed(model__norm__weight=torch.full((16,), math.nan))
@@ -106,45 +92,18 @@ FAULTS = {
         held(),
         r"model.layers.2.mlp.up_proj was neither sent nor merged; set .*lora.merge=true",
     ),
-    "an adapter that no module takes": (
-        sent({ADAPTER: OLD}),
-        Held(VERSION),
-        rf"{re.escape(ADAPTER)}: it was not loaded",
-    ),
-    "an adapter without its scale": (
-        sent({ADAPTER: OLD}),
-        Held(VERSION, {ADAPTER: [("float32", [0], [float(take(OLD, VERSION)[0])], 2.0)]}),
-        "the actor",
-    ),
+    "an adapter that no module takes": (sent({ADAPTER: OLD}), Held(VERSION), r"lora_B.weight: it was not loaded"),
     "a tensor that the loader skips": (
         sent(),
-        held(
-            {k: v for k, v in WEIGHTS.items() if "up_proj" not in k}, incomplete=["model.layers.2.mlp.gate_up.weight"]
-        ),
+        held({"model.norm.weight": WEIGHTS["model.norm.weight"]}, incomplete=["model.layers.2.mlp.gate_up.weight"]),
         r"layers.2.mlp.up_proj.weight: it was not loaded; model.layers.2.mlp.gate_up.weight got less",
     ),
-    "a replica that missed a version": (sent(), held(version=VERSION - 1), "worker 0 has loaded version 1 last"),
     "a quantised replica that missed one": (
         sent(),
         Held(VERSION - 1, obstacle="the engines quantise"),
         "worker 0 has loaded version 1 last",
     ),
     "a replica with its first weights": (sent(), Held(), "worker 0 has loaded version None last"),
-    "other values under this version": (
-        sent(),
-        held(changed(model__layers__2__mlp__up_proj__weight=OLD)),
-        r"layers.2.mlp.up_proj.weight: worker 0 has .* the actor",
-    ),
-    "a part of zeros": (
-        sent(),
-        held(
-            {
-                name: tensor * (torch.arange(len(tensor)) < len(tensor) // 2).view(-1, *[1] * (tensor.ndim - 1))
-                for name, tensor in WEIGHTS.items()
-            }
-        ),
-        r"has -?0, the actor",
-    ),
     "a tied embedding that was not updated": (
         sent({"lm_head.weight": WEIGHTS["lm_head.weight"]}),
         Held(VERSION, incomplete=["model.embed_tokens.weight"]),
@@ -157,7 +116,7 @@ FAULTS = {
             changed(model__norm__weight=torch.nextafter(WEIGHTS["model.norm.weight"], torch.tensor(9.0))),
             dtype="float32",
         ),
-        r"model.norm.weight",
+        r"model.norm.weight: worker 0 has .* the actor",
     ),
 }
 
@@ -168,37 +127,23 @@ def test_a_difference_names_replica_version_and_tensor(actors, engines, named):
         compare(7, actors, [engines])
 
 
-def test_what_an_engine_has_no_use_for_is_no_difference():
-    """Layers that only training has, or names that the loader drops."""
-    more = changed(mtp__layers__2__norm__weight=torch.randn(16))
-    compare(0, sent(more), [held()])
-
-
 def test_what_a_loader_computes_is_not_compared():
     name = "model.layers.2.mixer.A_log"
     compare(0, sent({name: torch.randn(16)}), [Held(VERSION, altered=[name], incomplete=["model.layers.2.mixer.A"])])
 
 
-@pytest.fixture
-def lines(monkeypatch):
-    found = []
-    monkeypatch.setattr(samples.logger, "warning", lambda text, **_: found.append(text))
-    monkeypatch.setattr(once, "_PRINTED", set())
-    return found
-
-
-def test_engines_that_cannot_be_compared_are_named_once(lines):
+def test_engines_that_cannot_be_compared_are_named_once(caplog):
     for _ in range(3):
         compare(0, sent(), [Held(VERSION, obstacle="the engines quantise")])
-    assert lines == ["the weights of the engines are not compared with the actor's: the engines quantise"]
+    assert caplog.messages == ["the weights of the engines are not compared with the actor's: the engines quantise"]
 
 
-def test_kinds_of_tensors_that_are_not_compared_are_named_once(lines):
+def test_kinds_of_tensors_that_are_not_compared_are_named_once(caplog):
     names = [f"model.layers.{n}.{kind}" for n in range(3) for kind in ("mixer.A_log", "experts.7.gate.bias")]
     more = changed(**{name.replace(".", "__"): torch.randn(16) for name in names})
     for version in range(3):
         compare(0, sent(more, version), [held(version=version, altered=names[::2])])
-    assert [line.partition(" is not compared")[0] for line in lines] == [
+    assert [line.partition(" is not compared")[0] for line in caplog.messages] == [
         "model.layers.*.experts.*.gate.bias",
         "model.layers.*.mixer.A_log",
     ]
@@ -207,13 +152,13 @@ def test_kinds_of_tensors_that_are_not_compared_are_named_once(lines):
 TOWER = ["visual.blocks.2.mlp.up_proj.weight", "visual.patch_embed.proj.weight"]
 
 
-def test_a_tower_that_is_never_sent_is_named_once(lines):
+def test_a_tower_that_is_never_sent_is_named_once(caplog):
     """And tensors that the engine has no use for, in the same layer or outside of layers, are no sign of a fault."""
     more = changed(mtp__fc__weight=torch.randn(16), mtp__layers__2__norm__weight=torch.randn(16))
     for _ in range(2):
         compare(0, sent(more), [held(aside=TOWER)])
-    assert lines[-1].startswith("the actor sends no weights for visual of the engines, outside of the language model")
-    assert len(lines) == 3
+    assert "the actor sends no weights for visual of the engines" in caplog.messages[-1]
+    assert len(caplog.messages) == 3
 
 
 @pytest.mark.parametrize("name", TOWER)
@@ -227,15 +172,3 @@ def test_what_is_missing_in_another_layer_is_no_sign_of_a_fault():
     compare(0, sent(more), [held(incomplete=["model.layers.6.mlp.gate_up_proj.weight"])])
     with pytest.raises(WeightsError, match=r"2.norm.weight: it was not loaded"):
         compare(0, sent(more), [held(incomplete=["language_model.model.layers.2.mlp.gate_up_proj.weight"])])
-
-
-def test_a_replica_of_eight_workers_is_compared_in_milliseconds():
-    """32B: 16 layers a version; the trainer compares all replicas, one after the other."""
-    weights = {f"model.layers.{2 + 4 * n}.{m}.weight": torch.randn(64, 8) for n in range(16) for m in range(12)}
-    actors, workers = sent(weights), [held(weights, dtype="bfloat16") for _ in range(8)]
-    for number, worker in enumerate(workers):
-        for name, [(dtype, which, values, scale)] in worker.values.items():
-            worker.values[name] = [(dtype, which[number::8], values[number::8], scale)]
-    began = time.process_time()
-    compare(0, actors, workers)
-    assert time.process_time() - began < 0.1  # 0.4 s by one tensor at a time
