@@ -13,15 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_rhyme.observability.events import (
-    REQUESTS,
-    STAGES,
-    EventLog,
-    read_info,
-    read_requests,
-    read_stages,
-    to_numpy,
-)
+from verl_rhyme.drafting.policy import SOURCES
+from verl_rhyme.observability.events import REQUESTS, EventLog, read_info, read_requests, read_stages, to_numpy
 
 
 def requests(count: int, **changes: object) -> dict[str, object]:
@@ -51,27 +44,30 @@ def test_rows_are_read_as_written(tmp_path: Path) -> None:
     rows = table.to_pylist()
     assert [row["response_tokens"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[3]["prompt_key"] == (3).to_bytes(16, "big")
-    assert rows[0]["reward"] is None
-    assert rows[4]["reward"] == 4.0
+    assert (rows[0]["reward"], rows[4]["reward"]) == (None, 4.0)
     assert rows[1]["started_at"] == 1.7e9 + 2
     assert {(row["step"], row["epoch"], row["node"]) for row in rows} == {(1, 0, "node-0")}
-    stages = read_stages(tmp_path / "events")
-    assert stages.schema == STAGES
-    assert stages["duration_s"].to_pylist() == [2.0, 4.0]
+    assert read_stages(tmp_path / "events")["duration_s"].to_pylist() == [2.0, 4.0]
 
 
-def test_missing_columns_are_null_and_keys_may_be_bytes(tmp_path: Path) -> None:
-    EventLog(tmp_path).append_requests(
-        1, 0, {"uid": ["a"], "prompt_key": [b"k" * 16], "started_at": np.array([np.nan])}
-    )
-    (row,) = read_requests(tmp_path).to_pylist()
-    assert row["prompt_key"] == b"k" * 16
-    assert row["started_at"] is None
-    assert row["finished_at"] is None
-    columns = to_numpy(read_requests(tmp_path))
-    assert np.isnan(columns["finished_at"][0])
-    assert columns["drafted_tokens"][0] == 0
-    assert not columns["validate"][0]
+def test_missing_values_are_null_and_equal_texts_one_object(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    keys = [bytes(16)] * 3 + [None]
+    for step in (1, 2):
+        times = np.array([np.nan, 1.0, 2.0, 3.0])
+        log.append_requests(step, 0, {"uid": ["u0", "u1"] * 2, "prompt_key": keys, "started_at": times})
+    table = read_requests(tmp_path)
+    assert table["started_at"].null_count == 2
+    columns = to_numpy(table)
+    assert np.isnan(columns["finished_at"]).all()
+    assert columns["drafted_tokens"].tolist() == [0] * 8
+    assert columns["by_source"].shape == (8, len(SOURCES), 2)
+    assert not columns["validate"].any()
+    assert columns["uid"].tolist() == ["u0", "u1"] * 4
+    assert len({id(uid) for uid in columns["uid"]}) == 2
+    assert columns["prompt_key"].tolist() == keys * 2
+    assert columns["node"].tolist() == [None] * 8
+    assert to_numpy(read_requests(tmp_path / "nowhere"))["uid"].shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -79,15 +75,12 @@ def test_missing_columns_are_null_and_keys_may_be_bytes(tmp_path: Path) -> None:
     [
         ({"uid": ["a"], "draftd_tokens": [1]}, r"unknown columns \['draftd_tokens'\]"),
         ({"uid": ["a", "b"], "sample": [1]}, "unequal length"),
-        ({"sample": ["x"]}, "'sample' must hold int32"),
         ({"prompt_key": [b"short"]}, "'prompt_key' must hold"),
     ],
 )
 def test_wrong_columns_are_errors(tmp_path: Path, columns: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EventLog(tmp_path).append_requests(1, 0, columns)
-    EventLog(tmp_path).append_requests(1, 0, requests(0))
-    assert len(read_requests(tmp_path)) == len(read_requests(tmp_path / "nowhere")) == 0
 
 
 def test_resumed_run_replaces_repeated_and_lost_steps(tmp_path: Path) -> None:
@@ -154,10 +147,7 @@ def test_file_of_another_version_is_read(tmp_path: Path) -> None:
     with pa.ipc.new_file(path, older.schema) as writer:
         writer.write_table(older)
     columns = read_requests(tmp_path)
-    assert columns.schema == REQUESTS
-    assert columns["verify_steps"].null_count == 2
-    assert columns["accepted_tokens"].to_pylist() == [5, 5]
-    assert to_numpy(columns)["reverified_tokens"].tolist() == [0, 0]
+    assert (columns["verify_steps"].null_count, columns["accepted_tokens"].to_pylist()) == (2, [5, 5])
 
 
 WRITER = """
@@ -171,20 +161,18 @@ for step in range(1, 100000):
 
 
 def test_kill_9_loses_no_flushed_row(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        with subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
-            writer.stdout.readline()
-            time.sleep(float(rng.uniform(0.05, 0.3)))
-            os.kill(writer.pid, signal.SIGKILL)
-            printed = [int(line) for line in writer.stdout.read().splitlines() if line]
-        steps = read_requests(folder)["step"].to_pylist()
-        assert len(steps) == 64 * max(steps)
-        assert max(steps) >= max(printed, default=1)
-        EventLog(folder)
-        assert not list(folder.glob(".*"))
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(0.2)
+        os.kill(writer.pid, signal.SIGKILL)
+        printed = [int(line) for line in writer.stdout.read().splitlines() if line]
+    (tmp_path / ".requests.tmp").touch()  # as if it was killed during a write
+    steps = read_requests(tmp_path)["step"].to_pylist()
+    assert len(steps) == 64 * max(steps)
+    assert max(steps) >= max(printed, default=1)
+    EventLog(tmp_path)
+    assert not list(tmp_path.glob(".*"))
 
 
 FULL_DISK = """
@@ -227,15 +215,3 @@ def test_description_is_kept_and_extended_with_every_name(tmp_path: Path) -> Non
     assert read_info(tmp_path) == {"names": ["histospec", "undrafted"], "slots": 32, "engine": "vllm"}
     (tmp_path / "run.json").write_text("{broken")
     assert read_info(tmp_path) == {}
-
-
-def test_equal_texts_are_one_object_and_null_is_none(tmp_path: Path) -> None:
-    log = EventLog(tmp_path)
-    for step in (1, 2):
-        log.append_requests(step, 0, {"uid": [f"u{k % 2}" for k in range(4)], "prompt_key": [bytes(16)] * 3 + [None]})
-    columns = to_numpy(read_requests(tmp_path))
-    assert columns["uid"].tolist() == ["u0", "u1"] * 4
-    assert len({id(uid) for uid in columns["uid"]}) == 2
-    assert columns["prompt_key"].tolist() == [bytes(16), bytes(16), bytes(16), None] * 2
-    assert columns["node"].tolist() == [None] * 8
-    assert to_numpy(read_requests(tmp_path / "nowhere"))["uid"].shape == (0,)

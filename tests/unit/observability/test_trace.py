@@ -61,8 +61,6 @@ def test_the_trace_is_valid(requests, stages) -> None:
 
 
 def test_a_request_shows_why_it_was_placed() -> None:
-    first, second = (event for event in events_of([(0, (0.0, 1.0)), (0, (2.0, 1.0))], []) if event["ph"] == "X")
-    assert first["args"]["placed_by"] == "x"
-    assert "placed_by" not in second["args"]
-    assert "predicted_tokens" not in first["args"], "0 means no prediction"
-    assert second["args"]["predicted_tokens"] == 1
+    first, second = (event["args"] for event in events_of([(0, (0.0, 1.0)), (0, (2.0, 1.0))], []) if event["ph"] == "X")
+    assert ("placed_by" in first, "placed_by" in second) == (True, False)
+    assert ("predicted_tokens" in first, second["predicted_tokens"]) == (False, 1), "0 means no prediction"
