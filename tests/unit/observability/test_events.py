@@ -7,21 +7,23 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from verl_rhyme.drafting.policy import SOURCES
 from verl_rhyme.observability.events import REQUESTS, EventLog, read_info, read_requests, read_stages, to_numpy
 
 
-def requests(count: int, **changes: object) -> dict[str, object]:
-    columns: dict[str, object] = {
+def requests(count: int) -> dict[str, object]:
+    return {
         "uid": [f"uid-{i}" for i in range(count)],
         "prompt_key": [f"{i:032x}" for i in range(count)],
-        "sample": np.arange(count) % 8,
         "node": "node-0",
         "started_at": 1.7e9 + 1 + np.arange(count, dtype=np.float64),
         "response_tokens": list(range(count)),
@@ -30,9 +32,7 @@ def requests(count: int, **changes: object) -> dict[str, object]:
         "history_hit": [i % 2 == 0 for i in range(count)],
         "reverified_tokens": 3,
         "reward": [None if i == 0 else float(i) for i in range(count)],
-        "validate": False,
     }
-    return {**columns, **changes}
 
 
 def test_rows_are_read_as_written(tmp_path: Path) -> None:
@@ -75,38 +75,29 @@ def test_unknown_columns_are_errors(tmp_path: Path) -> None:
         EventLog(tmp_path).append_requests(1, 0, {"uid": ["a"], "draftd_tokens": [1]})
 
 
-def test_resumed_run_replaces_repeated_and_lost_steps(tmp_path: Path) -> None:
-    first = EventLog(tmp_path)
-    for step in (1, 2, 3, 4):
-        first.append_requests(step, 0, requests(4))
-        first.append_requests(step, 0, requests(2))
-        first.append_stages(step, 0, {"stage": ["gen"], "duration_s": [1.0]})
-    # Resumed from the checkpoint of step 2; its stages come first.
-    second = EventLog(tmp_path)
-    second.append_stages(3, 0, {"stage": ["gen"], "duration_s": [9.0]})
-    assert read_requests(tmp_path)["step"].to_pylist() == [1] * 6 + [2] * 6
-    second.append_requests(3, 0, requests(5))
-    assert read_requests(tmp_path)["step"].to_pylist() == [1] * 6 + [2] * 6 + [3] * 5
-    assert read_stages(tmp_path)["duration_s"].to_pylist() == [1.0, 1.0, 9.0]
-    # A run from scratch in the same folder.
-    EventLog(tmp_path).append_requests(1, 0, requests(1))
-    assert read_requests(tmp_path)["step"].to_pylist() == [1]
-    assert len(read_stages(tmp_path)) == 0
+appends = st.tuples(st.integers(1, 5), st.sampled_from(["requests", "validation", "stages"]))
 
 
-def test_validation_before_a_resumed_step_drops_no_training(tmp_path: Path) -> None:
-    first = EventLog(tmp_path)
-    for step in (1, 2, 3):
-        first.append_requests(step, 0, requests(4))
-    first.append_requests(2, 0, requests(2, validate=np.ones(2, dtype=bool)))
-    # Resumed from step 2's checkpoint: verl validates as step 2, then trains step 3.
-    second = EventLog(tmp_path)
-    second.append_requests(2, 0, requests(3, validate=True))
-    assert read_requests(tmp_path)["step"].to_pylist() == [1] * 4 + [2] * 7 + [3] * 4
-    second.append_requests(3, 0, requests(1))
-    columns = to_numpy(read_requests(tmp_path))
-    assert columns["step"][~columns["validate"]].tolist() == [1] * 4 + [2] * 4 + [3]
-    assert columns["step"][columns["validate"]].tolist() == [2] * 3
+@given(st.lists(st.lists(appends, min_size=1, max_size=6), max_size=4))
+def test_a_resumed_run_replaces_repeated_and_lost_steps(sessions: list[list[tuple[int, str]]]) -> None:
+    """Those from its first step on. verl validates before it: that replaces earlier validation of the same step."""
+    live: list[tuple[int, str, str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, rows in zip("abcd", sessions, strict=False):
+            log = EventLog(folder)
+            for step, kind in rows:
+                if kind == "stages":
+                    log.append_stages(step, 0, {"stage": [name]})
+                else:
+                    log.append_requests(step, 0, {"uid": [name], "validate": kind == "validation"})
+            begin = min((step for step, kind in rows if kind != "validation"), default=6)
+            again = [(step, kind) for step, kind in rows if kind == "validation"]
+            live = [row for row in live if row[0] < begin and row[:2] not in again]
+            live += [(step, kind, name) for step, kind in rows]
+        requests, stages = read_requests(folder).to_pylist(), read_stages(folder).to_pylist()
+    found = [(row["step"], "validation" if row["validate"] else "requests", row["uid"]) for row in requests]
+    assert [step for step, *_ in found] == sorted(step for step, *_ in found)
+    assert sorted([*found, *((row["step"], "stages", row["stage"]) for row in stages)]) == sorted(live)
 
 
 @pytest.mark.filterwarnings("ignore:event log")

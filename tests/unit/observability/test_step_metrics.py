@@ -78,9 +78,7 @@ def test_step_metrics() -> None:
     assert m.bubble_ratio([], [], 4) == 0.0
 
 
-def test_response_tokens_from_what_verl_logs() -> None:
-    assert m.response_tokens({m.GEN_S: 2.0, m.GEN_MS_PER_TOKEN: 2000 / 357}) == 357
-    assert m.response_tokens({m.TOTAL_TOKENS: 400, m.PROMPT_LENGTH_MEAN: 30.0, m.RESPONSE_LENGTH_MEAN: 70.0}) == 280
+def test_response_tokens_without_what_verl_logs() -> None:
     assert m.response_tokens({m.TRAINED_TOKENS: 5.0}) == 5
     assert m.response_tokens({m.GEN_S: 2.0, m.RESPONSE_LENGTH_MEAN: float("nan")}) is None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -118,14 +117,8 @@ def test_an_error_is_one_line(overrides, message):
     assert line.startswith("verl-rhyme plan: ")
 
 
-def test_an_infeasible_plan_raises_with_each_reason():
-    result = run("kinds.0.memory=10e9")
-    assert result.exit_code == 1
-    assert "66 GB of weights do not fit, 80% of 4 GPUs are 32 GB" in result.stderr
-    assert re.search(r"each needs \d+ GB", result.stderr)
-
-
 def test_of_two_sites_the_cheap_one_generates():
     found = json.loads(run("--json", file=TWO).stdout)
     assert (found["best"]["train"]["pool"], found["best"]["rollout"]["pool"]) == ("east/H800", "west/H20")
     assert found["best"]["transfer_s"] == pytest.approx(6.56, rel=0.01)
+    assert found["best"]["step_s"] <= 900

@@ -149,17 +149,6 @@ def test_shares_are_replicas_in_a_node_or_whole_nodes():
     assert not pool(gpus=8).fits(6, 4)
 
 
-def test_two_sites_use_the_cheap_one_to_generate():
-    links = {frozenset(("here", "there")): 10e9}
-    cheap = pool("there", "h20", 32, 1.0, FAST, Training(7e-3, 2.0, 2, 10e9))
-    found = plan(problem(pool(), cheap, links=links, objective="cost", slowest=120))
-    best, others = found.best, found.others
-    assert (best.train.name, best.rollout.name) == ("here/h800", "there/h20")
-    assert best.transfer == pytest.approx(MODEL.bytes / 10e9)
-    assert best.step <= 120
-    assert all(best.cost <= other.cost for other in others if not other.colocated and other.step <= 120)
-
-
 def test_prices_are_needed_for_costs_alone():
     assert plan(problem(pool(price=0.0), objective="cost")).best.cost == 0
     assert plan(problem(pool(price=None))).best.cost is None
@@ -277,13 +266,18 @@ def test_the_bound_that_determines_a_step():
     [
         lambda: Work(np.array([]), 1),
         lambda: Work(np.array([0.0]), 1),
+        lambda: Work(np.array([1.0]), 1, prompt_tokens=-1),
         lambda: Model(0),
+        lambda: Training(0),
         lambda: Training(1, copy_gpus=0),
+        lambda: pool(gpus=0),
         lambda: pool(gpus=12),
+        lambda: pool(memory=0.0),
         lambda: pool(utilization=1.5),
         lambda: pool(price=-1.0),
         lambda: problem(bound=-1),
         lambda: problem(copy=-1.0),
+        lambda: FAST.drafted(0.5, 1.0),
         lambda: FAST.drafted(2.0, -1.0),
     ],
 )
