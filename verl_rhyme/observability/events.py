@@ -114,8 +114,7 @@ class EventLog:
         """Log requests of a step (from 1) and epoch (from 0, as in verl); several calls per step are allowed.
 
         ``columns`` are those of :data:`REQUESTS`: a sequence or array of shape [requests], or one value for all rows.
-        Missing ones are null. ``prompt_key`` takes 16 bytes or 32 hex digits. Raises ValueError for unknown columns,
-        unequal lengths and wrong types.
+        Missing ones are null, unknown ones a ValueError. ``prompt_key`` takes 16 bytes or 32 hex digits.
         """
         if (keys := columns.get("prompt_key")) is not None:
             columns = {**columns, "prompt_key": [bytes.fromhex(k) if isinstance(k, str) else k for k in keys]}
@@ -229,23 +228,16 @@ def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
 def _record_batch(schema: pa.Schema, columns: Mapping[str, Any]) -> pa.RecordBatch:
     if unknown := set(columns) - set(schema.names):
         raise ValueError(f"event log: unknown columns {sorted(unknown)}; known: {schema.names}")
-    many = {name: values for name, values in columns.items() if _is_column(values)}
-    lengths = {name: len(values) for name, values in many.items()}
-    rows = max(lengths.values(), default=1)
-    if any(length != rows for length in lengths.values()):
-        raise ValueError(f"event log: columns of unequal length: {lengths}")
+    rows = max((len(values) for values in columns.values() if _is_column(values)), default=1)
     arrays = []
     for field in schema:
         value = columns.get(field.name)
         if isinstance(value, np.ndarray) and value.ndim > 1:
             value = value.reshape(rows, math.prod(value.shape[1:])).tolist()
-        try:
-            if field.name in many:
-                arrays.append(pa.array(value, type=field.type, from_pandas=isinstance(value, np.ndarray)))
-            else:
-                arrays.append(pa.repeat(pa.scalar(value, type=field.type), rows))
-        except (pa.ArrowException, TypeError) as error:
-            raise ValueError(f"event log: column {field.name!r} must hold {field.type}: {error}") from error
+        if _is_column(value):
+            arrays.append(pa.array(value, type=field.type, from_pandas=isinstance(value, np.ndarray)))
+        else:
+            arrays.append(pa.repeat(pa.scalar(value, type=field.type), rows))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

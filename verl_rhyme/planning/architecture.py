@@ -209,10 +209,7 @@ class Architecture:
         The first stage has the input embedding. The last one has the output embedding (a copy if tied) and the final
         norm.
         """
-        if pp == 1:
-            tables = self.embedding * (1 if self.tied else 2)
-        else:
-            tables = self.embedding
+        tables = self.embedding * (1 if self.tied or pp > 1 else 2)
         return -(-self.layers // pp) * self.layer(tp) + self.hidden + tables // tp
 
     def cache_values(self, tp: int = 1, pp: int = 1) -> int:

@@ -26,7 +26,7 @@ def _check_seconds(record: object, section: str) -> None:
             raise ValueError(f"{section}.{name} must be seconds, at least 0, not {value!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class StepCost:
     """Coefficients of a decode step, in seconds; see the module."""
 
@@ -45,7 +45,7 @@ class StepCost:
         return self.base + self.row * rows + self.cached * cached + self.draft * drafts + self.drafting * (drafts > 0)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class ReplicaCost:
     """Cost and capacity of one kind of replica."""
 

@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 from omegaconf import MISSING
-from omegaconf.errors import MissingMandatoryValue
 from scipy.special import ndtri
 
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.planning import profile, roofline
 from verl_rhyme.planning.cost import ReplicaCost
 from verl_rhyme.planning.planner import Problem
-from verl_rhyme.planning.sites import Links, Model, Pool
+from verl_rhyme.planning.sites import Model, Pool
 from verl_rhyme.planning.times import Training, Work
-from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, read
+from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, errors_with_key, read
 from verl_rhyme.planning.workload import Lengths
 
 #: Quantiles that represent a distribution of lengths.
@@ -115,14 +114,8 @@ class LoadedPlan:
 def load(path: Path, overrides: Sequence[str] = ()) -> LoadedPlan:
     """Read a plan file, with overrides as of :func:`~verl_rhyme.planning.typed_yaml.plain`. Raises ClusterError."""
     config: PlanFile = read(PlanFile, path, overrides)
-    try:
+    with errors_with_key(path):
         return _loaded(config, path)
-    except ClusterError:
-        raise
-    except MissingMandatoryValue as error:
-        raise ClusterError(f"{path}: {error.full_key or error} is missing") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise ClusterError(f"{path}: {error}") from error
 
 
 def _loaded(config: PlanFile, path: Path) -> LoadedPlan:
@@ -145,7 +138,7 @@ def _loaded(config: PlanFile, path: Path) -> LoadedPlan:
         1 if config.max_staleness is None else config.max_staleness,
         config.sync,
         config.copy,
-        Links(_links(config, {site.name for site in config.sites}, path)),
+        _links(config, {site.name for site in config.sites}, path),
         config.objective,  # type: ignore[arg-type]
         math.inf if config.slowest is None else config.slowest,
     )

@@ -9,15 +9,15 @@ splits. The objective is the time of a step, or the price of a trained sample.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from verl_rhyme.config import StreamingConfig
-from verl_rhyme.planning.sites import Links, Model, Pool
-from verl_rhyme.planning.times import Floats, Work, rollout, slots, step
+from verl_rhyme.planning.sites import Model, Pool
+from verl_rhyme.planning.times import Floats, Work, rollout
 
 #: Relative difference of time (or price) up to which splits count as equal; the one with the fewest GPUs is taken.
 WORTH = 0.01
@@ -44,7 +44,7 @@ class Problem:
     weights: float = 0.0  # seconds from a training step's end until its weights are available at the training site
     #: Seconds of these that block the trainer, where separate engines run on; None: all.
     copy: float | None = None
-    links: Links = field(default_factory=Links)
+    links: Mapping[frozenset[str], float] = field(default_factory=dict)  # bytes a second, by pairs of sites
     objective: Literal["time", "cost"] = "time"  # seconds of a step, or price of a trained sample on the used GPUs
     slowest: float = math.inf  # most seconds of a step
 
@@ -60,6 +60,11 @@ class Problem:
     def blocked(self) -> float:
         """Seconds for which new weights block the trainer, on separate engines."""
         return self.weights if self.copy is None or not self.max_staleness else self.copy
+
+    def transfer(self, train: Pool, share: Pool) -> float | None:
+        """Return the seconds in which weights go from one pool's site to another's; ``None`` without a link."""
+        speed = self.links.get(frozenset((train.site, share.site)))
+        return 0.0 if train.site == share.site else self.model.bytes / speed if speed else None
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ class Split:
             return "link"
         if self.trained >= self.rolled_out:
             return "trainer"
-        full = float(slots(self.rollout.replicas[self.tp], self.rollout_gpus / self.tp, self.problem.work))
+        cost, count = self.rollout.replicas[self.tp], self.rollout_gpus / self.tp
+        full = float(rollout(cost, count, self.problem.work, 1 << 30))  # all slots are always full
         return "slots" if full >= self.rolled_out * (1 - 1e-9) else "longest response"
 
     @property
@@ -224,14 +230,15 @@ def _seconds(
     """
     training, work, on_policy = train.training, problem.work, not problem.max_staleness
     assert training is not None
-    transfer = problem.links.seconds(train.site, share.site, problem.model.bytes) or 0.0
+    transfer = problem.transfer(train, share) or 0.0
     ys = ys[:, None]
     # from the collection of a batch to engines with its policy: its last part, and fixed costs
     after = training.seconds(ys, work.trained_tokens, _PART) + problem.weights + transfer
     rolled_out = rollout(share.replicas[tp], xs / tp, work, problem.max_staleness, 0.0 if on_policy else after)
     tokens = training.seconds(ys, work.trained_tokens) - training.update
     fixed = training.update + problem.blocked + transfer * on_policy
-    return np.maximum(step(rolled_out, tokens, fixed, on_policy), transfer), rolled_out, transfer
+    seconds = np.hypot(rolled_out, tokens) + fixed if on_policy else np.maximum(rolled_out, tokens + fixed)
+    return np.maximum(seconds, transfer), rolled_out, transfer
 
 
 def _arrangements(problem: Problem, refused: list[str]) -> Iterator[tuple[Pool, Pool, int]]:
@@ -254,7 +261,7 @@ def _arrangements(problem: Problem, refused: list[str]) -> Iterator[tuple[Pool, 
             refused.append(reason)
             continue
         for tp, share in able:
-            if problem.links.seconds(train.site, share.site, problem.model.bytes) is None:
+            if problem.transfer(train, share) is None:
                 refused.append(f"training at {train.site}, generation at {share.site}: no link between them")
             else:
                 yield train, share, tp

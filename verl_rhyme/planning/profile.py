@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,29 +13,15 @@ from omegaconf import MISSING
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.planning import roofline
 from verl_rhyme.planning.architecture import PUBLISHED, Architecture, find, read_json
-from verl_rhyme.planning.cost import ReplicaCost, StepCost
+from verl_rhyme.planning.cost import ReplicaCost
 from verl_rhyme.planning.typed_yaml import ClusterError, from_folder_of, read
 
 
 @dataclass
-class StepFile:
-    base: float = MISSING
-    row: float = 0.0
-    cached: float = 0.0
-    draft: float = 0.0
-    drafting: float = 0.0
-
-
-@dataclass
-class ProfileFile:
+class ProfileFile(ReplicaCost):
     """A measured :class:`~verl_rhyme.planning.cost.ReplicaCost`, and the source of its figures."""
 
     source: str = MISSING
-    step: StepFile = field(default_factory=StepFile)
-    prefill: float = 0.0
-    slots: int = 256
-    room: float = math.inf
-    gpus: int = 1
 
 
 class Profile(NamedTuple):
@@ -49,11 +35,9 @@ def measured(name: str, named_in: Path | None = None) -> Profile:
     """Return the profile in a file, relative to the file that names it; ClusterError if it is missing or invalid."""
     path = Path(name) if named_in is None else from_folder_of(named_in, name)
     found: ProfileFile = read(ProfileFile, path)
-    try:
-        step = StepCost(**vars(found.step))
-        return Profile(ReplicaCost(step, found.prefill, found.slots, found.room, found.gpus), found.source)
-    except ValueError as error:
-        raise ClusterError(f"{path}: {error}") from error
+    given = dict(vars(found))
+    source = given.pop("source")
+    return Profile(ReplicaCost(**given), source)
 
 
 def model(name: str, named_in: Path) -> Architecture:

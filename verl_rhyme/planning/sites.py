@@ -109,17 +109,5 @@ class Pool:
         return ""
 
 
-@dataclass(frozen=True)
-class Links:
-    """Links between sites: bytes a second, by pairs of their names in any order."""
-
-    speeds: Mapping[frozenset[str], float] = field(default_factory=dict)
-
-    def seconds(self, one: str, other: str, size: float) -> float | None:
-        """Return the transfer seconds of ``size`` bytes between two sites; ``None`` without a link."""
-        speed = self.speeds.get(frozenset((one, other)), 0.0)
-        return 0.0 if one == other else size / speed if speed else None
-
-
 def _gb(size: float) -> str:
     return f"{size / 1e9:.0f} GB"

@@ -104,22 +104,6 @@ def rollout(
     return np.where(count > 0, found, np.inf)
 
 
-def step(rolled_out: Floats, tokens: Floats, fixed: float, on_policy: bool) -> Floats:
-    """Return the seconds of a training step on separate engines, where parts of a batch are trained during generation.
-
-    ``rolled_out`` is of :func:`rollout`, on-policy without ``after``; ``tokens`` are the seconds to train a batch's
-    tokens, ``fixed`` those of the step and its weights besides.
-    """
-    if on_policy:
-        return np.asarray(np.hypot(rolled_out, tokens) + fixed)
-    return np.maximum(rolled_out, tokens + fixed)
-
-
-def slots(cost: ReplicaCost, count: npt.ArrayLike, work: Work) -> Floats:
-    """Return the same for unbounded staleness: all tokens go through slots that are always full."""
-    return rollout(cost, count, work, 1 << 30)
-
-
 @dataclass
 class Training:
     """Cost of a training step on GPUs of one kind: ``P_train`` of Algorithm 1 (StreamRL)."""

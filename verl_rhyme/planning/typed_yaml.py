@@ -39,7 +39,7 @@ def plain(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ClusterError(f"{path} is not a YAML mapping of keys to values")
     for override in overrides:
         _override(tree, override, path)
-    with _errors_with_key(path):
+    with errors_with_key(path):
         return OmegaConf.to_container(tree, resolve=True)  # type: ignore[return-value]
 
 
@@ -50,16 +50,19 @@ def typed(kind: type[Any], tree: Mapping[str, Any], path: Path) -> Any:
     """
     made = OmegaConf.structured(kind)
     for key, value in tree.items():
-        with _errors_with_key(path, str(key)):
+        with errors_with_key(path, str(key)):
             made.merge_with({key: value})
-    with _errors_with_key(path):
+    with errors_with_key(path):
         return OmegaConf.to_object(made)
 
 
 @contextlib.contextmanager
-def _errors_with_key(path: Path, within: str = "") -> Iterator[None]:
+def errors_with_key(path: Path, within: str = "") -> Iterator[None]:
+    """Raise :class:`ClusterError` for what a file's values cause, with the key if it is known."""
     try:
         yield
+    except ClusterError:
+        raise
     except MissingMandatoryValue as error:
         raise ClusterError(f"{path}: {error.full_key} is missing") from error
     except (OmegaConfBaseException, ValueError) as error:

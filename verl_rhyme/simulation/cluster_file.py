@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
 
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, ConfigError, RhymeConfig, presets
 from verl_rhyme.config.checks import nearest
@@ -121,8 +120,6 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
         return _scenario(config, _run(config, given), path)
     except ClusterError:
         raise
-    except MissingMandatoryValue as error:
-        raise ClusterError(f"{path}: {error.full_key or error} is missing") from error
     except (ValueError, TypeError, KeyError) as error:
         raise ClusterError(f"{path}: {str(error).replace(f'{CONFIG_PATH}.', '')}") from error
 

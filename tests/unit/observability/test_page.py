@@ -34,14 +34,10 @@ def page_of(*folders: Path) -> str:
     return page
 
 
-def test_the_page_is_self_contained(runs) -> None:
-    page = page_of(*runs)
-    assert not re.findall(r"(?:src|href|data)=\"(?!#)|@import|url\((?!#)", page)
-    assert page == page_of(*runs), "equal runs give equal pages"
-
-
 def test_every_figure_is_present_and_valid_xml(runs) -> None:
     page = page_of(*runs)
+    assert not re.findall(r"(?:src|href|data)=\"(?!#)|@import|url\((?!#)", page), "it is not self-contained"
+    assert page == page_of(*runs), "equal runs give equal pages"
     wanted = {"lanes-1", "lanes-2", "bubbles-1", "bubbles-2", "rank", "accepted", "rate"}
     wanted |= {"stages-1", "stages-2", "reward", "useful", "length"}
     assert set(re.findall(r'<figure id="(.*?)"', page)) == wanted
@@ -57,13 +53,10 @@ def test_every_figure_is_present_and_valid_xml(runs) -> None:
         assert not [v for v in numbers if not np.isfinite(float(v))]
 
 
-def test_numbers_agree_with_the_log(runs) -> None:
-    run = read(runs[0])
-    assert run.slot_time is not None
-    page = page_of(runs[0])
-    assert sum(run.slot_time.shares) == pytest.approx(1.0)
-    shares = [f"{share:.1%}" for share in run.slot_time.rollout_shares]
-    assert "".join(f"<td>{share}</td>" for share in shares) in page
+def test_shares_are_those_of_the_log(runs) -> None:
+    measured = read(runs[0]).slot_time
+    assert measured is not None
+    assert "".join(f"<td>{share:.1%}</td>" for share in measured.rollout_shares) in page_of(runs[0])
 
 
 def test_a_lane_is_filled_as_high_as_its_busy_slots() -> None:
@@ -83,15 +76,11 @@ def test_names_are_escaped(tmp_path) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in page
 
 
-def test_a_single_step_gives_a_page(tmp_path) -> None:
-    assert "Reward, speed and length" in page_of(write_metrics(tmp_path, [stock(1, 0)]))
-
-
 def test_the_page_shows_staleness_in_its_table_and_a_curve(tmp_path) -> None:
     pages = []
     for stale in (0, 1):
-        rows = [stock(k, 0, **{m.STALENESS_MEAN: 0.75 * stale, m.STALENESS_MAX: 2.0 * stale}) for k in (1, 2)]
-        pages.append(page_of(write_metrics(tmp_path, rows)))
+        row = stock(1, 0, **{m.STALENESS_MEAN: 0.75 * stale, m.STALENESS_MAX: 2.0 * stale})
+        pages.append(page_of(write_metrics(tmp_path, [row])))
     assert "<td>0.75</td><td>2</td>" in pages[1]
     assert ['id="staleness"' in page for page in pages] == [False, True], "on-policy runs have no curve"
 
@@ -117,14 +106,8 @@ def test_steps_of_one_batch_of_prompts_are_one_point() -> None:
     """In a sorted rollout, the first step includes the seconds of tokens that later steps train."""
 
     def step(loaded: int, seconds: float, dropped: int = 0) -> dict[str, float]:
-        return {
-            m.EPOCH: 1,
-            m.TRAINED_TOKENS: 100,
-            m.REQUESTS: 10,
-            m.ROLLOUT_S: seconds,
-            m.LOADED_PROMPTS: loaded,
-            m.DROPPED_PROMPTS: dropped,
-        }
+        same = {m.EPOCH: 1, m.TRAINED_TOKENS: 100, m.REQUESTS: 10}
+        return {**same, m.ROLLOUT_S: seconds, m.LOADED_PROMPTS: loaded, m.DROPPED_PROMPTS: dropped}
 
     run = [step(8, 7.0), step(0, 1.0), step(2, 2.0, dropped=2), step(8, 4.0, dropped=1), step(1, 4.0), step(0, 2.0)]
     unfinished = [step(8, 90.0)]

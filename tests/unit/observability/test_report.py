@@ -14,7 +14,6 @@ from tests.unit.observability.logged_run import stock, write_metrics, write_run
 from verl_rhyme.cli import app
 from verl_rhyme.drafting.policy import SOURCES
 from verl_rhyme.observability import metrics as m
-from verl_rhyme.observability import report
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.run import CONFIG_FILE, read
 from verl_rhyme.observability.summary import compare
@@ -69,13 +68,6 @@ def test_where_engines_continue_the_event_log_gives_the_bubble_ratio(on: Path) -
     (epoch, *_) = read(on).summary["epochs"]
     each = 1 - 32 / 3 / (4 * 4), 1 - 32 / 3 / (4 * 20)
     assert epoch["bubble_ratio"] == pytest.approx(sum(each) / 2), "the second lasts from the first batch to its own"
-
-
-def test_a_run_resumed_under_another_name_has_both(on: Path) -> None:
-    log = EventLog(on / "checkpoints" / "events")
-    for name in ("histospec", "histospec-undrafted"):
-        log.describe(name)
-    assert read(on).summary["run"] == "histospec, then histospec-undrafted"
 
 
 def test_a_resumed_run_counts_no_step_twice(tmp_path: Path) -> None:
@@ -142,18 +134,6 @@ def test_compare_is_a_ratio_of_medians_with_its_spread() -> None:
     assert cold["rollout_speedup_warm_spread"] is None
 
 
-def test_the_report_names_the_sources_of_draft_tokens() -> None:
-    epoch = {
-        "drafted_by_source": {"history": 300, "siblings": 0, "own": 99, "others": 1, "new": None},
-        "accepted_by_source": {"history": 100, "siblings": 0, "own": 0, "others": 0, "new": 0},
-    }
-    assert report._sources({"epochs": [{}, epoch]}) == (
-        "draft tokens of the last epoch: history 75%, own 25%; accepted: history 100%"
-    )
-    assert report._sources({"epochs": [epoch | {"accepted_by_source": dict.fromkeys(SOURCES)}]}) == ""
-    assert report._sources({"epochs": [{}]}) == report._sources({"epochs": []}) == ""
-
-
 def run_report(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str], list[str]]:
     """Return the exit status of ``verl-rhyme report`` and its lines on standard output and on standard error."""
     with pytest.raises(SystemExit) as ended:
@@ -167,6 +147,7 @@ def test_command_writes_and_lists_its_files(on: Path, capfd) -> None:
     assert (status, notes) == (0, [])
     assert shown[-2:] == [str(on / name) for name in ("summary.json", "report.html")]
     assert json.loads((on / "summary.json").read_text())["run"] == "mine"
+    assert "draft tokens of the last epoch: history 100%; accepted: history 100%" in " ".join(shown)
     assert {"2.50", "33%"} <= set(next(line for line in shown if line.strip().startswith("2 ")).split())
     assert "<h1>mine</h1>" in (on / "report.html").read_text()
 
@@ -185,18 +166,7 @@ def test_command_compares_in_80_columns(off: Path, on: Path, capfd, tmp_path: Pa
     assert f"<h1>{name} vs. off</h1>" in (tmp_path / "both" / "report.html").read_text()
 
 
-def test_bubble_ratios_with_unequal_slots_are_noted(on: Path, off: Path, capfd, tmp_path: Path) -> None:
-    other = write_run(tmp_path / "other", "full")
-    assert run_report(capfd, on, other, "--out", tmp_path)[2] == []
-    EventLog(other / "checkpoints" / "events").describe("full", slots=8)
-    note = (
-        "bubble ratios are not comparable: the runs can fill different numbers of request slots (histospec 4, full 8)"
-    )
-    assert note in run_report(capfd, on, other, "--out", tmp_path)[2][0]
-    assert "slots" not in run_report(capfd, on, off, "--out", tmp_path)[2][0], "a stock run has none"
-
-
-def test_a_folder_without_one_run_is_one_error(on: Path, capfd, tmp_path: Path) -> None:
+def test_a_wrong_folder_is_one_error(on: Path, capfd, tmp_path: Path) -> None:
     for name in ("one", "other"):
         shutil.copytree(on / "checkpoints", tmp_path / "runs" / name)
     several = f"contains several runs: give one of {tmp_path / 'runs' / 'one'}, {tmp_path / 'runs' / 'other'}"
@@ -205,9 +175,13 @@ def test_a_folder_without_one_run_is_one_error(on: Path, capfd, tmp_path: Path) 
     for folder, why in wrong.items():
         status, _, [note] = run_report(capfd, tmp_path / folder)
         assert (status, why in note) == (1, True)
+    (on / "file").touch()
+    status, _, notes = run_report(capfd, on, "--out", on / "file" / "x")
+    why = f"cannot write to {on / 'file' / 'x'} (Not a directory): set --out to a writable folder"
+    assert (status, why in notes[-1]) == (1, True)
 
 
-def test_runs_of_one_name_get_the_names_of_their_folders(on: Path, capfd, tmp_path: Path) -> None:
+def test_notes_on_two_runs_of_one_name_or_of_unequal_slots(on: Path, off: Path, capfd, tmp_path: Path) -> None:
     shutil.copytree(on, tmp_path / "again")
     status, _, [note] = run_report(capfd, on, tmp_path / "again")
     assert status == 0
@@ -215,13 +189,10 @@ def test_runs_of_one_name_get_the_names_of_their_folders(on: Path, capfd, tmp_pa
     assert list(json.loads((on / "summary.json").read_text())["runs"]) == ["histospec (again)", "histospec (on)"]
     status, _, [note] = run_report(capfd, on, on)
     assert (status, "are the same run" in note) == (1, True)
-
-
-def test_an_error_names_a_folder_that_is_not_writable(off: Path, capfd) -> None:
-    (off / "file").touch()
-    status, _, notes = run_report(capfd, off, "--out", off / "file" / "x")
-    assert status == 1
-    assert f"cannot write to {off / 'file' / 'x'} (Not a directory): set --out to a writable folder" in notes[-1]
+    EventLog(tmp_path / "again" / "checkpoints" / "events").describe("full", slots=8)
+    _, _, [note] = run_report(capfd, on, tmp_path / "again")
+    assert "can fill different numbers of request slots (histospec 4, histospec, then full 8)" in note
+    assert "slots" not in run_report(capfd, on, off)[2][0], "a stock run has none"
 
 
 def test_missing_data_are_reported_on_the_page_too(on: Path, off: Path, capfd) -> None:
@@ -236,10 +207,8 @@ def test_missing_data_are_reported_on_the_page_too(on: Path, off: Path, capfd) -
 
 
 def test_the_trace_of_one_step(on: Path, capfd) -> None:
-    for arguments, traced in (([], set(range(1, 9))), (["--step", "3"], {3})):
-        assert run_report(capfd, on, "--perfetto", *arguments)[::2] == (0, [])
-        spans = [event for event in json.loads((on / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
-        assert {event["args"]["step"] for event in spans} == traced
-        assert len(spans) == 8 * len(traced)
+    assert run_report(capfd, on, "--perfetto", "--step", "3")[::2] == (0, [])
+    spans = [event for event in json.loads((on / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert [event["args"]["step"] for event in spans] == [3] * 8
     status, _, [note] = run_report(capfd, on, "--perfetto", "--step", "99")
     assert (status, "no request of step 99 was logged; steps 1 to 8 are available" in note) == (0, True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -50,15 +49,6 @@ def test_a_node_shared_by_two_roles_has_gpus_per_node_of_each():
     assert "actor_rollout_ref.rollout.n_gpus_per_node=4" in found["overrides"]
 
 
-def test_of_two_sites_the_cheap_one_generates():
-    found = json.loads(run("--json", file=TWO).stdout)
-    assert found["best"]["train"]["pool"] == "east/H800"
-    assert found["best"]["rollout"]["pool"] == "west/H20"
-    assert found["best"]["transfer_s"] == pytest.approx(6.56, rel=0.01)
-    assert found["best"]["step_s"] <= 900
-    assert sum(other["train"]["pool"] == "west/H20" for other in found["compared"]) == 0, "too slow at any size"
-
-
 def test_plan_prints_which_bound_is_profitable_and_why():
     """A larger bound helps the long tail of 1,024 GPUs. With 128 GPUs slots and trainer bind early."""
     large = ["sites.0.gpus=1024", "drafts.acceptance=2.25", "drafts.overhead=2.77"]
@@ -76,9 +66,11 @@ def test_plan_prints_which_bound_is_profitable_and_why():
     assert turns < few["dial"][0]["step_s"]
     assert f"max_staleness=1 is profitable: {turns / few['best']['step_s']:.2f} times the tokens/s of max_st" in output
     assert "+rhyme=full" in output
-    one = run("max_staleness=2").stdout
-    assert "max_staleness=2, as given" in one
-    assert "rhyme.max_staleness=2" in one
+    none, two = (run(f"max_staleness={bound}").stdout for bound in (0, 2))
+    assert "colocated on 128 GPUs, a step takes" in none, "nothing overlaps"
+    assert "max_staleness=2, as given" in two
+    assert "rhyme.max_staleness=2" in two
+    assert "colocated on 128 GPUs" not in two
 
 
 def test_a_measured_profile_takes_the_place_of_a_data_sheet(tmp_path):
@@ -88,22 +80,13 @@ def test_a_measured_profile_takes_the_place_of_a_data_sheet(tmp_path):
     site = "{name: here, kind: mine, gpus: 16}"
     batch = "{prompts: 8, samples: 8, response_limit: 2000, percentiles: {50: 200, 90: 900}}"
     plan.write_text(f"parameters: 7e9\nkinds: [{kind}]\nsites: [{site}]\nbatch: {batch}\n")
-    found = json.loads(run("--json", file=plan).stdout)
+    found, faster = (
+        json.loads(run("--json", "max_staleness=1", *drafts, file=plan).stdout)
+        for drafts in ([], ["drafts.acceptance=2"])
+    )
     assert found["sources"] == {"mine, tensor parallel size 2": "measured here"}
     assert found["best"]["tensor_parallel"] == 2
-
-
-def test_drafts_make_a_step_shorter():
-    plain, drafted = (
-        json.loads(run("max_staleness=1", *more, "--json").stdout)["best"]["rollout_s"]
-        for more in ([], ["drafts.acceptance=2.25"])
-    )
-    assert drafted < plain
-
-
-def test_where_nothing_overlaps_turns_are_recommended():
-    assert "colocated on 128 GPUs, a step takes" in run("max_staleness=0").stdout
-    assert "colocated on 128 GPUs" not in run("max_staleness=1").stdout
+    assert faster["best"]["rollout_s"] < found["best"]["rollout_s"]
 
 
 @pytest.mark.parametrize(
@@ -115,26 +98,15 @@ def test_where_nothing_overlaps_turns_are_recommended():
         ("kinds=[{gpu: H100}, {name: H100, memory: 1}]", "kinds.1.name=H100 is used twice"),
         ("sites=[{name: a, kind: H800, gpus: 8}, {name: a, kind: H800, gpus: 8}]", "H800 at a is listed twice"),
         ("sites.0.kind=H900", "sites.0.kind=H900 is not in kinds (H800); did you mean H800?"),
-        ("sites.0.gpus=0", "here/H800: gpus, node and memory must be above 0"),
         ("sites.0.gpus=abc", "gpus: Value 'abc' of type 'str' could not be converted to Integer"),
-        ("kinds.0.profiles=qwen", "profiles: Invalid value assigned: AnyNode is not a ListConfig"),
         ("kinds.0.tp=[4,4]", "kinds.0: two profiles have tensor parallel size 4"),
-        ("sites.0.gpus=100", "here/H800: 100 GPUs do not fill whole nodes of 8"),
         ("kinds.0.tp=[]", "H800 generates at here but has no replicas: set tp of its kind"),
-        ("kinds.0.utilization=2", "utilization at most 1"),
-        ("kinds.0.memory=-1", "and memory must be above 0"),
         ("kinds.0.gpu=H900", "kinds.0.gpu: no data sheet of H900; did you mean H800?"),
-        (
-            "kinds.0.gpu=null",
-            "kinds.0: set gpu to a data sheet (A100, H20, H800, H100,",
-        ),
+        ("kinds.0.gpu=null", "kinds.0: set gpu to a data sheet (A100, H20, H800, H100,"),
         ("model=null", "kinds.0.tp needs the file's model and kinds.0.gpu"),
-        ("batch.percentiles=null", "batch.percentiles: field 'batch.percentiles' is not Optional"),
         ("links=[{between: [here, there], gbps: 1}]", "there is not in sites; did you mean here?"),
-        (
-            "objective=cost kinds.0.price=null",
-            "objective=cost needs the price of a GPU-hour: set price for here/H800",
-        ),
+        ("links=[{between: [here, here], gbps: 1}]", "links.0.between must be two sites, such as [east, west]"),
+        ("objective=cost kinds.0.price=null", "set price for here/H800"),
     ],
 )
 def test_an_error_is_one_line(overrides, message):
@@ -145,10 +117,8 @@ def test_an_error_is_one_line(overrides, message):
     assert line.startswith("verl-rhyme plan: ")
 
 
-def test_an_infeasible_plan_raises_with_each_reason():
-    result = run("kinds.0.memory=10e9")
-    assert result.exit_code == 1
-    assert "66 GB of weights do not fit, 80% of 4 GPUs are 32 GB" in result.stderr
-    assert re.search(r"each needs \d+ GB", result.stderr)
-    result = run("slowest=1", file=TWO)
-    assert re.search(r"no step takes 1 s or less, the fastest takes \d+ s: allow more, or add GPUs", result.stderr)
+def test_of_two_sites_the_cheap_one_generates():
+    found = json.loads(run("--json", file=TWO).stdout)
+    assert (found["best"]["train"]["pool"], found["best"]["rollout"]["pool"]) == ("east/H800", "west/H20")
+    assert found["best"]["transfer_s"] == pytest.approx(6.56, rel=0.01)
+    assert found["best"]["step_s"] <= 900

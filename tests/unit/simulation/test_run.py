@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation import summary
 from verl_rhyme.simulation.engine import Request, Segment
 from verl_rhyme.simulation.run import Simulation
-from verl_rhyme.simulation.scenario import Drafts, Scenario
+from verl_rhyme.simulation.scenario import Drafts, Scenario, Step
 
 COST = ReplicaCost(StepCost(base=0.01, row=1e-4, cached=1e-7), prefill=1e-5, slots=8)
 BATCH: dict[str, Any] = {"batch_prompts": 8, "batch_samples": 32}
@@ -43,33 +44,38 @@ def scenario(mode: str = "sync", **changes: Any) -> Scenario:
     return Scenario(**{**given, "colocated": not rules.separate, **changes})
 
 
+def run(given: Scenario, prompts: list[Prompt], kind: type[Simulation] = Simulation) -> tuple[Any, list[Step], Any]:
+    """Run a simulation in which each sample is trained once; return its steps and segments, too."""
+    segments: list[tuple[str, Segment]] = []
+    simulation = kind(given, prompts, None, segments)
+    steps = simulation.run()
+    assert sum(step.samples for step in steps) == sum(len(prompt.lengths) for prompt in prompts)
+    assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
+    assert max(step.staleness_max for step in steps) <= given.rules.max_staleness
+    done = Counter(segment.request.name for _, segment in segments if segment.reason == "done")
+    assert max(done.values()) == 1
+    assert simulation.placement.errors == 0, simulation.placement.last_error
+    assert not simulation.placement.fleet.requests.any(), "finished requests still count"
+    return simulation, steps, segments
+
+
 @pytest.mark.parametrize("mode", RULES)
 @pytest.mark.parametrize("room", [np.inf, 2500])
 def test_every_sample_is_trained_once(mode, room):
     cost = ReplicaCost(COST.step, COST.prefill, COST.slots, room)
-    segments: list[tuple[str, Segment]] = []
-    prompts = list(LENGTHS.epochs(32, 4, 2, 20))
-    simulation = Simulation(scenario(mode, replicas=(cost,) * 3), prompts, None, segments)
-    steps = simulation.run()
+    simulation, steps, segments = run(scenario(mode, replicas=(cost,) * 3), list(LENGTHS.epochs(32, 4, 2, 20)))
     assert [step.version for step in steps] == list(range(8))
-    assert sum(step.samples for step in steps) == 32 * 4 * 2
-    assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
-    assert max(step.staleness_max for step in steps) <= RULES[mode].max_staleness
-    done = Counter(segment.request.name for _, segment in segments if segment.reason == "done")
-    assert max(done.values()) == 1
-    made = sum(engine.made for engine in simulation.cluster.engines.values())
-    assert made == pytest.approx(sum(step.tokens + step.wasted for step in steps), rel=0.01)
     for before, after in itertools.pairwise(steps):
         assert before.began <= before.collected < before.ended == after.began
     assert all(0 <= step.bubble <= 1 for step in steps)
+    made = sum(engine.made for engine in simulation.cluster.engines.values())
     wasted = sum(step.wasted for step in steps)
+    assert made == pytest.approx(sum(step.tokens for step in steps) + wasted, rel=0.01)
     assert summary.totals(simulation)["wasted"] == pytest.approx(wasted / made, rel=0.01)
     for replica in simulation.cluster.engines:  # no more requests at a time than slots
         own = sorted((s.began, s.ended) for name, s in segments if name == replica)
         for at in {began for began, _ in own}:
             assert sum(began <= at < ended for began, ended in own) <= cost.slots
-    assert not simulation.placement.errors
-    assert not simulation.placement.fleet.requests.any()
 
 
 @pytest.mark.parametrize("mode", ["sync", "separate, as loaded"])
@@ -77,14 +83,8 @@ def test_every_sample_is_trained_once(mode, room):
 @pytest.mark.parametrize("forecasts", ["history", "none"])
 def test_placed_by_forecasts_every_sample_is_trained_once(mode, policy, forecasts):
     options = {"groups": 3, "tail": 1.0} if policy == "histopipe" else {}
-    given = {"placement": policy, "options": options, "forecasts": forecasts}
-    prompts = list(LENGTHS.epochs(32, 4, 2, 20))
-    segments: list[tuple[str, Segment]] = []
-    simulation = Simulation(scenario(mode, **given), prompts, None, segments)
-    steps = simulation.run()
-    assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
-    assert simulation.placement.errors == 0, simulation.placement.last_error
-    assert not simulation.placement.fleet.requests.any(), "finished requests still count"
+    given = scenario(mode, placement=policy, options=options, forecasts=forecasts)
+    simulation, _, segments = run(given, list(LENGTHS.epochs(32, 4, 2, 20)))
     moved = simulation.dispatch.moved
     moves = policy == "histopipe" and forecasts == "history"
     assert (moved > 0) == moves, "only histopipe with uncertain forecasts migrates"
@@ -94,9 +94,7 @@ def test_placed_by_forecasts_every_sample_is_trained_once(mode, policy, forecast
 
 
 def test_a_replica_loads_a_version_when_its_older_requests_have_finished():
-    segments: list[tuple[str, Segment]] = []
-    simulation = Simulation(scenario("finish"), list(LENGTHS.epochs(64, 4, 2, 20)), None, segments)
-    steps = simulation.run()
+    simulation, steps, segments = run(scenario("finish"), list(LENGTHS.epochs(64, 4, 2, 20)))
     assert sum(step.wasted for step in steps) == 0
     assert {step.staleness_max for step in steps} == {0, 1}
     overlaps = 0
@@ -112,35 +110,29 @@ def test_a_replica_loads_a_version_when_its_older_requests_have_finished():
     assert overlaps, "no replica was behind: the test is void"
 
 
+class Watched(Simulation):
+    """Samples that migrate to replicas that lag behind get tokens of the right version, at most one stale."""
+
+    moved_back = 0
+
+    def _move(self) -> None:
+        before = {name: sample.replica for name, sample in self._under_way.items()}
+        super()._move()
+        for name, at in before.items():
+            self.moved_back += self._versions[self._under_way[name].replica] < self._versions[at]
+
+    def _generated(self, replica: str, request: Request) -> None:
+        served, batch = self._versions[replica], int(request.name.uid) // 8
+        assert served >= batch - 1
+        assert self._under_way[request.name].first <= served
+        super()._generated(replica, request)
+
+
 def test_a_sample_migrated_to_a_replica_with_an_older_version_waits_there():
-    """Tokens of a batch are at most one version stale, and have the right version, also if samples migrate to replicas
-    that lag behind."""
-
-    class Watched(Simulation):
-        moved_back = 0
-
-        def _move(self) -> None:
-            before = {name: sample.replica for name, sample in self._under_way.items()}
-            super()._move()
-            for name, at in before.items():
-                now = self._under_way[name].replica
-                self.moved_back += self._versions[now] < self._versions[at]
-
-        def _generated(self, replica: str, request: Request) -> None:
-            served, batch = self._versions[replica], int(request.name.uid) // 8
-            assert served >= batch - 1
-            assert self._under_way[request.name].first <= served
-            super()._generated(replica, request)
-
+    given = scenario("finish", placement="histopipe", options={"groups": 1, "tail": 1.0})
     seen = 0
     for seed in range(2):
-        simulation = Watched(
-            scenario("finish", placement="histopipe", options={"groups": 1, "tail": 1.0}),
-            LENGTHS.epochs(64, 4, 2, 20, seed=seed),
-        )
-        steps = simulation.run()
-        assert sum(step.samples for step in steps) == 64 * 4 * 2
-        assert simulation.placement.errors == 0, simulation.placement.last_error
+        simulation, *_ = run(given, list(LENGTHS.epochs(64, 4, 2, 20, seed=seed)), Watched)
         seen += simulation.moved_back
     assert seen, "no sample migrated to an older version: the test is void"
 
@@ -175,16 +167,6 @@ def test_drafts_shorten_the_second_epoch():
     assert sum(s.rollout for s in drafted[2:]) == pytest.approx(sum(s.rollout for s in plain[2:]) / 2, rel=0.15)
 
 
-def test_separate_engines_generate_while_the_actor_trains():
-    prompts = list(LENGTHS.epochs(64, 4, 1, 20))
-    training = TrainingCost(update=20.0)
-    spans = {
-        mode: Simulation(scenario(mode, training=training), prompts).run()[-1].ended
-        for mode in ("colocated", "separate")
-    }
-    assert spans["separate"] < 0.9 * spans["colocated"]
-
-
 def test_forecasts_improve():
     steps = Simulation(scenario(), LENGTHS.epochs(64, 4, 4, 20)).run()
     first, last = steps[0].lengths, steps[-1].lengths
@@ -206,15 +188,13 @@ def test_lengths_have_the_given_percentiles_and_share_of_variance_between_prompt
 def test_regenerated_text_is_drafted_from_itself():
     """New text has the acceptance length of the prompt's visits."""
     drafts = Drafts(acceptance=(2.0,), overhead=1.5, again=20.0)
-    pace, verified, *_ = drafts.of(0, 100)
-    assert (pace, verified) == (2, 1.5)
-    pace, verified, *_ = drafts.of(0, 100, text=60)
+    assert drafts.of(0, 100) == (2, 1.5)
+    pace, verified = drafts.of(0, 100, text=60)
     assert 100 / pace == pytest.approx(40 / 2 + 60 / 20)
     assert verified * 100 / pace == pytest.approx(1.5 * 40 / 2 + 60)
-    prompts = list(Lengths({50: 100, 90: 250}, limit=400).epochs(32, 4, 1, 20))
-    rules = Rules(**BATCH, max_staleness=0, in_flight=2, refill="when_empty")
-    seconds = {}
-    for again in (2.0, 20.0):
-        run = Scenario((COST,) * 2, rules, TrainingCost(update=1.0), drafts=Drafts(drafts.acceptance, again=again))
-        seconds[again] = sum(step.seconds for step in Simulation(run, prompts).run())
-    assert seconds[20.0] < 0.95 * seconds[2.0]
+    prompts = list(LENGTHS.epochs(32, 4, 1, 20))
+    slow, fast = (
+        sum(step.seconds for step in Simulation(scenario("sorted", drafts=each), prompts).run())
+        for each in (replace(drafts, again=2.0), drafts)
+    )
+    assert fast < 0.95 * slow

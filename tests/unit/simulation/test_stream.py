@@ -19,19 +19,15 @@ from verl_rhyme.simulation.scenario import Scenario, Step
 COST = ReplicaCost(StepCost(base=0.01, row=1e-4, cached=1e-7), prefill=1e-5, slots=8)
 TRAINING = TrainingCost(token=2e-4, update=1.0, part=0.3, sync=0.5)
 BATCH = {"batch_prompts": 8, "batch_samples": 32}
-PARTS = 4
-
-
-def stream(staleness: int, **changes: Any) -> Rules:
-    return Rules(**{**BATCH, "max_staleness": staleness, "separate": True, "relayed": True, **changes})
 
 
 def simulated(
-    prompts: list[Prompt], staleness: int = 0, part_samples: int | None = PARTS, **changes: Any
+    prompts: list[Prompt], staleness: int = 0, part_samples: int | None = 4, rules: Any = None, **changes: Any
 ) -> list[Step]:
-    given = {"replicas": (COST,) * 3, "rules": stream(staleness), "training": TRAINING, "response_limit": 1000}
-    scenario = Scenario(**{**given, "part_samples": part_samples, "colocated": False, **changes})
-    return Simulation(scenario, prompts).run()
+    """Return the steps of three separate replicas; ``rules`` are further ones."""
+    given = {**BATCH, "max_staleness": staleness, "separate": True, "relayed": True, **(rules or {})}
+    scenario = {"replicas": (COST,) * 3, "training": TRAINING, "response_limit": 1000, "colocated": False, **changes}
+    return Simulation(Scenario(rules=Rules(**given), part_samples=part_samples, **scenario), prompts).run()
 
 
 def made(seed: int, median: int = 100, spread: float = 9.0, prompts: int = 24) -> list[Prompt]:
@@ -59,15 +55,15 @@ costs = st.builds(
     st.sampled_from(["finished", "loaded"]),
 )
 def test_every_token_is_trained_once_and_within_the_bound(prompts, staleness, size, training, at_version, take):
-    rules = stream(staleness, at_version=at_version if staleness else None, take=take)
-    steps = simulated(prompts, staleness, size, training=training, rules=rules)
+    rules = {"at_version": at_version if staleness else None, "take": take}
+    steps = simulated(prompts, staleness, size, rules, training=training)
     assert [step.version for step in steps] == list(range(3))
     assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
     assert sum(step.wasted for step in steps) == 0 or (staleness and at_version == "continue")
     for step in steps:
         assert 0 <= step.staleness_mean <= step.staleness_max <= staleness
         rest = step.tokens + 32 * 20 - sum(part.tokens for part in step.parts)
-        least = training.update + training.token * rest + training.blocked_s(rules.one_by_one)
+        least = training.update + training.token * rest + training.blocked_s(one_by_one=True)
         assert step.ended - step.collected == pytest.approx(least, abs=1e-6), "a token was trained twice, or never"
         assert all(part.samples >= min(size, 32) and part.samples % 4 == 0 for part in step.parts)
         assert 0 <= step.early_share <= 1
@@ -97,15 +93,14 @@ def test_a_single_part_equals_no_streaming(staleness):
 def test_a_part_and_the_rest_in_closed_form():
     """One request per replica: the first prompt finishes after one second, the second one after three."""
     cost = ReplicaCost(StepCost(base=0.01), slots=1)
-    rules = stream(0, batch_prompts=2, batch_samples=2)
     prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300))]
     for token, through, collected, ended in (
         (1e-2, 1 + 0.5 + 1.1, 3.0, 3.0 + 3.1 + 2.0),
         (1e-1, 1 + 0.5 + 11, 12.5, 12.5 + 31 + 2.0),  # the part takes longer than the rollout
     ):
         training = TrainingCost(token=token, update=2.0, part=0.5)
-        given = {"replicas": (cost,) * 2, "rules": rules, "training": training}
-        [step] = simulated(prompts, 0, 1, **given)
+        rules = {"batch_prompts": 2, "batch_samples": 2}
+        [step] = simulated(prompts, 0, 1, rules, replicas=(cost,) * 2, training=training)
         [part] = step.parts
         assert part[:3] == (pytest.approx(1.0), pytest.approx(through), 1)
         assert (part.tokens, step.early_share) == (110, 0.5)
@@ -124,5 +119,6 @@ def test_parts_train_before_replicas_have_the_version():
 
 
 def test_the_trainer_waits_for_replicas_that_load_a_version_together():
-    prompts, rules = made(0), stream(2, relayed=False)
-    assert simulated(prompts, rules=rules, training=replace(TRAINING, copy=0.1)) == simulated(prompts, rules=rules)
+    prompts, together = made(0), {"relayed": False}
+    copied = replace(TRAINING, copy=0.1)
+    assert simulated(prompts, 2, rules=together, training=copied) == simulated(prompts, 2, rules=together)
