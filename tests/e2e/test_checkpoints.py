@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_megatron import MODELS, run
+from ranks import MODELS, run
 
 from tests.conftest import ONLY_SLOW
 from tests.unit.configs import verl_config
