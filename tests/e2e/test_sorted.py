@@ -152,7 +152,7 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
     steps, requests = run(tmp_path, *overrides, *MEGATRON, epochs=1, timeout=500, **settings)
     assert len(steps) == STEPS_AN_EPOCH
     assert all("actor/kl_loss" in metrics for metrics in steps)
-    assert all(metrics["training/rollout_probs_diff_max"] < 0.01 for metrics in steps), "of another support"
+    assert all(metrics["training/rollout_probs_diff_max"] < 0.02 for metrics in steps), "of another support"
     assert any(key.startswith("val-") for key in steps[-1])
     requests = {name: column[~requests["validate"]] for name, column in requests.items()}
     assert (tmp_path / "died").exists()
