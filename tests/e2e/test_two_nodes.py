@@ -122,20 +122,6 @@ def on_each_node(folder, key):
     return found
 
 
-def test_pieces_hold_all_that_was_stored(cluster, monkeypatch):
-    monkeypatch.setattr(stored_samples, "PIECE_BYTES", 2 * 20 * 12)
-    batch = named(5)
-    assert batch.stored.rewards().tolist() == [t.reward for t in trajectories(5)]
-    pieces = list(batch.trajectories())
-    assert [len(piece) for piece in pieces] == [2, 2, 1]
-    for one, other in zip((t for piece in pieces for t in piece), trajectories(5), strict=True):
-        for name in ("key", "reward", "policy_version", "epoch", "sample"):
-            assert getattr(one, name) == getattr(other, name)
-        assert one.tokens.dtype == np.int32
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.logprobs, np.full(20, -0.5, np.float32))
-
-
 def test_cleared_samples_are_reported_and_never_taken_for_others(cluster, tmp_path):
     service = HistoryService(HistoryConfig(dir=str(tmp_path / "history"), max_bytes=1 << 24), NAMESPACE)
     batch = named(4)
