@@ -11,7 +11,7 @@ LENGTHS = (20, 13, 30, 25, 9, 31, 16, 22)
 MICRO_BATCH = 4
 
 
-def build(engine, model, tp, pp, lr, options=None, checkpoint=None, warmup=0, lora=0, schedule=False):
+def build(engine, model, tp, pp, lr, options=None, checkpoint=None, warmup=0, schedule=False):
     import verl.workers.engine.fsdp
     import verl.workers.engine.megatron  # noqa: F401  (both register their engines)
     from verl.trainer.config import CheckpointConfig
@@ -44,7 +44,6 @@ def build(engine, model, tp, pp, lr, options=None, checkpoint=None, warmup=0, lo
         path=model,
         use_remove_padding=False,
         override_config={"attn_implementation": "sdpa"},
-        **({"lora_rank": lora} if engine != "megatron" else {"lora": {"rank": lora}} if lora else {}),
     )
     saved = CheckpointConfig(**(checkpoint or {}))
     built = EngineRegistry.new("language_model", settings.strategy, described, settings, optimizer, saved)
