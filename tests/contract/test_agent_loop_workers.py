@@ -19,7 +19,6 @@ from verl.utils import tensordict_utils as tu
 from verl_rhyme.agent_loop import agent_loop
 from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopManager, SessionAgentLoopManager
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker
-from verl_rhyme.coordinator import worker_pool as module
 from verl_rhyme.coordinator.worker_pool import WorkerPool
 from verl_rhyme.scheduling.attempts import Attempt, Start
 
@@ -50,10 +49,6 @@ class Worker:
     def __init__(self, mood="well"):
         import tensordict  # noqa: F401  as the real ones, which know what they are sent once they have started
 
-        if mood == "cannot start":
-            raise RuntimeError("no model")
-        if mood == "starts late":
-            time.sleep(4)
         self.mood, self.about, self.validated, self.running = mood, [], [], []
 
     async def attach(self, coordinator):
@@ -156,33 +151,6 @@ async def test_attempts_of_a_dead_worker_are_lost_and_others_get_the_next(mood):
     assert not watched.pool.has_attempt(Attempt("p", 0))
 
 
-async def test_worker_that_dies_between_two_messages_is_detected(monkeypatch):
-    monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
-    watched = Watched(["well", "well"])
-    await watched.pool.join(watched.workers)
-    watched.pool.watch()
-    watched.start(0, prompt="a")
-    watched.start(0, prompt="b")
-    await watched.about(["a_0"], ["b_0"])
-    await asyncio.sleep(0.3)  # roll calls
-    assert watched.lost == []
-    first, second = watched.workers
-    ray.kill(first if await names(first) == ["a_0"] else second)
-    await watched.until(lambda: watched.lost)
-    assert watched.lost == ["a_0"]
-    assert len(watched.pool) == 1
-    watched.pool.close()
-
-
-async def test_slow_worker_is_awaited_and_failed_one_is_left_out():
-    watched = Watched(["cannot start", "starts late"], patience_s=1.0)
-    await watched.pool.join(watched.workers)
-    assert len(watched.pool) == 1
-    watched.start(0)
-    del watched.workers[0]
-    await watched.about(["p_0"])
-
-
 # ---- validation ----
 
 
@@ -195,9 +163,8 @@ class Manager(SessionAgentLoopManager):
         self.agent_loop_workers = [Worker.remote()]
 
 
-@pytest.mark.parametrize("moods", [("dies",), ("hangs", "well")])
-def test_validation_prompts_of_a_dead_worker_go_to_others(moods):
-    manager = Manager(moods, patience_s=2.0 if "hangs" in moods else 30.0)
+def test_validation_prompts_of_dead_workers_go_to_others():
+    manager = Manager(["dies", "hangs"], patience_s=3.0)
     manager.generate_sequences(TensorDict({"number": torch.arange(7)}, batch_size=7))
     taken = ray.get([worker.taken.remote() for worker in manager.agent_loop_workers])
     assert sorted(number for numbers in taken for number in numbers) == list(range(7))

@@ -68,13 +68,3 @@ def test_with_it_steps_without_drafts_keep_full_graphs_and_ragged_ones_are_piece
     assert dispatched(runner, [1 + LONGEST] * 8) == (CUDAGraphMode.PIECEWISE, 272)
     assert dispatched(runner, [4] * ROWS) == (CUDAGraphMode.PIECEWISE, 1024)
     assert runner.compilation_config.cudagraph_capture_sizes[0] == 1
-
-
-def test_the_runner_reads_the_length_where_the_patch_sets_it():
-    """Anything that read it before the modes are resolved would not see the change."""
-    import inspect
-
-    lines = [
-        line.strip() for line in inspect.getsource(GPUModelRunner.__init__).splitlines() if "uniform_decode" in line
-    ]
-    assert lines == ["self.uniform_decode_query_len = 1 + self.num_spec_tokens"]

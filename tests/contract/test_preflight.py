@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from verl_rhyme.checks.preflight import memory
 from verl_rhyme.checks.preflight.components import AGENT_LOOPS, LOGGERS
 from verl_rhyme.checks.preflight.compose import compose
-from verl_rhyme.checks.preflight.memory import Rollout, Training
+from verl_rhyme.checks.preflight.memory import Rollout
 from verl_rhyme.checks.preflight.values import CHOICES
 from verl_rhyme.planning.architecture import Architecture
 
@@ -73,60 +73,6 @@ def test_parameters_are_those_that_transformers_makes(kind):
     assert Architecture.read(config.to_dict()).parameters == sum(p.numel() for p in model.parameters())
 
 
-def measured_peaks(fields, recompute: bool, rows: int, length: int) -> tuple[int, int]:
-    """Return the peak bytes, by torch's allocator, of a second training step as verl's FSDP engine makes it: of forward
-    and backward, and of Adam's step.
-    """
-    import gc
-
-    import torch
-    from torch.profiler import ProfilerActivity, profile, record_function
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from verl.utils.torch_functional import logprobs_from_logits
-
-    gc.collect()  # an earlier model that is freed during the measurement would count
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        config = AutoConfig.for_model(**fields)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
-        if recompute:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
-        for step in range(2):
-            with record_function(f"backward {step}"):
-                for _ in range(2):
-                    ids = torch.randint(0, fields["vocab_size"], (rows, length))
-                    logits = model(input_ids=ids, use_cache=False).logits
-                    loss = -logprobs_from_logits(logits, ids).mean()
-                    del logits
-                    loss.backward()
-                    del loss
-            with record_function(f"step {step}"):
-                optimizer.step()
-                optimizer.zero_grad()
-    events = profiler.profiler.kineto_results.events()
-    span = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name() in ("backward 1", "step 1")}
-    peaks, held = dict.fromkeys(span, 0), 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        for name, (start, end) in span.items():
-            if start <= event.start_ns() <= end:
-                peaks[name] = max(peaks[name], held)
-    return peaks["backward 1"], peaks["step 1"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_estimate_is_within_fifteen_percent_of_the_allocator(recompute):
-    fields = {"model_type": "qwen2", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
-    fields |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 16384}
-    fields |= {"tie_word_embeddings": False, "max_position_embeddings": 8192}
-    training = Training("torch", compute_bytes=4, fused_loss=False, foreach=False, tokens=256, recompute=recompute)
-    update, step = measured_peaks(fields, recompute, rows=2, length=128)
-    model = Architecture.read(fields)
-    assert memory.update(model, training).total == pytest.approx(update, rel=0.15)
-    assert memory.optimizer_step(model, training).total == pytest.approx(step, rel=0.15)
-
-
 def test_values_by_name_are_those_that_verl_and_vllm_know():
     import typing
 
@@ -157,10 +103,11 @@ def test_values_by_name_are_those_that_verl_and_vllm_know():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", sorted(ROOT.glob("recipes/run_*.sh")), ids=lambda script: script.stem)
-def test_every_recipe_has_a_dry_run(script, tmp_path):
-    """The scripts themselves: one YAML document on standard output, the estimate in its comments, no GPU, no data."""
-    subprocess.run(["bash", "-n", str(script)], check=True)
+@pytest.mark.parametrize("recipe", ["qwen3_8b_grpo", "tiny_cpu"])
+def test_a_recipe_has_a_dry_run(recipe, tmp_path):
+    """The scripts themselves: one YAML document on standard output, the estimate in its comments, no GPU, no data.
+    ``test_recipes.py`` composes all of them."""
+    script = ROOT / "recipes" / f"run_{recipe}.sh"
     environment = {**os.environ, "DRY_RUN": "1", "RUN_DIR": str(tmp_path), "SKIP_BOOTSTRAP": "1", "GPU_MEMORY_GB": "80"}
     found = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=300, env=environment)
     assert found.returncode == 0, found.stderr

@@ -55,9 +55,9 @@ class Groups:
 class Worker:
     """A process with verl's engine."""
 
-    def __init__(self, groups, engine, **options):
+    def __init__(self, groups, engine):
         self.groups, self.world, self.alive, self.stuck = {}, groups, True, False
-        self.engine = engine(bucket_size=1 << 20, multi_sender=False, **options)
+        self.engine = engine(bucket_size=1 << 20, multi_sender=False)
         self.execute_checkpoint_engine = SimpleNamespace(remote=self.execute)
 
     def execute(self, method, *args, **kwargs):
@@ -135,14 +135,14 @@ def ours(theirs):
 
 
 class Run:
-    def __init__(self, world, make, **options):
-        self.world, self.options = world, options
+    def __init__(self, world, make):
+        self.world = world
         self.actor = [self.worker() for _ in range(2)]
-        config = SimpleNamespace(backend="nccl", custom_backend_module=None, engine_kwargs={"nccl": options})
+        config = SimpleNamespace(backend="nccl", custom_backend_module=None, engine_kwargs={})
         self.manager = make(CheckpointEngineManager(config, WorkerGroup(self.actor), [self.replica(), self.replica()]))
 
     def worker(self):
-        return Worker(self.world.groups, self.world.engine, **self.options)
+        return Worker(self.world.groups, self.world.engine)
 
     def replica(self):
         return Replica([self.worker(), self.worker()])
@@ -153,8 +153,7 @@ class Run:
             self.check(self.manager.replicas)
 
     def check(self, replicas):
-        if not self.options:  # else the group is left after the sync
-            self.world.groups.check([self.actor[0], *(worker for replica in replicas for worker in replica.workers)])
+        self.world.groups.check([self.actor[0], *(worker for replica in replicas for worker in replica.workers)])
 
     def replace(self):
         dead, *living = self.manager.replicas
@@ -202,14 +201,6 @@ def test_a_resting_replica_leaves_the_group_and_returns(world):
     run.manager.deliver([first], 2)
     run.manager.replicas = [second, first]
     run.sync(2)
-    assert world.groups.built == 4
-
-
-def test_with_rebuild_group_each_sync_builds_one(world):
-    run = Run(world, ours, rebuild_group=True)
-    run.sync(3)
-    run.manager.replicas = run.manager.replicas[1:]
-    run.sync(1)
     assert world.groups.built == 4
 
 

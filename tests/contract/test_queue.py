@@ -1,6 +1,5 @@
 """Requests of TransferQueue that fail are repeated, with the real queue: ours and verl's."""
 
-from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +11,9 @@ from transfer_queue.client import AsyncTransferQueueClient
 from verl.utils import transferqueue_utils
 
 from verl_rhyme.agent_loop import worker as workers
-from verl_rhyme.agent_loop.session import Turn
-from verl_rhyme.agent_loop.stored_attempts import KeptTurns, _fetch, fetch_reports, fetch_turns
+from verl_rhyme.agent_loop.stored_attempts import _fetch
 from verl_rhyme.processes import queue as module
 from verl_rhyme.processes import waiting
-from verl_rhyme.scheduling.attempts import Attempt, AttemptReport
 
 
 class Flaky:
@@ -117,15 +114,3 @@ async def test_prompts_of_verls_agent_loop_do_not_stay_pending(flaky, validate):
     await worker._run_prompt({"uid": "a"}, {}, {"validate": validate})
     assert ran == [0, 1]
     assert await tq.async_kv_list() == {"val" if validate else "train": {"a": {"status": "finished"}}}
-
-
-async def test_turns_of_a_checkpoint_come_back_with_their_reports(flaky):
-    module.join()
-    kept, attempts = KeptTurns(), [Attempt("a", number, 1) for number in range(2)]
-    reports = {each: AttemptReport(each, "interrupted", 2, 3, [{"id": "r", "response_tokens": 2}]) for each in attempts}
-    turn = Turn("p", array("i", [1, 2]), array("f", [0.5, 0.25]), 3, 3)
-    for report in reports.values():
-        kept.keep(report, [turn])
-    await kept.store()
-    assert await fetch_reports(await tq.async_kv_list()) == reports
-    assert await fetch_turns(attempts) == {each: ([turn], report.records) for each, report in reports.items()}

@@ -1,4 +1,4 @@
-"""The quickstart's commands for the run scripts: dry runs, and with RHYME_SLOW=1 training of one or two epochs."""
+"""The quickstart's commands for the run scripts train one or two epochs; wrong ones are refused in a line."""
 
 import json
 import os
@@ -42,22 +42,10 @@ def start(checkout, command, **variables):
     )
 
 
-def test_each_command_has_a_folder_of_its_own(checkout):
-    """And so has each number of engines. A dry run writes nothing."""
-    assert len([command for command in COMMANDS if "run_tiny_cpu" in command]) >= 8
-    replicas = [f"MODE=separate_async REPLICAS={count} bash recipes/run_tiny_cpu.sh" for count in (2, 3)]
-    folders = []
-    for command in [*(each for each in COMMANDS if "COMPARE" not in each and "DRY_RUN" not in each), *replicas]:
-        result = start(checkout, command, DRY_RUN="1")
-        assert result.returncode == 0, f"{command}\n{result.stderr[-3000:]}"
-        folders += re.findall(r"default_local_dir: (.+)", result.stdout)
-        assert not (checkout / "runs").exists()
-    assert len(set(folders)) == len(folders) >= 8
-
-
 @ONLY_SLOW
 @pytest.mark.timeout(10_000)
 def test_the_commands_work_one_after_another(checkout):
+    assert len(COMMANDS) >= 8
     for command in COMMANDS:
         result = start(checkout, re.sub(r"EPOCHS=\d+", "EPOCHS=2", command), EPOCHS="1")
         assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
@@ -74,8 +62,6 @@ def test_the_commands_work_one_after_another(checkout):
         ("RHYME=off MODE=separate_async {}", "needs our relay for weights, which RHYME=off"),
         ("MODEL=nope {}", "MODEL=nope is neither qwen2, llama, smollm2 nor a model folder"),
         ("EPOCHS=0 {}", "EPOCHS=0 is below 1"),
-        ("PROMPTS=3 {}", "PROMPTS=3 is below 16, a batch of data.train_batch_size"),
-        ("RHYME=sorted COMPARE=1 {}", "COMPARE=1 compares off and histospec; drop RHYME=sorted"),
         ("RUN_DIR=/dev/null/run {}", "cannot write to /dev/null/run/checkpoints (Not a directory)"),
         ("DRY_RUN=1 {} trainer.save_frq=2", "did you mean trainer.save_freq?"),
     ],

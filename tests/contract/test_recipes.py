@@ -128,19 +128,6 @@ def test_every_recipe_in_every_mode_with_presets_in_turn(recipe, mode, rhyme, mo
         assert config.trainer.v1.separate_async.parameter_sync_step == (1 if ours else batch // mini)
 
 
-@pytest.mark.parametrize("rhyme", ["full", "off"])
-def test_the_yaml_alone_selects_a_preset(rhyme, tmp_path):
-    """With plain ``python -m verl.trainer.main_ppo``: a user's YAML that names another preset than the recipe's."""
-    text = (CONFIGS / "qwen3_8b_grpo.yaml").read_text().replace("  - rhyme: histospec", f'  - rhyme: "{rhyme}"')
-    (tmp_path / "mine.yaml").write_text(text.replace("  searchpath:", f"  searchpath:\n    - file://{CONFIGS}"))
-    config = compose(["--config-path", str(tmp_path), "--config-name", "mine"])
-    by_script = composed("qwen3_8b_grpo", rhyme, "megatron")
-    keys = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", "trainer.save_freq", "trainer.v1.trainer_mode")
-    assert differing(config, {key: OmegaConf.select(by_script, key) for key in keys}) == {}
-    assert config_tree.from_verl(config) == config_tree.from_verl(by_script)
-    assert config.trainer.experiment_name == rhyme
-
-
 @pytest.mark.parametrize(
     ("variables", "message"),
     [

@@ -57,19 +57,17 @@ def test_wrong_version(tmp_path, monkeypatch, package):
 
 @pytest.mark.slow
 def test_another_release_of_verl_is_refused_by_its_own_command(tmp_path):
-    """No patch of verl is applied to it, so that none may be needed to refuse it."""
+    """No patch of verl is applied to it, so that none may be needed to refuse it. Earlier releases load no plugins."""
     other = tmp_path / "verl-0.8.0.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: verl\nVersion: 0.8.0\n")
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "+rhyme=histospec", f"{ROLLOUT}.name=vllm"]
-    for plugins in ("auto", "none"):  # earlier releases load no plugins
-        env = {**os.environ, "PYTHONPATH": str(tmp_path), "VERL_USE_EXTERNAL_PLUGINS": plugins}
-        if plugins == "none":
-            env.pop("VERL_PLATFORM")  # the plugin registers it
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 1
-        assert "verl 0.8.0 is installed, but verl-rhyme supports verl 0.9.1: pip install" in done.stderr
-        assert done.stderr.count("REFUSED") <= 1, done.stderr
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "VERL_USE_EXTERNAL_PLUGINS": "none"}
+    env.pop("VERL_PLATFORM")  # the plugin registers it
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "verl 0.8.0 is installed, but verl-rhyme supports verl 0.9.1: pip install" in done.stderr
+    assert done.stderr.count("REFUSED") <= 1, done.stderr
 
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -111,12 +109,8 @@ def run(tmp_path_factory):
     ("overrides", "words"),
     [
         ([f"+{RHYME}.drafting.max_tokens=16"], "add +rhyme=histospec"),
-        ([f"{RHYME}.drafting.max_tokens=16"], "without a preset there are no options of rhyme: add +rhyme=histospec"),
         (["+rhyme=histospec", f"{RHYME}.drafting.max_tokns=16"], f"did you mean {RHYME}.drafting.max_tokens?"),
-        (["+rhyme=full", "+rhyme.max_staleness=2"], f"rhyme.max_staleness is not read: did you mean {RHYME}.max_"),
         (["+rhyme=full", "+max_staleness=2"], f"max_staleness is not read: did you mean {RHYME}.max_staleness?"),
-        (["+rhyme=histospeck"], "Could not find 'rhyme/histospeck'"),
-        (["+rhyme=histospec", f"{ROLLOUT}.name=???"], f"{ROLLOUT}.name is not set: add {ROLLOUT}.name=vllm"),
         (["+rhyme=full", f"{ROLLOUT}.name=sglang"], f"rhyme drafts and schedules in vLLM only -> set {ROLLOUT}.name="),
         (
             [
@@ -133,7 +127,6 @@ def run(tmp_path_factory):
                 "pip install swanlab",
             ],
         ),
-        (["+rhyme=histospec", "data.max_prompt_length=${nothing}"], "Interpolation key 'nothing' not found"),
     ],
 )
 @pytest.mark.xdist_group("forks")
@@ -229,15 +222,16 @@ import runpy, sys, ray
 from hydra.errors import HydraException
 def init(*arguments, **options):
     print("a job starts Ray")
-    raise HydraException("of the run")
+    raise {error}
 ray.init = init
 sys.argv = ["main_ppo", *{arguments!r}]
 del sys.modules["verl.trainer.main_ppo"]
 try:
     runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
-except SystemExit as end:
-    print(end.code, file=sys.stderr)
+except (SystemExit, KeyboardInterrupt) as end:
+    print(getattr(end, "code", ""), file=sys.stderr)
 """
+OF_THE_RUN = 'HydraException("of the run")'
 
 
 @pytest.mark.xdist_group("forks")
@@ -246,7 +240,6 @@ except SystemExit as end:
     [
         (["trainer.total_epochs=1,2"], 1, "is the folder of an earlier job of this command"),
         (["trainer.default_local_dir=FOLDER/${trainer.total_epochs}", "trainer.total_epochs=1,2"], 2, "of the run"),
-        (["data.train_files=/nowhere.parquet", "trainer.total_epochs=1,2"], 0, "data.train_files: no file"),
         ([f"{RHYME}.drafting.max_tokns=1,2"], 0, f"did you mean {RHYME}.drafting.max_tokens?"),
     ],
 )
@@ -254,7 +247,7 @@ def test_each_job_of_a_multirun_is_checked_and_has_its_own_folder(forks, tmp_pat
     folder = f"trainer.default_local_dir={tmp_path}"
     others = [each.replace("FOLDER", str(tmp_path)) for each in overrides]
     arguments = ["--multirun", "+rhyme=histospec", *run, folder, *others, f"hydra.sweep.dir={tmp_path}/sweep"]
-    done = forks.python(JOBS.format(arguments=arguments))
+    done = forks.python(JOBS.format(arguments=arguments, error=OF_THE_RUN))
     assert done.stdout.count("a job starts Ray") == started
     assert words in done.stderr
     assert len(list(tmp_path.rglob("run.lock"))) == started
@@ -263,7 +256,7 @@ def test_each_job_of_a_multirun_is_checked_and_has_its_own_folder(forks, tmp_pat
 @pytest.mark.xdist_group("forks")
 def test_an_error_of_hydra_in_the_run_itself_is_no_wrong_option(forks, tmp_path, run):
     folder = f"trainer.default_local_dir={tmp_path}"
-    done = forks.python(JOBS.format(arguments=["+rhyme=histospec", *run, folder]))
+    done = forks.python(JOBS.format(arguments=["+rhyme=histospec", *run, folder], error=OF_THE_RUN))
     assert "a job starts Ray" in done.stdout
     assert "of the run" in done.stderr
     assert "verl-rhyme: of the run" not in done.stderr
@@ -271,19 +264,7 @@ def test_an_error_of_hydra_in_the_run_itself_is_no_wrong_option(forks, tmp_path,
 
 @pytest.mark.xdist_group("forks")
 def test_a_command_without_faults_starts_and_says_how_to_resume(forks, tmp_path, run):
-    code = f"""
-import runpy, sys, ray
-def init(*arguments, **options):
-    raise KeyboardInterrupt
-ray.init = init
-sys.argv = ["main_ppo", "+rhyme=histospec", *{run!r}]
-del sys.modules["verl.trainer.main_ppo"]
-try:
-    runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
-except KeyboardInterrupt:
-    pass
-"""
-    done = forks.python(code)
+    done = forks.python(JOBS.format(arguments=["+rhyme=histospec", *run], error="KeyboardInterrupt"))
     assert "verl-rhyme: interrupted before the first checkpoint in " in done.stderr
     assert "the same command starts again" in done.stderr
 
@@ -303,7 +284,6 @@ class Sorted(SessionAgentLoopManager): ...
     [
         (config, "Drafting", None),
         (config, "Foreign", "Foreign does not derive from verl_rhyme.agent_loop.agent_loop.RhymeAgentLoopManager"),
-        (config, "Missing", "agent_loop_manager_class=own_managers.Missing cannot be imported"),
         (pipeline_config, "Sorted", None),
         (pipeline_config, "Drafting", "does not derive from verl_rhyme.agent_loop.agent_loop.SessionAgentLoopManager"),
     ],

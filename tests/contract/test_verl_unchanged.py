@@ -1,7 +1,4 @@
-"""verl's own CPU tests, which its wheel ships, give the same result with the plugin as without.
-
-In two parts: ten of them start a Ray cluster each, take nearly all of the time, and run with RHYME_SLOW=1.
-"""
+"""verl's own CPU tests, which its wheel ships, give the same result with the plugin as without."""
 
 import os
 import subprocess
@@ -11,30 +8,25 @@ from importlib.metadata import distribution
 
 import pytest
 
-from tests.conftest import ONLY_SLOW
-
 VERL = distribution("verl")
 
-#: (they start Ray, their number, how many of them may fail or be skipped, if they do so without the plugin, too)
-PARTS = [
-    pytest.param(True, 10, 5, id="Ray", marks=[pytest.mark.slow, ONLY_SLOW]),  # minutes; time limits of their own
-    pytest.param(False, 307, 2, id="no Ray", marks=pytest.mark.slow),
-]
+#: Without those that start a Ray cluster each.
+TESTS, ODD_ONES = 307, 2  # how many may fail or be skipped, if they do so without the plugin, too
 
 
-def verls_tests(on_ray: bool) -> dict[str, str]:
+def verls_tests() -> dict[str, str]:
     """Module to file."""
     files = sorted(str(path) for path in VERL.files or [] if path.match("*_on_cpu.py"))
     return {
         file.removesuffix(".py").replace("/", "."): str(VERL.locate_file(file))
         for file in files
-        if file.startswith("tests/") and file.startswith("tests/single_controller/") == on_ray
+        if file.startswith("tests/") and not file.startswith("tests/single_controller/")
     }
 
 
-def outcomes(plugins, folder, on_ray, only=()):
+def outcomes(plugins, folder, only=()):
     """Test name to outcome; ``only`` those of these names."""
-    files = verls_tests(on_ray)
+    files = verls_tests()
     if only:
         files = {module: file for module, file in files.items() if any(name.startswith(module) for name in only)}
     names = {name.split("::")[-1].split("[")[0] for name in only}
@@ -62,19 +54,18 @@ def outcomes(plugins, folder, on_ray, only=()):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1300)
-@pytest.mark.parametrize(("on_ray", "tests", "odd_ones"), PARTS)
-def test_same_outcomes_with_and_without_the_plugin(tmp_path, on_ray, tests, odd_ones):
+def test_same_outcomes_with_and_without_the_plugin(tmp_path):
     """What passes with the plugin needs no comparison; all else has to end without it as it does with it."""
     folder = {name: tmp_path / name for name in ("all", "without", "with")}
     for path in folder.values():
         path.mkdir()
-    found = outcomes("verl_rhyme", folder["all"], on_ray)
-    assert len(found) == tests, f"verl 0.9.1 has {tests} such tests that need no GPU"
-    assert list(found.values()).count("passed") >= tests - odd_ones, found
+    found = outcomes("verl_rhyme", folder["all"])
+    assert len(found) == TESTS, f"verl 0.9.1 has {TESTS} such tests that need no GPU"
+    assert list(found.values()).count("passed") >= TESTS - ODD_ONES, found
     if odd := {name for name, state in found.items() if state != "passed"}:
-        # One after the other: on a busy machine verl's Ray tests run into their time limits.
-        without = outcomes("none", folder["without"], on_ray, odd)
-        with_plugin = outcomes("verl_rhyme", folder["with"], on_ray, odd)
+        without = outcomes("none", folder["without"], odd)
+        with_plugin = outcomes("verl_rhyme", folder["with"], odd)
         assert odd <= without.keys() == with_plugin.keys()
         assert {name: (with_plugin[name], state) for name, state in without.items() if with_plugin[name] != state} == {}

@@ -115,22 +115,6 @@ def distribution_of_model(folder, dtype="float64"):
 
 
 @pytest.fixture(scope="session")
-def newer_model(small_model, tmp_path_factory):
-    """``(folder, distribution)`` after a weight update of the small model: 0.03 to 0.1 of total variation a token."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
-    torch.manual_seed(8)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05 * float(parameter.std(correction=0)))
-    folder = tmp_path_factory.mktemp("newer_model")
-    model.save_pretrained(folder)
-    return folder, distribution_of_model(folder)
-
-
-@pytest.fixture(scope="session")
 def p_value():
     """``p_value(tokens, distribution)``: chi-square; cells with few expected samples are pooled.
 

@@ -1,16 +1,9 @@
-"""One rank of one training engine of verl: PPO steps on a batch that is always the same, told as one JSON line.
-
-``RANK= WORLD_SIZE= python engine_steps.py '{"engine": "megatron", "model": DIR, ...}'``; see :func:`main`.
-"""
+"""A training engine of verl, a batch that is always the same, and a PPO loss."""
 
 import dataclasses
-import json
-import os
-import sys
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 
 PROMPT = 5
@@ -18,7 +11,7 @@ LENGTHS = (20, 13, 30, 25, 9, 31, 16, 22)
 MICRO_BATCH = 4
 
 
-def build(engine, model, tp, pp, lr, options=None, checkpoint=None, warmup=0, lora=0, schedule=False):
+def build(engine, model, tp, pp, lr, options=None, checkpoint=None, warmup=0, schedule=False):
     import verl.workers.engine.fsdp
     import verl.workers.engine.megatron  # noqa: F401  (both register their engines)
     from verl.trainer.config import CheckpointConfig
@@ -51,7 +44,6 @@ def build(engine, model, tp, pp, lr, options=None, checkpoint=None, warmup=0, lo
         path=model,
         use_remove_padding=False,
         override_config={"attn_implementation": "sdpa"},
-        **({"lora_rank": lora} if engine != "megatron" else {"lora": {"rank": lora}} if lora else {}),
     )
     saved = CheckpointConfig(**(checkpoint or {}))
     built = EngineRegistry.new("language_model", settings.strategy, described, settings, optimizer, saved)
@@ -118,54 +110,3 @@ def ppo(**changes):
     from verl.workers.utils.losses import ppo_loss
 
     return partial(ppo_loss, actor_config(**changes))
-
-
-def main(engine, model, steps, port, tp=1, pp=1, lr=1e-3, checkpoint=None):
-    """Print ``{"log_probs", "losses", "grad_norms", "weights", "resumed"}`` on the rank that has them.
-
-    With a folder ``checkpoint``, ``resumed`` has loss and gradient norm of a step after it, of the engine that saved it
-    and of a new one that loads it.
-    """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("cpu:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    import verl  # noqa: F401  (loads the plugins)
-
-    built, loss = build(engine, model, tp, pp, lr), ppo()
-    with built.eval_mode():
-        log_probs = built.infer_batch(make_batch()).get("model_output", {}).get("log_probs")
-
-    def step(trained):
-        with trained.train_mode():
-            done = trained.train_batch(make_batch(), loss_function=loss)
-        return (sum(done["loss"]), done["metrics"]["grad_norm"]) if trained.is_mp_src_rank_with_outputs() else None
-
-    taken = [step(built) for _ in range(steps)]
-    weights = {name: tensor.float().norm().item() for name, tensor in built.get_per_tensor_param()[0]}
-    resumed = []
-    if checkpoint:
-        built.save_checkpoint(checkpoint, global_step=steps)
-        resumed.append(step(built))
-        fresh = build(engine, model, tp, pp, lr)
-        fresh.load_checkpoint(checkpoint, del_local_after_load=False)
-        resumed.append(step(fresh))
-    if built.is_mp_src_rank_with_outputs():
-        losses, grad_norms = zip(*taken, strict=True)
-        print(
-            "RESULT"
-            + json.dumps(
-                {
-                    # The last position of a sequence predicts nothing.
-                    "log_probs": [value for row in log_probs.unbind() for value in row[:-1].tolist()],
-                    "losses": losses,
-                    "grad_norms": grad_norms,
-                    "weights": weights,
-                    "resumed": resumed,
-                }
-            )
-        )
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_megatron import MODELS, run
+from ranks import MODELS, run
 
 from tests.conftest import ONLY_SLOW
 from tests.unit.configs import verl_config
@@ -22,16 +22,12 @@ CASES = [
 FSDP = [  # one checkpoint manager for FSDP and FSDP2; FSDP needs a GPU
     *CASES,
     (ALL, ALL, {}, "all", False),
-    ([*ALL, "hf_model"], [*ALL, "hf_model"], {}, "all", False),
     (["hf_model"], ["hf_model"], {}, "nothing", True),
     (["optimizer", "extra"], ["optimizer", "extra"], {}, "nothing", True),
-    (ALL, ALL, {"lora": 4}, "all", False),
-    (ALL, ALL, {"lora": 4, "save_lora_only": True}, "all", False),
     (ALL, ALL, {"async_save": True}, "all", True),  # verl's trainer does not mark it as the latest
 ]
-MEGATRON = [  # LoRA needs Megatron-Bridge
+MEGATRON = [
     (ALL, ALL, {"schedule": True}, "all", False),
-    ([*ALL, "hf_model"], [*ALL, "hf_model"], {"schedule": True}, "all", False),
     *CASES,
     (ALL, ALL, {}, "weights", False),  # its optimizer too, but not the schedule of the learning rate
     (["hf_model"], ["hf_model"], {}, "weights", False),
@@ -41,7 +37,7 @@ MEGATRON = [  # LoRA needs Megatron-Bridge
     (ALL, ALL, {"async_save": True}, "nothing", True),  # last: its results stay in Megatron's queue
 ]
 #: Options of the engine; the others are those of the checkpoint.
-ENGINE = ("lora", "schedule")
+ENGINE = ("schedule",)
 ENGINES = {"fsdp2": FSDP, "megatron": MEGATRON}
 
 

@@ -1,13 +1,11 @@
-"""Coupled sampling in the real engine: the output distribution is the target's, the noise alone decides what is drawn.
-
-A chi-square test against the exact distribution of a 12-token model, as in ``test_exactness.py``.
-"""
+"""Coupled sampling in the real engine: the noise alone decides what is drawn. Drafts change nothing of it
+(``test_sampling_options.py``), and the output distribution is the target's (``test_exactness.py``)."""
 
 from itertools import combinations
 
 import numpy as np
 import pytest
-from exact_distribution import LENGTH, PROMPT, VOCABULARY, history_of
+from exact_distribution import LENGTH, PROMPT, VOCABULARY
 from scipy import stats
 
 from verl_rhyme.agent_loop.session import Session
@@ -45,31 +43,6 @@ def sample(engine, keys, **params):
 
 def keys_of(name, n=SAMPLES):
     return [key_of(name, i) for i in range(n)]
-
-
-def drafts_of(engine):
-    totals = engine.collective_rpc("draft_totals")[0]
-    return np.array([totals["drafted"], totals["accepted"]])
-
-
-@pytest.fixture(scope="module", params=["true", "adversarial"])
-def history(request, drafting, write_history, distribution_of):
-    """Kind of the history that ``drafting`` has."""
-    write_history(drafting.history_folder, history_of(request.param, distribution_of))
-    return request.param
-
-
-def test_output_distribution_is_the_targets(drafting, plain, history, distribution_of, p_value):
-    """The tokens are those that are drawn without drafts; of other settings see test_sampling_options."""
-    before = drafts_of(drafting)
-    tokens = sample(drafting, keys_of(history))
-    drafted, accepted = drafts_of(drafting) - before
-    if history == "true":
-        assert SAMPLES / 4 < accepted < drafted - SAMPLES / 4, "the test must see acceptances and rejections"
-    else:
-        assert drafted - accepted > SAMPLES / 3  # beside what is counted of all responses, which holds more often
-    assert p_value(tokens, distribution_of(PROMPT, LENGTH)) > 1e-4
-    assert (tokens == sample(plain, keys_of(history))).all()
 
 
 def test_the_same_keys_draw_the_same_tokens(plain):
@@ -127,21 +100,3 @@ def watch_preemptions(engine):
     original, seen = scheduler._preempt_request, []
     scheduler._preempt_request = lambda request, *args: (seen.append(request.request_id), original(request, *args))[1]
     return seen
-
-
-def test_coupling_over_changed_weights(plain, build_engine, newer_model, distribution_of, p_value):
-    """Old noise under new weights: exactly the new distribution, and as much agreement as theory says."""
-    folder, new_distribution = newer_model
-    newer = build_engine(draws=True, model=folder)
-    keys = keys_of("weights")
-    old, new = (sample(engine, keys) for engine in (plain, newer))
-    assert p_value(new, new_distribution(PROMPT, LENGTH)) > 1e-4
-    assert p_value(new, distribution_of(PROMPT, LENGTH)) < 1e-4, "the test must see the two policies differ"
-    p, q = distribution_of(PROMPT, 1), new_distribution(PROMPT, 1)
-    distance = np.abs(p - q).sum() / 2
-    # Both draw v where E_v max(p_w / p_v, q_w / q_v) is at most E_w for all w.
-    expected = (1 / np.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(1)).sum()
-    assert (1 - distance) / (1 + distance) <= expected <= 1 - distance
-    agreed = (old[:, 0] == new[:, 0]).sum()
-    assert stats.binomtest(int(agreed), SAMPLES, expected).pvalue > 1e-4
-    assert stats.binomtest(int(agreed), SAMPLES, p @ q).pvalue < 1e-4, "independent draws agree less"

@@ -46,11 +46,11 @@ class Engine:
     def __init__(self, engine, ranks=1):
         self.engine, self.ranks, self.version = engine, ranks, -1
 
-    def sync(self, sent, received=None, version=None, **options):
+    def sync(self, sent, received=None, **options):
         """Send ``received``; compare with ``sent``."""
         self.version += 1
         senders = send(sent if received is None else received, *range(self.ranks))
-        kwargs = {"use_shm": True, "version": self.version if version is None else version, **options}
+        kwargs = {"use_shm": True, "version": self.version, **options}
         self.engine.collective_rpc("update_weights_from_ipc", kwargs=kwargs)
         for each in senders:
             each.join()
@@ -133,19 +133,14 @@ def test_weights_are_found_in_fused_and_tied_parameters(engine, base, lora):
     assert compared == base.keys() - {"lm_head.weight"}
 
 
-def edited(tensors, name, edit):
-    return {**tensors, name: edit(tensors[name].clone())}
-
-
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
         (lambda w: {n.replace(".k_proj", ".key"): t for n, t in w.items()}, None),
-        (lambda w: edited(w, "model.norm.weight", lambda t: t * 0.5), "model.norm.weight: worker 0 has"),
-        (lambda w: edited(w, "model.embed_tokens.weight", lambda t: t[:64].repeat(2, 1)), "model.embed_tokens.weight"),
+        (lambda w: {**w, "model.norm.weight": w["model.norm.weight"] * 0.5}, "model.norm.weight: worker 0 has"),
         (lambda w: {n: t for n, t in w.items() if "embed" not in n}, "model.embed_tokens.weight: it was not loaded"),
     ],
-    ids=["another name", "other values", "half", "a tied embedding left out"],
+    ids=["another name", "other values", "a tied embedding left out"],
 )
 def test_faults_of_the_transfer_and_the_loader_are_noticed(engine, base, lora, wrong, named, monkeypatch):
     options = {"peft_config": lora.to_dict(), "base_sync_done": False}
@@ -161,13 +156,6 @@ def test_faults_of_the_transfer_and_the_loader_are_noticed(engine, base, lora, w
         named = r"k_proj.*: it was not loaded; model.layers.0.self_attn.qkv_proj.*got less"
     with pytest.raises(WeightsError, match=rf"replica 3 .* version 4: .*{named}"):
         engine.sync(base, wrong(base), **options)
-
-
-def test_a_missed_version_is_noticed(engine, base, lora):
-    options = {"peft_config": lora.to_dict(), "base_sync_done": False}
-    engine.sync(base, **options)
-    with pytest.raises(WeightsError, match=r"loaded version \d+ last"):
-        engine.sync(base, version=engine.version, **options)
 
 
 def test_adapters_are_found_in_their_slots(engine, base, adapters, lora):

@@ -124,27 +124,20 @@ def test_without_their_counts_they_go_on_wrongly(engine, delta_net, write_histor
     assert max(differences(engine, delta_net, write_history, temperature=0)) > 0.1
 
 
-@pytest.mark.parametrize("top_p", [1, 0.8])
-def test_samples_have_the_models_distribution(engine, distribution_of_recurrent, write_history, p_value, top_p):
+def test_samples_have_the_models_distribution(engine, delta_net, write_history, p_value):
     import numpy as np
-
-    prompt, length = [1, 2, 3, 4, 5, 1, 2], 3
-    distribution = distribution_of_recurrent(prompt, length, top_p=top_p)
-    likely = np.unravel_index(np.argsort(-distribution.ravel())[:3], distribution.shape)
-    write_history(engine.history_folder, [(prompt, [int(t) for t in text] + [0] * 4) for text in np.transpose(likely)])
+    from conftest import distribution_of_model
     from vllm import SamplingParams
 
+    prompt, length, top_p = [1, 2, 3, 4, 5, 1, 2], 3, 0.8
+    # mixtures of experts compute in no float64
+    distribution = distribution_of_model(delta_net, "float32")(prompt, length, top_p=top_p)
+    likely = np.unravel_index(np.argsort(-distribution.ravel())[:3], distribution.shape)
+    write_history(engine.history_folder, [(prompt, [int(t) for t in text] + [0] * 4) for text in np.transpose(likely)])
     params = SamplingParams(temperature=1, top_p=top_p, max_tokens=length, ignore_eos=True, detokenize=False)
     answers = engine.generate([{"prompt_token_ids": prompt}] * 2000, params, use_tqdm=False)
     tokens = np.array([answer.outputs[0].token_ids for answer in answers])
     assert p_value(tokens, distribution) > 1e-4
-
-
-@pytest.fixture(scope="module")
-def distribution_of_recurrent(delta_net):
-    from conftest import distribution_of_model
-
-    return distribution_of_model(delta_net, "float32")  # mixtures of experts compute in no float64
 
 
 def test_prefix_caching_is_refused(build_engine, delta_net, tmp_path):

@@ -38,27 +38,6 @@ def take_counts(engine, name, n):
     return [counts[f"{name} {i}"] for i in range(n)]
 
 
-def test_the_same_again_is_reverified(engine, stock):
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCABULARY, 6).tolist() for _ in range(8)]
-    greedy = {"temperature": 0, "max_tokens": 100}
-    texts = generate(stock, prompts, [[]] * 8, "stock", **greedy)  # ours would know them from then on
-    assert generate(engine, prompts, texts, "again", **greedy) == texts
-    for count in take_counts(engine, "again", 8):
-        # One of nine tokens is the target's own: a draft has eight at most.
-        assert count["verify_steps"] <= 100 / 9 + 3
-        assert count["reverified_tokens"] > 72, (
-            "of 88, in windows of 8: one window may come from a source that promises more"
-        )
-    assert generate(engine, prompts, [[]] * 8, "drafted", **greedy) == texts
-    assert all(count["reverified_tokens"] == 0 for count in take_counts(engine, "drafted", 8))
-    halves = [text[:50] for text in texts]
-    assert generate(engine, prompts, halves, "cut", **greedy) == texts
-    assert all(
-        30 < count["reverified_tokens"] < 50 < count["accepted_tokens"] for count in take_counts(engine, "cut", 8)
-    )
-
-
 def test_output_distribution_is_the_targets_whatever_was_said_before(engine, distribution_of, p_value, monkeypatch):
     """The previous text is, for each first token, what is least likely to follow, or most likely."""
     # What is counted of all responses promises more, and would be drafted in its place.

@@ -8,7 +8,6 @@ import whole_run
 from whole_run import ROOT, requests_of, steps_of
 
 from tests.conftest import ONLY_SLOW
-from verl_rhyme.observability import events
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
 PROMPTS, SAMPLES, BATCH = 16, 4, 4
@@ -58,11 +57,16 @@ def check_each_prompt_once(requests, epochs):
 
 @pytest.fixture(scope="module")
 def coupled(tmp_path_factory):
-    """Two epochs of tail batching, coupled; killed past a checkpoint, and resumed. Its folder, requests and output."""
+    """Two epochs of tail batching, coupled; the coordinator is killed, then the run, past a checkpoint, which is
+    resumed. Its folder, requests and output."""
     run_dir = tmp_path_factory.mktemp("coupled")
     process = start(run_dir, epochs=2)
+    whole_run.wait_for_step(process, run_dir, 1)
+    [coordinator] = whole_run.processes(run_dir, "coordinator")
+    coordinator.kill()
     whole_run.wait_for_step(process, run_dir, 3)
     whole_run.kill_all(process)
+    assert whole_run.REOPENED in (run_dir / "train.log").read_text(errors="replace")
     output = whole_run.finish(start(run_dir, epochs=2), run_dir)
     return run_dir, requests_of(run_dir), output
 
@@ -108,25 +112,26 @@ class TestOnPolicy:
         assert again > 0, "what was interrupted before was not restored"
 
 
-@pytest.mark.xdist_group("sorted-partial")
-def test_partial_with_reference_and_validation(tmp_path):
-    """Single trajectories, each token with the log-probability it was made with; on Megatron (FSDP's reference wants
-    pinned memory). Without drafts, and with top-p: rhyme's sampler draws, and weights have the actor's support."""
-    overrides = (
-        *("actor_rollout_ref.rollout.custom.rhyme.drafting.enable=false", "actor_rollout_ref.rollout.top_p=0.8"),
-        *("model_engine=megatron", "algorithm.adv_estimator=reinforce_plus_plus"),
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        *("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16", "trainer.test_freq=4"),
-    )
-    steps, requests = run(tmp_path, *overrides, epochs=1, MODEL="llama", STALENESS="1")
+#: Megatron with a reference (FSDP's wants pinned memory) and validation. With top-p rhyme's sampler draws, and
+#: log-probabilities have the actor's support.
+MEGATRON = (
+    *("model_engine=megatron", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.rollout.top_p=0.8"),
+    *("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16", "trainer.test_freq=4"),
+)
+
+
+@ONLY_SLOW
+def test_partial_without_drafts(tmp_path):
+    """Single trajectories, each token with the log-probability it was made with."""
+    overrides = ("actor_rollout_ref.rollout.custom.rhyme.drafting.enable=false", *MEGATRON)
+    settings = {"MODEL": "llama", "STALENESS": "1"}
+    steps, requests = run(tmp_path, *overrides, "algorithm.adv_estimator=reinforce_plus_plus", epochs=1, **settings)
     assert len(steps) == STEPS_AN_EPOCH
     for metrics in steps:
-        assert "actor/kl_loss" in metrics
         assert metrics["training/off_policy/trajectory_staleness_worst/max"] <= 1
         assert metrics["rollout/samples/discarded_tokens"] == 0
         assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.02)
     assert steps[0]["training/rollout_probs_diff_max"] < 0.01, "the policy of the first step has not moved"
-    assert any(key.startswith("val-") for key in steps[-1])
     assert max(metrics["training/staleness/tokens/max"] for metrics in steps) == 1, "nothing was continued"
     lengths = whole_run.lengths_of(requests)
     assert len(lengths) == PROMPTS * SAMPLES
@@ -143,9 +148,13 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
         f"{agent}.agent_loop_config_path={ROOT / 'tests' / 'e2e' / 'unreliable_loop.yaml'}",
         f"{agent}.default_agent_loop=unreliable",
     )
-    quick = whole_run.importing("quick_stops")
-    steps, requests = run(tmp_path, *overrides, epochs=1, timeout=400, RHYME="sorted", **quick)
+    settings = {"RHYME": "sorted", "MODEL": "llama", **whole_run.importing("quick_stops")}
+    steps, requests = run(tmp_path, *overrides, *MEGATRON, epochs=1, timeout=500, **settings)
     assert len(steps) == STEPS_AN_EPOCH
+    assert all("actor/kl_loss" in metrics for metrics in steps)
+    assert all(metrics["training/rollout_probs_diff_max"] < 0.02 for metrics in steps), "of another support"
+    assert any(key.startswith("val-") for key in steps[-1])
+    requests = {name: column[~requests["validate"]] for name, column in requests.items()}
     assert (tmp_path / "died").exists()
     assert sum(metrics["rollout/samples/abandoned_attempts"] for metrics in steps) > 0
     assert sum(metrics["rollout/prompts/dropped"] for metrics in steps) == 0
@@ -159,17 +168,6 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
     samples = list(zip(requests["uid"][trained], requests["sample"][trained], strict=True))
     assert len(samples) == len(set(samples)), "a sample was trained twice"
     assert requests["sample"].max() < SAMPLES
-
-
-def runs_while_the_actor_trains(run_dir):
-    """Requests for training that ran during an update of the actor, by updates."""
-    requests = requests_of(run_dir)
-    stages = events.to_numpy(events.read_stages(run_dir / "checkpoints" / "events"))
-    updates = stages["stage"] == "update_actor"
-    starts, train = stages["started_at"][updates], ~requests["validate"]
-    began, ended = requests["started_at"], requests["finished_at"]
-    spans = zip(starts, starts + stages["duration_s"][updates], strict=True)
-    return sum(int(((began < end) & (ended > start) & train).sum()) for start, end in spans)
 
 
 @ONLY_SLOW

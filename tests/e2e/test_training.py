@@ -28,7 +28,7 @@ MEGATRON = "model_engine=megatron"
 TP2 = ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
 #: Model, and overrides. The last has two ranks, a rollout replica on each, and takes 13 GB. Every day Megatron is in
 #: test_sorted.
-ENGINES = {"fsdp": ("qwen2", ()), "megatron": ("llama", (MEGATRON,)), "megatron-tp2": ("llama", (MEGATRON, *TP2))}
+ENGINES = {"fsdp": ("qwen2", ()), "megatron-tp2": ("llama", (MEGATRON, *TP2))}
 
 
 def start(run_dir, *overrides, **settings):

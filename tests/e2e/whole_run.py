@@ -6,7 +6,10 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from verl_rhyme.observability import events
 
@@ -27,6 +30,27 @@ def importing(modules, *folders):
 def steady(step_ms, modules="", **more):
     """The same of a run whose decoding steps take so many milliseconds at least (benchmarks/steady_step)."""
     return importing(modules, ROOT / "benchmarks" / "steady_step") | {"STEADY_STEP_MS": step_ms, **more}
+
+
+#: A line of train.log.
+REOPENED = "the coordinator died and is opened again"
+#: Processes of a run by the titles that Ray and vLLM give them.
+KINDS = {
+    "coordinator": ("ray::Coordinator",),
+    "agent loop worker": ("ray::SessionAgentLoopWorker",),
+    "replica": ("ray::RhymeHttpServer", "VLLM::EngineCore"),
+}
+
+
+def processes(run_dir, kind):
+    """Of this run: they have inherited its environment."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if " ".join(process.info["cmdline"] or []).startswith(KINDS[kind]):
+            with suppress(psutil.Error):
+                if process.environ().get("RUN_DIR") == str(run_dir):
+                    found.append(process)
+    return found
 
 
 _started: list[subprocess.Popen] = []
@@ -123,8 +147,6 @@ def wait_for_step(process, run_dir, step, timeout=800, known=0):
 
 def kill_all(process):
     """kill -9 of the whole run: everything that descends from the command, wherever it moved to."""
-    import psutil
-
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     sessions = {os.getsid(p.pid) for p in family if p.is_running()}
     for victim in psutil.process_iter(["pid"]):

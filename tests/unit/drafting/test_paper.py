@@ -60,16 +60,6 @@ def test_backs_off_to_the_shortest_match_only():
     assert one(drafter, [6, 7]) == []
 
 
-def test_limits_of_config_and_row():
-    drafter = PaperDrafter(DraftingConfig(max_tokens=3), {KEY: COUNTING}.get)
-    drafter.start("a", KEY)
-    assert one(drafter, [0, 1, 2], last=(2, 2)) == [3, 4, 5]
-    assert one(drafter, [0, 1, 2], limit=1) == [3]
-    assert one(drafter, [0, 1, 2], limit=0) == []
-    assert one(drafter, [0, 1, 2], budget=2) == [3, 4]
-    assert one(drafter, [0, 1, 2], budget=0) == []
-
-
 def test_short_budget_is_granted_in_turn():
     drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     for request in "abc":

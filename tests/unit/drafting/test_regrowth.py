@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.drafting import engine
-from tests.unit.drafting.engine import KEY
+from tests.unit.drafting.engine import KEY, Engine, agreement
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import regrowth
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter, slot_arrays
@@ -19,48 +18,13 @@ pytestmark = pytest.mark.xdist_group("kernels")  # one process compiles them in 
 PROMPT = [7, 8, 9]
 
 
-class Engine(engine.Engine):
-    """Requests that each follow a fixed path; draft tokens on the path are accepted."""
+def made(slots=4, rows=16, **config):
+    config = DraftingConfig(**{"weigh_cost": False, "live_tokens": 1 << 10, **config})
+    return Engine(AdaptiveDrafter(config, lambda key: None, slots, 1 << 20), rows=rows, width=4096)
 
-    def __init__(self, slots=4, rows=16, vocabulary=1 << 20, **config):
-        config = DraftingConfig(**{"weigh_cost": False, "live_tokens": 1 << 10, **config})
-        super().__init__(AdaptiveDrafter(config, lambda key: None, slots, vocabulary), rows=rows, width=4096)
-        self.live = {}
 
-    def start(self, name, path, previous=None, key=KEY):
-        path = [int(token) for token in path]
-        self.live[name] = {"path": path, "new": path[:1], "done": 1, "draft": [], "accepted": 0}
-        super().start(name, PROMPT, key, None if previous is None else np.asarray(previous, np.int32))
-
-    def finish(self, name):
-        del self.live[name]
-        return super().finish(name)
-
-    def step(self, limits=32, budget=1 << 20, seconds=None, planning=0.0, only=None):
-        """Draft for all live requests and verify the drafts."""
-        live = {name: r for name, r in self.live.items() if only is None or name in only}
-        drafts = super().step(
-            {name: r["new"] for name, r in live.items()},
-            limits,
-            budget,
-            [len(r["draft"]) for r in live.values()],
-            [r["accepted"] for r in live.values()],
-            seconds,
-            planning,
-        )
-        for name, r in live.items():
-            future = r["path"][r["done"] :]
-            r["draft"], r["new"] = drafts[name], future[: engine.agreement(drafts[name], future) + 1]
-            r["done"], r["accepted"] = r["done"] + len(r["new"]), max(0, len(r["new"]) - 1)
-        return drafts
-
-    def run(self, name, **kwargs):
-        """Run to the end of the path. Returns the number of steps and the drafted tokens of each."""
-        drafted = []
-        while self.live[name]["done"] < len(self.live[name]["path"]):
-            drafted.append(len(self.step(only={name}, **kwargs)[name]))
-        self.step(only={name}, limits=0)  # reports the verification of the last draft
-        return len(drafted), drafted
+def begin(engine, request, previous):
+    engine.start(request, PROMPT, KEY, np.asarray(previous, np.int32))
 
 
 def random_text(rng, n, vocabulary=1000):
@@ -85,18 +49,18 @@ def edited(rng, text, edits, kinds=("substitute", "insert", "delete"), spacing=6
 @pytest.mark.parametrize("longest", [4, 32, 128])
 def test_unchanged_text_is_drafted_in_full_windows(longest):
     rng = np.random.default_rng(0)
-    engine = Engine(max_tokens=longest)
+    engine = made(max_tokens=longest)
     for i in range(3):  # warm-up, because the prior does not draft 128 tokens
         text = random_text(rng, 1500)
-        engine.start(f"{i}", text, text)
-        engine.run(f"{i}", limits=longest)
+        begin(engine, f"{i}", text)
+        engine.follow(f"{i}", text, limit=longest)
         engine.finish(f"{i}")
     text = random_text(rng, 2000)
-    engine.start("a", text, text)
-    steps, drafted = engine.run("a", limits=longest)
+    begin(engine, "a", text)
+    drafted = [drafted for drafted, _ in engine.follow("a", text, limit=longest)]
     counts = engine.finish("a")
-    assert steps <= len(text) / (longest + 1) + 3
-    assert counts.drafted_tokens == sum(drafted)
+    assert len(drafted) <= len(text) / (longest + 1) + 4
+    assert counts.drafted_tokens == sum(drafted[:-1])
     assert counts.drafted_tokens - 1 <= counts.accepted_tokens == counts.reverified_tokens, (
         "all but the last draft, which no token follows"
     )
@@ -108,9 +72,9 @@ def test_realigns_after_edits(seed, edits, kind):
     rng = np.random.default_rng(seed)
     text = random_text(rng, 1200)
     previous = edited(rng, text, edits, (kind,))
-    engine = Engine()
-    engine.start("a", text, previous)
-    steps, _ = engine.run("a")
+    engine = made()
+    begin(engine, "a", previous)
+    steps = len(engine.follow("a", text)) - 1
     # A truncated window, and the tokens until the texts realign: the insertion into the response and four more.
     lost = {"substitute": 2, "insert": 8, "delete": 12 + 8}[kind]
     assert steps <= len(text) / 16 + 8 + lost * edits
@@ -118,19 +82,15 @@ def test_realigns_after_edits(seed, edits, kind):
 
 def test_expected_acceptance_matches_the_observed_one():
     rng = np.random.default_rng(5)
-    engine = Engine()
+    engine = made()
     expected = observed = 0.0
     for i in range(60):
         text = np.array(random_text(rng, 400))
-        previous = np.where(rng.random(400) < 0.1, 100_000 + np.arange(400), text)
-        engine.start("a", text, previous)
-        live = engine.live["a"]
-        while live["done"] < len(text):
-            before = live["done"]
-            draft = engine.step()["a"]
-            if i >= 10 and before + len(draft) < len(text):
+        begin(engine, "a", np.where(rng.random(400) < 0.1, 100_000 + np.arange(400), text))
+        for drafted, accepted, done in engine.verify("a", text):
+            if i >= 10 and done + drafted < len(text):
                 expected += engine.drafter.reach[0, : engine.drafter.granted[0]].sum()
-                observed += live["accepted"]
+                observed += accepted
         engine.finish("a")
     assert observed > 10_000
     assert expected == pytest.approx(observed, rel=0.1)
@@ -165,44 +125,49 @@ def test_state_depends_on_the_texts_only(seed, vocabulary):
 
 def test_nothing_leaks_between_requests_of_a_slot():
     rng = np.random.default_rng(6)
-    engine = Engine(slots=1)
+    engine = made(slots=1)
     old, new = random_text(rng, 300), random_text(rng, 300)
-    engine.start("old", old, old)
-    engine.step()
+    begin(engine, "old", old)
+    engine.step({"old": old[:1]})
     engine.finish("old")
-    engine.start("new", old, key=b"n" * 16)  # the same path without a previous text
+    engine.start("new", PROMPT, b"n" * 16)  # the same path without a previous text
     engine.drafter._live.arrays.head_group[:], engine.drafter._live.arrays.counts[:] = -1, 0
-    assert engine.step()["new"] == []
-    counts = engine.finish("new")
-    assert counts == RequestCounts()
-    engine.start("third", new, new)
-    engine.run("third")
+    assert engine.step({"new": old[:1]})["new"] == []
+    assert engine.finish("new") == RequestCounts()
+    begin(engine, "third", new)
+    engine.follow("third", new)
     assert engine.finish("third").reverified_tokens > 280
 
 
 def test_previous_text_is_drafted_while_other_requests_rest():
     """At a tenth of a step per draft token, guesses among six are unprofitable, but the previous text is profitable."""
     rng = np.random.default_rng(10)
-    engine = Engine(slots=8, weigh_cost=True)
-    for i in range(8):
-        engine.start(f"{i}", rng.integers(0, 6, 1200))
-    drafted = 0
+    engine = made(slots=8, weigh_cost=True)
+    paths = {f"{i}": rng.integers(0, 6, 1200).tolist() for i in range(8)}
+    for name in paths:
+        engine.start(name, PROMPT)
+    done, drafts = dict.fromkeys(paths, 0), {name: [] for name in paths}
 
     def step():
-        nonlocal drafted
-        seconds, planning = 1e-3 * (1 + 0.1 * rng.random()) + 1e-4 * drafted, 1e-4 * engine.drafter.planned
-        drafts = engine.step(seconds=seconds, planning=planning)
-        drafted = sum(map(len, drafts.values()))
-        return drafts
+        nonlocal drafts
+        drafted = [len(drafts[name]) for name in paths]
+        sampled = {n: path[done[n] :][: 1 + agreement(drafts[n], path[done[n] :])] for n, path in paths.items()}
+        for name, tokens in sampled.items():
+            done[name] += len(tokens)
+        accepted = [max(0, len(tokens) - 1) for tokens in sampled.values()]
+        seconds, planning = 1e-3 * (1 + 0.1 * rng.random()) + 1e-4 * sum(drafted), 1e-4 * engine.drafter.planned
+        drafts = engine.step(sampled, drafted=drafted, accepted=accepted, seconds=seconds, planning=planning)
 
     for _ in range(400):
         step()
     engine.finish("0")
-    text = random_text(rng, 600)
-    engine.start("again", text, text)
-    drafts, planned = [], []
+    del paths["0"]
+    paths["again"], done["again"], drafts["again"] = random_text(rng, 600), 0, []
+    begin(engine, "again", paths["again"])
+    given, planned = [], []
     for _ in range(20):
-        drafts.append(len(step()["again"]))
+        step()
+        given.append(len(drafts["again"]))
         planned.append(engine.drafter.planned)
     assert np.mean(planned) < 0.2, "the other requests still rest"
-    assert all(n > 0 for n in drafts[8:])
+    assert all(n > 0 for n in given[8:])

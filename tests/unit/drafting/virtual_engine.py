@@ -65,7 +65,6 @@ class Log:
     """One entry a step."""
 
     rows: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     stock: list[float] = field(default_factory=list)  # seconds of the step without drafts
@@ -125,7 +124,6 @@ class VirtualEngine:
             noise = np.exp(self.machine.noise * self._rng.standard_normal())
             seconds = self.machine.seconds(len(live), size, prompt, text) * noise
             self.log.rows.append(len(live))
-            self.log.drafted.append(size)
             self.log.emitted.append(int(new.sum()))
             self.log.seconds.append(seconds + planning)
             self.log.stock.append(self.machine.seconds(len(live), 0, prompt, text) * noise)
