@@ -11,6 +11,7 @@ from verl_rhyme.checks.preflight import user_code
 from verl_rhyme.config import ConfigError
 
 MODE = "trainer.v1.trainer_mode=separate_async"
+REWARD = "reward.reward_model"
 RHYME = f"{R}.custom.rhyme"
 
 
@@ -29,7 +30,6 @@ def test_a_valid_run_has_no_complaints(world):
 @pytest.mark.parametrize(
     ("overrides", "name", "words"),
     [
-        ([f"+{RHYME}.drafting.flor=1"], "rhyme", "drafting.flor"),
         ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=3"], "parallel sizes", "8 training GPUs"),
         ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=4"], "parallel sizes", "14 attention heads"),
         ([MEGATRON, f"{A}.megatron.pipeline_model_parallel_size=16"], "parallel sizes", "24 layers"),
@@ -37,11 +37,7 @@ def test_a_valid_run_has_no_complaints(world):
         ([f"{A}.ulysses_sequence_parallel_size=4"], "parallel sizes", "Ulysses: 14 attention heads"),
         ([f"{R}.tensor_model_parallel_size=3"], "parallel sizes", "8 rollout GPUs"),
         ([f"{R}.tensor_model_parallel_size=4"], "parallel sizes", "vLLM: 14 attention heads"),
-        (
-            [MODE, f"{R}.nnodes=1", f"{R}.n_gpus_per_node=3"],
-            "parallel sizes",
-            "3 standalone rollout GPUs are not a",
-        ),
+        ([MODE, f"{R}.nnodes=1", f"{R}.n_gpus_per_node=3"], "parallel sizes", "3 standalone rollout GPUs are not a"),
         (["data.train_batch_size=48"], "batches", "ppo_mini_batch_size=32"),
         ([f"{R}.n=1", f"{A}.ppo_mini_batch_size=4"], "batches", "8 data-parallel ranks"),
         ([f"{A}.use_dynamic_bsz=true", f"{A}.ppo_max_token_len_per_gpu=1000"], "batches", "raise it to 1536"),
@@ -49,13 +45,8 @@ def test_a_valid_run_has_no_complaints(world):
         ([MODE, f"{R}.nnodes=1"], "batches", "parameter_sync_step"),
         ([MODE, f"{R}.nnodes=0"], "batches", "without a rollout pool"),
         ([MODE, f"{R}.nnodes=1"], "batches", "set it to relay (with rhyme), nccl"),
-        (
-            [*SEPARATE[1:], "reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool=false"],
-            "batches",
-            "enable_resource_pool=true",
-        ),
+        ([*SEPARATE[1:], f"{REWARD}.enable=true", f"{REWARD}.enable_resource_pool=false"], "batches", "_pool=true"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.foldr=/x"], "weights", "takes only folder=PATH"),
-        ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.folder=4"], "weights", "takes only folder=PATH"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay=/x"], "weights", "takes only folder=PATH"),
         (["trainer.v1.trainer_mode=colocate_asnyc"], "values", "did you mean colocate_async?"),
         (["algorithm.adv_estimator=gprp"], "values", "did you mean grpo?"),
@@ -82,14 +73,12 @@ def test_an_invalid_run_fails(world, overrides, name, words):
     ("override", "problem"),
     [
         ("trainer.nnodes=two", "trainer.nnodes must be a whole number of at least 1, not 'two'"),
-        ("trainer.nnodes=null", "trainer.nnodes must be a whole number of at least 1, not null"),
-        (f"{R}.n=0", f"{R}.n must be a whole number of at least 1, not 0"),
-        (f"{R}.max_model_len=long", f"{R}.max_model_len must be a whole number of at least 1, not 'long'"),
+        (f"{R}.n=null", f"{R}.n must be a whole number of at least 1, not null"),
+        (f"{R}.max_model_len=0", f"{R}.max_model_len must be a whole number of at least 1, not 0"),
         (f"{R}.max_num_seqs=[1]", f"{R}.max_num_seqs must be a whole number of at least 1, not [1]"),
         (f"{R}.gpu_memory_utilization=high", f"{R}.gpu_memory_utilization must be a number, not 'high'"),
         (f"{R}.enforce_eager=maybe", f"{R}.enforce_eager must be true or false, not 'maybe'"),
         ("algorithm.rollout_correction.rollout_is_threshold=0.5_x", "must be a number, not '0.5_x'"),
-        ("critic.optim.lr=fast", "critic.optim.lr must be a number, not 'fast'"),
     ],
 )
 def test_values_of_the_wrong_type_are_refused(world, override, problem):
@@ -97,28 +86,16 @@ def test_values_of_the_wrong_type_are_refused(world, override, problem):
         preflight(world, override)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0",  # IcePop, verl's documented form
-        "trainer.max_actor_ckpt_to_keep=-1",  # verl keeps all
-        "+data.my_option=1",
-    ],
-)
-def test_all_values_that_verl_takes_are_allowed(world, override):
-    assert "fail" not in {status for _, status in complaints(preflight(world, override))}
+def test_all_values_that_verl_takes_are_allowed(world):
+    ice_pop = "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0"  # verl's documented form
+    found = complaints(preflight(world, ice_pop, "trainer.max_actor_ckpt_to_keep=-1", "+data.my_option=1"))
+    assert "fail" not in {status for _, status in found}
 
 
 def test_refused_options_of_the_pipeline_do_not_count_as_verls_schedule(world):
     found = complaints(preflight(world[1:], "+rhyme=full", MODE, f"{RHYME}.scheduling.in_flight=9"))
     assert "in_flight=9" in found["rhyme", "fail"]
     assert "parameter_sync_step" not in found.get(("batches", "fail"), "")
-
-
-def test_the_rules_in_force_are_reported(world):
-    detail = only(preflight(world[1:], "+rhyme=full", f"{R}.calculate_log_probs=true", *RELAY), "rhyme").detail
-    rules = "max_staleness 1, in_flight 2, put_off 0, take finished, refill always, at_version continue"
-    assert f"rules in force: {rules}" in detail
 
 
 @pytest.mark.parametrize(
@@ -216,19 +193,18 @@ def test_the_load_reports_batches_in_flight_and_warns_of_several_mini_batches(wo
     assert not [check for check in preflight(world).checks if check.name == "load"]
 
 
+@pytest.mark.parametrize("preset", [["+rhyme=sorted"], []])
 @pytest.mark.parametrize(
-    ("key", "place"),
+    ("place", "option", "value"),
     [
-        ("rhyme.scheduling.take=loaded", ("rhyme", ".scheduling")),
-        ("custom.rhyme.drafting.max_tokens=4", ("custom.rhyme", ".drafting")),
-        ("actor_rollout_ref.rollout.rhyme=false", ("actor_rollout_ref.rollout.rhyme", "")),
+        ("rhyme", ".scheduling", "{take: loaded}"),
+        ("custom.rhyme", ".drafting", "{max_tokens: 4}"),
+        ("actor_rollout_ref.rollout.rhyme", "", "false"),
     ],
 )
-def test_a_rhyme_tree_in_another_place_is_refused(world, key, place):
-    place, option = place
+def test_a_rhyme_tree_in_another_place_is_refused(world, preset, place, option, value):
     refused = f"{place}{option} is not read: did you mean {RHYME}{option}?"
-    for preset in (["+rhyme=sorted"], []):
-        assert only(preflight(world[1:], *preset, f"+{key}"), "rhyme").detail == refused
+    assert only(preflight(world[1:], *preset, f"+{place}{option}={value}"), "rhyme").detail == refused
 
 
 def test_keys_of_the_user_are_not_refused(world):
